@@ -1,0 +1,1 @@
+"""Names, calls and dispatch. Knows no feature: handlers, reducers and interceptors are handed in."""

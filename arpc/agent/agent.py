@@ -1,0 +1,545 @@
+"""A worker as others see it: it makes calls, answers them, and knows who can be reached.
+
+The agent knows no feature. What rides on calls (autograd, profiling) comes in as interceptors, what travels in pickles (RRefs) as
+reducers, and what is neither call nor reply as entries of the handler table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import Context, copy_context
+from typing import Any, Final
+
+from arpc import torchstate
+from arpc.agent.calls import Call
+from arpc.agent.codec import Codec, Interceptor
+from arpc.agent.connector import Connector, Link
+from arpc.agent.deadlines import NEVER, Deadlines
+from arpc.agent.executor import Executor
+from arpc.agent.failures import rebuild_failure
+from arpc.agent.functions import name_of
+from arpc.agent.future import Future
+from arpc.agent.heartbeat import Heartbeat
+from arpc.agent.peers import Peer, PeerState, unsendable
+from arpc.agent.membership import WorkerRecord
+from arpc.agent.scope import current_scope
+from arpc.agent.streams import Stream
+from arpc.errors import ProtocolError, RpcTimeoutError, SerializationError, ShutdownError, UnknownWorkerError
+from arpc.ids import WorkerInfo
+from arpc.options import RpcOptions, Unset
+from arpc.transport.base import Connection, Transport
+from arpc.wire.frames import HEADER, MAX_TIMEOUT_MS, frame
+from arpc.wire.handshake import Identity
+from arpc.wire.messages import (
+    Cancel,
+    Credit,
+    Failure,
+    Function,
+    Goodbye,
+    Item,
+    Message,
+    MessageType,
+    Reply,
+    Request,
+    RequestFlag,
+)
+from arpc.wire.pickling import Reducer
+
+__all__ = ["Agent", "Handler"]
+
+logger = logging.getLogger("arpc.agent")
+
+_REQUEST: Final = int(MessageType.REQUEST)
+_CREDIT: Final = int(MessageType.CREDIT)
+_pack_header = HEADER.pack
+_set_result = asyncio.Future.set_result
+
+Handler = Callable[[Link, Message], None]
+"""Takes one message of a peer. Runs on the loop; must not block and must not raise."""
+
+
+class Agent:
+    """Calls, dispatch and connections of one worker. Everything here belongs to the loop it was made on."""
+
+    def __init__(
+        self,
+        *,
+        worker: Any,
+        identity: Identity,
+        options: RpcOptions,
+        context: Context,
+        transports: Mapping[str, Transport],
+        resolve: Callable[[str | int], Awaitable[WorkerRecord]],
+        handlers: Mapping[type[Message], Handler] | None = None,
+        reducers: Mapping[type, Reducer] | None = None,
+        interceptors: Sequence[Interceptor] = (),
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.info = WorkerInfo(identity.name, identity.id)
+        self.options = options
+        self.codec = Codec(reducers or {}, interceptors, options.inline_tensor_bytes)
+        self.deadlines = Deadlines(self.loop)
+        self.executor = Executor(
+            loop=self.loop,
+            worker=worker,
+            name=identity.name,
+            context=context,
+            codec=self.codec,
+            threads=options.num_worker_threads,
+            max_handlers_per_peer=options.max_handlers_per_peer,
+            window_bytes=options.window_bytes,
+        )
+        self.default_timeout = options.rpc_timeout
+        self.is_closing = False
+        self._thread = threading.get_ident()
+        self._resolve = resolve
+        self._peers: dict[Any, Peer] = {}
+        self._deferred: set[asyncio.Task[None]] = set()
+        self._pickler = self.codec.pickler
+        self._intercepts = bool(self.codec.interceptors)
+        # The tick of the default timeout changes every half second or so
+        self._default_tick = 0
+        self._default_tick_until = 0.0
+        self._default_timeout_ms = 0
+        self.connector = Connector(self, identity, options, transports, context)
+        self.heartbeat = Heartbeat(self.loop, options, self.connector)
+        self._handlers: dict[type[Message], Handler] = {
+            Request: self._on_request,
+            Reply: self._on_reply,
+            Failure: self._on_failure,
+            Cancel: self._on_cancel,
+            Function: self._on_function,
+            Item: self._on_item,
+            Credit: self._on_credit,
+            Goodbye: self._on_goodbye,
+            **(handlers or {}),
+        }
+
+    def identify(self, worker_id: int) -> None:
+        """The group has given this worker its id, which nobody could know before."""
+        self.info = WorkerInfo(self.info.name, worker_id)
+        self.connector.identify(worker_id)
+
+    # -- peers
+
+    def add_peer(self, record: WorkerRecord) -> Peer:
+        """Make a worker known, so that calls can name it."""
+        peer = self._peers.get(record.name)
+        if peer is None:
+            peer = Peer(
+                record.info,
+                codec=self.codec,
+                deadlines=self.deadlines,
+                window_bytes=self.options.window_bytes,
+                connect=self.connector.connect,
+            )
+        elif peer.info != record.info:
+            # it came back under its name, as another one
+            for key in (peer.info.id, peer.info):
+                self._peers.pop(key, None)
+            peer.info = record.info
+        if peer.state is PeerState.GONE and peer.incarnation != record.incarnation:
+            peer.state = PeerState.IDLE
+        peer.main_by_value = not self.connector.same_main(record.main)
+        for key in (record.name, record.id, record.info):
+            self._peers[key] = peer
+        return peer
+
+    def peer(self, to: str | int | WorkerInfo) -> Peer | None:
+        """The peer of that name, id or info, if it is known here."""
+        try:
+            return self._peers.get(to)
+        except TypeError:
+            return None
+
+    def known_peer(self, to: str | int | WorkerInfo) -> Peer:
+        """The same, or `UnknownWorkerError`."""
+        peer = self.peer(to)
+        if peer is None:
+            raise self._unknown(to)
+        return peer
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        return tuple(dict.fromkeys(self._peers.values()))
+
+    def _unknown(self, to: Any) -> Exception:
+        if not isinstance(to, str | int | WorkerInfo):
+            return TypeError(f"a worker is given by name, id or WorkerInfo, not {type(to).__qualname__}")
+        known = ", ".join(sorted(peer.info.name for peer in self.peers))
+        return UnknownWorkerError(f"worker {self.info.name!r} knows no worker {to!r}; it knows {known}")
+
+    # -- calls
+
+    def call(
+        self,
+        to: str | int | WorkerInfo,
+        function: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | Unset = Unset(),  # noqa: B008 - a singleton
+        *,
+        depth: int = 2,
+    ) -> Future[Any]:
+        """Start a call; its future can be awaited, chained, cancelled, and waited for by other threads."""
+        future: Future[Any] = Future(loop=self.loop)
+        future.made_at(depth)
+        if threading.get_ident() != self._thread:
+            self._call_from_thread(future, to, function, args, kwargs, timeout)
+            return future
+        peer = self.peer(to)
+        if peer is None:
+            self._defer(future, to, function, args, kwargs, timeout)
+            return future
+        call_id = self.begin(peer, future, function, args, kwargs, timeout)
+        future._on_cancel = lambda: peer.cancel(call_id)
+        return future
+
+    async def call_and_wait(
+        self,
+        to: str | int | WorkerInfo,
+        function: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | Unset = Unset(),  # noqa: B008 - a singleton
+    ) -> Any:
+        """The result of a call. Cheaper than `call`, because nobody else can see its future."""
+        peer = self.peer(to)
+        if peer is None:
+            return await self.call(to, function, args, kwargs, timeout, depth=3)
+        future: asyncio.Future[Any] = self.loop.create_future()
+        call_id = self.begin(peer, future, function, args, kwargs, timeout)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            peer.cancel(call_id)
+            raise
+
+    def stream(
+        self,
+        to: str | int | WorkerInfo,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        timeout: float | Unset,
+        window: int,
+    ) -> Stream[Any]:
+        """Start a call of a generator; its items come as they are made."""
+        peer = self.known_peer(to)
+        future: asyncio.Future[Any] = self.loop.create_future()
+        call_id = self.begin(peer, future, function, args, kwargs, timeout, RequestFlag.STREAM)
+
+        def give_credit(items: int) -> None:
+            call = peer.calls.get(call_id)
+            if call is not None and call.connection is not None and call.connection.is_open:
+                call.connection.send(frame(_CREDIT, 0, call_id, items, 0, b""))
+
+        def cancel() -> None:
+            peer.cancel(call_id)
+            if not future.done():
+                future.cancel()
+
+        stream: Stream[Any] = Stream(window, give_credit, cancel)
+        # The pending call must not keep the stream alive: dropping the stream is how people leave an `async for`
+        reference = weakref.ref(stream)
+
+        def item_received(item: Any) -> None:
+            if (alive := reference()) is not None:
+                alive.item_received(item)
+
+        def ended(future: asyncio.Future[Any]) -> None:
+            if (alive := reference()) is not None:
+                alive.end_received(future)
+            elif not future.cancelled():
+                future.exception()
+
+        future.add_done_callback(ended)
+        call = peer.calls.get(call_id)
+        if call is not None:
+            call.item_received = item_received
+        self._first_credit(peer, call_id, window)
+        return stream
+
+    def _first_credit(self, peer: Peer, call_id: int, window: int) -> None:
+        call = peer.calls.get(call_id)
+        if call is None:
+            return
+        data = frame(_CREDIT, 0, call_id, window, 0, b"")
+        if call.connection is not None:
+            call.connection.send(data)
+        else:
+            # it waits: the credit goes right behind it
+            for index, (waiting_id, waiting, request, buffers) in enumerate(peer.backlog):
+                if waiting_id == call_id:
+                    peer.backlog[index] = (waiting_id, waiting, request + data, buffers)
+
+    def begin(
+        self,
+        peer: Peer,
+        future: asyncio.Future[Any],
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        timeout: float | Unset,
+        flags: int = 0,
+    ) -> int:
+        """Send one request; its reply completes the future. Raises before anything was sent if it cannot be."""
+        if self.is_closing:
+            raise ShutdownError(f"worker {self.info.name!r} is shutting down")
+        # the deadline
+        scope = current_scope.get()
+        now = self.loop.time()
+        if isinstance(timeout, Unset) and (scope is None or scope.deadline is None):
+            if now >= self._default_tick_until:
+                self._next_default_tick(now)
+            tick = self._default_tick
+            timeout_ms = self._default_timeout_ms
+        else:
+            tick, timeout_ms = self._deadline(now, timeout, scope.deadline if scope is not None else None, function)
+        # the content
+        try:
+            function_id = peer.function_ids.get(function) or peer.define(function)
+        except TypeError:
+            function_id = 0  # not hashable, so not a function of a module
+        by_value = peer.main_by_value
+        if function_id == 0:
+            payload, slots = self._pickle_with_function(function, tuple(args), kwargs, main_by_value=by_value)
+        elif args or kwargs:
+            payload, slots = self._pickler.dumps_call(
+                function, tuple(args), dict(kwargs) if kwargs else None, main_by_value=by_value
+            )
+        else:
+            payload, slots = b"", []
+        if kwargs:
+            flags |= RequestFlag.KWARGS
+        meta = self.codec.intercept_request(peer.info, function, slots) if self._intercepts else None
+        # the message
+        call = Call(future, function, 0)
+        call_id = peer.calls.add(tick, call)
+        try:
+            if slots or meta:
+                data, buffers = self.codec.frame(
+                    _REQUEST, flags, call_id, function_id, timeout_ms, payload, slots, meta
+                )
+                call.size_bytes = len(data) + sum([buffer.nbytes for buffer in buffers])
+            else:
+                data = _pack_header(len(payload), _REQUEST, flags, 0, call_id, function_id, timeout_ms, 0, 0) + payload
+                buffers = []
+                call.size_bytes = len(data)
+            peer.submit(call_id, call, data, buffers)
+        except BaseException:
+            peer.calls.pop(call_id)
+            raise
+        return call_id
+
+    def _pickle_with_function(
+        self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, *, main_by_value: bool
+    ) -> tuple[bytes, list[Any]]:
+        payload = (args, dict(kwargs)) if kwargs else args
+        try:
+            return self._pickler.dumps((function, payload), main_by_value=main_by_value)
+        except Exception as error:
+            # say which part of it was at fault
+            self._pickler.dumps_call(function, args, dict(kwargs) if kwargs else None, main_by_value=main_by_value)
+            raise unsendable(function, error) from error
+
+    def _next_default_tick(self, now: float) -> None:
+        timeout_s = self.default_timeout
+        if not timeout_s:
+            self._default_tick, self._default_timeout_ms, self._default_tick_until = NEVER, 0, float("inf")
+            return
+        self._default_tick = tick = self.deadlines.tick(now, timeout_s)
+        self._default_timeout_ms = min(MAX_TIMEOUT_MS, max(1, int(timeout_s * 1000)))
+        self._default_tick_until = self.deadlines.time_of(tick) - timeout_s
+
+    def _deadline(
+        self, now: float, timeout: float | Unset, inherited: float | None, function: Any
+    ) -> tuple[int, int]:
+        timeout_s = self.default_timeout if isinstance(timeout, Unset) else float(timeout)
+        if not timeout_s >= 0:
+            raise ValueError(f"a timeout is 0 (none) or more seconds, not {timeout!r}")
+        if inherited is not None:
+            left = inherited - now
+            if left <= 0:
+                raise RpcTimeoutError(f"no time is left to call {name_of(function)}: the caller's own deadline has passed")
+            timeout_s = min(timeout_s, left) if timeout_s else left
+        if not timeout_s:
+            return NEVER, 0
+        timeout_ms = min(MAX_TIMEOUT_MS, max(1, int(timeout_s * 1000)))
+        return self.deadlines.tick(now, timeout_s), timeout_ms
+
+    def _call_from_thread(self, future: Future[Any], *arguments: Any) -> None:
+        context = copy_context()
+
+        def start() -> None:
+            if future.done():
+                return
+            to, function, args, kwargs, timeout = arguments
+            peer = self.peer(to)
+            try:
+                if peer is None:
+                    self._defer(future, *arguments)
+                    return
+                call_id = self.begin(peer, future, function, args, kwargs, timeout)
+            except Exception as error:  # noqa: BLE001 - the thread finds it in the future
+                future.set_exception(error)
+            else:
+                future._on_cancel = lambda: peer.cancel(call_id)
+
+        self.loop.call_soon_threadsafe(start, context=context)
+
+    def _defer(self, future: Future[Any], to: Any, *arguments: Any) -> None:
+        """Ask the group about a worker that is not known yet, then call it."""
+        if not isinstance(to, str | int):
+            raise self._unknown(to)
+
+        async def resolve_and_call() -> None:
+            try:
+                peer = self.add_peer(await self._resolve(to))
+                if not future.done():
+                    call_id = self.begin(peer, future, *arguments)
+                    future._on_cancel = lambda: peer.cancel(call_id)
+            except Exception as error:  # noqa: BLE001 - the caller finds it in the future
+                if not future.done():
+                    future.set_exception(error)
+
+        task = self.loop.create_task(resolve_and_call())
+        self._deferred.add(task)
+        task.add_done_callback(self._deferred.discard)
+        future._on_cancel = lambda: None if task.done() else self._ignore(task.cancel())
+
+    @staticmethod
+    def _ignore(_: object) -> None:
+        """For callbacks whose result means nothing."""
+
+    # -- messages
+
+    def messages_received(self, connection: Connection, messages: list[Message]) -> None:
+        link = connection.owner
+        handlers = self._handlers
+        # The loop may be between two steps of a task that has switched something off for itself
+        outer = None if torchstate.is_pristine() else torchstate.save_and_reset()
+        try:
+            for message in messages:
+                handlers[message.__class__](link, message)
+        finally:
+            if outer is not None:
+                torchstate.restore(outer)
+
+    def _on_request(self, link: Link, message: Message) -> None:
+        self.executor.admit(link.inbound, message)
+
+    def _on_function(self, link: Link, message: Message) -> None:
+        self.executor.define(link.inbound, message)
+
+    def _on_cancel(self, link: Link, message: Message) -> None:
+        link.inbound.cancel(message.id)
+
+    def _on_credit(self, link: Link, message: Message) -> None:
+        link.inbound.add_credit(message.id, message.arg)
+
+    def _on_reply(self, link: Link, message: Message) -> None:
+        call = link.peer.pop(message.id)
+        if call is None or call.future.done():
+            return  # it was cancelled, or timed out, and the two crossed on their way
+        try:
+            value = self._result(link, message) if message.body else None
+        except ProtocolError:
+            call.future.set_exception(SerializationError(f"the result of {call.name} is malformed"))
+            raise
+        except Exception as error:  # noqa: BLE001 - unpickling runs user code
+            call.future.set_exception(self._unreadable(call, error))
+        else:
+            _set_result(call.future, value)
+
+    def _on_item(self, link: Link, message: Message) -> None:
+        call = link.peer.calls.get(message.id)
+        if call is None or call.item_received is None or call.future.done():
+            return
+        try:
+            value = self._result(link, message) if message.body else None
+        except Exception as error:  # noqa: BLE001 - unpickling runs user code
+            link.peer.cancel(message.id)
+            call.future.set_exception(self._unreadable(call, error))
+        else:
+            call.item_received(value)
+
+    def _result(self, link: Link, message: Message) -> Any:
+        codec = self.codec
+        if not message.table_end:
+            return codec.payload(message, [])
+        slots = codec.slots(message)
+        if message.meta_end != message.meta_start:
+            codec.receive_reply(link.peer.info, codec.meta(message), slots)
+        return codec.payload(message, slots)
+
+    def _unreadable(self, call: Call, error: Exception) -> SerializationError:
+        made = SerializationError(
+            f"the result of {call.name} cannot be unpacked on worker {self.info.name!r}: {type(error).__name__}: {error}"
+        )
+        made.__cause__ = error
+        return made
+
+    def _on_failure(self, link: Link, message: Message) -> None:
+        call = link.peer.pop(message.id)
+        if call is None or call.future.done():
+            return
+        codec = self.codec
+        slots = codec.slots(message) if message.table_end else []
+        payload = memoryview(message.body)[message.table_end :]
+        call.future.set_exception(rebuild_failure(message.arg, payload, slots, link.peer.info.name, call.name))
+
+    def _on_goodbye(self, link: Link, message: Message) -> None:
+        link.goodbye = bytes(message.body).decode(errors="replace") or "it closed the connection"
+
+    def output_drained(self, connection: Connection) -> None:
+        link = connection.owner
+        if link is not None and link.inbound.waiting:
+            self.executor.readmit(link.inbound)
+
+    # -- the end
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until no call is under way in either direction; False if that did not happen in time."""
+        deadline = None if timeout_s is None else self.loop.time() + timeout_s
+        pause = 0.0005
+        while not self.is_quiet():
+            if deadline is not None and self.loop.time() >= deadline:
+                return False
+            await asyncio.sleep(pause)
+            pause = min(0.02, pause * 1.5)
+        return True
+
+    def is_quiet(self) -> bool:
+        return not any(len(peer.calls) for peer in self.peers) and not self.connector.busy_links()
+
+    @property
+    def calls_made(self) -> int:
+        return sum(peer.calls_made for peer in self.peers)
+
+    async def aclose(self, reason: str = "it was shut down") -> None:
+        """Take no more calls, end what is under way, say goodbye and close every connection."""
+        self.is_closing = True
+        self.heartbeat.close()
+        for task in list(self._deferred):
+            task.cancel()
+        if self._deferred:
+            await asyncio.wait(self._deferred)
+        for peer in self.peers:
+            await peer.aclose()
+        await self.executor.aclose()
+        await self.connector.aclose(reason)
+        self.deadlines.close()
+
+    def statistics(self) -> dict[str, Any]:
+        """Counters of everything this agent keeps."""
+        return {
+            "executor": self.executor.statistics(),
+            "deadlines": self.deadlines.statistics(),
+            "connector": self.connector.statistics(),
+            "peers": {peer.info.name: peer.statistics() for peer in self.peers},
+        }

@@ -1,0 +1,77 @@
+"""Calls on their way: id to future, by deadline, for one peer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any, Final
+
+import msgspec
+
+from arpc.agent.deadlines import NEVER, Deadlines
+from arpc.agent.functions import name_of
+from arpc.transport.base import BulkSend, Connection
+
+__all__ = ["Call", "Calls"]
+
+_SEQUENCE_BITS: Final = 24
+_SEQUENCE_MASK: Final = (1 << _SEQUENCE_BITS) - 1
+
+
+class Call(msgspec.Struct, gc=False):
+    """One call that has not ended. Not tracked by the garbage collector: a hundred thousand of them would keep it busy."""
+
+    future: asyncio.Future[Any]
+    function: Any
+    size_bytes: int
+    connection: Connection | None = None
+    """What it was sent on; None while it waits to be sent."""
+    bulk: BulkSend | None = None
+    item_received: Callable[[Any], None] | None = None
+    """Takes the items of a stream."""
+
+    @property
+    def name(self) -> str:
+        return name_of(self.function)
+
+
+class Calls:
+    """The calls made to one peer. An id is ``tick << 24 | number``, so the table of pending calls is the timer wheel too."""
+
+    def __init__(self, deadlines: Deadlines, timed_out: Callable[[int, Call], None]) -> None:
+        self._deadlines = deadlines
+        self._timed_out = timed_out
+        self.buckets: dict[int, dict[int, Call]] = {}
+        self._numbers = count(1)
+
+    def add(self, tick: int, call: Call) -> int:
+        bucket = self.buckets.get(tick)
+        if bucket is None:
+            bucket = self.buckets[tick] = {}
+            if tick != NEVER:
+                self._deadlines.watch(tick, self)
+        call_id = tick << _SEQUENCE_BITS | next(self._numbers) & _SEQUENCE_MASK
+        while call_id in bucket:  # sixteen million later, one of them still waits
+            call_id = tick << _SEQUENCE_BITS | next(self._numbers) & _SEQUENCE_MASK
+        bucket[call_id] = call
+        return call_id
+
+    def pop(self, call_id: int) -> Call | None:
+        bucket = self.buckets.get(call_id >> _SEQUENCE_BITS)
+        return bucket.pop(call_id, None) if bucket is not None else None
+
+    def get(self, call_id: int) -> Call | None:
+        bucket = self.buckets.get(call_id >> _SEQUENCE_BITS)
+        return bucket.get(call_id) if bucket is not None else None
+
+    def expire(self, tick: int) -> None:
+        for call_id, call in self.buckets.pop(tick, {}).items():
+            self._timed_out(call_id, call)
+
+    def __iter__(self) -> Iterator[tuple[int, Call]]:
+        for bucket in list(self.buckets.values()):
+            yield from list(bucket.items())
+
+    def __len__(self) -> int:
+        return sum(map(len, self.buckets.values()))

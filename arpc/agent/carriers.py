@@ -1,0 +1,263 @@
+"""Coroutines of handlers, stepped with a context and a torch state of their own.
+
+**Why not simply a Task each.** Most handlers never wait for anything, and the Task is then the largest part of their cost. So the first
+step of a handler runs at once, on behalf of an idle Task that is waiting for work (a *carrier*). If the handler finishes in that
+step, nothing was scheduled and the carrier stays idle. If it waits, the carrier carries it to its end like any Task. The handler
+cannot tell: ``asyncio.current_task()`` is the carrier from the first line to the last, cancelling it works, and
+contextvars are its own because every step runs in a Context made for it. (Python 3.12 calls this eager start.)
+
+**Torch's thread-local state** (grad mode and so on) is put in place before each step and taken away after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from asyncio.tasks import _enter_task, _leave_task
+from collections.abc import Callable, Coroutine, Generator
+from contextvars import Context
+from types import coroutine as generator_coroutine
+from typing import Any, Final
+
+from arpc import torchstate
+
+__all__ = ["Carriers", "Job"]
+
+_IDLE_MAX: Final = 16
+_is_pristine = torchstate.is_pristine
+
+
+class Job:
+    """A coroutine to be carried. `finished` or `failed` is called exactly once, at its end, with torch's state pristine."""
+
+    __slots__ = ()
+
+    context: Context
+    coroutine: Coroutine[Any, Any, Any] | None
+    """None until `begin` has been called."""
+    state: torchstate.SavedState | None
+    """Torch's state of a coroutine that waits, if it is not the default."""
+    task: asyncio.Task[Any] | None
+    """Who carries it, once it had to wait."""
+
+    @abstractmethod
+    def begin(self) -> Coroutine[Any, Any, Any]:
+        """Make the coroutine. Runs in the context."""
+
+    @abstractmethod
+    def suspended(self) -> None:
+        """It had to wait: from now on it can be cancelled."""
+
+    @abstractmethod
+    def finished(self, result: Any) -> None: ...
+
+    @abstractmethod
+    def failed(self, error: BaseException) -> None: ...
+
+
+def _first_step(job: Job) -> Any:
+    job.coroutine = coroutine = job.begin()
+    return coroutine.send(None)
+
+
+def _step(job: Job, step: Callable[[Any], Any], value: Any) -> Any:
+    """One further step. The thread's own state is set aside meanwhile, whatever it is."""
+    outer = None if _is_pristine() else torchstate.save_and_reset()
+    state = job.state
+    if state is not None:
+        job.state = None
+        torchstate.restore(state)
+    try:
+        return job.context.run(step, value)
+    finally:
+        if not _is_pristine():
+            job.state = torchstate.save_and_reset()
+        if outer is not None:
+            torchstate.restore(outer)
+
+
+@generator_coroutine
+def _drive(job: Job, waits_for: Any) -> Generator[Any, Any, Any]:
+    """Carry on with a coroutine that waits for something; what it waits for is passed on to the Task."""
+    coroutine = job.coroutine
+    assert coroutine is not None
+    while True:
+        try:
+            value = yield waits_for
+        except GeneratorExit:
+            coroutine.close()
+            raise
+        except BaseException as error:  # noqa: BLE001 - thrown in by the Task, for the coroutine
+            step, value = coroutine.throw, error
+        else:
+            step = coroutine.send
+        try:
+            waits_for = _step(job, step, value)
+        except StopIteration as stop:
+            return stop.value
+
+
+class _Carrier:
+    """A Task that waits for a job that has to wait."""
+
+    __slots__ = ("job", "task", "waits_for", "wake_up")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.wake_up: asyncio.Future[None] = loop.create_future()
+        self.job: Job | None = None
+        self.waits_for: Any = None
+        self.task: asyncio.Task[Any]
+
+
+class Carriers:
+    """The carriers of one worker."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
+        self._loop = loop
+        self._name = name
+        self._idle: list[_Carrier] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._starting = 0
+        self._closed = False
+        self.steps_without_wait = 0
+        self.carried = 0
+
+    def start(self, job: Job) -> None:
+        """Run a job, at once if possible. Must not be called from a Task."""
+        if not self._idle or self._closed:
+            self._start_task(job)
+            return
+        carrier = self._idle[-1]
+        loop = self._loop
+        try:
+            _enter_task(loop, carrier.task)
+        except RuntimeError:
+            # called from within a Task after all: no harm, only slower
+            self._start_task(job)
+            return
+        error: BaseException | None = None
+        try:
+            waits_for = job.context.run(_first_step, job)
+        except StopIteration as stop:
+            result = stop.value
+            waits_for = carrier
+        except BaseException as raised:  # noqa: BLE001 - it is the caller's, see Job.failed
+            error = raised
+            waits_for = carrier
+        finally:
+            _leave_task(loop, carrier.task)
+            if not _is_pristine():
+                job.state = torchstate.save_and_reset()
+        if waits_for is not carrier:
+            self._idle.pop()
+            self._carry(carrier, job, waits_for)
+            return
+        if carrier.wake_up.done():
+            # the handler cancelled its own task: that must not reach the next one
+            self._idle.pop()
+            self._more()
+        self.steps_without_wait += 1
+        if error is not None:
+            job.failed(error)
+        else:
+            job.finished(result)
+
+    def _carry(self, carrier: _Carrier, job: Job, waits_for: Any) -> None:
+        self.carried += 1
+        carrier.job = job
+        carrier.waits_for = waits_for
+        job.task = carrier.task
+        if not carrier.wake_up.done():
+            carrier.wake_up.set_result(None)
+        job.suspended()
+        self._more()
+
+    def _more(self) -> None:
+        """Have an idle carrier ready for the next job. One at a time: a burst of jobs that wait gets plain Tasks."""
+        if len(self._idle) + self._starting < _IDLE_MAX and not self._closed:
+            self._starting += 1
+            carrier = _Carrier(self._loop)
+            carrier.task = self._own(self._loop.create_task(self._wait_for_job(carrier)))
+
+    def _own(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _wait_for_job(self, carrier: _Carrier) -> None:
+        self._starting -= 1
+        if self._closed:
+            return
+        self._idle.append(carrier)
+        cancelled: asyncio.CancelledError | None = None
+        try:
+            await carrier.wake_up
+        except asyncio.CancelledError as error:
+            cancelled = error
+        job = carrier.job
+        if job is None:
+            # closed, or cancelled by a handler that has finished since
+            if carrier in self._idle:
+                self._idle.remove(carrier)
+            return
+        if cancelled is not None:
+            # cancelled between its first step and now: what it waits for is told, and then the handler
+            waits_for = carrier.waits_for
+            carrier.waits_for = self._cancelled_wait(waits_for)
+        await self._finish(job, carrier.waits_for)
+
+    def _cancelled_wait(self, waits_for: Any) -> Any:
+        if waits_for is not None:
+            waits_for._asyncio_future_blocking = False
+            waits_for.cancel()
+        stopped = self._loop.create_future()
+        stopped.cancel()
+        stopped._asyncio_future_blocking = True
+        return stopped
+
+    def _start_task(self, job: Job) -> None:
+        async def run() -> None:
+            try:
+                waits_for = _step(job, lambda _: _first_step(job), None)
+            except StopIteration as stop:
+                job.finished(stop.value)
+            except BaseException as error:  # noqa: BLE001 - it is the caller's, see Job.failed
+                job.failed(error)
+            else:
+                await self._finish(job, waits_for)
+
+        def never_ran(task: asyncio.Task[Any]) -> None:
+            if task.cancelled() and job.coroutine is None:
+                job.failed(asyncio.CancelledError())
+
+        self.carried += 1
+        job.task = self._own(self._loop.create_task(run()))
+        job.task.add_done_callback(never_ran)
+        job.suspended()
+        if not self._idle:
+            self._more()
+
+    async def _finish(self, job: Job, waits_for: Any) -> None:
+        try:
+            result = await _drive(job, waits_for)
+        except BaseException as error:  # noqa: BLE001 - it is the caller's, see Job.failed
+            job.failed(error)
+        else:
+            job.finished(result)
+
+    async def aclose(self) -> None:
+        """Cancel whatever is carried, and wait for its end."""
+        self._closed = True
+        self._idle.clear()
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def statistics(self) -> dict[str, int]:
+        return {
+            "handlers_waiting": len(self._tasks) - len(self._idle) - self._starting,
+            "handlers_without_wait": self.steps_without_wait,
+            "handlers_carried": self.carried,
+        }

@@ -1,0 +1,135 @@
+"""Messages with content: pickles, tensors, and what interceptors add."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from arpc.errors import ProtocolError
+from arpc.ids import WorkerInfo
+from arpc.wire.frames import frame
+from arpc.wire.messages import Message
+from arpc.wire.pickling import Pickler, Reducer, loads
+from arpc.wire.tensors import Slot, pack, unpack
+
+__all__ = ["Codec", "Interceptor"]
+
+_encode_meta = msgspec.msgpack.Encoder().encode
+_decode_meta = msgspec.msgpack.Decoder(dict[str, Any]).decode
+
+
+class Interceptor(Protocol):
+    """A feature that rides on calls: it sees their tensors, and may add data of its own under its `key`.
+
+    What the `_sent` methods return travels as msgpack; None adds nothing. The other side's `_received` method is called only if something
+    came. ``slots`` may be changed in place. Nothing here may raise for another reason than that the call cannot go on.
+    """
+
+    key: str
+
+    def request_sent(self, peer: WorkerInfo, function: str, slots: list[Slot]) -> Any:
+        """In the caller's context, before a request leaves."""
+
+    def request_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
+        """In the handler's own context, before its arguments are built."""
+
+    def reply_sent(self, peer: WorkerInfo, meta: Any, slots: list[Slot]) -> Any:
+        """In the handler's context; ``meta`` is what came with the request."""
+
+    def reply_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
+        """At the caller, before the result is built. Not in the caller's context."""
+
+
+class Codec:
+    """Packs and unpacks the content of messages for one worker."""
+
+    def __init__(
+        self, reducers: Mapping[type, Reducer], interceptors: Sequence[Interceptor], inline_tensor_bytes: int
+    ) -> None:
+        self.pickler = Pickler(reducers)
+        self.interceptors = tuple(interceptors)
+        self._by_key = {interceptor.key: interceptor for interceptor in interceptors}
+        self._inline_limit = inline_tensor_bytes
+
+    def frame(
+        self,
+        type_: int,
+        flags: int,
+        id_: int,
+        arg: int,
+        timeout_ms: int,
+        payload: bytes,
+        slots: list[Slot],
+        meta: dict[str, Any] | None = None,
+    ) -> tuple[bytes, list[memoryview]]:
+        """A frame, and the memory that follows it."""
+        packed_meta = _encode_meta(meta) if meta else b""
+        if not slots:
+            return frame(type_, flags, id_, arg, timeout_ms, payload, packed_meta), []
+        packed = pack(slots, self._inline_limit)
+        data = frame(
+            type_, flags, id_, arg, timeout_ms, payload, packed_meta, packed.table, packed.inline, packed.buffer_sizes
+        )
+        return data, packed.buffers
+
+    def slots(self, message: Message) -> list[Any]:
+        """The tensors of a message. Raises `ProtocolError`."""
+        if message.table_end == message.meta_end:
+            return []
+        table = memoryview(message.body)[message.meta_end : message.table_end]
+        return unpack(table, message.body, message.buffers)
+
+    def meta(self, message: Message) -> dict[str, Any]:
+        """What interceptors of the peer added. Raises `ProtocolError`."""
+        if message.meta_end == message.meta_start:
+            return {}
+        try:
+            return _decode_meta(message.meta)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"malformed meta data: {error}") from error
+
+    @staticmethod
+    def payload(message: Message, slots: list[Any]) -> Any:
+        """The object in a message, None if there is none. Raises whatever unpickling raises."""
+        start = message.table_end
+        body = message.body
+        if not start:
+            return loads(body, slots) if body else None
+        if start == len(body):
+            return None
+        return loads(memoryview(body)[start:], slots)
+
+    # -- interceptors
+
+    def intercept_request(self, peer: WorkerInfo, function: str, slots: list[Slot]) -> dict[str, Any] | None:
+        meta: dict[str, Any] | None = None
+        for interceptor in self.interceptors:
+            added = interceptor.request_sent(peer, function, slots)
+            if added is not None:
+                meta = {} if meta is None else meta
+                meta[interceptor.key] = added
+        return meta
+
+    def receive_request(self, peer: WorkerInfo, meta: dict[str, Any], slots: list[Any]) -> None:
+        for key, value in meta.items():
+            self._interceptor(key).request_received(peer, value, slots)
+
+    def intercept_reply(self, peer: WorkerInfo, meta: dict[str, Any], slots: list[Slot]) -> dict[str, Any]:
+        reply: dict[str, Any] = {}
+        for key, value in meta.items():
+            added = self._interceptor(key).reply_sent(peer, value, slots)
+            if added is not None:
+                reply[key] = added
+        return reply
+
+    def receive_reply(self, peer: WorkerInfo, meta: dict[str, Any], slots: list[Any]) -> None:
+        for key, value in meta.items():
+            self._interceptor(key).reply_received(peer, value, slots)
+
+    def _interceptor(self, key: str) -> Interceptor:
+        interceptor = self._by_key.get(key)
+        if interceptor is None:
+            raise ProtocolError(f"meta data of the unknown feature {key!r}")
+        return interceptor

@@ -1,0 +1,326 @@
+"""Connections of one worker: listening, connecting on first use, and one connection per pair of workers.
+
+Two workers that connect to each other at the same moment end up with the connection made by the one with the lower id: it refuses the
+other's as a duplicate, while the higher one gives up its own attempt for the one that comes in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextvars import Context
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from arpc.agent.deadlines import Deadlines
+from arpc.agent.executor import Inbound
+from arpc.agent.peers import Peer
+from arpc.agent.membership import WorkerRecord
+from arpc.errors import HandshakeError, ProtocolError, WireError
+from arpc.ids import WorkerInfo
+from arpc.options import RpcOptions
+from arpc.transport.base import Connection, Listener, Transport
+from arpc.transport.memory import connect_pair
+from arpc.wire import protocol as wire
+from arpc.wire.frames import Limits
+from arpc.wire.handshake import Handshake, Identity, Refused, Role
+from arpc.wire.messages import Message, Refusal
+
+__all__ = ["Connector", "Link"]
+
+logger = logging.getLogger("arpc.connections")
+
+_RETRY_S: Final = 0.02
+
+
+class Link:
+    """What the agent keeps about one connection."""
+
+    __slots__ = ("connection", "goodbye", "inbound", "is_mine", "peer")
+
+    def __init__(self, connection: Connection, peer: Peer, inbound: Inbound, *, is_mine: bool) -> None:
+        self.connection = connection
+        self.peer = peer
+        self.inbound = inbound
+        self.is_mine = is_mine
+        """This worker made the connection."""
+        self.goodbye: str | None = None
+
+
+class _Host(Protocol):
+    """What the connector needs of the agent."""
+
+    info: WorkerInfo
+    deadlines: Deadlines
+    is_closing: bool
+    _resolve: Callable[[str | int], Awaitable[WorkerRecord]]
+
+    def peer(self, to: str | int | WorkerInfo) -> Peer | None: ...
+    def add_peer(self, record: WorkerRecord) -> Peer: ...
+    def messages_received(self, connection: Connection, messages: list[Message]) -> None: ...
+    def output_drained(self, connection: Connection) -> None: ...
+
+
+class _Incoming:
+    """Hears of a connection that others made."""
+
+    def __init__(self, connector: Connector) -> None:
+        self._connector = connector
+        self.messages_received = connector.agent.messages_received
+        self.output_drained = connector.agent.output_drained
+
+    def connection_opened(self, connection: Connection) -> None:
+        self._connector.opened(connection, is_mine=False)
+
+    def connection_lost(self, connection: Connection, error: Exception | None) -> None:
+        self._connector.lost(connection, error)
+
+
+class _Outgoing(_Incoming):
+    """Hears of a connection that this worker made."""
+
+    def connection_opened(self, connection: Connection) -> None:
+        self._connector.opened(connection, is_mine=True)
+
+
+class Connector:
+    """Makes and keeps the connections of an agent."""
+
+    def __init__(
+        self,
+        agent: _Host,
+        identity: Identity,
+        options: RpcOptions,
+        transports: Mapping[str, Transport],
+        context: Context,
+    ) -> None:
+        self.agent = agent
+        self._identity = identity
+        self._options = options
+        self._transports = dict(transports)
+        self._context = context
+        self._limits = Limits(options.max_body_bytes, options.max_message_bytes)
+        self._listeners: list[Listener] = []
+        self._links: dict[Connection, Link] = {}
+        self._handshaking: set[Connection] = set()
+        self._attempts: set[int] = set()
+        """Ids of workers this one is connecting to."""
+        self._host = ""
+        self._came: dict[int, asyncio.Future[None]] = {}
+        self.refused = 0
+
+    def identify(self, worker_id: int) -> None:
+        self._identity = msgspec.structs.replace(self._identity, id=worker_id)
+
+    # -- listening
+
+    async def listen(self, addresses: Iterable[str], host: str) -> tuple[str, ...]:
+        """Listen on all addresses; returns them as others must call them. ``host`` names this machine."""
+        self._host = host
+        for address in addresses:
+            self._listeners.append(await self._transport(address).listen(address, self._accept))
+        return tuple(listener.address for listener in self._listeners)
+
+    def _transport(self, address: str) -> Transport:
+        scheme = address.partition("://")[0]
+        transport = self._transports.get(scheme)
+        if transport is None:
+            raise WireError(f"no transport for {address!r}; there are {', '.join(sorted(self._transports))}")
+        return transport
+
+    def _accept(self) -> tuple[wire.Protocol, _Incoming]:
+        handshake = Handshake(Role.ACCEPTOR, self._identity, self._options.secret, self._admit)
+        return wire.Protocol(handshake, self._limits), _Incoming(self)
+
+    def _admit(self, identity: Identity) -> None:
+        """Whether a peer that proved itself may come in. Runs before the last word of the handshake."""
+        if self.agent.is_closing:
+            raise Refused(Refusal.CLOSING, f"worker {self._identity.name!r} is shutting down")
+        peer = self.agent.peer(WorkerInfo(identity.name, identity.id))
+        if peer is None:
+            return  # a newcomer of an elastic group
+        if identity.id == self._identity.id:
+            raise Refused(Refusal.STALE, f"worker {identity.name!r} has the id of worker {self._identity.name!r}")
+        existing = peer.connection
+        if existing is not None and existing.peer.incarnation == identity.incarnation:
+            if self._identity.id < identity.id and self._links[existing].is_mine:
+                raise Refused(Refusal.DUPLICATE, "a connection exists")
+            # the peer has lost its end of the connection, and we did not notice
+            existing.abort(WireError("the peer connected anew"))
+        elif existing is not None:
+            existing.abort(WireError("the worker was started again"))
+        elif identity.id in self._attempts and self._identity.id < identity.id:
+            raise Refused(Refusal.DUPLICATE, "a connection is being made")
+
+    # -- connecting
+
+    async def connect(self, peer: Peer) -> Connection:
+        """A connection to a peer, whoever makes it."""
+        if peer.info.id == self._identity.id:
+            return self._connect_to_self(peer)
+        deadline = asyncio.get_running_loop().time() + self._options.connect_timeout
+        self._attempts.add(peer.info.id)
+        try:
+            async with asyncio.timeout_at(deadline):
+                while True:
+                    try:
+                        return await self._connect_once(peer)
+                    except Refused as refusal:
+                        if refusal.kind is not Refusal.DUPLICATE:
+                            raise
+                    # The peer prefers its own connection to us: it is about to come
+                    await self._wait_for(peer)
+                    if peer.connection is not None:
+                        return peer.connection
+        except TimeoutError as error:
+            seconds = self._options.connect_timeout
+            raise WireError(f"no connection to worker {peer.info.name!r} within {seconds} s") from error
+        finally:
+            self._attempts.discard(peer.info.id)
+
+    async def _wait_for(self, peer: Peer) -> None:
+        """Give a connection from the other side a moment to come."""
+        came = self._came.setdefault(peer.info.id, asyncio.get_running_loop().create_future())
+        await asyncio.wait([came], timeout=_RETRY_S)
+
+    async def _connect_once(self, peer: Peer) -> Connection:
+        record = await self.agent._resolve(peer.info.name)
+        # the world may have changed meanwhile: the peer may have connected to us
+        if peer.connection is not None:
+            return peer.connection
+
+        def admit(identity: Identity) -> None:
+            if (identity.name, identity.id, identity.incarnation) != (record.name, record.id, record.incarnation):
+                raise Refused(Refusal.STALE, f"found worker {identity.name!r} where {record.name!r} was to be")
+
+        errors: list[Exception] = []
+        for address in self._usable(record):
+            handshake = Handshake(Role.CONNECTOR, self._identity, self._options.secret, admit)
+            protocol = wire.Protocol(handshake, self._limits)
+            try:
+                connection = await self._context.run(self._start, address, protocol)
+            except HandshakeError:
+                raise
+            except (OSError, ProtocolError) as error:
+                errors.append(error)
+                continue
+            self._handshaking.add(connection)
+            try:
+                await connection.wait_opened()
+            except HandshakeError:
+                raise
+            except (OSError, ProtocolError) as error:
+                errors.append(error)
+            except BaseException:
+                connection.abort(WireError("the attempt was given up"))
+                raise
+            else:
+                return connection
+            finally:
+                self._handshaking.discard(connection)
+        tried = ", ".join(record.addresses) or "it has no address"
+        reasons = "; ".join(str(error) for error in errors)
+        raise WireError(f"none of its addresses answers ({tried}): {reasons}")
+
+    def _start(self, address: str, protocol: wire.Protocol) -> asyncio.Task[Connection]:
+        # a task, so that uvloop runs the connection's callbacks in this worker's context
+        connect = self._transport(address).connect(address, protocol, _Outgoing(self))
+        return asyncio.get_running_loop().create_task(connect)  # type: ignore[arg-type]
+
+    def _usable(self, record: WorkerRecord) -> list[str]:
+        """The addresses of a worker that can work from here, the best first."""
+        usable: list[tuple[int, str]] = []
+        for address in record.addresses:
+            scheme, _, rest = address.partition("://")
+            if scheme not in self._transports:
+                continue
+            if scheme == "unix" and (record.host != self._host or not os.path.exists(rest)):  # noqa: PTH110
+                continue
+            usable.append((_PREFERENCE.get(scheme, 9), address))
+        return [address for _, address in sorted(usable)]
+
+    def _connect_to_self(self, peer: Peer) -> Connection:
+        secret = self._options.secret
+        near = wire.Protocol(Handshake(Role.CONNECTOR, self._identity, secret), self._limits)
+        far = wire.Protocol(Handshake(Role.ACCEPTOR, self._identity, secret), self._limits)
+        name = f"{peer.info.name}-itself"
+        connection, _ = self._context.run(connect_pair, (near, _Outgoing(self)), (far, _Incoming(self)), name)
+        return connection
+
+    # -- told by connections
+
+    def opened(self, connection: Connection, *, is_mine: bool) -> None:
+        identity = connection.peer
+        peer = self.agent.peer(WorkerInfo(identity.name, identity.id))
+        if peer is None:
+            record = WorkerRecord(identity.name, identity.id, identity.incarnation, (), "", identity.main)
+            peer = self.agent.add_peer(record)
+        main_by_value = not self.same_main(identity.main)
+        inbound = Inbound(connection, peer.info, self.agent.deadlines, main_by_value=main_by_value)
+        link = Link(connection, peer, inbound, is_mine=is_mine)
+        self._links[connection] = link
+        connection.owner = link
+        # of the two ends of the connection to oneself, calls go out on one only
+        if is_mine or identity.id != self._identity.id:
+            peer.opened(connection, main_by_value=main_by_value)
+        came = self._came.pop(identity.id, None)
+        if came is not None and not came.done():
+            came.set_result(None)
+
+    def lost(self, connection: Connection, error: Exception | None) -> None:
+        link = self._links.pop(connection, None)
+        if link is None:
+            self.refused += 1
+            level = logging.DEBUG if isinstance(error, Refused) else logging.WARNING
+            if error is not None and connection not in self._handshaking:
+                logger.log(level, "a connection from %s was refused: %s", connection.address, error)
+            return
+        if isinstance(error, ProtocolError):
+            logger.warning("the connection to worker %s was closed: %s", link.peer.info.name, error)
+        link.inbound.cancel_all()
+        link.peer.lost(connection, error, reason=link.goodbye)
+
+    def same_main(self, main: str) -> bool:
+        """Whether a worker runs the same script, so that functions of ``__main__`` mean the same there."""
+        return bool(main) and main == self._identity.main
+
+    # -- looking
+
+    def open_connections(self) -> list[Connection]:
+        return [connection for connection in self._links if connection.is_open]
+
+    def busy_links(self) -> bool:
+        """Whether handlers run, or requests wait, for any peer."""
+        return any(link.inbound.running or link.inbound.waiting for link in self._links.values())
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "listening": [listener.address for listener in self._listeners],
+            "connections": len(self._links),
+            "refused": self.refused,
+        }
+
+    # -- the end
+
+    async def aclose(self, reason: str) -> None:
+        for listener in self._listeners:
+            await listener.aclose()
+        connections = list(self._links)
+        for connection in connections:
+            connection.close(reason)
+        if connections:
+            closing = [asyncio.ensure_future(connection.wait_closed()) for connection in connections]
+            _, late = await asyncio.wait(closing, timeout=_CLOSE_S)
+            for connection in connections:
+                connection.abort()
+            if late:
+                await asyncio.wait(late, timeout=_CLOSE_S)
+            for waiting in closing:
+                waiting.cancel()
+
+
+_PREFERENCE: Final = {"memory": 0, "unix": 1, "tcp": 2}
+_CLOSE_S: Final = 2.0

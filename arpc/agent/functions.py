@@ -1,0 +1,103 @@
+"""What can be called, and how each kind of callable is run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from enum import Enum, auto
+from functools import partial
+from typing import Any, TypeVar
+
+__all__ = ["Function", "Mode", "async_execution", "inline", "name_of"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_INLINE = "__arpc_inline__"
+_ASYNC_EXECUTION = "_wrapped_async_rpc_function"
+
+
+class Mode(Enum):
+    """How a function is run."""
+
+    COROUTINE = auto()
+    """``async def``: as a task on the loop."""
+    THREAD = auto()
+    """Plain ``def``, builtins, classes: in the thread pool, because they may block."""
+    INLINE = auto()
+    """Marked with `inline`: on the loop, at once."""
+    ASYNC_GENERATOR = auto()
+    GENERATOR = auto()
+    """Streams. The generator's steps run in the thread pool."""
+
+
+class Function:
+    """A callable, and how to run it."""
+
+    __slots__ = ("call", "mode", "name", "returns_future")
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        if not callable(call):
+            raise TypeError(f"function should be callable, and {type(call).__qualname__} is not")
+        self.call = call
+        self.mode = _mode_of(call)
+        self.name = name_of(call)
+        self.returns_future = hasattr(call, _ASYNC_EXECUTION)
+
+    @classmethod
+    def of_coroutine(cls, call: Callable[[], Any], name: str) -> Function:
+        """What the runtime itself lets run as a coroutine, in the name of another function."""
+        made = cls(call)
+        made.mode = Mode.COROUTINE
+        made.name = name
+        return made
+
+
+def _mode_of(call: Callable[..., Any]) -> Mode:
+    inner: Any = call
+    while isinstance(inner, partial):
+        inner = inner.func
+    if not (inspect.isroutine(inner) or inspect.isclass(inner)):
+        # an object with __call__, such as an nn.Module
+        inner = type(inner).__call__
+    if inspect.iscoroutinefunction(inner):
+        return Mode.COROUTINE
+    if inspect.isasyncgenfunction(inner):
+        return Mode.ASYNC_GENERATOR
+    if inspect.isgeneratorfunction(inner):
+        return Mode.GENERATOR
+    if getattr(inner, _INLINE, False) or getattr(call, _INLINE, False):
+        return Mode.INLINE
+    return Mode.THREAD
+
+
+def name_of(call: Any) -> str:
+    """How people call it."""
+    if isinstance(call, partial):
+        return name_of(call.func)
+    name = getattr(call, "__qualname__", None) or getattr(call, "__name__", None)
+    return str(name) if name else type(call).__qualname__
+
+
+def inline(function: F) -> F:
+    """Mark a plain function as short and never blocking, so that workers run it on their loop without a thread.
+
+    >>> @inline
+    ... def add(a, b):
+    ...     return a + b
+    """
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function) or inspect.isclass(function):
+        raise TypeError(f"inline is for plain functions, and {name_of(function)} is not one")
+    setattr(function, _INLINE, True)
+    return function
+
+
+def async_execution(function: F) -> F:
+    """Mark a function that returns a `Future`: the caller gets the value of that future, and no thread waits for it.
+
+    The function itself runs like any plain function. An ``async def`` needs no mark: `await` does the same.
+    """
+    try:
+        setattr(function, _ASYNC_EXECUTION, function)
+    except AttributeError:
+        raise TypeError(f"{name_of(function)} cannot be marked: wrap it in a function of your own") from None
+    return function

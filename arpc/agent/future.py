@@ -1,0 +1,193 @@
+"""The Future of a call: awaitable, chainable, and usable from threads that have no loop."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from types import CodeType
+from typing import Any, Generic, TypeVar
+
+__all__ = ["Future", "collect_all", "wait_all"]
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+_complete = asyncio.Future.set_result
+_fail = asyncio.Future.set_exception
+
+
+class Future(asyncio.Future[T], Generic[T]):
+    """A value that is on its way.
+
+    An `asyncio.Future` with what users of ``torch.futures`` know: `then`, `value`, `wait`. `set_result`, `set_exception`, `cancel`
+    and `wait` may be used from any thread; the rest belongs to the loop. Cancelling the future of a call cancels its handler.
+
+    An error nobody looks at is logged once, when the future is dropped, with the line that made the call.
+    """
+
+    _on_cancel: Callable[[], None] | None = None
+    _code: CodeType | None = None
+    _lasti = -1
+
+    # -- the end of it
+
+    def _on_loop(self) -> bool:
+        """True on the thread of the loop, where the future may be touched directly."""
+        try:
+            return asyncio.get_running_loop() is self.get_loop()
+        except RuntimeError:
+            return False
+
+    def set_result(self, result: T) -> None:
+        if self._on_loop():
+            _complete(self, result)
+        else:
+            self.get_loop().call_soon_threadsafe(_complete, self, result)
+
+    def set_exception(self, exception: type | BaseException) -> None:
+        if self._on_loop():
+            _fail(self, exception)
+        else:
+            self.get_loop().call_soon_threadsafe(_fail, self, exception)
+
+    def cancel(self, msg: Any = None) -> bool:
+        if self.done():
+            return False
+        if not self._on_loop():
+            self.get_loop().call_soon_threadsafe(self.cancel, msg)
+            return True
+        on_cancel, self._on_cancel = self._on_cancel, None
+        cancelled = super().cancel(msg)
+        if on_cancel is not None:
+            on_cancel()
+        return cancelled
+
+    # -- looking at it
+
+    def value(self) -> T:
+        """The value of a future that is done; raises its error, or `asyncio.InvalidStateError` before that."""
+        return self.result()
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Block this thread until the value is there. Not for the thread of the loop, which must `await` instead."""
+        if self._on_loop():
+            raise RuntimeError("wait() would block the event loop it waits for: use `await future`")
+        arrived = threading.Event()
+
+        def watch() -> None:
+            self.add_done_callback(lambda _: arrived.set())
+
+        if not self.done():
+            self.get_loop().call_soon_threadsafe(watch)
+            if not arrived.wait(timeout):
+                raise TimeoutError(f"no value after {timeout} s")
+        return self.result()
+
+    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
+        """A future for ``callback(self)``, which runs on the loop once this one is done, well or not.
+
+        If the callback is an ``async def``, its result is awaited. Cancelling the new future cancels this one too.
+        """
+        if not callable(callback):
+            raise TypeError(f"then() takes a function, not {type(callback).__name__}")
+        loop = self.get_loop()
+        chained: Future[S] = Future(loop=loop)
+        running: list[asyncio.Future[S]] = []
+
+        def stop() -> None:
+            for future in running or [self]:
+                future.cancel()
+
+        def run(_: asyncio.Future[T]) -> None:
+            if chained.done():
+                return
+            try:
+                result = callback(self)
+            except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the new future
+                chained._adopt_exception(error)
+                return
+            if asyncio.iscoroutine(result):
+                task = loop.create_task(result)
+                running.append(task)
+                task.add_done_callback(chained._copy_from)
+            else:
+                _complete(chained, result)
+
+        chained._on_cancel = stop
+        if self._on_loop():
+            self.add_done_callback(run)
+        else:
+            loop.call_soon_threadsafe(self.add_done_callback, run)
+        return chained
+
+    def _copy_from(self, other: asyncio.Future[T]) -> None:
+        if self.done():
+            if not other.cancelled():
+                other.exception()
+        elif other.cancelled():
+            self._on_cancel = None
+            super().cancel()
+        elif (error := other.exception()) is not None:
+            self._adopt_exception(error)
+        else:
+            _complete(self, other.result())
+
+    def _adopt_exception(self, error: BaseException) -> None:
+        if isinstance(error, asyncio.CancelledError):
+            self._on_cancel = None
+            super().cancel()
+        elif isinstance(error, StopIteration):
+            _fail(self, RuntimeError(f"a callback raised {error!r}"))
+        else:
+            _fail(self, error)
+
+    # -- where it came from
+
+    def made_at(self, depth: int) -> None:
+        """Note the line of code ``depth`` frames up as the one that made the call."""
+        frame = sys._getframe(depth)
+        self._code = frame.f_code
+        self._lasti = frame.f_lasti
+
+    def __repr__(self) -> str:
+        text = super().__repr__()
+        if self._code is None:
+            return text
+        return f"{text[:-1]} called at {self._code.co_filename}:{_line(self._code, self._lasti)}>"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise TypeError("a Future cannot be pickled: send its value, or an RRef to it")
+
+
+def _line(code: CodeType, lasti: int) -> int:
+    line = code.co_firstlineno
+    for start, end, number in code.co_lines():
+        if start <= lasti < end and number is not None:
+            line = number
+    return line
+
+
+def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
+    """A future for the list of the given ones, once all of them are done, well or not."""
+    waited = list(futures)
+    collected: Future[list[Future[Any]]] = Future(loop=waited[0].get_loop() if waited else asyncio.get_running_loop())
+    left = len(waited)
+
+    def one_done(_: object) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0 and not collected.done():
+            _complete(collected, waited)
+
+    if not waited:
+        collected.set_result(waited)
+    for future in waited:
+        future.add_done_callback(one_done)
+    return collected
+
+
+async def wait_all(futures: Iterable[Future[Any]]) -> list[Any]:
+    """The values of all futures, in order. Raises the first error as soon as it happens."""
+    return list(await asyncio.gather(*futures))

@@ -1,0 +1,275 @@
+"""A torch store made safe to use from an event loop.
+
+A call into a store blocks, and while one thread waits inside a store client no other thread gets through. So each
+`GroupStore` owns one daemon thread, all work on the store is done there in the order it was handed in, and none of it
+ever waits for a key: it looks, and whoever wants to wait looks again later (`GroupStore.poll`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch says no __all__
+
+from arpc.errors import RendezvousError
+
+__all__ = ["Access", "GroupStore", "KeyValues", "StoreThread", "deadline_after"]
+
+logger = logging.getLogger("arpc.rendezvous")
+
+T = TypeVar("T")
+
+PREFIX: Final = "arpc/"
+"""Before every key, as the store may serve process groups as well."""
+
+ABSENT: Final = b"\xc1absent"
+"""No value of ours: 0xc1 is the one byte that msgpack never writes, and counters are digits."""
+
+OPERATION_LIMIT_S: Final = 30.0
+"""A store that takes longer to answer counts as lost: its host is stopped, or the network is gone."""
+
+CLOSE_LIMIT_S: Final = 1.0
+FIRST_DELAY_S: Final = 0.001
+LONGEST_DELAY_S: Final = 0.05
+
+
+def deadline_after(timeout_s: float) -> float:
+    """The time of the running loop when `timeout_s` will have passed; 0 means never."""
+    return asyncio.get_running_loop().time() + timeout_s if timeout_s else float("inf")
+
+
+class KeyValues:
+    """A store as work in its thread sees it: short calls, none of which waits for a key to appear."""
+
+    def __init__(self, store: Store, description: str) -> None:
+        self._store: Store | None = store
+        self._description = description
+        self.is_lost = False
+        self.operations = 0
+
+    def peek(self, key: str) -> bytes | None:
+        """The value of a key, or None if it has none (`Store.get` would wait for one)."""
+        # Comparing with a value that no key has changes nothing, and returns that value if the key is not there.
+        value: bytes = self._do("compare_set", PREFIX + key, ABSENT, ABSENT)
+        return None if value == ABSENT else value
+
+    def count(self, key: str) -> int:
+        """The value of a counter. Adding 0 would tell as well, but lets the file of a FileStore grow."""
+        return int(self.peek(key) or 0)
+
+    def set(self, key: str, value: bytes) -> None:
+        self._do("set", PREFIX + key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        """Change a counter; its new value."""
+        total: int = self._do("add", PREFIX + key, amount)
+        return total
+
+    def swap(self, key: str, value: bytes, *, expected: bytes = b"") -> bytes:
+        """Set a key if it has the expected value (by default: if it has none); the value that it has then."""
+        now: bytes = self._do("compare_set", PREFIX + key, expected, value)
+        return now
+
+    def fetch(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of keys that are known to be there, in one operation."""
+        values: list[bytes] = self._do("multi_get", [PREFIX + key for key in keys]) if keys else []
+        return values
+
+    def attach(self, store: Store) -> None:
+        """Go on with another store."""
+        self._store = store
+        self.is_lost = False
+
+    def release(self) -> None:
+        """Let go of the store. A server in it ends if nobody else holds it."""
+        self._store = None
+        self.is_lost = True
+
+    def _do(self, operation: str, *args: object) -> Any:
+        if self.is_lost:
+            raise RendezvousError(f"the store {self._description} is closed, or was lost")
+        self.operations += 1
+        try:
+            # The method is kept in no variable: the traceback of an error would keep it, the store and its server.
+            return getattr(self._store, operation)(*args)
+        except Exception as error:  # a store that was handed in may raise anything
+            self.is_lost = True
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise RendezvousError(
+                f"the store {self._description} was lost in {operation}(): {reason} (has its host, rank 0, ended?)"
+            ) from error
+
+
+class StoreThread:
+    """One thread that does what it is handed, in that order, and tells the loop.
+
+    What was handed in is done even if nobody waits for it any more. So when a step is cancelled and the one that undoes
+    it is handed in next, the second can rely on the first.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # a daemon: a call into a store whose host is stopped may never come back
+        self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="arpc-store", daemon=True)
+        self._thread.start()
+        self._stop = weakref.finalize(self, self._jobs.put, None)  # also when nobody closes it
+
+    def submit_nowait(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def job() -> None:
+            tell: Callable[[], None]
+            try:
+                tell = partial(_settle, future, future.set_result, function())
+            except Exception as error:  # noqa: BLE001 - raised where the result is awaited
+                tell = partial(_settle, future, future.set_exception, error)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+                loop.call_soon_threadsafe(tell)
+
+        self._jobs.put(job)
+        return future
+
+    async def run(self, function: Callable[[], T], *, limit_s: float | None) -> T:
+        """Do it in the thread. `TimeoutError` if that takes longer than the limit; it goes on all the same."""
+        if not self._stop.alive:
+            raise RendezvousError("the store is closed")
+        future = self.submit_nowait(function)
+        try:
+            await asyncio.wait((future,), timeout=limit_s)
+            if not future.done():
+                raise TimeoutError
+            return future.result()
+        finally:
+            future.cancel()  # if nobody waits any more, nobody shall complain that its error was never seen
+
+    async def aclose(self, last: Callable[[], None]) -> None:
+        """Do one last thing and end the thread."""
+        if not self._stop.alive:
+            return
+        ended = self.submit_nowait(last)
+        self._stop()
+        await asyncio.wait((ended,), timeout=CLOSE_LIMIT_S)
+        if ended.done():
+            self._thread.join(CLOSE_LIMIT_S)  # on the loop, but there is nothing left to the thread but to return
+        else:
+            logger.warning("a call into the store has not come back in %g s: its thread stays behind", CLOSE_LIMIT_S)
+
+
+def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # it holds the store, which may be gone before the next one comes
+
+
+def _settle(future: asyncio.Future[T], settle: Callable[[Any], None], value: object) -> None:
+    if not future.done():
+        settle(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How a store is reached."""
+
+    description: str
+    host: str | None = None
+    """The machine that serves it, if one does and it is known."""
+    port: int | None = None
+    is_host: bool = False
+    """This process serves it: those who are left lose the store when this worker lets go of it."""
+
+
+class GroupStore:
+    """The store of one worker, with its thread and the worker's place in the group.
+
+    ``world_size`` is None in an elastic group, where ``rank`` is a wish for that id and no more.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        access: Access,
+        *,
+        rank: int | None,
+        world_size: int | None,
+        thread: StoreThread | None = None,
+        reopen: Callable[[float], Awaitable[tuple[Store, Access]]] | None = None,
+    ) -> None:
+        self.access = access
+        self.rank = rank
+        self.world_size = world_size
+        self._thread = thread or StoreThread()
+        self._reopen = reopen
+        self._key_values = KeyValues(store, access.description)
+        self._polls = 0
+
+    @property
+    def host(self) -> str | None:
+        """The name or address of the machine that serves the store, if it is known."""
+        return self.access.host
+
+    @property
+    def is_lost(self) -> bool:
+        """The store failed, was given up or is closed."""
+        return self._key_values.is_lost
+
+    async def run(self, function: Callable[[KeyValues], T]) -> T:
+        """Work on the store in its thread. `RendezvousError` if the store fails or does not answer."""
+        try:
+            return await self._thread.run(partial(function, self._key_values), limit_s=OPERATION_LIMIT_S)
+        except TimeoutError:
+            self.give_up_nowait()
+            raise RendezvousError(
+                f"the store {self.access.description} has not answered for {OPERATION_LIMIT_S:g} s: "
+                "its host is stopped, or cannot be reached any more"
+            ) from None
+
+    async def poll(
+        self, function: Callable[[KeyValues], T | None], *, deadline: float, longest_delay_s: float = LONGEST_DELAY_S
+    ) -> T | None:
+        """Run a function, with growing pauses, until it returns something; None once the deadline has passed."""
+        loop = asyncio.get_running_loop()
+        delay_s = FIRST_DELAY_S
+        while (found := await self.run(function)) is None:
+            self._polls += 1
+            remaining_s = deadline - loop.time()
+            if remaining_s <= 0:
+                return None
+            await asyncio.sleep(min(delay_s, remaining_s))
+            delay_s = min(delay_s * 1.5, longest_delay_s)
+        return found
+
+    def give_up_nowait(self) -> None:
+        """Count the store as lost, whatever it says; `reopen` may find another."""
+        self._key_values.is_lost = True
+
+    async def reopen(self, deadline: float) -> bool:
+        """Go again to where the lost store was, and wait for one; False if this kind of store has no other to find."""
+        if self._reopen is None:
+            return False
+        await self.run(KeyValues.release)
+        store, self.access = await self._reopen(deadline)
+        self._key_values.attach(store)
+        return True
+
+    async def aclose(self) -> None:
+        """Let go of the store and end its thread. Does not wait for anybody else."""
+        await self._thread.aclose(self._key_values.release)
+
+    def statistics(self) -> dict[str, int | str]:
+        return {
+            "store": self.access.description,
+            "store_operations": self._key_values.operations,
+            "store_polls": self._polls,
+            "store_lost": int(self.is_lost),
+            "store_host": int(self.access.is_host),
+        }

@@ -1,0 +1,79 @@
+"""Signs of life: a peer that says nothing is asked, and one that does not answer is given up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Final, Protocol
+
+from arpc.errors import WireError
+from arpc.options import RpcOptions
+from arpc.transport.base import Connection
+from arpc.wire.frames import frame
+from arpc.wire.messages import MessageType
+
+__all__ = ["Heartbeat"]
+
+_PING: Final = int(MessageType.PING)
+
+
+class _Connections(Protocol):
+    def open_connections(self) -> Iterable[Connection]: ...
+
+
+class Heartbeat:
+    """One timer for all connections of a worker."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, options: RpcOptions, connections: _Connections) -> None:
+        self._loop = loop
+        self._connections = connections
+        self._timeout_s = options.heartbeat_timeout
+        self._interval_s = options.heartbeat_interval
+        # often enough to notice a silence soon after it has lasted too long
+        self._period_s = min(self._interval_s, self._timeout_s - self._interval_s) / 2
+        self._silent_since: dict[Connection, float] = {}
+        self._expected = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self.pings_sent = 0
+        self.peers_given_up = 0
+        if self._interval_s:
+            self._arm()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._silent_since.clear()
+
+    def _arm(self) -> None:
+        self._expected = self._loop.time() + self._period_s
+        self._timer = self._loop.call_at(self._expected, self._look)
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        stalled = now - self._expected > self._period_s
+        self._arm()
+        connections = list(self._connections.open_connections())
+        if stalled:
+            # This loop was busy, or the process stopped: what peers said meanwhile has not been read yet
+            for connection in connections:
+                connection.heard_from = True
+        silent: dict[Connection, float] = {}
+        for connection in connections:
+            if connection.heard_from:
+                connection.heard_from = False
+                silent[connection] = now
+                continue
+            since = silent[connection] = self._silent_since.get(connection, now)
+            silence = now - since
+            if silence >= self._timeout_s:
+                self.peers_given_up += 1
+                del silent[connection]
+                connection.abort(WireError(f"it has not been heard of for {silence:.1f} s"))
+            elif silence >= self._interval_s:
+                self.pings_sent += 1
+                connection.send(frame(_PING, 0, self.pings_sent, 0, 0, b""))
+        self._silent_since = silent
+
+    def statistics(self) -> dict[str, int]:
+        return {"pings_sent": self.pings_sent, "peers_given_up": self.peers_given_up}

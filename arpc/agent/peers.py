@@ -1,0 +1,278 @@
+"""The other workers: how to reach one, what is under way to it, and when it counts as lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from enum import Enum, auto
+from typing import Any, Final
+
+from arpc.agent.calls import Call, Calls
+from arpc.agent.codec import Codec
+from arpc.agent.deadlines import Deadlines
+from arpc.errors import ArpcError, RpcTimeoutError, SerializationError, ShutdownError, WorkerLostError
+from arpc.ids import WorkerInfo
+from arpc.transport.base import Connection
+from arpc.wire.frames import frame
+from arpc.wire.messages import MessageType
+from arpc.wire.pickling import importable_name
+
+__all__ = ["Peer", "PeerState"]
+
+logger = logging.getLogger("arpc.peers")
+
+_CANCEL: Final = int(MessageType.CANCEL)
+_FUNCTION: Final = int(MessageType.FUNCTION)
+# What is this small may use a second window: it must not queue behind tensors
+_SMALL_BYTES: Final = 16 * 1024
+
+
+class PeerState(Enum):
+    IDLE = auto()
+    """Not connected; the next call connects."""
+    CONNECTING = auto()
+    OPEN = auto()
+    GONE = auto()
+    """It said goodbye, or was found dead. Only a new incarnation brings it back."""
+
+
+class Peer:
+    """One other worker, or this one itself, as the target of calls."""
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        *,
+        codec: Codec,
+        deadlines: Deadlines,
+        window_bytes: int,
+        connect: Callable[[Peer], Awaitable[Connection]],
+    ) -> None:
+        self.info = info
+        self.state = PeerState.IDLE
+        self.connection: Connection | None = None
+        self.incarnation: int | None = None
+        self.main_by_value = True
+        self.function_ids: dict[Any, int] = {}
+        """Functions the peer knows on this connection, by identity."""
+        self.in_flight_bytes = 0
+        self.calls = Calls(deadlines, self._timed_out)
+        self.backlog: deque[tuple[int, Call, bytes, list[memoryview]]] = deque()
+        """Calls that wait for a connection, or for room in the window."""
+        self.calls_made = 0
+        self.connects = 0
+        self._definitions: dict[Any, tuple[int, bytes]] = {}
+        self._codec = codec
+        self._window_bytes = window_bytes
+        self._connect = connect
+        self._connecting: asyncio.Task[None] | None = None
+        self._gone_because = ""
+
+    # -- functions
+
+    def define(self, function: Any) -> int:
+        """The number of a function that the peer can import, 0 for one that must travel by value with each call."""
+        known = self._definitions.get(function)
+        if known is None:
+            name = importable_name(function)
+            if name is None or (name[0] in {"__main__", "__mp_main__"} and self.main_by_value):
+                return 0
+            # pickled before it gets a number: a failure must not leave a number nobody knows
+            payload, slots = self._codec.pickler.dumps(function)
+            if slots:
+                return 0
+            known = self._definitions[function] = (len(self._definitions) + 1, payload)
+        if self.connection is not None:
+            self.connection.send(frame(_FUNCTION, 0, 0, known[0], 0, known[1]))
+            self.function_ids[function] = known[0]
+        return known[0]
+
+    # -- calls
+
+    def submit(self, call_id: int, call: Call, data: bytes, buffers: list[memoryview]) -> None:
+        """Send a call now, or when there is a connection and room."""
+        self.calls_made += 1
+        if self.connection is not None and not self.backlog and self._has_room(call.size_bytes):
+            self._send(self.connection, call, data, buffers)
+            return
+        if self.state is PeerState.GONE:
+            self.calls.pop(call_id)
+            raise WorkerLostError(self._gone_because, self.info.name, may_have_run=False)
+        if self.connection is not None and call.size_bytes <= _SMALL_BYTES and self._has_room(call.size_bytes):
+            self._send(self.connection, call, data, buffers)
+            return
+        self.backlog.append((call_id, call, data, buffers))
+        self._wake()
+
+    def _has_room(self, size_bytes: int) -> bool:
+        limit = self._window_bytes if size_bytes > _SMALL_BYTES else 2 * self._window_bytes
+        return self.in_flight_bytes == 0 or self.in_flight_bytes + size_bytes <= limit
+
+    def _send(self, connection: Connection, call: Call, data: bytes, buffers: list[memoryview]) -> None:
+        self.in_flight_bytes += call.size_bytes
+        call.connection = connection
+        if buffers:
+            call.bulk = connection.send_bulk(data, buffers)
+        else:
+            connection.send(data)
+
+    def pop(self, call_id: int) -> Call | None:
+        """The call of a reply; None if it has ended already."""
+        call = self.calls.pop(call_id)
+        if call is not None and call.connection is not None:
+            self._release(call)
+        return call
+
+    def _release(self, call: Call) -> None:
+        self.in_flight_bytes -= call.size_bytes
+        if self.backlog:
+            self._drain()
+
+    def _drain(self) -> None:
+        """Send what waited, as far as there is room."""
+        connection = self.connection
+        while connection is not None and self.backlog:
+            _, call, data, buffers = self.backlog[0]
+            if call.future.done():  # cancelled or timed out while it waited
+                self.backlog.popleft()
+            elif self._has_room(call.size_bytes):
+                self.backlog.popleft()
+                self._send(connection, call, data, buffers)
+            else:
+                return
+
+    def cancel(self, call_id: int) -> None:
+        """The caller no longer waits for a call."""
+        call = self.calls.pop(call_id)
+        if call is not None:
+            self._abandon(call_id, call)
+
+    def _abandon(self, call_id: int, call: Call) -> None:
+        connection = call.connection
+        if connection is None:
+            return  # never sent: `_drain` passes over it
+        if connection.is_open:
+            if call.bulk is not None and connection.drop_bulk(call.bulk):
+                logger.debug("call %d to %s was cancelled while it was sent", call_id, self.info.name)
+            else:
+                connection.send(frame(_CANCEL, 0, call_id, 0, 0, b""))
+        self._release(call)
+
+    def _timed_out(self, call_id: int, call: Call) -> None:
+        if not call.future.done():
+            where = "was sent to" if call.connection is not None else "could not be sent to"
+            call.future.set_exception(
+                RpcTimeoutError(f"{call.name} {where} worker {self.info.name!r} and did not end within its timeout")
+            )
+        self._abandon(call_id, call)
+
+    # -- the connection
+
+    def _wake(self) -> None:
+        if self.state is PeerState.IDLE:
+            self.state = PeerState.CONNECTING
+            self._connecting = asyncio.get_running_loop().create_task(self._run_connect())
+
+    async def _run_connect(self) -> None:
+        try:
+            await self._connect(self)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it was, those who wait must hear of it
+            if self.connection is None:  # a connection from the other side may have come meanwhile
+                self.state = PeerState.IDLE
+                self._fail_backlog(self._not_reached(error))
+        finally:
+            self._connecting = None
+
+    def _not_reached(self, error: Exception) -> Exception:
+        if isinstance(error, ArpcError) and not isinstance(error, ConnectionError):
+            return error
+        made = WorkerLostError(
+            f"worker {self.info.name!r} cannot be reached: {error}", self.info.name, may_have_run=False
+        )
+        made.__cause__ = error
+        return made
+
+    def opened(self, connection: Connection, *, main_by_value: bool) -> None:
+        """There is a connection, made by either side."""
+        self.state = PeerState.OPEN
+        self.connection = connection
+        self.incarnation = connection.peer.incarnation
+        self.main_by_value = main_by_value
+        self.connects += 1
+        for function, (number, payload) in self._definitions.items():
+            connection.send(frame(_FUNCTION, 0, 0, number, 0, payload))
+            self.function_ids[function] = number
+        self._drain()
+
+    def lost(self, connection: Connection, error: Exception | None, *, reason: str | None) -> None:
+        """A connection has ended. ``reason`` says why the peer left, if it did."""
+        sent = [(call_id, call) for call_id, call in self.calls if call.connection is connection]
+        if connection is self.connection:
+            self.connection = None
+            self.function_ids.clear()
+            self.state = PeerState.IDLE
+            if reason is not None:
+                self.gone(f"worker {self.info.name!r} has left: {reason}")
+        what = f"worker {self.info.name!r} was lost"
+        text = f"{what}: {error}" if error is not None else f"{what}: it closed the connection"
+        if reason is not None:
+            text = self._gone_because
+        for call_id, call in sent:
+            self.calls.pop(call_id)
+            self.in_flight_bytes -= call.size_bytes
+            if not call.future.done():
+                failure = WorkerLostError(f"{text} ({call.name} may have run)", self.info.name)
+                failure.__cause__ = error
+                call.future.set_exception(failure)
+        if self.backlog and self.connection is None:
+            self._wake()
+        elif self.backlog:
+            self._drain()
+
+    def gone(self, because: str) -> None:
+        """It will not come back in this incarnation."""
+        self.state = PeerState.GONE
+        self._gone_because = because
+        self._fail_backlog(WorkerLostError(because, self.info.name, may_have_run=False))
+
+    def _fail_backlog(self, error: Exception) -> None:
+        backlog, self.backlog = self.backlog, deque()
+        for call_id, call, _, _ in backlog:
+            self.calls.pop(call_id)
+            if not call.future.done():
+                call.future.set_exception(error)
+
+    async def aclose(self) -> None:
+        """End whatever is left: this worker shuts down."""
+        task = self._connecting
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self.backlog.clear()
+        for call_id, call in self.calls:
+            self.calls.pop(call_id)
+            if not call.future.done():
+                call.future.set_exception(ShutdownError(f"this worker was shut down before {call.name} ended"))
+
+    def statistics(self) -> dict[str, int | str]:
+        return {
+            "state": self.state.name,
+            "calls_made": self.calls_made,
+            "calls_in_flight": len(self.calls),
+            "calls_waiting": len(self.backlog),
+            "bytes_in_flight": self.in_flight_bytes,
+            "connects": self.connects,
+            **({} if self.connection is None else self.connection.statistics()),
+        }
+
+
+def unsendable(function: Any, error: Exception) -> SerializationError:
+    """The error for a function that cannot be pickled."""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return SerializationError(f"the function {name} cannot be sent: {error}")

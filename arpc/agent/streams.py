@@ -1,0 +1,209 @@
+"""Streams: the items of a remote generator, as many at a time as the consumer has asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextvars import copy_context
+from types import TracebackType
+from typing import Any, Final, Generic, Self, TypeVar
+
+from arpc.agent.threads import ThreadPool
+from arpc.errors import ConnectionClosedError
+
+__all__ = ["Producer", "Stream"]
+
+T = TypeVar("T")
+
+# A fast generator hands over what it makes in this time at once, instead of crossing between threads for every item
+_SLICE_S: Final = 0.0005
+
+
+class Producer:
+    """The callee's end: takes items from a generator when there is credit, and sends them."""
+
+    def __init__(self, iterable: Any, threads: ThreadPool, send: Callable[[Any], None]) -> None:
+        if hasattr(iterable, "__aiter__"):
+            self.produce = self._produce_async
+        elif hasattr(iterable, "__iter__"):
+            self.produce = self._produce_in_threads
+        else:
+            raise TypeError(f"a stream needs something to iterate over, not {type(iterable).__qualname__}")
+        self._iterable = iterable
+        self._threads = threads
+        self._send = send
+        self._credit = 0
+        self._credit_came: asyncio.Future[None] | None = None
+
+    def add_credit(self, items: int) -> None:
+        self._credit += items
+        if self._credit_came is not None and not self._credit_came.done():
+            self._credit_came.set_result(None)
+
+    async def _have_credit(self) -> None:
+        while self._credit <= 0:
+            self._credit_came = asyncio.get_running_loop().create_future()
+            await self._credit_came
+
+    async def _produce_async(self) -> None:
+        iterator = aiter(self._iterable)
+        try:
+            await self._have_credit()
+            async for item in iterator:
+                self._credit -= 1
+                self._send(item)
+                await self._have_credit()
+        except ConnectionClosedError:
+            pass  # nobody listens any more
+        finally:
+            if hasattr(iterator, "aclose"):
+                await iterator.aclose()
+
+    async def _produce_in_threads(self) -> None:
+        steps = _GeneratorSteps(iter(self._iterable))
+        try:
+            while True:
+                await self._have_credit()
+                items, is_over, error = await self._threads.call(steps.next_items, self._credit)
+                for item in items:
+                    self._credit -= 1
+                    self._send(item)
+                if error is not None:
+                    raise error
+                if is_over:
+                    return
+        except ConnectionClosedError:
+            pass  # nobody listens any more
+        finally:
+            # Not awaited: a step may be under way in a thread that cannot be interrupted; it is closed after that
+            self._threads.submit(steps.close)
+
+
+class _GeneratorSteps:
+    """The steps of a plain generator, in threads, one at a time, all in the same context."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._context = copy_context()
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def next_items(self, limit: int) -> tuple[list[Any], bool, BaseException | None]:
+        """Up to ``limit`` items, whether that was the last of them, and the error that ended it."""
+        items: list[Any] = []
+        with self._lock:
+            if self._is_closed:
+                return items, True, None
+            end = time.monotonic() + _SLICE_S
+            try:
+                while len(items) < limit:
+                    items.append(self._context.run(next, self._iterator))
+                    if time.monotonic() > end:
+                        break
+            except StopIteration:
+                return items, True, None
+            except BaseException as error:  # noqa: BLE001 - the consumer's, after the items that came before
+                return items, True, error
+            return items, False, None
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            close = getattr(self._iterator, "close", None)
+            if close is not None:
+                self._context.run(close)
+
+
+class Stream(AsyncIterator[T], Generic[T]):
+    """The caller's end: ``async for item in stream``.
+
+    Leaving the loop early, `aclose` or dropping the stream stops the remote generator. At most ``window`` items are on their way
+    or waiting here.
+    """
+
+    def __init__(self, window: int, give_credit: Callable[[int], None], cancel: Callable[[], None]) -> None:
+        if window < 1:
+            raise ValueError(f"the window of a stream must be at least 1, not {window}")
+        self._window = window
+        self._give_credit = give_credit
+        self._cancel = cancel
+        self._loop = asyncio.get_running_loop()
+        self._items: deque[tuple[T | None, BaseException | None]] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._consumed = 0
+        self._is_over = False
+        self._is_closed = False
+
+    # -- fed by the agent
+
+    def item_received(self, item: T) -> None:
+        if not self._is_closed:
+            self._items.append((item, None))
+            self._wake()
+
+    def end_received(self, future: asyncio.Future[Any]) -> None:
+        """The call behind the stream has ended: done callback of its future."""
+        error = asyncio.CancelledError() if future.cancelled() else future.exception()
+        self._is_over = True
+        if not self._is_closed:
+            self._items.append((None, error or StopAsyncIteration()))
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # -- used by people
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        while not self._items:
+            if self._is_closed:
+                raise StopAsyncIteration
+            if self._waiter is not None and not self._waiter.done():
+                raise RuntimeError("another task is waiting for the next item of this stream already")
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        item, error = self._items.popleft()
+        if error is not None:
+            self._is_closed = True
+            raise error
+        self._consumed += 1
+        # give credit back in portions: half a window keeps the producer busy meanwhile
+        if not self._is_over and self._consumed * 2 >= self._window:
+            consumed, self._consumed = self._consumed, 0
+            self._give_credit(consumed)
+        return item  # type: ignore[return-value]
+
+    async def aclose(self) -> None:
+        """Stop the remote generator. Items that have not been taken are lost."""
+        self._close()
+
+    def _close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._items.clear()
+            self._wake()
+            if not self._is_over:
+                self._cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        # `break` in an `async for` drops the stream without a word. This may run on any thread.
+        if not getattr(self, "_is_over", True) and not self._is_closed and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._cancel)

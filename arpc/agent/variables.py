@@ -1,0 +1,76 @@
+"""ContextVars of users that travel with their calls."""
+
+from __future__ import annotations
+
+import logging
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from arpc.errors import ConfigurationError, SerializationError
+from arpc.ids import WorkerInfo
+from arpc.wire.pickling import Pickler, loads
+from arpc.wire.tensors import Slot
+
+__all__ = ["VariableCarrier", "propagate"]
+
+logger = logging.getLogger("arpc.variables")
+
+T = TypeVar("T")
+
+# A declaration about variables, which are module globals themselves; not state of a worker
+_declared: dict[str, ContextVar[Any]] = {}
+
+
+def propagate(variable: ContextVar[T]) -> ContextVar[T]:
+    """Let a ContextVar travel with calls: handlers see the value their caller had. Returns the variable.
+
+    Caller and callee declare it under the same name, usually by importing the module that does.
+
+    >>> request_id = propagate(ContextVar("request_id", default=""))
+    """
+    known = _declared.setdefault(variable.name, variable)
+    if known is not variable:
+        raise ConfigurationError(f"another ContextVar named {variable.name!r} is propagated already: names must differ")
+    return variable
+
+
+class VariableCarrier:
+    """The interceptor that carries them. Costs one look at an empty dict when there are none."""
+
+    key = "vars"
+
+    def __init__(self) -> None:
+        self._pickler = Pickler()
+
+    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot]) -> bytes | None:  # noqa: ARG002
+        if not _declared:
+            return None
+        values: dict[str, Any] = {}
+        for name, variable in _declared.items():
+            try:
+                values[name] = variable.get()
+            except LookupError:
+                continue  # not set, and without a default
+        if not values:
+            return None
+        try:
+            payload, memory = self._pickler.dumps(values, main_by_value=True)
+        except Exception as error:
+            raise SerializationError(f"a propagated ContextVar cannot be sent: {error}") from error
+        if memory:
+            raise SerializationError("a propagated ContextVar holds a tensor: pass it as an argument instead")
+        return payload
+
+    def request_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:  # noqa: ARG002
+        for name, value in loads(meta, []).items():
+            variable = _declared.get(name)
+            if variable is None:
+                logger.debug("worker %s sent the ContextVar %r, which is not propagated here", peer.name, name)
+            else:
+                variable.set(value)
+
+    def reply_sent(self, peer: WorkerInfo, meta: bytes, slots: list[Slot]) -> None:
+        """Values go to handlers only, not back."""
+
+    def reply_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
+        """Nothing comes back."""

@@ -1,0 +1,167 @@
+"""The functions people call. Each uses the worker of its context, see `runtime.current`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from arpc.agent.future import Future
+from arpc.agent.scope import current_scope
+from arpc.agent.streams import Stream
+from arpc.errors import NotInitializedError
+from arpc.ids import WorkerInfo
+from arpc.options import UNSET, RpcOptions, Unset
+from arpc.runtime import Worker, current, start_worker
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = [
+    "get_worker_info",
+    "init_rpc",
+    "remaining_time",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+    "stream",
+]
+
+
+class WorkerStart:
+    """A worker that is about to start: ``await`` it, or enter it with ``async with`` to have it shut down at the end."""
+
+    def __init__(self, start: Callable[[], Any]) -> None:
+        self._start = start
+        self._worker: Worker | None = None
+
+    def __await__(self) -> Generator[Any, None, Worker]:
+        worker: Worker = yield from self._start().__await__()
+        return worker
+
+    async def __aenter__(self) -> Worker:
+        self._worker = await self
+        return self._worker
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._worker is not None
+        try:
+            # An error must not wait for the others, who may be waiting for us
+            await self._worker.shutdown(graceful=error is None)
+        finally:
+            _leave_scope(self._worker)
+
+
+def init_rpc(
+    name: str,
+    *,
+    rank: int | None = None,
+    world_size: int | None | Unset = UNSET,
+    init_method: str = "env://",
+    store: Store | None = None,
+    options: RpcOptions | None = None,
+) -> WorkerStart:
+    """Join a group of workers under a name.
+
+    ::
+
+        async with arpc.init_rpc("trainer0", rank=0, world_size=3) as worker:
+            await arpc.rpc_sync("ps", torch.add, args=(torch.ones(2), 1))
+
+    ``rank`` and ``world_size`` default to the variables RANK and WORLD_SIZE, which torchrun, Slurm and the launcher set. ``world_size=None`` makes
+    an elastic group, which workers join and leave at any time. The group meets at ``init_method`` (``env://`` with
+    MASTER_ADDR and MASTER_PORT, ``tcp://host:port``, ``file:///path``) or in a ready ``store``.
+
+    ``async with`` shuts down gracefully at the end of the block, and at once on an exception.
+    """
+    chosen = options if options is not None else RpcOptions()
+    size = _world_size_of_environment() if isinstance(world_size, Unset) else world_size
+    return WorkerStart(
+        lambda: start_worker(
+            name, rank=rank, world_size=size, init_method=init_method, store=store, options=chosen
+        )
+    )
+
+
+def _world_size_of_environment() -> int | None:
+    text = os.environ.get("WORLD_SIZE")
+    return int(text) if text else None
+
+
+def _leave_scope(worker: Worker) -> None:
+    scope = current_scope.get()
+    if scope is not None and scope.worker is worker:
+        current_scope.set(None)
+
+
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = (),
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | Unset = UNSET,
+) -> Future[Any]:
+    """Start a call of ``func(*args, **kwargs)`` on worker ``to`` now, and return its `Future`.
+
+    ``async def`` runs as a task there, plain ``def`` in a thread. ``timeout`` is in seconds, 0 for none; unset, it is
+    `RpcOptions.rpc_timeout`. Inside a handler no call may outlast what the handler's own caller has left.
+    """
+    return current().agent.call(to, func, args or (), kwargs, timeout, depth=2)
+
+
+async def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = (),
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | Unset = UNSET,
+) -> Any:
+    """Call ``func(*args, **kwargs)`` on worker ``to`` and return its result.
+
+    Raises what the function raised, with its own type; its ``__cause__`` is the remote traceback.
+    """
+    return await current().agent.call_and_wait(to, func, args or (), kwargs, timeout)
+
+
+def stream(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = (),
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | Unset = UNSET,
+    window: int = 16,
+) -> Stream[Any]:
+    """Call a generator on worker ``to``; ``async for item in arpc.stream(...)`` gets its items as they are made.
+
+    At most ``window`` items are on their way. Leaving the loop early stops the generator.
+    """
+    return current().agent.stream(to, func, args or (), kwargs, timeout, window)
+
+
+def get_worker_info(name: str | int | WorkerInfo | None = None) -> WorkerInfo:
+    """Name and id of a worker of the group; of the current one if no name is given. Raises `UnknownWorkerError`."""
+    return current().get_worker_info(name)
+
+
+def remaining_time() -> float | None:
+    """Seconds until the deadline of the call this handler runs for; None if it has none. Never less than 0."""
+    scope = current_scope.get()
+    if scope is None or scope.deadline is None:
+        return None
+    worker: Worker = scope.worker
+    return max(0.0, scope.deadline - worker.agent.loop.time())
+
+
+async def shutdown(graceful: bool = True, timeout: float = 0) -> None:
+    """Shut the current worker down, see `Worker.shutdown`."""
+    scope = current_scope.get()
+    if scope is None or scope.worker is None:
+        raise NotInitializedError("there is no worker to shut down in this context")
+    worker: Worker = scope.worker
+    try:
+        await worker.shutdown(graceful, timeout)
+    finally:
+        _leave_scope(worker)

@@ -1,0 +1,182 @@
+"""Every exception arpc raises, in one tree.
+
+::
+
+    ArpcError
+    ├── ConfigurationError (ValueError)        an option is wrong; the text says which and what to set
+    ├── NotInitializedError (RuntimeError)     no worker in this context: call init_rpc first
+    ├── AlreadyInitializedError (RuntimeError) this context has a worker already
+    ├── UnknownWorkerError (LookupError)       no worker of that name or id in the group
+    ├── RendezvousError (RuntimeError)         the group did not form
+    │   ├── NameTakenError                     another live worker has this name or rank
+    │   └── RendezvousTimeoutError (TimeoutError)  some ranks never came
+    ├── ShutdownError (RuntimeError)           this worker is shutting down, or has shut down
+    ├── SerializationError (TypeError)         a function, argument or result that cannot travel
+    ├── CallError                              a call that ended without an answer of its function
+    │   ├── RpcTimeoutError (TimeoutError)     its deadline passed
+    │   ├── CallCancelledError                 its handler was cancelled on the callee, not by the caller
+    │   ├── OverloadedError                    the callee refused it: too many calls of this caller wait there
+    │   └── WorkerLostError (ConnectionError)  the callee died, left or fell silent
+    ├── RemoteError                            the function raised something that cannot be rebuilt here
+    └── WireError (ConnectionError)            what a peer sent, or a connection that cannot be used
+        ├── ProtocolError                      bytes that are no arpc, or not at this time
+        ├── HandshakeError                     the peer refused us, or we refused it
+        │   └── AuthenticationError            it could not prove that it knows the secret
+        └── ConnectionClosedError              the connection is closed
+
+    RemoteTraceback                            never raised: the ``__cause__`` of what was raised remotely
+
+An exception of a remote function arrives with its own type, so it is *not* an ``ArpcError``; its ``__cause__`` is a
+:class:`RemoteTraceback` that says where it happened. Whatever inherits a builtin (in parentheses) can be caught as that.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AlreadyInitializedError",
+    "ArpcError",
+    "AuthenticationError",
+    "CallCancelledError",
+    "CallError",
+    "ConfigurationError",
+    "ConnectionClosedError",
+    "HandshakeError",
+    "NameTakenError",
+    "NotInitializedError",
+    "OverloadedError",
+    "ProtocolError",
+    "RemoteError",
+    "RemoteTraceback",
+    "RendezvousError",
+    "RendezvousTimeoutError",
+    "RpcTimeoutError",
+    "SerializationError",
+    "ShutdownError",
+    "UnknownWorkerError",
+    "WireError",
+    "WorkerLostError",
+]
+
+
+class ArpcError(Exception):
+    """The root of everything arpc raises on its own account."""
+
+
+class ConfigurationError(ArpcError, ValueError):
+    """An option has a value that cannot work."""
+
+
+class NotInitializedError(ArpcError, RuntimeError):
+    """There is no worker in this context."""
+
+
+class AlreadyInitializedError(ArpcError, RuntimeError):
+    """This context has a worker already."""
+
+
+class UnknownWorkerError(ArpcError, LookupError):
+    """No worker of that name or id is in the group."""
+
+
+class RendezvousError(ArpcError, RuntimeError):
+    """The group did not form."""
+
+
+class NameTakenError(RendezvousError):
+    """Another worker of the group has this name or this rank."""
+
+
+class RendezvousTimeoutError(RendezvousError, TimeoutError):
+    """Some workers did not arrive in time."""
+
+
+class ShutdownError(ArpcError, RuntimeError):
+    """The worker is shutting down, so it takes no new work."""
+
+
+class SerializationError(ArpcError, TypeError):
+    """Something that was to travel cannot be pickled or unpickled; the text names it."""
+
+
+class CallError(ArpcError):
+    """A call that ended without an answer of its function."""
+
+
+class RpcTimeoutError(CallError, TimeoutError):
+    """The deadline of a call passed before its answer came."""
+
+
+class CallCancelledError(CallError):
+    """The handler was cancelled on the callee although the caller did not ask for it."""
+
+
+class OverloadedError(CallError):
+    """The callee refused the call before running it."""
+
+
+class WorkerLostError(CallError, ConnectionError):
+    """The worker a call went to died, left the group or stopped answering.
+
+    ``worker`` is its name; ``may_have_run`` is False when the call certainly never reached it.
+    """
+
+    def __init__(self, message: str, worker: str = "", *, may_have_run: bool = True) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.may_have_run = may_have_run
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_worker_lost, (type(self), str(self), self.worker, self.may_have_run)
+
+
+def _rebuild_worker_lost(cls: type[WorkerLostError], message: str, worker: str, may_have_run: bool) -> WorkerLostError:
+    return cls(message, worker, may_have_run=may_have_run)
+
+
+class RemoteError(ArpcError):
+    """A remote function raised an exception that cannot be rebuilt here.
+
+    ``type_name`` is the qualified name of its type, ``message`` its text, ``stack`` the formatted remote traceback.
+    """
+
+    def __init__(self, type_name: str, message: str, stack: str = "", worker: str = "") -> None:
+        super().__init__(type_name, message, stack, worker)
+        self.type_name = type_name
+        self.message = message
+        self.stack = stack
+        self.worker = worker
+
+    def __str__(self) -> str:
+        return f"{self.type_name} on worker {self.worker!r}: {self.message}"
+
+
+class RemoteTraceback(Exception):  # noqa: N818 - it is a traceback, worn as a cause
+    """Where an exception was raised on a remote worker; the ``__cause__`` of the exception raised here."""
+
+    def __init__(self, worker: str, stack: str) -> None:
+        super().__init__(worker, stack)
+        self.worker = worker
+        self.stack = stack
+
+    def __str__(self) -> str:
+        return f"raised on worker {self.worker!r}\n\n{self.stack.rstrip()}\n"
+
+
+class WireError(ArpcError, ConnectionError):
+    """A connection failed, or cannot be used."""
+
+
+class ProtocolError(WireError):
+    """The peer sent something that is not arpc, or not at this time."""
+
+
+class HandshakeError(WireError):
+    """A connection was refused by either side."""
+
+
+class AuthenticationError(HandshakeError):
+    """A peer could not prove that it knows the cluster secret."""
+
+
+class ConnectionClosedError(WireError):
+    """The connection is closed."""

@@ -1,0 +1,69 @@
+"""Names for workers and for things that must be unique over the group."""
+
+from __future__ import annotations
+
+import re
+from itertools import count
+from typing import NamedTuple
+
+from arpc.errors import ConfigurationError
+
+__all__ = ["GloballyUniqueId", "IdAllocator", "WorkerId", "WorkerInfo", "check_worker_name"]
+
+WorkerId = int
+"""A worker's number in its group: 16 bits, the rank in a group of fixed size."""
+
+MAX_WORKER_ID = (1 << 16) - 1
+LOCAL_BITS = 48
+_LOCAL_MASK = (1 << LOCAL_BITS) - 1
+_WORKER_NAME = re.compile(r"[A-Za-z0-9_:-]{1,127}")
+
+
+class WorkerInfo(NamedTuple):
+    """Who a worker is. Anything that takes a worker takes this, its name or its id."""
+
+    name: str
+    id: WorkerId
+
+    def __repr__(self) -> str:
+        return f"WorkerInfo(id={self.id}, name={self.name})"
+
+
+class GloballyUniqueId(NamedTuple):
+    """An id no other worker makes: who made it, and a number counting up there."""
+
+    created_on: WorkerId
+    local_id: int
+
+    def __repr__(self) -> str:
+        return f"GloballyUniqueId(created_on={self.created_on}, local_id={self.local_id})"
+
+    def to_int(self) -> int:
+        """Both halves in 64 bits: 16 for the worker, 48 for the number."""
+        return self.created_on << LOCAL_BITS | self.local_id
+
+    @classmethod
+    def from_int(cls, value: int) -> GloballyUniqueId:
+        return cls(value >> LOCAL_BITS, value & _LOCAL_MASK)
+
+
+class IdAllocator:
+    """Hands out the ids of one worker."""
+
+    def __init__(self, worker_id: WorkerId) -> None:
+        self._worker_id = worker_id
+        self._numbers = count()
+
+    def next(self) -> GloballyUniqueId:
+        # itertools.count is one C call: safe from any thread without a lock
+        return GloballyUniqueId(self._worker_id, next(self._numbers))
+
+
+def check_worker_name(name: str) -> str:
+    """Return the name if a worker may have it, else raise `ConfigurationError`."""
+    if not isinstance(name, str) or _WORKER_NAME.fullmatch(name) is None:
+        raise ConfigurationError(
+            "Worker name must match ^[A-Za-z0-9-_:]*$, and must be non-empty and shorter than 128 chars, "
+            f"but got {name!r}"
+        )
+    return name

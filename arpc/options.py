@@ -1,0 +1,187 @@
+"""What a user can set, with every default and every ``ARPC_*`` variable in one place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Final, Self
+
+from arpc.errors import ConfigurationError
+
+__all__ = ["UNSET", "RpcOptions", "Unset"]
+
+KIB: Final = 1 << 10
+MIB: Final = 1 << 20
+GIB: Final = 1 << 30
+
+
+class Unset:
+    """The type of `UNSET`."""
+
+    _instance: Unset | None = None
+
+    def __new__(cls) -> Unset:
+        if cls._instance is None:
+            cls._instance = super().__new__(cls)
+        return cls._instance
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __reduce__(self) -> str:
+        return "UNSET"
+
+
+UNSET: Final = Unset()
+"""A timeout that was not given: `RpcOptions.rpc_timeout` applies, within what the caller has left itself."""
+
+
+def _env(name: str) -> str | None:
+    return os.environ.get(name) or None
+
+
+def _env_float(name: str, default: float) -> float:
+    text = _env(name)
+    if text is None:
+        return default
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigurationError(f"environment variable {name} must be a number, not {text!r}") from None
+
+
+def _env_listen() -> tuple[str, ...]:
+    text = _env("ARPC_LISTEN")
+    return tuple(part.strip() for part in text.split(",")) if text else ()
+
+
+def _env_secret() -> bytes | None:
+    text = _env("ARPC_SECRET")
+    if text is not None:
+        return text.encode()
+    path = _env("ARPC_SECRET_FILE")
+    if path is None:
+        return None
+    try:
+        secret = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConfigurationError(f"ARPC_SECRET_FILE={path}: {error.strerror or error}") from error
+    if not secret:
+        raise ConfigurationError(f"ARPC_SECRET_FILE={path} is empty")
+    return secret
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RpcOptions:
+    """How a worker behaves. Immutable; `replace` makes a changed copy.
+
+    >>> RpcOptions(rpc_timeout=5).rpc_timeout
+    5
+    """
+
+    rpc_timeout: float = field(default_factory=lambda: _env_float("ARPC_TIMEOUT", 60.0))
+    """Seconds a call may take when it does not say; 0 means no limit. ``ARPC_TIMEOUT``"""
+
+    init_timeout: float = field(default_factory=lambda: _env_float("ARPC_INIT_TIMEOUT", 60.0))
+    """Seconds to wait for the whole group at the start. ``ARPC_INIT_TIMEOUT``"""
+
+    num_worker_threads: int = 16
+    """Threads that run plain ``def`` functions. They are started when first needed."""
+
+    listen: tuple[str, ...] = field(default_factory=_env_listen)
+    """Addresses to listen on, such as ``("unix://", "tcp://0.0.0.0:0")``. Empty: a unix socket, and TCP on loopback
+    or, if the group's store is on another host and a secret is set, on the interface that leads there.
+    ``ARPC_LISTEN``, separated by commas"""
+
+    secret: bytes | None = field(default_factory=_env_secret, repr=False)
+    """What all workers of the group know and prove to each other. ``ARPC_SECRET`` or ``ARPC_SECRET_FILE``"""
+
+    insecure: bool = False
+    """Allow listening beyond this host with no secret. Whoever reaches the port can then run code here."""
+
+    connect_timeout: float = 10.0
+    """Seconds for one attempt to connect, with its handshake."""
+
+    heartbeat_interval: float = field(default_factory=lambda: _env_float("ARPC_HEARTBEAT", 2.0))
+    """Seconds of silence from a peer after which it is asked for a sign of life; 0 turns heartbeats off.
+    ``ARPC_HEARTBEAT``"""
+
+    heartbeat_timeout: float = 10.0
+    """Seconds of silence after which a peer counts as lost."""
+
+    shutdown_timeout: float = 60.0
+    """Seconds a graceful shutdown waits for the group when ``shutdown(timeout=0)`` does not say."""
+
+    window_bytes: int = 64 * MIB
+    """Bytes of requests that may be unanswered at one peer; further ones wait here. One message always goes."""
+
+    max_handlers_per_peer: int = 16_384
+    """Requests of one peer that may run at once; further ones wait, still packed."""
+
+    max_body_bytes: int = 1 * GIB
+    """The largest pickled part of a message that is accepted."""
+
+    max_message_bytes: int = 64 * GIB
+    """The largest message with its tensors that is accepted."""
+
+    inline_tensor_bytes: int = 8 * KIB
+    """Tensors up to this size travel inside the message; larger ones are sent from, and read into, their own memory."""
+
+    control_retries: int = 5
+    """How often a lost control message is sent again, from `control_backoff` seconds on, times 1.5 each."""
+
+    control_backoff: float = 1.0
+
+    switch_interval: float | None = None
+    """`sys.setswitchinterval` for this process: how long a thread busy in Python may keep the loop waiting."""
+
+    gc_freeze: bool = True
+    """Call `gc.freeze` once the worker is up, so that collections skip what torch loaded (45 ms each otherwise)."""
+
+    def __post_init__(self) -> None:
+        for name in ("rpc_timeout", "init_timeout", "connect_timeout", "heartbeat_interval", "heartbeat_timeout"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigurationError(f"{name} must be a number of seconds, not {type(value).__name__}")
+            if not value >= 0:
+                raise ConfigurationError(f"{name} must be 0 or more, not {value!r}")
+        if self.heartbeat_interval and self.heartbeat_timeout <= self.heartbeat_interval:
+            raise ConfigurationError(
+                f"heartbeat_timeout ({self.heartbeat_timeout}) must be longer than "
+                f"heartbeat_interval ({self.heartbeat_interval})"
+            )
+        for name in (
+            "num_worker_threads",
+            "window_bytes",
+            "max_handlers_per_peer",
+            "max_body_bytes",
+            "max_message_bytes",
+            "connect_timeout",
+        ):
+            if getattr(self, name) <= 0:
+                raise ConfigurationError(f"{name} must be more than 0, not {getattr(self, name)!r}")
+        if self.max_body_bytes >= 4 * GIB:
+            raise ConfigurationError(f"max_body_bytes must be less than 4 GiB, not {self.max_body_bytes}")
+        if isinstance(self.listen, str):
+            raise ConfigurationError(f"listen must be a tuple of addresses, not the string {self.listen!r}")
+        if self.secret is not None and not isinstance(self.secret, bytes):
+            raise ConfigurationError(f"secret must be bytes, not {type(self.secret).__name__}")
+        if self.secret == b"":
+            raise ConfigurationError("secret must not be empty")
+
+    def replace(self, **changes: object) -> Self:
+        """A copy with some options changed."""
+        values: dict[str, object] = {item.name: getattr(self, item.name) for item in fields(self)}
+        unknown = changes.keys() - values.keys()
+        if unknown:
+            raise ConfigurationError(f"no such option: {', '.join(sorted(unknown))}")
+        return type(self)(**(values | changes))  # type: ignore[arg-type]
+
+    def describe(self) -> Mapping[str, object]:
+        """Every option and its value, without the secret."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "secret"}

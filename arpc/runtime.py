@@ -1,0 +1,358 @@
+"""One worker, built out of its parts. `current` is the only ambient access: one process can hold many workers."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import logging
+import os
+import secrets
+import socket
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from contextvars import copy_context
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from arpc.agent.agent import Agent
+from arpc.agent.future import Future
+from arpc.agent.membership import WorkerRecord
+from arpc.agent.rendezvous import Rendezvous, create_rendezvous, open_store
+from arpc.agent.scope import Scope, current_scope
+from arpc.agent.streams import Stream
+from arpc.agent.variables import VariableCarrier
+from arpc.errors import (
+    AlreadyInitializedError,
+    ConfigurationError,
+    NotInitializedError,
+    RendezvousError,
+    WireError,
+    WorkerLostError,
+)
+from arpc.ids import WorkerInfo, check_worker_name
+from arpc.options import UNSET, RpcOptions, Unset
+from arpc.transport.base import Transport
+from arpc.transport.memory import MemoryNetwork
+from arpc.transport.stream import TcpTransport, UnixTransport, split_tcp
+from arpc.wire.handshake import Identity
+
+__all__ = ["Worker", "current", "start_worker"]
+
+logger = logging.getLogger("arpc.runtime")
+
+_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def current() -> Worker:
+    """The worker of this context: the one whose handler runs, or that `init_rpc` made. Raises `NotInitializedError`."""
+    scope = current_scope.get()
+    if scope is None or scope.worker is None:
+        raise NotInitializedError(
+            "RPC has not been initialized in this context. Call `await arpc.init_rpc(...)` first, "
+            "or use the methods of a worker that you hold"
+        )
+    worker: Worker = scope.worker
+    return worker
+
+
+class Worker:
+    """A member of a group. Made by `init_rpc`; its methods are the module-level functions, for this worker."""
+
+    def __init__(self, info: WorkerInfo, options: RpcOptions) -> None:
+        self.info = info
+        self.options = options
+        self.agent: Agent
+        self.rendezvous: Rendezvous
+        self._shutdown: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<arpc.Worker {self.info.name} id={self.info.id}>"
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def id(self) -> int:
+        return self.info.id
+
+    # -- calls
+
+    def rpc_async(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | Unset = UNSET,
+    ) -> Future[Any]:
+        """Start a call now and return its `Future`."""
+        return self.agent.call(to, func, args or (), kwargs, timeout, depth=2)
+
+    async def rpc_sync(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | Unset = UNSET,
+    ) -> Any:
+        """Make a call and return its result."""
+        return await self.agent.call_and_wait(to, func, args or (), kwargs, timeout)
+
+    def stream(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | Unset = UNSET,
+        window: int = 16,
+    ) -> Stream[Any]:
+        """Call a generator and iterate over its items with ``async for``."""
+        return self.agent.stream(to, func, args or (), kwargs, timeout, window)
+
+    def get_worker_info(self, name: str | int | WorkerInfo | None = None) -> WorkerInfo:
+        """Name and id of a worker of the group; of this one if no name is given. Raises `UnknownWorkerError`."""
+        return self.info if name is None else self.agent.known_peer(name).info
+
+    def statistics(self) -> dict[str, Any]:
+        """Counters of everything this worker keeps."""
+        return {
+            "worker": self.info.name,
+            **self.agent.statistics(),
+            "heartbeat": self.agent.heartbeat.statistics(),
+            "rendezvous": self.rendezvous.statistics(),
+        }
+
+    # -- the end
+
+    @property
+    def is_shut_down(self) -> bool:
+        return self._shutdown is not None and self._shutdown.done()
+
+    async def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
+        """Leave the group. Graceful: once no worker has work left, or ``timeout`` seconds (0: any time) have passed.
+
+        Until then this worker keeps serving. A shutdown that cannot be graceful, because time is up or a worker was lost, is finished
+        all the same and then raises. A second one waits for the first.
+        """
+        if self._shutdown is None:
+            self._shutdown = asyncio.create_task(self._run_shutdown(graceful, timeout))
+        try:
+            await asyncio.shield(self._shutdown)
+        except asyncio.CancelledError:
+            # whoever waits is cancelled, and does not want to wait for the group any longer
+            if not self._shutdown.done():
+                self._shutdown.cancel()
+                with suppress(asyncio.CancelledError):
+                    await self._shutdown
+            raise
+
+    async def _run_shutdown(self, graceful: bool, timeout_s: float) -> None:
+        try:
+            if graceful:
+                await self._quiesce(timeout_s or None)
+        finally:
+            # shielded: a cancelled shutdown still closes what is open
+            await asyncio.shield(asyncio.ensure_future(self._close()))
+
+    async def _close(self) -> None:
+        await self.agent.aclose()
+        with suppress(RendezvousError, OSError):
+            await self.rendezvous.leave()
+        await self.rendezvous.aclose()
+
+    async def _quiesce(self, timeout_s: float | None) -> None:
+        """Return when nothing is under way in the whole group.
+
+        Each round everyone waits until it has nothing to do itself, and then tells how many calls it ever made and handled. Two
+        rounds with the same numbers mean that nothing happened between them, so nothing can happen any more.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = None if timeout_s is None else loop.time() + timeout_s
+        before: dict[int, bytes] | None = None
+        number = 0
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(self._fail_if_peer_is_lost())
+            while True:
+                left = None if deadline is None else max(0.0, deadline - loop.time())
+                if not await self.agent.drain(left):
+                    logger.warning("worker %s shuts down with calls under way: time is up", self.info.name)
+                if self.rendezvous.is_elastic:
+                    break  # there is no fixed set of workers to wait for
+                counts = _encode((self.agent.calls_made, self.agent.executor.calls_handled))
+                left = 0.0 if deadline is None else max(0.001, deadline - loop.time())
+                now = await self.rendezvous.gather(f"shutdown/{number}", counts, timeout_s=left)
+                if now == before:
+                    break
+                before = now
+                number += 1
+            watch.cancel()
+
+    async def _fail_if_peer_is_lost(self) -> None:
+        """Waiting for a worker that has died would never end."""
+        patience = max(self.options.heartbeat_timeout, 1.0)
+        while True:
+            await asyncio.sleep(patience / 4)
+            for peer in self.agent.peers:
+                if peer.connects and peer.connection is None and peer.info != self.info:
+                    await self._check_alive(peer.info, patience)
+
+    async def _check_alive(self, info: WorkerInfo, patience_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + patience_s
+        while True:
+            try:
+                peer = self.agent.peer(info)
+                assert peer is not None
+                await self.agent.connector.connect(peer)
+            except WireError as error:
+                if loop.time() >= end:
+                    raise WorkerLostError(
+                        f"worker {info.name!r} was lost, so the group cannot shut down gracefully", info.name
+                    ) from error
+                await asyncio.sleep(patience_s / 10)
+            else:
+                return
+
+
+async def start_worker(
+    name: str,
+    *,
+    rank: int | None,
+    world_size: int | None,
+    init_method: str,
+    store: Any,
+    options: RpcOptions,
+    network: MemoryNetwork | None = None,
+    transports: Mapping[str, Transport] | None = None,
+) -> Worker:
+    """Build a worker, join the group and make it current. What was started is undone if any of it fails."""
+    scope = current_scope.get()
+    if scope is not None and scope.worker is not None and not scope.worker.is_shut_down:
+        raise AlreadyInitializedError(
+            f"this context has the worker {scope.worker.name!r} already. Shut it down first, or start the second "
+            f"one in a task of its own"
+        )
+    check_worker_name(name)
+    group = await open_store(
+        init_method=init_method, store=store, rank=rank, world_size=world_size, timeout_s=options.init_timeout
+    )
+    rendezvous = create_rendezvous(group)
+    worker = Worker(WorkerInfo(name, -1), options)
+    context = copy_context()
+    context.run(current_scope.set, Scope(worker))
+    ways: dict[str, Transport] = {"tcp": TcpTransport(), "unix": UnixTransport()}
+    if network is not None:
+        ways = {"memory": network}
+    ways.update(transports or {})
+    identity = Identity(name, 0, secrets.randbits(63), main_fingerprint())
+    agent = worker.agent = context.run(
+        lambda: Agent(
+            worker=worker,
+            identity=identity,
+            options=options,
+            context=context,
+            transports=ways,
+            resolve=rendezvous.resolve,
+            interceptors=(VariableCarrier(),),
+        )
+    )
+    worker.rendezvous = rendezvous
+    host = host_fingerprint()
+    try:
+        addresses = options.listen or (("memory://",) if network is not None else default_addresses(options, store_host(init_method, store)))
+        refuse_open_doors(addresses, options)
+        listening = await agent.connector.listen(addresses, host)
+
+        def make_record(worker_id: int) -> WorkerRecord:
+            worker.info = WorkerInfo(name, worker_id)
+            agent.identify(worker_id)
+            return WorkerRecord(name, worker_id, identity.incarnation, listening, host, identity.main)
+
+        record = await rendezvous.join(name, make_record, timeout_s=options.init_timeout)
+        for member in await rendezvous.members():
+            agent.add_peer(member)
+        agent.add_peer(record)
+    except BaseException:
+        await agent.aclose("it failed to start")
+        await rendezvous.aclose()
+        raise
+    if options.switch_interval is not None:
+        sys.setswitchinterval(options.switch_interval)
+    if options.gc_freeze:
+        gc.collect()
+        gc.freeze()
+    current_scope.set(Scope(worker))
+    return worker
+
+
+def store_host(init_method: str, store: Any) -> str | None:
+    """The machine the group meets on; None if it is this one by nature, or cannot be known."""
+    if store is not None:
+        host = getattr(store, "host", None)
+        return host if isinstance(host, str) else None
+    scheme, _, rest = init_method.partition("://")
+    if scheme == "env":
+        return os.environ.get("MASTER_ADDR")
+    return urlsplit(init_method).hostname if scheme == "tcp" and rest else None
+
+
+def default_addresses(options: RpcOptions, store_host: str | None) -> tuple[str, ...]:
+    """Where to listen when nobody said: a unix socket, and TCP as far as the group reaches."""
+    unix = ("unix://",) if hasattr(socket, "AF_UNIX") else ()
+    if store_host is None or store_host in _LOOPBACK:
+        return (*unix, "tcp://127.0.0.1:0")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            # connecting a datagram socket sends nothing; it only tells which interface leads there
+            probe.connect((store_host, 9))
+            interface = probe.getsockname()[0]
+    except OSError:
+        interface = "127.0.0.1"
+    if interface not in _LOOPBACK and options.secret is None and not options.insecure:
+        raise ConfigurationError(
+            f"the group's store is on {store_host}, so this worker must be reachable from there, and anyone who can "
+            f"reach it could run code in it. Set the same ARPC_SECRET (or RpcOptions.secret) on all workers"
+        )
+    return (*unix, f"tcp://{interface}:0")
+
+
+def refuse_open_doors(addresses: Sequence[str], options: RpcOptions) -> None:
+    """Unpickling runs code, so only those who proved themselves may reach beyond this host."""
+    if options.secret is not None:
+        return
+    for address in addresses:
+        if address.startswith("tcp://") and split_tcp(address)[0] not in _LOOPBACK:
+            if not options.insecure:
+                raise ConfigurationError(
+                    f"refusing to listen on {address} with no secret: whoever reaches that port could run code here. "
+                    f"Set ARPC_SECRET (or RpcOptions.secret) to the same value on all workers, or listen on 127.0.0.1"
+                )
+            logger.warning("listening on %s WITHOUT A SECRET: whoever reaches that port can run code here", address)
+
+
+def main_fingerprint() -> str:
+    """A hash of the script this process runs; empty for notebooks and interactive sessions, which no peer can share."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    if not path:
+        return ""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32]
+    except OSError:
+        return ""
+
+
+def host_fingerprint() -> str:
+    """Equal for processes that see the same machine, and so each other's sockets."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()}-{uuid.getnode():x}"

@@ -1,0 +1,22 @@
+"""The pytest plugin: the fixture ``arpc_cluster``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from arpc.testing.cluster import Cluster
+
+__all__ = ["arpc_cluster"]
+
+
+@pytest.fixture
+def arpc_cluster() -> Callable[..., AbstractAsyncContextManager[Cluster]]:
+    """Starts groups of workers in this process: ``async with arpc_cluster(3) as group: ...``."""
+    from arpc.testing.cluster import cluster  # noqa: PLC0415 - slow: torch, which most tests of a project do not need
+
+    return cluster

@@ -1,0 +1,42 @@
+"""Torch's thread-local state, kept per coroutine instead of per thread.
+
+Grad mode, inference mode, autocast, function and dispatch modes (``torch.device`` is one) and saved-tensor hooks
+belong to the thread. Many coroutines share one thread, so ``with torch.no_grad(): await x`` reaches whatever the event
+loop runs next, and two such blocks that overlap leave grad mode off for good. Here each coroutine gets its own state:
+
+- :mod:`~arpc.torchstate.state`: read, take away and put back a thread's state;
+- :mod:`~arpc.torchstate.isolated`: :class:`Isolated`, a coroutine whose every step runs in its own state;
+- :mod:`~arpc.torchstate.tasks`: the asyncio task factory that isolates every task of a loop;
+- :mod:`~arpc.torchstate.threads`: carry state into a worker thread, and leave nothing behind in one;
+- :mod:`~arpc.torchstate.scopes`: ``no_grad()`` and its siblings, for ``with``, ``async with`` and as decorators.
+"""
+
+from arpc.torchstate.isolated import Isolated, is_isolated, isolate, isolating_driver
+from arpc.torchstate.scopes import GradScope, TorchStateError, enable_grad, inference_mode, no_grad, set_grad_enabled
+from arpc.torchstate.state import DEFAULTS, SavedState, capture, is_pristine, restore, save_and_reset
+from arpc.torchstate.tasks import install_task_factory, task_factory
+from arpc.torchstate.threads import call_isolated, run_with, to_thread
+
+__all__ = [
+    "DEFAULTS",
+    "GradScope",
+    "Isolated",
+    "SavedState",
+    "TorchStateError",
+    "call_isolated",
+    "capture",
+    "enable_grad",
+    "inference_mode",
+    "install_task_factory",
+    "is_isolated",
+    "is_pristine",
+    "isolate",
+    "isolating_driver",
+    "no_grad",
+    "restore",
+    "run_with",
+    "save_and_reset",
+    "set_grad_enabled",
+    "task_factory",
+    "to_thread",
+]

@@ -1,0 +1,54 @@
+"""The asyncio task factory that gives every task of a loop its own torch state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, TypeAlias, TypeVar
+
+from arpc.torchstate.isolated import isolate
+
+__all__ = ["install_task_factory", "task_factory"]
+
+T = TypeVar("T")
+
+_CoroutineLike: TypeAlias = Coroutine[Any, Any, T] | Generator[Any, None, T]
+
+
+def task_factory(loop: asyncio.AbstractEventLoop, coro: _CoroutineLike[T], **kwargs: Any) -> asyncio.Task[T]:
+    """Create a task whose torch state follows it: for ``loop.set_task_factory(task_factory)``.
+
+    The task starts from a copy of its creator's state. ``kwargs`` are those of :class:`asyncio.Task`, whichever of them
+    the running version of Python passes on (``name``, ``context``, ``eager_start``).
+    """
+    return asyncio.Task(_isolate_if_coroutine(coro), loop=loop, **kwargs)
+
+
+class _ChainedTaskFactory:
+    """Isolates the coroutine, then lets the factory that was there before make the task."""
+
+    def __init__(self, previous: Callable[..., asyncio.Future[Any]]) -> None:
+        self._previous = previous
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, coro: _CoroutineLike[T], **kwargs: Any) -> asyncio.Future[T]:
+        return self._previous(loop, _isolate_if_coroutine(coro), **kwargs)
+
+
+def install_task_factory(loop: asyncio.AbstractEventLoop | None = None) -> None:
+    """Isolate every task that ``loop`` (by default the running one) creates from now on.
+
+    A factory that is there already keeps making the tasks, an eager one for instance. A second call changes nothing.
+    The task that calls this exists already, so it is not isolated: install before ``run_until_complete``, as
+    ``arpc.run`` does, to have it so.
+    """
+    loop = asyncio.get_running_loop() if loop is None else loop
+    previous: Any = loop.get_task_factory()
+    if previous is None:
+        loop.set_task_factory(task_factory)
+    elif previous is not task_factory and not isinstance(previous, _ChainedTaskFactory):
+        loop.set_task_factory(_ChainedTaskFactory(previous))
+
+
+def _isolate_if_coroutine(coro: _CoroutineLike[T]) -> _CoroutineLike[T]:
+    # What is no coroutine goes on as it is, for asyncio to refuse in its own words.
+    return isolate(coro, inherit=True) if asyncio.iscoroutine(coro) else coro

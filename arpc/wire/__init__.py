@@ -1,0 +1,1 @@
+"""Bytes in, messages out: no sockets, no threads, no event loop."""

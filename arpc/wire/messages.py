@@ -1,0 +1,226 @@
+"""What two workers say to each other: `MessageType`, and one small class per message.
+
+All messages share one shape, so that reading a frame is one call of a class: an ``id`` (of the call, the stream or the ping),
+one number ``arg`` and the packed content. Each class says what it means by them.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import ClassVar, Final
+
+import msgspec
+
+__all__ = [
+    "MESSAGE_CLASSES",
+    "Cancel",
+    "Challenge",
+    "Credit",
+    "Data",
+    "DropData",
+    "Failure",
+    "Function",
+    "Goodbye",
+    "Hello",
+    "Item",
+    "Message",
+    "MessageType",
+    "Ping",
+    "Pong",
+    "Proof",
+    "Refuse",
+    "Reply",
+    "Request",
+    "Welcome",
+]
+
+
+class MessageType(IntEnum):
+    """The type byte of a frame. Values are part of the wire format: never reuse one."""
+
+    HELLO = 1
+    CHALLENGE = 2
+    PROOF = 3
+    WELCOME = 4
+    REFUSE = 5
+    DATA = 8
+    DROP_DATA = 9
+    PING = 10
+    PONG = 11
+    GOODBYE = 12
+    FUNCTION = 16
+    REQUEST = 17
+    REPLY = 18
+    FAILURE = 19
+    CANCEL = 20
+    ITEM = 24
+    CREDIT = 25
+
+
+class Message(msgspec.Struct, gc=False):
+    """The common shape; see the class docstrings for what ``id`` and ``arg`` mean."""
+
+    type: ClassVar[MessageType]
+
+    flags: int
+    id: int
+    arg: int
+    timeout_ms: int
+    meta_end: int
+    table_end: int
+    meta_start: int
+    body: bytearray
+    buffers: list[memoryview]
+
+    @property
+    def meta(self) -> memoryview:
+        return memoryview(self.body)[self.meta_start : self.meta_end]
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.body) + sum(buffer.nbytes for buffer in self.buffers)
+
+
+# -- handshake: the body is msgpack, see wire.handshake
+
+
+class Hello(Message):
+    """The side that connected says who it is. ``arg``: the newest protocol version it speaks."""
+
+    type = MessageType.HELLO
+
+
+class Challenge(Message):
+    """The other side says who it is, and proves itself. ``arg``: the version both will speak."""
+
+    type = MessageType.CHALLENGE
+
+
+class Proof(Message):
+    """The side that connected proves itself."""
+
+    type = MessageType.PROOF
+
+
+class Welcome(Message):
+    """The connection is open."""
+
+    type = MessageType.WELCOME
+
+
+class Refuse(Message):
+    """The connection will not be; the body is the reason, ``arg`` a `Refusal`."""
+
+    type = MessageType.REFUSE
+
+
+# -- the connection itself
+
+
+class Data(Message):
+    """Bytes for the next buffer of an earlier frame. ``id``: which frame, counted from 0."""
+
+    type = MessageType.DATA
+
+
+class DropData(Message):
+    """No more bytes will come for frame ``id``; forget it."""
+
+    type = MessageType.DROP_DATA
+
+
+class Ping(Message):
+    """Are you there? To be answered with the same ``id``."""
+
+    type = MessageType.PING
+
+
+class Pong(Message):
+    """Yes."""
+
+    type = MessageType.PONG
+
+
+class Goodbye(Message):
+    """The sender closes on purpose; the body says why."""
+
+    type = MessageType.GOODBYE
+
+
+# -- calls
+
+
+class Function(Message):
+    """From now on ``arg`` means the function in the payload."""
+
+    type = MessageType.FUNCTION
+
+
+class Request(Message):
+    """Run function ``arg`` (0: the one in the payload) as call ``id`` within ``timeout_ms`` (0: no limit)."""
+
+    type = MessageType.REQUEST
+
+
+class Reply(Message):
+    """Call ``id`` returned what is in the payload, or None if that is empty."""
+
+    type = MessageType.REPLY
+
+
+class Failure(Message):
+    """Call ``id`` raised what is in the payload; ``arg`` is a `FailureKind`."""
+
+    type = MessageType.FAILURE
+
+
+class Cancel(Message):
+    """The caller no longer wants call ``id``."""
+
+    type = MessageType.CANCEL
+
+
+class Item(Message):
+    """The next item of stream ``id``."""
+
+    type = MessageType.ITEM
+
+
+class Credit(Message):
+    """Stream ``id`` may send ``arg`` more items."""
+
+    type = MessageType.CREDIT
+
+
+class RequestFlag:
+    """Bits of ``flags`` in a `Request`."""
+
+    KWARGS: Final = 1
+    """The payload is (args, kwargs) and not args alone."""
+    STREAM: Final = 2
+    """The function is a generator: answer with items. The initial credit is in the meta of the request."""
+
+
+class FailureKind(IntEnum):
+    """Why a call failed; decides which exception the caller sees."""
+
+    RAISED = 0
+    TIMEOUT = 1
+    CANCELLED = 2
+    OVERLOADED = 3
+    SHUTDOWN = 4
+
+
+class Refusal(IntEnum):
+    """Why a connection was refused."""
+
+    VERSION = 1
+    AUTHENTICATION = 2
+    UNKNOWN_WORKER = 3
+    DUPLICATE = 4
+    STALE = 5
+    CLOSING = 6
+
+
+MESSAGE_CLASSES: Final[dict[int, type[Message]]] = {int(cls.type): cls for cls in Message.__subclasses__()}
+"""Type byte to class. A feature adds its own classes here when it is composed into a runtime."""

@@ -1,0 +1,45 @@
+"""Where a pair of processes runs. Placement decides latency, so that every row says it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+__all__ = ["Placement", "can_split", "cpus_of", "place"]
+
+Placement = Literal["free", "same", "split"]
+"""``free``: as the kernel likes; ``same``: caller and callee on one CPU; ``split``: one CPU each."""
+
+_AVAILABLE = sorted(os.sched_getaffinity(0))
+
+
+def can_split() -> bool:
+    """Whether this machine gives us two CPUs."""
+    return len(_AVAILABLE) > 1
+
+
+def cpus_of(placement: Placement) -> tuple[set[int], set[int]]:
+    """The CPUs of caller and callee."""
+    match placement:
+        case "free":
+            return set(_AVAILABLE), set(_AVAILABLE)
+        case "same":
+            return {_AVAILABLE[0]}, {_AVAILABLE[0]}
+        case "split":
+            return {_AVAILABLE[0]}, {_AVAILABLE[1]}
+
+
+def place(placement: Placement, *, caller_pid: int, callee_pid: int) -> None:
+    """Moves both processes of a pair, with all their threads."""
+    for pid, cpus in zip((caller_pid, callee_pid), cpus_of(placement), strict=True):
+        _pin(pid, cpus)
+
+
+def _pin(pid: int, cpus: set[int]) -> None:
+    """Puts every thread of a process on `cpus`. Threads that they start later inherit it."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            os.sched_setaffinity(int(task.name), cpus)
+        except ProcessLookupError:
+            continue  # the thread ended since it was listed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -112,18 +112,18 @@ def rpc_async(
     return current().agent.call(to, func, args or (), kwargs, timeout, depth=2)
 
 
-async def rpc_sync(
+def rpc_sync(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
     args: Sequence[Any] | None = (),
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | Unset = UNSET,
-) -> Any:
-    """Call ``func(*args, **kwargs)`` on worker ``to`` and return its result.
+) -> Coroutine[Any, Any, Any]:
+    """``await`` it: calls ``func(*args, **kwargs)`` on worker ``to`` and returns its result.
 
     Raises what the function raised, with its own type; its ``__cause__`` is the remote traceback.
     """
-    return await current().agent.call_and_wait(to, func, args or (), kwargs, timeout)
+    return current().agent.call_and_wait(to, func, args or (), kwargs, timeout)
 
 
 def stream(

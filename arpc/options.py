@@ -114,8 +114,8 @@ class RpcOptions:
     heartbeat_timeout: float = 10.0
     """Seconds of silence after which a peer counts as lost."""
 
-    shutdown_timeout: float = 60.0
-    """Seconds a graceful shutdown waits for the group when ``shutdown(timeout=0)`` does not say."""
+    shutdown_timeout: float = 0.0
+    """Seconds a graceful shutdown waits for the group when ``shutdown(timeout=0)`` does not say; 0 means as long as it takes."""
 
     window_bytes: int = 64 * MIB
     """Bytes of requests that may be unanswered at one peer; further ones wait here. One message always goes."""
@@ -144,7 +144,14 @@ class RpcOptions:
     """Call `gc.freeze` once the worker is up, so that collections skip what torch loaded (45 ms each otherwise)."""
 
     def __post_init__(self) -> None:
-        for name in ("rpc_timeout", "init_timeout", "connect_timeout", "heartbeat_interval", "heartbeat_timeout"):
+        for name in (
+            "rpc_timeout",
+            "init_timeout",
+            "connect_timeout",
+            "heartbeat_interval",
+            "heartbeat_timeout",
+            "shutdown_timeout",
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigurationError(f"{name} must be a number of seconds, not {type(value).__name__}")

@@ -11,7 +11,7 @@ import secrets
 import socket
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from pathlib import Path
@@ -24,7 +24,7 @@ from arpc.agent.agent import Agent
 from arpc.agent.future import Future
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.rendezvous import Rendezvous, create_rendezvous, open_store
-from arpc.agent.scope import Scope, current_scope
+from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.streams import Stream
 from arpc.agent.variables import VariableCarrier
 from arpc.errors import (
@@ -32,7 +32,8 @@ from arpc.errors import (
     ConfigurationError,
     NotInitializedError,
     RendezvousError,
-    WireError,
+    RendezvousTimeoutError,
+    ShutdownError,
     WorkerLostError,
 )
 from arpc.ids import WorkerInfo, check_worker_name
@@ -96,16 +97,16 @@ class Worker:
         """Start a call now and return its `Future`."""
         return self.agent.call(to, func, args or (), kwargs, timeout, depth=2)
 
-    async def rpc_sync(
+    def rpc_sync(
         self,
         to: str | int | WorkerInfo,
         func: Callable[..., Any],
         args: Sequence[Any] | None = (),
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | Unset = UNSET,
-    ) -> Any:
-        """Make a call and return its result."""
-        return await self.agent.call_and_wait(to, func, args or (), kwargs, timeout)
+    ) -> Coroutine[Any, Any, Any]:
+        """``await`` it: makes a call and returns its result."""
+        return self.agent.call_and_wait(to, func, args or (), kwargs, timeout)
 
     def stream(
         self,
@@ -139,30 +140,52 @@ class Worker:
         return self._shutdown is not None and self._shutdown.done()
 
     async def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
-        """Leave the group. Graceful: once no worker has work left, or ``timeout`` seconds (0: any time) have passed.
+        """Leave the group. Graceful: once no worker has work left, or ``timeout`` seconds have passed.
 
-        Until then this worker keeps serving. A shutdown that cannot be graceful, because time is up or a worker was lost, is finished
-        all the same and then raises. A second one waits for the first.
+        Without a timeout that of the options holds. Until then this worker keeps serving. A shutdown that cannot be graceful, because time is
+        up, a worker was lost or whoever waits was cancelled, is finished all the same and then raises. A second one waits for
+        the first; one that is not graceful makes the first stop waiting for the group.
         """
-        if self._shutdown is None:
-            self._shutdown = asyncio.create_task(self._run_shutdown(graceful, timeout))
+        first = self._shutdown
+        if first is None:
+            self._shutdown = asyncio.create_task(self._run_shutdown(graceful, timeout or self.options.shutdown_timeout))
+        elif not graceful:
+            first.cancel()
+        shutdown = self._shutdown
+        assert shutdown is not None
         try:
-            await asyncio.shield(self._shutdown)
+            await asyncio.wait([shutdown])
         except asyncio.CancelledError:
             # whoever waits is cancelled, and does not want to wait for the group any longer
-            if not self._shutdown.done():
-                self._shutdown.cancel()
-                with suppress(asyncio.CancelledError):
-                    await self._shutdown
+            shutdown.cancel()
+            await asyncio.wait([shutdown])
+            if not shutdown.cancelled():
+                shutdown.exception()
             raise
+        if not shutdown.cancelled():
+            shutdown.result()
+        elif graceful:
+            raise ShutdownError(f"worker {self.info.name!r} was shut down without waiting for the group: that was cancelled")
 
     async def _run_shutdown(self, graceful: bool, timeout_s: float) -> None:
         try:
             if graceful:
                 await self._quiesce(timeout_s or None)
         finally:
-            # shielded: a cancelled shutdown still closes what is open
-            await asyncio.shield(asyncio.ensure_future(self._close()))
+            await self._close_in_any_case()
+
+    async def _close_in_any_case(self) -> None:
+        """Close what is open. Being cancelled meanwhile is put off: it takes a moment only."""
+        closing = asyncio.ensure_future(self._close())
+        cancelled: asyncio.CancelledError | None = None
+        while not closing.done():
+            try:
+                await asyncio.wait([closing])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        closing.result()
+        if cancelled is not None:
+            raise cancelled
 
     async def _close(self) -> None:
         await self.agent.aclose()
@@ -176,26 +199,37 @@ class Worker:
         Each round everyone waits until it has nothing to do itself, and then tells how many calls it ever made and handled. Two
         rounds with the same numbers mean that nothing happened between them, so nothing can happen any more.
         """
+        agreement = asyncio.ensure_future(self._agree(timeout_s))
+        watch = asyncio.ensure_future(self._fail_if_peer_is_lost())
+        try:
+            await asyncio.wait([agreement, watch], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            done = agreement if agreement.done() else watch
+            agreement.cancel()
+            watch.cancel()
+            await asyncio.wait([agreement, watch])
+        done.result()
+
+    async def _agree(self, timeout_s: float | None) -> None:
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
         before: dict[int, bytes] | None = None
         number = 0
-        async with asyncio.TaskGroup() as group:
-            watch = group.create_task(self._fail_if_peer_is_lost())
-            while True:
-                left = None if deadline is None else max(0.0, deadline - loop.time())
-                if not await self.agent.drain(left):
-                    logger.warning("worker %s shuts down with calls under way: time is up", self.info.name)
-                if self.rendezvous.is_elastic:
-                    break  # there is no fixed set of workers to wait for
-                counts = _encode((self.agent.calls_made, self.agent.executor.calls_handled))
-                left = 0.0 if deadline is None else max(0.001, deadline - loop.time())
-                now = await self.rendezvous.gather(f"shutdown/{number}", counts, timeout_s=left)
-                if now == before:
-                    break
-                before = now
-                number += 1
-            watch.cancel()
+        while True:
+            left = None if deadline is None else max(0.0, deadline - loop.time())
+            if not await self.agent.drain(left):
+                raise RendezvousTimeoutError(
+                    f"worker {self.info.name!r} was shut down with calls under way, which did not end within {timeout_s} s"
+                )
+            if self.rendezvous.is_elastic:
+                break  # there is no fixed set of workers to wait for
+            counts = _encode((self.agent.calls_made, self.agent.executor.calls_handled))
+            left = 0.0 if deadline is None else max(0.001, deadline - loop.time())
+            now = await self.rendezvous.gather(f"shutdown/{number}", counts, timeout_s=left)
+            if now == before:
+                break
+            before = now
+            number += 1
 
     async def _fail_if_peer_is_lost(self) -> None:
         """Waiting for a worker that has died would never end."""
@@ -214,7 +248,7 @@ class Worker:
                 peer = self.agent.peer(info)
                 assert peer is not None
                 await self.agent.connector.connect(peer)
-            except WireError as error:
+            except ConnectionError as error:
                 if loop.time() >= end:
                     raise WorkerLostError(
                         f"worker {info.name!r} was lost, so the group cannot shut down gracefully", info.name
@@ -249,7 +283,7 @@ async def start_worker(
     rendezvous = create_rendezvous(group)
     worker = Worker(WorkerInfo(name, -1), options)
     context = copy_context()
-    context.run(current_scope.set, Scope(worker))
+    context.run(current_scope.set, WorkerScope(worker))
     ways: dict[str, Transport] = {"tcp": TcpTransport(), "unix": UnixTransport()}
     if network is not None:
         ways = {"memory": network}
@@ -291,7 +325,7 @@ async def start_worker(
     if options.gc_freeze:
         gc.collect()
         gc.freeze()
-    current_scope.set(Scope(worker))
+    current_scope.set(WorkerScope(worker))
     return worker
 
 

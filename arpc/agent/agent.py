@@ -27,20 +27,22 @@ from arpc.agent.heartbeat import Heartbeat
 from arpc.agent.peers import Peer, PeerState, unsendable
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.scope import current_scope
-from arpc.agent.streams import Stream
+from arpc.agent.streams import ItemOrder, Stream
 from arpc.errors import ProtocolError, RpcTimeoutError, SerializationError, ShutdownError, UnknownWorkerError
 from arpc.ids import WorkerInfo
-from arpc.options import RpcOptions, Unset
+from arpc.options import UNSET, RpcOptions, Unset
 from arpc.transport.base import Connection, Transport
-from arpc.wire.frames import HEADER, MAX_TIMEOUT_MS, frame
+from arpc.wire.frames import HEADER, HEADER_BYTES, MAX_TIMEOUT_MS, frame
 from arpc.wire.handshake import Identity
 from arpc.wire.messages import (
+    WINDOW,
     Cancel,
     Credit,
     Failure,
     Function,
     Goodbye,
     Item,
+    ItemFlag,
     Message,
     MessageType,
     Reply,
@@ -48,18 +50,22 @@ from arpc.wire.messages import (
     RequestFlag,
 )
 from arpc.wire.pickling import Reducer
+from arpc.wire.tensors import Slot
 
-__all__ = ["Agent", "Handler"]
+__all__ = ["Agent"]
 
 logger = logging.getLogger("arpc.agent")
 
 _REQUEST: Final = int(MessageType.REQUEST)
 _CREDIT: Final = int(MessageType.CREDIT)
+_MAX_TIMEOUT_S: Final = MAX_TIMEOUT_MS / 1000  # seven weeks: as good as none
 _pack_header = HEADER.pack
+_is_pristine = torchstate.is_pristine
 _set_result = asyncio.Future.set_result
+_NO_SLOTS: Final[list[Slot]] = []
+_NO_BUFFERS: Final[list[memoryview]] = []
 
-Handler = Callable[[Link, Message], None]
-"""Takes one message of a peer. Runs on the loop; must not block and must not raise."""
+_Handler = Callable[[Link, Message], None]
 
 
 class Agent:
@@ -74,7 +80,7 @@ class Agent:
         context: Context,
         transports: Mapping[str, Transport],
         resolve: Callable[[str | int], Awaitable[WorkerRecord]],
-        handlers: Mapping[type[Message], Handler] | None = None,
+        handlers: Mapping[type[Message], Callable[..., Any]] | None = None,
         reducers: Mapping[type, Reducer] | None = None,
         interceptors: Sequence[Interceptor] = (),
     ) -> None:
@@ -96,19 +102,21 @@ class Agent:
         self.default_timeout = options.rpc_timeout
         self.is_closing = False
         self._thread = threading.get_ident()
+        self._time = self.loop.time
+        self._create_future = self.loop.create_future
         self._resolve = resolve
         self._peers: dict[Any, Peer] = {}
         self._deferred: set[asyncio.Task[None]] = set()
         self._pickler = self.codec.pickler
-        self._intercepts = bool(self.codec.interceptors)
+        self._interceptors = self.codec.interceptors
         # The tick of the default timeout changes every half second or so
         self._default_tick = 0
         self._default_tick_until = 0.0
         self._default_timeout_ms = 0
         self.connector = Connector(self, identity, options, transports, context)
         self.heartbeat = Heartbeat(self.loop, options, self.connector)
-        self._handlers: dict[type[Message], Handler] = {
-            Request: self._on_request,
+        self._handlers: dict[type[Message], _Handler] = {
+            Request: self.executor.request_received,
             Reply: self._on_reply,
             Failure: self._on_failure,
             Cancel: self._on_cancel,
@@ -116,8 +124,11 @@ class Agent:
             Item: self._on_item,
             Credit: self._on_credit,
             Goodbye: self._on_goodbye,
-            **(handlers or {}),
         }
+        self._requests = (Request, *(handlers or {}))
+        for message_class, function in (handlers or {}).items():
+            # A feature's own messages are calls too, of the one function that serves them
+            self._handlers[message_class] = self.executor.serve(function)
 
     def identify(self, worker_id: int) -> None:
         """The group has given this worker its id, which nobody could know before."""
@@ -181,7 +192,7 @@ class Agent:
         function: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-        timeout: float | Unset = Unset(),  # noqa: B008 - a singleton
+        timeout: float | Unset = UNSET,
         *,
         depth: int = 2,
     ) -> Future[Any]:
@@ -193,7 +204,7 @@ class Agent:
             return future
         peer = self.peer(to)
         if peer is None:
-            self._defer(future, to, function, args, kwargs, timeout)
+            self._defer(future, to, lambda peer: self.begin(peer, future, function, args, kwargs, timeout))
             return future
         call_id = self.begin(peer, future, function, args, kwargs, timeout)
         future._on_cancel = lambda: peer.cancel(call_id)
@@ -205,19 +216,33 @@ class Agent:
         function: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-        timeout: float | Unset = Unset(),  # noqa: B008 - a singleton
+        timeout: float | Unset = UNSET,
     ) -> Any:
         """The result of a call. Cheaper than `call`, because nobody else can see its future."""
-        peer = self.peer(to)
+        peer = self._peers.get(to)
         if peer is None:
             return await self.call(to, function, args, kwargs, timeout, depth=3)
-        future: asyncio.Future[Any] = self.loop.create_future()
+        future = self._create_future()
         call_id = self.begin(peer, future, function, args, kwargs, timeout)
         try:
             return await future
         except asyncio.CancelledError:
             peer.cancel(call_id)
             raise
+
+    def request(
+        self,
+        message: type[Message],
+        to: str | int | WorkerInfo,
+        args: Sequence[Any] = (),
+        timeout: float | Unset = UNSET,
+    ) -> Future[Any]:
+        """Send a feature's own message; the future is for what its handler returns there."""
+        future: Future[Any] = Future(loop=self.loop)
+        peer = self.known_peer(to)
+        call_id = self.begin(peer, future, message, args, None, timeout, type_=int(message.type))
+        future._on_cancel = lambda: peer.cancel(call_id)
+        return future
 
     def stream(
         self,
@@ -229,21 +254,15 @@ class Agent:
         window: int,
     ) -> Stream[Any]:
         """Start a call of a generator; its items come as they are made."""
-        peer = self.known_peer(to)
-        future: asyncio.Future[Any] = self.loop.create_future()
-        call_id = self.begin(peer, future, function, args, kwargs, timeout, RequestFlag.STREAM)
+        future: Future[Any] = Future(loop=self.loop)
+        sent: list[tuple[Call, int]] = []
 
         def give_credit(items: int) -> None:
-            call = peer.calls.get(call_id)
-            if call is not None and call.connection is not None and call.connection.is_open:
+            call, call_id = sent[0]
+            if call.connection is not None and call.connection.is_open:
                 call.connection.send(frame(_CREDIT, 0, call_id, items, 0, b""))
 
-        def cancel() -> None:
-            peer.cancel(call_id)
-            if not future.done():
-                future.cancel()
-
-        stream: Stream[Any] = Stream(window, give_credit, cancel)
+        stream: Stream[Any] = Stream(window, give_credit, future.cancel)
         # The pending call must not keep the stream alive: dropping the stream is how people leave an `async for`
         reference = weakref.ref(stream)
 
@@ -257,25 +276,22 @@ class Agent:
             elif not future.cancelled():
                 future.exception()
 
-        future.add_done_callback(ended)
-        call = peer.calls.get(call_id)
-        if call is not None:
-            call.item_received = item_received
-        self._first_credit(peer, call_id, window)
-        return stream
+        def begin(peer: Peer) -> int:
+            call_id = self.begin(peer, future, function, args, kwargs, timeout, RequestFlag.STREAM, window=window)
+            call = peer.calls.get(call_id)
+            assert call is not None  # nothing was awaited: it cannot have ended yet
+            call.items = ItemOrder(item_received)
+            sent.append((call, call_id))
+            return call_id
 
-    def _first_credit(self, peer: Peer, call_id: int, window: int) -> None:
-        call = peer.calls.get(call_id)
-        if call is None:
-            return
-        data = frame(_CREDIT, 0, call_id, window, 0, b"")
-        if call.connection is not None:
-            call.connection.send(data)
+        peer = self.peer(to)
+        if peer is None:
+            self._defer(future, to, begin)
         else:
-            # it waits: the credit goes right behind it
-            for index, (waiting_id, waiting, request, buffers) in enumerate(peer.backlog):
-                if waiting_id == call_id:
-                    peer.backlog[index] = (waiting_id, waiting, request + data, buffers)
+            call_id = begin(peer)
+            future._on_cancel = lambda: peer.cancel(call_id)
+        future.add_done_callback(ended)
+        return stream
 
     def begin(
         self,
@@ -286,14 +302,19 @@ class Agent:
         kwargs: Mapping[str, Any] | None,
         timeout: float | Unset,
         flags: int = 0,
+        type_: int = _REQUEST,
+        window: int = 0,
     ) -> int:
-        """Send one request; its reply completes the future. Raises before anything was sent if it cannot be."""
+        """Send one request; its reply completes the future. Raises before anything was sent if it cannot be.
+
+        ``type_`` is another message than REQUEST for a feature's own, which names no function.
+        """
         if self.is_closing:
             raise ShutdownError(f"worker {self.info.name!r} is shutting down")
         # the deadline
         scope = current_scope.get()
-        now = self.loop.time()
-        if isinstance(timeout, Unset) and (scope is None or scope.deadline is None):
+        now = self._time()
+        if timeout is UNSET and (scope is None or scope.deadline is None):
             if now >= self._default_tick_until:
                 self._next_default_tick(now)
             tick = self._default_tick
@@ -302,58 +323,63 @@ class Agent:
             tick, timeout_ms = self._deadline(now, timeout, scope.deadline if scope is not None else None, function)
         # the content
         try:
-            function_id = peer.function_ids.get(function) or peer.define(function)
+            function_id = peer.function_ids.get(function) or (1 if type_ != _REQUEST else peer.define(function))
         except TypeError:
             function_id = 0  # not hashable, so not a function of a module
-        by_value = peer.main_by_value
         if function_id == 0:
-            payload, slots = self._pickle_with_function(function, tuple(args), kwargs, main_by_value=by_value)
+            payload, slots = self._pickle_with_function(peer, function, tuple(args), kwargs)
         elif args or kwargs:
             payload, slots = self._pickler.dumps_call(
-                function, tuple(args), dict(kwargs) if kwargs else None, main_by_value=by_value
+                function, tuple(args), dict(kwargs) if kwargs else None, main_by_value=peer.main_by_value
             )
         else:
-            payload, slots = b"", []
+            payload = b""
+            slots = _NO_SLOTS
         if kwargs:
             flags |= RequestFlag.KWARGS
-        meta = self.codec.intercept_request(peer.info, function, slots) if self._intercepts else None
+        meta: dict[str, Any] | None = {WINDOW: window} if window else None
+        for interceptor in self._interceptors:
+            added = interceptor.request_sent(peer.info, function, slots)
+            if added is not None:
+                meta = meta or {}
+                meta[interceptor.key] = added
         # the message
-        call = Call(future, function, 0)
+        call = Call(future, function, HEADER_BYTES + len(payload))
         call_id = peer.calls.add(tick, call)
-        try:
-            if slots or meta:
+        if slots or meta:
+            try:
                 data, buffers = self.codec.frame(
-                    _REQUEST, flags, call_id, function_id, timeout_ms, payload, slots, meta
+                    type_, flags, call_id, function_id, timeout_ms, payload, list(slots), meta
                 )
-                call.size_bytes = len(data) + sum([buffer.nbytes for buffer in buffers])
-            else:
-                data = _pack_header(len(payload), _REQUEST, flags, 0, call_id, function_id, timeout_ms, 0, 0) + payload
-                buffers = []
-                call.size_bytes = len(data)
-            peer.submit(call_id, call, data, buffers)
-        except BaseException:
-            peer.calls.pop(call_id)
-            raise
+            except BaseException:
+                peer.calls.pop(call_id)
+                raise
+            call.size_bytes = len(data) + sum([buffer.nbytes for buffer in buffers])
+        else:
+            data = _pack_header(len(payload), type_, flags, 0, call_id, function_id, timeout_ms, 0, 0) + payload
+            buffers = _NO_BUFFERS
+        peer.submit(call_id, call, data, buffers)
         return call_id
 
     def _pickle_with_function(
-        self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, *, main_by_value: bool
-    ) -> tuple[bytes, list[Any]]:
+        self, peer: Peer, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+    ) -> tuple[bytes, list[Slot]]:
+        by_value = peer.main_by_value
         payload = (args, dict(kwargs)) if kwargs else args
         try:
-            return self._pickler.dumps((function, payload), main_by_value=main_by_value)
+            return self._pickler.dumps((function, payload), main_by_value=by_value)
         except Exception as error:
             # say which part of it was at fault
-            self._pickler.dumps_call(function, args, dict(kwargs) if kwargs else None, main_by_value=main_by_value)
+            self._pickler.dumps_call(function, args, dict(kwargs) if kwargs else None, main_by_value=by_value)
             raise unsendable(function, error) from error
 
     def _next_default_tick(self, now: float) -> None:
-        timeout_s = self.default_timeout
+        timeout_s = min(self.default_timeout, _MAX_TIMEOUT_S)
         if not timeout_s:
             self._default_tick, self._default_timeout_ms, self._default_tick_until = NEVER, 0, float("inf")
             return
         self._default_tick = tick = self.deadlines.tick(now, timeout_s)
-        self._default_timeout_ms = min(MAX_TIMEOUT_MS, max(1, int(timeout_s * 1000)))
+        self._default_timeout_ms = max(1, int(timeout_s * 1000))
         self._default_tick_until = self.deadlines.time_of(tick) - timeout_s
 
     def _deadline(
@@ -369,8 +395,8 @@ class Agent:
             timeout_s = min(timeout_s, left) if timeout_s else left
         if not timeout_s:
             return NEVER, 0
-        timeout_ms = min(MAX_TIMEOUT_MS, max(1, int(timeout_s * 1000)))
-        return self.deadlines.tick(now, timeout_s), timeout_ms
+        timeout_s = min(timeout_s, _MAX_TIMEOUT_S)
+        return self.deadlines.tick(now, timeout_s), max(1, int(timeout_s * 1000))
 
     def _call_from_thread(self, future: Future[Any], *arguments: Any) -> None:
         context = copy_context()
@@ -382,7 +408,7 @@ class Agent:
             peer = self.peer(to)
             try:
                 if peer is None:
-                    self._defer(future, *arguments)
+                    self._defer(future, to, lambda peer: self.begin(peer, future, function, args, kwargs, timeout))
                     return
                 call_id = self.begin(peer, future, function, args, kwargs, timeout)
             except Exception as error:  # noqa: BLE001 - the thread finds it in the future
@@ -392,7 +418,7 @@ class Agent:
 
         self.loop.call_soon_threadsafe(start, context=context)
 
-    def _defer(self, future: Future[Any], to: Any, *arguments: Any) -> None:
+    def _defer(self, future: Future[Any], to: Any, begin: Callable[[Peer], int]) -> None:
         """Ask the group about a worker that is not known yet, then call it."""
         if not isinstance(to, str | int):
             raise self._unknown(to)
@@ -401,11 +427,16 @@ class Agent:
             try:
                 peer = self.add_peer(await self._resolve(to))
                 if not future.done():
-                    call_id = self.begin(peer, future, *arguments)
+                    call_id = begin(peer)
                     future._on_cancel = lambda: peer.cancel(call_id)
             except Exception as error:  # noqa: BLE001 - the caller finds it in the future
                 if not future.done():
                     future.set_exception(error)
+            except asyncio.CancelledError:
+                # by `aclose`, or with the loop: nobody else will end the call
+                if not future.done():
+                    future.set_exception(ShutdownError(f"worker {self.info.name!r} was shut down before the call was sent"))
+                raise
 
         task = self.loop.create_task(resolve_and_call())
         self._deferred.add(task)
@@ -419,19 +450,19 @@ class Agent:
     # -- messages
 
     def messages_received(self, connection: Connection, messages: list[Message]) -> None:
-        link = connection.owner
+        link: Link = connection.owner
+        if messages[0].__class__ is Reply and len(messages) == 1:
+            self._on_reply(link, messages[0])
+            return
         handlers = self._handlers
         # The loop may be between two steps of a task that has switched something off for itself
-        outer = None if torchstate.is_pristine() else torchstate.save_and_reset()
+        outer = None if _is_pristine() else torchstate.save_and_reset()
         try:
             for message in messages:
                 handlers[message.__class__](link, message)
         finally:
             if outer is not None:
                 torchstate.restore(outer)
-
-    def _on_request(self, link: Link, message: Message) -> None:
-        self.executor.admit(link.inbound, message)
 
     def _on_function(self, link: Link, message: Message) -> None:
         self.executor.define(link.inbound, message)
@@ -446,27 +477,33 @@ class Agent:
         call = link.peer.pop(message.id)
         if call is None or call.future.done():
             return  # it was cancelled, or timed out, and the two crossed on their way
+        if not message.body:
+            _set_result(call.future, None)
+            return
         try:
-            value = self._result(link, message) if message.body else None
+            value = self._result(link, message)
         except ProtocolError:
             call.future.set_exception(SerializationError(f"the result of {call.name} is malformed"))
             raise
-        except Exception as error:  # noqa: BLE001 - unpickling runs user code
+        except BaseException as error:  # noqa: BLE001 - unpickling runs user code
             call.future.set_exception(self._unreadable(call, error))
         else:
             _set_result(call.future, value)
 
     def _on_item(self, link: Link, message: Message) -> None:
         call = link.peer.calls.get(message.id)
-        if call is None or call.item_received is None or call.future.done():
+        if call is None or call.items is None or call.future.done():
+            return
+        if message.flags & ItemFlag.LAST:
+            call.items.end_arrived(message.arg, lambda: self._on_reply(link, message))
             return
         try:
             value = self._result(link, message) if message.body else None
-        except Exception as error:  # noqa: BLE001 - unpickling runs user code
+        except BaseException as error:  # noqa: BLE001 - unpickling runs user code
             link.peer.cancel(message.id)
             call.future.set_exception(self._unreadable(call, error))
         else:
-            call.item_received(value)
+            call.items.item_arrived(message.arg, value)
 
     def _result(self, link: Link, message: Message) -> Any:
         codec = self.codec
@@ -477,7 +514,7 @@ class Agent:
             codec.receive_reply(link.peer.info, codec.meta(message), slots)
         return codec.payload(message, slots)
 
-    def _unreadable(self, call: Call, error: Exception) -> SerializationError:
+    def _unreadable(self, call: Call, error: BaseException) -> SerializationError:
         made = SerializationError(
             f"the result of {call.name} cannot be unpacked on worker {self.info.name!r}: {type(error).__name__}: {error}"
         )
@@ -485,13 +522,25 @@ class Agent:
         return made
 
     def _on_failure(self, link: Link, message: Message) -> None:
+        call = link.peer.calls.get(message.id)
+        if call is not None and call.items is not None:
+            call.items.end_arrived(message.arg, lambda: self._fail(link, message))
+        else:
+            self._fail(link, message)
+
+    def _fail(self, link: Link, message: Message) -> None:
         call = link.peer.pop(message.id)
         if call is None or call.future.done():
             return
         codec = self.codec
-        slots = codec.slots(message) if message.table_end else []
-        payload = memoryview(message.body)[message.table_end :]
-        call.future.set_exception(rebuild_failure(message.arg, payload, slots, link.peer.info.name, call.name))
+        try:
+            slots = codec.slots(message) if message.table_end else []
+            payload = memoryview(message.body)[message.table_end :]
+            error = rebuild_failure(message.flags, payload, slots, link.peer.info.name, call.name)
+        except Exception as reason:
+            call.future.set_exception(SerializationError(f"the failure of {call.name} is malformed"))
+            raise ProtocolError(f"a malformed failure: {reason}") from reason
+        call.future.set_exception(error)
 
     def _on_goodbye(self, link: Link, message: Message) -> None:
         link.goodbye = bytes(message.body).decode(errors="replace") or "it closed the connection"
@@ -515,7 +564,7 @@ class Agent:
         return True
 
     def is_quiet(self) -> bool:
-        return not any(len(peer.calls) for peer in self.peers) and not self.connector.busy_links()
+        return not (self._deferred or any(len(peer.calls) for peer in self.peers) or self.connector.busy_links())
 
     @property
     def calls_made(self) -> int:
@@ -524,6 +573,8 @@ class Agent:
     async def aclose(self, reason: str = "it was shut down") -> None:
         """Take no more calls, end what is under way, say goodbye and close every connection."""
         self.is_closing = True
+        for message_class in self._requests:
+            self._handlers[message_class] = self.executor.refuse
         self.heartbeat.close()
         for task in list(self._deferred):
             task.cancel()

@@ -11,6 +11,7 @@ import msgspec
 
 from arpc.agent.deadlines import NEVER, Deadlines
 from arpc.agent.functions import name_of
+from arpc.agent.streams import ItemOrder
 from arpc.transport.base import BulkSend, Connection
 
 __all__ = ["Call", "Calls"]
@@ -28,7 +29,7 @@ class Call(msgspec.Struct, gc=False):
     connection: Connection | None = None
     """What it was sent on; None while it waits to be sent."""
     bulk: BulkSend | None = None
-    item_received: Callable[[Any], None] | None = None
+    items: ItemOrder | None = None
     """Takes the items of a stream."""
 
     @property

@@ -12,6 +12,7 @@ contextvars are its own because every step runs in a Context made for it. (Pytho
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import abstractmethod
 from asyncio.tasks import _enter_task, _leave_task
 from collections.abc import Callable, Coroutine, Generator
@@ -19,12 +20,18 @@ from contextvars import Context
 from types import coroutine as generator_coroutine
 from typing import Any, Final
 
+import torch
+
 from arpc import torchstate
 
 __all__ = ["Carriers", "Job"]
 
+logger = logging.getLogger("arpc.carriers")
+
 _IDLE_MAX: Final = 16
+_CLOSE_S: Final = 1.0
 _is_pristine = torchstate.is_pristine
+_is_grad_enabled = torch.is_grad_enabled
 
 
 class Job:
@@ -34,15 +41,15 @@ class Job:
 
     context: Context
     coroutine: Coroutine[Any, Any, Any] | None
-    """None until `begin` has been called."""
+    """None until `first_step` has begun."""
     state: torchstate.SavedState | None
     """Torch's state of a coroutine that waits, if it is not the default."""
     task: asyncio.Task[Any] | None
     """Who carries it, once it had to wait."""
 
     @abstractmethod
-    def begin(self) -> Coroutine[Any, Any, Any]:
-        """Make the coroutine. Runs in the context."""
+    def first_step(self) -> Any:
+        """Make the coroutine, and send it None. Runs in the context."""
 
     @abstractmethod
     def suspended(self) -> None:
@@ -55,11 +62,7 @@ class Job:
     def failed(self, error: BaseException) -> None: ...
 
 
-def _first_step(job: Job) -> Any:
-    job.coroutine = coroutine = job.begin()
-    return coroutine.send(None)
-
-
+@torchstate.isolating_driver
 def _step(job: Job, step: Callable[[Any], Any], value: Any) -> Any:
     """One further step. The thread's own state is set aside meanwhile, whatever it is."""
     outer = None if _is_pristine() else torchstate.save_and_reset()
@@ -85,7 +88,8 @@ def _drive(job: Job, waits_for: Any) -> Generator[Any, Any, Any]:
         try:
             value = yield waits_for
         except GeneratorExit:
-            coroutine.close()
+            # its blocks end in its own context and state, as in any other step
+            _step(job, lambda _: coroutine.close(), None)
             raise
         except BaseException as error:  # noqa: BLE001 - thrown in by the Task, for the coroutine
             step, value = coroutine.throw, error
@@ -95,6 +99,16 @@ def _drive(job: Job, waits_for: Any) -> Generator[Any, Any, Any]:
             waits_for = _step(job, step, value)
         except StopIteration as stop:
             return stop.value
+
+
+def _tell(told: Callable[[Any], None], outcome: Any) -> None:
+    """Tell a job how it ended, from within a Task: on a thread whose state may be that of other code."""
+    outer = None if _is_pristine() else torchstate.save_and_reset()
+    try:
+        told(outcome)
+    finally:
+        if outer is not None:
+            torchstate.restore(outer)
 
 
 class _Carrier:
@@ -122,9 +136,10 @@ class Carriers:
         self.steps_without_wait = 0
         self.carried = 0
 
+    @torchstate.isolating_driver
     def start(self, job: Job) -> None:
-        """Run a job, at once if possible. Must not be called from a Task."""
-        if not self._idle or self._closed:
+        """Run a job, at once if possible. Must not be called from a Task. Torch's state must be pristine."""
+        if not self._idle:
             self._start_task(job)
             return
         carrier = self._idle[-1]
@@ -137,7 +152,7 @@ class Carriers:
             return
         error: BaseException | None = None
         try:
-            waits_for = job.context.run(_first_step, job)
+            waits_for = job.context.run(job.first_step)
         except StopIteration as stop:
             result = stop.value
             waits_for = carrier
@@ -146,12 +161,16 @@ class Carriers:
             waits_for = carrier
         finally:
             _leave_task(loop, carrier.task)
+        if waits_for is not carrier:
             if not _is_pristine():
                 job.state = torchstate.save_and_reset()
-        if waits_for is not carrier:
             self._idle.pop()
             self._carry(carrier, job, waits_for)
             return
+        # The blocks it was in have ended with it. What it may have switched off for good is the one thing people do
+        # switch without a block; anything else is found before the next handler runs.
+        if not _is_grad_enabled():
+            torchstate.save_and_reset()
         if carrier.wake_up.done():
             # the handler cancelled its own task: that must not reach the next one
             self._idle.pop()
@@ -208,21 +227,26 @@ class Carriers:
 
     def _cancelled_wait(self, waits_for: Any) -> Any:
         if waits_for is not None:
+            if waits_for.cancel():
+                return waits_for  # which ends in its own time, and the handler hears of it then, as in any Task
             waits_for._asyncio_future_blocking = False
-            waits_for.cancel()
         stopped = self._loop.create_future()
         stopped.cancel()
         stopped._asyncio_future_blocking = True
         return stopped
 
     def _start_task(self, job: Job) -> None:
+        if self._closed:
+            job.failed(asyncio.CancelledError())
+            return
+
         async def run() -> None:
             try:
-                waits_for = _step(job, lambda _: _first_step(job), None)
+                waits_for = _step(job, lambda _: job.first_step(), None)
             except StopIteration as stop:
-                job.finished(stop.value)
+                _tell(job.finished, stop.value)
             except BaseException as error:  # noqa: BLE001 - it is the caller's, see Job.failed
-                job.failed(error)
+                _tell(job.failed, error)
             else:
                 await self._finish(job, waits_for)
 
@@ -241,19 +265,21 @@ class Carriers:
         try:
             result = await _drive(job, waits_for)
         except BaseException as error:  # noqa: BLE001 - it is the caller's, see Job.failed
-            job.failed(error)
+            _tell(job.failed, error)
         else:
-            job.finished(result)
+            _tell(job.finished, result)
 
     async def aclose(self) -> None:
-        """Cancel whatever is carried, and wait for its end."""
+        """Cancel whatever is carried, and wait for its end, but not for ever: a handler may refuse to be cancelled."""
         self._closed = True
         self._idle.clear()
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks)
+            _, stubborn = await asyncio.wait(tasks, timeout=_CLOSE_S)
+            if stubborn:
+                logger.warning("worker %s leaves %d handlers behind that went on when cancelled", self._name, len(stubborn))
 
     def statistics(self) -> dict[str, int]:
         return {

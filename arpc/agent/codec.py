@@ -29,7 +29,7 @@ class Interceptor(Protocol):
 
     key: str
 
-    def request_sent(self, peer: WorkerInfo, function: str, slots: list[Slot]) -> Any:
+    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot]) -> Any:
         """In the caller's context, before a request leaves."""
 
     def request_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
@@ -102,15 +102,6 @@ class Codec:
         return loads(memoryview(body)[start:], slots)
 
     # -- interceptors
-
-    def intercept_request(self, peer: WorkerInfo, function: str, slots: list[Slot]) -> dict[str, Any] | None:
-        meta: dict[str, Any] | None = None
-        for interceptor in self.interceptors:
-            added = interceptor.request_sent(peer, function, slots)
-            if added is not None:
-                meta = {} if meta is None else meta
-                meta[interceptor.key] = added
-        return meta
 
     def receive_request(self, peer: WorkerInfo, meta: dict[str, Any], slots: list[Any]) -> None:
         for key, value in meta.items():

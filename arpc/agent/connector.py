@@ -162,7 +162,8 @@ class Connector:
         if peer.info.id == self._identity.id:
             return self._connect_to_self(peer)
         deadline = asyncio.get_running_loop().time() + self._options.connect_timeout
-        self._attempts.add(peer.info.id)
+        known_id = peer.info.id
+        self._attempts.add(known_id)
         try:
             async with asyncio.timeout_at(deadline):
                 while True:
@@ -179,7 +180,7 @@ class Connector:
             seconds = self._options.connect_timeout
             raise WireError(f"no connection to worker {peer.info.name!r} within {seconds} s") from error
         finally:
-            self._attempts.discard(peer.info.id)
+            self._attempts -= {known_id, peer.info.id}
 
     async def _wait_for(self, peer: Peer) -> None:
         """Give a connection from the other side a moment to come."""
@@ -191,6 +192,10 @@ class Connector:
         # the world may have changed meanwhile: the peer may have connected to us
         if peer.connection is not None:
             return peer.connection
+        peer.refuse_the_dead(record.incarnation)
+        if record.info != peer.info:  # another has come under its name
+            self.agent.add_peer(record)
+            self._attempts.add(record.id)
 
         def admit(identity: Identity) -> None:
             if (identity.name, identity.id, identity.incarnation) != (record.name, record.id, record.incarnation):

@@ -228,6 +228,3 @@ class ElasticRendezvous(Rendezvous):
 
     def _undo(self, kv: KeyValues) -> None:
         self._stay.leave(kv)
-
-    def _is_last(self, kv: KeyValues) -> bool:
-        return kv.count(PRESENT_ELASTIC) <= 0

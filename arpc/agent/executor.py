@@ -5,26 +5,29 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from contextvars import Context
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch.futures
 
+from arpc import torchstate
 from arpc.agent.carriers import Carriers, Job
 from arpc.agent.codec import Codec
 from arpc.agent.deadlines import NEVER, Deadlines
 from arpc.agent.failures import describe_failure
 from arpc.agent.functions import Function, Mode
-from arpc.agent.scope import Scope, current_scope
+from arpc.agent.scope import current_scope
 from arpc.agent.streams import Producer
 from arpc.agent.threads import ThreadPool
-from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError
+from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError, ShutdownError
 from arpc.ids import WorkerInfo
 from arpc.transport.base import Connection
 from arpc.wire.frames import HEADER, frame
-from arpc.wire.messages import FailureKind, Message, MessageType, RequestFlag
+from arpc.wire.tensors import Slot
+from arpc.wire.messages import WINDOW, FailureKind, ItemFlag, Message, MessageType, RequestFlag
 
 __all__ = ["Executor", "Inbound", "Run"]
 
@@ -34,79 +37,90 @@ _REPLY: Final = int(MessageType.REPLY)
 _ITEM: Final = int(MessageType.ITEM)
 _FAILURE: Final = int(MessageType.FAILURE)
 _pack_header = HEADER.pack
+_PLACE_MASK: Final = (1 << 32) - 1
 _COROUTINE: Final = Mode.COROUTINE
 _THREAD: Final = Mode.THREAD
 _INLINE: Final = Mode.INLINE
 _GENERATORS: Final = frozenset((Mode.GENERATOR, Mode.ASYNC_GENERATOR))
 
 
-class Run(Job, Scope):
-    """One request while it is handled: a job to carry, and the scope of the code that runs for it."""
+class Run(Job):
+    """One request while it is handled: a job to carry, and the scope of the code that runs for it.
 
-    __slots__ = (
-        "args",
-        "context",
-        "coroutine",
-        "credit",
-        "ended",
-        "executor",
-        "expired",
-        "function",
-        "id",
-        "inbound",
-        "is_stream",
-        "kwargs",
-        "meta",
-        "producer",
-        "state",
-        "task",
-        "tick",
-    )
+    Most requests end in their first step, so what they do not need is a default of the class.
+    """
 
-    def __init__(self, executor: Executor, inbound: Inbound, message: Message) -> None:
+    coroutine = None
+    state = None
+    task = None
+    tick = NEVER
+    ended = False
+    expired = False
+    is_registered = False
+    is_plain = True
+    """Neither a stream nor a function that returns a future."""
+    is_stream = False
+    credit = 0
+    items_sent = 0
+    producer: Producer | None = None
+    returned_coroutine: Coroutine[Any, Any, Any] | None = None
+    meta: dict[str, Any] | None = None
+    args: tuple[Any, ...] | None = None
+    kwargs: dict[str, Any] | None = None
+
+    def __init__(self, executor: Executor, inbound: Inbound, function: Function, message: Message) -> None:
         self.executor = executor
         self.inbound = inbound
+        self.function = function
+        self.message: Message | None = message
         self.id = message.id
-        self.worker = executor.worker
-        self.caller = inbound.caller
         timeout_ms = message.timeout_ms
-        self.deadline = executor.loop.time() + timeout_ms / 1000 if timeout_ms else None
+        self.deadline = executor.time() + timeout_ms / 1000 if timeout_ms else None
         self.context = executor.context.copy()
-        self.coroutine = None
-        self.state = None
-        self.task = None
-        self.tick = NEVER
-        self.ended = False
-        self.expired = False
-        self.is_stream = bool(message.flags & RequestFlag.STREAM)
-        self.credit = inbound.early_credit.pop(message.id, 0) if self.is_stream else 0
-        self.producer: Producer | None = None
-        self.meta: dict[str, Any] | None = None
-        self.kwargs: dict[str, Any] | None = None
-        self.function: Function
-        self.args: tuple[Any, ...]
 
-    def begin(self) -> Coroutine[Any, Any, Any]:
+    @property
+    def worker(self) -> Any:
+        return self.executor.worker
+
+    @property
+    def caller(self) -> WorkerInfo:
+        return self.inbound.caller
+
+    def first_step(self) -> Any:
+        self.coroutine = coroutine = self.begin()
+        return coroutine.send(None)
+
+    def begin(self) -> Any:
+        """Enter the scope, unpack the arguments if that has not been done, and call the function."""
+        message = self.message
+        if message is not None:
+            self.message = None
+            current_scope.set(self)  # type: ignore[arg-type]
+            if not message.body:
+                return self.function.call()
+            self.executor.unpack(self, message)
         args, kwargs = self.args, self.kwargs
-        self.args, self.kwargs = (), None
-        made = self.function.call(*args, **kwargs) if kwargs else self.function.call(*args)
-        return made  # type: ignore[no-any-return]
+        self.args = self.kwargs = None
+        return self.function.call(*args, **kwargs) if kwargs else self.function.call(*args or ())
 
     def suspended(self) -> None:
         self.inbound.register(self)
 
     def finished(self, result: Any) -> None:
-        self.executor.returned(self, result)
+        if result is None and not self.is_registered and self.meta is None and self.is_plain:
+            self.ended = True
+            self.executor.calls_handled += 1
+            try:
+                self.inbound.connection.send(_pack_header(0, _REPLY, 0, 0, self.id, 0, 0, 0, 0))
+            except ConnectionClosedError:
+                pass  # the caller knows: its own end is closed too
+        else:
+            self.executor.returned(self, result)
 
     def failed(self, error: BaseException) -> None:
+        if self.returned_coroutine is not None:
+            self.returned_coroutine.close()  # it may never have begun
         self.executor.raised(self, error)
-
-    def add_credit(self, items: int) -> None:
-        """The consumer of a stream takes more items."""
-        if self.producer is not None:
-            self.producer.add_credit(items)
-        else:
-            self.credit += items
 
     def cancel(self) -> None:
         """Stop it as soon as it can be stopped; a function in a thread runs to its end, but its result is not used."""
@@ -129,17 +143,19 @@ class Inbound:
         self.main_by_value = main_by_value
         self.functions: dict[int, Function | Exception] = {}
         self.running: dict[int, Run] = {}
-        self.waiting: deque[Message] = deque()
-        self.early_credit: dict[int, int] = {}
-        """Credit for streams whose request still waits."""
+        self.waiting: OrderedDict[int, Message] = OrderedDict()
         self._deadlines = deadlines
         self._by_tick: dict[int, dict[int, Run]] = {}
 
     def register(self, run: Run) -> None:
+        """Keep a request that did not end at once, so that it can be cancelled and expire."""
+        if run.is_registered:
+            return
+        run.is_registered = True
         self.running[run.id] = run
         if run.deadline is None:
             return
-        now = run.executor.loop.time()
+        now = run.executor.time()
         tick = run.tick = self._deadlines.tick(now, max(0.0, run.deadline - now))
         bucket = self._by_tick.get(tick)
         if bucket is None:
@@ -160,21 +176,26 @@ class Inbound:
         run = self.running.get(call_id)
         if run is not None:
             run.cancel()
-        elif self.waiting:
-            self.waiting = deque(message for message in self.waiting if message.id != call_id)
-            self.early_credit.pop(call_id, None)
+        else:
+            self.waiting.pop(call_id, None)
 
     def add_credit(self, call_id: int, items: int) -> None:
+        """The consumer of a stream takes more items. It has had some already, so the producer is there."""
         run = self.running.get(call_id)
-        if run is not None:
-            run.add_credit(items)
-        elif any(message.id == call_id for message in self.waiting):
-            self.early_credit[call_id] = self.early_credit.get(call_id, 0) + items
+        if run is not None and run.producer is not None:
+            run.producer.add_credit(items)
 
     def cancel_all(self) -> None:
         self.waiting.clear()
         for run in list(self.running.values()):
             run.cancel()
+
+
+class HasInbound(Protocol):
+    """What is kept about a connection, as far as the executor needs it."""
+
+    @property
+    def inbound(self) -> Inbound: ...
 
 
 class Executor:
@@ -194,6 +215,7 @@ class Executor:
     ) -> None:
         self.loop = loop
         self.worker = worker
+        self.time = loop.time
         self.context = context
         self.codec = codec
         self.name = name
@@ -204,98 +226,137 @@ class Executor:
         self._max_handlers = max_handlers_per_peer
         self._window_bytes = window_bytes
         self._pickler = codec.pickler
+        self._is_closed = False
 
     # -- the start of a request
 
-    def admit(self, inbound: Inbound, message: Message) -> None:
+    def request_received(self, link: HasInbound, message: Message) -> None:
         """Run a request, or keep it packed while its caller does not take replies or has too many others running."""
-        connection = inbound.connection
-        if (
-            inbound.waiting
-            or len(inbound.running) >= self._max_handlers
-            or (connection.is_congested and connection.unsent_bytes > self._window_bytes)
-        ):
-            inbound.waiting.append(message)
+        inbound = link.inbound
+        if inbound.waiting or inbound.connection.is_congested or len(inbound.running) >= self._max_handlers:
+            inbound.waiting[message.id] = message
+            self.readmit(inbound)
         else:
             self.start(inbound, message)
 
     def readmit(self, inbound: Inbound) -> None:
         """Something ended or was sent: see whether those that wait may run."""
         connection = inbound.connection
-        while (
-            inbound.waiting
-            and len(inbound.running) < self._max_handlers
-            and not (connection.is_congested and connection.unsent_bytes > self._window_bytes)
-        ):
-            self.start(inbound, inbound.waiting.popleft())
+        # This is called between two steps of any task, which may have switched something off for itself
+        outer = None if torchstate.is_pristine() else torchstate.save_and_reset()
+        try:
+            while (
+                inbound.waiting
+                and len(inbound.running) < self._max_handlers
+                and not (connection.is_congested and connection.unsent_bytes > self._window_bytes)
+                and not self._is_closed
+            ):
+                self.start(inbound, inbound.waiting.popitem(last=False)[1])
+        finally:
+            if outer is not None:
+                torchstate.restore(outer)
+
+    def refuse(self, link: HasInbound, message: Message) -> None:
+        """Answer a request that came too late: this worker is being closed."""
+        inbound = link.inbound
+        error = ShutdownError(f"worker {self.name!r} is shutting down")
+        payload, _ = describe_failure(error, self._pickler, main_by_value=inbound.main_by_value)
+        with suppress(ConnectionClosedError):  # then the caller knows
+            inbound.connection.send(frame(_FAILURE, FailureKind.SHUTDOWN, message.id, 0, 0, payload))
 
     def start(self, inbound: Inbound, message: Message) -> None:
-        run = Run(self, inbound, message)
-        try:
-            run.context.run(self._prepare, run, message)
-        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
-            self._could_not_start(run, message, error)
+        """Run a request now."""
+        function = inbound.functions.get(message.arg)
+        if function.__class__ is not Function or message.flags & RequestFlag.STREAM:
+            self._start_special(inbound, function, message)
             return
+        run = Run(self, inbound, function, message)  # type: ignore[arg-type]
+        if function.mode is _COROUTINE and not function.returns_future:  # type: ignore[union-attr]
+            self.carriers.start(run)
+        else:
+            self._launch(run)
+
+    def _launch(self, run: Run) -> None:
+        """Run it in the way of its function."""
+        if run.function.returns_future:
+            run.is_plain = False
         mode = run.function.mode
-        if run.is_stream:
-            self._start_stream(run)
-        elif mode is _COROUTINE:
+        if mode is _COROUTINE:
             self.carriers.start(run)
         elif mode is _THREAD:
             self._start_thread(run)
         elif mode is _INLINE:
             self._run_inline(run)
         else:
-            error = TypeError(f"{run.function.name} is a generator: call it with arpc.stream")
-            self.raised(run, error)
+            self.raised(run, TypeError(f"{run.function.name} is a generator: call it with arpc.stream"))
 
-    def _prepare(self, run: Run, message: Message) -> None:
-        """Enter the handler's scope, and unpack what it is called with."""
-        current_scope.set(run)
-        codec = self.codec
-        if message.table_end:
-            slots = codec.slots(message)
-            if message.meta_end != message.meta_start:
-                run.meta = codec.meta(message)
-                codec.receive_request(run.inbound.caller, run.meta, slots)
-            payload = codec.payload(message, slots)
-        else:
-            payload = codec.payload(message, []) if message.body else ()
-        function_id = message.arg
-        if function_id:
-            function = run.inbound.functions.get(function_id)
-            if function is None:
-                raise ProtocolError(f"call {message.id} of function {function_id}, which was never sent")
+    def serve(self, function: Callable[..., Any]) -> Callable[[HasInbound, Message], None]:
+        """A handler that runs one function for each message, whatever the message calls."""
+        served = Function(function)
+
+        def handle(link: HasInbound, message: Message) -> None:
+            self._launch(Run(self, link.inbound, served, message))
+
+        return handle
+
+    def _start_special(self, inbound: Inbound, function: Function | Exception | None, message: Message) -> None:
+        """A stream, a function that came with its arguments, or one that is not there."""
+        run = Run(self, inbound, function if isinstance(function, Function) else _UNKNOWN, message)
+        if message.flags & RequestFlag.STREAM:
+            run.is_stream = True
+            run.is_plain = False
+        try:
             if isinstance(function, Exception):
-                raise function
-            run.function = function
+                raise function.with_traceback(None)  # noqa: TRY301 - one place for all that can go wrong
+            if function is None and message.arg:
+                raise ProtocolError(f"call {message.id} of function {message.arg}, which was never sent")  # noqa: TRY301
+            run.context.run(self._enter, run, message)
+        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+            self.raised(run, error)
+            return
+        if run.is_stream and run.function.mode in _GENERATORS:
+            self._run_inline(run)  # calling a generator function runs none of its code
         else:
-            call, payload = payload
-            run.function = Function(call)
+            self._launch(run)
+
+    def _enter(self, run: Run, message: Message) -> None:
+        current_scope.set(run)
+        run.message = None
+        self.unpack(run, message)
+
+    def unpack(self, run: Run, message: Message) -> None:
+        """Build the arguments of a call. Runs in the handler's context, because interceptors and user code may look at it."""
+        codec = self.codec
+        try:
+            if message.table_end:
+                slots = codec.slots(message)
+                if message.meta_end != message.meta_start:
+                    run.meta = codec.meta(message)
+                    if run.is_stream:
+                        run.credit = run.meta.pop(WINDOW, 0)
+                    codec.receive_request(run.inbound.caller, run.meta, slots)
+                payload = codec.payload(message, slots)
+            else:
+                payload = codec.payload(message, [])
+            if not message.arg:
+                call, payload = payload
+                run.function = Function(call)
+        except (AttributeError, ImportError, LookupError) as error:
+            raise SerializationError(
+                f"worker {self.name!r} cannot unpack the call: {type(error).__name__}: {error}. "
+                f"What is sent by reference must be importable on the callee"
+            ) from error
         if message.flags & RequestFlag.KWARGS:
             run.args, run.kwargs = payload
         else:
             run.args = payload
-
-    def _could_not_start(self, run: Run, message: Message, error: BaseException) -> None:
-        if not hasattr(run, "function"):
-            known = run.inbound.functions.get(message.arg)
-            run.function = known if isinstance(known, Function) else Function(_unknown_function)
-        if isinstance(error, AttributeError | ImportError | LookupError) and not isinstance(error, SerializationError):
-            made = SerializationError(
-                f"worker {self.name!r} cannot unpack the call: {type(error).__name__}: {error}. "
-                f"What is sent by reference must be importable on the callee"
-            )
-            made.__cause__ = error
-            error = made
-        self.raised(run, error)
 
     def define(self, inbound: Inbound, message: Message) -> None:
         """A peer sends a function that it will call by number."""
         try:
             call = self.context.copy().run(self.codec.payload, message, [])
             inbound.functions[message.arg] = Function(call)
-        except Exception as error:  # noqa: BLE001 - importing runs user code; calls of the function fail with this
+        except BaseException as error:  # noqa: BLE001 - importing runs user code; calls of the function fail with this
             made = SerializationError(
                 f"the function is not on worker {self.name!r}: {type(error).__name__}: {error}. "
                 f"It must be importable there, or be passed as a lambda or closure, which travel by value"
@@ -314,6 +375,14 @@ class Executor:
             self.returned(run, result)
 
     def _start_thread(self, run: Run) -> None:
+        message = run.message
+        if message is not None:
+            # unpacked on the loop: interceptors belong to it
+            try:
+                run.context.run(self._enter, run, message)
+            except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+                self.raised(run, error)
+                return
         run.inbound.register(run)
 
         def job() -> Callable[[], None] | None:
@@ -331,18 +400,10 @@ class Executor:
     def _thread_returned(self, run: Run, result: Any) -> None:
         if asyncio.iscoroutine(result) and not run.ended:
             # a plain function that hands out a coroutine means it to be awaited
+            run.returned_coroutine = result
             self._carry(run, lambda: result)
         else:
             self.returned(run, result)
-
-    def _start_stream(self, run: Run) -> None:
-        mode = run.function.mode
-        if mode in _GENERATORS:
-            self._produce(run, run.context.run(run.begin))
-        elif mode is _COROUTINE:
-            self.carriers.start(run)
-        else:
-            self._start_thread(run)
 
     def _produce(self, run: Run, iterable: Any) -> None:
         """Send the items of something to iterate over; the sending is a coroutine in the handler's place."""
@@ -357,6 +418,7 @@ class Executor:
 
     def _carry(self, run: Run, call: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         run.coroutine = None
+        run.args = run.kwargs = None
         run.function = Function.of_coroutine(call, run.function.name)
         self.carriers.start(run)
 
@@ -373,37 +435,46 @@ class Executor:
         if run.is_stream and run.producer is None:
             self._produce(run, result)
             return
+        if run.is_stream:
+            self._end(run, _pack_header(0, _ITEM, ItemFlag.LAST, 0, run.id, run.items_sent & _PLACE_MASK, 0, 0, 0), None)
+            return
         if result is None and not run.meta:
             self._end(run, _pack_header(0, _REPLY, 0, 0, run.id, 0, 0, 0, 0), None)
             return
         try:
-            data, buffers = self._pack_result(run, _REPLY, result)
-        except Exception as error:  # noqa: BLE001 - pickling runs user code
+            data, buffers = self._pack_result(run, result)
+        except BaseException as error:  # noqa: BLE001 - pickling runs user code
             self.raised(run, error)
         else:
             self._end(run, data, buffers)
 
-    def _pack_result(self, run: Run, type_: int, result: Any) -> tuple[bytes, list[memoryview] | None]:
-        inbound = run.inbound
+    def _pack_result(self, run: Run, result: Any) -> tuple[bytes, list[memoryview] | None]:
+        payload, slots = self._pickle_result(run, result)
+        meta = run.meta
+        if meta:
+            meta = run.context.run(self.codec.intercept_reply, run.inbound.caller, meta, slots)
+        elif not slots:
+            return _pack_header(len(payload), _REPLY, 0, 0, run.id, 0, 0, 0, 0) + payload, None
+        return self.codec.frame(_REPLY, 0, run.id, 0, 0, payload, slots, meta)
+
+    def _pickle_result(self, run: Run, result: Any) -> tuple[bytes, list[Slot]]:
         try:
-            payload, slots = self._pickler.dumps_result(result, main_by_value=inbound.main_by_value)
+            return self._pickler.dumps_result(result, main_by_value=run.inbound.main_by_value)
         except Exception as error:
             raise SerializationError(
                 f"the result of {run.function.name} ({type(result).__qualname__}) cannot be sent: {error}"
             ) from error
-        meta = run.meta
-        if meta:
-            meta = run.context.run(self.codec.intercept_reply, inbound.caller, meta, slots)
-        elif not slots:
-            return _pack_header(len(payload), type_, 0, 0, run.id, 0, 0, 0, 0) + payload, None
-        return self.codec.frame(type_, 0, run.id, 0, 0, payload, slots, meta)
 
     def _send_item(self, run: Run, item: Any) -> None:
-        data, buffers = self._pack_result(run, _ITEM, item)
+        """Send the next item of a stream. Called by the producer, which runs in the handler's context."""
+        payload, slots = self._pickle_result(run, item)
+        meta = self.codec.intercept_reply(run.inbound.caller, run.meta, slots) if run.meta else None
+        data, buffers = self.codec.frame(_ITEM, 0, run.id, run.items_sent & _PLACE_MASK, 0, payload, slots, meta)
         if buffers:
             run.inbound.connection.send_bulk(data, buffers)
         else:
             run.inbound.connection.send(data)
+        run.items_sent += 1
 
     def raised(self, run: Run, error: BaseException) -> None:
         if run.ended:
@@ -416,7 +487,7 @@ class Executor:
             logger.warning("a malformed request of worker %s: %s", run.inbound.caller.name, error)
         try:
             payload, slots = describe_failure(error, self._pickler, main_by_value=run.inbound.main_by_value)
-            data, buffers = self.codec.frame(_FAILURE, 0, run.id, kind, 0, payload, slots)
+            data, buffers = self.codec.frame(_FAILURE, kind, run.id, run.items_sent & _PLACE_MASK, 0, payload, slots)
         except Exception as reason:
             logger.exception("cannot describe the failure of %s", run.function.name)
             payload, _ = describe_failure(
@@ -424,14 +495,14 @@ class Executor:
                 self._pickler,
                 main_by_value=True,
             )
-            data, buffers = frame(_FAILURE, 0, run.id, kind, 0, payload), []
+            data, buffers = frame(_FAILURE, kind, run.id, run.items_sent & _PLACE_MASK, 0, payload), []
         self._end(run, data, buffers)
 
     def _end(self, run: Run, data: bytes, buffers: list[memoryview] | None) -> None:
         run.ended = True
         self.calls_handled += 1
         inbound = run.inbound
-        if run.id in inbound.running:
+        if run.is_registered:
             inbound.forget(run)
             if inbound.waiting:
                 self.loop.call_soon(self.readmit, inbound)
@@ -445,9 +516,10 @@ class Executor:
 
     def _await_returned_future(self, run: Run, result: Any) -> None:
         run.inbound.register(run)
+        run.task = None  # the one that carried it, if any, is about to end: cancelling it would do nothing
 
         def settle(future: Any) -> None:
-            run.function = _SETTLED
+            run.function = Function.of_coroutine(_unknown_function, run.function.name)
             try:
                 value = future.result() if hasattr(future, "result") else future.value()
             except BaseException as error:  # noqa: BLE001 - it is the caller's
@@ -470,8 +542,10 @@ class Executor:
     # -- the end of the worker
 
     async def aclose(self) -> None:
-        self.threads.close()
+        self._is_closed = True
         await self.carriers.aclose()
+        # after the carriers: generators that were stopped are closed in a thread
+        self.threads.close()
 
     def statistics(self) -> dict[str, int]:
         return {
@@ -486,4 +560,4 @@ def _unknown_function() -> None:
     """Stands in the error reply of a call whose function could not be found."""
 
 
-_SETTLED: Final = Function(_unknown_function)
+_UNKNOWN: Final = Function(_unknown_function)

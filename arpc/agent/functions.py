@@ -41,7 +41,7 @@ class Function:
         self.call = call
         self.mode = _mode_of(call)
         self.name = name_of(call)
-        self.returns_future = hasattr(call, _ASYNC_EXECUTION)
+        self.returns_future = hasattr(_without_partial(call), _ASYNC_EXECUTION)
 
     @classmethod
     def of_coroutine(cls, call: Callable[[], Any], name: str) -> Function:
@@ -52,10 +52,14 @@ class Function:
         return made
 
 
+def _without_partial(call: Any) -> Any:
+    while isinstance(call, partial):
+        call = call.func
+    return call
+
+
 def _mode_of(call: Callable[..., Any]) -> Mode:
-    inner: Any = call
-    while isinstance(inner, partial):
-        inner = inner.func
+    inner = _without_partial(call)
     if not (inspect.isroutine(inner) or inspect.isclass(inner)):
         # an object with __call__, such as an nn.Module
         inner = type(inner).__call__

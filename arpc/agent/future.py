@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from types import CodeType
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
+
+from arpc.errors import ShutdownError
 
 __all__ = ["Future", "collect_all", "wait_all"]
 
 T = TypeVar("T")
 S = TypeVar("S")
+
+# How often a thread that waits looks whether there still is a loop
+_LOOK_S: Final = 0.5
 
 _complete = asyncio.Future.set_result
 _fail = asyncio.Future.set_exception
@@ -74,16 +80,25 @@ class Future(asyncio.Future[T], Generic[T]):
         """Block this thread until the value is there. Not for the thread of the loop, which must `await` instead."""
         if self._on_loop():
             raise RuntimeError("wait() would block the event loop it waits for: use `await future`")
+        if not self.done():
+            self._block(timeout)
+        return self.result()
+
+    def _block(self, timeout_s: float | None) -> None:
         arrived = threading.Event()
 
         def watch() -> None:
             self.add_done_callback(lambda _: arrived.set())
 
-        if not self.done():
-            self.get_loop().call_soon_threadsafe(watch)
-            if not arrived.wait(timeout):
-                raise TimeoutError(f"no value after {timeout} s")
-        return self.result()
+        loop = self.get_loop()
+        loop.call_soon_threadsafe(watch)
+        end = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        while not arrived.wait(min(_LOOK_S, max(0.0, end - time.monotonic()))):
+            # nobody is left to set the event if the loop was closed meanwhile
+            if loop.is_closed():
+                raise ShutdownError("the event loop was closed before the value came")
+            if time.monotonic() >= end:
+                raise TimeoutError(f"no value after {timeout_s} s")
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """A future for ``callback(self)``, which runs on the loop once this one is done, well or not.
@@ -181,10 +196,16 @@ def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
         if left == 0 and not collected.done():
             _complete(collected, waited)
 
+    def watch() -> None:
+        for future in waited:
+            future.add_done_callback(one_done)
+
     if not waited:
         collected.set_result(waited)
-    for future in waited:
-        future.add_done_callback(one_done)
+    elif collected._on_loop():
+        watch()
+    else:
+        collected.get_loop().call_soon_threadsafe(watch)
     return collected
 
 

@@ -34,6 +34,12 @@ PREFIX: Final = "arpc/"
 ABSENT: Final = b"\xc1absent"
 """No value of ours: 0xc1 is the one byte that msgpack never writes, and counters are digits."""
 
+CLOSING: Final = "closing"
+"""``1`` from when the host of the store starts to leave until a host comes again."""
+
+GUESTS: Final = "guests"
+"""How many use the store that another one hosts."""
+
 OPERATION_LIMIT_S: Final = 30.0
 """A store that takes longer to answer counts as lost: its host is stopped, or the network is gone."""
 
@@ -53,6 +59,7 @@ class KeyValues:
     def __init__(self, store: Store, description: str) -> None:
         self._store: Store | None = store
         self._description = description
+        self._is_guest = False
         self.is_lost = False
         self.operations = 0
 
@@ -84,13 +91,38 @@ class KeyValues:
         values: list[bytes] = self._do("multi_get", [PREFIX + key for key in keys]) if keys else []
         return values
 
-    def attach(self, store: Store) -> None:
-        """Go on with another store."""
-        self._store = store
-        self.is_lost = False
+    # A store that one of the workers hosts ends with it. So the host first says that it is leaving, then waits for its
+    # guests to go, while those who come count themselves first and then look whether they are still welcome.
+
+    def enter(self) -> bool:
+        """Count ourselves among those who use the store; False if its host is about to leave with it."""
+        self._is_guest = True
+        self.add(GUESTS, 1)
+        if not self.is_closing():
+            return True
+        self.say_goodbye()
+        return False
+
+    def say_goodbye(self) -> None:
+        """The last thing to do with a store that another one hosts: it may be gone right after."""
+        if self._is_guest:
+            self._is_guest = False
+            self.add(GUESTS, -1)
+
+    def has_guests(self) -> bool:
+        return self.count(GUESTS) > 0
+
+    def is_closing(self) -> bool:
+        return self.peek(CLOSING) == b"1"
+
+    def set_closing(self, is_closing: bool) -> None:
+        self.set(CLOSING, b"1" if is_closing else b"0")
 
     def release(self) -> None:
         """Let go of the store. A server in it ends if nobody else holds it."""
+        if not self.is_lost:
+            with contextlib.suppress(RendezvousError):
+                self.say_goodbye()
         self._store = None
         self.is_lost = True
 
@@ -196,20 +228,20 @@ class GroupStore:
 
     def __init__(
         self,
-        store: Store,
+        key_values: KeyValues,
         access: Access,
         *,
         rank: int | None,
         world_size: int | None,
         thread: StoreThread | None = None,
-        reopen: Callable[[float], Awaitable[tuple[Store, Access]]] | None = None,
+        reopen: Callable[[float], Awaitable[tuple[KeyValues, Access]]] | None = None,
     ) -> None:
         self.access = access
         self.rank = rank
         self.world_size = world_size
         self._thread = thread or StoreThread()
         self._reopen = reopen
-        self._key_values = KeyValues(store, access.description)
+        self._key_values = key_values
         self._polls = 0
 
     @property
@@ -222,14 +254,15 @@ class GroupStore:
         """The store failed, was given up or is closed."""
         return self._key_values.is_lost
 
-    async def run(self, function: Callable[[KeyValues], T]) -> T:
-        """Work on the store in its thread. `RendezvousError` if the store fails or does not answer."""
+    async def run(self, function: Callable[[KeyValues], T], *, limit_s: float | None = None) -> T:
+        """Work on the store in its thread. `RendezvousError` if the store fails or does not answer in time."""
+        limit_s = limit_s or OPERATION_LIMIT_S
         try:
-            return await self._thread.run(partial(function, self._key_values), limit_s=OPERATION_LIMIT_S)
+            return await self._thread.run(partial(function, self._key_values), limit_s=limit_s)
         except TimeoutError:
             self.give_up_nowait()
             raise RendezvousError(
-                f"the store {self.access.description} has not answered for {OPERATION_LIMIT_S:g} s: "
+                f"the store {self.access.description} has not answered for {limit_s:g} s: "
                 "its host is stopped, or cannot be reached any more"
             ) from None
 
@@ -257,8 +290,9 @@ class GroupStore:
         if self._reopen is None:
             return False
         await self.run(KeyValues.release)
-        store, self.access = await self._reopen(deadline)
-        self._key_values.attach(store)
+        operations = self._key_values.operations
+        self._key_values, self.access = await self._reopen(deadline)
+        self._key_values.operations += operations
         return True
 
     async def aclose(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, NoReturn, TypeAlias, TypeVar
 
 import msgspec
 
@@ -22,17 +22,17 @@ MIXED_TEXT: Final = "RPC group mixes statically and dynamically initialized memb
 MIXED: Final = "mixed"
 """Counts how often a worker met the other kind; it grows while somebody waits: he is one of those who were met."""
 
-CLOSING: Final = "closing"
-"""``1`` from when the host of the store starts to leave until a host comes again."""
-
 PRESENT_STATIC: Final = "present/static"
 PRESENT_ELASTIC: Final = "present/elastic"
+"""How many of a kind are there. Who was killed stays counted until another worker takes its place."""
 
 FAILURE_GRACE_S: Final = 5.0
 """How long the host of the store stays for others to read why the group did not form."""
 
 CANCELLED_GRACE_S: Final = 0.5
 REOPEN_DELAY_S: Final = 0.02
+UNDO_LIMIT_S: Final = 2.0
+"""Who leaves does not wait long for a store that does not answer."""
 ITEMS_IN_TEXT: Final = 32
 
 
@@ -202,12 +202,13 @@ class Rendezvous(ABC):
 
         def undo(kv: KeyValues) -> None:
             if is_host:
-                kv.set(CLOSING, b"1")
+                kv.set_closing(True)
             self._undo(kv)
+            kv.say_goodbye()
 
-        await self._store.run(undo)
+        await self._store.run(undo, limit_s=UNDO_LIMIT_S)
         if is_host:
-            await self._store.poll(lambda kv: self._is_last(kv) or None, deadline=self._now() + grace_s)
+            await self._store.poll(lambda kv: not kv.has_guests() or None, deadline=self._now() + grace_s)
 
     async def _withdraw(self, error: BaseException) -> None:
         """Undo a join that failed."""
@@ -230,21 +231,23 @@ class Rendezvous(ABC):
     @abstractmethod
     def _undo(self, kv: KeyValues) -> None: ...
 
-    @abstractmethod
-    def _is_last(self, kv: KeyValues) -> bool:
-        """Whether all others who came have left."""
-
     def _check_open(self, kv: KeyValues) -> None:
-        """Turn away from a store that is about to go; its host says when it is here to stay."""
+        """Turn away from a store that is about to go. Its host says when it is here to stay."""
         if self._store.access.is_host:
-            kv.set(CLOSING, b"0")
-        elif kv.peek(CLOSING) == b"1":
-            kv.is_lost = True
-            raise RendezvousError(f"the host of the store {self._store.access.description} is leaving with it")
+            kv.set_closing(False)
+        elif kv.is_closing():
+            turn_away(kv)
 
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
+
+
+def turn_away(kv: KeyValues) -> NoReturn:
+    """Leave a store before its host leaves with it: `Rendezvous.join` then looks for the next one."""
+    kv.say_goodbye()
+    kv.is_lost = True
+    raise RendezvousError("the worker that hosts the store is leaving with it, and no other has come to host one")
 
 
 def check_record(record: WorkerRecord, name: str, worker_id: WorkerId) -> WorkerRecord:

@@ -36,7 +36,7 @@ class PeerState(Enum):
     CONNECTING = auto()
     OPEN = auto()
     GONE = auto()
-    """It said goodbye, or was found dead. Only a new incarnation brings it back."""
+    """It said goodbye. The next call asks the group whether another has come under its name."""
 
 
 class Peer:
@@ -95,14 +95,19 @@ class Peer:
     def submit(self, call_id: int, call: Call, data: bytes, buffers: list[memoryview]) -> None:
         """Send a call now, or when there is a connection and room."""
         self.calls_made += 1
-        if self.connection is not None and not self.backlog and self._has_room(call.size_bytes):
-            self._send(self.connection, call, data, buffers)
+        connection = self.connection
+        in_flight_bytes = self.in_flight_bytes + call.size_bytes
+        if connection is not None and not buffers and in_flight_bytes <= self._window_bytes and not self.backlog:
+            # what almost every call does
+            self.in_flight_bytes = in_flight_bytes
+            call.connection = connection
+            connection.send(data)
             return
-        if self.state is PeerState.GONE:
-            self.calls.pop(call_id)
-            raise WorkerLostError(self._gone_because, self.info.name, may_have_run=False)
-        if self.connection is not None and call.size_bytes <= _SMALL_BYTES and self._has_room(call.size_bytes):
-            self._send(self.connection, call, data, buffers)
+        if connection is not None and not self.backlog and self._has_room(call.size_bytes):
+            self._send(connection, call, data, buffers)
+            return
+        if connection is not None and call.size_bytes <= _SMALL_BYTES and self._has_room(call.size_bytes):
+            self._send(connection, call, data, buffers)
             return
         self.backlog.append((call_id, call, data, buffers))
         self._wake()
@@ -123,7 +128,9 @@ class Peer:
         """The call of a reply; None if it has ended already."""
         call = self.calls.pop(call_id)
         if call is not None and call.connection is not None:
-            self._release(call)
+            self.in_flight_bytes -= call.size_bytes
+            if self.backlog:
+                self._drain()
         return call
 
     def _release(self, call: Call) -> None:
@@ -172,7 +179,7 @@ class Peer:
     # -- the connection
 
     def _wake(self) -> None:
-        if self.state is PeerState.IDLE:
+        if self.state in {PeerState.IDLE, PeerState.GONE}:
             self.state = PeerState.CONNECTING
             self._connecting = asyncio.get_running_loop().create_task(self._run_connect())
 
@@ -183,25 +190,33 @@ class Peer:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it was, those who wait must hear of it
             if self.connection is None:  # a connection from the other side may have come meanwhile
-                self.state = PeerState.IDLE
-                self._fail_backlog(self._not_reached(error))
+                self.state = PeerState.GONE if self._gone_because else PeerState.IDLE
+                self._fail_backlog(lambda: self._not_reached(error))
         finally:
             self._connecting = None
 
     def _not_reached(self, error: Exception) -> Exception:
+        if isinstance(error, WorkerLostError):
+            return WorkerLostError(str(error), self.info.name, may_have_run=False)
         if isinstance(error, ArpcError) and not isinstance(error, ConnectionError):
-            return error
+            return type(error)(*error.args)
         made = WorkerLostError(
             f"worker {self.info.name!r} cannot be reached: {error}", self.info.name, may_have_run=False
         )
         made.__cause__ = error
         return made
 
+    def refuse_the_dead(self, incarnation: int) -> None:
+        """Raise `WorkerLostError` if this is the worker that has left, still in the group's books."""
+        if self._gone_because and incarnation == self.incarnation:
+            raise WorkerLostError(self._gone_because, self.info.name, may_have_run=False)
+
     def opened(self, connection: Connection, *, main_by_value: bool) -> None:
         """There is a connection, made by either side."""
         self.state = PeerState.OPEN
         self.connection = connection
         self.incarnation = connection.peer.incarnation
+        self._gone_because = ""
         self.main_by_value = main_by_value
         self.connects += 1
         for function, (number, payload) in self._definitions.items():
@@ -238,14 +253,15 @@ class Peer:
         """It will not come back in this incarnation."""
         self.state = PeerState.GONE
         self._gone_because = because
-        self._fail_backlog(WorkerLostError(because, self.info.name, may_have_run=False))
+        self._fail_backlog(lambda: WorkerLostError(because, self.info.name, may_have_run=False))
 
-    def _fail_backlog(self, error: Exception) -> None:
+    def _fail_backlog(self, make_error: Callable[[], Exception]) -> None:
         backlog, self.backlog = self.backlog, deque()
         for call_id, call, _, _ in backlog:
             self.calls.pop(call_id)
             if not call.future.done():
-                call.future.set_exception(error)
+                # one each: an exception collects the traceback of whoever raises it
+                call.future.set_exception(make_error())
 
     async def aclose(self) -> None:
         """End whatever is left: this worker shuts down."""
@@ -255,6 +271,7 @@ class Peer:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         self.backlog.clear()
+        self.in_flight_bytes = 0
         for call_id, call in self.calls:
             self.calls.pop(call_id)
             if not call.future.done():

@@ -100,7 +100,7 @@ class Round:
         """Wait for the outcome. At the deadline it is decided here, by those who lost patience."""
         look = look or self.outcome
         longest_delay_s = max(LONGEST_DELAY_S, self._size * DELAY_PER_WORKER_S)
-        found = await store.poll(look, deadline=deadline, longest_delay_s=longest_delay_s)
+        found: Outcome | None = await store.poll(look, deadline=deadline, longest_delay_s=longest_delay_s)
         # All lose patience at about the same time. If each looked for every rank, that would be n times n looks.
         if found is None and not await store.run(self._claim_report):
             found = await store.poll(look, deadline=deadline_after(REPORT_LIMIT_S), longest_delay_s=longest_delay_s)

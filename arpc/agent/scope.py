@@ -6,25 +6,35 @@ One ContextVar for all of it, so that starting a handler sets one variable and m
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from arpc.ids import WorkerInfo
 
-__all__ = ["Scope", "current_scope"]
+__all__ = ["Scope", "WorkerScope", "current_scope"]
 
 
-class Scope:
+class Scope(Protocol):
     """The scope of a worker's own code, or of one handler that runs for a caller."""
 
-    __slots__ = ("caller", "deadline", "worker")
-
-    def __init__(self, worker: Any, deadline: float | None = None, caller: WorkerInfo | None = None) -> None:
-        self.worker = worker
+    @property
+    def worker(self) -> Any:
         """The worker this code belongs to; typed by the runtime, which alone knows what a worker is."""
-        self.deadline = deadline
+
+    @property
+    def deadline(self) -> float | None:
         """When the result is of no use any more, in the loop's time."""
-        self.caller = caller
+
+    @property
+    def caller(self) -> WorkerInfo | None:
         """Who called the handler; None outside of handlers."""
+
+
+class WorkerScope(NamedTuple):
+    """The scope of code that belongs to a worker and runs for no caller."""
+
+    worker: Any
+    deadline: float | None = None
+    caller: WorkerInfo | None = None
 
 
 current_scope: ContextVar[Scope | None] = ContextVar("arpc.scope", default=None)

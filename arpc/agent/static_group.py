@@ -5,8 +5,8 @@ it has not ended yet, so all ranks agree on the number without talking to each o
 
 The keys, all under ``static/``: ``ended/<rank>`` counts the generations that this rank has ended. In generation g,
 ``<g>/start/...`` is the round that brings the records together, ``<g>/name/<name>`` tells which rank has a name,
-``<g>/size`` the size of the group, ``<g>/came`` and ``<g>/gone`` count workers, ``<g>/dead/<rank>`` is there for a
-worker that another one found dead, ``<g>/gather/<tag>.<k>/...`` are the rounds of `gather`.
+``<g>/size`` the size of the group, ``<g>/dead/<rank>`` is there for a worker that another one found dead,
+``<g>/gather/<tag>.<k>/...`` are the rounds of `gather`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from arpc.agent.membership import (
     decode_record,
     encode,
     listed,
+    turn_away,
     unknown_worker,
 )
 from arpc.agent.rounds import Failed, FailureKind, Outcome, Round
@@ -49,7 +50,7 @@ class Seat:
     """The place of one worker in one generation. Its steps run in the store's thread, one after the other."""
 
     def __init__(self, record: WorkerRecord, size: int, timeout_s: float) -> None:
-        self._record = record
+        self.record = record
         self._packed = encode(record)
         self._size = size
         self._timeout_s = timeout_s
@@ -61,33 +62,37 @@ class Seat:
 
     def _set_generation(self, generation: int) -> None:
         self.generation = generation
-        self.start = Round(self._key("start"), self._record.id, self._size, self._describe)
+        self.start = Round(self._key("start"), self.record.id, self._size, self._describe)
 
     def take(self, kv: KeyValues) -> WorkerRecord | Failed | None:
         """Take the seat. Returns the record of who has it, or why there will be no group; all others hear of that."""
+        self._is_mine = self._is_settled = False
         self._find_generation(kv)
         self._mixed_before = kv.count(MIXED)
         self._is_present = True
         kv.add(PRESENT_STATIC, 1)
-        kv.add(self._key("came"), 1)
         # Either kind first says that it is there and then looks for the other, so of two at least one sees the other.
         if kv.count(PRESENT_ELASTIC) > 0:
             kv.add(MIXED, 1)
             return self._fail(kv, "other", MIXED_TEXT)
-        rank = self._record.id
-        holder = kv.swap(self.start.value_key(rank), self._packed)
+        rank = self.record.id
+        holder = kv.peek(self.start.value_key(rank))
+        has_arrived = holder == self._packed  # before it was turned away, from a store that then stayed after all
+        if holder is None:
+            holder = kv.swap(self.start.value_key(rank), self._packed)
         self._is_mine = holder == self._packed
         if not self._is_mine:
             return decode_record(holder)
         size = int(kv.swap(self._key("size"), b"%d" % self._size))
         if size != self._size:
-            text = f"worker {self._record.name!r} (rank {rank}) has world_size={self._size}, others have {size}"
+            text = f"worker {self.record.name!r} (rank {rank}) has world_size={self._size}, others have {size}"
             return self._fail(kv, "other", text)
-        named = int(kv.swap(self._key(f"name/{self._record.name}"), b"%d" % rank))
+        named = int(kv.swap(self._key(f"name/{self.record.name}"), b"%d" % rank))
         if named != rank:
-            text = f"two workers have the name {self._record.name!r}: rank {named} and rank {rank}"
+            text = f"two workers have the name {self.record.name!r}: rank {named} and rank {rank}"
             return self._fail(kv, "name", text)
-        self.start.arrive(kv)
+        if not has_arrived:
+            self.start.arrive(kv)
         return None
 
     def look(self, kv: KeyValues) -> Outcome | None:
@@ -97,12 +102,17 @@ class Seat:
         else:
             outcome = self.start.outcome(kv)
         self._is_settled = outcome is not None
+        if outcome is None and kv.is_closing():
+            # This is the store of the group before, and its host waits for us to go.
+            self._is_present = False
+            kv.add(PRESENT_STATIC, -1)
+            turn_away(kv)
         return outcome
 
     def dispute(self, kv: KeyValues, holder: WorkerRecord) -> Failed:
         """Tell all who wait that two workers have this rank."""
         text = (
-            f"rank {holder.id} was given to two workers: {holder.name!r} has it, {self._record.name!r} wants it too. "
+            f"rank {holder.id} was given to two workers: {holder.name!r} has it, {self.record.name!r} wants it too. "
             f"If {holder.name!r} was killed, start the group with a fresh store or file"
         )
         return self._fail(kv, "name", text)
@@ -112,7 +122,7 @@ class Seat:
         self._fail(kv, "other", f"worker {holder.name!r} (rank {holder.id}) died before the group was complete")
         self._end_generation(kv)
         if kv.swap(self._key(f"dead/{holder.id}"), self._packed) == self._packed:  # of two who come to bury, one counts
-            self._count_out(kv)
+            kv.add(PRESENT_STATIC, -1)
         self.leave(kv)
 
     def leave(self, kv: KeyValues) -> None:
@@ -122,21 +132,18 @@ class Seat:
         if self._is_mine:
             self._is_mine = False
             if not self._is_settled:
-                text = f"worker {self._record.name!r} (rank {self._record.id}) gave up before the group was complete"
+                text = f"worker {self.record.name!r} (rank {self.record.id}) gave up before the group was complete"
                 self._fail(kv, "other", text)
             self._end_generation(kv)
-            if kv.peek(self._key(f"dead/{self._record.id}")) is not None:
+            if kv.peek(self._key(f"dead/{self.record.id}")) is not None:
                 return  # who took this worker for dead has counted it out
-        self._count_out(kv)
-
-    def is_last(self, kv: KeyValues) -> bool:
-        return kv.count(self._key("gone")) >= kv.count(self._key("came"))
+        kv.add(PRESENT_STATIC, -1)
 
     def _key(self, name: str) -> str:
         return f"static/{self.generation}/{name}"
 
     def _find_generation(self, kv: KeyValues) -> None:
-        self._set_generation(kv.count(f"static/ended/{self._record.id}"))
+        self._set_generation(kv.count(f"static/ended/{self.record.id}"))
         while True:
             outcome = self.start.outcome(kv)
             if not isinstance(outcome, Failed) or time.time() - outcome.at < FAILURE_IS_NEWS_S:
@@ -144,14 +151,10 @@ class Seat:
             self._set_generation(self.generation + 1)
 
     def _end_generation(self, kv: KeyValues) -> None:
-        key = f"static/ended/{self._record.id}"
+        key = f"static/ended/{self.record.id}"
         ended = kv.peek(key)
         if int(ended or 0) <= self.generation:
             kv.swap(key, b"%d" % (self.generation + 1), expected=ended or b"")
-
-    def _count_out(self, kv: KeyValues) -> None:
-        kv.add(PRESENT_STATIC, -1)
-        kv.add(self._key("gone"), 1)
 
     def _fail(self, kv: KeyValues, kind: FailureKind, text: str) -> Failed:
         failed = Failed.now(kind, text)
@@ -183,8 +186,9 @@ class StaticRendezvous(Rendezvous):
     async def _join_once(
         self, name: str, make_record: MakeRecord, probe: Probe | None, deadline: float, timeout_s: float
     ) -> WorkerRecord:
-        record = check_record(make_record(self._rank), name, self._rank)
-        seat = self._seat = Seat(record, self._size, timeout_s)
+        if self._seat is None:
+            self._seat = Seat(check_record(make_record(self._rank), name, self._rank), self._size, timeout_s)
+        seat = self._seat  # the same for a second attempt, at another store
         try:
             await self._store.run(self._check_open)
             found = await self._store.run(seat.take)
@@ -202,7 +206,7 @@ class StaticRendezvous(Rendezvous):
             raise
         self._members = tuple(decode_record(packed) for packed in outcome.values)
         self._by_name = {member.name: member for member in self._members}
-        return record
+        return seat.record
 
     async def members(self) -> tuple[WorkerRecord, ...]:
         return self._members
@@ -246,9 +250,6 @@ class StaticRendezvous(Rendezvous):
     def _undo(self, kv: KeyValues) -> None:
         if self._seat is not None:
             self._seat.leave(kv)
-
-    def _is_last(self, kv: KeyValues) -> bool:
-        return self._seat is None or self._seat.is_last(kv)
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -1,38 +1,22 @@
-"""Opens the store of a group: ``env://``, ``tcp://host:port``, ``file:///path``, or a ready store.
-
-Connecting is tried from the loop before torch is asked to: a connect inside torch can be neither cancelled nor trusted
-to end, and prints what it meets. Torch gets an address that has just answered.
-"""
+"""Opens the store of a group: ``env://``, ``tcp://host:port``, ``file:///path``, or a ready store."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import enum
-import errno
-import ipaddress
 import os
-import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Final
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
-from torch.distributed import DistError, FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch says no __all__
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch says no __all__
 
 from arpc.agent.group_store import Access, GroupStore, KeyValues, StoreThread, deadline_after
-from arpc.errors import ConfigurationError, RendezvousError, RendezvousTimeoutError
+from arpc.agent.tcp_stores import open_tcp, tcp_place
+from arpc.errors import ConfigurationError
 from arpc.ids import MAX_WORKER_ID
 from arpc.options import UNSET, Unset
 
-__all__ = ["Access", "GroupStore", "KeyValues", "open_store"]
-
-FIRST_DELAY_S: Final = 0.01
-LONGEST_DELAY_S: Final = 0.5
-BACKLOG: Final = 2048
+__all__ = ["GroupStore", "open_store"]
 
 
 async def open_store(
@@ -59,12 +43,12 @@ async def open_store(
     if store is not None:
         if not isinstance(store, Store):
             raise ConfigurationError(f"store must be a torch.distributed.Store, not {type(store).__name__}")
-        return GroupStore(store, _access_to(store), rank=own_rank, world_size=size)
+        access = _access_to(store)
+        return GroupStore(KeyValues(store, access.description), access, rank=own_rank, world_size=size)
     if url.scheme == "file":
         return await _open_file(url, own_rank, size)
-    place = _tcp_place(url, query)
-    role = _tcp_role(place, url.scheme, own_rank, size)
-    return await _open_tcp(place, role, own_rank, size, deadline_after(timeout_s))
+    place = tcp_place(url, query)
+    return await open_tcp(place, rank=own_rank, world_size=size, deadline=deadline_after(timeout_s))
 
 
 def _access_to(store: Store) -> Access:
@@ -138,7 +122,9 @@ async def _open_file(url: SplitResult, rank: int | None, world_size: int | None)
         make = partial(FileStore, str(path)) if world_size is None else partial(FileStore, str(path), world_size)
         await thread.run(partial(_check_directory, path), limit_s=None)
         store = await thread.run(make, limit_s=None)
-        return GroupStore(store, Access(f"file://{path}"), rank=rank, world_size=world_size, thread=thread)
+        access = Access(f"file://{path}")
+        key_values = KeyValues(store, access.description)
+        return GroupStore(key_values, access, rank=rank, world_size=world_size, thread=thread)
     except BaseException:
         await thread.aclose(_nothing)
         raise
@@ -155,237 +141,3 @@ def _check_directory(path: Path) -> None:
 
 def _nothing() -> None:
     """All that is left to do for a thread that has no store."""
-
-
-# -- tcp:// and env:// ------------------------------------------------------------------------------------------------
-
-
-class _Role(enum.Enum):
-    HOST = enum.auto()
-    CLIENT = enum.auto()
-    WHOEVER_COMES_FIRST = enum.auto()
-
-
-@dataclass(frozen=True, slots=True)
-class _TcpPlace:
-    host: str
-    port: int
-    use_libuv: bool
-
-    def __str__(self) -> str:
-        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
-
-
-def _tcp_place(url: SplitResult, query: Mapping[str, str]) -> _TcpPlace:
-    use_libuv = query.get("use_libuv", os.environ.get("USE_LIBUV", "1")) == "1"
-    if url.scheme == "env":
-        return _TcpPlace(_variable("MASTER_ADDR"), _port(_variable("MASTER_PORT"), "MASTER_PORT"), use_libuv)
-    if url.scheme != "tcp":
-        raise ConfigurationError(f"init_method {url.geturl()!r} is none of env://, tcp://host:port and file:///path")
-    host, _, port = url.netloc.rpartition(":")
-    if not host or not port:
-        raise ConfigurationError(f"init_method {url.geturl()!r} must name a host and a port: tcp://host:port")
-    return _TcpPlace(host.strip("[]"), _port(port, f"the port of {url.geturl()!r}"), use_libuv)
-
-
-def _variable(name: str) -> str:
-    text = os.environ.get(name)
-    if not text:
-        raise ConfigurationError(
-            f"init_method 'env://' needs the environment variable {name}, which is not set "
-            "(torchrun sets it; tcp://host:port and file:///path do without)"
-        )
-    return text
-
-
-def _port(text: str, source: str) -> int:
-    port = _to_int(text, source)
-    if not 0 <= port < 1 << 16:
-        raise ConfigurationError(f"{source} must be between 0 and 65535, not {port}")
-    return port
-
-
-def _tcp_role(place: _TcpPlace, scheme: str, rank: int | None, world_size: int | None) -> _Role:
-    role = _Role.HOST if rank == 0 else _Role.CLIENT
-    if rank is None and world_size is None:
-        role = _Role.WHOEVER_COMES_FIRST
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun serves a store at the master's address; with tcp:// we may have been given another one
-        agent = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
-        if scheme == "env" or agent == (place.host, str(place.port)):
-            role = _Role.CLIENT
-    if role is _Role.CLIENT and place.port == 0:
-        raise ConfigurationError(f"{place} has port 0, which only the host of the store can ask for")
-    return role
-
-
-async def _open_tcp(
-    place: _TcpPlace, role: _Role, rank: int | None, world_size: int | None, deadline: float
-) -> GroupStore:
-    thread = StoreThread()
-    try:
-        if role is _Role.HOST:
-            store, access = await thread.run(partial(_host, place), limit_s=None)
-            return GroupStore(store, access, rank=rank, world_size=world_size, thread=thread)
-        connect = partial(_connect if role is _Role.CLIENT else _host_or_connect, thread, place)
-        store, access = await connect(deadline)
-        return GroupStore(store, access, rank=rank, world_size=world_size, thread=thread, reopen=connect)
-    except BaseException:
-        # also when cancelled: a store that torch still makes is dropped in the thread, which then ends
-        await thread.aclose(_nothing)
-        raise
-
-
-def _host(place: _TcpPlace) -> tuple[Store, Access]:
-    """Serve a store; if this process serves one at that port already (for a process group, say), share it."""
-    try:
-        listener = _listen(place)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise _cannot_host(place, error) from error
-        listener = None
-    return _host_with(listener, place)
-
-
-async def _host_or_connect(thread: StoreThread, place: _TcpPlace, deadline: float) -> tuple[Store, Access]:
-    hosted = await thread.run(partial(_host_if_first, place), limit_s=None)
-    if hosted is not None:
-        return hosted
-    if place.port == 0:
-        raise ConfigurationError(f"{place} has port 0, but {place.host} is not this machine")
-    return await _connect(thread, place, deadline)
-
-
-def _host_if_first(place: _TcpPlace) -> tuple[Store, Access] | None:
-    if not _is_here(place.host):
-        return None
-    try:
-        listener = _listen(place)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise _cannot_host(place, error) from error
-        return None
-    return _host_with(listener, place)
-
-
-def _is_here(host: str) -> bool:
-    """Whether the host is this machine, which is to say that its address can be bound."""
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return False  # connecting to it will tell what is wrong
-    for family, kind, _, _, address in found:
-        try:
-            with socket.socket(family, kind) as bound:
-                bound.bind(address)
-        except OSError:
-            continue
-        return True
-    return False
-
-
-def _loopback(host: str) -> str | None:
-    """The loopback address that a host stands for, if it cannot stand for anything else."""
-    if host == "localhost":
-        return "127.0.0.1"
-    try:
-        return host if ipaddress.ip_address(host).is_loopback else None
-    except ValueError:
-        return None  # a name: it may lead to loopback here, and here from elsewhere
-
-
-def _listen(place: _TcpPlace) -> socket.socket:
-    """Listen where the others will look. Torch would always listen on all interfaces, for a group on loopback too."""
-    loopback = _loopback(place.host)
-    if loopback is not None:
-        family = socket.AF_INET6 if ":" in loopback else socket.AF_INET
-        return socket.create_server((loopback, place.port), family=family, backlog=BACKLOG)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", place.port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
-    return socket.create_server(("", place.port), backlog=BACKLOG)
-
-
-def _host_with(listener: socket.socket | None, place: _TcpPlace) -> tuple[Store, Access]:
-    loopback = _loopback(place.host)
-    port = place.port if listener is None else listener.getsockname()[1]
-    try:
-        store = TCPStore(
-            loopback or "127.0.0.1",  # the name that others know this host by may not lead here yet
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            multi_tenant=True,  # with no listener, a server that this process has at the port is shared
-            master_listen_fd=None if listener is None else listener.detach(),
-            use_libuv=place.use_libuv,
-        )
-    except DistError as error:
-        raise _cannot_host(place, error) from error
-    address = str(replace(place, port=port))
-    return store, Access(address, place.host, port, is_host=True)
-
-
-def _cannot_host(place: _TcpPlace, error: Exception) -> RendezvousError:
-    return RendezvousError(
-        f"cannot serve the group's store at {place}: {_first_line(error)}. "
-        "If another process has the port, end that process or choose another port (MASTER_PORT)"
-    )
-
-
-async def _connect(thread: StoreThread, place: _TcpPlace, deadline: float) -> tuple[Store, Access]:
-    """Connect to a store as soon as there is one."""
-    loop = asyncio.get_running_loop()
-    started = loop.time()
-    delay_s = FIRST_DELAY_S
-    while True:
-        try:
-            return await _connect_once(thread, place, deadline - loop.time())
-        except (OSError, DistError) as error:
-            problem = _first_line(error)
-        if loop.time() + delay_s >= deadline:
-            raise RendezvousTimeoutError(
-                f"no store at {place} within {loop.time() - started:.3g} s: {problem}. "
-                "Is rank 0 running there, and do all workers have the same host and port?"
-            )
-        await asyncio.sleep(delay_s)
-        delay_s = min(delay_s * 1.5, LONGEST_DELAY_S)
-
-
-async def _connect_once(thread: StoreThread, place: _TcpPlace, remaining_s: float) -> tuple[Store, Access]:
-    """One attempt; `OSError` or `DistError` if there is nothing yet, or nothing any more."""
-    limit_s = None if remaining_s == float("inf") else max(remaining_s, 0.1)
-    try:
-        async with asyncio.timeout(limit_s):
-            address = await _reach(place)
-    except TimeoutError:
-        raise OSError("the host does not answer") from None
-    # await hazard: it answered, but may be gone by the time that torch connects
-    connect = partial(
-        TCPStore,
-        address,
-        place.port,
-        is_master=False,
-        timeout=timedelta(seconds=min(limit_s or 60.0, 60.0)),
-        wait_for_workers=False,
-    )
-    try:
-        store = await thread.run(connect, limit_s=limit_s)
-    except TimeoutError:
-        raise OSError("something listens there, but does not answer as a store") from None
-    return store, Access(str(place), place.host, place.port)
-
-
-async def _reach(place: _TcpPlace) -> str:
-    """Connect and hang up; the address that answered."""
-    _, writer = await asyncio.open_connection(place.host, place.port)
-    try:
-        address: str = writer.get_extra_info("peername")[0]
-        return address
-    finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
-
-
-def _first_line(error: Exception) -> str:
-    # what torch appends is a C++ stack
-    return str(error).partition("\n")[0] or type(error).__name__

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextvars import copy_context
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar
 
+from arpc import torchstate
 from arpc.agent.threads import ThreadPool
 from arpc.errors import ConnectionClosedError
 
-__all__ = ["Producer", "Stream"]
+__all__ = ["ItemOrder", "Producer", "Stream"]
+
+logger = logging.getLogger("arpc.streams")
 
 T = TypeVar("T")
 
 # A fast generator hands over what it makes in this time at once, instead of crossing between threads for every item
 _SLICE_S: Final = 0.0005
+_PLACE_MASK: Final = (1 << 32) - 1
 
 
 class Producer:
@@ -48,58 +54,68 @@ class Producer:
             self._credit_came = asyncio.get_running_loop().create_future()
             await self._credit_came
 
+    def _offer(self, item: Any) -> bool:
+        """Send an item; False if nobody listens any more."""
+        self._credit -= 1
+        try:
+            self._send(item)
+        except ConnectionClosedError:
+            return False
+        return True
+
     async def _produce_async(self) -> None:
         iterator = aiter(self._iterable)
         try:
             await self._have_credit()
             async for item in iterator:
-                self._credit -= 1
-                self._send(item)
+                if not self._offer(item):
+                    return
                 await self._have_credit()
-        except ConnectionClosedError:
-            pass  # nobody listens any more
         finally:
             if hasattr(iterator, "aclose"):
                 await iterator.aclose()
 
     async def _produce_in_threads(self) -> None:
-        steps = _GeneratorSteps(iter(self._iterable))
+        steps = _GeneratorSteps(self._iterable)
         try:
             while True:
                 await self._have_credit()
                 items, is_over, error = await self._threads.call(steps.next_items, self._credit)
                 for item in items:
-                    self._credit -= 1
-                    self._send(item)
+                    if not self._offer(item):
+                        return
                 if error is not None:
                     raise error
                 if is_over:
                     return
-        except ConnectionClosedError:
-            pass  # nobody listens any more
         finally:
             # Not awaited: a step may be under way in a thread that cannot be interrupted; it is closed after that
+            steps.stop()
             self._threads.submit(steps.close)
 
 
 class _GeneratorSteps:
-    """The steps of a plain generator, in threads, one at a time, all in the same context."""
+    """The steps of a plain generator, in threads, one at a time, all in the same context and torch state."""
 
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
+    def __init__(self, iterable: Iterable[Any]) -> None:
+        self._iterable = iterable
+        # of anything but a generator it is made in a thread, since that may block
+        self._iterator = iterable if isinstance(iterable, Iterator) else None
         self._context = copy_context()
+        self._state = torchstate.DEFAULTS
         self._lock = threading.Lock()
-        self._is_closed = False
+        self._is_stopped = False
 
     def next_items(self, limit: int) -> tuple[list[Any], bool, BaseException | None]:
         """Up to ``limit`` items, whether that was the last of them, and the error that ended it."""
         items: list[Any] = []
         with self._lock:
-            if self._is_closed:
-                return items, True, None
+            torchstate.restore(self._state)
             end = time.monotonic() + _SLICE_S
             try:
-                while len(items) < limit:
+                if self._iterator is None:
+                    self._iterator = self._context.run(iter, self._iterable)
+                while len(items) < limit and not self._is_stopped:
                     items.append(self._context.run(next, self._iterator))
                     if time.monotonic() > end:
                         break
@@ -107,21 +123,64 @@ class _GeneratorSteps:
                 return items, True, None
             except BaseException as error:  # noqa: BLE001 - the consumer's, after the items that came before
                 return items, True, error
+            finally:
+                self._state = torchstate.save_and_reset()
             return items, False, None
 
+    def stop(self) -> None:
+        """Begin no further step. From any thread."""
+        self._is_stopped = True
+
     def close(self) -> None:
+        """Let the generator end where it stands."""
         with self._lock:
-            self._is_closed = True
             close = getattr(self._iterator, "close", None)
-            if close is not None:
+            if close is None:
+                return
+            torchstate.restore(self._state)
+            try:
                 self._context.run(close)
+            except BaseException:
+                # its consumer has left
+                logger.exception("a generator raised when it was stopped")
+            finally:
+                torchstate.save_and_reset()
+
+
+class ItemOrder:
+    """Lets what arrives of one stream happen in order: an item with large tensors is overtaken by those behind it."""
+
+    def __init__(self, take: Callable[[Any], None]) -> None:
+        self._take = take
+        self._next = 0
+        self._early: dict[int, Callable[[], None]] = {}
+
+    def item_arrived(self, place: int, item: Any) -> None:
+        self._arrived(place, partial(self._take, item))
+
+    def end_arrived(self, place: int, end: Callable[[], None]) -> None:
+        """What comes behind the last item: ``place`` is how many there are."""
+        self._arrived(place, end)
+
+    def _arrived(self, place: int, step: Callable[[], None]) -> None:
+        # the number in a message has 32 bits; what is behind came twice
+        ahead = (place - self._next) & _PLACE_MASK
+        if ahead:
+            if ahead <= _PLACE_MASK >> 1:
+                self._early[place] = step
+            return
+        due: Callable[[], None] | None = step
+        while due is not None:
+            self._next = (self._next + 1) & _PLACE_MASK
+            due()
+            due = self._early.pop(self._next, None)
 
 
 class Stream(AsyncIterator[T], Generic[T]):
     """The caller's end: ``async for item in stream``.
 
-    Leaving the loop early, `aclose` or dropping the stream stops the remote generator. At most ``window`` items are on their way
-    or waiting here.
+    Leaving the loop early, `aclose`, dropping the stream or cancelling who waits for an item stops the remote generator. At most
+    ``window`` items are on their way or waiting here.
     """
 
     def __init__(self, window: int, give_credit: Callable[[int], None], cancel: Callable[[], None]) -> None:
@@ -170,6 +229,9 @@ class Stream(AsyncIterator[T], Generic[T]):
             self._waiter = self._loop.create_future()
             try:
                 await self._waiter
+            except asyncio.CancelledError:
+                self._close()  # whoever is cancelled in a call, or in an async generator, does not go on with it either
+                raise
             finally:
                 self._waiter = None
         item, error = self._items.popleft()

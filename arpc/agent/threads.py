@@ -105,11 +105,17 @@ class ThreadPool:
     def _collect(self) -> None:
         self._wake_up_sent = False
         done = self._done
-        while done:
-            then = done.popleft()
-            self._unfinished -= 1
-            if then is not None:
-                then()
+        # The loop may be between two steps of a task that has switched something off for itself
+        outer = None if torchstate.is_pristine() else torchstate.save_and_reset()
+        try:
+            while done:
+                then = done.popleft()
+                self._unfinished -= 1
+                if then is not None:
+                    then()
+        finally:
+            if outer is not None:
+                torchstate.restore(outer)
 
     def call(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         """A future for ``function(*args)`` run in a thread."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed import HashStore
 
-from arpc.agent.scope import Scope, current_scope
+from arpc.agent.scope import WorkerScope, current_scope
 from arpc.errors import ConfigurationError
 from arpc.options import RpcOptions
 from arpc.runtime import Worker, start_worker
@@ -103,7 +103,7 @@ async def cluster(
     names = [f"worker{number}" for number in range(workers)] if isinstance(workers, int) else list(workers)
     group = Cluster(options or RpcOptions(gc_freeze=False), transports, elastic=elastic)
     await group.start(names)
-    token = current_scope.set(Scope(group[0]))
+    token = current_scope.set(WorkerScope(group[0]))
     try:
         yield group
     except BaseException:

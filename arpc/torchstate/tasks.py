@@ -21,7 +21,7 @@ def task_factory(loop: asyncio.AbstractEventLoop, coro: _CoroutineLike[T], **kwa
     The task starts from a copy of its creator's state. ``kwargs`` are those of :class:`asyncio.Task`, whichever of them
     the running version of Python passes on (``name``, ``context``, ``eager_start``).
     """
-    return asyncio.Task(_isolate_if_coroutine(coro), loop=loop, **kwargs)
+    return asyncio.Task(_isolate_if_coroutine(coro), loop=loop, **_without_unset(kwargs))
 
 
 class _ChainedTaskFactory:
@@ -31,7 +31,7 @@ class _ChainedTaskFactory:
         self._previous = previous
 
     def __call__(self, loop: asyncio.AbstractEventLoop, coro: _CoroutineLike[T], **kwargs: Any) -> asyncio.Future[T]:
-        return self._previous(loop, _isolate_if_coroutine(coro), **kwargs)
+        return self._previous(loop, _isolate_if_coroutine(coro), **_without_unset(kwargs))
 
 
 def install_task_factory(loop: asyncio.AbstractEventLoop | None = None) -> None:
@@ -47,6 +47,11 @@ def install_task_factory(loop: asyncio.AbstractEventLoop | None = None) -> None:
         loop.set_task_factory(task_factory)
     elif previous is not task_factory and not isinstance(previous, _ChainedTaskFactory):
         loop.set_task_factory(_ChainedTaskFactory(previous))
+
+
+def _without_unset(kwargs: dict[str, Any]) -> dict[str, Any]:
+    # A loop may name keywords that this Python's Task, or the other factory, does not know. None says they are unset.
+    return {name: value for name, value in kwargs.items() if value is not None}
 
 
 def _isolate_if_coroutine(coro: _CoroutineLike[T]) -> _CoroutineLike[T]:

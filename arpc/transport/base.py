@@ -5,17 +5,20 @@ all of one loop turn go out in one write, and sends large tensors in chunks betw
 
 Errors. `Transport.connect` raises `OSError` (no such address, refused), `ConfigurationError` (an address that cannot be), `HandshakeError`
 or `ProtocolError` (the peer is not one of ours), `TimeoutError` is left to the caller. `Connection.send` raises
-`ConnectionClosedError` once the connection is closed; nothing else. How a connection ended is told once, to `Receiver.connection_lost`.
+`ConnectionClosedError` once the connection is closed; nothing else. `Transport.listen` raises `OSError` (taken, not ours
+to use) and `ConfigurationError`. How a connection ended is told once, to `Receiver.connection_lost`; of an attempt for
+which `connect` raises, the receiver may hear nothing at all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from typing import Protocol as TypingProtocol
 
 from arpc.errors import ConnectionClosedError, HandshakeError, WireError
@@ -31,10 +34,15 @@ logger = logging.getLogger("arpc.transport")
 _pack_header = HEADER.pack
 _DATA: Final = int(MessageType.DATA)
 _DROP_DATA: Final = int(MessageType.DROP_DATA)
+_DIRECT_FRAMES: Final = 3
+# A stranger who connects and says nothing must not keep a socket for ever. A worker waits less, see connect_timeout.
+_HANDSHAKE_S: Final = 30.0
+# How long a side that has said goodbye waits for the other to close, once nothing moves any more
+_LINGER_S: Final = 2.0
 
 
 class Receiver(TypingProtocol):
-    """Who hears of what happens on a connection. Called on the loop; must not raise."""
+    """Who hears of what happens on a connection. Called on the loop; what it raises is logged and ends the connection."""
 
     def connection_opened(self, connection: Connection) -> None:
         """The handshake is done: ``connection.peer`` is who it says."""
@@ -42,7 +50,10 @@ class Receiver(TypingProtocol):
     def messages_received(self, connection: Connection, messages: list[Message]) -> None: ...
 
     def connection_lost(self, connection: Connection, error: Exception | None) -> None:
-        """The last thing heard of a connection, exactly once, whether it was ever open or not. None: closed on purpose."""
+        """The last thing heard of a connection, exactly once, whether it was ever open or not.
+
+        None: closed on purpose, by this side or by a goodbye of the other.
+        """
 
     def output_drained(self, connection: Connection) -> None:
         """The peer takes bytes again, after `Connection.is_congested` was true."""
@@ -88,6 +99,15 @@ class Connection(ABC):
         self._bulk_count = 0
         self._is_reading = False
         self._is_closed = False
+        self._is_greeted = False
+        self._messages_received = receiver.messages_received
+        self._is_mute = False
+        """No frame is to be written any more: this side closed it, or it is over."""
+        self._is_aborted = False
+        self._watch: asyncio.TimerHandle | None = None
+        # How many frames may be written on their own before the next read: none while many are sent between reads
+        self._direct_left = _DIRECT_FRAMES
+        self._frames_before_read = 0
         self._error: Exception | None = None
 
     # -- what a kind of connection provides
@@ -108,6 +128,10 @@ class Connection(ABC):
     def _shut(self) -> None:
         """Close once what was written has gone out. Ends in `_ended`."""
 
+    def _end_writing(self) -> None:
+        """The same, but read on until the other side closes too: TCP that closes with bytes unread drops what it sent last."""
+        self._shut()
+
     @abstractmethod
     def _abort(self) -> None:
         """Close now. Ends in `_ended`."""
@@ -127,26 +151,46 @@ class Connection(ABC):
         return peer
 
     @property
+    def is_in_handshake(self) -> bool:
+        return self.protocol.state is State.HANDSHAKE and not self._is_closed
+
+    @property
     def is_open(self) -> bool:
         return self.protocol.state is State.OPEN and not self._is_closed
 
     @property
     def unsent_bytes(self) -> int:
         """Bytes this side still holds because the peer does not take them."""
-        return self._unsent_bytes() + self._bulk_bytes + sum(map(len, self._out))
+        unsent = 0 if self._is_aborted else self._unsent_bytes()
+        return unsent + self._bulk_bytes + sum(map(len, self._out))
 
     def send(self, data: bytes) -> None:
-        """Send one frame with no large tensors. It goes out at the end of this loop turn."""
+        """Send one frame with no large tensors. All frames of a busy loop turn go out in one write."""
         out = self._out
-        out.append(data)
-        if len(out) == 1 and not self._is_reading:
-            if self._is_closed:
-                out.clear()
-                raise ConnectionClosedError(f"the connection to {self.address} is closed")
+        if out or self._is_reading:
+            out.append(data)
+        elif self._direct_left:
+            # Little is going on, so waiting for more to join would only cost time
+            self._direct_left -= 1
+            self.frames_sent += 1
+            self.bytes_sent += len(data)
+            self._write(data)
+        elif self._is_mute:
+            self._refuse()
+        else:
+            out.append(data)
             self.loop.call_soon(self.flush)
 
+    def _refuse(self) -> None:
+        # Of one that was aborted everybody is about to hear that it is lost; that is soon enough
+        if self._is_closed or not self._is_aborted:
+            raise ConnectionClosedError(f"the connection to {self.address} is closed")
+
     def send_bulk(self, data: bytes, buffers: list[memoryview]) -> BulkSend:
-        """Send one frame, then its large tensors in chunks, between which other frames may pass."""
+        """Send one frame, then its large tensors in chunks, between which other frames may pass.
+
+        ``buffers`` are flat views of bytes, at least one and none of them empty. They must not change until they are out.
+        """
         self.send(data)
         bulk = BulkSend(buffers)
         # the peer counts frames that have buffers, so this number is theirs too
@@ -154,11 +198,13 @@ class Connection(ABC):
         self._bulk_count += 1
         self._bulk.append(bulk)
         self._bulk_bytes += bulk.size_bytes
+        if not self._out and not self._is_reading:
+            self.loop.call_soon(self.flush)
         return bulk
 
     def drop_bulk(self, bulk: BulkSend) -> bool:
         """Stop sending tensors nobody wants any more. False if all of them have gone out already."""
-        if bulk not in self._bulk:
+        if self._is_mute or bulk not in self._bulk:
             return False
         self._bulk.remove(bulk)
         rest = sum(buffer.nbytes for buffer in bulk.buffers[bulk.index :]) - bulk.position
@@ -169,10 +215,9 @@ class Connection(ABC):
     def flush(self) -> None:
         """Write what was sent in this turn."""
         out = self._out
-        if self._is_closed:
+        if self._is_mute:
             out.clear()
-            return
-        if out:
+        elif out:
             data = out[0] if len(out) == 1 else b"".join(out)
             self.frames_sent += len(out)
             self.writes += 1
@@ -199,6 +244,8 @@ class Connection(ABC):
             self.bytes_sent += size
             self.writes += 1
             self._write_chunk(_pack_header(size, _DATA, 0, 0, bulk.id, 0, 0, 0, 0), chunk)
+        if self._is_mute and not self._bulk and not self._is_closed:
+            self._end_writing()  # that was the last of what was sent before `close`
 
     def _congested(self) -> None:
         self.is_congested = True
@@ -207,7 +254,11 @@ class Connection(ABC):
         self.is_congested = False
         self.flush()
         if not self.is_congested and not self._is_closed:
-            self.receiver.output_drained(self)
+            try:
+                self.receiver.output_drained(self)
+            except Exception as error:
+                logger.exception("an internal error on the connection to %s closes it", self.address)
+                self.abort(error)
 
     # -- receiving
 
@@ -216,14 +267,15 @@ class Connection(ABC):
         self.heard_from = True
         self.bytes_received += size_bytes
         protocol = self.protocol
-        was_open = protocol.state is not State.HANDSHAKE
+        if protocol.state is State.CLOSED:
+            return  # it was refused: what still comes is for nobody
         self._is_reading = True
         try:
             messages = protocol.receive(size_bytes)
-            if not was_open and protocol.state is not State.HANDSHAKE:
+            if not self._is_greeted and protocol.state is not State.HANDSHAKE:
                 self._greeted()
             if messages:
-                self.receiver.messages_received(self, messages)
+                self._messages_received(self, messages)
         except (WireError, OSError) as error:
             self._failed(error)
         except Exception as error:
@@ -231,16 +283,25 @@ class Connection(ABC):
             self._failed(error)
         finally:
             self._is_reading = False
-            if protocol._output:
+            if protocol.output:
                 self._out.append(protocol.take_output())
             if self._out:
                 self.flush()
+            frames = self.frames_sent
+            if frames - self._frames_before_read > _DIRECT_FRAMES or self._is_mute:
+                self._direct_left = 0
+            else:
+                self._direct_left = _DIRECT_FRAMES
+            self._frames_before_read = frames
 
     def _greeted(self) -> None:
+        self._is_greeted = True
         if not self._opened.done():
             # say WELCOME before anything the receiver sends
-            self._out.append(self.protocol.take_output())
+            if welcome := self.protocol.take_output():
+                self._out.append(welcome)
             self._opened.set_result(None)
+            self._stop_watching()
             self.receiver.connection_opened(self)
 
     def _failed(self, error: Exception) -> None:
@@ -252,55 +313,107 @@ class Connection(ABC):
         if farewell and not self._is_closed:
             self._write(farewell)
         self._error = self._error or error
+        self._fall_silent()
         self._shut()
 
     # -- the end
 
     async def wait_opened(self) -> None:
         """Return when the handshake is done; raises what made it fail."""
-        await asyncio.shield(self._opened)
+        await asyncio.wait([self._opened])  # which is not cancelled with whoever waits
+        self._opened.result()
 
     async def wait_closed(self) -> None:
         """Return when the connection has ended."""
-        await asyncio.shield(self._closed)
+        await asyncio.wait([self._closed])
 
     def start(self) -> None:
-        """Say what the protocol says first."""
+        """Say what the protocol says first, and expect the handshake to end some day."""
         data = self.protocol.take_output()
         if data:
             self._write(data)
+        self._expect_handshake()
 
     def close(self, reason: str = "") -> None:
-        """Say goodbye, and close once all that was sent has gone out."""
-        if self._is_closed or self.protocol.state is State.CLOSED:
+        """Say goodbye, send what is still to be sent, and close when the other side does, or does nothing any more."""
+        if self._is_mute or self.protocol.state is State.CLOSED:
             return
+        was_open = self.protocol.state is not State.HANDSHAKE
         goodbye = self.protocol.say_goodbye(reason)
         if goodbye:
             self._out.append(goodbye)
-            self.flush()
-        self._shut()
+        self.flush()
+        self._fall_silent()
+        if not was_open:
+            self._shut()
+            return
+        if not self._bulk:
+            self._end_writing()
+        self._linger(-1)
 
     def abort(self, error: Exception | None = None) -> None:
         """Close now; what has not gone out is lost."""
         if not self._is_closed:
             self._error = self._error or error
+            self._fall_silent()
+            self._is_aborted = True
+            self._bulk.clear()
+            self._bulk_bytes = 0
             self._abort()
+
+    def _fall_silent(self) -> None:
+        self._is_mute = True
+        self._direct_left = 0
+
+    def _expect_handshake(self) -> None:
+        due = self.loop.time() + _HANDSHAKE_S
+
+        def overdue() -> None:
+            if self.loop.time() > due + _HANDSHAKE_S / 10:
+                self._expect_handshake()  # this loop was busy elsewhere: the peer may have said all there is to say
+            else:
+                self.abort(HandshakeError(f"{self.address} did not end its handshake within {_HANDSHAKE_S:g} s"))
+
+        self._watch = self.loop.call_at(due, overdue)
+
+    def _linger(self, moved_bytes: int) -> None:
+        """Wait for the end as long as bytes move."""
+        moved = self.bytes_received + self.bytes_sent - self.unsent_bytes
+        if moved == moved_bytes:
+            self.abort()
+        else:
+            self._watch = self.loop.call_later(_LINGER_S, self._linger, moved)
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
 
     def _ended(self, error: Exception | None) -> None:
         """The kind of connection tells that it is over."""
         if self._is_closed:
             return
+        is_on_purpose = self._is_mute or self.protocol.state is State.CLOSING
         self._is_closed = True
+        self._stop_watching()
+        self._fall_silent()
         self.protocol.close()
         self._out.clear()
         self._bulk.clear()
         self._bulk_bytes = 0
-        error = self._error or error
+        error = self._error or (None if is_on_purpose else error or self._without_goodbye())
         if not self._opened.done():
             self._opened.set_exception(error or ConnectionClosedError("the connection was closed in its handshake"))
         if not self._closed.done():
             self._closed.set_result(None)
-        self.receiver.connection_lost(self, error)
+        try:
+            self.receiver.connection_lost(self, error)
+        except Exception:
+            logger.exception("an internal error at the end of the connection to %s", self.address)
+
+    def _without_goodbye(self) -> ConnectionClosedError:
+        when = "in its handshake" if self.protocol.peer is None else "without a goodbye"
+        return ConnectionClosedError(f"{self.address} closed the connection {when}")
 
     def statistics(self) -> dict[str, int]:
         """Counters of this connection."""
@@ -318,8 +431,18 @@ def _retrieve(future: asyncio.Future[None]) -> None:
         future.exception()
 
 
+Accept = Callable[[], tuple[Protocol, Receiver]]
+"""Called for each connection that comes in: what it shall speak, and who shall hear of it."""
+
+C = TypeVar("C", bound=Connection)
+
+
 class Listener(ABC):
     """Something others can connect to."""
+
+    def __init__(self, accept: Accept) -> None:
+        self._accept = accept
+        self._accepted: weakref.WeakSet[Connection] = weakref.WeakSet()
 
     @property
     @abstractmethod
@@ -328,11 +451,18 @@ class Listener(ABC):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Accept no more. Connections that exist are not touched."""
+        """Accept no more, and end the connections that are not open yet. The open ones have owners of their own."""
 
+    # -- for kinds of listeners
 
-Accept = Callable[[], tuple[Protocol, Receiver]]
-"""Called for each connection that comes in: what it shall speak, and who shall hear of it."""
+    def _track(self, connection: C) -> C:
+        """Remember a connection that came in."""
+        self._accepted.add(connection)
+        return connection
+
+    def _abort_handshakes(self) -> None:
+        for connection in [each for each in self._accepted if each.is_in_handshake]:
+            connection.abort(ConnectionClosedError(f"nobody listens on {self.address} any more"))
 
 
 class Transport(ABC):

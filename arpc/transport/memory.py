@@ -7,133 +7,175 @@ not see the caller's memory change.
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections import deque
+from collections.abc import Callable
 from itertools import count
 from typing import Final
 
-from arpc.errors import ConnectionClosedError
+from arpc.errors import ConfigurationError
 from arpc.transport.base import Accept, Connection, Listener, Receiver, Transport
 from arpc.wire.protocol import Protocol
 
 __all__ = ["MemoryConnection", "MemoryNetwork", "connect_pair"]
 
 _HIGH_WATER: Final = 1 << 20
+_LOW_WATER: Final = _HIGH_WATER // 4
 _DELIVER_BYTES: Final = 1 << 20
 
 
-class MemoryConnection(Connection):
-    """One end of a pipe. What is written arrives at the other end in a later turn of the loop."""
+def _nothing() -> None:
+    """Called for an end that is not there yet, or not any more."""
 
-    def __init__(self, protocol: Protocol, receiver: Receiver, name: str) -> None:
+
+class _Pipe:
+    """One direction: what was written and is not read yet. Each end knows its two pipes, and not the other end."""
+
+    def __init__(self) -> None:
+        self.parts: deque[memoryview] = deque()
+        self.size_bytes = 0
+        self.is_full = False
+        self.is_ended = False
+        """The writer has written its last."""
+        self.is_abandoned = False
+        """The reader will read no more."""
+        self.readable: Callable[[], None] = _nothing
+        self.writable: Callable[[], None] = _nothing
+
+    def write(self, data: bytes | memoryview) -> None:
+        if not self.is_abandoned:
+            self.parts.append(memoryview(data))
+            self.size_bytes += len(data)
+            self.is_full = self.size_bytes > _HIGH_WATER
+            self.readable()
+
+    def read_into(self, buffer: memoryview) -> int:
+        part = self.parts.popleft()
+        size = min(part.nbytes, buffer.nbytes)
+        buffer[:size] = part[:size]
+        if size < part.nbytes:
+            self.parts.appendleft(part[size:])
+        self.size_bytes -= size
+        return size
+
+    def let_writer_go_on(self) -> None:
+        if self.is_full and self.size_bytes <= _LOW_WATER:
+            self.is_full = False
+            self.writable()
+
+    def end(self) -> None:
+        self.is_ended = True
+        self.writable = _nothing
+        self.readable()
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
+        self.readable = _nothing
+        self.clear()
+
+    def clear(self) -> None:
+        self.parts.clear()
+        self.size_bytes = 0
+
+
+class MemoryConnection(Connection):
+    """One end of a pair of pipes. What is written arrives at the other end in a later turn of the loop."""
+
+    def __init__(self, protocol: Protocol, receiver: Receiver, name: str, incoming: _Pipe, outgoing: _Pipe) -> None:
         super().__init__(protocol, receiver)
         self._name = name
-        self._other: MemoryConnection | None = None
-        self._incoming: deque[bytes | memoryview] = deque()
-        self._incoming_bytes = 0
+        self._incoming = incoming
+        self._outgoing = outgoing
         self._delivery: asyncio.Handle | None = None
-        self._eof = False
+        incoming.readable = self._schedule
+        outgoing.writable = self._drained
 
     @property
     def address(self) -> str:
         return f"memory://{self._name}"
 
-    def attach(self, other: MemoryConnection) -> None:
-        self._other = other
-
     def _write(self, data: bytes | memoryview) -> None:
-        other = self._other
-        if other is None or other._is_closed:
-            return
-        other._incoming.append(data)
-        other._incoming_bytes += len(data)
-        if other._incoming_bytes > _HIGH_WATER:
+        self._outgoing.write(data)
+        if self._outgoing.is_full:
             self._congested()
-        other._schedule()
 
     def _write_chunk(self, header: bytes, chunk: memoryview) -> None:
-        self._write(header)
+        self._outgoing.write(header)
         self._write(chunk)
 
     def _unsent_bytes(self) -> int:
-        return self._other._incoming_bytes if self._other is not None else 0
+        return self._outgoing.size_bytes
 
     def _schedule(self) -> None:
-        if self._delivery is None and not self._is_closed:
+        if self._delivery is None:
             self._delivery = self.loop.call_soon(self._deliver)
 
     def _deliver(self) -> None:
         self._delivery = None
+        incoming = self._incoming
         budget = _DELIVER_BYTES
-        while self._incoming and budget > 0 and not self._is_closed:
-            data = memoryview(self._incoming.popleft())
-            buffer = self.protocol.get_buffer()
-            taken = min(data.nbytes, buffer.nbytes)
-            buffer[:taken] = data[:taken]
-            if taken < data.nbytes:
-                self._incoming.appendleft(data[taken:])
-            self._incoming_bytes -= taken
-            budget -= taken
-            self._received(taken)
-        other = self._other
-        if other is not None and other.is_congested and self._incoming_bytes <= _HIGH_WATER // 4:
-            other._drained()
-        if self._incoming:
+        while incoming.parts and budget > 0 and not self._is_aborted:
+            size = incoming.read_into(self.protocol.get_buffer())
+            budget -= size
+            self._received(size)
+        incoming.let_writer_go_on()
+        if incoming.parts:
             self._schedule()
-        elif self._eof:
-            self._end_both()
+        elif incoming.is_ended and not (self._is_mute and self._bulk):
+            self._end()
 
     def _shut(self) -> None:
-        other = self._other
-        if other is None or other._is_closed:
-            self._abort()
-            return
-        # the other end reads what is on its way, then both are over
-        other._eof = True
-        other._schedule()
+        self._outgoing.end()
+        if self._incoming.is_ended:
+            self.loop.call_soon(self._end)
 
     def _abort(self) -> None:
-        self.loop.call_soon(self._end_both)
+        self.loop.call_soon(self._end)
 
-    def _end_both(self) -> None:
-        other = self._other
-        self._drop()
-        if other is not None:
-            other._drop()
-
-    def _drop(self) -> None:
-        self._incoming.clear()
-        self._incoming_bytes = 0
+    def _end(self) -> None:
+        """This end is over. The other one is, too, once it has read what was written before."""
+        if self._incoming.is_abandoned:
+            return
+        self._incoming.abandon()
         if self._delivery is not None:
             self._delivery.cancel()
-            self._delivery = None
+        if self._is_aborted:
+            self._outgoing.clear()
+        self._outgoing.end()
         self._ended(None)
-        self._other = None
 
 
 def connect_pair(
     connector: tuple[Protocol, Receiver], acceptor: tuple[Protocol, Receiver], name: str = "pair"
 ) -> tuple[MemoryConnection, MemoryConnection]:
     """Two connected ends whose handshake has begun."""
-    near = MemoryConnection(*connector, name)
-    far = MemoryConnection(*acceptor, name)
-    near.attach(far)
-    far.attach(near)
+    there, back = _Pipe(), _Pipe()
+    near = MemoryConnection(*connector, name, back, there)
+    far = MemoryConnection(*acceptor, name, there, back)
     near.start()
+    far.start()
     return near, far
 
 
 class _MemoryListener(Listener):
-    def __init__(self, network: MemoryNetwork, name: str, accept: Accept) -> None:
-        self._network = network
+    def __init__(self, name: str, accept: Accept, forget: Callable[[], object]) -> None:
+        super().__init__(accept)
         self._name = name
-        self.accept = accept
+        self._forget = forget
 
     @property
     def address(self) -> str:
         return f"memory://{self._name}"
 
+    def connect(self, protocol: Protocol, receiver: Receiver) -> Connection:
+        near, far = connect_pair((protocol, receiver), self._accept(), self._name)
+        self._track(far)
+        return near
+
     async def aclose(self) -> None:
-        self._network._listeners.pop(self._name, None)
+        self._forget()
+        self._forget = _nothing
+        self._abort_handshakes()
 
 
 class MemoryNetwork(Transport):
@@ -144,16 +186,21 @@ class MemoryNetwork(Transport):
         self._numbers = count(1)
 
     async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
-        name = address.removeprefix("memory://")
-        listener = self._listeners.get(name)
+        listener = self._listeners.get(_name_in(address))
         if listener is None:
-            raise ConnectionRefusedError(f"nobody listens on {address}")
-        near, _ = connect_pair((protocol, receiver), listener.accept(), name)
-        return near
+            raise ConnectionRefusedError(errno.ECONNREFUSED, f"nobody listens on {address}")
+        return listener.connect(protocol, receiver)
 
     async def listen(self, address: str, accept: Accept) -> Listener:
-        name = address.removeprefix("memory://") or f"worker-{next(self._numbers)}"
+        name = _name_in(address) or f"worker-{next(self._numbers)}"
         if name in self._listeners:
-            raise ConnectionClosedError(f"memory://{name} is taken")
-        listener = self._listeners[name] = _MemoryListener(self, name, accept)
+            raise OSError(errno.EADDRINUSE, f"memory://{name} is taken")
+        listener = self._listeners[name] = _MemoryListener(name, accept, lambda: self._listeners.pop(name))
         return listener
+
+
+def _name_in(address: str) -> str:
+    scheme, separator, name = address.partition("://")
+    if scheme != "memory" or not separator:
+        raise ConfigurationError(f"{address!r} is not an address like memory://name")
+    return name

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import secrets
 import socket
 import stat
 import struct
 import tempfile
+import weakref
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, Self, cast
 from urllib.parse import urlsplit
 
 from arpc.errors import ConfigurationError, HandshakeError, WireError
@@ -25,6 +27,9 @@ _HIGH_WATER: Final = 1 << 20
 _LOW_WATER: Final = 1 << 18
 _SOCKET_BUFFER: Final = 1 << 22
 _MAX_UNIX_PATH: Final = 100
+# A whole group may call at the same moment, and a unix socket whose backlog is full refuses at once
+_BACKLOG: Final = 2048
+_PEER_CREDENTIALS: Final = struct.Struct("iII")
 
 
 class StreamConnection(asyncio.BufferedProtocol, Connection):
@@ -35,6 +40,7 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
     def __init__(self, protocol: Protocol, receiver: Receiver) -> None:
         Connection.__init__(self, protocol, receiver)
         self._address = "?"
+        self._has_eof = False
 
     @property
     def address(self) -> str:
@@ -58,11 +64,12 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - the contract of asyncio
         return self.protocol.get_buffer()
 
-    def buffer_updated(self, nbytes: int) -> None:
-        self._received(nbytes)
+    buffer_updated = Connection._received
 
     def eof_received(self) -> bool:
-        return False  # close our half too
+        self._has_eof = True
+        # Our half closes too, once what was sent before `close` is out
+        return self._is_mute and bool(self._bulk)
 
     def pause_writing(self) -> None:
         self._congested()
@@ -86,6 +93,12 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
 
     def _shut(self) -> None:
         self._transport.close()
+
+    def _end_writing(self) -> None:
+        if self._has_eof or not self._transport.can_write_eof():
+            self._transport.close()
+        else:
+            self._transport.write_eof()
 
     def _abort(self) -> None:
         self._transport.abort()
@@ -113,10 +126,10 @@ def _other_user(sock: socket.socket) -> int | None:
     if sock.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
         return None  # elsewhere the 0700 directory stands guard alone
     try:
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     except OSError:
-        return None  # closed meanwhile
-    _, uid, _ = struct.unpack("3i", credentials)
+        return -1  # who cannot be asked is not trusted
+    _, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
     return None if uid in {os.getuid(), 0} else int(uid)
 
 
@@ -125,10 +138,22 @@ def _bracket(host: str) -> str:
 
 
 class _StreamListener(Listener):
-    def __init__(self, server: asyncio.Server, address: str, path: str | None = None) -> None:
+    def __init__(self, accept: Accept) -> None:
+        super().__init__(accept)
+        self._server: asyncio.AbstractServer
+        self._address = ""
+        self._remove: weakref.finalize[..., Any] | None = None
+
+    def accept(self) -> StreamConnection:
+        return self._track(StreamConnection(*self._accept()))
+
+    def opened(self, server: asyncio.AbstractServer, address: str, path: str | None = None) -> Self:
         self._server = server
         self._address = address
-        self._path = path
+        if path is not None:
+            # also when the process ends and nobody has closed it
+            self._remove = weakref.finalize(self, _remove_socket, path, os.getpid())
+        return self
 
     @property
     def address(self) -> str:
@@ -137,14 +162,15 @@ class _StreamListener(Listener):
     async def aclose(self) -> None:
         # Not wait_closed(): it waits for the connections too, which have owners of their own
         self._server.close()
-        if self._path is not None:
-            with contextlib.suppress(FileNotFoundError):
-                Path(self._path).unlink()
+        if self._remove is not None:
+            self._remove()
+        self._abort_handshakes()
 
 
-def _acceptor(accept: Accept) -> StreamConnection:
-    protocol, receiver = accept()
-    return StreamConnection(protocol, receiver)
+def _remove_socket(path: str, process_id: int) -> None:
+    if os.getpid() == process_id:  # a fork has the object too, but not the socket
+        with contextlib.suppress(OSError):
+            Path(path).unlink()
 
 
 class TcpTransport(Transport):
@@ -159,29 +185,74 @@ class TcpTransport(Transport):
     async def listen(self, address: str, accept: Accept) -> Listener:
         host, port = split_tcp(address)
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: _acceptor(accept), host, port)
+        listener = _StreamListener(accept)
+        server = await loop.create_server(listener.accept, host, port, backlog=_BACKLOG)
         port = server.sockets[0].getsockname()[1]
-        return _StreamListener(server, f"tcp://{_bracket(host)}:{port}")
+        return listener.opened(server, f"tcp://{_bracket(host)}:{port}")
 
 
 class UnixTransport(Transport):
     """``unix:///path``; ``unix://`` alone lets us choose a path in a directory only this user can enter."""
 
     async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
+        path = split_unix(address)
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_unix_connection(
-            lambda: StreamConnection(protocol, receiver), address.removeprefix("unix://")
-        )
+        _, connection = await loop.create_unix_connection(lambda: StreamConnection(protocol, receiver), path)
         return connection
 
     async def listen(self, address: str, accept: Accept) -> Listener:
-        path = address.removeprefix("unix://") or str(socket_directory() / f"{os.getpid()}-{secrets.token_hex(4)}.sock")
-        if len(path) > _MAX_UNIX_PATH:
-            raise ConfigurationError(f"the path of a unix socket may have {_MAX_UNIX_PATH} characters: {path}")
+        if address == "unix://":
+            path = str(socket_directory() / f"{os.getpid()}-{secrets.token_hex(4)}.sock")
+        else:
+            path = split_unix(address)
+        sock = _bind_unix(path)
         loop = asyncio.get_running_loop()
-        server = await loop.create_unix_server(lambda: _acceptor(accept), path)
-        Path(path).chmod(0o600)
-        return _StreamListener(server, f"unix://{path}", path)
+        listener = _StreamListener(accept)
+        try:
+            server = await loop.create_unix_server(listener.accept, sock=sock, backlog=_BACKLOG)
+        except BaseException:
+            sock.close()
+            _remove_socket(path, os.getpid())
+            raise
+        return listener.opened(server, f"unix://{path}", path)
+
+
+def _bind_unix(path: str) -> socket.socket:
+    """A socket at that path which only this user can connect to. One that a dead process left there makes way."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        try:
+            sock.bind(path)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or not _is_abandoned(path):
+                raise OSError(error.errno, f"cannot listen on unix://{path}: {error.strerror}") from error
+            Path(path).unlink(missing_ok=True)
+            sock.bind(path)
+        Path(path).chmod(0o600)  # before anybody can connect, which listening is needed for
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _is_abandoned(path: str) -> bool:
+    """Whether there is a socket at that path and nobody listens on it. Asyncio would take it away from one who does."""
+    if not stat.S_ISSOCK(Path(path).lstat().st_mode):
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(path) == errno.ECONNREFUSED
+
+
+def split_unix(address: str) -> str:
+    """The path of ``unix:///path``."""
+    scheme, _, path = address.partition("://")
+    if scheme != "unix" or not path.startswith("/") or "\0" in path:
+        raise ConfigurationError(f"{address!r} is not an address like unix:///path")
+    if len(os.fsencode(path)) > _MAX_UNIX_PATH:
+        raise ConfigurationError(f"the path of a unix socket may have {_MAX_UNIX_PATH} bytes: {path}")
+    return path
 
 
 def split_tcp(address: str) -> tuple[str, int]:

@@ -7,38 +7,55 @@
     | length | type| flags| n_buffers |   id   | arg | timeout_ms  | meta_size | table_size |  header, little endian
     +--------+-----+------+-----------+--------+-----+-------------+-----------+------------+
     | n_buffers sizes of 8 bytes | meta | table | payload | padding | inline tensors        |  body, `length` bytes
-    +-------------------------------------------------------------------------------------+
+    +---------------------------------------------------------------------------------------+
 
-``meta`` is msgpack (what interceptors add), ``table`` is msgpack (how to rebuild the tensors, see `wire.tensors`), ``payload``
-a pickle. Small tensors lie at the end of the body, aligned, and are used where they lie.
+``meta`` is msgpack (what interceptors add), ``table`` is msgpack (how to rebuild the tensors, see `wire.table`),
+``payload`` is a pickle. Small tensors lie at the end of the body, aligned, and are used where they lie.
 
 Large tensors are not in the frame. Their sizes are, and their bytes follow in ``DATA`` frames of at most `CHUNK_BYTES`,
-so that a small message never waits for more than one chunk of a large one. The n-th frame of a direction that has buffers
-owns the ``DATA`` frames whose ``id`` is n.
+so that a small message never waits for more than one chunk of a large one. The n-th frame of a direction that has
+buffers, counted from 0, owns the ``DATA`` frames whose ``id`` is n.
 """
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from struct import Struct
 from typing import Final, NamedTuple
 
-from arpc.errors import ProtocolError
+from arpc.errors import ProtocolError, SerializationError
 
-__all__ = ["ALIGNMENT", "CHUNK_BYTES", "HEADER", "HEADER_BYTES", "Header", "Limits", "frame"]
+__all__ = [
+    "ALIGNMENT",
+    "CHUNK_BYTES",
+    "HEADER",
+    "HEADER_BYTES",
+    "MAX_BODY_BYTES",
+    "MAX_BUFFERS",
+    "MAX_TIMEOUT_MS",
+    "Header",
+    "Limits",
+    "buffer_sizes_of",
+    "check",
+    "frame",
+]
 
 HEADER: Final = Struct("<IBBHQIIII")
 HEADER_BYTES: Final = HEADER.size
-SIZE: Final = Struct("<Q")
 ALIGNMENT: Final = 16
 CHUNK_BYTES: Final = 1 << 20
+MAX_BODY_BYTES: Final = (1 << 32) - 1
 MAX_BUFFERS: Final = (1 << 16) - 1
 MAX_TIMEOUT_MS: Final = (1 << 32) - 1
 
 _pack_header = HEADER.pack
-_PADDING = tuple(bytes(n) for n in range(ALIGNMENT))
+_PADDING: Final = tuple(bytes(n) for n in range(ALIGNMENT))
 
 
 class Header(NamedTuple):
+    """The fields of `HEADER`, in their order."""
+
     length: int
     type: int
     flags: int
@@ -51,7 +68,7 @@ class Header(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What is accepted from a peer."""
+    """What is accepted from a peer: the body of one frame, and all the large tensors of one message together."""
 
     body_bytes: int
     message_bytes: int
@@ -65,6 +82,17 @@ def check(header: Header, limits: Limits) -> None:
         raise ProtocolError("the parts of a frame are longer than the frame")
 
 
+def buffer_sizes_of(body: bytearray, n_buffers: int, limits: Limits) -> tuple[int, ...]:
+    """The sizes of the large tensors that follow a frame. Raises `ProtocolError` if they cannot be."""
+    sizes = struct.unpack_from(f"<{n_buffers}Q", body)
+    total = sum(sizes)
+    if total > limits.message_bytes:
+        raise ProtocolError(f"a message of {total} bytes is over the limit of {limits.message_bytes}")
+    if 0 in sizes:
+        raise ProtocolError("an empty buffer was announced")
+    return sizes
+
+
 def frame(
     type_: int,
     flags: int,
@@ -75,14 +103,31 @@ def frame(
     meta: bytes = b"",
     table: bytes = b"",
     inline: bytes = b"",
-    buffer_sizes: tuple[int, ...] = (),
+    buffer_sizes: Sequence[int] = (),
 ) -> bytes:
-    """One frame, up to and with its inline tensors. What belongs to ``buffer_sizes`` follows in DATA frames."""
-    if not (table or meta):
-        return _pack_header(len(payload), type_, flags, 0, id_, arg, timeout_ms, 0, 0) + payload
-    sizes = b"".join(map(SIZE.pack, buffer_sizes))
-    length = len(sizes) + len(meta) + len(table) + len(payload)
-    padding = _PADDING[-length % ALIGNMENT] if inline else b""
-    length += len(padding) + len(inline)
-    header = _pack_header(length, type_, flags, len(buffer_sizes), id_, arg, timeout_ms, len(meta), len(table))
-    return b"".join((header, sizes, meta, table, payload, padding, inline))
+    """One frame, up to and with its inline tensors. What belongs to ``buffer_sizes`` follows in DATA frames.
+
+    Raises `SerializationError` if it would be larger than a frame can be.
+    """
+    length = len(payload)
+    try:
+        if not (table or meta):
+            return _pack_header(length, type_, flags, 0, id_, arg, timeout_ms, 0, 0) + payload
+        n_buffers = len(buffer_sizes)
+        meta_size = len(meta)
+        table_size = len(table)
+        length += 8 * n_buffers + meta_size + table_size
+        sizes = struct.pack(f"<{n_buffers}Q", *buffer_sizes) if n_buffers else b""
+        padding = b""
+        if inline:
+            padding = _PADDING[-length % ALIGNMENT]
+            length += len(padding) + len(inline)
+        header = _pack_header(length, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, table_size)
+        return b"".join((header, sizes, meta, table, payload, padding, inline))
+    except struct.error:
+        if length <= MAX_BODY_BYTES:
+            raise
+        raise SerializationError(
+            f"a message of {length} bytes, its large tensors not counted, is over the limit of {MAX_BODY_BYTES}: "
+            f"send tensors or numpy arrays instead of large objects, or send it in parts"
+        ) from None

@@ -6,32 +6,39 @@
         HELLO      identity, nonce     ->
                                        <-    CHALLENGE  identity, nonce, proof
         PROOF      proof               ->
-                                       <-    WELCOME, or REFUSE with a reason (at any time)
+                                       <-    WELCOME
+        either: REFUSE with a reason, instead of its next message
 
-A proof is an HMAC-SHA256 under the cluster secret over both identities, both nonces, the versions and the role of the prover. So it
-cannot be replayed (nonces), reflected (role), moved to another worker (identity) or used to talk both sides down to an older
-version. Without a secret proofs are empty. Nothing is unpickled here: bodies are msgpack of a known shape.
+A proof is an HMAC-SHA256 under the cluster secret over both identities, both nonces, the versions and the role of the
+prover. So it cannot be replayed (nonces), reflected (role), moved to another worker (identity) or used to talk both
+sides down to an older version. What is proven are the very bytes that were said, so that a field which one side does
+not know counts too. Without a secret proofs are empty.
+
+Nothing is unpickled here: bodies are msgpack of a known shape and a limited size.
 """
 
 from __future__ import annotations
 
 import hmac
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
-from typing import Final, TypeVar
+from typing import Annotated, ClassVar, Final, TypeVar
 
 import msgspec
+from msgspec import Meta, Raw
 
-from arpc.errors import AuthenticationError, HandshakeError, ProtocolError
+from arpc.errors import AuthenticationError, ConfigurationError, HandshakeError, ProtocolError
 from arpc.wire.frames import frame
 from arpc.wire.messages import Message, MessageType, Refusal
 
-__all__ = ["MAX_HANDSHAKE_BYTES", "PROTOCOL_VERSION", "Handshake", "Identity", "Refused", "Role"]
+__all__ = ["MAX_HANDSHAKE_BYTES", "OLDEST_VERSION", "PROTOCOL_VERSION", "Handshake", "Identity", "Refused", "Role"]
 
 PROTOCOL_VERSION: Final = 1
 OLDEST_VERSION: Final = 1
 MAX_HANDSHAKE_BYTES: Final = 4096
+_MAX_IDENTITY_BYTES: Final = 2048
+_MAX_REASON_BYTES: Final = 1024
 _MAGIC: Final = "arpc"
 _NONCE_BYTES: Final = 32
 
@@ -40,6 +47,8 @@ _T = TypeVar("_T")
 
 
 class Role(Enum):
+    """Which end of a connection a worker is. The names are part of what is proven."""
+
     CONNECTOR = auto()
     ACCEPTOR = auto()
 
@@ -48,14 +57,14 @@ class Identity(msgspec.Struct, frozen=True):
     """Who a worker says it is. ``incarnation`` tells a restarted worker from the one that had its name before."""
 
     name: str
-    id: int
+    id: Annotated[int, Meta(ge=0, lt=1 << 16)]
     incarnation: int
     main: str = ""
     """A hash of the script it runs: equal ones share the functions of ``__main__``."""
     features: tuple[str, ...] = ()
 
 
-class Refused(HandshakeError):
+class Refused(HandshakeError):  # noqa: N818 - what happened, on either side
     """A connection that was refused, with the reason that travels."""
 
     def __init__(self, kind: Refusal, reason: str) -> None:
@@ -66,12 +75,12 @@ class Refused(HandshakeError):
 class _Hello(msgspec.Struct, array_like=True):
     magic: str
     oldest_version: int
-    identity: Identity
+    identity: Raw
     nonce: bytes
 
 
 class _Challenge(msgspec.Struct, array_like=True):
-    identity: Identity
+    identity: Raw
     nonce: bytes
     proof: bytes
 
@@ -86,21 +95,10 @@ class _State(Enum):
     FAILED = auto()
 
 
-def _decode(message: Message, shape: type[_T]) -> _T:
-    try:
-        return msgspec.msgpack.decode(message.body, type=shape)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"a malformed {message.type.name}: {error}") from error
-
-
-def _frame(type_: MessageType, body: bytes = b"", arg: int = 0) -> bytes:
-    return frame(type_, 0, 0, arg, 0, body)
-
-
 class Handshake:
     """One side of the handshake. `start` and `receive` return bytes to send; `peer` is set once it is done.
 
-    ``admit`` is asked about a peer that has proven itself and raises `Refused` if it may not come in.
+    ``admit`` is asked about a peer that has proven itself, and raises `Refused` if it may not come in.
     """
 
     def __init__(
@@ -114,12 +112,21 @@ class Handshake:
         self.peer: Identity | None = None
         self.version = PROTOCOL_VERSION
         self._me = me
+        self._my_bytes = _encode(me)
+        if len(self._my_bytes) > _MAX_IDENTITY_BYTES:
+            raise ConfigurationError(
+                f"the name and features of worker {me.name[:50]!r} take {len(self._my_bytes)} bytes; "
+                f"{_MAX_IDENTITY_BYTES} are allowed"
+            )
+        self._my_nonce = secrets.token_bytes(_NONCE_BYTES)
         self._secret = secret
         self._admit = admit
-        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        # what the peer said of itself: not to be believed before it is proven
+        self._claimed: Identity | None = None
+        self._their_bytes = b""
         self._their_nonce = b""
-        self._their_identity: Identity | None = None
-        self._their_versions = (PROTOCOL_VERSION, OLDEST_VERSION)
+        self._offered = (PROTOCOL_VERSION, OLDEST_VERSION)
+        self._refused_by_peer = False
         self._state = _State.AWAIT_HELLO if role is Role.ACCEPTOR else _State.START
 
     @property
@@ -128,128 +135,144 @@ class Handshake:
 
     def start(self) -> bytes:
         """What the connector says first."""
+        if self._state is not _State.START:
+            raise ProtocolError(f"a handshake that is at {self._state.name} cannot start")
         self._state = _State.AWAIT_CHALLENGE
-        body = _encode(_Hello(_MAGIC, OLDEST_VERSION, self._me, self._nonce))
+        body = _encode(_Hello(_MAGIC, OLDEST_VERSION, Raw(self._my_bytes), self._my_nonce))
         return _frame(MessageType.HELLO, body, PROTOCOL_VERSION)
 
     def receive(self, message: Message) -> bytes:
-        """Take the peer's next message. Raises `HandshakeError` (say `refusal` to the peer, then close)."""
-        step = _STEPS.get((self._state, message.type))
-        if step is None:
-            state, self._state = self._state, _State.FAILED
-            raise ProtocolError(f"{message.type.name} is out of place in a handshake that is at {state.name}")
-        try:
-            return step(self, message)
-        except BaseException:
-            self._state = _State.FAILED
-            raise
+        """Take the peer's next message.
 
-    @staticmethod
-    def refusal(error: HandshakeError) -> bytes:
-        """The message that tells the peer why it was refused."""
+        Raises `HandshakeError` (send what `farewell` says, then close) or `ProtocolError` (close).
+        """
+        state, self._state = self._state, _State.FAILED  # unless the step comes to its end
+        step = self._STEPS.get((state, message.type))
+        if step is None:
+            raise ProtocolError(f"{message.type.name} is out of place in a handshake that is at {state.name}")
+        if message.table_end:
+            raise ProtocolError(f"a {message.type.name} with parts it cannot have")
+        return step(self, message)
+
+    def farewell(self, error: HandshakeError) -> bytes:
+        """What to tell a peer that is refused because of this error; nothing if the peer was first to refuse."""
+        if self._refused_by_peer:
+            return b""
         if isinstance(error, Refused):
-            return _frame(MessageType.REFUSE, str(error).encode()[:1024], error.kind)
+            return _frame(MessageType.REFUSE, str(error).encode()[:_MAX_REASON_BYTES], error.kind)
+        # why exactly is for our log, not for a stranger
         return _frame(MessageType.REFUSE, b"authentication failed", Refusal.AUTHENTICATION)
 
     # -- steps
 
     def _on_hello(self, message: Message) -> bytes:
-        hello = _decode(message, _Hello)
-        if hello.magic != _MAGIC or len(hello.nonce) != _NONCE_BYTES:
+        hello = _decode(message.body, _Hello, message)
+        if hello.magic != _MAGIC:
             raise ProtocolError("not an arpc handshake")
-        newest = message.arg
-        self._their_versions = (newest, hello.oldest_version)
+        claimed = self._hear(message, hello.identity, hello.nonce)
+        newest, oldest = self._offered = (message.arg, hello.oldest_version)
         self.version = min(newest, PROTOCOL_VERSION)
-        if self.version < max(hello.oldest_version, OLDEST_VERSION):
+        if self.version < max(oldest, OLDEST_VERSION):
             raise Refused(
                 Refusal.VERSION,
-                f"no common protocol version: {self._me.name} speaks {OLDEST_VERSION} to {PROTOCOL_VERSION}, "
-                f"{hello.identity.name} {hello.oldest_version} to {newest}",
+                f"no common protocol version: worker {self._me.name!r} speaks {OLDEST_VERSION} to {PROTOCOL_VERSION}, "
+                f"worker {claimed.name!r} speaks {oldest} to {newest}",
             )
-        self._their_identity = hello.identity
-        self._their_nonce = hello.nonce
         self._state = _State.AWAIT_PROOF
-        proof = self._proof(Role.ACCEPTOR)
-        return _frame(MessageType.CHALLENGE, _encode(_Challenge(self._me, self._nonce, proof)), self.version)
+        body = _encode(_Challenge(Raw(self._my_bytes), self._my_nonce, self._proof_of(Role.ACCEPTOR)))
+        return _frame(MessageType.CHALLENGE, body, self.version)
 
     def _on_challenge(self, message: Message) -> bytes:
-        challenge = _decode(message, _Challenge)
-        if len(challenge.nonce) != _NONCE_BYTES:
-            raise ProtocolError("not an arpc handshake")
+        challenge = _decode(message.body, _Challenge, message)
+        claimed = self._hear(message, challenge.identity, challenge.nonce)
         self.version = message.arg
         if not OLDEST_VERSION <= self.version <= PROTOCOL_VERSION:
             raise Refused(Refusal.VERSION, f"the peer chose protocol version {self.version}, which was not offered")
-        self._their_identity = challenge.identity
-        self._their_nonce = challenge.nonce
-        self._verify(Role.ACCEPTOR, challenge.proof)
-        self._admit(challenge.identity)
+        self._verify(Role.ACCEPTOR, claimed, challenge.proof)
+        self._admit(claimed)
         self._state = _State.AWAIT_WELCOME
-        return _frame(MessageType.PROOF, self._proof(Role.CONNECTOR))
+        return _frame(MessageType.PROOF, self._proof_of(Role.CONNECTOR))
 
     def _on_proof(self, message: Message) -> bytes:
-        self._verify(Role.CONNECTOR, bytes(message.body))
-        assert self._their_identity is not None
-        self._admit(self._their_identity)
-        self._finish()
+        claimed = self._claimed
+        assert claimed is not None
+        self._verify(Role.CONNECTOR, claimed, bytes(message.body))
+        self._admit(claimed)
+        self.peer = claimed
+        self._state = _State.DONE
         return _frame(MessageType.WELCOME)
 
     def _on_welcome(self, _: Message) -> bytes:
-        self._finish()
+        self.peer = self._claimed
+        self._state = _State.DONE
         return b""
 
     def _on_refuse(self, message: Message) -> bytes:
-        reason = bytes(message.body).decode(errors="replace")
+        self._refused_by_peer = True
+        text = bytes(message.body[:_MAX_REASON_BYTES]).decode(errors="replace")
+        # a stranger's words end up in our log
+        reason = "".join(character if character.isprintable() else "?" for character in text)
+        if message.arg == Refusal.AUTHENTICATION:
+            raise AuthenticationError(f"the peer refused the connection: {reason}")
         try:
             kind = Refusal(message.arg)
         except ValueError:
-            raise ProtocolError(f"refused for an unknown reason {message.arg}: {reason}") from None
-        if kind is Refusal.AUTHENTICATION:
-            raise AuthenticationError(f"the peer refused the connection: {reason}")
+            raise HandshakeError(f"the peer refused the connection for reason {message.arg}: {reason}") from None
         raise Refused(kind, reason)
 
-    def _finish(self) -> None:
-        self.peer = self._their_identity
-        self._state = _State.DONE
+    def _hear(self, message: Message, identity: Raw, nonce: bytes) -> Identity:
+        """Note what the peer says of itself."""
+        if len(nonce) != _NONCE_BYTES:
+            raise ProtocolError(f"a {message.type.name} with a nonce of {len(nonce)} bytes")
+        self._their_bytes = bytes(identity)
+        self._their_nonce = nonce
+        self._claimed = _decode(self._their_bytes, Identity, message)
+        return self._claimed
 
     # -- proofs
 
-    def _proof(self, prover: Role) -> bytes:
+    def _proof_of(self, prover: Role) -> bytes:
         if self._secret is None:
             return b""
-        mine = (_encode(self._me), self._nonce)
-        theirs = (_encode(self._their_identity), self._their_nonce)
-        versions = (PROTOCOL_VERSION, OLDEST_VERSION)
-        if self.role is Role.CONNECTOR:
-            connector, acceptor, offered = mine, theirs, versions
-        else:
-            connector, acceptor, offered = theirs, mine, self._their_versions
-        transcript = _encode((_MAGIC, prover.name, self.version, offered, connector, acceptor))
+        mine, theirs = (self._my_bytes, self._my_nonce), (self._their_bytes, self._their_nonce)
+        connector, acceptor = (mine, theirs) if self.role is Role.CONNECTOR else (theirs, mine)
+        transcript = _encode((_MAGIC, prover.name, self.version, self._offered, connector, acceptor))
         return hmac.digest(self._secret, transcript, "sha256")
 
-    def _verify(self, prover: Role, proof: bytes) -> None:
-        name = self._their_identity.name if self._their_identity else "?"
+    def _verify(self, prover: Role, claimed: Identity, proof: bytes) -> None:
+        them, me = claimed.name, self._me.name
         if self._secret is None:
             if proof:
                 raise AuthenticationError(
-                    f"worker {name!r} uses a cluster secret and {self._me.name!r} has none: "
-                    f"set the same ARPC_SECRET for both"
+                    f"worker {them!r} uses a cluster secret and {me!r} has none: set the same ARPC_SECRET for both"
                 )
             return
         if not proof:
             raise AuthenticationError(
-                f"worker {name!r} has no cluster secret and {self._me.name!r} asks for it: "
-                f"set the same ARPC_SECRET for both"
+                f"worker {them!r} has no cluster secret and {me!r} asks for it: set the same ARPC_SECRET for both"
             )
-        if not hmac.compare_digest(proof, self._proof(prover)):
-            raise AuthenticationError(f"worker {name!r} has another cluster secret than {self._me.name!r}")
+        if not hmac.compare_digest(proof, self._proof_of(prover)):
+            raise AuthenticationError(
+                f"worker {them!r} has another cluster secret than {me!r}: set the same ARPC_SECRET for both"
+            )
+
+    _STEPS: ClassVar[Mapping[tuple[_State, MessageType], Callable[[Handshake, Message], bytes]]] = {
+        (_State.AWAIT_HELLO, MessageType.HELLO): _on_hello,
+        (_State.AWAIT_CHALLENGE, MessageType.CHALLENGE): _on_challenge,
+        (_State.AWAIT_CHALLENGE, MessageType.REFUSE): _on_refuse,
+        (_State.AWAIT_PROOF, MessageType.PROOF): _on_proof,
+        (_State.AWAIT_PROOF, MessageType.REFUSE): _on_refuse,
+        (_State.AWAIT_WELCOME, MessageType.WELCOME): _on_welcome,
+        (_State.AWAIT_WELCOME, MessageType.REFUSE): _on_refuse,
+    }
 
 
-_STEPS: Final[dict[tuple[_State, MessageType], Callable[[Handshake, Message], bytes]]] = {
-    (_State.AWAIT_HELLO, MessageType.HELLO): Handshake._on_hello,
-    (_State.AWAIT_CHALLENGE, MessageType.CHALLENGE): Handshake._on_challenge,
-    (_State.AWAIT_CHALLENGE, MessageType.REFUSE): Handshake._on_refuse,
-    (_State.AWAIT_PROOF, MessageType.PROOF): Handshake._on_proof,
-    (_State.AWAIT_PROOF, MessageType.REFUSE): Handshake._on_refuse,
-    (_State.AWAIT_WELCOME, MessageType.WELCOME): Handshake._on_welcome,
-    (_State.AWAIT_WELCOME, MessageType.REFUSE): Handshake._on_refuse,
-}
+def _decode(data: bytes | bytearray, shape: type[_T], message: Message) -> _T:
+    try:
+        return msgspec.msgpack.decode(data, type=shape)
+    except (ValueError, RecursionError) as error:  # msgspec's own errors, and what bad text or deep nesting raise
+        raise ProtocolError(f"a malformed {message.type.name}: {error}") from error
+
+
+def _frame(type_: MessageType, body: bytes = b"", arg: int = 0) -> bytes:
+    return frame(type_, 0, 0, arg, 0, body)

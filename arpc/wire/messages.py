@@ -1,36 +1,43 @@
 """What two workers say to each other: `MessageType`, and one small class per message.
 
-All messages share one shape, so that reading a frame is one call of a class: an ``id`` (of the call, the stream or the ping),
-one number ``arg`` and the packed content. Each class says what it means by them.
+All messages share one shape, so that reading a frame is one call of a class: an ``id`` (of the call, the stream or the
+ping), one number ``arg`` and the packed content. Each class says what it means by them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from types import MappingProxyType
 from typing import ClassVar, Final
 
 import msgspec
 
 __all__ = [
     "MESSAGE_CLASSES",
+    "WINDOW",
     "Cancel",
     "Challenge",
     "Credit",
     "Data",
     "DropData",
     "Failure",
+    "FailureKind",
     "Function",
     "Goodbye",
     "Hello",
     "Item",
+    "ItemFlag",
     "Message",
     "MessageType",
     "Ping",
     "Pong",
     "Proof",
+    "Refusal",
     "Refuse",
     "Reply",
     "Request",
+    "RequestFlag",
     "Welcome",
 ]
 
@@ -57,8 +64,13 @@ class MessageType(IntEnum):
     CREDIT = 25
 
 
+# Nothing that a message refers to can refer back to it, so the garbage collector need not follow them: many may wait.
 class Message(msgspec.Struct, gc=False):
-    """The common shape; see the class docstrings for what ``id`` and ``arg`` mean."""
+    """The common shape; see the class docstrings for what ``id`` and ``arg`` mean.
+
+    ``body`` is what follows the header: meta data from ``meta_start``, the tensor table from ``meta_end``, the payload
+    from ``table_end`` on. With neither meta data nor tensors all three are 0. ``buffers`` holds the large tensors.
+    """
 
     type: ClassVar[MessageType]
 
@@ -70,15 +82,25 @@ class Message(msgspec.Struct, gc=False):
     table_end: int
     meta_start: int
     body: bytearray
-    buffers: list[memoryview]
+    buffers: Sequence[memoryview]
 
     @property
     def meta(self) -> memoryview:
+        """What interceptors of the peer added, packed."""
         return memoryview(self.body)[self.meta_start : self.meta_end]
 
     @property
+    def table(self) -> memoryview:
+        """How to rebuild the tensors, packed; see `wire.table`."""
+        return memoryview(self.body)[self.meta_end : self.table_end]
+
+    @property
     def size_bytes(self) -> int:
-        return len(self.body) + sum(buffer.nbytes for buffer in self.buffers)
+        """Memory it holds."""
+        size = len(self.body)
+        for buffer in self.buffers:
+            size += buffer.nbytes
+        return size
 
 
 # -- handshake: the body is msgpack, see wire.handshake
@@ -169,7 +191,10 @@ class Reply(Message):
 
 
 class Failure(Message):
-    """Call ``id`` raised what is in the payload; ``arg`` is a `FailureKind`."""
+    """Call ``id`` raised what is in the payload; ``flags`` is a `FailureKind`.
+
+    ``arg``: how many items a stream had before.
+    """
 
     type = MessageType.FAILURE
 
@@ -181,7 +206,10 @@ class Cancel(Message):
 
 
 class Item(Message):
-    """The next item of stream ``id``."""
+    """An item of stream ``id``.
+
+    ``arg``: its place, counted from 0, because one with large tensors is overtaken by others.
+    """
 
     type = MessageType.ITEM
 
@@ -198,7 +226,18 @@ class RequestFlag:
     KWARGS: Final = 1
     """The payload is (args, kwargs) and not args alone."""
     STREAM: Final = 2
-    """The function is a generator: answer with items. The initial credit is in the meta of the request."""
+    """The caller iterates: answer with items, at first as many as the meta says under `WINDOW`, more as `Credit` comes."""
+
+
+class ItemFlag:
+    """Bits of ``flags`` in an `Item`."""
+
+    LAST: Final = 1
+    """Not an item: the stream has ended, after ``arg`` of them."""
+
+
+WINDOW: Final = "window"
+"""Where the meta of a request says how many items of a stream may be sent at first. Not the name of an interceptor."""
 
 
 class FailureKind(IntEnum):
@@ -222,5 +261,7 @@ class Refusal(IntEnum):
     CLOSING = 6
 
 
-MESSAGE_CLASSES: Final[dict[int, type[Message]]] = {int(cls.type): cls for cls in Message.__subclasses__()}
-"""Type byte to class. A feature adds its own classes here when it is composed into a runtime."""
+MESSAGE_CLASSES: Final[Mapping[int, type[Message]]] = MappingProxyType(
+    {int(cls.type): cls for cls in Message.__subclasses__()}
+)
+"""Type byte to class: every message there is. What a feature of the runtime says has its class in this file too."""

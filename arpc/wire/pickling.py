@@ -63,7 +63,12 @@ def _fill_subclass(cls: type[Tensor], tensor: Tensor, requires_grad: bool, state
 
 
 def _fill_wrapper(
-    cls: Any, inner: dict[str, Tensor], context: Any, size: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool
+    cls: Any,
+    inner: dict[str, Tensor],
+    context: Any,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
 ) -> Tensor:
     made = cast("Tensor", cls.__tensor_unflatten__(inner, context, torch.Size(size), stride))
     return made.requires_grad_() if requires_grad and made.grad_fn is None else made

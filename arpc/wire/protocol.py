@@ -1,7 +1,8 @@
 """One connection as a state machine: bytes in, messages out.
 
-The transport asks `get_buffer` where to put the next bytes, reads into it, and calls `receive` with their number. So the bytes of a
-large tensor land in their final memory, while small frames are gathered in a buffer that is used again and again.
+The transport asks `Protocol.get_buffer` where to put the next bytes, reads into it, and calls `Protocol.receive` with
+their number. So the bytes of a large tensor land in their final memory, while small frames are gathered in a buffer that
+is used again and again.
 """
 
 from __future__ import annotations
@@ -12,27 +13,30 @@ from typing import Final
 
 from arpc.errors import ConnectionClosedError, HandshakeError, ProtocolError
 from arpc.wire import frames
-from arpc.wire.frames import HEADER, HEADER_BYTES, SIZE, Limits, frame
+from arpc.wire.frames import HEADER, HEADER_BYTES, Header, Limits, frame
 from arpc.wire.handshake import MAX_HANDSHAKE_BYTES, Handshake, Identity, Role
 from arpc.wire.messages import MESSAGE_CLASSES, Message, MessageType
-from arpc.wire.tensors import allocate as allocate_memory
+from arpc.wire.memory import allocate as allocate_memory
 
 __all__ = ["Protocol", "State"]
 
 RECEIVE_BYTES: Final = 256 * 1024
-_unpack_header = HEADER.unpack_from
+_HANDSHAKE_LIMITS: Final = Limits(MAX_HANDSHAKE_BYTES, 0)
+_MAX_GOODBYE_BYTES: Final = 1024
 _DATA: Final = int(MessageType.DATA)
 _DROP_DATA: Final = int(MessageType.DROP_DATA)
 _PING: Final = int(MessageType.PING)
 _PONG: Final = int(MessageType.PONG)
 _GOODBYE: Final = int(MessageType.GOODBYE)
 _FIRST_OF_CALLS: Final = int(MessageType.FUNCTION)
-_NO_BUFFERS: Final[list[memoryview]] = []
-_HANDSHAKE_LIMITS: Final = Limits(MAX_HANDSHAKE_BYTES, MAX_HANDSHAKE_BYTES)
-_CLASSES: Final = MESSAGE_CLASSES
+_CLASSES: Final = tuple(MESSAGE_CLASSES.get(type_) for type_ in range(256))
+_NO_BUFFERS: Final[tuple[memoryview, ...]] = ()
+_unpack_header = HEADER.unpack_from
 
 
 class State(Enum):
+    """Where a connection is in its life."""
+
     HANDSHAKE = auto()
     OPEN = auto()
     CLOSING = auto()
@@ -51,19 +55,37 @@ _TRANSITIONS: Final = {
 class _Assembly:
     """A message that waits for its large tensors."""
 
-    __slots__ = ("buffers", "index", "message", "position")
+    __slots__ = ("buffers", "id", "message", "position", "sizes")
 
-    def __init__(self, message: Message) -> None:
+    def __init__(self, id_: int, message: Message, sizes: tuple[int, ...]) -> None:
+        self.id = id_
         self.message = message
-        self.buffers = message.buffers
-        self.index = 0
+        self.sizes = sizes
+        self.buffers: list[memoryview] = []
+        # in the last of the buffers; they are allocated as their turn comes
         self.position = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.buffers) == len(self.sizes) and self.position == self.sizes[-1]
+
+    def next_chunk(self, size_bytes: int, allocate: Callable[[int], memoryview]) -> memoryview:
+        """Where the next bytes go."""
+        buffers = self.buffers
+        if not buffers or self.position == self.sizes[len(buffers) - 1]:
+            buffers.append(_allocated(allocate, self.sizes[len(buffers)]))
+            self.position = 0
+        start = self.position
+        self.position = stop = start + size_bytes
+        if stop > self.sizes[len(buffers) - 1]:
+            raise ProtocolError("more DATA than was announced")
+        return buffers[-1][start:stop]
 
 
 class Protocol:
     """The receiving half of a connection, and its handshake.
 
-    Any error leaves it CLOSED; nothing a peer sends can do more than that.
+    Any error leaves it CLOSED; nothing a peer sends can do more than that. What comes after the end is ignored.
     """
 
     def __init__(
@@ -77,20 +99,19 @@ class Protocol:
         self._open_limits = limits
         self._limits = _HANDSHAKE_LIMITS
         self._allocate = allocate
-        self._buffer = bytearray(RECEIVE_BYTES)
+        # A stranger is worth just the memory of a handshake; see `_open`
+        self._buffer = bytearray(HEADER_BYTES + MAX_HANDSHAKE_BYTES)
         self._view = memoryview(self._buffer)
-        self._start = 0
         self._end = 0
-        # Where the next bytes go instead of the buffer, and what to do when it is full
+        # Where the next bytes go instead of the buffer: the rest of a large body, or of a chunk for a tensor
         self._target: memoryview | None = None
-        self._target_done: Callable[[list[Message]], None] = self._nothing
-        self._pending_header: tuple[int, ...] = ()
-        self._pending_body = bytearray()
+        self._large_frame: tuple[Header, bytearray] | None = None
+        self._chunk_of: _Assembly | None = None
         self._assemblies: dict[int, _Assembly] = {}
         self._assembly_count = 0
-        self._output: list[bytes] = []
+        self.output: list[bytes] = []
         if handshake.role is Role.CONNECTOR:
-            self._output.append(handshake.start())
+            self.output.append(handshake.start())
 
     @property
     def peer(self) -> Identity | None:
@@ -99,51 +120,54 @@ class Protocol:
 
     def take_output(self) -> bytes:
         """What the protocol itself wants to send: its part of the handshake, answers to pings."""
-        if not self._output:
+        if not self.output:
             return b""
-        data = b"".join(self._output)
-        self._output.clear()
+        data = b"".join(self.output)
+        self.output.clear()
         return data
 
     def say_goodbye(self, reason: str) -> bytes:
-        """The last message of a connection that is closed on purpose."""
+        """The last message of a connection that is closed on purpose; nothing if it is not open."""
         if self.state is not State.OPEN:
             return b""
         self._set_state(State.CLOSING)
-        return frame(_GOODBYE, 0, 0, 0, 0, reason.encode()[:1024])
+        return frame(_GOODBYE, 0, 0, 0, 0, reason.encode()[:_MAX_GOODBYE_BYTES])
 
     def close(self) -> None:
+        """Forget what has not arrived in full. May be called at any time, and again."""
         self._set_state(State.CLOSED)
         self._assemblies.clear()
         self._target = None
+        self._large_frame = None
+        self._chunk_of = None
+        self._end = 0
 
     def get_buffer(self) -> memoryview:
-        """Where the next bytes of the peer belong. Never empty."""
+        """Where the next bytes of the peer belong. Never empty; good until the next `receive`."""
         if self._target is not None:
             return self._target
-        if self._end == RECEIVE_BYTES:
-            self._compact()
-        return self._view[self._end :]
+        return self._view[self._end :] if self._end else self._view
 
     def receive(self, size_bytes: int) -> list[Message]:
         """Take bytes that were put where `get_buffer` said. Returns the messages they complete.
 
-        Raises `ProtocolError` or `HandshakeError`; after that the connection is closed (`take_output` may hold a farewell).
+        Raises `ProtocolError` or `HandshakeError`; after that the connection is closed (`take_output` may hold a
+        farewell).
         """
+        messages: list[Message] = []
+        if self.state is State.CLOSED:
+            return messages
         try:
-            messages: list[Message] = []
             target = self._target
-            if target is not None:
-                if size_bytes < target.nbytes:
-                    self._target = target[size_bytes:]
-                    return messages
+            if target is None:
+                self._parse(self._end + size_bytes, messages)
+            elif size_bytes < target.nbytes:
+                self._target = target[size_bytes:]
+            else:
                 self._target = None
-                self._target_done(messages)
-                return messages
-            self._end += size_bytes
-            self._parse(messages)
+                self._finish_target(messages)
         except HandshakeError as error:
-            self._output.append(Handshake.refusal(error))
+            self._answer(self._handshake.farewell(error))
             self.close()
             raise
         except BaseException:
@@ -153,95 +177,86 @@ class Protocol:
 
     # -- frames
 
-    def _parse(self, messages: list[Message]) -> None:
+    def _parse(self, end: int, messages: list[Message]) -> None:
+        """Take the frames that are complete in the buffer, and move the rest to its start."""
         buffer = self._buffer
-        start = self._start
-        end = self._end
         limit = self._limits.body_bytes
         is_open = self.state is not State.HANDSHAKE
-        while end - start >= HEADER_BYTES:
+        start = 0
+        while (body_start := start + HEADER_BYTES) <= end:
             header = _unpack_header(buffer, start)
             length, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, table_size = header
             meta_start = 8 * n_buffers
             meta_end = meta_start + meta_size
             table_end = meta_end + table_size
             if length > limit or table_end > length:
-                frames.check(frames.Header(*header), self._limits)
-            body_start = start + HEADER_BYTES
+                frames.check(Header._make(header), self._limits)
             stop = body_start + length
             if type_ == _DATA:
-                self._start = body_start
-                start = self._receive_data(id_, length, messages)
+                start = self._receive_data(id_, length, body_start, end, messages)
                 if self._target is not None:
-                    return
+                    start = end = 0
+                    break
                 continue
-            cls = _CLASSES.get(type_)
+            cls = _CLASSES[type_]
             if cls is None:
                 raise ProtocolError(f"a message of the unknown type {type_}")
             if stop > end:
-                if HEADER_BYTES + length <= RECEIVE_BYTES:
-                    break
-                self._begin_large_body(header, body_start)
-                return
+                if stop - start > len(buffer):
+                    self._begin_large_body(Header._make(header), body_start, end)
+                    start = end = 0
+                break
             body = buffer[body_start:stop]
             start = stop
             message = cls(flags, id_, arg, timeout_ms, meta_end, table_end, meta_start, body, _NO_BUFFERS)
             if is_open and type_ >= _FIRST_OF_CALLS and not n_buffers:
                 messages.append(message)
             else:
-                self._receive_special(type_, message, n_buffers, messages)
-                is_open = self.state is not State.HANDSHAKE
+                self._receive_special(message, n_buffers, messages)
+                buffer = self._buffer
                 limit = self._limits.body_bytes
-        if start == end:
-            self._start = self._end = 0
-        else:
-            self._start = start
-            if RECEIVE_BYTES - start < HEADER_BYTES:
-                self._compact()
+                is_open = self.state is not State.HANDSHAKE
+        self._end = rest = end - start
+        if start and rest:
+            self._view[:rest] = self._view[start:end]
 
-    def _compact(self) -> None:
-        size = self._end - self._start
-        self._view[:size] = self._buffer[self._start : self._end]
-        self._start = 0
-        self._end = size
-
-    def _begin_large_body(self, header: tuple[int, ...], body_start: int) -> None:
+    def _begin_large_body(self, header: Header, body_start: int, end: int) -> None:
         """The body does not fit the buffer: read the rest of it straight into memory of its own."""
-        body = bytearray(header[0])
-        available = self._end - body_start
+        try:
+            body = bytearray(header.length)
+        except MemoryError:
+            raise ProtocolError(f"no memory for a frame of {header.length} bytes") from None
         view = memoryview(body)
-        view[:available] = self._view[body_start : self._end]
-        self._start = self._end = 0
-        self._pending_header = header
-        self._pending_body = body
+        available = end - body_start
+        view[:available] = self._view[body_start:end]
         self._target = view[available:]
-        self._target_done = self._finish_large_body
+        self._large_frame = header, body
 
-    def _finish_large_body(self, messages: list[Message]) -> None:
-        _, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, table_size = self._pending_header
-        body, self._pending_body = self._pending_body, bytearray()
+    def _finish_target(self, messages: list[Message]) -> None:
+        if self._chunk_of is not None:
+            assembly, self._chunk_of = self._chunk_of, None
+            self._finish_chunk(assembly, messages)
+            return
+        assert self._large_frame is not None
+        (_, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, table_size), body = self._large_frame
+        self._large_frame = None
         meta_start = 8 * n_buffers
         meta_end = meta_start + meta_size
-        cls = _CLASSES[type_]
-        message = cls(flags, id_, arg, timeout_ms, meta_end, meta_end + table_size, meta_start, body, _NO_BUFFERS)
-        self._receive_special(type_, message, n_buffers, messages)
+        message = MESSAGE_CLASSES[type_](
+            flags, id_, arg, timeout_ms, meta_end, meta_end + table_size, meta_start, body, _NO_BUFFERS
+        )
+        self._receive_special(message, n_buffers, messages)
 
     # -- large tensors
 
     def _begin_assembly(self, message: Message, n_buffers: int) -> None:
-        body = message.body
-        sizes = [SIZE.unpack_from(body, 8 * index)[0] for index in range(n_buffers)]
-        total = sum(sizes)
-        if total > self._limits.message_bytes:
-            raise ProtocolError(f"a message of {total} bytes is over the limit of {self._limits.message_bytes}")
-        if 0 in sizes:
-            raise ProtocolError("an empty buffer was announced")
-        message.buffers = [self._allocate(size) for size in sizes]
-        self._assemblies[self._assembly_count] = _Assembly(message)
+        sizes = frames.buffer_sizes_of(message.body, n_buffers, self._limits)
+        number = self._assembly_count
+        self._assemblies[number] = _Assembly(number, message, sizes)
         self._assembly_count += 1
 
-    def _receive_data(self, id_: int, length: int, messages: list[Message]) -> int:
-        """Bytes of a large tensor: copy what has come, have the rest read where it belongs. Returns the new start."""
+    def _receive_data(self, id_: int, length: int, start: int, end: int, messages: list[Message]) -> int:
+        """Bytes of a large tensor: copy what has come, have the rest read where it belongs. Returns where they end."""
         if self.state is State.HANDSHAKE:
             raise ProtocolError("DATA is out of place in a handshake")
         if not length:
@@ -249,46 +264,32 @@ class Protocol:
         assembly = self._assemblies.get(id_)
         if assembly is None:
             raise ProtocolError(f"DATA for frame {id_}, which waits for none")
-        buffer = assembly.buffers[assembly.index]
-        stop = assembly.position + length
-        if stop > buffer.nbytes:
-            raise ProtocolError("more DATA than was announced")
-        start = self._start
-        available = min(self._end - start, length)
-        buffer[assembly.position : assembly.position + available] = self._view[start : start + available]
-        start += available
-
-        def done(messages: list[Message]) -> None:
-            self._finish_chunk(id_, assembly, stop, messages)
-
+        chunk = assembly.next_chunk(length, self._allocate)
+        available = min(end - start, length)
+        chunk[:available] = self._view[start : start + available]
         if available == length:
-            done(messages)
+            self._finish_chunk(assembly, messages)
         else:
-            self._start = self._end = 0
-            self._target = buffer[assembly.position + available : stop]
-            self._target_done = done
-        return start
+            self._target = chunk[available:]
+            self._chunk_of = assembly
+        return start + available
 
-    def _finish_chunk(self, id_: int, assembly: _Assembly, stop: int, messages: list[Message]) -> None:
-        assembly.position = stop
-        if stop < assembly.buffers[assembly.index].nbytes:
-            return
-        assembly.index += 1
-        assembly.position = 0
-        if assembly.index == len(assembly.buffers):
-            del self._assemblies[id_]
+    def _finish_chunk(self, assembly: _Assembly, messages: list[Message]) -> None:
+        if assembly.is_complete:
+            del self._assemblies[assembly.id]
+            assembly.message.buffers = assembly.buffers
             messages.append(assembly.message)
 
     # -- everything that is not a small message of an open connection
 
-    def _receive_special(self, type_: int, message: Message, n_buffers: int, messages: list[Message]) -> None:
+    def _receive_special(self, message: Message, n_buffers: int, messages: list[Message]) -> None:
+        type_ = message.type
         if self.state is State.HANDSHAKE:
-            self._output.append(self._handshake.receive(message))
+            self._answer(self._handshake.receive(message))
             if self._handshake.done:
-                self._set_state(State.OPEN)
-                self._limits = self._open_limits
+                self._open()
         elif type_ == _PING:
-            self._output.append(frame(_PONG, 0, message.id, 0, 0, b""))
+            self._answer(frame(_PONG, 0, message.id, 0, 0, b""))
         elif type_ == _PONG:
             pass  # that bytes came is all there is to know
         elif type_ == _DROP_DATA:
@@ -298,14 +299,22 @@ class Protocol:
             self._set_state(State.CLOSING)
             messages.append(message)
         elif type_ < _FIRST_OF_CALLS:
-            raise ProtocolError(f"{message.type.name} is out of place in an open connection")
+            raise ProtocolError(f"{type_.name} is out of place in an open connection")
         elif n_buffers:
             self._begin_assembly(message, n_buffers)
         else:
             messages.append(message)
 
-    def _nothing(self, messages: list[Message]) -> None:
-        """Stands where no target is set."""
+    def _open(self) -> None:
+        self._set_state(State.OPEN)
+        self._limits = self._open_limits
+        # what came right behind the handshake stays where it is
+        self._buffer = self._buffer.ljust(RECEIVE_BYTES, b"\0")
+        self._view = memoryview(self._buffer)
+
+    def _answer(self, data: bytes) -> None:
+        if data:
+            self.output.append(data)
 
     def _set_state(self, state: State) -> None:
         if state not in _TRANSITIONS[self.state]:
@@ -313,3 +322,19 @@ class Protocol:
                 raise ConnectionClosedError("the connection is closed")
             raise ProtocolError(f"a connection cannot go from {self.state.name} to {state.name}")
         self.state = state
+
+    def statistics(self) -> dict[str, int]:
+        """What is kept for messages that have not arrived in full."""
+        assemblies = self._assemblies.values()
+        return {
+            "messages_incomplete": len(assemblies) + (self._large_frame is not None),
+            "bytes_incomplete": sum(buffer.nbytes for assembly in assemblies for buffer in assembly.buffers)
+            + (len(self._large_frame[1]) if self._large_frame is not None else 0),
+        }
+
+
+def _allocated(allocate: Callable[[int], memoryview], size_bytes: int) -> memoryview:
+    try:
+        return allocate(size_bytes)
+    except MemoryError:
+        raise ProtocolError(f"no memory for a tensor of {size_bytes} bytes") from None

@@ -20,6 +20,7 @@ DEFAULT_ROUNDS = 7
 QUICK_ROUNDS = 3
 DEFAULT_BUDGET_S = 0.15
 QUICK_BUDGET_S = 0.1
+QUICK_REPEAT_S = 5.0
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -52,7 +53,9 @@ def main() -> int:
         print(f"no row has {options.rows!r}; --list prints them all", file=sys.stderr)
         return 2
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else DEFAULT_ROUNDS)
-    schedule = Schedule(rounds=rounds, budget_s=QUICK_BUDGET_S if options.quick else DEFAULT_BUDGET_S)
+    schedule = Schedule(rounds=rounds, budget_s=DEFAULT_BUDGET_S)
+    if options.quick:
+        schedule = Schedule(rounds=rounds, budget_s=QUICK_BUDGET_S, repeat_s=QUICK_REPEAT_S)
     wanted, absent = choose_systems(rows, [part for part in options.systems.split(",") if part])
     started = time.perf_counter()
     try:
@@ -61,12 +64,12 @@ def main() -> int:
         print("\nstopped", file=sys.stderr)
         return 130
     verdicts = list(judge(results))
+    report.write_json(options.json, results, schedule, verdicts, absent)
     report.print_results(results)
     if options.targets:
         report.print_targets(verdicts)
     report.print_rules(results, schedule)
-    report.print_failures(results, absent)
-    report.write_json(options.json, results, schedule, verdicts, absent)
+    report.print_warnings(results, absent)
     print(f"{time.perf_counter() - started:.0f} s; figures of every round: {options.json}")
     return 1 if results.failures else 0
 

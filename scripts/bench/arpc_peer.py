@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -23,10 +23,14 @@ class ArpcCaller(AsyncioCaller):
 
     def prepare(self, function: str, flavour: str, payload: str) -> Call:
         called = FUNCTIONS[cast("Flavour", flavour)][function]
+        return partial(arpc.rpc_sync, CALLEE, called, payloads.tensor_arguments(payload))
+
+    def prepare_started(self, function: str, flavour: str, payload: str) -> Call:
+        called = FUNCTIONS[cast("Flavour", flavour)][function]
         return partial(arpc.rpc_async, CALLEE, called, payloads.tensor_arguments(payload))
 
     def prepare_bulk(self, function: str, size_bytes: int) -> Call:
-        return partial(arpc.rpc_async, CALLEE, FUNCTIONS["async"][function], (payloads.bulk_tensor(size_bytes),))
+        return partial(arpc.rpc_sync, CALLEE, FUNCTIONS["async"][function], (payloads.bulk_tensor(size_bytes),))
 
 
 class Arpc:
@@ -48,7 +52,7 @@ class Arpc:
         async with self._worker("caller", 0, place):
             yield ArpcCaller()
 
-    def _worker(self, name: str, rank: int, place: Path) -> arpc.Worker:
+    def _worker(self, name: str, rank: int, place: Path) -> AbstractAsyncContextManager[object]:
         return arpc.init_rpc(
             name, rank=rank, world_size=2, init_method=f"file://{place}/rendezvous", options=self._options
         )

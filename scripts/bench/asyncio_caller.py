@@ -17,7 +17,7 @@ from scripts.bench.systems import BULK_MINIMUM_CALLS, BULK_WARM_UP_CALLS, WARM_U
 __all__ = ["AsyncioCaller", "Call", "bulk_figures", "latency_figures", "start_memory_watch"]
 
 Call = Callable[[], Awaitable[object]]
-"""Starts one call when it is called; awaiting what it returns gives the result."""
+"""Makes one call; awaiting what it returns gives the result."""
 
 
 class AsyncioCaller(abc.ABC):
@@ -25,7 +25,11 @@ class AsyncioCaller(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self, function: str, flavour: str, payload: str) -> Call:
-        """A call of `function` that is as cheap to start as a user of this system could make it."""
+        """A call of `function` that is awaited at once, as cheap as a user of this system could make it."""
+
+    @abc.abstractmethod
+    def prepare_started(self, function: str, flavour: str, payload: str) -> Call:
+        """A call that is under way as soon as it is made, and awaited later."""
 
     @abc.abstractmethod
     def prepare_bulk(self, function: str, size_bytes: int) -> Call:
@@ -83,7 +87,7 @@ class AsyncioCaller(abc.ABC):
 
         The process should be fresh: memory that an earlier flood has left to the allocator would not be counted.
         """
-        call = self.prepare("noop", "async", "none")
+        call = self.prepare_started("noop", "async", "none")
         await self._window(call, 16, budget_s)
         caller_before, callee_before = start_memory_watch(callee_pid)
         started = time.perf_counter()

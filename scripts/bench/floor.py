@@ -142,6 +142,8 @@ class FloorCaller(AsyncioCaller):
     def prepare(self, function: str, flavour: str, payload: str) -> Call:
         return partial(self._client.call, function, payloads.array_arguments(payload))
 
+    prepare_started = prepare
+
     def prepare_bulk(self, function: str, size_bytes: int) -> Call:
         return partial(self._client.call, function, (), payloads.bulk_array(size_bytes))
 

@@ -10,16 +10,17 @@ from typing import Any
 
 from scripts.bench.machine import describe_machine
 from scripts.bench.placement import can_split, cpus_of
-from scripts.bench.rounds import ATTEMPTS, FOREIGN_LIMIT, Results, Schedule
+from scripts.bench.rounds import ATTEMPTS, FOREIGN_LIMIT, UNDISTURBED_ROUNDS, Results, Schedule
 from scripts.bench.rows import SUBJECT, Row
 from scripts.bench.systems import BULK_WARM_UP_CALLS, REGISTRY, TORCH_THREADS, WARM_UP_SHARE
 from scripts.bench.targets import Verdict
 
-__all__ = ["print_failures", "print_results", "print_rules", "print_targets", "write_json"]
+__all__ = ["print_results", "print_rules", "print_targets", "print_warnings", "write_json"]
 
 FLOOR = "floor"
 MISSING = "-"
 MINIMUM_WIDTH = 150
+DISTURBED_LIMIT = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,11 @@ def print_targets(verdicts: Iterable[Verdict]) -> None:
     _print_table(Table("Targets", ("target", "bar", "measured", ""), lines))
 
 
-def print_failures(results: Results, absent: dict[str, str]) -> None:
-    """What is missing in the tables, and why."""
+def print_warnings(results: Results, absent: dict[str, str]) -> None:
+    """What is missing in the tables, and why; and whether they should be believed."""
+    disturbed, measured = results.disturbed()
+    if disturbed > measured * DISTURBED_LIMIT:
+        print(f"DISTURBED: other programs were busy in {disturbed} of {measured} measurements. Do not quote this run.")
     for system, reason in absent.items():
         print(f"left out: {system}: {reason}")
     for system, texts in results.failures.items():
@@ -88,8 +92,9 @@ def rules(results: Results, schedule: Schedule) -> list[str]:
         f"Floor: {REGISTRY['floor-unix'].about}, or TCP; functions run in the read callback; numpy arrays for tensors.",
         "`x floor`: arpc's figure divided by the floor's. `x` an opponent: how many times as fast (or small) arpc is.",
         (
-            f"Disturbance: a cell is measured up to {ATTEMPTS} times while other programs take more than"
-            f" {FOREIGN_LIMIT:.0%} of the machine. {disturbed} of {measured} cells were disturbed all the same."
+            f"Disturbance: a measurement is repeated, up to {ATTEMPTS} times, if other programs take more than"
+            f" {FOREIGN_LIMIT:.0%} of the machine. Rounds disturbed all the same do not count where"
+            f" {UNDISTURBED_ROUNDS} others are left. Here: {disturbed} of {measured} measurements."
         ),
         results.steadiness.describe(),
     ]
@@ -153,6 +158,7 @@ def _row_as_json(results: Results, row: Row) -> dict[str, Any]:
                 "placement": cell.placement,
                 "median": results.median(row, column),
                 "rounds": results.values(row, column),
+                "foreign_shares": results.foreign_shares(row, column),
             }
             for column, cell in row.cells.items()
             if results.median(row, column) is not None
@@ -162,8 +168,12 @@ def _row_as_json(results: Results, row: Row) -> dict[str, Any]:
 
 
 def _section_table(results: Results, section: str, rows: Sequence[Row]) -> Table:
-    columns = list(dict.fromkeys(column for row in rows for column in row.cells))
-    others = [column for column in columns if column != SUBJECT]
+    columns = [
+        column
+        for column in dict.fromkeys(column for row in rows for column in row.cells)
+        if any(results.median(row, column) is not None for row in rows)
+    ]
+    others = [column for column in columns if column != SUBJECT] if SUBJECT in columns else []
     lines = []
     for row in rows:
         line = [row.title]

@@ -21,7 +21,14 @@ SUBJECT: Final = "arpc"
 MB: Final = 1_000_000
 WINDOWS: Final = (1, 16, 64, 256)
 BULK_SIZES_MB: Final = (1, 4, 16, 64, 256)
-LARGEST_QUICK_MB: Final = 64
+QUICK_BULK: Final = {
+    "send/1MB/unix",
+    "send/16MB/unix",
+    "send/64MB/unix",
+    "send-cold/64MB/unix",
+    "send/64MB/tcp",
+    "echo/64MB/tcp",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +114,7 @@ def _latency_rows() -> Iterator[Row]:
                     unit="us",
                     better="lower",
                     cells=_three(make, flavour, transport, placement),
+                    in_quick=transport == "unix",
                 )
 
 
@@ -126,7 +134,7 @@ def _rate_rows() -> Iterator[Row]:
                         unit="/s",
                         better="higher",
                         cells=_three(make, flavour, transport, placement),
-                        in_quick=in_flight == 64 or (transport, placement) == ("unix", "split"),
+                        in_quick=in_flight == 64 and transport == "unix",
                     )
 
 
@@ -154,6 +162,7 @@ def _tensor_rows() -> Iterator[Row]:
                 unit="/s",
                 better="higher",
                 cells=_three(make, "async", "unix", placement),
+                in_quick=payload == "floats16",
             )
 
 
@@ -213,7 +222,7 @@ def _bulk_row(key: str, title: str, function: str, size_mb: int, transport: Tran
         unit="GiB/s",
         better="higher",
         cells=cells,
-        in_quick=size_mb <= LARGEST_QUICK_MB,
+        in_quick=key in QUICK_BULK,
     )
 
 

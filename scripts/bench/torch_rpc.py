@@ -25,6 +25,9 @@ __all__ = ["TorchRpc", "system"]
 
 CALLEE = "callee"
 
+MINIMUM_WARM_UP_S = 0.1
+"""It was stopped until now; its threads need a moment to find their places again."""
+
 
 class TorchCaller:
     """The measurements of `Caller`, blocking: nothing else runs on this loop."""
@@ -34,14 +37,14 @@ class TorchCaller:
         call = partial(rpc.rpc_sync, CALLEE, FUNCTIONS["def"][function], arguments)
         if function == "echo" and not payloads.same_content(arguments[0], call()):
             raise RuntimeError(f"the echo of {payload} differs from what was sent")
-        _one_by_one(call, budget_s * WARM_UP_SHARE)
+        _one_by_one(call, max(MINIMUM_WARM_UP_S, budget_s * WARM_UP_SHARE))
         return latency_figures(_one_by_one(call, budget_s))
 
     async def throughput(
         self, *, function: str, flavour: str, payload: str, in_flight: int, budget_s: float
     ) -> Measurement:
         start = partial(rpc.rpc_async, CALLEE, FUNCTIONS["def"][function], payloads.tensor_arguments(payload))
-        _window(start, in_flight, budget_s * WARM_UP_SHARE)
+        _window(start, in_flight, max(MINIMUM_WARM_UP_S, budget_s * WARM_UP_SHARE))
         return {"calls_per_s": _window(start, in_flight, budget_s)}
 
     async def bulk(self, *, function: str, size_bytes: int, budget_s: float) -> Measurement:

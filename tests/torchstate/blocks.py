@@ -51,8 +51,12 @@ BLOCKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "saved_hooks": counting_hooks,
 }
 
-# The five that leak from any `await` in a block when nothing isolates.
-LEAKS = ("no_grad", "autocast", "inference_mode", "device", "saved_hooks")
+# Those of daily use, which leak from any `await` in a block when nothing isolates.
+LEAKS = ["no_grad", "autocast", "inference_mode", "device", "saved_hooks"]
+
+if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):  # torch < 2.8: they cannot be swapped
+    del BLOCKS["saved_hooks"]
+    LEAKS.remove("saved_hooks")
 
 _leaf = torch.ones(2, 2, requires_grad=True)
 _matrix = _leaf * 1  # no leaf, so that autocast keeps no cast of it: what one step computes must not depend on another

@@ -1,0 +1,32 @@
+"""The memory of this process: bytes at an address, copied or referred to."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+from torch import UntypedStorage
+
+__all__ = ["MEMORY", "allocate", "view_of"]
+
+MEMORY: Final = (ctypes.c_char * ((1 << 63) - 1)).from_address(0)
+"""All memory as one array: a slice of it is a copy of the bytes there, at half the cost of an array made for them."""
+
+
+@lru_cache(1024)
+def _bytes_type(size_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    return ctypes.c_char * size_bytes
+
+
+def view_of(storage: UntypedStorage, address: int, size_bytes: int) -> memoryview:
+    """Bytes of a storage, which stays alive as long as the view does. It must not be resized meanwhile."""
+    array = _bytes_type(size_bytes).from_address(address)
+    array.owner = storage  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
+
+
+def allocate(size_bytes: int) -> memoryview:
+    """Memory for a large tensor to be read into. numpy asks the kernel for huge pages where that helps."""
+    return memoryview(np.empty(size_bytes, np.uint8))

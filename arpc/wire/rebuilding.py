@@ -1,0 +1,161 @@
+"""Tensors out of the memory of a message that was received. They lie where their bytes were read to."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, UntypedStorage
+
+from arpc.errors import ProtocolError
+from arpc.wire.table import DTYPES, NUMPY_DTYPES, Code, Entry, Flag, Kind, decode_table
+
+__all__ = ["unpack"]
+
+_from_numpy = torch.from_numpy
+_ndarray = np.ndarray
+_FIRST_STAND_IN: Final = Code.FIRST_STAND_IN
+_LAYOUTS: Final = {
+    str(layout): layout for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+}
+
+
+def unpack(table: bytes | memoryview, body: bytearray, buffers: Sequence[memoryview]) -> list[Any]:
+    """Build what `wire.tensors.pack` described. Raises `ProtocolError` when the description does not fit the memory."""
+    try:
+        return _unpack(table, body, buffers)
+    except ProtocolError:
+        raise
+    except Exception as error:
+        raise ProtocolError(f"tensors that cannot be built: {error}") from error
+
+
+def _unpack(table: bytes | memoryview, body: bytearray, buffers: Sequence[memoryview]) -> list[Any]:
+    decoded = decode_table(table)
+    base = len(body) - decoded.inline_bytes
+    if not 0 <= base <= len(body):
+        raise ProtocolError("the inline tensors of a message are larger than the message")
+    numpy_dtypes = NUMPY_DTYPES
+    rebuilder: _Rebuilder | None = None
+    slots: list[Any] = []
+    append = slots.append
+    for code, source, shape in zip(decoded.codes, decoded.sources, decoded.shapes, strict=True):
+        if code < _FIRST_STAND_IN:
+            if source >= 0:
+                append(_from_numpy(_ndarray(shape, numpy_dtypes[code], body, base + source)))
+            else:
+                append(_from_numpy(_ndarray(shape, numpy_dtypes[code], buffers[~source])))
+        else:
+            if rebuilder is None:
+                rebuilder = _Rebuilder(body, base, buffers, decoded.entries)
+            append(rebuilder.build(code, source, shape))
+    return slots
+
+
+class _Rebuilder:
+    """Builds what takes more than one step."""
+
+    def __init__(self, body: bytearray, base: int, buffers: Sequence[memoryview], entries: Sequence[Entry]) -> None:
+        self._body = memoryview(body)
+        self._base = base
+        self._buffers = buffers
+        self._entries = iter(entries)
+        self._storages: dict[tuple[int, int], UntypedStorage] = {}
+        self._sharing: dict[tuple[int, int, int], Tensor] = {}
+
+    def build(self, code: int, source: int, shape: tuple[int, ...]) -> Tensor | memoryview:
+        """What one place of the columns says."""
+        if code == Code.ENTRY:
+            return self._build_entry(next(self._entries))
+        if code == Code.BYTES:
+            (size_bytes,) = shape
+            return self._memory(source, size_bytes)
+        dtype_code = code & ~Code.REQUIRES_GRAD
+        memory = self._body[self._base + source :] if source >= 0 else self._buffers[~source]
+        tensor = _from_numpy(_ndarray(shape, NUMPY_DTYPES[dtype_code], memory))
+        if dtype_code >= _FIRST_STAND_IN:
+            tensor = tensor.view(DTYPES[dtype_code]).data
+        return tensor.requires_grad_() if code & Code.REQUIRES_GRAD else tensor
+
+    def _build_entry(self, entry: Entry) -> Tensor:
+        tensor = self._BUILDERS[entry.kind](self, entry)
+        flags = entry.flags
+        # `data`: a tensor of its own, and not a view of one nobody else has
+        if flags & Flag.CONJUGATE:
+            tensor = torch._conj(tensor).data
+        if flags & Flag.NEGATIVE:
+            tensor = torch._neg_view(tensor).data
+        return tensor.requires_grad_() if flags & Flag.REQUIRES_GRAD else tensor
+
+    def _memory(self, source: int, size_bytes: int) -> memoryview:
+        if source < 0:
+            memory = self._buffers[~source]
+            if memory.nbytes != size_bytes:
+                raise ProtocolError(f"a buffer of {memory.nbytes} bytes was announced as {size_bytes}")
+            return memory
+        start = self._base + source
+        if size_bytes < 0 or start + size_bytes > self._body.nbytes:
+            raise ProtocolError("an inline tensor lies outside of its message")
+        return self._body[start : start + size_bytes]
+
+    # -- one for each kind
+
+    def _strided(self, entry: Entry) -> Tensor:
+        numpy_dtype = NUMPY_DTYPES[entry.dtype]
+        strides = tuple([stride * numpy_dtype.itemsize for stride in entry.strides])
+        memory = self._memory(entry.source, entry.span_bytes)
+        tensor = _from_numpy(_ndarray(entry.shape, numpy_dtype, memory, 0, strides))
+        return tensor.view(DTYPES[entry.dtype]).data if entry.dtype >= _FIRST_STAND_IN else tensor
+
+    def _shared(self, entry: Entry) -> Tensor:
+        dtype = DTYPES[entry.dtype]
+        offset, rest = divmod(entry.offset, dtype.itemsize)
+        if rest:
+            raise ProtocolError("a tensor that begins within an item")
+        span = entry.source, entry.span_bytes
+        storage = self._storages.get(span)
+        if storage is None:
+            memory = self._memory(entry.source, entry.span_bytes)
+            array: np.ndarray[tuple[int], np.dtype[np.uint8]] = _ndarray((entry.span_bytes,), np.uint8, memory)
+            storage = self._storages[span] = _from_numpy(array).untyped_storage()
+        # the first view of each dtype is made from the storage, the others, at less cost, from the first
+        first = self._sharing.get((*span, entry.dtype))
+        if first is not None:
+            return first.as_strided(entry.shape, entry.strides, offset).data
+        tensor = torch.empty(0, dtype=dtype).set_(storage, offset, entry.shape, entry.strides)
+        self._sharing[*span, entry.dtype] = tensor.data
+        return tensor
+
+    def _meta(self, entry: Entry) -> Tensor:
+        return torch.empty_strided(entry.shape, entry.strides, dtype=DTYPES[entry.dtype], device="meta")
+
+    def _coo(self, entry: Entry) -> Tensor:
+        indices, values = map(self._build_entry, entry.parts)
+        return torch.sparse_coo_tensor(
+            indices, values, entry.shape, check_invariants=True, is_coalesced=bool(entry.flags & Flag.COALESCED)
+        )
+
+    def _compressed(self, entry: Entry) -> Tensor:
+        compressed, plain, values = map(self._build_entry, entry.parts)
+        return torch.sparse_compressed_tensor(
+            compressed, plain, values, entry.shape, layout=_LAYOUTS[entry.layout], check_invariants=True
+        )
+
+    def _saved(self, entry: Entry) -> Tensor:
+        memory = self._memory(entry.source, entry.span_bytes)
+        loaded = torch.load(io.BytesIO(memory), weights_only=True)
+        if not isinstance(loaded, Tensor):
+            raise ProtocolError(f"a tensor was announced, and it is of type {type(loaded).__name__}")
+        return loaded
+
+    _BUILDERS: Final[dict[int, Callable[[_Rebuilder, Entry], Tensor]]] = {
+        Kind.STRIDED: _strided,
+        Kind.SHARED: _shared,
+        Kind.META: _meta,
+        Kind.COO: _coo,
+        Kind.COMPRESSED: _compressed,
+        Kind.SAVED: _saved,
+    }

@@ -36,7 +36,7 @@ from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions
 from arpc.runner import new_event_loop, run
 from arpc.runtime import Worker
-from arpc.torchstate import enable_grad, inference_mode, no_grad, set_grad_enabled
+from arpc.torchstate import enable_grad, inference_mode, no_grad, set_grad_enabled, to_thread
 
 __all__ = [
     "UNSET",
@@ -86,4 +86,5 @@ __all__ = [
     "set_grad_enabled",
     "shutdown",
     "stream",
+    "to_thread",
 ]

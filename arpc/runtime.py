@@ -98,7 +98,7 @@ class Worker:
         timeout: float | Unset = UNSET,
     ) -> Future[Any]:
         """Start a call now and return its `Future`."""
-        return self.agent.call(to, func, args or (), kwargs, timeout, depth=3)
+        return self.agent.call(to, func, args, kwargs, timeout, depth=3)
 
     def rpc_sync(
         self,
@@ -109,7 +109,7 @@ class Worker:
         timeout: float | Unset = UNSET,
     ) -> Coroutine[Any, Any, Any]:
         """``await`` it: makes a call and returns its result."""
-        return self.agent.call_and_wait(to, func, args or (), kwargs, timeout)
+        return self.agent.call_and_wait(to, func, args, kwargs, timeout)
 
     def stream(
         self,
@@ -121,7 +121,7 @@ class Worker:
         window: int = 16,
     ) -> Stream[Any]:
         """Call a generator and iterate over its items with ``async for``."""
-        return self.agent.stream(to, func, args or (), kwargs, timeout, window)
+        return self.agent.stream(to, func, args, kwargs, timeout, window)
 
     def get_worker_info(self, name: str | int | WorkerInfo | None = None) -> WorkerInfo:
         """Name and id of a worker of the group; of this one if no name is given. Raises `UnknownWorkerError`."""
@@ -267,7 +267,7 @@ async def start_worker(
     name: str,
     *,
     rank: int | None,
-    world_size: int | None,
+    world_size: int | Unset | None,
     init_method: str,
     store: Any,
     options: RpcOptions,

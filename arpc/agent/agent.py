@@ -191,7 +191,7 @@ class Agent:
         self,
         to: str | int | WorkerInfo,
         function: Callable[..., Any],
-        args: Sequence[Any] = (),
+        args: Sequence[Any] | None = (),
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | Unset = UNSET,
         *,
@@ -215,7 +215,7 @@ class Agent:
         self,
         to: str | int | WorkerInfo,
         function: Callable[..., Any],
-        args: Sequence[Any] = (),
+        args: Sequence[Any] | None = (),
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | Unset = UNSET,
     ) -> Any:
@@ -235,7 +235,7 @@ class Agent:
         self,
         message: type[Message],
         to: str | int | WorkerInfo,
-        args: Sequence[Any] = (),
+        args: Sequence[Any] | None = (),
         timeout: float | Unset = UNSET,
     ) -> Future[Any]:
         """Send a feature's own message; the future is for what its handler returns there."""
@@ -249,7 +249,7 @@ class Agent:
         self,
         to: str | int | WorkerInfo,
         function: Callable[..., Any],
-        args: Sequence[Any],
+        args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
         timeout: float | Unset,
         window: int,
@@ -299,7 +299,7 @@ class Agent:
         peer: Peer,
         future: asyncio.Future[Any],
         function: Callable[..., Any],
-        args: Sequence[Any],
+        args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
         timeout: float | Unset,
         flags: int = 0,
@@ -312,6 +312,8 @@ class Agent:
         """
         if self.is_closing:
             raise ShutdownError(f"worker {self.info.name!r} is shutting down")
+        if args.__class__ is not tuple:
+            args = _as_arguments(args)
         # the deadline
         scope = current_scope.get()
         now = self._time()
@@ -328,10 +330,10 @@ class Agent:
         except TypeError:
             function_id = 0  # not hashable, so not a function of a module
         if function_id == 0:
-            payload, slots = self._pickle_with_function(peer, function, tuple(args), kwargs)
+            payload, slots = self._pickle_with_function(peer, function, args, kwargs)
         elif args or kwargs:
             payload, slots = self._pickler.dumps_call(
-                function, tuple(args), dict(kwargs) if kwargs else None, main_by_value=peer.main_by_value
+                function, args, dict(kwargs) if kwargs else None, main_by_value=peer.main_by_value
             )
         else:
             payload = b""
@@ -365,6 +367,9 @@ class Agent:
     def _pickle_with_function(
         self, peer: Peer, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
     ) -> tuple[bytes, list[Slot]]:
+        if not callable(function):
+            hint = ": pass the function itself, not its call" if asyncio.iscoroutine(function) else ""
+            raise TypeError(f"function should be callable, and {type(function).__qualname__} is not{hint}")
         by_value = peer.main_by_value
         payload = (args, dict(kwargs)) if kwargs else args
         try:
@@ -386,7 +391,12 @@ class Agent:
     def _deadline(
         self, now: float, timeout: float | Unset, inherited: float | None, function: Any
     ) -> tuple[int, int]:
-        timeout_s = self.default_timeout if isinstance(timeout, Unset) else float(timeout)
+        if isinstance(timeout, Unset):
+            timeout_s = self.default_timeout
+        elif isinstance(timeout, int | float):
+            timeout_s = float(timeout)
+        else:
+            raise TypeError(f"a timeout is a number of seconds, 0 for none, not {timeout!r}")
         if not timeout_s >= 0:
             raise ValueError(f"a timeout is 0 (none) or more seconds, not {timeout!r}")
         if inherited is not None:
@@ -595,3 +605,12 @@ class Agent:
             "connector": self.connector.statistics(),
             "peers": {peer.info.name: peer.statistics() for peer in self.peers},
         }
+
+
+def _as_arguments(args: Any) -> tuple[Any, ...]:
+    """The positional arguments as a tuple. What is no list of arguments is refused: it would be taken apart."""
+    if args is None:
+        return ()
+    if isinstance(args, tuple | list):
+        return tuple(args)
+    raise TypeError(f"args must be a tuple of arguments, not {type(args).__qualname__}: write args=(value,)")

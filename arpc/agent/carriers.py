@@ -21,6 +21,7 @@ from types import coroutine as generator_coroutine
 from typing import Any, Final
 
 import torch
+from torch._C import _len_torch_function_stack as _count_function_modes
 
 from arpc import torchstate
 
@@ -166,9 +167,8 @@ class Carriers:
             self._idle.pop()
             self._carry(carrier, job, waits_for)
             return
-        # The blocks it was in have ended with it. What it may have switched off for good is the one thing people do
-        # switch without a block; anything else is found before the next handler runs.
-        if not _is_grad_enabled():
+        # The blocks it was in have ended with it. Left are the two things that people switch without a block.
+        if not _is_grad_enabled() or _count_function_modes():
             torchstate.save_and_reset()
         if carrier.wake_up.done():
             # the handler cancelled its own task: that must not reach the next one

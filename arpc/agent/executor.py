@@ -392,7 +392,7 @@ class Executor:
 
     def _run_inline(self, run: Run) -> None:
         try:
-            result = run.context.run(run.begin)
+            result = torchstate.call_isolated(run.context.run, run.begin)
         except BaseException as error:  # noqa: BLE001 - it is the caller's
             self.raised(run, error)
         else:

@@ -38,6 +38,7 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
     def __init__(self, protocol: Protocol, receiver: Receiver) -> None:
         Connection.__init__(self, protocol, receiver)
         self._address = "?"
+        self.get_buffer = protocol.get_buffer  # type: ignore[method-assign, assignment] # one call less for every read
         self._is_made = False
         self._has_eof = False
 
@@ -65,9 +66,6 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
             self.abort(HandshakeError(f"a process of another user ({stranger}) is at the other end of {self.address}"))
             return
         self.start()
-
-    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - the contract of asyncio
-        return self.protocol.get_buffer()
 
     buffer_updated = Connection._received  # type: ignore[assignment] # only the name of its parameter differs
 
@@ -209,7 +207,7 @@ class UnixTransport(Transport):
 
     async def listen(self, address: str, accept: Accept) -> Listener:
         if address == "unix://":
-            path = str(socket_directory() / f"{os.getpid()}-{secrets.token_hex(4)}.sock")
+            path = str(_tidied(socket_directory()) / f"{os.getpid()}-{secrets.token_hex(4)}.sock")
         else:
             path = split_unix(address)
         sock = _bind_unix(path)
@@ -272,6 +270,31 @@ def split_tcp(address: str) -> tuple[str, int]:
     if parts.scheme != "tcp" or not parts.hostname or port is None:
         raise ConfigurationError(f"{address!r} is not an address like tcp://host:port (port 0: any)")
     return parts.hostname, port
+
+
+def _tidied(directory: Path) -> Path:
+    """The same directory, without the sockets of processes that were killed before they could remove them."""
+    for path in directory.glob("*.sock"):
+        pid = path.name.partition("-")[0]
+        if not pid.isdecimal() or _is_running(int(pid)):
+            continue
+        # It may run in another PID namespace: only a socket nobody listens on is dead for sure
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+    return directory
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def socket_directory() -> Path:

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from arpc.errors import ProtocolError
-from arpc.wire.table import DTYPES, NUMPY_DTYPES, Code, Entry, Flag, Kind, decode_table
+from arpc.wire.table import DTYPE_CODES, DTYPES, NUMPY_DTYPES, Code, Entry, Flag, Kind, decode_table
 
 __all__ = ["unpack"]
 
@@ -19,6 +19,7 @@ _from_numpy = torch.from_numpy
 _ndarray = np.ndarray
 _FIRST_STAND_IN: Final = Code.FIRST_STAND_IN
 _FIRST_SPECIAL: Final = Code.BYTES
+_UINT8: Final = DTYPE_CODES[torch.uint8]
 _LAYOUTS: Final = {
     str(layout): layout for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 }
@@ -75,8 +76,7 @@ class _Rebuilder:
         self._base = base
         self._buffers = buffers
         self._entries = iter(entries)
-        self._storages: dict[tuple[int, int], UntypedStorage] = {}
-        self._sharing: dict[tuple[int, int, int], Tensor] = {}
+        self._spans: dict[tuple[int, int, int], Tensor] = {}
 
     def build(self, code: int, source: int, shape: tuple[int, ...]) -> Tensor | memoryview:
         """What one place of the columns says."""
@@ -121,19 +121,25 @@ class _Rebuilder:
         offset, rest = divmod(entry.offset, dtype.itemsize)
         if rest:
             raise ProtocolError("a tensor that begins within an item")
-        span = entry.source, entry.span_bytes
-        storage = self._storages.get(span)
-        if storage is None:
-            memory = self._memory(entry.source, entry.span_bytes)
-            array: np.ndarray[tuple[int], np.dtype[np.uint8]] = _ndarray((entry.span_bytes,), np.uint8, memory)
-            storage = self._storages[span] = _from_numpy(array).untyped_storage()
-        # the first view of each dtype is made from the storage, the others, at less cost, from the first
-        first = self._sharing.get((*span, entry.dtype))
-        if first is not None:
-            return first.as_strided(entry.shape, entry.strides, offset).data
-        tensor = torch.empty(0, dtype=dtype).set_(storage, offset, entry.shape, entry.strides)
-        self._sharing[*span, entry.dtype] = tensor.data
-        return tensor
+        span = entry.source, entry.span_bytes, entry.dtype
+        whole = self._spans.get(span)
+        if whole is None:
+            whole = self._spans[span] = self._span(*span)
+        # as_strided looks to it that nothing reaches beyond the storage
+        return whole.as_strided(entry.shape, entry.strides, offset).data
+
+    def _span(self, source: int, size_bytes: int, dtype_code: int) -> Tensor:
+        """All of a span as one tensor of a dtype. Tensors of all dtypes have one storage in common."""
+        if dtype_code == _UINT8:
+            memory = self._memory(source, size_bytes)
+            array: np.ndarray[tuple[int], np.dtype[np.uint8]] = _ndarray((size_bytes,), np.uint8, memory)
+            return _from_numpy(array)
+        key = source, size_bytes, _UINT8
+        whole = self._spans.get(key)
+        if whole is None:
+            whole = self._spans[key] = self._span(*key)
+        dtype = DTYPES[dtype_code]
+        return whole[: size_bytes - size_bytes % dtype.itemsize].view(dtype)
 
     def _meta(self, entry: Entry) -> Tensor:
         return torch.empty_strided(entry.shape, entry.strides, dtype=DTYPES[entry.dtype], device="meta")

@@ -144,7 +144,7 @@ def test_callables_are_named_as_people_know_them():
     assert name_of(echo) == "echo"
     assert name_of(Counter.add) == name_of(Counter().add) == "Counter.add"
     assert name_of(functools.partial(functools.partial(echo), 1)) == "echo"
-    assert name_of(torch.add) == "add" or "add" in name_of(torch.add)
+    assert name_of(torch.add).endswith("add")
     assert name_of(Counter()) == "Counter"
 
 
@@ -196,7 +196,7 @@ async def test_builtins(pair):
     assert await pair[0].rpc_sync("worker1", "a-b".split, args=("-",)) == ["a", "b"]
 
 
-@pytest.mark.parametrize("function", [torch.add, torch.Tensor.add, torch.ops.aten.add, torch._C._VariableFunctions.add])
+@pytest.mark.parametrize("function", [torch.add, torch.Tensor.add, torch._C._VariableFunctions.add])
 async def test_operators_of_torch(pair, function):
     result = await pair[0].rpc_sync("worker1", function, args=(torch.ones(2), torch.ones(2)))
     assert result.tolist() == [2, 2]
@@ -291,7 +291,9 @@ async def test_what_travels_by_value_is_sent_each_time(pair):
 
 async def test_a_new_connection_knows_the_functions_of_the_old(pair):
     assert await pair[0].rpc_sync("worker1", join, args=("before",)) == "before"
-    pair[0].agent.peer("worker1").connection.abort()
+    connection = pair[0].agent.peer("worker1").connection
+    connection.abort()
+    await connection.wait_closed()
     assert await pair[0].rpc_sync("worker1", join, args=("after",)) == "after"
     assert await pair[1].rpc_sync("worker0", join, args=("back",)) == "back"
 

@@ -49,6 +49,11 @@ logger = logging.getLogger("arpc.runtime")
 
 _LEAVE_S: Final = 5.0
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+# What stands for all interfaces, an address that is surely beyond this host, and one that is surely not
+_EVERYWHERE: Final = {
+    "0.0.0.0": (socket.AF_INET, "192.0.2.1", "127.0.0.1"),  # noqa: S104 - looked for, not listened on
+    "::": (socket.AF_INET6, "2001:db8::1", "::1"),
+}
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -145,9 +150,9 @@ class Worker:
     async def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
         """Leave the group. Graceful: once no worker has work left, or ``timeout`` seconds have passed.
 
-        Without a timeout that of the options holds. Until then this worker keeps serving. A shutdown that cannot be graceful, because time is
-        up, a worker was lost or whoever waits was cancelled, is finished all the same and then raises. A second one waits for
-        the first; one that is not graceful makes the first stop waiting for the group.
+        Without a timeout that of the options holds. Until then this worker keeps serving. A shutdown that cannot be
+        graceful, because time is up, a worker was lost or whoever waits was cancelled, is finished all the same and then
+        raises. A second one waits for the first; one that is not graceful makes the first stop waiting for the group.
         """
         is_first = self._shutdown is None
         if self._shutdown is None:
@@ -220,7 +225,7 @@ class Worker:
             left = None if deadline is None else max(0.0, deadline - loop.time())
             if not await self.agent.drain(left):
                 raise RendezvousTimeoutError(
-                    f"worker {self.info.name!r} was shut down with calls under way, which did not end within {timeout_s} s"
+                    f"worker {self.info.name!r} was shut down with calls under way that did not end within {timeout_s} s"
                 )
             if self.rendezvous.is_elastic:
                 break  # there is no fixed set of workers to wait for
@@ -234,7 +239,7 @@ class Worker:
 
     async def _fail_in_a_hurry(self) -> None:
         await self._hurry.wait()
-        raise ShutdownError(f"worker {self.info.name!r} was shut down without waiting for the group: that was cancelled")
+        raise ShutdownError(f"worker {self.info.name!r} was shut down without the group: waiting for it was cancelled")
 
     async def _fail_if_peer_is_lost(self) -> None:
         """Waiting for a worker that has died would never end."""
@@ -310,7 +315,10 @@ async def start_worker(
     try:
         addresses = options.listen or (("memory://",) if network is not None else default_addresses(options, store_host(init_method, store)))
         refuse_open_doors(addresses, options)
-        listening = await agent.connector.listen(addresses, host)
+        listening = tuple(
+            as_others_call_it(address, store_host(init_method, store))
+            for address in await agent.connector.listen(addresses, host)
+        )
 
         def make_record(worker_id: int) -> WorkerRecord:
             worker.info = WorkerInfo(name, worker_id)
@@ -352,19 +360,37 @@ def default_addresses(options: RpcOptions, store_host: str | None) -> tuple[str,
     unix = ("unix://",) if hasattr(socket, "AF_UNIX") else ()
     if store_host is None or store_host in _LOOPBACK:
         return (*unix, "tcp://127.0.0.1:0")
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            # connecting a datagram socket sends nothing; it only tells which interface leads there
-            probe.connect((store_host, 9))
-            interface = probe.getsockname()[0]
-    except OSError:
-        interface = "127.0.0.1"
+    interface = interface_to(store_host) or "127.0.0.1"
     if interface not in _LOOPBACK and options.secret is None and not options.insecure:
         raise ConfigurationError(
             f"the group's store is on {store_host}, so this worker must be reachable from there, and anyone who can "
             f"reach it could run code in it. Set the same ARPC_SECRET (or RpcOptions.secret) on all workers"
         )
     return (*unix, f"tcp://{interface}:0")
+
+
+def interface_to(host: str, family: socket.AddressFamily = socket.AF_INET) -> str | None:
+    """The address that this machine has towards another."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            # connecting a datagram socket sends nothing; it only tells which interface leads there
+            probe.connect((host, 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def as_others_call_it(address: str, store_host: str | None) -> str:
+    """The same address, or, if it stands for all interfaces, that of the one which leads to the group's store, or out."""
+    if not address.startswith("tcp://"):
+        return address
+    host, port = split_tcp(address)
+    if host not in _EVERYWHERE:
+        return address
+    family, out, here = _EVERYWHERE[host]
+    beyond = store_host if store_host not in {None, *_LOOPBACK} else out
+    interface = interface_to(beyond or out, family) or here
+    return f"tcp://[{interface}]:{port}" if family is socket.AF_INET6 else f"tcp://{interface}:{port}"
 
 
 def refuse_open_doors(addresses: Sequence[str], options: RpcOptions) -> None:

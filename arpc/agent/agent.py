@@ -446,7 +446,8 @@ class Agent:
             except asyncio.CancelledError:
                 # by `aclose`, or with the loop: nobody else will end the call
                 if not future.done():
-                    future.set_exception(ShutdownError(f"worker {self.info.name!r} was shut down before the call was sent"))
+                    text = f"worker {self.info.name!r} was shut down before the call was sent"
+                    future.set_exception(ShutdownError(text))
                 raise
 
         task = self.loop.create_task(resolve_and_call())

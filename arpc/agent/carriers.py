@@ -279,7 +279,8 @@ class Carriers:
         if tasks:
             _, stubborn = await asyncio.wait(tasks, timeout=_CLOSE_S)
             if stubborn:
-                logger.warning("worker %s leaves %d handlers behind that went on when cancelled", self._name, len(stubborn))
+                text = "worker %s leaves %d handlers behind that went on when cancelled"
+                logger.warning(text, self._name, len(stubborn))
 
     def statistics(self) -> dict[str, int]:
         return {

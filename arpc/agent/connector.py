@@ -285,7 +285,13 @@ class Connector:
             record = WorkerRecord(identity.name, identity.id, identity.incarnation, (), "", identity.main)
             peer = self.agent.add_peer(record)
         main_by_value = not self.same_main(identity.main)
-        inbound = Inbound(connection, peer.info, self.agent.deadlines, main_by_value=main_by_value)
+        inbound = Inbound(
+            connection,
+            peer.info,
+            self.agent.deadlines,
+            max_handlers=self._options.max_handlers_per_peer,
+            main_by_value=main_by_value,
+        )
         link = Link(connection, peer, inbound, is_mine=is_mine)
         self._links[connection] = link
         connection.owner = link

@@ -26,8 +26,8 @@ from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError
 from arpc.ids import WorkerInfo
 from arpc.transport.base import Connection
 from arpc.wire.frames import HEADER, frame
-from arpc.wire.tensors import Slot
 from arpc.wire.messages import WINDOW, FailureKind, ItemFlag, Message, MessageType, RequestFlag
+from arpc.wire.tensors import Slot
 
 __all__ = ["Executor", "Inbound", "Run"]
 
@@ -153,11 +153,21 @@ class Run(Job):
 class Inbound:
     """What one connection asked for and has not been answered yet."""
 
-    def __init__(self, connection: Connection, caller: WorkerInfo, deadlines: Deadlines, *, main_by_value: bool) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        caller: WorkerInfo,
+        deadlines: Deadlines,
+        *,
+        max_handlers: int,
+        main_by_value: bool,
+    ) -> None:
         self.connection = connection
         self.caller = caller
         self.main_by_value = main_by_value
         self.functions: dict[int, Function | Exception] = {}
+        self.limit = max_handlers
+        """How many requests may run at once."""
         self.running: dict[int, Run] = {}
         self.waiting: OrderedDict[int, Message] = OrderedDict()
         self._deadlines = deadlines
@@ -249,7 +259,7 @@ class Executor:
     def request_received(self, link: HasInbound, message: Message) -> None:
         """Run a request, or keep it packed while its caller does not take replies or has too many others running."""
         inbound = link.inbound
-        if inbound.waiting or inbound.connection.is_congested or len(inbound.running) >= self._max_handlers:
+        if inbound.waiting or inbound.connection.is_congested or len(inbound.running) >= inbound.limit:
             inbound.waiting[message.id] = message
             self._start_waiting(inbound)
             return
@@ -264,6 +274,7 @@ class Executor:
         """Something ended or was sent: see whether those that wait may run."""
         # This is called between two steps of any task, which may have switched something off for itself
         outer = None if torchstate.is_pristine() else torchstate.save_and_reset()
+        inbound.limit = self._max_handlers
         try:
             self._start_waiting(inbound)
         finally:
@@ -274,7 +285,7 @@ class Executor:
         connection = inbound.connection
         while (
             inbound.waiting
-            and len(inbound.running) < self._max_handlers
+            and len(inbound.running) < inbound.limit
             and not (connection.is_congested and connection.unsent_bytes > self._window_bytes)
             and not self._is_closed
         ):
@@ -422,7 +433,7 @@ class Executor:
         self.threads.submit(job)
 
     def _thread_returned(self, run: Run, result: Any) -> None:
-        if asyncio.iscoroutine(result) and not run.ended:
+        if isinstance(result, Coroutine) and not run.ended:
             # a plain function that hands out a coroutine means it to be awaited
             run.returned_coroutine = result
             self._carry(run, lambda: result)
@@ -450,7 +461,7 @@ class Executor:
 
     def returned(self, run: Run, result: Any) -> None:
         if run.ended:
-            if asyncio.iscoroutine(result):
+            if isinstance(result, Coroutine):
                 result.close()
             return
         if run.function.returns_future:
@@ -460,7 +471,8 @@ class Executor:
             self._produce(run, result)
             return
         if run.is_stream:
-            self._end(run, _pack_header(0, _ITEM, ItemFlag.LAST, 0, run.id, run.items_sent & _PLACE_MASK, 0, 0, 0), None)
+            place = run.items_sent & _PLACE_MASK
+            self._end(run, _pack_header(0, _ITEM, ItemFlag.LAST, 0, run.id, place, 0, 0, 0), None)
             return
         if result is None and not run.meta:
             self._end(run, _pack_header(0, _REPLY, 0, 0, run.id, 0, 0, 0, 0), None)
@@ -533,6 +545,10 @@ class Executor:
         try:
             if buffers:
                 inbound.connection.send_bulk(data, buffers)
+                if inbound.limit and inbound.connection.unsent_bytes > self._window_bytes:
+                    # What this read brought may ask for much more: none of it runs before the replies have gone out
+                    inbound.limit = 0
+                    self.loop.call_soon(self.readmit, inbound)
             else:
                 inbound.connection.send(data)
         except ConnectionClosedError:

@@ -24,6 +24,8 @@ from arpc.wire.tensors import Slot
 
 __all__ = ["describe_failure", "rebuild_failure"]
 
+_RUNTIME: Final = ("arpc.agent.", "arpc.torchstate.")
+
 # What would stop the caller's own loop or coroutine if it were raised there
 _NOT_TO_BE_RAISED: Final = (
     KeyboardInterrupt,
@@ -93,6 +95,6 @@ def _text(error: BaseException) -> str:
 def _without_runtime_frames(error: BaseException) -> BaseException:
     """Cut the frames of the runtime above the user's function off the traceback: they explain nothing."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("arpc.agent."):
+    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith(_RUNTIME):
         trace = trace.tb_next
     return error.with_traceback(trace) if trace is not None else error

@@ -8,6 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from enum import Enum, auto
+from functools import partial
 from typing import Any, Final
 
 from arpc.agent.calls import Call, Calls
@@ -15,6 +16,7 @@ from arpc.agent.codec import Codec
 from arpc.agent.deadlines import Deadlines
 from arpc.errors import (
     ArpcError,
+    AuthenticationError,
     RpcTimeoutError,
     SerializationError,
     ShutdownError,
@@ -198,13 +200,15 @@ class Peer:
         except Exception as error:  # noqa: BLE001 - whatever it was, those who wait must hear of it
             if self.connection is None:  # a connection from the other side may have come meanwhile
                 self.state = PeerState.GONE if self._gone_because else PeerState.IDLE
-                self._fail_backlog(lambda: self._not_reached(error))
+                self._fail_backlog(partial(self._not_reached, error))
         finally:
             self._connecting = None
 
     def _not_reached(self, error: Exception) -> Exception:
         if self._gone_because and isinstance(error, WorkerLostError | UnknownWorkerError):
             return WorkerLostError(self._gone_because, self.info.name, may_have_run=False)
+        if isinstance(error, AuthenticationError):
+            return AuthenticationError(f"worker {self.info.name!r} cannot be called: {error}")
         if isinstance(error, ArpcError) and not isinstance(error, ConnectionError):
             return type(error)(*error.args)
         made = WorkerLostError(

@@ -23,7 +23,7 @@ logger = logging.getLogger("arpc.streams")
 
 T = TypeVar("T")
 
-# A fast generator hands over what it makes in this time at once, instead of crossing between threads for every item
+# After this time a generator gives its thread back, and waits for its next turn
 _SLICE_S: Final = 0.0005
 _PLACE_MASK: Final = (1 << 32) - 1
 
@@ -76,14 +76,18 @@ class Producer:
                 await iterator.aclose()
 
     async def _produce_in_threads(self) -> None:
-        steps = _GeneratorSteps(self._iterable)
+        steps = _GeneratorSteps(self._iterable, asyncio.get_running_loop())
         try:
             while True:
                 await self._have_credit()
-                items, is_over, error = await self._threads.call(steps.next_items, self._credit)
-                for item in items:
-                    if not self._offer(item):
-                        return
+                job = self._threads.call(steps.make_items, self._credit)
+                job.add_done_callback(steps.wake)
+                while steps.made or not job.done():
+                    while steps.made:
+                        if not self._offer(steps.made.popleft()):
+                            return
+                    await steps.wait_for_more(job)
+                is_over, error = job.result()
                 if error is not None:
                     raise error
                 if is_over:
@@ -97,7 +101,12 @@ class Producer:
 class _GeneratorSteps:
     """The steps of a plain generator, in threads, one at a time, all in the same context and torch state."""
 
-    def __init__(self, iterable: Iterable[Any]) -> None:
+    def __init__(self, iterable: Iterable[Any], loop: asyncio.AbstractEventLoop) -> None:
+        self.made: deque[Any] = deque()
+        """Items that have not been sent yet."""
+        self._loop = loop
+        self._wake_up_sent = False
+        self._more: asyncio.Future[None] | None = None
         self._iterable = iterable
         # of anything but a generator it is made in a thread, since that may block
         self._iterator = iterable if isinstance(iterable, Iterator) else None
@@ -106,26 +115,44 @@ class _GeneratorSteps:
         self._lock = threading.Lock()
         self._is_stopped = False
 
-    def next_items(self, limit: int) -> tuple[list[Any], bool, BaseException | None]:
-        """Up to ``limit`` items, whether that was the last of them, and the error that ended it."""
-        items: list[Any] = []
+    async def wait_for_more(self, job: asyncio.Future[Any]) -> None:
+        """Until there are items to send, or the job that makes them has ended."""
+        while not (self.made or job.done()):
+            self._more = self._loop.create_future()
+            await self._more
+
+    def wake(self, _: object = None) -> None:
+        self._wake_up_sent = False
+        if self._more is not None and not self._more.done():
+            self._more.set_result(None)
+
+    def make_items(self, limit: int) -> tuple[bool, BaseException | None]:
+        """Make up to ``limit`` items; whether the last of them has been made, and the error that ended it.
+
+        Each can be sent at once: the next may take its time. Many that are made quickly share one wake-up of the loop.
+        """
         with self._lock:
             torchstate.restore(self._state)
             end = time.monotonic() + _SLICE_S
             try:
                 if self._iterator is None:
                     self._iterator = self._context.run(iter, self._iterable)
-                while len(items) < limit and not self._is_stopped:
-                    items.append(self._context.run(next, self._iterator))
+                for _ in range(limit):
+                    if self._is_stopped:
+                        break
+                    self.made.append(self._context.run(next, self._iterator))
+                    if not self._wake_up_sent:
+                        self._wake_up_sent = True
+                        self._loop.call_soon_threadsafe(self.wake)
                     if time.monotonic() > end:
                         break
             except StopIteration:
-                return items, True, None
+                return True, None
             except BaseException as error:  # noqa: BLE001 - the consumer's, after the items that came before
-                return items, True, error
+                return True, error
             finally:
                 self._state = torchstate.save_and_reset()
-            return items, False, None
+            return False, None
 
     def stop(self) -> None:
         """Begin no further step. From any thread."""
@@ -179,8 +206,8 @@ class ItemOrder:
 class Stream(AsyncIterator[T], Generic[T]):
     """The caller's end: ``async for item in stream``.
 
-    Leaving the loop early, `aclose`, dropping the stream or cancelling who waits for an item stops the remote generator. At most
-    ``window`` items are on their way or waiting here.
+    Leaving the loop early, `aclose`, dropping the stream or cancelling who waits for an item stops the remote generator.
+    At most ``window`` items are on their way or waiting here.
     """
 
     def __init__(self, window: int, give_credit: Callable[[int], None], cancel: Callable[[], None]) -> None:

@@ -279,10 +279,8 @@ def _tidied(directory: Path) -> Path:
         if not pid.isdecimal() or _is_running(int(pid)):
             continue
         # It may run in another PID namespace: only a socket nobody listens on is dead for sure
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-            try:
-                probe.connect(str(path))
-            except ConnectionRefusedError:
+        with contextlib.suppress(OSError):
+            if _is_abandoned(str(path)):
                 path.unlink(missing_ok=True)
     return directory
 

@@ -103,7 +103,7 @@ class _Rebuilder:
                 raise ProtocolError(f"a buffer of {memory.nbytes} bytes was announced as {size_bytes}")
             return memory
         start = self._base + source
-        if size_bytes < 0 or start + size_bytes > self._body.nbytes:
+        if start + size_bytes > self._body.nbytes:
             raise ProtocolError("an inline tensor lies outside of its message")
         return self._body[start : start + size_bytes]
 
@@ -113,6 +113,8 @@ class _Rebuilder:
         numpy_dtype = NUMPY_DTYPES[entry.dtype]
         strides = tuple([stride * numpy_dtype.itemsize for stride in entry.strides])
         memory = self._memory(entry.source, entry.span_bytes)
+        if not memory and 0 not in entry.shape:
+            raise ProtocolError("a tensor without memory")  # numpy would take no size for any size
         tensor = _from_numpy(_ndarray(entry.shape, numpy_dtype, memory, 0, strides))
         return tensor if entry.dtype < _FIRST_STAND_IN else _as_dtype(tensor, entry.dtype)
 

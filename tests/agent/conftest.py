@@ -7,22 +7,15 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 
 from arpc.testing import Cluster, cluster
-from tests.agent import stage as stage_module
 from tests.agent.leftovers import assert_nothing_left
-from tests.agent.stage import Stage, call_on, echo
+from tests.agent.stage import Stage, call_on, echo, setting_stages
 
 
 @pytest.fixture
 def make_stage() -> Iterator[Callable[[], Stage]]:
     """Sets the stage on the running loop, for tests that run a loop of their own."""
-
-    def make() -> Stage:
-        stage_module.stage = Stage()
-        return stage_module.stage
-
-    yield make
-    stage_module.stage.close()
-    del stage_module.stage
+    with setting_stages() as set_stage:
+        yield set_stage
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from arpc import Worker
 
@@ -31,7 +31,16 @@ def leftovers(worker: Worker) -> dict[str, object]:
 async def assert_nothing_left(workers: Iterable[Worker], *, within_s: float = 5.0) -> None:
     """All tables of all workers are empty, as soon as messages under way have arrived and threads have ended."""
     workers = list(workers)
+
+    def left() -> dict[str, object]:
+        return {key: value for worker in workers for key, value in leftovers(worker).items()}
+
+    await until(lambda: not left(), left, within_s=within_s)
+
+
+async def until(is_so: Callable[[], bool], tell: Callable[[], object] = str, *, within_s: float = 5.0) -> None:
+    """Let the loop turn until something is so; fails with what ``tell`` says if that takes too long."""
     end = time.monotonic() + within_s
-    while left := {key: value for worker in workers for key, value in leftovers(worker).items()}:
-        assert time.monotonic() < end, f"left behind: {left}"
+    while not is_so():
+        assert time.monotonic() < end, f"not so after {within_s} s: {tell()}"
         await asyncio.sleep(0)

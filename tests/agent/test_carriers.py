@@ -1,4 +1,4 @@
-"""Handlers that share tasks must not be able to tell: each has its own task, context and torch state, as far as it can see."""
+"""Handlers that share tasks cannot tell: each sees a task, a context and a torch state of its own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import arpc
 from arpc import torchstate
 from arpc.agent.carriers import Carriers, Job
 from arpc.testing import cluster
-from tests.agent.leftovers import assert_nothing_left
-from tests.agent.stage import echo, echo_later, hold
+from tests.agent.leftovers import assert_nothing_left, until
+from tests.agent.stage import echo, echo_later, hold, the_stage
 
 variable: ContextVar[str] = ContextVar("variable", default="untouched")
 
@@ -45,8 +45,7 @@ async def warm_up(group: Any) -> None:
     """Have idle carriers ready, so that handlers run in their first step at once."""
     for _ in range(3):
         await group[0].rpc_sync("worker1", echo_later)
-    while not group[1].agent.executor.carriers._idle:
-        await asyncio.sleep(0)
+    await until(lambda: bool(group[1].agent.executor.carriers._idle))
 
 
 # -- the task
@@ -117,7 +116,7 @@ async def time_out(wait: bool, delay_s: float) -> str:
 async def stay_in_time(wait: bool) -> str:
     await settle(wait)
     async with asyncio.timeout(10):
-        return "in time"
+        return await echo("in time")
 
 
 async def test_a_task_group_inside_a_handler(pair, wait_first):
@@ -149,7 +148,10 @@ async def fail_in_a_group(wait: bool) -> None:
 async def test_a_wait_that_is_cancelled_at_once_ends_as_in_any_task(pair):
     """Cancelled between the first step and the second: what the handler waits for decides when it hears of it."""
     await warm_up(pair)
-    assert await pair[0].rpc_sync("worker1", cancel_myself_then_wait_for_a_task) == ["child cleaned up", "parent cancelled"]
+    assert await pair[0].rpc_sync("worker1", cancel_myself_then_wait_for_a_task) == [
+        "child cleaned up",
+        "parent cancelled",
+    ]
 
 
 async def cancel_myself_then_wait_for_a_task() -> list[str]:
@@ -266,8 +268,7 @@ async def test_tokens_are_reset_when_the_handler_is_cancelled(pair, stage):
 
 
 async def reset_in_the_end() -> None:
-    from tests.agent.stage import stage
-
+    stage = the_stage()
     token = variable.set("inner")
     stage.reached("begun")
     try:
@@ -390,8 +391,7 @@ async def states_seen(worker: arpc.Worker) -> list[dict[str, Any]]:
 
 async def hold_in_mode(mode: str) -> dict[str, Any]:
     """Waits in a mode while others run, then looks whether it is still in it."""
-    from tests.agent.stage import stage
-
+    stage = the_stage()
     enter, _ = MODES[mode]
     with enter():
         stage.reached(f"{mode} entered")
@@ -578,8 +578,7 @@ async def test_the_first_job_runs_in_a_task_and_later_ones_at_once(carriers):
     first = Recorded(echo, 1)
     await start(carriers, first)
     assert await first.ended == 1
-    while not carriers._idle:
-        await asyncio.sleep(0)
+    await until(lambda: bool(carriers._idle))
     second = Recorded(echo, 2)
     await start(carriers, second)
     assert second.ended.done()

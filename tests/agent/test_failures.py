@@ -1,4 +1,4 @@
-"""Exceptions on their way home: what a caller sees of what a handler raised, and that nothing a handler raises does harm."""
+"""Exceptions on their way home: what a caller sees of what a handler raised, and that nothing raised does harm."""
 
 from __future__ import annotations
 
@@ -355,7 +355,9 @@ def give_inline(kind: type) -> Any:
     return kind()
 
 
-@pytest.mark.parametrize("value", [threading.Lock(), Unsendable(), [1, {"deep": Unsendable()}]], ids=["lock", "own", "deep"])
+@pytest.mark.parametrize(
+    "value", [threading.Lock(), Unsendable(), [1, {"deep": Unsendable()}]], ids=["lock", "own", "deep"]
+)
 async def test_an_argument_that_does_not_pickle_is_named(pair, value):
     with pytest.raises(SerializationError, match=rf"argument .*of echo \({type(value).__name__}\) cannot be sent"):
         await pair[0].rpc_sync("worker1", echo, args=(value,))
@@ -413,7 +415,7 @@ async def test_an_argument_that_cannot_be_unpickled(pair, function):
 async def test_a_function_that_is_not_on_the_callee(pair, monkeypatch):
     """Both workers are in this process: the name is taken away between sending and receiving."""
     module = type(sys)("only_at_the_caller")
-    exec("async def here_only():\n    return 1", module.__dict__)  # noqa: S102 - a module that no file has
+    exec("async def here_only():\n    return 1", module.__dict__)  # a module that no file has
     module.here_only.__module__ = module.__name__
     define = pair[1].agent.executor.define
 

@@ -108,7 +108,9 @@ def switch_grad_off() -> bool:
 async def test_a_slow_function_does_not_hold_up_the_others(pair, stage):
     slow = pair[0].rpc_async("worker1", hold_in_thread)
     await stage.wait_until("held begun")
-    assert await asyncio.gather(*(pair[0].rpc_sync("worker1", echo_in_thread, args=(n,)) for n in range(50))) == [*range(50)]
+    assert await asyncio.gather(*(pair[0].rpc_sync("worker1", echo_in_thread, args=(n,)) for n in range(50))) == [
+        *range(50)
+    ]
     assert not slow.done()
     stage.open()
     await slow
@@ -157,7 +159,7 @@ async def test_results_come_in_batches(pool):
     finished = threading.Event()
     for number in range(100):
         pool.submit(lambda number=number: lambda: collected.append(number))
-    pool.submit(lambda: finished.set())
+    pool.submit(finished.set)
     finished.wait(10)  # with the loop blocked, so that it cannot look in between
     release.set()
     await blocker

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from tests.wire.connections import chunks_of, feed, opened
 INLINE: Final = 1 << 20
 BUFFERS: Final = 0
 """Limits under which all tensors travel in the message, or all that are not empty in buffers of their own."""
+both_ways = pytest.mark.parametrize("limit", [pytest.param(INLINE, id="inline"), pytest.param(BUFFERS, id="buffer")])
 
 
 def carry(packed: PackedTensors, payload: bytes = b"payload") -> Message:

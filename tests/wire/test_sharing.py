@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import time
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,9 +10,7 @@ from torch import Tensor
 from arpc.wire import sharing
 from arpc.wire.frames import ALIGNMENT
 from arpc.wire.tensors import pack
-from tests.wire.exchange import BUFFERS, INLINE, assert_same, same_memory, sent_bytes, travel
-
-both_ways = pytest.mark.parametrize("limit", [pytest.param(INLINE, id="inline"), pytest.param(BUFFERS, id="buffer")])
+from tests.wire.exchange import BUFFERS, INLINE, assert_same, both_ways, same_memory, sent_bytes, travel
 
 
 def addresses(tensor: Tensor) -> set[int]:

@@ -99,7 +99,7 @@ class SendingChecks(Checks):
             assert overtaken_by < 32 * MIB, f"{overtaken_by} bytes were sent while a small frame was on its way"
             await far.received(2)
 
-    async def check_large_buffers_taketurns(self) -> None:
+    async def check_large_buffers_take_turns(self) -> None:
         async with self.endpoints() as endpoints:
             near, far = await endpoints.pair()
             for number, size in enumerate((64 * MIB, 2 * MIB)):

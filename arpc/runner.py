@@ -18,7 +18,7 @@ T = TypeVar("T")
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """uvloop's if it is installed, else asyncio's own; tasks on it keep torch's grad mode and the like to themselves."""
     try:
-        import uvloop  # noqa: PLC0415 - optional: not there on every platform
+        import uvloop
 
         loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     except ImportError:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import Context, copy_context
+from threading import get_ident
 from typing import Any, Final
 
 from arpc import torchstate
@@ -24,11 +24,11 @@ from arpc.agent.failures import rebuild_failure
 from arpc.agent.functions import name_of
 from arpc.agent.future import Future
 from arpc.agent.heartbeat import Heartbeat
-from arpc.agent.peers import Peer, PeerState, unsendable
 from arpc.agent.membership import WorkerRecord
-from arpc.agent.scope import current_scope
+from arpc.agent.peers import Peer, PeerState, unsendable
+from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.streams import ItemOrder, Stream
-from arpc.errors import ProtocolError, RpcTimeoutError, SerializationError, ShutdownError, UnknownWorkerError
+from arpc.errors import ProtocolError, RpcTimeoutError, SerializationError, ShutdownError, UnknownWorkerError, WireError
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.transport.base import Connection, Transport
@@ -83,7 +83,10 @@ class Agent:
         handlers: Mapping[type[Message], Callable[..., Any]] | None = None,
         reducers: Mapping[type, Reducer] | None = None,
         interceptors: Sequence[Interceptor] = (),
+        is_elastic: bool = False,
     ) -> None:
+        self.is_elastic = is_elastic
+        """Workers this one has never heard of may come."""
         self.loop = asyncio.get_running_loop()
         self.info = WorkerInfo(identity.name, identity.id)
         self.options = options
@@ -101,7 +104,8 @@ class Agent:
         )
         self.default_timeout = options.rpc_timeout
         self.is_closing = False
-        self._thread = threading.get_ident()
+        self.is_serving = False
+        self._thread = get_ident()
         self._time = self.loop.time
         self._tasks_are_isolated = torchstate.isolates_all_tasks(self.loop)
         self._create_future = self.loop.create_future
@@ -131,6 +135,12 @@ class Agent:
             # A feature's own messages are calls too, of the one function that serves them
             self._handlers[message_class] = self.executor.serve(function)
 
+    def serve(self) -> None:
+        """The worker knows its group: calls of others run from now on, those that came before first."""
+        self.is_serving = True
+        for inbound in self.connector.inbounds():
+            self.executor.readmit(inbound)
+
     def identify(self, worker_id: int) -> None:
         """The group has given this worker its id, which nobody could know before."""
         self.info = WorkerInfo(self.info.name, worker_id)
@@ -149,7 +159,9 @@ class Agent:
                 window_bytes=self.options.window_bytes,
                 connect=self.connector.connect,
             )
-        elif peer.info != record.info:
+        if peer.connection is not None and peer.connection.peer.incarnation != record.incarnation:
+            peer.connection.abort(WireError("the worker was started again"))
+        if peer.info != record.info:
             # it came back under its name, as another one
             for old in (peer.info.id, peer.info):
                 self._peers.pop(old, None)
@@ -200,7 +212,7 @@ class Agent:
         """Start a call; its future can be awaited, chained, cancelled, and waited for by other threads."""
         future: Future[Any] = Future(loop=self.loop)
         future.made_at(depth)
-        if threading.get_ident() != self._thread:
+        if get_ident() != self._thread:
             self._call_from_thread(future, to, function, args, kwargs, timeout)
             return future
         peer = self.peer(to)
@@ -220,7 +232,10 @@ class Agent:
         timeout: float | Unset = UNSET,
     ) -> Any:
         """The result of a call. Cheaper than `call`, because nobody else can see its future."""
-        peer = self._peers.get(to)
+        try:
+            peer = self._peers.get(to)
+        except TypeError:
+            raise self._unknown(to) from None
         if peer is None:
             return await self.call(to, function, args, kwargs, timeout, depth=3)
         future = self._create_future()
@@ -312,6 +327,11 @@ class Agent:
         """
         if self.is_closing:
             raise ShutdownError(f"worker {self.info.name!r} is shutting down")
+        if get_ident() != self._thread:
+            raise RuntimeError(
+                f"{name_of(function)} was called from a thread that is not worker {self.info.name!r}'s own: "
+                f"use rpc_async(...).wait() there"
+            )
         if args.__class__ is not tuple:
             args = _as_arguments(args)
         # the deadline
@@ -347,6 +367,8 @@ class Agent:
                 meta = meta or {}
                 meta[interceptor.key] = added
         # the message
+        if scope.__class__ is not WorkerScope and scope is not None:
+            scope.call_begun(future)
         call = Call(future, function, HEADER_BYTES + len(payload))
         call_id = peer.calls.add(tick, call)
         if slots or meta:
@@ -422,7 +444,7 @@ class Agent:
                     self._defer(future, to, lambda peer: self.begin(peer, future, function, args, kwargs, timeout))
                     return
                 call_id = self.begin(peer, future, function, args, kwargs, timeout)
-            except Exception as error:  # noqa: BLE001 - the thread finds it in the future
+            except Exception as error:
                 future.set_exception(error)
             else:
                 future._on_cancel = lambda: peer.cancel(call_id)
@@ -431,6 +453,8 @@ class Agent:
 
     def _defer(self, future: Future[Any], to: Any, begin: Callable[[Peer], int]) -> None:
         """Ask the group about a worker that is not known yet, then call it."""
+        if self.is_closing:
+            raise ShutdownError(f"worker {self.info.name!r} is shutting down")
         if not isinstance(to, str | int):
             raise self._unknown(to)
 
@@ -440,7 +464,7 @@ class Agent:
                 if not future.done():
                     call_id = begin(peer)
                     future._on_cancel = lambda: peer.cancel(call_id)
-            except Exception as error:  # noqa: BLE001 - the caller finds it in the future
+            except Exception as error:
                 if not future.done():
                     future.set_exception(error)
             except asyncio.CancelledError:
@@ -463,8 +487,9 @@ class Agent:
 
     def messages_received(self, connection: Connection, messages: list[Message]) -> None:
         link: Link = connection.owner
-        if messages[0].__class__ is Reply and len(messages) == 1:
-            self._on_reply(link, messages[0])
+        first = messages[0]
+        if first.__class__ is Reply and len(messages) == 1 and (not first.table_end or self._tasks_are_isolated):
+            self._on_reply(link, first)
             return
         handlers = self._handlers
         # The loop may be between two steps of a task that has switched something off for itself, unless tasks are isolated
@@ -497,7 +522,7 @@ class Agent:
         except ProtocolError:
             call.future.set_exception(SerializationError(f"the result of {call.name} is malformed"))
             raise
-        except BaseException as error:  # noqa: BLE001 - unpickling runs user code
+        except BaseException as error:
             call.future.set_exception(self._unreadable(call, error))
         else:
             _set_result(call.future, value)
@@ -511,7 +536,7 @@ class Agent:
             return
         try:
             value = self._result(link, message) if message.body else None
-        except BaseException as error:  # noqa: BLE001 - unpickling runs user code
+        except BaseException as error:
             link.peer.cancel(message.id)
             call.future.set_exception(self._unreadable(call, error))
         else:
@@ -558,8 +583,12 @@ class Agent:
         link.goodbye = bytes(message.body).decode(errors="replace") or "it closed the connection"
 
     def output_drained(self, connection: Connection) -> None:
-        link = connection.owner
-        if link is not None and link.inbound.waiting:
+        link: Link | None = connection.owner
+        if link is None:
+            return
+        link.peer.drain()
+        link.inbound.output_drained()
+        if link.inbound.waiting:
             self.executor.readmit(link.inbound)
 
     # -- the end

@@ -91,7 +91,7 @@ def _drive(job: Job, waits_for: Any) -> Generator[Any, Any, Any]:
             # its blocks end in its own context and state, as in any other step
             _step(job, lambda _: coroutine.close(), None)
             raise
-        except BaseException as error:  # noqa: BLE001 - thrown in by the Task, for the coroutine
+        except BaseException as error:
             step, value = coroutine.throw, error
         else:
             step = coroutine.send
@@ -156,7 +156,7 @@ class Carriers:
         except StopIteration as stop:
             result = stop.value
             waits_for = carrier
-        except BaseException as raised:  # noqa: BLE001 - it is the caller's, see Job.failed
+        except BaseException as raised:
             error = raised
             waits_for = carrier
         finally:
@@ -245,7 +245,7 @@ class Carriers:
                 waits_for = _step(job, lambda _: job.first_step(), None)
             except StopIteration as stop:
                 _tell(job.finished, stop.value)
-            except BaseException as error:  # noqa: BLE001 - it is the caller's, see Job.failed
+            except BaseException as error:
                 _tell(job.failed, error)
             else:
                 await self._finish(job, waits_for)
@@ -264,7 +264,7 @@ class Carriers:
     async def _finish(self, job: Job, waits_for: Any) -> None:
         try:
             result = await _drive(job, waits_for)
-        except BaseException as error:  # noqa: BLE001 - it is the caller's, see Job.failed
+        except BaseException as error:
             _tell(job.failed, error)
         else:
             _tell(job.finished, result)

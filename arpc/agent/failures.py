@@ -46,7 +46,7 @@ def describe_failure(
     if not isinstance(error, _NOT_TO_BE_RAISED):
         try:
             pickled, slots = pickler.dumps(error, main_by_value=main_by_value)
-        except BaseException:  # noqa: BLE001 - a user's __reduce__ may raise anything; the description is sent instead
+        except BaseException:
             slots = []
     stack = "".join(traceback.format_exception(_without_runtime_frames(error)))
     return pickler.dumps((pickled, _type_name(error), _text(error), stack))[0], slots
@@ -68,7 +68,7 @@ def rebuild_failure(
     if pickled is not None:
         try:
             error = loads(pickled, slots)
-        except BaseException:  # noqa: BLE001 - rebuilding runs the exception's own code, which may raise anything
+        except BaseException:
             error = None
         if isinstance(error, Exception) and not isinstance(error, _NOT_TO_BE_RAISED):
             return _caused(error, worker, stack)
@@ -88,7 +88,7 @@ def _type_name(error: BaseException) -> str:
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except BaseException as reason:  # noqa: BLE001 - a user's __str__ may raise anything
+    except BaseException as reason:
         return f"<its __str__ raised {type(reason).__qualname__}>"
 
 

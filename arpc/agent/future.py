@@ -121,7 +121,7 @@ class Future(asyncio.Future[T], Generic[T]):
                 return
             try:
                 result = callback(self)
-            except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the new future
+            except BaseException as error:
                 chained._adopt_exception(error)
                 return
             if isinstance(result, Coroutine):

@@ -16,6 +16,7 @@ from typing import Any, Final, Generic, Self, TypeVar
 from arpc import torchstate
 from arpc.agent.threads import ThreadPool
 from arpc.errors import ConnectionClosedError
+from arpc.transport.base import Connection
 
 __all__ = ["ItemOrder", "Producer", "Stream"]
 
@@ -25,13 +26,16 @@ T = TypeVar("T")
 
 # After this time a generator gives its thread back, and waits for its next turn
 _SLICE_S: Final = 0.0005
+_LET_GO_S: Final = 0.05
 _PLACE_MASK: Final = (1 << 32) - 1
 
 
 class Producer:
     """The callee's end: takes items from a generator when there is credit, and sends them."""
 
-    def __init__(self, iterable: Any, threads: ThreadPool, send: Callable[[Any], None]) -> None:
+    def __init__(
+        self, iterable: Any, threads: ThreadPool, send: Callable[[Any], None], connection: Connection, window_bytes: int
+    ) -> None:
         if hasattr(iterable, "__aiter__"):
             self.produce = self._produce_async
         elif hasattr(iterable, "__iter__"):
@@ -41,16 +45,27 @@ class Producer:
         self._iterable = iterable
         self._threads = threads
         self._send = send
+        self._connection = connection
+        self._window_bytes = window_bytes
         self._credit = 0
         self._credit_came: asyncio.Future[None] | None = None
 
     def add_credit(self, items: int) -> None:
         self._credit += items
+        self.wake()
+
+    def wake(self) -> None:
+        """There may be credit, or room, again."""
         if self._credit_came is not None and not self._credit_came.done():
             self._credit_came.set_result(None)
 
     async def _have_credit(self) -> None:
-        while self._credit <= 0:
+        """Until the consumer wants another item, and has taken enough of the bytes of those before."""
+        connection = self._connection
+        while self._credit <= 0 or connection.unsent_bytes > self._window_bytes:
+            if self._credit > 0 and not connection.is_congested:
+                await asyncio.sleep(0)  # what was sent in this turn has not been written yet
+                continue
             self._credit_came = asyncio.get_running_loop().create_future()
             await self._credit_came
 
@@ -132,6 +147,8 @@ class _GeneratorSteps:
         Each can be sent at once: the next may take its time. Many that are made quickly share one wake-up of the loop.
         """
         with self._lock:
+            if self._is_stopped:
+                return True, None
             torchstate.restore(self._state)
             end = time.monotonic() + _SLICE_S
             try:
@@ -148,10 +165,12 @@ class _GeneratorSteps:
                         break
             except StopIteration:
                 return True, None
-            except BaseException as error:  # noqa: BLE001 - the consumer's, after the items that came before
+            except BaseException as error:
                 return True, error
             finally:
                 self._state = torchstate.save_and_reset()
+                if self._is_stopped:
+                    self._close_generator()
             return False, None
 
     def stop(self) -> None:
@@ -159,19 +178,27 @@ class _GeneratorSteps:
         self._is_stopped = True
 
     def close(self) -> None:
-        """Let the generator end where it stands."""
-        with self._lock:
-            close = getattr(self._iterator, "close", None)
-            if close is None:
-                return
-            torchstate.restore(self._state)
+        """Let the generator end where it stands. A step that is under way does it on its way out: no thread waits for it."""
+        # The wait is for a step that has just looked and not let go yet; one that blocks will look when it ends
+        if self._lock.acquire(timeout=_LET_GO_S):
             try:
-                self._context.run(close)
-            except BaseException:
-                # its consumer has left
-                logger.exception("a generator raised when it was stopped")
+                self._close_generator()
             finally:
-                torchstate.save_and_reset()
+                self._lock.release()
+
+    def _close_generator(self) -> None:
+        close = getattr(self._iterator, "close", None)
+        self._iterator = None
+        if close is None:
+            return
+        torchstate.restore(self._state)
+        try:
+            self._context.run(close)
+        except BaseException:
+            # its consumer has left
+            logger.exception("a generator raised when it was stopped")
+        finally:
+            torchstate.save_and_reset()
 
 
 class ItemOrder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import os
 import secrets
 import socket
@@ -272,6 +273,16 @@ def split_tcp(address: str) -> tuple[str, int]:
     return parts.hostname, port
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a host, as an address or a name, is this one and cannot be reached from another."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name could mean anything
+
+
 def _tidied(directory: Path) -> Path:
     """The same directory, without the sockets of processes that were killed before they could remove them."""
     for path in directory.glob("*.sock"):
@@ -299,7 +310,7 @@ def socket_directory() -> Path:
     """Where this user's sockets are. Raises `WireError` if someone else could have made it."""
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     if len(base) > _MAX_UNIX_PATH - 40:
-        base = "/tmp"  # noqa: S108 - paths of sockets must be short; the directory below is checked
+        base = "/tmp"
     path = Path(base) / f"arpc-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     info = path.lstat()

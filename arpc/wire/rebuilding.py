@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from arpc.errors import ProtocolError
+from arpc.wire.frames import ALIGNMENT
 from arpc.wire.table import DTYPE_CODES, DTYPES, NUMPY_DTYPES, Code, Entry, Flag, Kind, decode_table
 
 __all__ = ["unpack"]
@@ -19,6 +20,7 @@ _from_numpy = torch.from_numpy
 _ndarray = np.ndarray
 _FIRST_STAND_IN: Final = Code.FIRST_STAND_IN
 _FIRST_SPECIAL: Final = Code.BYTES
+_UNALIGNED: Final = ALIGNMENT - 1
 _UINT8: Final = DTYPE_CODES[torch.uint8]
 _LAYOUTS: Final = {
     str(layout): layout for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -33,14 +35,18 @@ def unpack(table: bytes | memoryview, body: bytearray, buffers: Sequence[memoryv
     try:
         decoded = decode_table(table)
         base = len(body) - decoded.inline_bytes
-        if not 0 <= base <= len(body):
+        if base < 0:
             raise ProtocolError("the inline tensors of a message are larger than the message")
+        if base & _UNALIGNED and decoded.inline_bytes:
+            raise ProtocolError("the inline tensors of a message are not aligned")
         codes, sources, shapes = decoded.codes, decoded.sources, decoded.shapes
         if not len(codes) == len(sources) == len(shapes):
             raise ProtocolError("a table of tensors with columns of different lengths")
-        for code, source, shape in zip(codes, sources, shapes):  # noqa: B905 - `strict` takes as long as a small tensor
+        for code, source, shape in zip(codes, sources, shapes):
             if code < _FIRST_SPECIAL:
                 if source >= 0:
+                    if source & _UNALIGNED:
+                        raise ProtocolError("an inline tensor is not aligned")  # torch's operators would crash
                     tensor = _from_numpy(_ndarray(shape, numpy_dtypes[code], body, base + source))
                 else:
                     tensor = _from_numpy(_ndarray(shape, numpy_dtypes[code], buffers[~source]))
@@ -103,8 +109,8 @@ class _Rebuilder:
                 raise ProtocolError(f"a buffer of {memory.nbytes} bytes was announced as {size_bytes}")
             return memory
         start = self._base + source
-        if start + size_bytes > self._body.nbytes:
-            raise ProtocolError("an inline tensor lies outside of its message")
+        if source & _UNALIGNED or start + size_bytes > self._body.nbytes:
+            raise ProtocolError("an inline tensor is not aligned, or lies outside of its message")
         return self._body[start : start + size_bytes]
 
     # -- one for each kind

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
+from arpc import torchstate
 from arpc.testing import Cluster, cluster
 from tests.agent.leftovers import assert_nothing_left
 from tests.agent.stage import Stage, call_on, echo, setting_stages
@@ -40,3 +41,18 @@ async def trio() -> AsyncIterator[Cluster]:
         await group[0].rpc_sync("worker1", call_on, args=("worker2", echo))
         yield group
         await assert_nothing_left(group)
+
+
+@pytest.fixture(params=["first step", "later step"])
+def wait_first(request: pytest.FixtureRequest) -> bool:
+    """Whether a handler has waited before: it then runs in a task that is its own."""
+    return bool(request.param == "later step")
+
+
+@pytest.fixture
+def nothing_switched() -> Iterator[None]:
+    """A mode of torch left on this thread is the failure of the test that left it, and not of the next."""
+    yield
+    was_pristine = torchstate.is_pristine()
+    torchstate.save_and_reset()
+    assert was_pristine, "the test left torch's state changed"

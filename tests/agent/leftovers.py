@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from arpc import Worker
+from tests.agent.stage import echo, echo_later
 
 
 def leftovers(worker: Worker) -> dict[str, object]:
@@ -44,3 +45,17 @@ async def until(is_so: Callable[[], bool], tell: Callable[[], object] = str, *, 
     while not is_so():
         assert time.monotonic() < end, f"not so after {within_s} s: {tell()}"
         await asyncio.sleep(0)
+
+
+async def assert_both_alive(group: Sequence[Worker]) -> None:
+    """The first two workers can call each other, now and the next time."""
+    for caller, callee in [(0, 1), (1, 0)]:
+        for _ in range(2):
+            assert await group[caller].rpc_sync(f"worker{callee}", echo, args=("alive",)) == "alive"
+
+
+async def warm_up(group: Sequence[Worker]) -> None:
+    """Have idle carriers ready at worker1, so that a handler's first step runs at once."""
+    for _ in range(3):
+        await group[0].rpc_sync("worker1", echo_later)
+    await until(lambda: bool(group[1].agent.executor.carriers._idle))

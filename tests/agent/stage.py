@@ -132,3 +132,9 @@ async def call_on(to: str, function: Any, *args: Any, **kwargs: Any) -> Any:
 
 def call_on_in_thread(to: str, function: Any, *args: Any) -> Any:
     return arpc.rpc_async(to, function, args=args).wait()
+
+
+async def wait_if(wait: bool) -> None:
+    """For a handler that is to leave its first step behind, or not."""
+    if wait:
+        await asyncio.sleep(0)

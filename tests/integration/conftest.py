@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration import functions
 from tests.integration.processes import Processes
 
 
@@ -22,5 +23,7 @@ def runtime_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def processes(tmp_path: Path, runtime_directory: Path) -> Iterator[Processes]:
     made = Processes(tmp_path, runtime_directory)
+    functions.events.clear()
+    functions.happenings.clear()
     yield made
     made.close()

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 import arpc
 from arpc.runtime import current
 from tests.integration.processes import Start
@@ -133,6 +135,18 @@ async def block_loop(seconds: float) -> None:
     """What a coroutine must not do."""
     note("blocking")
     time.sleep(seconds)
+
+
+async def make_tensor(size_bytes: int) -> torch.Tensor:
+    return torch.ones(size_bytes, dtype=torch.uint8)
+
+
+async def ask_for_much_and_block(name: str, calls: int, size_bytes: int, seconds: float) -> int:
+    """Have many large replies sent here, and read none of them for a while; how many bytes came in the end."""
+    futures = [arpc.rpc_async(name, make_tensor, args=(size_bytes,)) for _ in range(calls)]
+    await asyncio.sleep(0.05)
+    time.sleep(seconds)
+    return sum([(await future).numel() for future in futures])
 
 
 async def peak_memory_bytes() -> int:

@@ -143,3 +143,22 @@ async def test_a_blocked_callee_slows_its_callers_only(processes: Processes):
         assert all(torch.equal(reply, tensor) for reply in replies)
         after = await worker.rpc_sync("blocked", functions.peak_memory_bytes)
         assert after - before < 100 * MIB, f"{(after - before) / MIB:.0f} MiB for a window of 8"
+
+
+async def test_a_blocked_caller_does_not_fill_its_callees_memory(processes: Processes):
+    options = QUICK.replace(window_bytes=8 * MIB, heartbeat_timeout=20.0)
+    async with processes.group("callee", "blocked", main=functions.serve, options=options) as worker:
+        await worker.rpc_sync("blocked", functions.ask_for_much_and_block, args=("callee", 1, 4 * MIB, 0.0))
+        before = await worker.rpc_sync("callee", functions.peak_memory_bytes)
+        arguments = ("callee", 100, 4 * MIB, 0.7)
+        blocking = worker.rpc_async("blocked", functions.ask_for_much_and_block, args=arguments)
+        slowest = 0.0
+        while not blocking.done():
+            started = time.perf_counter()
+            assert await worker.rpc_sync("callee", functions.echo, args=(1,)) == 1
+            slowest = max(slowest, time.perf_counter() - started)
+            await asyncio.sleep(0.01)
+        assert await blocking == 400 * MIB
+        assert slowest < 0.5
+        after = await worker.rpc_sync("callee", functions.peak_memory_bytes)
+        assert after - before < 100 * MIB, f"{(after - before) / MIB:.0f} MiB for a window of 8"

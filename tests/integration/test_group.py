@@ -8,6 +8,7 @@ import time
 import pytest
 
 import arpc
+from arpc.agent.static_group import StaticRendezvous
 from tests.integration import functions
 from tests.integration.processes import QUICK, Processes, Start
 
@@ -29,6 +30,32 @@ async def test_those_who_are_missing_are_named(processes: Processes):
         assert "3 of 6 workers are missing, rank 2, 4-5" in text
         assert "'a' (rank 1), 'c' (rank 3)" in text
     assert processes.sockets() == []
+
+
+@pytest.mark.usefixtures("runtime_directory")
+async def test_a_call_waits_for_a_callee_that_is_about_to_join(tmp_path, monkeypatch):
+    may_go_on = asyncio.Event()
+    members = StaticRendezvous.members
+
+    async def members_when_allowed(self: StaticRendezvous):
+        if self.record.name == "slow":
+            await may_go_on.wait()
+        return await members(self)
+
+    monkeypatch.setattr(StaticRendezvous, "members", members_when_allowed)
+    starts = [Start(name, f"file://{tmp_path / 'store'}", rank, 2) for rank, name in enumerate(("quick", "slow"))]
+
+    async def join(start: Start) -> arpc.Worker:
+        return await start.join()
+
+    quick, slow = (asyncio.create_task(join(start)) for start in starts)
+    worker = await quick
+    call = worker.rpc_async("slow", functions.relay, args=(["quick", "slow"], 1))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(call), 0.1)
+    may_go_on.set()
+    assert await call == (["slow", "quick", "slow"], 1)
+    await asyncio.gather(worker.shutdown(), (await slow).shutdown())
 
 
 async def test_a_server_that_shuts_down_first_goes_on_serving(processes: Processes):

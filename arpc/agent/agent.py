@@ -136,10 +136,8 @@ class Agent:
             self._handlers[message_class] = self.executor.serve(function)
 
     def serve(self) -> None:
-        """The worker knows its group: calls of others run from now on, those that came before first."""
+        """The worker knows its group: others may connect from now on. Those who tried before try again."""
         self.is_serving = True
-        for inbound in self.connector.inbounds():
-            self.executor.readmit(inbound)
 
     def identify(self, worker_id: int) -> None:
         """The group has given this worker its id, which nobody could know before."""

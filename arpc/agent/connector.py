@@ -35,6 +35,8 @@ __all__ = ["Connector", "Link"]
 logger = logging.getLogger("arpc.connections")
 
 _RETRY_S: Final = 0.02
+_PASSING: Final = frozenset((Refusal.DUPLICATE, Refusal.STARTING))
+"""Refusals after which to try again."""
 
 
 class Link:
@@ -142,6 +144,9 @@ class Connector:
         """Whether a peer that proved itself may come in. Runs before the last word of the handshake."""
         if self.agent.is_closing:
             raise Refused(Refusal.CLOSING, f"worker {self._identity.name!r} is shutting down")
+        if not self.agent.is_serving:
+            # One that has joined already may call before we know who is in the group, and who we are in it
+            raise Refused(Refusal.STARTING, f"worker {self._identity.name!r} is still joining its group")
         if identity.id == self._identity.id or identity.name == self._identity.name:
             raise Refused(Refusal.STALE, f"worker {identity.name!r} has the name or id of worker {self._identity.name!r}")
         peer = self.agent.peer(WorkerInfo(identity.name, identity.id))
@@ -186,9 +191,9 @@ class Connector:
                     try:
                         return await self._connect_once(peer)
                     except Refused as refusal:
-                        if refusal.kind is not Refusal.DUPLICATE:
+                        if refusal.kind not in _PASSING:
                             raise
-                    # The peer prefers its own connection to us: it is about to come
+                    # The peer prefers its own connection to us, which is about to come, or is not ready yet
                     await self._wait_for(peer)
                     if peer.connection is not None:
                         return peer.connection
@@ -313,8 +318,7 @@ class Connector:
             connection,
             peer.info,
             self.agent.deadlines,
-            # a peer that has joined already may call before this worker knows the group: such calls wait
-            max_handlers=self._options.max_handlers_per_peer if self.agent.is_serving else 0,
+            max_handlers=self._options.max_handlers_per_peer,
             main_by_value=main_by_value,
         )
         link = Link(connection, peer, inbound, is_mine=is_mine)
@@ -348,9 +352,6 @@ class Connector:
         return bool(main) and main == self._identity.main
 
     # -- looking
-
-    def inbounds(self) -> list[Inbound]:
-        return [link.inbound for link in self._links.values()]
 
     def open_connections(self) -> list[Connection]:
         return [connection for connection in self._links if connection.is_open]

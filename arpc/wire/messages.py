@@ -259,6 +259,7 @@ class Refusal(IntEnum):
     DUPLICATE = 4
     STALE = 5
     CLOSING = 6
+    STARTING = 7
 
 
 MESSAGE_CLASSES: Final[Mapping[int, type[Message]]] = MappingProxyType(

@@ -42,7 +42,7 @@ def unpack(table: bytes | memoryview, body: bytearray, buffers: Sequence[memoryv
         codes, sources, shapes = decoded.codes, decoded.sources, decoded.shapes
         if not len(codes) == len(sources) == len(shapes):
             raise ProtocolError("a table of tensors with columns of different lengths")
-        for code, source, shape in zip(codes, sources, shapes):
+        for code, source, shape in zip(codes, sources, shapes):  # noqa: B905 - `strict` takes as long as a small tensor
             if code < _FIRST_SPECIAL:
                 if source >= 0:
                     if source & _UNALIGNED:

@@ -59,7 +59,7 @@ def pack(slots: Sequence[Slot], inline_limit: int) -> PackedTensors:
     dtype_codes = DTYPE_CODES
     # This loop is what a small tensor costs: each look at one takes 40 to 80 ns
     slot: Any
-    for slot, storage in zip(slots, storages):
+    for slot, storage in zip(slots, storages):  # noqa: B905 - `strict` takes as long as a tensor
         if (
             storage is not None
             and (code := dtype_codes.get(slot.dtype)) is not None
@@ -267,7 +267,7 @@ def _require_memory(storage: UntypedStorage, end: int) -> None:
 def _undecorated(tensor: Tensor) -> Tensor:
     """The same memory without the lazy conjugate and negative bits, which travel as flags."""
     plain = tensor.detach()
-    if plain._is_zerotensor():
+    if plain._is_zerotensor():  # noqa: SLF001 - zeros that autograd did not give any memory
         return torch.zeros(plain.shape, dtype=plain.dtype)
     if plain.is_conj():
         plain = torch._conj(plain)

@@ -290,6 +290,25 @@ async def test_a_call_that_ended_leaves_no_garbage(pair):
         seen.clear()
 
 
+@pytest.mark.parametrize("function", [echo, echo_later, echo_in_thread, echo_inline])
+async def test_calls_leave_nothing_to_the_garbage_collector(pair, function):
+    """No cycles: what a call needed is freed when it ends, and collections have nothing to find."""
+
+    async def make_calls() -> None:
+        for _ in range(20):
+            await pair[0].rpc_sync("worker1", function, args=(1,))
+            await pair[0].rpc_async("worker1", function, args=(1,))
+
+    await make_calls()
+    gc.collect()
+    gc.disable()
+    try:
+        await make_calls()
+        assert gc.collect() < 20
+    finally:
+        gc.enable()
+
+
 class Weighty:
     """Something that can be watched."""
 

@@ -36,20 +36,21 @@ async def test_processes_call_each_other(processes: Processes, listen: str):
 
 async def test_workers_of_one_host_find_their_unix_sockets(processes: Processes):
     async with processes.group("a", "b", main=functions.serve) as worker:
-        record = await worker.rendezvous.resolve("b")
-        assert [address.partition("://")[0] for address in record.addresses] == ["unix", "tcp"]
+        (address,) = (await worker.rendezvous.resolve("b")).addresses
+        assert address.startswith("unix://")
         await worker.rpc_sync("a", functions.relay, args=(["b"], None))
-        addresses = await worker.rpc_sync("a", functions.connections)
-        assert addresses["b"] == record.addresses[0]
-        # without it, there is the other way
-        Path(record.addresses[0].removeprefix("unix://")).unlink()
-        assert await worker.rpc_sync("b", functions.echo, args=(1,)) == 1
-        addresses = await functions_of_this_process(worker)
-        assert addresses["b"] == record.addresses[1]
+        assert (await worker.rpc_sync("a", functions.connections))["b"] == address
 
 
-async def functions_of_this_process(worker: arpc.Worker) -> dict[str, str]:
-    return await worker.rpc_sync("test", functions.connections)
+async def test_the_unix_socket_is_the_first_choice_and_not_the_only_one(processes: Processes):
+    options = QUICK.replace(listen=("tcp://127.0.0.1:0", "unix://"))
+    async with processes.group("a", main=functions.serve, options=options) as worker:
+        tcp, unix = (await worker.rendezvous.resolve("a")).addresses
+        for address in (unix, tcp):
+            assert await worker.rpc_sync("a", functions.echo, args=(1,)) == 1
+            assert (await worker.rpc_sync("test", functions.connections))["a"] == address
+            await worker.rpc_sync("test", functions.hang_up_on, args=("a",))
+            Path(unix.removeprefix("unix://")).unlink(missing_ok=True)
 
 
 async def test_connections_are_made_when_they_are_needed(processes: Processes):

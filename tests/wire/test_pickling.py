@@ -302,6 +302,20 @@ def test_any_callable_has_arguments(function, name):
         Pickler().dumps_call(function, args, None, main_by_value=False)
 
 
+def test_an_error_that_does_not_come_again_is_told_all_the_same():
+    class Moody:
+        calls = 0
+
+        def __reduce__(self) -> Any:
+            Moody.calls += 1
+            if Moody.calls == 1:
+                raise ZeroDivisionError("not now")
+            return Moody, ()
+
+    with pytest.raises(SerializationError, match="the arguments of train cannot be sent: not now"):
+        dumps_call(Moody())
+
+
 def test_a_result_that_does_not_pickle_raises_what_it_raises():
     with pytest.raises(ZeroDivisionError):
         Pickler().dumps_result([Unpicklable()], main_by_value=False)
@@ -355,6 +369,8 @@ def test_a_pickler_keeps_nothing_alive():
     del point, result
     gc.collect()
     assert [reference() for reference in seen] == [None, None]
+    pickler.dumps(lambda: None)
+    assert all(not free.globals_ref and not free.slots and not free.chunks for free in pickler._free)
 
 
 def test_a_large_pickle_does_not_make_those_after_it_slow():

@@ -123,7 +123,9 @@ def test_both_ways_lead_to_the_same_object(value):
     expected = outline(value)
 
     assert outline(loads(*Pickler().dumps(value))) == expected
-    assert outline(loads(*dumps_call(value))[0]) == expected
+    payload, slots = dumps_call(value)
+    assert outline(loads(payload, slots)[0]) == expected
+    assert len({id(slot) for slot in slots}) == len(slots)  # one tensor travels once
     assert outline(loads(*dumps_call(value, option=value))) == outline(((value,), {"option": value}))
     if value is not None:
         assert outline(loads(*Pickler().dumps_result(value, main_by_value=False))) == expected

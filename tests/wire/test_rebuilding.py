@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Sequence
 from functools import cache
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from arpc.errors import ProtocolError
+from arpc.wire.frames import ALIGNMENT
 from arpc.wire.messages import Message
 from arpc.wire.rebuilding import unpack
 from arpc.wire.table import DTYPES, Code, Entry, Kind, decode_table, encode_table
@@ -64,7 +66,9 @@ def entry(kind: int = Kind.STRIDED, **fields: Any) -> Entry:
     ("code", "source", "shape"),
     [
         pytest.param(FLOAT32, 0, (33,), id="beyond-the-body"),
-        pytest.param(FLOAT32, 120, (3,), id="beyond-the-body-with-offset"),
+        pytest.param(FLOAT32, 112, (5,), id="beyond-the-body-with-offset"),
+        pytest.param(FLOAT32, 4, (1,), id="not-aligned"),
+        pytest.param(Code.BYTES, 4, (1,), id="bytes-not-aligned"),
         pytest.param(FLOAT32, 2**40, (0,), id="far-outside"),
         pytest.param(FLOAT32, 0, (-1,), id="negative-size"),
         pytest.param(FLOAT32, 0, (2**62,), id="huge"),
@@ -110,7 +114,8 @@ def test_a_wrong_description_of_a_dense_tensor_is_refused(code, source, shape):
         pytest.param({"span_bytes": 129}, id="span-beyond-the-body"),
         pytest.param({"span_bytes": -1}, id="negative-span"),
         pytest.param({"span_bytes": 0}, id="no-span"),
-        pytest.param({"source": 1000}, id="outside-of-the-body"),
+        pytest.param({"source": 1024}, id="outside-of-the-body"),
+        pytest.param({"source": 4}, id="not-aligned"),
         pytest.param({"source": -1, "span_bytes": 63}, id="another-size-than-the-buffer"),
         pytest.param({"source": -2}, id="no-such-buffer"),
         pytest.param({"dtype": 31}, id="unknown-dtype"),
@@ -169,6 +174,15 @@ def test_what_was_saved_is_not_run():
         unpack(encode_table(table), message.body, [memoryview(bomb)])
 
 
+def test_what_was_saved_must_be_a_tensor():
+    file = io.BytesIO()
+    torch.save({"not": "a tensor"}, file)
+    saved = entry(Kind.SAVED, source=-1, span_bytes=file.tell())
+    table = encode_table((0, bytes([Code.ENTRY]), [0], [()], [saved]))
+    with pytest.raises(ProtocolError, match="it is of type dict"):
+        unpack(table, bytearray(), [file.getbuffer()])
+
+
 def test_columns_of_different_lengths_are_refused():
     with pytest.raises(ProtocolError, match="different lengths"):
         rebuild([FLOAT32, FLOAT32], [0], [(1,)])
@@ -190,6 +204,11 @@ def test_a_table_that_is_none_is_refused(table):
         unpack(table, bytearray(10), [])
 
 
+def test_inline_tensors_that_are_not_aligned_are_refused():
+    with pytest.raises(ProtocolError, match="not aligned"):
+        rebuild([FLOAT32], [0], [(1,)], inline_bytes=INLINE_BYTES + 4)
+
+
 def test_an_empty_message_has_no_tensors():
     assert rebuild([], [], []) == []
 
@@ -197,7 +216,7 @@ def test_an_empty_message_has_no_tensors():
 # -- any table
 
 small = st.integers(-2, 70)
-number = st.one_of(small, st.integers(-(2**63), 2**63 - 1))
+number = st.one_of(small, small.map(ALIGNMENT.__mul__), st.integers(-(2**63), 2**63 - 1))
 shapes = st.lists(st.one_of(st.integers(0, 6), number), max_size=3).map(tuple)
 dtypes = st.one_of(st.sampled_from(sorted(DTYPES)), st.integers(0, 127))
 
@@ -234,7 +253,10 @@ def look_at(slots: list[Any]) -> None:
 
 
 @given(
-    rows, st.lists(any_entry, max_size=3), st.lists(st.integers(1, 100), max_size=3), st.integers(-1, BODY_BYTES + 1)
+    rows,
+    st.lists(any_entry, max_size=3),
+    st.lists(st.integers(1, 100), max_size=3),
+    st.one_of(st.integers(-1, BODY_BYTES + 1), st.integers(0, BODY_BYTES // ALIGNMENT).map(ALIGNMENT.__mul__)),
 )
 @settings(max_examples=500)
 def test_any_table_is_built_or_refused(rows, entries, buffers, inline_bytes):

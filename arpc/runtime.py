@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -38,6 +39,9 @@ from arpc.errors import (
 )
 from arpc.ids import WorkerInfo, check_worker_name
 from arpc.options import UNSET, RpcOptions, Unset
+from arpc.rref.context import RRefContext
+from arpc.rref.handle import RRef, create_remote, reduce_rref
+from arpc.rref.report import RRefRow, report_leaks, report_survivors, rref_rows, rref_statistics
 from arpc.transport.base import Transport
 from arpc.transport.memory import MemoryNetwork
 from arpc.transport.stream import TcpTransport, UnixTransport, split_tcp
@@ -47,6 +51,8 @@ __all__ = ["Worker", "current", "start_worker"]
 
 logger = logging.getLogger("arpc.runtime")
 
+_RELEASE_S: Final = 10.0
+"""How long a graceful shutdown waits for owners to hear that their RRefs are released."""
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -71,6 +77,9 @@ class Worker:
         self.options = options
         self.agent: Agent
         self.rendezvous: Rendezvous
+        self.rref_context: RRefContext
+        self.leaked_rrefs: tuple[RRefRow, ...] = ()
+        """After a graceful shutdown: values of this worker that others still held when all had let go."""
         self._shutdown: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -120,6 +129,21 @@ class Worker:
         """Call a generator and iterate over its items with ``async for``."""
         return self.agent.stream(to, func, args or (), kwargs, timeout, window)
 
+    def remote(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | Unset = UNSET,
+    ) -> RRef[Any]:
+        """Run a function elsewhere and return an `RRef` to its result at once."""
+        return create_remote(self.rref_context, to, func, args or (), kwargs, timeout)
+
+    def rrefs(self) -> list[RRefRow]:
+        """Every RRef that this worker owns and others know, or that it uses."""
+        return rref_rows(self.rref_context)
+
     def get_worker_info(self, name: str | int | WorkerInfo | None = None) -> WorkerInfo:
         """Name and id of a worker of the group; of this one if no name is given. Raises `UnknownWorkerError`."""
         return self.info if name is None else self.agent.known_peer(name).info
@@ -131,6 +155,7 @@ class Worker:
             **self.agent.statistics(),
             "heartbeat": self.agent.heartbeat.statistics(),
             "rendezvous": self.rendezvous.statistics(),
+            "rrefs": rref_statistics(self.rref_context),
         }
 
     # -- the end
@@ -188,6 +213,7 @@ class Worker:
             raise cancelled
 
     async def _close(self) -> None:
+        self.rref_context.close()
         await self.agent.aclose()
         with suppress(RendezvousError, OSError):
             await self.rendezvous.leave()
@@ -230,6 +256,20 @@ class Worker:
                 break
             before = now
             number += 1
+        await self._release_rrefs(deadline)
+
+    async def _release_rrefs(self, deadline: float | None) -> None:
+        """Let go of every RRef, and report those of this worker that others do not let go of."""
+        context = self.rref_context
+        report_survivors(context)
+        loop = asyncio.get_running_loop()
+        left = _RELEASE_S if deadline is None else min(_RELEASE_S, max(0.0, deadline - loop.time()))
+        await context.release_all(left)
+        if not self.rendezvous.is_elastic:
+            # the others may still be telling this worker
+            left = 0.0 if deadline is None else max(0.001, deadline - loop.time())
+            await self.rendezvous.gather("shutdown/rrefs", b"", timeout_s=left)
+            self.leaked_rrefs = report_leaks(context)
 
     async def _fail_if_peer_is_lost(self) -> None:
         """Waiting for a worker that has died would never end."""
@@ -289,6 +329,7 @@ async def start_worker(
         ways = {"memory": network}
     ways.update(transports or {})
     identity = Identity(name, 0, secrets.randbits(63), main_fingerprint())
+    rrefs = worker.rref_context = RRefContext(options, context, name, identity.incarnation)
     agent = worker.agent = context.run(
         lambda: Agent(
             worker=worker,
@@ -297,9 +338,13 @@ async def start_worker(
             context=context,
             transports=ways,
             resolve=rendezvous.resolve,
+            handlers=rrefs.handlers,
+            reducers={RRef: partial(reduce_rref, rrefs)},
             interceptors=(VariableCarrier(),),
+            watchers=(rrefs,),
         )
     )
+    rrefs.attach(agent)
     worker.rendezvous = rendezvous
     host = host_fingerprint()
     try:
@@ -310,6 +355,7 @@ async def start_worker(
         def make_record(worker_id: int) -> WorkerRecord:
             worker.info = WorkerInfo(name, worker_id)
             agent.identify(worker_id)
+            rrefs.identify(worker.info)
             return WorkerRecord(name, worker_id, identity.incarnation, listening, host, identity.main)
 
         record = await rendezvous.join(name, make_record, timeout_s=options.init_timeout)
@@ -317,6 +363,7 @@ async def start_worker(
             agent.add_peer(member)
         agent.add_peer(record)
     except BaseException:
+        rrefs.close()
         await agent.aclose("it failed to start")
         await rendezvous.aclose()
         raise

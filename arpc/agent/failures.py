@@ -18,6 +18,7 @@ from arpc.errors import (
     RpcTimeoutError,
     ShutdownError,
 )
+from arpc.ids import WorkerInfo
 from arpc.wire.messages import FailureKind
 from arpc.wire.pickling import Pickler, loads
 from arpc.wire.tensors import Slot
@@ -36,14 +37,14 @@ _NOT_TO_BE_RAISED: Final = (
 
 
 def describe_failure(
-    error: BaseException, pickler: Pickler, *, main_by_value: bool
+    error: BaseException, pickler: Pickler, *, main_by_value: bool, to: WorkerInfo | None = None
 ) -> tuple[bytes, list[Slot]]:
     """Payload and slots of a FAILURE."""
     pickled: bytes | None = None
     slots: list[Slot] = []
     if not isinstance(error, _NOT_TO_BE_RAISED):
         try:
-            pickled, slots = pickler.dumps(error, main_by_value=main_by_value)
+            pickled, slots = pickler.dumps(error, main_by_value=main_by_value, to=to)
         except BaseException:  # noqa: BLE001 - a user's __reduce__ may raise anything; the description is sent instead
             slots = []
     stack = "".join(traceback.format_exception(_without_runtime_frames(error)))
@@ -93,6 +94,6 @@ def _text(error: BaseException) -> str:
 def _without_runtime_frames(error: BaseException) -> BaseException:
     """Cut the frames of the runtime above the user's function off the traceback: they explain nothing."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("arpc.agent."):
+    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("arpc."):
         trace = trace.tb_next
     return error.with_traceback(trace) if trace is not None else error

@@ -5,6 +5,7 @@ One ContextVar for all of it, so that starting a handler sets one variable and m
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
@@ -28,6 +29,9 @@ class Scope(Protocol):
     def caller(self) -> WorkerInfo | None:
         """Who called the handler; None outside of handlers."""
 
+    prerequisites: list[Awaitable[object]] | None
+    """What a handler waits for before it starts. What is unpacked as one of its arguments may add to it."""
+
 
 class WorkerScope(NamedTuple):
     """The scope of code that belongs to a worker and runs for no caller."""
@@ -35,6 +39,7 @@ class WorkerScope(NamedTuple):
     worker: Any
     deadline: float | None = None
     caller: WorkerInfo | None = None
+    prerequisites: list[Awaitable[object]] | None = None
 
 
 current_scope: ContextVar[Scope | None] = ContextVar("arpc.scope", default=None)

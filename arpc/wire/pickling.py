@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pickle import PickleBuffer
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 import cloudpickle
 import torch
@@ -24,12 +24,23 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from arpc.errors import SerializationError
+from arpc.ids import WorkerInfo
 from arpc.wire.tensors import Slot
 
-__all__ = ["Pickler", "Reducer", "importable_name", "loads"]
+__all__ = ["Parcel", "Pickler", "Reducer", "importable_name", "loads"]
 
-Reducer = Callable[[Any], tuple[Any, ...] | str]
-"""Like ``__reduce__``, but a function of the object. `NotImplemented` may not be returned."""
+
+class Parcel(Protocol):
+    """The pickle that is being made, as a reducer sees it."""
+
+    to: WorkerInfo | None
+    """Who will unpack it; None if that is not a worker."""
+    packed: list[Callable[[], None]]
+    """Called once the pickle is complete, but not if it fails."""
+
+
+Reducer = Callable[[Any, Parcel], tuple[Any, ...] | str]
+"""Like ``__reduce__``, but a function of the object and the parcel. `NotImplemented` may not be returned."""
 
 MAIN_NAMES: Final = ("__main__", "__mp_main__")
 """The script, and what multiprocessing calls it in a spawned child."""
@@ -83,6 +94,8 @@ class _StatefulPickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.reducers = reducers
         self.slots: list[Slot] = []
         self.main_by_value = False
+        self.to: WorkerInfo | None = None
+        self.packed: list[Callable[[], None]] = []
 
     def _memory_found(self, buffer: PickleBuffer) -> None:
         # None keeps the buffer out of band. Holes were noted in reducer_override, where the tensor was at hand.
@@ -99,7 +112,7 @@ class _StatefulPickler(cloudpickle.Pickler):  # type: ignore[misc]
             return NotImplemented  # the most common function of all: by name, and without a closer look
         reducer = self.reducers.get(kind)
         if reducer is not None:
-            return reducer(obj)
+            return reducer(obj, self)
         if isinstance(obj, Tensor):
             return self._reduce_subclass(obj)
         if kind is FunctionType or isinstance(obj, type):
@@ -171,14 +184,20 @@ class Pickler:
         self._reducers = dict(reducers or {})
         self._free = [_StatefulPickler(self._reducers)]
 
-    def dumps(self, obj: Any, *, main_by_value: bool = False) -> tuple[bytes, list[Slot]]:
-        """Pickle and slots of an object. Raises whatever pickling it raises."""
+    def dumps(
+        self, obj: Any, *, main_by_value: bool = False, to: WorkerInfo | None = None, is_rehearsal: bool = False
+    ) -> tuple[bytes, list[Slot]]:
+        """Pickle and slots of an object, for the worker ``to``. Raises whatever pickling it raises.
+
+        A rehearsal is not going to be sent, so reducers are not told that it is complete.
+        """
         # list.pop and append are atomic, so that other threads may pickle too
         try:
             pickler = self._free.pop()
         except IndexError:
             pickler = _StatefulPickler(self._reducers)
         pickler.main_by_value = main_by_value
+        pickler.to = to
         file = pickler.file
         try:
             # The C method: cloudpickle's own `dump` only explains recursion errors
@@ -186,9 +205,12 @@ class Pickler:
             slots = pickler.slots
             if slots:
                 pickler.slots = []
+            if pickler.packed:
+                self._tell(pickler, is_rehearsal=is_rehearsal)
             return file.getvalue(), slots
         except BaseException:
             pickler.slots = []
+            pickler.packed = []
             raise
         finally:
             pickler.clear_memo()
@@ -197,13 +219,26 @@ class Pickler:
             file.truncate()
             self._free.append(pickler)
 
+    @staticmethod
+    def _tell(pickler: _StatefulPickler, *, is_rehearsal: bool) -> None:
+        packed, pickler.packed = pickler.packed, []
+        if not is_rehearsal:
+            for callback in packed:
+                callback()
+
     def dumps_call(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, *, main_by_value: bool
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        *,
+        main_by_value: bool,
+        to: WorkerInfo | None = None,
     ) -> tuple[bytes, list[Slot]]:
         """The same for the arguments of a call; an error names the argument that cannot travel."""
         try:
             if kwargs:
-                return self.dumps((args, kwargs), main_by_value=main_by_value)
+                return self.dumps((args, kwargs), main_by_value=main_by_value, to=to)
             kinds = set(map(type, args))
             if Tensor in kinds and kinds <= _FLAT:
                 tensors: list[Slot] = [arg for arg in args if type(arg) is Tensor]
@@ -211,25 +246,27 @@ class Pickler:
                     # Tensors and scalars only: the tensors are cut out here, which is cheaper than reducing each
                     holes = tuple([_HOLE if type(arg) is Tensor else arg for arg in args])
                     return self.dumps(holes)[0], tensors
-            return self.dumps(args, main_by_value=main_by_value)
+            return self.dumps(args, main_by_value=main_by_value, to=to)
         except Exception as error:
-            raise self._explain(function, args, kwargs or {}, error) from error
+            raise self._explain(function, args, kwargs or {}, error, to) from error
 
-    def dumps_result(self, value: Any, *, main_by_value: bool) -> tuple[bytes, list[Slot]]:
+    def dumps_result(
+        self, value: Any, *, main_by_value: bool, to: WorkerInfo | None = None
+    ) -> tuple[bytes, list[Slot]]:
         """The same for what a function returned. None is the empty pickle."""
         if value is None:
             return b"", []
         if type(value) is Tensor:
             return _JUST_A_HOLE, [value]
-        return self.dumps(value, main_by_value=main_by_value)
+        return self.dumps(value, main_by_value=main_by_value, to=to)
 
     def _explain(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception, to: WorkerInfo | None
     ) -> SerializationError:
         name = getattr(function, "__qualname__", type(function).__qualname__)
         for key, value in [*enumerate(args), *kwargs.items()]:
             try:
-                self.dumps(value)
+                self.dumps(value, to=to, is_rehearsal=True)
             except Exception as reason:  # noqa: BLE001 - whatever a user's __reduce__ may raise
                 which = f"argument {key}" if isinstance(key, int) else f"argument {key!r}"
                 return SerializationError(f"{which} of {name} ({type(value).__qualname__}) cannot be sent: {reason}")

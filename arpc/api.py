@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from arpc.agent.future import Future
 from arpc.agent.scope import current_scope
 from arpc.agent.streams import Stream
-from arpc.errors import NotInitializedError
+from arpc.errors import ConfigurationError, NotInitializedError
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.rref.handle import RRef, create_remote
 from arpc.runtime import Worker, current, start_worker
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 __all__ = [
     "get_worker_info",
@@ -90,7 +90,10 @@ def init_rpc(
 
 def _world_size_of_environment() -> int | None:
     text = os.environ.get("WORLD_SIZE")
-    return int(text) if text else None
+    try:
+        return int(text) if text else None
+    except ValueError:
+        raise ConfigurationError(f"environment variable WORLD_SIZE must be a number, not {text!r}") from None
 
 
 def _leave_scope(worker: Worker) -> None:
@@ -111,7 +114,7 @@ def rpc_async(
     ``async def`` runs as a task there, plain ``def`` in a thread. ``timeout`` is in seconds, 0 for none; unset, it is
     `RpcOptions.rpc_timeout`. Inside a handler no call may outlast what the handler's own caller has left.
     """
-    return current().agent.call(to, func, args or (), kwargs, timeout, depth=2)
+    return current().agent.call(to, func, args or (), kwargs, timeout, depth=3)
 
 
 def rpc_sync(

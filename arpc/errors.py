@@ -10,6 +10,7 @@
     ├── RendezvousError (RuntimeError)         the group did not form
     │   ├── NameTakenError                     another live worker has this name or rank
     │   └── RendezvousTimeoutError (TimeoutError)  some ranks never came
+    ├── TorchStateError (RuntimeError)         a grad mode that would leak from its coroutine to others
     ├── ShutdownError (RuntimeError)           this worker is shutting down, or has shut down
     ├── SerializationError (TypeError)         a function, argument or result that cannot travel
     ├── CallError                              a call that ended without an answer of its function
@@ -58,6 +59,7 @@ __all__ = [
     "RpcTimeoutError",
     "SerializationError",
     "ShutdownError",
+    "TorchStateError",
     "UnknownWorkerError",
     "WireError",
     "WorkerLostError",
@@ -94,6 +96,10 @@ class NameTakenError(RendezvousError):
 
 class RendezvousTimeoutError(RendezvousError, TimeoutError):
     """Some workers did not arrive in time."""
+
+
+class TorchStateError(ArpcError, RuntimeError):
+    """A scope was used where it cannot keep torch's state to one coroutine; the text says what to do instead."""
 
 
 class ShutdownError(ArpcError, RuntimeError):

@@ -53,6 +53,7 @@ logger = logging.getLogger("arpc.runtime")
 
 _RELEASE_S: Final = 10.0
 """How long a graceful shutdown waits for owners to hear that their RRefs are released."""
+_LEAVE_S: Final = 5.0
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -81,6 +82,8 @@ class Worker:
         self.leaked_rrefs: tuple[RRefRow, ...] = ()
         """After a graceful shutdown: values of this worker that others still held when all had let go."""
         self._shutdown: asyncio.Task[None] | None = None
+        self._hurry = asyncio.Event()
+        """Set when somebody does not want to wait for the group any longer."""
 
     def __repr__(self) -> str:
         return f"<arpc.Worker {self.info.name} id={self.info.id}>"
@@ -104,7 +107,7 @@ class Worker:
         timeout: float | Unset = UNSET,
     ) -> Future[Any]:
         """Start a call now and return its `Future`."""
-        return self.agent.call(to, func, args or (), kwargs, timeout, depth=2)
+        return self.agent.call(to, func, args or (), kwargs, timeout, depth=3)
 
     def rpc_sync(
         self,
@@ -171,37 +174,34 @@ class Worker:
         up, a worker was lost or whoever waits was cancelled, is finished all the same and then raises. A second one waits for
         the first; one that is not graceful makes the first stop waiting for the group.
         """
-        first = self._shutdown
-        if first is None:
+        is_first = self._shutdown is None
+        if self._shutdown is None:
             self._shutdown = asyncio.create_task(self._run_shutdown(graceful, timeout or self.options.shutdown_timeout))
         elif not graceful:
-            first.cancel()
+            self._hurry.set()
         shutdown = self._shutdown
-        assert shutdown is not None
         try:
             await asyncio.wait([shutdown])
         except asyncio.CancelledError:
             # whoever waits is cancelled, and does not want to wait for the group any longer
-            shutdown.cancel()
+            self._hurry.set()
             await asyncio.wait([shutdown])
-            if not shutdown.cancelled():
-                shutdown.exception()
+            shutdown.exception()
             raise
-        if not shutdown.cancelled():
-            shutdown.result()
-        elif graceful:
-            raise ShutdownError(f"worker {self.info.name!r} was shut down without waiting for the group: that was cancelled")
+        error = shutdown.exception()
+        if error is not None and (graceful or is_first):
+            raise error
 
     async def _run_shutdown(self, graceful: bool, timeout_s: float) -> None:
         try:
             if graceful:
                 await self._quiesce(timeout_s or None)
         finally:
-            await self._close_in_any_case()
+            await self._close_in_any_case(graceful=graceful and not self._hurry.is_set())
 
-    async def _close_in_any_case(self) -> None:
+    async def _close_in_any_case(self, *, graceful: bool) -> None:
         """Close what is open. Being cancelled meanwhile is put off: it takes a moment only."""
-        closing = asyncio.ensure_future(self._close())
+        closing = asyncio.ensure_future(self._close(graceful=graceful))
         cancelled: asyncio.CancelledError | None = None
         while not closing.done():
             try:
@@ -212,11 +212,12 @@ class Worker:
         if cancelled is not None:
             raise cancelled
 
-    async def _close(self) -> None:
+    async def _close(self, *, graceful: bool) -> None:
         self.rref_context.close()
         await self.agent.aclose()
         with suppress(RendezvousError, OSError):
-            await self.rendezvous.leave()
+            # the host of the store waits a moment for the others, unless nobody is to be waited for
+            await self.rendezvous.leave(grace_s=_LEAVE_S if graceful else 0)
         await self.rendezvous.aclose()
 
     async def _quiesce(self, timeout_s: float | None) -> None:
@@ -226,15 +227,15 @@ class Worker:
         rounds with the same numbers mean that nothing happened between them, so nothing can happen any more.
         """
         agreement = asyncio.ensure_future(self._agree(timeout_s))
-        watch = asyncio.ensure_future(self._fail_if_peer_is_lost())
+        others = [asyncio.ensure_future(self._fail_if_peer_is_lost()), asyncio.ensure_future(self._fail_in_a_hurry())]
         try:
-            await asyncio.wait([agreement, watch], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([agreement, *others], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            done = agreement if agreement.done() else watch
-            agreement.cancel()
-            watch.cancel()
-            await asyncio.wait([agreement, watch])
-        done.result()
+            for task in (agreement, *others):
+                task.cancel()
+            await asyncio.wait([agreement, *others])
+        for task in [agreement] if agreement in done else done:
+            task.result()
 
     async def _agree(self, timeout_s: float | None) -> None:
         loop = asyncio.get_running_loop()
@@ -270,6 +271,10 @@ class Worker:
             left = 0.0 if deadline is None else max(0.001, deadline - loop.time())
             await self.rendezvous.gather("shutdown/rrefs", b"", timeout_s=left)
             self.leaked_rrefs = report_leaks(context)
+
+    async def _fail_in_a_hurry(self) -> None:
+        await self._hurry.wait()
+        raise ShutdownError(f"worker {self.info.name!r} was shut down without waiting for the group: that was cancelled")
 
     async def _fail_if_peer_is_lost(self) -> None:
         """Waiting for a worker that has died would never end."""
@@ -358,7 +363,9 @@ async def start_worker(
             rrefs.identify(worker.info)
             return WorkerRecord(name, worker_id, identity.incarnation, listening, host, identity.main)
 
-        record = await rendezvous.join(name, make_record, timeout_s=options.init_timeout)
+        record = await rendezvous.join(
+            name, make_record, timeout_s=options.init_timeout, probe=agent.connector.is_alive
+        )
         for member in await rendezvous.members():
             agent.add_peer(member)
         agent.add_peer(record)

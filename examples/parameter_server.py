@@ -16,20 +16,20 @@ import os
 import secrets
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch says no __all__
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import arpc
 
 ARMS = 3
-SERVER_RANK = 1  # the driver has rank 0, the trainers those from 2 on
+SERVER_RANK = 1  # after the driver, which has rank 0; the trainers follow
 
 
 def make_model() -> nn.Module:
@@ -115,24 +115,27 @@ async def train(steps: int, seed: int) -> None:
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
-async def serve_group(rank: int) -> None:
+async def serve_group(place: str) -> None:
     """The life of the server and of the trainers: do what is asked for, until nobody in the group has work left."""
-    if rank == SERVER_RANK:
-        global server  # noqa: PLW0603 - one process, one server
-        server = ParameterServer()
     me = asyncio.current_task()
     assert me is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
-    # who and where comes from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun
-    async with arpc.init_rpc("server" if rank == SERVER_RANK else f"trainer{rank - SERVER_RANK - 1}"):
-        pass  # leaving the block waits for the group, and serves it meanwhile
+    number = int(os.environ["RANK"]) - SERVER_RANK
+    if number == 0:
+        global server  # noqa: PLW0603 - one process, one server
+        server = ParameterServer()
+    # RANK and WORLD_SIZE say the rest, as under torchrun; there the place would be "env://", the default
+    async with arpc.init_rpc("server" if number == 0 else f"trainer{number}", init_method=place):
+        pass  # leaving the block waits for the whole group, and serves it meanwhile
 
 
-async def run_process(rank: int) -> None:
+async def run_process(rank: int, place: str) -> None:
     """Start a process and own it: however this coroutine ends, the process has ended before."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         __file__,
+        "--worker",
+        place,
         env={**os.environ, "RANK": str(rank)},
         start_new_session=True,  # out of reach of the terminal's Ctrl-C: the driver alone reacts to that
     )
@@ -182,51 +185,52 @@ def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
         yield lambda completed: progress.update(bar, completed=completed)
 
 
-async def drive(trainers: int, steps: int) -> None:
+async def drive(trainers: int, steps: int, place: str) -> None:
     """Start the processes, let them train, and show how it goes."""
     total = trainers * steps
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: the system chooses
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(trainers + 2)}
-    os.environ |= {"ARPC_SECRET": secrets.token_hex(), "OMP_NUM_THREADS": "1"}
+    # what all workers find in their environment, this one too
+    os.environ |= {"WORLD_SIZE": str(trainers + 2), "ARPC_SECRET": secrets.token_hex(), "OMP_NUM_THREADS": "1"}
     reports: list[Report] = []
-    print(f"starting a server and {trainers} trainers", flush=True)
+    print(f"starting {trainers + 1} processes: the server and its trainers", flush=True)
     # whatever fails first, a process or a call, ends all the others; so does Ctrl-C
     async with asyncio.TaskGroup() as group:
         for rank in range(SERVER_RANK, trainers + 2):
-            group.create_task(run_process(rank))
-        async with arpc.init_rpc("driver", rank=0, store=store):
+            group.create_task(run_process(rank, place))
+        async with arpc.init_rpc("driver", rank=0, init_method=place), asyncio.TaskGroup() as calls:
             started = time.perf_counter()
-            calls = [arpc.rpc_async(f"trainer{n}", train, args=(steps, n + 1), timeout=0) for n in range(trainers)]
+            for n in range(1, trainers + 1):
+                calls.create_task(arpc.rpc_sync(f"trainer{n}", train, args=(steps, n), timeout=0))
             with progress_bar(total) as advance:
                 async for pushes, weights in arpc.stream("server", watch, args=(total,), timeout=0, window=1):
                     advance(pushes)
                     if not reports or 10 * pushes // total > 10 * reports[-1].pushes // total:
                         reports.append(evaluate(pushes, weights))
                         print(reports[-1], flush=True)
-            await arpc.futures.wait_all(calls)
             seconds = time.perf_counter() - started
     first, last = reports[0], reports[-1]
     print(f"loss {first.loss:.3f} -> {last.loss:.3f}, accuracy {first.accuracy:.1%} -> {last.accuracy:.1%}")
     megabytes = 2 * total * weights.nbytes / 1e6  # gradients one way, parameters the other
-    print(f"{trainers} trainers: {total / seconds:,.0f} calls/s, {megabytes / seconds:,.0f} MB/s")
+    print(f"{total / seconds:,.0f} calls/s, {megabytes / seconds:,.0f} MB/s")
 
 
 def main() -> None:
-    """Read the command line; Ctrl-C is a way to end, not an error."""
+    """Read the command line, and run the driver or one of its workers."""
     parser = argparse.ArgumentParser(description="Train a small network with a parameter server.")
     parser.add_argument("--trainers", type=int, default=3, help="how many processes train (3)")
     parser.add_argument("--steps", type=int, default=300, help="how many gradients each of them pushes (300)")
+    parser.add_argument("--worker", metavar="PLACE", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.worker:
+        with contextlib.suppress(asyncio.CancelledError):
+            arpc.run(serve_group(arguments.worker))
+        return
     try:
-        arpc.run(drive(arguments.trainers, arguments.steps))
+        with tempfile.TemporaryDirectory() as folder:  # on one host a group can meet in a file, and needs no port
+            arpc.run(drive(arguments.trainers, arguments.steps, f"file://{folder}/group"))
     except KeyboardInterrupt:
         sys.exit(130)
 
 
 if __name__ == "__main__":
-    if "RANK" not in os.environ:
-        main()
-    else:
-        with contextlib.suppress(asyncio.CancelledError):
-            arpc.run(serve_group(int(os.environ["RANK"])))
+    main()

@@ -104,6 +104,7 @@ class Agent:
         self.is_closing = False
         self._thread = threading.get_ident()
         self._time = self.loop.time
+        self._tasks_are_isolated = torchstate.isolates_all_tasks(self.loop)
         self._create_future = self.loop.create_future
         self._resolve = resolve
         self._peers: dict[Any, Peer] = {}
@@ -126,7 +127,7 @@ class Agent:
             Credit: self._on_credit,
             Goodbye: self._on_goodbye,
         }
-        self._requests = (Request, *(handlers or {}))
+        self._requests: tuple[type[Message], ...] = (Request, *(handlers or {}))
         for message_class, function in (handlers or {}).items():
             # A feature's own messages are calls too, of the one function that serves them
             self._handlers[message_class] = self.executor.serve(function)
@@ -151,8 +152,8 @@ class Agent:
             )
         elif peer.info != record.info:
             # it came back under its name, as another one
-            for key in (peer.info.id, peer.info):
-                self._peers.pop(key, None)
+            for old in (peer.info.id, peer.info):
+                self._peers.pop(old, None)
             peer.info = record.info
         if peer.state is PeerState.GONE and peer.incarnation != record.incarnation:
             peer.state = PeerState.IDLE
@@ -275,7 +276,7 @@ class Agent:
             if call.connection is not None and call.connection.is_open:
                 call.connection.send(frame(_CREDIT, 0, call_id, items, 0, b""))
 
-        stream: Stream[Any] = Stream(window, give_credit, future.cancel)
+        stream: Stream[Any] = Stream(window, give_credit, lambda: self._ignore(future.cancel()))
         # The pending call must not keep the stream alive: dropping the stream is how people leave an `async for`
         reference = weakref.ref(stream)
 
@@ -474,8 +475,8 @@ class Agent:
             self._on_reply(link, messages[0])
             return
         handlers = self._handlers
-        # The loop may be between two steps of a task that has switched something off for itself
-        outer = None if _is_pristine() else torchstate.save_and_reset()
+        # The loop may be between two steps of a task that has switched something off for itself, unless tasks are isolated
+        outer = None if self._tasks_are_isolated or _is_pristine() else torchstate.save_and_reset()
         try:
             for message in messages:
                 handlers[message.__class__](link, message)

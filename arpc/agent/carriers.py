@@ -37,8 +37,6 @@ _is_grad_enabled = torch.is_grad_enabled
 class Job:
     """A coroutine to be carried. `finished` or `failed` is called exactly once, at its end, with torch's state pristine."""
 
-    __slots__ = ()
-
     context: Context
     coroutine: Coroutine[Any, Any, Any] | None
     """None until `first_step` has begun."""
@@ -84,6 +82,7 @@ def _drive(job: Job, waits_for: Any) -> Generator[Any, Any, Any]:
     """Carry on with a coroutine that waits for something; what it waits for is passed on to the Task."""
     coroutine = job.coroutine
     assert coroutine is not None
+    step: Callable[[Any], Any]
     while True:
         try:
             value = yield waits_for
@@ -196,9 +195,10 @@ class Carriers:
         if len(self._idle) + self._starting < _IDLE_MAX and not self._closed:
             self._starting += 1
             carrier = _Carrier(self._loop)
-            carrier.task = self._own(self._loop.create_task(self._wait_for_job(carrier)))
+            carrier.task = self._own(asyncio.Task(self._wait_for_job(carrier), loop=self._loop))
 
     def _own(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
+        # Tasks are made here without the loop's factory: it would keep torch's state apart a second time
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -255,7 +255,7 @@ class Carriers:
                 job.failed(asyncio.CancelledError())
 
         self.carried += 1
-        job.task = self._own(self._loop.create_task(run()))
+        job.task = self._own(asyncio.Task(run(), loop=self._loop))
         job.task.add_done_callback(never_ran)
         job.suspended()
         if not self._idle:

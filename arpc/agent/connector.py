@@ -19,7 +19,7 @@ from arpc.agent.deadlines import Deadlines
 from arpc.agent.executor import Inbound
 from arpc.agent.peers import Peer
 from arpc.agent.membership import WorkerRecord
-from arpc.errors import HandshakeError, ProtocolError, WireError
+from arpc.errors import ArpcError, HandshakeError, ProtocolError, WireError
 from arpc.ids import WorkerInfo
 from arpc.options import RpcOptions
 from arpc.transport.base import Connection, Listener, Transport
@@ -241,10 +241,31 @@ class Connector:
         reasons = "; ".join(str(error) for error in errors)
         raise WireError(f"none of its addresses answers ({tried}): {reasons}")
 
+    async def is_alive(self, record: WorkerRecord) -> bool:
+        """Whether the worker of a record, in that very incarnation, still answers at its addresses."""
+        found: list[int] = []
+
+        def look(identity: Identity) -> None:
+            found.append(identity.incarnation)
+            raise Refused(Refusal.STALE, "only looking whether somebody is there")
+
+        for address in self._usable(record):
+            protocol = wire.Protocol(Handshake(Role.CONNECTOR, self._identity, self._options.secret, look), self._limits)
+            try:
+                async with asyncio.timeout(self._options.connect_timeout):
+                    connection = await self._context.run(self._start, address, protocol)
+                    try:
+                        await connection.wait_opened()
+                    finally:
+                        connection.abort()
+            except (OSError, ArpcError):
+                pass  # what counts is who was found before
+        return record.incarnation in found
+
     def _start(self, address: str, protocol: wire.Protocol) -> asyncio.Task[Connection]:
         # a task, so that uvloop runs the connection's callbacks in this worker's context
         connect = self._transport(address).connect(address, protocol, _Outgoing(self))
-        return asyncio.get_running_loop().create_task(connect)  # type: ignore[arg-type]
+        return asyncio.get_running_loop().create_task(connect)
 
     def _usable(self, record: WorkerRecord) -> list[str]:
         """The addresses of a worker that can work from here, the best first."""

@@ -42,6 +42,7 @@ _PLACE_MASK: Final = (1 << 32) - 1
 _COROUTINE: Final = Mode.COROUTINE
 _THREAD: Final = Mode.THREAD
 _INLINE: Final = Mode.INLINE
+_STREAM: Final = RequestFlag.STREAM
 _GENERATORS: Final = frozenset((Mode.GENERATOR, Mode.ASYNC_GENERATOR))
 
 
@@ -61,6 +62,7 @@ class Run(Job):
     is_plain = True
     """Neither a stream nor a function that returns a future."""
     is_stream = False
+    _deadline: float | None = None
     credit = 0
     items_sent = 0
     producer: Producer | None = None
@@ -77,9 +79,16 @@ class Run(Job):
         self.function = function
         self.message: Message | None = message
         self.id = message.id
-        timeout_ms = message.timeout_ms
-        self.deadline = executor.time() + timeout_ms / 1000 if timeout_ms else None
+        self.timeout_ms = message.timeout_ms
         self.context = executor.context.copy()
+
+    @property
+    def deadline(self) -> float | None:
+        # Counted from when it is first asked for: most requests end before anybody does, and reading the clock is not free
+        deadline = self._deadline
+        if deadline is None and self.timeout_ms:
+            deadline = self._deadline = self.executor.time() + self.timeout_ms / 1000
+        return deadline
 
     @property
     def worker(self) -> Any:
@@ -90,7 +99,14 @@ class Run(Job):
         return self.inbound.caller
 
     def first_step(self) -> Any:
-        self.coroutine = coroutine = self.begin()
+        message = self.message
+        if message is None or message.body:
+            coroutine = self.begin()
+        else:  # a call without arguments needs no more than this
+            self.message = None
+            current_scope.set(self)
+            coroutine = self.function.call()
+        self.coroutine = coroutine
         return coroutine.send(None)
 
     def begin(self) -> Any:
@@ -98,13 +114,13 @@ class Run(Job):
         message = self.message
         if message is not None:
             self.message = None
-            current_scope.set(self)  # type: ignore[arg-type]
+            current_scope.set(self)
             if not message.body:
                 return self.function.call()
             self.executor.unpack(self, message)
         args, kwargs = self.args, self.kwargs
         self.args = self.kwargs = None
-        return self.function.call(*args, **kwargs) if kwargs else self.function.call(*args or ())
+        return self.function.call(*(args or ()), **(kwargs or {}))
 
     def suspended(self) -> None:
         self.inbound.register(self)
@@ -238,26 +254,34 @@ class Executor:
         inbound = link.inbound
         if inbound.waiting or inbound.connection.is_congested or len(inbound.running) >= self._max_handlers:
             inbound.waiting[message.id] = message
-            self.readmit(inbound)
+            self._start_waiting(inbound)
+            return
+        function = inbound.functions.get(message.arg)
+        if function.__class__ is Function and function.is_simple and not message.flags & _STREAM:
+            # what almost every request is
+            self.carriers.start(Run(self, inbound, function, message))
         else:
             self.start(inbound, message)
 
     def readmit(self, inbound: Inbound) -> None:
         """Something ended or was sent: see whether those that wait may run."""
-        connection = inbound.connection
         # This is called between two steps of any task, which may have switched something off for itself
         outer = None if torchstate.is_pristine() else torchstate.save_and_reset()
         try:
-            while (
-                inbound.waiting
-                and len(inbound.running) < self._max_handlers
-                and not (connection.is_congested and connection.unsent_bytes > self._window_bytes)
-                and not self._is_closed
-            ):
-                self.start(inbound, inbound.waiting.popitem(last=False)[1])
+            self._start_waiting(inbound)
         finally:
             if outer is not None:
                 torchstate.restore(outer)
+
+    def _start_waiting(self, inbound: Inbound) -> None:
+        connection = inbound.connection
+        while (
+            inbound.waiting
+            and len(inbound.running) < self._max_handlers
+            and not (connection.is_congested and connection.unsent_bytes > self._window_bytes)
+            and not self._is_closed
+        ):
+            self.start(inbound, inbound.waiting.popitem(last=False)[1])
 
     def refuse(self, link: HasInbound, message: Message) -> None:
         """Answer a request that came too late: this worker is being closed."""
@@ -273,8 +297,8 @@ class Executor:
         if function.__class__ is not Function or message.flags & RequestFlag.STREAM:
             self._start_special(inbound, function, message)
             return
-        run = Run(self, inbound, function, message)  # type: ignore[arg-type]
-        if function.mode is _COROUTINE and not function.returns_future:  # type: ignore[union-attr]
+        run = Run(self, inbound, function, message)
+        if function.mode is _COROUTINE and not function.returns_future:
             self.carriers.start(run)
         else:
             self._launch(run)
@@ -575,7 +599,10 @@ class Executor:
             result.add_done_callback(settle)
         elif isinstance(result, torch.futures.Future | concurrent.futures.Future):
             # completed on a thread of its own
-            result.add_done_callback(lambda future: self.loop.call_soon_threadsafe(settle, future))
+            def settle_on_loop(future: Any) -> None:
+                self.loop.call_soon_threadsafe(settle, future)
+
+            result.add_done_callback(settle_on_loop)
         else:
             error = TypeError(
                 f"a function marked with async_execution must return a Future, and {run.function.name} "

@@ -33,7 +33,7 @@ class Mode(Enum):
 class Function:
     """A callable, and how to run it."""
 
-    __slots__ = ("call", "mode", "name", "returns_future")
+    __slots__ = ("call", "is_simple", "mode", "name", "returns_future")
 
     def __init__(self, call: Callable[..., Any]) -> None:
         if not callable(call):
@@ -42,12 +42,15 @@ class Function:
         self.mode = _mode_of(call)
         self.name = name_of(call)
         self.returns_future = hasattr(_without_partial(call), _ASYNC_EXECUTION)
+        # nothing but a coroutine to be awaited
+        self.is_simple = self.mode is Mode.COROUTINE and not self.returns_future
 
     @classmethod
     def of_coroutine(cls, call: Callable[[], Any], name: str) -> Function:
         """What the runtime itself lets run as a coroutine, in the name of another function."""
         made = cls(call)
         made.mode = Mode.COROUTINE
+        made.is_simple = True
         made.name = name
         return made
 

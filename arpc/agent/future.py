@@ -109,10 +109,11 @@ class Future(asyncio.Future[T], Generic[T]):
             raise TypeError(f"then() takes a function, not {type(callback).__name__}")
         loop = self.get_loop()
         chained: Future[S] = Future(loop=loop)
-        running: list[asyncio.Future[S]] = []
+        running: list[asyncio.Future[Any]] = []
 
         def stop() -> None:
-            for future in running or [self]:
+            awaited: list[asyncio.Future[Any]] = running or [self]
+            for future in awaited:
                 future.cancel()
 
         def run(_: asyncio.Future[T]) -> None:

@@ -184,11 +184,11 @@ class StoreThread:
         finally:
             future.cancel()  # if nobody waits any more, nobody shall complain that its error was never seen
 
-    async def aclose(self, last: Callable[[], None]) -> None:
+    async def aclose(self, last: Callable[[], None] | None = None) -> None:
         """Do one last thing and end the thread."""
         if not self._stop.alive:
             return
-        ended = self.submit_nowait(last)
+        ended = self.submit_nowait(last or (lambda: None))
         self._stop()
         await asyncio.wait((ended,), timeout=CLOSE_LIMIT_S)
         if ended.done():

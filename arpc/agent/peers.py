@@ -13,7 +13,14 @@ from typing import Any, Final
 from arpc.agent.calls import Call, Calls
 from arpc.agent.codec import Codec
 from arpc.agent.deadlines import Deadlines
-from arpc.errors import ArpcError, RpcTimeoutError, SerializationError, ShutdownError, WorkerLostError
+from arpc.errors import (
+    ArpcError,
+    RpcTimeoutError,
+    SerializationError,
+    ShutdownError,
+    UnknownWorkerError,
+    WorkerLostError,
+)
 from arpc.ids import WorkerInfo
 from arpc.transport.base import Connection
 from arpc.wire.frames import frame
@@ -196,8 +203,8 @@ class Peer:
             self._connecting = None
 
     def _not_reached(self, error: Exception) -> Exception:
-        if isinstance(error, WorkerLostError):
-            return WorkerLostError(str(error), self.info.name, may_have_run=False)
+        if self._gone_because and isinstance(error, WorkerLostError | UnknownWorkerError):
+            return WorkerLostError(self._gone_because, self.info.name, may_have_run=False)
         if isinstance(error, ArpcError) and not isinstance(error, ConnectionError):
             return type(error)(*error.args)
         made = WorkerLostError(

@@ -126,7 +126,7 @@ async def _open_file(url: SplitResult, rank: int | None, world_size: int | None)
         key_values = KeyValues(store, access.description)
         return GroupStore(key_values, access, rank=rank, world_size=world_size, thread=thread)
     except BaseException:
-        await thread.aclose(_nothing)
+        await thread.aclose()
         raise
 
 
@@ -137,7 +137,3 @@ def _check_directory(path: Path) -> None:
         raise ConfigurationError(f"init_method file://{path} is a directory: name a file in it")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigurationError(f"init_method file://{path} cannot be written")
-
-
-def _nothing() -> None:
-    """All that is left to do for a thread that has no store."""

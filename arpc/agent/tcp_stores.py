@@ -41,6 +41,8 @@ class _Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TcpPlace:
+    """Where a store is, or shall be; port 0 lets the system choose one."""
+
     host: str
     port: int
     use_libuv: bool
@@ -50,6 +52,7 @@ class TcpPlace:
 
 
 def tcp_place(url: SplitResult, query: Mapping[str, str]) -> TcpPlace:
+    """What ``tcp://host:port`` names, or the environment for ``env://``."""
     use_libuv = query.get("use_libuv", os.environ.get("USE_LIBUV", "1")) == "1"
     if url.scheme == "env":
         return TcpPlace(_variable("MASTER_ADDR"), _port(_variable("MASTER_PORT"), "MASTER_PORT"), use_libuv)
@@ -86,9 +89,9 @@ def _role(place: TcpPlace, rank: int | None, world_size: int | None) -> _Role:
     if rank is None and world_size is None:
         role = _Role.WHOEVER_COMES_FIRST
     # torchrun serves a store at the master's address; tcp:// may name another one
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        if (place.host, str(place.port)) == (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")):
-            role = _Role.CLIENT
+    agent = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and agent == (place.host, str(place.port)):
+        role = _Role.CLIENT
     if role is _Role.CLIENT and place.port == 0:
         raise ConfigurationError(f"{place} has port 0, which only the host of the store can ask for")
     return role
@@ -107,7 +110,7 @@ async def open_tcp(place: TcpPlace, *, rank: int | None, world_size: int | None,
         return GroupStore(key_values, access, rank=rank, world_size=world_size, thread=thread, reopen=connect)
     except BaseException:
         # also when cancelled: a store that torch still makes is dropped in the thread, which then ends
-        await thread.aclose(_nothing)
+        await thread.aclose()
         raise
 
 
@@ -239,18 +242,29 @@ async def _connect_once(thread: StoreThread, place: TcpPlace, remaining_s: float
         raise OSError("the host does not answer") from None
     access = Access(str(place), place.host, place.port)
 
-    def enter() -> KeyValues | None:
+    entered: list[KeyValues] = []
+
+    def enter() -> None:
         # await hazard: the server answered, but may be gone by now
         timeout = timedelta(seconds=min(limit_s or 60.0, 60.0))
         store = TCPStore(address, place.port, is_master=False, timeout=timeout, wait_for_workers=False)
         key_values = KeyValues(store, access.description)
-        return key_values if key_values.enter() else None
+        if key_values.enter():
+            entered.append(key_values)
+
+    def leave() -> None:
+        while entered:
+            entered.pop().release()
 
     try:
-        entered = await thread.run(enter, limit_s=limit_s)
+        await thread.run(enter, limit_s=limit_s)
     except TimeoutError:
+        thread.submit_nowait(leave)
         raise OSError("something listens there, but does not answer as a store") from None
-    return None if entered is None else (entered, access)
+    except asyncio.CancelledError:
+        thread.submit_nowait(leave)  # the host is not to wait for a guest that nobody knows of
+        raise
+    return (entered.pop(), access) if entered else None
 
 
 async def _wait_for_its_end(place: TcpPlace) -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.errors import ConfigurationError
@@ -47,10 +47,15 @@ class Cluster(Sequence[Worker]):
     async def start(self, names: Sequence[str]) -> None:
         """Start the workers of a group of fixed size, or some more of an elastic one."""
         size = None if self._elastic else len(names)
-        starts = [self._start(name, rank, size) for rank, name in enumerate(names)]
-        # each in a task, and so in a context, of its own: every context has one worker
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(start) for start in starts]
+        tasks: list[asyncio.Task[Worker]] = []
+        try:
+            # each in a task, and so in a context, of its own: every context has one worker
+            async with asyncio.TaskGroup() as group:
+                tasks += [group.create_task(self._start(name, rank, size)) for rank, name in enumerate(names)]
+        except BaseException:
+            started = [task.result() for task in tasks if not (task.cancelled() or task.exception())]
+            await asyncio.gather(*(worker.shutdown(graceful=False) for worker in started))
+            raise
         self._workers.extend(task.result() for task in tasks)
 
     async def add(self, name: str) -> Worker:

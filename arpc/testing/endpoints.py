@@ -1,4 +1,4 @@
-"""Both ends of connections, watched: what the transport tells each of them can be waited for and looked at afterwards."""
+"""Both ends of connections, watched: what a transport tells each of them can be waited for and looked at afterwards."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from typing import Any, Final, NamedTuple, Self
 from arpc.transport.base import Connection, Listener, Transport
 from arpc.wire.frames import Limits, frame
 from arpc.wire.handshake import Handshake, Identity, Role
+from arpc.wire.memory import allocate as allocate_memory
 from arpc.wire.messages import Message, MessageType
 from arpc.wire.protocol import Protocol
-from arpc.wire.tensors import allocate as allocate_memory
 
-__all__ = ["Endpoint", "Endpoints", "Pair", "bulk_frame", "small_frame"]
+__all__ = ["Endpoint", "Endpoints", "Pair", "bulk_frame", "small_frame", "turns_until"]
 
 NEAR: Final = Identity("near", 1, 101)
 FAR: Final = Identity("far", 2, 202)
 LIMITS: Final = Limits(1 << 28, 1 << 36)
 _EMPTY_TABLE: Final = b"\x90"
+
+
+async def turns_until(condition: Callable[[], Any]) -> None:
+    """Let the loop turn until something is true that nobody announces, such as a number of bytes having arrived."""
+    while not condition():  # noqa: ASYNC110 - see above; whoever waits sets a time limit
+        await asyncio.sleep(0)
 
 
 def small_frame(number: int, payload: bytes = b"") -> bytes:
@@ -44,7 +50,10 @@ class Endpoint:
         self.fail_in = ""
         """The name of the method that is to raise."""
         self._connection: Connection | None = None
-        self._happened = asyncio.Event()
+
+    @property
+    def has_connection(self) -> bool:
+        return self._connection is not None
 
     @property
     def connection(self) -> Connection:
@@ -80,17 +89,14 @@ class Endpoint:
         assert not self.lost, f"{name} was called after connection_lost"
         self._connection = connection
         note()
-        self._happened.set()
         if self.fail_in == name:
             raise ZeroDivisionError(f"{name} was told to fail")
 
     # -- called by the one who watches
 
     async def until(self, condition: Callable[[], Any]) -> None:
-        """Return when the condition holds; it is looked at whenever the connection tells something."""
-        while not condition():
-            self._happened.clear()
-            await self._happened.wait()
+        """Return when the condition holds; it is looked at in every turn of the loop."""
+        await turns_until(condition)
 
     async def received(self, count: int) -> list[Message]:
         """The messages, once there are that many."""
@@ -129,12 +135,11 @@ class Endpoints:
         self._address = address
         self._secret = secret
         self._made: list[Endpoint] = []
-        self._came = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: self.unhandled.append(context))
-        self.listener = await self.transport.listen(self._address, self._accept)
+        self.listener = await self.transport.listen(self._address, self.accept)
         return self
 
     async def __aexit__(
@@ -142,7 +147,7 @@ class Endpoints:
     ) -> None:
         await self.listener.aclose()
         for endpoint in [*self._made, *self.accepted]:
-            if endpoint.opened and not endpoint.lost:
+            if endpoint.has_connection and not endpoint.lost:
                 endpoint.connection.abort()
                 await endpoint.ended()
         await asyncio.sleep(0)
@@ -150,11 +155,11 @@ class Endpoints:
         if error is None:
             assert not self.unhandled, f"errors nobody handled: {self.unhandled}"
 
-    def _accept(self) -> tuple[Protocol, Endpoint]:
+    def accept(self) -> tuple[Protocol, Endpoint]:
+        """What the listener is given: a far end for each connection that comes in."""
         endpoint = Endpoint()
         endpoint.fail_in = self.accept_failing_in
         self.accepted.append(endpoint)
-        self._came.set()
         handshake = Handshake(Role.ACCEPTOR, FAR, self._secret, self.admit)
         return Protocol(handshake, LIMITS, self.allocate), endpoint
 
@@ -172,9 +177,7 @@ class Endpoints:
 
     async def next_accepted(self, index: int = -1) -> Endpoint:
         """The far end of that number, once it is there."""
-        while len(self.accepted) < max(1, index + 1):
-            self._came.clear()
-            await self._came.wait()
+        await turns_until(lambda: len(self.accepted) >= max(1, index + 1))
         return self.accepted[index]
 
     async def pair(self) -> Pair:
@@ -182,6 +185,5 @@ class Endpoints:
         number = len(self.accepted)
         near = await self.start()
         await near.connection.wait_opened()
-        far = await self.next_accepted(number)
-        await far.until(lambda: far.opened)
-        return Pair(near, far)
+        await turns_until(lambda: any(far.opened for far in self.accepted[number:]))
+        return Pair(near, next(far for far in self.accepted[number:] if far.opened))

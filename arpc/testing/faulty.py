@@ -1,7 +1,7 @@
 """A network that loses, delays, repeats and reorders messages, or cuts connections, as told and always the same way.
 
-Faults act on whole messages of a type, on the sending side, after the handshake. Counts are per `FaultyTransport`, so that a test can say "the
-first three".
+Faults act on whole messages of a type, on the sending side, after the handshake. Counts are per `FaultyTransport`, so
+that a test can say "the first three"; chance is a matter of the seed and of how many messages of the type went before.
 """
 
 from __future__ import annotations
@@ -11,53 +11,110 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal, get_args
 
-from arpc.errors import WireError
+from arpc.errors import ConfigurationError, WireError
 from arpc.transport.base import Accept, BulkSend, Connection, Listener, Receiver, Transport
 from arpc.wire.messages import Message, MessageType
 from arpc.wire.protocol import Protocol
 
-__all__ = ["Fault", "FaultyTransport"]
+__all__ = ["Action", "Fault", "FaultyTransport"]
 
-_TYPE_BYTE = 4
+Action = Literal["drop", "delay", "duplicate", "reorder", "cut"]
+
+_TYPE_BYTE: Final = 4
+# The handshake, and what the two ends of a connection say to each other to stay in step: a peer would not take it for
+# a bad network but for a peer that speaks another language
+_UNTOUCHABLE: Final = frozenset(
+    type_ for type_ in MessageType if type_ < MessageType.FUNCTION and type_ is not MessageType.PING
+)
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to messages of a type: the ``count`` next ones (None: all), each with a probability.
+    """What happens to messages of a type.
 
-    ``drop``: never arrives. ``delay``: arrives ``delay_s`` later, others overtake it. ``duplicate``: arrives twice. ``reorder``: arrives after the
-    next message, or ``delay_s`` later. ``cut``: the connection breaks instead.
+    ``drop``: never arrives. ``delay``: arrives ``delay_s`` later, others overtake it. ``duplicate``: arrives twice.
+    ``reorder``: arrives after the next message of its connection, or ``delay_s`` later if none follows. ``cut``: the
+    connection breaks instead.
     """
 
     type: MessageType
-    action: Literal["drop", "delay", "duplicate", "reorder", "cut"]
+    action: Action
     count: int | None = None
+    """How many messages it hits; None: no end to it."""
     probability: float = 1.0
+    """With which each is hit."""
     delay_s: float = 0.01
+    after: int = 0
+    """How many messages of the type pass before."""
+
+    def __post_init__(self) -> None:
+        if self.type in _UNTOUCHABLE:
+            raise ConfigurationError(f"{self.type.name} belongs to the connection itself: no fault can hit it")
+        if self.action not in get_args(Action):
+            raise ConfigurationError(f"a fault is one of {', '.join(get_args(Action))}, not {self.action!r}")
+        if not 0 <= self.probability <= 1:
+            raise ConfigurationError(f"a probability is between 0 and 1, not {self.probability!r}")
+        if self.delay_s < 0 or self.after < 0 or (self.count is not None and self.count < 0):
+            raise ConfigurationError("count, after and delay_s are 0 or more")
+
+
+class _Active:
+    """A fault at work. Its chances are its own: other faults, and when they are injected, do not change them."""
+
+    def __init__(self, fault: Fault, seed: str) -> None:
+        self.fault = fault
+        self.hits = 0
+        self._seen = 0
+        self._random = random.Random(seed)
+
+    def would_hit(self) -> bool:
+        """Whether it hits the next message of its type."""
+        self._seen += 1
+        chance = self._random.random()
+        fault = self.fault
+        return (
+            self._seen > fault.after and (fault.count is None or self.hits < fault.count) and chance < fault.probability
+        )
 
 
 class FaultyTransport(Transport):
-    """Another transport, with faults. ``seed`` decides which messages they hit when they hit by chance."""
+    """Another transport, with faults. ``seed`` decides which messages they hit when they hit by chance.
+
+    ::
+
+        network = FaultyTransport(MemoryNetwork(), [Fault(MessageType.REPLY, "drop", count=1)])
+        async with arpc.testing.cluster(2, transports={"memory": network}) as group:
+            ...
+    """
 
     def __init__(self, inner: Transport, faults: list[Fault] | None = None, *, seed: int = 0) -> None:
-        self.faults = list(faults or [])
-        self.injected: Counter[tuple[MessageType, str]] = Counter()
-        """How often each fault has happened."""
+        self.injected: Counter[tuple[MessageType, Action]] = Counter()
+        """How often each kind of fault has happened."""
         self.seen: Counter[MessageType] = Counter()
         """How many messages of each type were sent, with or without a fault."""
         self._inner = inner
-        self._random = random.Random(seed)  # noqa: S311 - chance, not secrecy
+        self._seed = seed
+        self._active: list[_Active] = []
+        self._made = 0
+        for fault in faults or ():
+            self.inject(fault)
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """The faults at work, the first of which goes first."""
+        return tuple(active.fault for active in self._active)
 
     def inject(self, fault: Fault) -> Fault:
         """Add a fault from now on."""
-        self.faults.append(fault)
+        self._active.append(_Active(fault, f"{self._seed}/{self._made}"))
+        self._made += 1
         return fault
 
     def heal(self) -> None:
         """No more faults; what is delayed still arrives."""
-        self.faults.clear()
+        self._active.clear()
 
     async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
         return await self._inner.connect(address, protocol, _FaultyReceiver(receiver, self))
@@ -72,14 +129,14 @@ class FaultyTransport(Transport):
     def choose(self, type_: MessageType) -> Fault | None:
         """The fault that hits the next message of a type, if any."""
         self.seen[type_] += 1
-        for fault in self.faults:
-            if fault.type is not type_ or fault.count == 0 or self._random.random() >= fault.probability:
-                continue
-            if fault.count is not None:
-                fault.count -= 1
-            self.injected[type_, fault.action] += 1
-            return fault
-        return None
+        # all are asked, so that each counts all messages of its type
+        hitting = [active for active in self._active if active.fault.type is type_ and active.would_hit()]
+        if not hitting:
+            return None
+        hitting[0].hits += 1
+        fault = hitting[0].fault
+        self.injected[type_, fault.action] += 1
+        return fault
 
 
 class _FaultyReceiver:
@@ -88,21 +145,20 @@ class _FaultyReceiver:
     def __init__(self, receiver: Receiver, transport: FaultyTransport) -> None:
         self._receiver = receiver
         self._transport = transport
+        self._faults: _ConnectionFaults | None = None
+        self.messages_received: Callable[[Connection, list[Message]], None] = receiver.messages_received
+        self.output_drained: Callable[[Connection], None] = receiver.output_drained
 
     def connection_opened(self, connection: Connection) -> None:
-        faults = _ConnectionFaults(connection, self._transport)
+        self._faults = faults = _ConnectionFaults(connection, self._transport)
         connection.send = faults.send  # type: ignore[method-assign]
         connection.send_bulk = faults.send_bulk  # type: ignore[method-assign]
         self._receiver.connection_opened(connection)
 
-    def messages_received(self, connection: Connection, messages: list[Message]) -> None:
-        self._receiver.messages_received(connection, messages)
-
     def connection_lost(self, connection: Connection, error: Exception | None) -> None:
+        if self._faults is not None:
+            self._faults.forget_all()
         self._receiver.connection_lost(connection, error)
-
-    def output_drained(self, connection: Connection) -> None:
-        self._receiver.output_drained(connection)
 
 
 class _ConnectionFaults:
@@ -113,40 +169,66 @@ class _ConnectionFaults:
         self._transport = transport
         self._send = connection.send
         self._send_bulk = connection.send_bulk
-        self._held: list[tuple[Callable[[], object], asyncio.TimerHandle]] = []
+        self._is_in_send_bulk = False
+        self._held: Callable[[], object] | None = None
+        self._timers: set[asyncio.TimerHandle] = set()
 
     def send(self, data: bytes) -> None:
-        self._apply(data[_TYPE_BYTE], lambda: self._send(data))
+        if self._is_in_send_bulk:
+            self._send(data)  # the first frame of a message that has met its fate
+        else:
+            self._apply(data[_TYPE_BYTE], lambda: self._send(data))
 
     def send_bulk(self, data: bytes, buffers: list[memoryview]) -> BulkSend:
         sent: list[BulkSend] = []
-        self._apply(data[_TYPE_BYTE], lambda: sent.append(self._send_bulk(data, buffers)))
-        # one that is under way belongs to nobody: it cannot be dropped any more
+        self._apply(data[_TYPE_BYTE], lambda: sent.append(self._pass_bulk(data, buffers)))
+        # one that is not on its way yet, or never will be, cannot be dropped
         return sent[0] if sent else BulkSend(buffers)
+
+    def _pass_bulk(self, data: bytes, buffers: list[memoryview]) -> BulkSend:
+        self._is_in_send_bulk = True
+        try:
+            return self._send_bulk(data, buffers)
+        finally:
+            self._is_in_send_bulk = False
 
     def _apply(self, type_byte: int, send: Callable[[], object]) -> None:
         fault = self._transport.choose(MessageType(type_byte))
-        if fault is None:
+        action = fault.action if fault is not None else None
+        if fault is None or action == "duplicate" or (action == "reorder" and self._held is not None):
             send()
+            if action == "duplicate":
+                send()
             self._let_go()
-        elif fault.action == "duplicate":
-            send()
-            send()
-            self._let_go()
-        elif fault.action == "delay":
-            self._connection.loop.call_later(fault.delay_s, self._send_late, send)
-        elif fault.action == "reorder":
-            timer = self._connection.loop.call_later(fault.delay_s, self._let_go)
-            self._held.append((send, timer))
-        elif fault.action == "cut":
-            self._connection.abort(WireError("the connection was cut"))
+        elif action == "delay":
+            self._later(fault.delay_s, lambda: self._send_late(send))
+        elif action == "reorder":
+            self._held = send
+            self._later(fault.delay_s, lambda: self._let_go(send))
+        elif action == "cut":
+            self._connection.abort(WireError(f"the connection to {self._connection.address} was cut by a fault"))
 
-    def _let_go(self) -> None:
-        held, self._held = self._held, []
-        for send, timer in held:
-            timer.cancel()
-            self._send_late(send)
+    def _let_go(self, which: Callable[[], object] | None = None) -> None:
+        held = self._held
+        if held is not None and which in {None, held}:
+            self._held = None
+            self._send_late(held)
 
     def _send_late(self, send: Callable[[], object]) -> None:
         if self._connection.is_open:
             send()
+
+    def _later(self, delay_s: float, act: Callable[[], object]) -> None:
+        def run() -> None:
+            self._timers.discard(timer)
+            act()
+
+        timer = self._connection.loop.call_later(delay_s, run)
+        self._timers.add(timer)
+
+    def forget_all(self) -> None:
+        """The connection is over, and what was on its way with it."""
+        self._held = None
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()

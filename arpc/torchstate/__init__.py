@@ -12,9 +12,9 @@ loop runs next, and two such blocks that overlap leave grad mode off for good. H
 """
 
 from arpc.torchstate.isolated import Isolated, is_isolated, isolate, isolating_driver
-from arpc.torchstate.scopes import GradScope, TorchStateError, enable_grad, inference_mode, no_grad, set_grad_enabled
+from arpc.torchstate.scopes import GradScope, enable_grad, inference_mode, no_grad, set_grad_enabled
 from arpc.torchstate.state import DEFAULTS, SavedState, capture, is_pristine, restore, save_and_reset
-from arpc.torchstate.tasks import install_task_factory, task_factory
+from arpc.torchstate.tasks import install_task_factory, isolates_all_tasks, task_factory
 from arpc.torchstate.threads import call_isolated, run_with, to_thread
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "GradScope",
     "Isolated",
     "SavedState",
-    "TorchStateError",
     "call_isolated",
     "capture",
     "enable_grad",
@@ -31,6 +30,7 @@ __all__ = [
     "is_isolated",
     "is_pristine",
     "isolate",
+    "isolates_all_tasks",
     "isolating_driver",
     "no_grad",
     "restore",

@@ -21,17 +21,13 @@ from weakref import WeakSet
 
 import torch
 
-from arpc.errors import ArpcError
+from arpc.errors import TorchStateError
 from arpc.torchstate.isolated import Isolated, is_isolated
 from arpc.torchstate.state import SavedState, capture, restore, save_and_reset
 
-__all__ = ["GradScope", "TorchStateError", "enable_grad", "inference_mode", "no_grad", "set_grad_enabled"]
+__all__ = ["GradScope", "enable_grad", "inference_mode", "no_grad", "set_grad_enabled"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class TorchStateError(ArpcError, RuntimeError):
-    """A scope was used where it cannot keep torch's state to one coroutine; the text says what to do instead."""
 
 
 class GradScope:

@@ -110,7 +110,7 @@ def save_and_reset() -> SavedState:
         function_modes = tuple(pop_function_mode() for _ in range(count_function_modes()))
         default_device = getattr(_default_device_slot, "device_context", None)
         if default_device is not None:
-            del _default_device_slot.device_context  # as on a new thread; torch < 2.7 stumbles over a None
+            del _default_device_slot.device_context  # as on a new thread; torch 2.6 stumbles over a None
     dispatch_modes: tuple[Any, ...] = ()
     if count_dispatch_modes():
         dispatch_modes = tuple(pop_dispatch_mode(None) for _ in range(count_dispatch_modes()))

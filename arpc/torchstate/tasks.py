@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeAlias, TypeVar
 
-from arpc.torchstate.isolated import isolate
+from arpc.torchstate.isolated import Isolated, isolate
 
-__all__ = ["install_task_factory", "task_factory"]
+__all__ = ["install_task_factory", "isolates_all_tasks", "task_factory"]
 
 T = TypeVar("T")
 
@@ -47,6 +47,14 @@ def install_task_factory(loop: asyncio.AbstractEventLoop | None = None) -> None:
         loop.set_task_factory(task_factory)
     elif previous is not task_factory and not isinstance(previous, _ChainedTaskFactory):
         loop.set_task_factory(_ChainedTaskFactory(previous))
+
+
+def isolates_all_tasks(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether every task of ``loop`` is isolated, those that exist and those to come: between steps its thread is pristine."""
+    factory = loop.get_task_factory()
+    if factory is not task_factory and not isinstance(factory, _ChainedTaskFactory):
+        return False
+    return all(isinstance(task.get_coro(), Isolated) for task in asyncio.all_tasks(loop))
 
 
 def _without_unset(kwargs: dict[str, Any]) -> dict[str, Any]:

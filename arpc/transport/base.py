@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 from typing import Protocol as TypingProtocol
 
 from arpc.errors import ConnectionClosedError, HandshakeError, WireError
-from arpc.wire.frames import CHUNK_BYTES, HEADER, frame
+from arpc.wire.frames import CHUNK_BYTES, HEADER, HEADER_BYTES, frame
 from arpc.wire.handshake import Identity
 from arpc.wire.messages import Message, MessageType
 from arpc.wire.protocol import Protocol, State
@@ -35,6 +35,8 @@ _pack_header = HEADER.pack
 _DATA: Final = int(MessageType.DATA)
 _DROP_DATA: Final = int(MessageType.DROP_DATA)
 _DIRECT_FRAMES: Final = 3
+# A longer queue is written in portions, so that the peer is at work on the first while the next is made
+_FLUSH_FRAMES: Final = 16
 # A stranger who connects and says nothing must not keep a socket for ever. A worker waits less, see connect_timeout.
 _HANDSHAKE_S: Final = 30.0
 # How long a side that has said goodbye waits for the other to close, once nothing moves any more
@@ -94,6 +96,8 @@ class Connection(ABC):
         self._opened.add_done_callback(_retrieve)
         self._closed: asyncio.Future[None] = self.loop.create_future()
         self._out: list[bytes] = []
+        self._counted_frames = 0
+        self._counted_bytes = 0
         self._bulk: deque[BulkSend] = deque()
         self._bulk_bytes = 0
         self._bulk_count = 0
@@ -162,13 +166,19 @@ class Connection(ABC):
     def unsent_bytes(self) -> int:
         """Bytes this side still holds because the peer does not take them."""
         unsent = 0 if self._is_aborted else self._unsent_bytes()
-        return unsent + self._bulk_bytes + sum(map(len, self._out))
+        # counted once each: a receiver that is flooded asks again for every message
+        out = self._out
+        self._counted_bytes += sum(map(len, out[self._counted_frames :]))
+        self._counted_frames = len(out)
+        return unsent + self._bulk_bytes + self._counted_bytes
 
     def send(self, data: bytes) -> None:
         """Send one frame with no large tensors. All frames of a busy loop turn go out in one write."""
         out = self._out
         if out or self._is_reading:
             out.append(data)
+            if len(out) == _FLUSH_FRAMES:
+                self.flush()
         elif self._direct_left:
             # Little is going on, so waiting for more to join would only cost time
             self._direct_left -= 1
@@ -193,6 +203,8 @@ class Connection(ABC):
         """
         self.send(data)
         bulk = BulkSend(buffers)
+        if self._is_mute:
+            return bulk  # it was aborted, and nobody has heard of it yet
         # the peer counts frames that have buffers, so this number is theirs too
         bulk.id = self._bulk_count
         self._bulk_count += 1
@@ -215,6 +227,7 @@ class Connection(ABC):
     def flush(self) -> None:
         """Write what was sent in this turn."""
         out = self._out
+        self._counted_frames = self._counted_bytes = 0
         if self._is_mute:
             out.clear()
         elif out:
@@ -241,7 +254,7 @@ class Connection(ABC):
             if bulk.index < len(bulk.buffers):
                 self._bulk.append(bulk)
             self._bulk_bytes -= size
-            self.bytes_sent += size
+            self.bytes_sent += size + HEADER_BYTES
             self.writes += 1
             self._write_chunk(_pack_header(size, _DATA, 0, 0, bulk.id, 0, 0, 0, 0), chunk)
         if self._is_mute and not self._bulk and not self._is_closed:
@@ -268,7 +281,7 @@ class Connection(ABC):
         self.bytes_received += size_bytes
         protocol = self.protocol
         if protocol.state is State.CLOSED:
-            return  # it was refused: what still comes is for nobody
+            return  # it was refused or aborted: what still comes is for nobody
         self._is_reading = True
         try:
             messages = protocol.receive(size_bytes)
@@ -331,6 +344,7 @@ class Connection(ABC):
         """Say what the protocol says first, and expect the handshake to end some day."""
         data = self.protocol.take_output()
         if data:
+            self.bytes_sent += len(data)
             self._write(data)
         self._expect_handshake()
 
@@ -359,6 +373,7 @@ class Connection(ABC):
             self._is_aborted = True
             self._bulk.clear()
             self._bulk_bytes = 0
+            self.protocol.close()
             self._abort()
 
     def _fall_silent(self) -> None:
@@ -399,6 +414,7 @@ class Connection(ABC):
         self._fall_silent()
         self.protocol.close()
         self._out.clear()
+        self._counted_frames = self._counted_bytes = 0
         self._bulk.clear()
         self._bulk_bytes = 0
         error = self._error or (None if is_on_purpose else error or self._without_goodbye())

@@ -34,6 +34,7 @@ __all__ = [
     "MAX_BODY_BYTES",
     "MAX_BUFFERS",
     "MAX_TIMEOUT_MS",
+    "PADDING",
     "Header",
     "Limits",
     "buffer_sizes_of",
@@ -44,13 +45,13 @@ __all__ = [
 HEADER: Final = Struct("<IBBHQIIII")
 HEADER_BYTES: Final = HEADER.size
 ALIGNMENT: Final = 16
-CHUNK_BYTES: Final = 1 << 20
+CHUNK_BYTES: Final = 1 << 19
 MAX_BODY_BYTES: Final = (1 << 32) - 1
 MAX_BUFFERS: Final = (1 << 16) - 1
 MAX_TIMEOUT_MS: Final = (1 << 32) - 1
 
 _pack_header = HEADER.pack
-_PADDING: Final = tuple(bytes(n) for n in range(ALIGNMENT))
+PADDING: Final = tuple(bytes(n) for n in range(ALIGNMENT))
 
 
 class Header(NamedTuple):
@@ -120,7 +121,7 @@ def frame(
         sizes = struct.pack(f"<{n_buffers}Q", *buffer_sizes) if n_buffers else b""
         padding = b""
         if inline:
-            padding = _PADDING[-length % ALIGNMENT]
+            padding = PADDING[-length % ALIGNMENT]
             length += len(padding) + len(inline)
         header = _pack_header(length, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, table_size)
         return b"".join((header, sizes, meta, table, payload, padding, inline))

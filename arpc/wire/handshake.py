@@ -96,7 +96,7 @@ class _State(Enum):
 
 
 class Handshake:
-    """One side of the handshake. `start` and `receive` return bytes to send; `peer` is set once it is done.
+    """One side of the handshake. `start` and `receive` return bytes to send.
 
     ``admit`` is asked about a peer that has proven itself, and raises `Refused` if it may not come in.
     """
@@ -109,7 +109,6 @@ class Handshake:
         admit: Callable[[Identity], None] = lambda _: None,
     ) -> None:
         self.role = role
-        self.peer: Identity | None = None
         self.version = PROTOCOL_VERSION
         self._me = me
         self._my_bytes = _encode(me)
@@ -132,6 +131,11 @@ class Handshake:
     @property
     def done(self) -> bool:
         return self._state is _State.DONE
+
+    @property
+    def peer(self) -> Identity | None:
+        """Who is on the other side; None before the end of the handshake."""
+        return self._claimed if self._state is _State.DONE else None
 
     def start(self) -> bytes:
         """What the connector says first."""
@@ -198,12 +202,10 @@ class Handshake:
         assert claimed is not None
         self._verify(Role.CONNECTOR, claimed, bytes(message.body))
         self._admit(claimed)
-        self.peer = claimed
         self._state = _State.DONE
         return _frame(MessageType.WELCOME)
 
     def _on_welcome(self, _: Message) -> bytes:
-        self.peer = self._claimed
         self._state = _State.DONE
         return b""
 

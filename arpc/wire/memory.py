@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from functools import lru_cache
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 from torch import UntypedStorage
 
 __all__ = ["MEMORY", "allocate", "view_of"]
 
-MEMORY: Final = (ctypes.c_char * ((1 << 63) - 1)).from_address(0)
-"""All memory as one array: a slice of it is a copy of the bytes there, at half the cost of an array made for them."""
+MEMORY: Final = cast("bytes", (ctypes.c_char * sys.maxsize).from_address(0))
+"""All of it, as one array that begins at address 0. A slice is a copy, made in a third of the time of `string_at`."""
 
 
 @lru_cache(1024)
@@ -29,4 +30,4 @@ def view_of(storage: UntypedStorage, address: int, size_bytes: int) -> memoryvie
 
 def allocate(size_bytes: int) -> memoryview:
     """Memory for a large tensor to be read into. numpy asks the kernel for huge pages where that helps."""
-    return memoryview(np.empty(size_bytes, np.uint8))
+    return np.empty(size_bytes, np.uint8).data

@@ -277,7 +277,7 @@ class RequestFlag:
     KWARGS: Final = 1
     """The payload is (args, kwargs) and not args alone."""
     STREAM: Final = 2
-    """The caller iterates: answer with items, at first as many as the meta says under `WINDOW`, more as `Credit` comes."""
+    """The caller iterates: answer with items, at first as many as the meta says under `WINDOW`, more by `Credit`."""
 
 
 class ItemFlag:

@@ -1,8 +1,8 @@
 """One connection as a state machine: bytes in, messages out.
 
 The transport asks `Protocol.get_buffer` where to put the next bytes, reads into it, and calls `Protocol.receive` with
-their number. So the bytes of a large tensor land in their final memory, while small frames are gathered in a buffer that
-is used again and again.
+their number. So the bytes of a large tensor land in their final memory, while small frames are gathered in a buffer
+that is used again and again.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from arpc.errors import ConnectionClosedError, HandshakeError, ProtocolError
 from arpc.wire import frames
 from arpc.wire.frames import HEADER, HEADER_BYTES, Header, Limits, frame
 from arpc.wire.handshake import MAX_HANDSHAKE_BYTES, Handshake, Identity, Role
-from arpc.wire.messages import MESSAGE_CLASSES, Message, MessageType
 from arpc.wire.memory import allocate as allocate_memory
+from arpc.wire.messages import MESSAGE_CLASSES, Message, MessageType
 
 __all__ = ["Protocol", "State"]
 

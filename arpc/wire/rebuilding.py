@@ -18,6 +18,7 @@ __all__ = ["unpack"]
 _from_numpy = torch.from_numpy
 _ndarray = np.ndarray
 _FIRST_STAND_IN: Final = Code.FIRST_STAND_IN
+_FIRST_SPECIAL: Final = Code.BYTES
 _LAYOUTS: Final = {
     str(layout): layout for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 }
@@ -25,34 +26,45 @@ _LAYOUTS: Final = {
 
 def unpack(table: bytes | memoryview, body: bytearray, buffers: Sequence[memoryview]) -> list[Any]:
     """Build what `wire.tensors.pack` described. Raises `ProtocolError` when the description does not fit the memory."""
+    slots: list[Any] = []
+    rebuilder: _Rebuilder | None = None
+    numpy_dtypes = NUMPY_DTYPES
     try:
-        return _unpack(table, body, buffers)
+        decoded = decode_table(table)
+        base = len(body) - decoded.inline_bytes
+        if not 0 <= base <= len(body):
+            raise ProtocolError("the inline tensors of a message are larger than the message")
+        codes, sources, shapes = decoded.codes, decoded.sources, decoded.shapes
+        if not len(codes) == len(sources) == len(shapes):
+            raise ProtocolError("a table of tensors with columns of different lengths")
+        for code, source, shape in zip(codes, sources, shapes):  # noqa: B905 - `strict` takes as long as a small tensor
+            if code < _FIRST_SPECIAL:
+                if source >= 0:
+                    tensor = _from_numpy(_ndarray(shape, numpy_dtypes[code], body, base + source))
+                else:
+                    tensor = _from_numpy(_ndarray(shape, numpy_dtypes[code], buffers[~source]))
+                slots.append(tensor if code < _FIRST_STAND_IN else _finished(tensor, code))
+            else:
+                if rebuilder is None:
+                    rebuilder = _Rebuilder(body, base, buffers, decoded.entries)
+                slots.append(rebuilder.build(code, source, shape))
     except ProtocolError:
         raise
     except Exception as error:
         raise ProtocolError(f"tensors that cannot be built: {error}") from error
-
-
-def _unpack(table: bytes | memoryview, body: bytearray, buffers: Sequence[memoryview]) -> list[Any]:
-    decoded = decode_table(table)
-    base = len(body) - decoded.inline_bytes
-    if not 0 <= base <= len(body):
-        raise ProtocolError("the inline tensors of a message are larger than the message")
-    numpy_dtypes = NUMPY_DTYPES
-    rebuilder: _Rebuilder | None = None
-    slots: list[Any] = []
-    append = slots.append
-    for code, source, shape in zip(decoded.codes, decoded.sources, decoded.shapes, strict=True):
-        if code < _FIRST_STAND_IN:
-            if source >= 0:
-                append(_from_numpy(_ndarray(shape, numpy_dtypes[code], body, base + source)))
-            else:
-                append(_from_numpy(_ndarray(shape, numpy_dtypes[code], buffers[~source])))
-        else:
-            if rebuilder is None:
-                rebuilder = _Rebuilder(body, base, buffers, decoded.entries)
-            append(rebuilder.build(code, source, shape))
     return slots
+
+
+def _finished(tensor: Tensor, code: int) -> Tensor:
+    """What numpy could not say of a tensor."""
+    if code & _FIRST_STAND_IN:
+        tensor = _as_dtype(tensor, code & ~Code.REQUIRES_GRAD)
+    return tensor.requires_grad_() if code & Code.REQUIRES_GRAD else tensor
+
+
+def _as_dtype(tensor: Tensor, code: int) -> Tensor:
+    # `data`: a tensor of its own, and not a view of one that nobody has
+    return tensor.view(DTYPES[code]).data
 
 
 class _Rebuilder:
@@ -73,17 +85,11 @@ class _Rebuilder:
         if code == Code.BYTES:
             (size_bytes,) = shape
             return self._memory(source, size_bytes)
-        dtype_code = code & ~Code.REQUIRES_GRAD
-        memory = self._body[self._base + source :] if source >= 0 else self._buffers[~source]
-        tensor = _from_numpy(_ndarray(shape, NUMPY_DTYPES[dtype_code], memory))
-        if dtype_code >= _FIRST_STAND_IN:
-            tensor = tensor.view(DTYPES[dtype_code]).data
-        return tensor.requires_grad_() if code & Code.REQUIRES_GRAD else tensor
+        raise ProtocolError(f"a tensor of the unknown kind {code}")
 
     def _build_entry(self, entry: Entry) -> Tensor:
         tensor = self._BUILDERS[entry.kind](self, entry)
         flags = entry.flags
-        # `data`: a tensor of its own, and not a view of one nobody else has
         if flags & Flag.CONJUGATE:
             tensor = torch._conj(tensor).data
         if flags & Flag.NEGATIVE:
@@ -108,7 +114,7 @@ class _Rebuilder:
         strides = tuple([stride * numpy_dtype.itemsize for stride in entry.strides])
         memory = self._memory(entry.source, entry.span_bytes)
         tensor = _from_numpy(_ndarray(entry.shape, numpy_dtype, memory, 0, strides))
-        return tensor.view(DTYPES[entry.dtype]).data if entry.dtype >= _FIRST_STAND_IN else tensor
+        return tensor if entry.dtype < _FIRST_STAND_IN else _as_dtype(tensor, entry.dtype)
 
     def _shared(self, entry: Entry) -> Tensor:
         dtype = DTYPES[entry.dtype]

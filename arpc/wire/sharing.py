@@ -18,7 +18,7 @@ from arpc.wire.memory import view_of
 
 __all__ = ["Span", "extent", "shared_spans"]
 
-# Beyond these, views that look as if they shared memory are taken to do so: finding out would cost more than sending it.
+# Beyond these, views that reach over each other are taken to overlap: finding out would cost more than it may save.
 _MAX_MEMBERS: Final = 32
 _MAX_WORK: Final = 10_000
 
@@ -66,11 +66,13 @@ def shared_spans(tensors: Sequence[Tensor | None], storages: Sequence[UntypedSto
 def extent(tensor: Tensor) -> tuple[int, int]:
     """First and one-past-last byte in its storage that a strided tensor touches."""
     item = tensor.element_size()
-    start = tensor.storage_offset() * item
+    start = int(tensor.storage_offset()) * item
     if tensor.is_contiguous():
         return start, start + tensor.nbytes
+    if not tensor.numel():
+        return start, start
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * item if tensor.numel() else start
+    return start, start + (last + 1) * item
 
 
 def _clusters(members: dict[int, Tensor]) -> list[_Cluster]:
@@ -109,6 +111,7 @@ def _overlap(
     left: np.ndarray[tuple[int, ...], np.dtype[np.void]], right: np.ndarray[tuple[int, ...], np.dtype[np.void]]
 ) -> bool:
     try:
-        return bool(np.shares_memory(left, right, max_work=_MAX_WORK))
+        # numpy's stubs know of two kinds of work only
+        return bool(np.shares_memory(left, right, max_work=_MAX_WORK))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True

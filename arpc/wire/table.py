@@ -1,8 +1,8 @@
 """The tensor table: what a message says of its tensors, so that they can be built again.
 
-A tensor is never pickled. The pickle of a message has a numbered hole where the tensor was, and the table says what fills
-it: `wire.tensors` writes the table, `wire.rebuilding` reads it. Contiguous tensors, nearly all there are, take one place
-in each of three columns: a code of dtype and ``requires_grad``, where the bytes are, and the shape. Whatever needs more
+A tensor is never pickled. The pickle of a message has a hole where the tensor was, and the table says what fills it:
+`wire.tensors` writes the table, `wire.rebuilding` reads it. Contiguous tensors, nearly all there are, take one place in
+each of three columns: a code of dtype and ``requires_grad``, where the bytes are, and the shape. Whatever needs more
 words has an `Entry`.
 """
 
@@ -88,7 +88,9 @@ def _numpy_dtype(code: int, dtype: torch.dtype) -> np.dtype[np.generic]:
 
 DTYPES: Final = _dtypes()
 DTYPE_CODES: Final = {dtype: code for code, dtype in DTYPES.items()}
-NUMPY_DTYPES: Final = {code: _numpy_dtype(code, dtype) for code, dtype in DTYPES.items()}
+NUMPY_DTYPES: Final = {
+    code | bit: _numpy_dtype(code, dtype) for code, dtype in DTYPES.items() for bit in (0, Code.REQUIRES_GRAD)
+}
 COMPLEX_CODES: Final = frozenset(code for code, dtype in DTYPES.items() if dtype.is_complex)
 
 

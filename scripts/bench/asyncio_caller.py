@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from scripts.bench import memory, payloads
-from scripts.bench.systems import BULK_MINIMUM_CALLS, BULK_WARM_UP_CALLS, WARM_UP_SHARE, Measurement
+from scripts.bench.systems import BULK_MINIMUM_CALLS, WARM_UP_SHARE, Measurement, bulk_warm_up_calls
 
 __all__ = ["AsyncioCaller", "Call", "bulk_figures", "latency_figures", "start_memory_watch"]
 
@@ -52,7 +52,7 @@ class AsyncioCaller(abc.ABC):
     async def bulk(self, *, function: str, size_bytes: int, budget_s: float) -> Measurement:
         """One large transfer after another: ``gib_per_s`` of the median one. With ``keep`` the receiver is cold."""
         call = self.prepare_bulk(function, size_bytes)
-        for _ in range(BULK_WARM_UP_CALLS):
+        for _ in range(bulk_warm_up_calls(size_bytes)):
             await call()
         samples: list[float] = []
         started = time.perf_counter()

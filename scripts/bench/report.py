@@ -12,7 +12,7 @@ from scripts.bench.machine import describe_machine
 from scripts.bench.placement import can_split, cpus_of
 from scripts.bench.rounds import ATTEMPTS, FOREIGN_LIMIT, UNDISTURBED_ROUNDS, Results, Schedule
 from scripts.bench.rows import SUBJECT, Row
-from scripts.bench.systems import BULK_WARM_UP_CALLS, REGISTRY, TORCH_THREADS, WARM_UP_SHARE
+from scripts.bench.systems import REGISTRY, TORCH_THREADS, WARM_UP_SHARE
 from scripts.bench.targets import Verdict
 
 __all__ = ["print_results", "print_rules", "print_targets", "print_warnings", "write_json"]
@@ -46,10 +46,11 @@ def print_targets(verdicts: Iterable[Verdict]) -> None:
             verdict.target.bar,
             MISSING if verdict.measured is None else f"{verdict.measured:,.2f}",
             verdict.outcome,
+            "disturbed" if verdict.disturbed else "",
         )
         for verdict in verdicts
     ]
-    _print_table(Table("Targets", ("target", "bar", "measured", ""), lines))
+    _print_table(Table("Targets", ("target", "bar", "measured", "", ""), lines))
 
 
 def print_warnings(results: Results, absent: dict[str, str]) -> None:
@@ -83,8 +84,8 @@ def rules(results: Results, schedule: Schedule) -> list[str]:
         ),
         (
             f"Warm: {schedule.budget_s:g} s a cell after {schedule.budget_s * WARM_UP_SHARE:g} s of warm-up; bulk sends"
-            f" one tensor again and again, the first {BULK_WARM_UP_CALLS} times do not count. Cold: the receiver keeps"
-            " all it gets, so that each lands in fresh memory."
+            " one tensor again and again, the first two times (at 256 MB the first) do not count. Cold: the receiver"
+            " keeps all it gets, so that each lands in fresh memory."
         ),
         "Bulk: one transfer at a time; 1 MB is 10^6 bytes; the bytes of an echo count once.",
         "Many calls: processes that have done nothing else; at most 3 rounds.",
@@ -129,6 +130,7 @@ def write_json(
                 "bar": verdict.target.bar,
                 "measured": verdict.measured,
                 "outcome": verdict.outcome,
+                "disturbed": verdict.disturbed,
             }
             for verdict in verdicts
         ],
@@ -145,6 +147,7 @@ def _row_as_json(results: Results, row: Row) -> dict[str, Any]:
                 "quotient": comparison.quotient,
                 "speedup": comparison.speedup,
                 "quotient_rounds": comparison.quotients,
+                "disturbed": comparison.disturbed,
             }
     return {
         "key": row.key,

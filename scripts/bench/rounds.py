@@ -42,6 +42,8 @@ class Comparison:
     """arpc's figure divided by the other's."""
     speedups: tuple[float, ...]
     """How many times as fast (or as small) as the other: the quotient, turned round where less is better."""
+    disturbed: bool
+    """Too few rounds were undisturbed, so that all count."""
 
     @property
     def quotient(self) -> float:
@@ -97,9 +99,10 @@ class Results:
         ]
         if not rounds:
             return None
-        quotients = tuple(ours[row.metric] / theirs[row.metric] for ours, theirs in _undisturbed(rounds))
+        counted = _undisturbed(rounds)
+        quotients = tuple(ours[row.metric] / theirs[row.metric] for ours, theirs in counted)
         speedups = quotients if row.better == "higher" else tuple(1 / quotient for quotient in quotients)
-        return Comparison(quotients, speedups)
+        return Comparison(quotients, speedups, disturbed=any(map(_is_disturbed, counted)))
 
     def _measurements(self, row: Row, column: str) -> list[Measurement | None]:
         cell = row.cells.get(column)
@@ -108,8 +111,12 @@ class Results:
 
 def _undisturbed(rounds: Sequence[Together]) -> Sequence[Together]:
     """The rounds whose measurements were all undisturbed, if they are enough; else all."""
-    quiet = [together for together in rounds if all(one[FOREIGN] <= FOREIGN_LIMIT for one in together)]
+    quiet = [together for together in rounds if not _is_disturbed(together)]
     return quiet if len(quiet) >= UNDISTURBED_ROUNDS else rounds
+
+
+def _is_disturbed(together: tuple[Measurement, ...]) -> bool:
+    return any(one[FOREIGN] > FOREIGN_LIMIT for one in together)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +128,7 @@ class Schedule:
     """The measured time of a cell that is measured by time."""
     timeout_s: float = 600.0
     """After which a measurement counts as hung."""
-    repeat_s: float = 60.0
+    repeat_s: float = 30.0
     """How long the whole run may take longer because disturbed measurements are repeated."""
 
 

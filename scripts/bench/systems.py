@@ -12,7 +12,6 @@ from typing import Final, Protocol, cast
 
 __all__ = [
     "BULK_MINIMUM_CALLS",
-    "BULK_WARM_UP_CALLS",
     "REGISTRY",
     "TORCH_THREADS",
     "WARM_UP_SHARE",
@@ -20,6 +19,7 @@ __all__ = [
     "Configuration",
     "Measurement",
     "System",
+    "bulk_warm_up_calls",
     "load",
 ]
 
@@ -29,7 +29,6 @@ Measurement = dict[str, float]
 WARM_UP_SHARE: Final = 0.2
 """How long a cell is warmed up, by calls that do not count, as a part of its measured time."""
 
-BULK_WARM_UP_CALLS: Final = 2
 BULK_MINIMUM_CALLS: Final = 2
 
 TORCH_THREADS: Final = 2
@@ -127,6 +126,11 @@ REGISTRY: Final[Mapping[str, Configuration]] = {
         requires=("torch",),
     ),
 }
+
+
+def bulk_warm_up_calls(size_bytes: int) -> int:
+    """How many large transfers go before those that count. Of the largest, which take their time, one is enough."""
+    return 2 if size_bytes <= 100_000_000 else 1
 
 
 def load(name: str) -> System:

@@ -47,6 +47,8 @@ class Verdict:
     target: Target
     measured: float | None
     outcome: Outcome
+    disturbed: bool = False
+    """Other programs were too busy for the verdict to be believed."""
 
 
 def judge(results: Results) -> Iterator[Verdict]:
@@ -57,17 +59,19 @@ def judge(results: Results) -> Iterator[Verdict]:
             yield Verdict(target, None, "no row yet")
             continue
         row = rows.get(target.row)
-        measured = None
-        if row is not None and target.against == "itself":
-            measured = results.median(row, SUBJECT)
-        elif row is not None and (comparison := results.comparison(row, target.against)) is not None:
-            measured = comparison.quotient if target.against == "floor" else comparison.speedup
-        yield Verdict(target, measured, _outcome(target, measured))
+        # Compared with itself the quotient is 1; what is wanted then is only whether its rounds were disturbed.
+        column = SUBJECT if target.against == "itself" else target.against
+        comparison = results.comparison(row, column) if row is not None else None
+        if row is None or comparison is None:
+            yield Verdict(target, None, "not measured")
+            continue
+        measured = comparison.quotient if target.against == "floor" else comparison.speedup
+        if target.against == "itself":
+            measured = results.median(row, SUBJECT) or 0.0
+        yield Verdict(target, measured, _outcome(target, measured), comparison.disturbed)
 
 
-def _outcome(target: Target, measured: float | None) -> Outcome:
-    if measured is None:
-        return "not measured"
+def _outcome(target: Target, measured: float) -> Outcome:
     if target.at_least is not None:
         return "pass" if measured >= target.at_least else "miss"
     if target.at_most is not None:

@@ -19,7 +19,7 @@ from torch.distributed import rpc
 from scripts.bench import memory, payloads
 from scripts.bench.asyncio_caller import bulk_figures, latency_figures, start_memory_watch
 from scripts.bench.functions import FUNCTIONS
-from scripts.bench.systems import BULK_MINIMUM_CALLS, BULK_WARM_UP_CALLS, WARM_UP_SHARE, Measurement
+from scripts.bench.systems import BULK_MINIMUM_CALLS, WARM_UP_SHARE, Measurement, bulk_warm_up_calls
 
 __all__ = ["TorchRpc", "system"]
 
@@ -49,7 +49,7 @@ class TorchCaller:
 
     async def bulk(self, *, function: str, size_bytes: int, budget_s: float) -> Measurement:
         call = partial(rpc.rpc_sync, CALLEE, FUNCTIONS["def"][function], (payloads.bulk_tensor(size_bytes),))
-        for _ in range(BULK_WARM_UP_CALLS):
+        for _ in range(bulk_warm_up_calls(size_bytes)):
             call()
         samples: list[float] = []
         started = time.perf_counter()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -25,6 +26,12 @@ def recorder(name: str) -> MakeRecord:
 
 def store_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "arpc-store"}
+
+
+async def until(happened: Callable[[], object]) -> None:
+    """Wait for something that nobody announces."""
+    while not happened():  # noqa: ASYNC110 - what happens in a store has no event
+        await asyncio.sleep(0.001)
 
 
 class Crew:

@@ -13,7 +13,7 @@ from arpc.agent.membership import encode
 from arpc.agent.rendezvous import Joined, Left, Rendezvous, WorkerRecord
 from arpc.errors import NameTakenError, RendezvousError, UnknownWorkerError
 from arpc.ids import WorkerInfo
-from tests.agent.groups import CountingStore, Crew, crew, recorder, store_threads
+from tests.agent.groups import CountingStore, Crew, crew, recorder, store_threads, until
 
 
 async def join(team: Crew, name: str, store: Any, probe: Any = None, rank: int | None = None) -> Rendezvous:
@@ -237,8 +237,7 @@ async def test_looking_for_changes_costs_two_operations():
                 pytest.fail("nothing happens")
 
         watching = asyncio.create_task(watch())
-        while store.counts["peek"] < before["peek"] + 20:
-            await asyncio.sleep(0)
+        await until(lambda: store.counts["peek"] >= before["peek"] + 20)
         watching.cancel()
         with pytest.raises(asyncio.CancelledError):
             await watching

@@ -122,9 +122,7 @@ async def test_a_failing_store_counts_as_lost_and_is_asked_no_more():
 
     store = Failing()
     group = wrap(store)
-    with pytest.raises(
-        RendezvousError, match=r"the store the store was lost in add\(\): the cable was pulled \("
-    ) as told:
+    with pytest.raises(RendezvousError, match=r"was lost in add\(\): the cable was pulled \(") as told:
         await group.run(lambda kv: kv.add("n", 1))
     assert isinstance(told.value.__cause__, ConnectionError)
     assert group.is_lost
@@ -140,7 +138,7 @@ async def test_a_store_that_does_not_answer_counts_as_lost(monkeypatch, caplog):
     group = wrap(HashStore())
     gate = threading.Event()
     (thread,) = store_threads()
-    with pytest.raises(RendezvousError, match="has not answered for 0.05 s"):
+    with pytest.raises(RendezvousError, match=r"has not answered for 0\.05 s"):
         await group.run(lambda _: gate.wait())
     assert group.is_lost
     await group.aclose()

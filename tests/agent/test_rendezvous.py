@@ -22,7 +22,7 @@ from arpc.agent.rendezvous import Rendezvous, WorkerRecord, create_rendezvous, o
 from arpc.agent.static_group import StaticRendezvous
 from arpc.errors import NameTakenError, RendezvousError, RendezvousTimeoutError
 from arpc.ids import WorkerInfo
-from tests.agent.groups import Crew, crew, recorder, store_threads
+from tests.agent.groups import Crew, crew, recorder, store_threads, until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,8 +63,7 @@ async def test_a_static_worker_that_waits_and_an_elastic_one_both_hear_that_they
     store = HashStore()
     async with crew() as team:
         static = asyncio.create_task(team.join("a", rank=0, world_size=2, store=store))
-        while not store.check(["arpc/static/0/start/value/0"]):
-            await asyncio.sleep(0.001)
+        await until(lambda: store.check(["arpc/static/0/start/value/0"]))
         with pytest.raises(RendezvousError, match=MIXED_TEXT):
             await team.join("b", world_size=None, store=store)
         with pytest.raises(RendezvousError, match=MIXED_TEXT):
@@ -190,7 +189,9 @@ async def test_again_and_again_at_the_same_address(address, outlives):
 
     port = int(address.rpartition(":")[2])
     # as a process group has it, which was started with env:// in the process of rank 0
-    server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True) if outlives else None
+    server = (
+        TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True) if outlives else None
+    )
     # A fast worker finds the store of the group before, whose host is about to leave with it.
     seen = await asyncio.gather(*(worker(rank) for rank in range(3)))
     assert seen[0] == seen[1] == seen[2]
@@ -204,8 +205,7 @@ async def test_who_is_one_group_ahead_leaves_the_old_store_before_its_host_does(
         await fast.leave()
         await fast.aclose()
         ahead = asyncio.create_task(team.join("w1", init_method=address, rank=1, world_size=2))
-        while await slow._store.run(lambda kv: kv.peek("static/1/start/value/1")) is None:
-            await asyncio.sleep(0)
+        await slow._store.poll(lambda kv: kv.peek("static/1/start/value/1"), deadline=float("inf"))
         await slow.leave(grace_s=30)
         await slow.aclose()
         again = await team.join("w0", init_method=address, rank=0, world_size=2)

@@ -19,7 +19,7 @@ from arpc.errors import (
     UnknownWorkerError,
 )
 from arpc.ids import WorkerInfo
-from tests.agent.groups import CountingStore, Crew, crew, recorder, store_threads
+from tests.agent.groups import CountingStore, Crew, crew, recorder, store_threads, until
 
 
 async def form(team: Crew, size: int, **where: Any) -> list[Rendezvous]:
@@ -278,8 +278,7 @@ async def test_a_cancelled_worker_leaves_nothing_and_the_others_hear_of_it():
         rendezvous = await team.rendezvous(rank=1, world_size=3, store=store)
         cancelled = asyncio.create_task(rendezvous.join("b", recorder("b")))
         waiting = asyncio.create_task(team.join("a", rank=0, world_size=3, store=store))
-        while not store.check(["arpc/static/0/start/value/0", "arpc/static/0/start/value/1"]):
-            await asyncio.sleep(0.001)
+        await until(lambda: store.check(["arpc/static/0/start/value/0", "arpc/static/0/start/value/1"]))
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled

@@ -9,9 +9,10 @@ import psutil
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from arpc.agent.stores import GroupStore, open_store
+from arpc.agent.group_store import GroupStore, KeyValues
+from arpc.agent.stores import open_store
 from arpc.errors import ConfigurationError, RendezvousError, RendezvousTimeoutError
-from tests.agent.groups import store_threads
+from tests.agent.groups import store_threads, until
 
 VARIABLES = (
     "RANK",
@@ -281,25 +282,41 @@ async def test_a_host_that_does_not_exist():
 
 
 async def test_something_that_is_no_store():
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    with pytest.raises(RendezvousTimeoutError, match="something listens there, but does not answer as a store"):
-        await open_store(init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2, timeout_s=0.2)
-    # torch waits for an answer, for ever: its thread stays until there is none to be had
-    threads = store_threads()
-    listener.close()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(RendezvousTimeoutError, match="something listens there, but does not answer as a store"):
+            await open_store(init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2, timeout_s=0.2)
+        # torch waits for an answer, for ever: its thread stays until there is none to be had
+        threads = store_threads()
     for thread in threads:
         await asyncio.to_thread(thread.join, 20)
 
 
 async def test_cancelled_while_nobody_is_there(closed_port):
     opening = asyncio.create_task(open_store(init_method=f"tcp://127.0.0.1:{closed_port}", rank=1, world_size=2))
-    while not store_threads():
-        await asyncio.sleep(0)
+    await until(store_threads)
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
         await opening
     assert not store_threads()
+
+
+@pytest.mark.parametrize("turns", range(0, 30, 2))
+async def test_cancelled_at_any_step_the_host_does_not_wait_for_it(turns):
+    host = await open_store(init_method="tcp://127.0.0.1:0", rank=0, world_size=2)
+    opening = asyncio.create_task(open_store(init_method=host.access.description, rank=1, world_size=2))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    opening.cancel()
+    try:
+        client = await opening
+    except asyncio.CancelledError:
+        pass
+    else:
+        assert await host.run(KeyValues.has_guests)
+        await client.aclose()
+    assert not await host.run(KeyValues.has_guests)
+    await host.aclose()
 
 
 async def test_the_first_of_an_elastic_group_serves(closed_port):

@@ -145,13 +145,14 @@ def test_await_in_a_block_of_a_task_that_nobody_isolates_is_an_error(run: Run, s
 
 def test_the_state_is_taken_back_at_once(run: Run):
     async def leaky() -> None:
-        with no_grad():
-            await asyncio.sleep(0)
+        with no_grad(), inference_mode():
+            await asyncio.Event().wait()
 
     async def main() -> None:
         task = asyncio.create_task(leaky())
-        await asyncio.sleep(0)  # it runs into its block
-        await asyncio.sleep(0)  # the watch runs
+        await asyncio.sleep(0)  # it runs into its blocks
+        await asyncio.sleep(0)  # the watch runs; the task will hear of it in its next step
+        assert not task.done()
         assert is_pristine()
         with pytest.raises(TorchStateError):
             await task

@@ -1,0 +1,1 @@
+"""The promises of a transport, by subject; `arpc.testing.conformance` puts them together."""

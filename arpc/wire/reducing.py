@@ -1,0 +1,210 @@
+"""How single objects are pickled where pickle alone would not do.
+
+- A tensor becomes a *hole*; what fills it is noted beside the pickle.
+- Functions and classes the peer can import travel by name, others (lambdas, closures, notebook cells) by value.
+- ``__main__`` counts as importable when the peer runs the same script, so that its globals are the peer's own.
+- Types of other parts of arpc bring their own *reducers*, handed in by whoever builds the pickler.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import sys
+from collections.abc import Callable, Mapping
+from pickle import PickleBuffer
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, Final, Protocol, cast
+
+import cloudpickle
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from arpc.errors import SerializationError
+from arpc.ids import WorkerInfo
+from arpc.wire.tensors import Slot
+
+__all__ = ["HOLE", "MAIN_NAMES", "HolePickler", "Parcel", "Reducer", "importable_name"]
+
+
+class Parcel(Protocol):
+    """The pickle that is being made, as a reducer sees it."""
+
+    to: WorkerInfo | None
+    """Who will unpack it; None if that is not a worker."""
+    packed: list[Callable[[], None]]
+    """Called once the pickle is complete, but not if it fails."""
+
+
+Reducer = Callable[[Any, Parcel], tuple[Any, ...] | str]
+"""Like ``__reduce__``, but a function of the object and the parcel. `NotImplemented` may not be returned."""
+
+MAIN_NAMES: Final = ("__main__", "__mp_main__")
+"""The script, and what multiprocessing calls it in a spawned child."""
+
+# It is writable because pickle marks read-only memory, and would then look into what fills the hole for memory.
+HOLE: Final = PickleBuffer(bytearray())
+"""What stands in a pickle for something that travels beside it. Any number of them may be the same object."""
+
+_make_subclass = Tensor._make_subclass  # noqa: SLF001 - what Parameter uses itself, for lack of a public way
+
+
+class _DispatchTable(dict[type, Callable[[Any], Any]]):
+    """cloudpickle's reducers, then those of `copyreg`. cloudpickle's own ChainMap takes 2 us for each object."""
+
+    def __missing__(self, key: type) -> Callable[[Any], Any]:
+        return copyreg.dispatch_table[key]
+
+
+class _Sink:
+    """A file to a pickler."""
+
+    __slots__ = ("write",)
+
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        self.write = write
+
+
+class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles one object after another into ``chunks``, and notes in ``slots`` what fills the holes.
+
+    Not to be used again after an error.
+    """
+
+    dispatch_table = _DispatchTable(cloudpickle.Pickler.dispatch_table.maps[0])
+
+    def __init__(self, reducers: Mapping[type, Reducer]) -> None:
+        self.chunks: list[bytes] = []
+        self.slots: list[Slot] = []
+        self.main_by_value = False
+        self.to: WorkerInfo | None = None
+        self.packed: list[Callable[[], None]] = []
+        self._reducers = reducers
+        super().__init__(_Sink(self.chunks.append), protocol=5, buffer_callback=self._memory_found)
+
+    def _memory_found(self, buffer: PickleBuffer) -> None:
+        # None keeps the buffer out of band. Holes were noted in reducer_override, where the tensor was at hand.
+        if buffer is not HOLE:
+            self.slots.append(buffer)
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is Tensor:
+            self.slots.append(obj)
+            # a new tuple each time: pickle would take the same one for the same tensor
+            return _fill, (HOLE,)
+        if obj is _fill:
+            return NotImplemented  # the most common function of all: by name, and without a closer look
+        reducer = self._reducers.get(kind)
+        if reducer is not None:
+            return reducer(obj, self)
+        if isinstance(obj, Tensor):
+            return self._reduce_subclass(obj)
+        if getattr(obj, "__qualname__", None) is None:
+            return NotImplemented  # nothing that has a name
+        if getattr(obj, "__module__", None) in MAIN_NAMES:
+            return self._reduce_of_main(obj)
+        if kind is FunctionType or isinstance(obj, type):
+            return super().reducer_override(obj)
+        return NotImplemented
+
+    def _reduce_subclass(self, obj: Tensor) -> Any:
+        cls = type(obj)
+        if cls.__reduce_ex__ not in {Tensor.__reduce_ex__, Parameter.__reduce_ex__}:
+            return NotImplemented  # it knows how to pickle itself
+        if hasattr(cls, "__tensor_flatten__"):
+            names, context = obj.__tensor_flatten__()  # type: ignore[attr-defined]
+            inner = {name: getattr(obj, name) for name in names}
+            return _fill_wrapper, (cls, inner, context, tuple(obj.shape), tuple(obj.stride()), obj.requires_grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            state = obj.__getstate__()
+            if issubclass(cls, Parameter):
+                # the parameter itself, so that whoever looks at the slots (autograd does) finds the leaf
+                self.slots.append(obj)
+            else:
+                self.slots.append(obj.as_subclass(Tensor))
+            if cls is Parameter and not state:
+                return _fill_parameter, (HOLE, obj.requires_grad)
+            return _fill_subclass, (cls, HOLE, obj.requires_grad, state)
+
+    def _reduce_of_main(self, obj: Any) -> Any:
+        if not self.main_by_value and importable_name(obj) is not None:
+            return _from_main, (obj.__qualname__,)
+        module = sys.modules.get("__mp_main__")
+        if module is not None and obj.__module__ == "__mp_main__":
+            # cloudpickle takes it for a module that can be imported, and it can be in no other process
+            cloudpickle.register_pickle_by_value(module)
+        return super().reducer_override(obj)
+
+
+# -- what the pickles name: these run where they are unpickled
+
+
+def _fill(slot: Any) -> Any:
+    return slot
+
+
+def _fill_parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
+    # one that was recorded for autograd has a history here, and a parameter cannot
+    return tensor if tensor.grad_fn is not None else _make_subclass(Parameter, tensor, requires_grad)
+
+
+def _fill_subclass(cls: type[Tensor], tensor: Tensor, requires_grad: bool, state: Any) -> Tensor:
+    made: Any = _make_subclass(cls, tensor, requires_grad) if tensor.grad_fn is None else tensor.as_subclass(cls)
+    if cls.__setstate__ is not Tensor.__setstate__:
+        made.__setstate__(state)
+        return cast("Tensor", made)
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    made.__dict__.update(attributes or {})
+    for name, value in (slots or {}).items():
+        setattr(made, name, value)
+    return cast("Tensor", made)
+
+
+def _fill_wrapper(
+    cls: Any,
+    inner: dict[str, Tensor],
+    context: Any,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+) -> Tensor:
+    made = cast("Tensor", cls.__tensor_unflatten__(inner, context, torch.Size(size), stride))
+    return made.requires_grad_() if requires_grad and made.grad_fn is None else made
+
+
+def _from_main(qualname: str) -> Any:
+    """What this process's own script calls by that name."""
+    main = sys.modules["__main__"]
+    found: Any = main
+    for name in qualname.split("."):
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            raise SerializationError(
+                f"{qualname!r} is not in this worker's __main__ ({getattr(main, '__file__', 'not a file')}). Define it "
+                f"at the top level of the script, outside of `if __name__ == '__main__':`, or in a module"
+            ) from None
+    return found
+
+
+# -- names
+
+
+def importable_name(obj: Any) -> tuple[str, str] | None:
+    """Module and qualified name under which importing gives this very object, or None."""
+    module_name = getattr(obj, "__module__", None)
+    qualname = getattr(obj, "__qualname__", None)
+    if not isinstance(module_name, str) or not isinstance(qualname, str):
+        return None
+    module = sys.modules.get(module_name)
+    found: Any = module
+    for name in qualname.split("."):
+        found = getattr(found, name, None)
+    if found is obj:
+        return module_name, qualname
+    # torch's operators name a hidden class, but live in their module as well
+    name = getattr(obj, "__name__", "")
+    if isinstance(obj, BuiltinFunctionType) and getattr(module, name, None) is obj:
+        return module_name, name
+    return None

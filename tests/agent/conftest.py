@@ -1,0 +1,49 @@
+"""Groups of workers for the tests of the agent, each with proof that no call has left anything behind."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+
+from arpc.testing import Cluster, cluster
+from tests.agent import stage as stage_module
+from tests.agent.leftovers import assert_nothing_left
+from tests.agent.stage import Stage, call_on, echo
+
+
+@pytest.fixture
+def make_stage() -> Iterator[Callable[[], Stage]]:
+    """Sets the stage on the running loop, for tests that run a loop of their own."""
+
+    def make() -> Stage:
+        stage_module.stage = Stage()
+        return stage_module.stage
+
+    yield make
+    stage_module.stage.close()
+    del stage_module.stage
+
+
+@pytest.fixture
+async def stage(make_stage: Callable[[], Stage]) -> Stage:
+    """Where this test and its handlers meet."""
+    return make_stage()
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Cluster]:
+    """Two workers, connected; none of their tables holds anything when the test is over."""
+    async with cluster(2) as group:
+        await group[0].rpc_sync("worker1", echo)
+        yield group
+        await assert_nothing_left(group)
+
+
+@pytest.fixture
+async def trio() -> AsyncIterator[Cluster]:
+    """The same with three, each connected to the next."""
+    async with cluster(3) as group:
+        await group[0].rpc_sync("worker1", call_on, args=("worker2", echo))
+        yield group
+        await assert_nothing_left(group)

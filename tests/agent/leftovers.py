@@ -1,0 +1,37 @@
+"""Proof that nothing is left of any call: every table of every worker, looked at from the inside."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+
+from arpc import Worker
+
+
+def leftovers(worker: Worker) -> dict[str, object]:
+    """What a worker still keeps of calls that were made or are being answered, by where it keeps it."""
+    agent = worker.agent
+    kept: dict[str, object] = {"calls whose worker is being looked for": len(agent._deferred)}
+    for peer in agent.peers:
+        kept[f"calls to {peer.info.name}"] = len(peer.calls)
+        kept[f"backlog of {peer.info.name}"] = len(peer.backlog)
+        kept[f"bytes in flight to {peer.info.name}"] = peer.in_flight_bytes
+    for link in agent.connector._links.values():
+        caller = link.peer.info.name
+        kept[f"handlers for {caller}"] = list(link.inbound.running)
+        kept[f"requests of {caller} that wait"] = list(link.inbound.waiting)
+        kept[f"deadlines of handlers for {caller}"] = sum(map(len, link.inbound._by_tick.values()))
+        kept[f"large tensors for {caller}"] = len(link.connection._bulk)
+    kept["carriers with a handler"] = agent.executor.carriers.statistics()["handlers_waiting"]
+    kept["unfinished jobs of threads"] = agent.executor.threads.statistics()["jobs_unfinished"]
+    return {f"{worker.name}: {what}": value for what, value in kept.items() if value}
+
+
+async def assert_nothing_left(workers: Iterable[Worker], *, within_s: float = 5.0) -> None:
+    """All tables of all workers are empty, as soon as messages under way have arrived and threads have ended."""
+    workers = list(workers)
+    end = time.monotonic() + within_s
+    while left := {key: value for worker in workers for key, value in leftovers(worker).items()}:
+        assert time.monotonic() < end, f"left behind: {left}"
+        await asyncio.sleep(0)

@@ -1,0 +1,289 @@
+"""Deadlines: how they travel, how they are inherited, and that any number of them takes one timer."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import arpc
+from arpc.agent.deadlines import NEVER, Deadlines
+from arpc.errors import RpcTimeoutError
+from arpc.testing import cluster
+from tests.agent.leftovers import assert_nothing_left
+from tests.agent.stage import call_on, echo, hold, hold_in_thread
+
+# -- what a handler sees
+
+
+async def remaining() -> float | None:
+    return arpc.remaining_time()
+
+
+def remaining_in_thread() -> float | None:
+    return arpc.remaining_time()
+
+
+@arpc.inline
+def remaining_inline() -> float | None:
+    return arpc.remaining_time()
+
+
+async def stream_remaining():
+    yield arpc.remaining_time()
+
+
+@pytest.mark.parametrize("function", [remaining, remaining_in_thread, remaining_inline])
+async def test_a_handler_sees_the_time_its_caller_has_left(pair, function):
+    assert 4 < await pair[0].rpc_sync("worker1", function, timeout=5) <= 5
+    assert await pair[0].rpc_sync("worker1", function, timeout=0) is None
+    assert 50 < await pair[0].rpc_sync("worker1", function) <= 60, "the default"
+
+
+async def test_a_stream_has_a_deadline_too(pair):
+    items = [item async for item in pair[0].stream("worker1", stream_remaining, timeout=5)]
+    assert 4 < items[0] <= 5
+
+
+async def test_the_default_comes_from_the_options():
+    async with cluster(2, options=arpc.RpcOptions(rpc_timeout=7, gc_freeze=False)) as group:
+        assert 6 < await group[0].rpc_sync("worker1", remaining) <= 7
+    async with cluster(2, options=arpc.RpcOptions(rpc_timeout=0, gc_freeze=False)) as group:
+        assert await group[0].rpc_sync("worker1", remaining) is None
+        assert 6 < await group[0].rpc_sync("worker1", remaining, timeout=7) <= 7
+
+
+async def test_outside_of_handlers_there_is_no_deadline(pair):
+    assert arpc.remaining_time() is None
+
+
+# -- inheritance
+
+
+async def nested_remaining(to: str, timeout: Any = arpc.UNSET) -> float | None:
+    return await arpc.rpc_sync(to, remaining, timeout=timeout)
+
+
+def nested_remaining_from_thread(to: str) -> float | None:
+    return arpc.rpc_async(to, remaining).wait()
+
+
+async def nested_remaining_from_task(to: str) -> float | None:
+    return await asyncio.create_task(nested_remaining(to))
+
+
+@pytest.mark.parametrize("function", [nested_remaining, nested_remaining_from_thread, nested_remaining_from_task])
+async def test_calls_inside_a_handler_inherit_what_is_left(trio, function):
+    assert 4 < await trio[0].rpc_sync("worker1", function, args=("worker2",), timeout=5) <= 5
+
+
+async def test_no_call_outlasts_the_callers_own_deadline(trio):
+    left = await trio[0].rpc_sync("worker1", nested_remaining, args=("worker2", 1000), timeout=5)
+    assert 4 < left <= 5
+    left = await trio[0].rpc_sync("worker1", nested_remaining, args=("worker2", 0), timeout=5)
+    assert 4 < left <= 5, "no timeout of its own does not mean none"
+
+
+async def test_a_nested_call_may_have_less(trio):
+    left = await trio[0].rpc_sync("worker1", nested_remaining, args=("worker2", 2), timeout=5)
+    assert 1 < left <= 2
+
+
+async def test_without_a_deadline_nothing_is_inherited(trio):
+    assert await trio[0].rpc_sync("worker1", nested_remaining, args=("worker2", 0), timeout=0) is None
+    left = await trio[0].rpc_sync("worker1", nested_remaining, args=("worker2",), timeout=0)
+    assert 50 < left <= 60, "the default holds, as it does for any call"
+
+
+async def test_nothing_is_sent_when_no_time_is_left(trio):
+    before = trio[2].agent.executor.calls_handled
+    with pytest.raises(RpcTimeoutError):
+        await trio[0].rpc_sync("worker1", call_too_late, args=("worker2",), timeout=0.05)
+    left, text = seen_too_late.pop()
+    assert left == 0.0
+    assert "no time is left to call echo" in text
+    assert trio[2].agent.executor.calls_handled == before
+
+
+seen_too_late: list[tuple[float | None, str]] = []
+
+
+async def call_too_late(to: str) -> None:
+    while arpc.remaining_time():
+        time.sleep(0.005)  # keeps the loop busy, so that nobody can cancel this
+    try:
+        await arpc.rpc_sync(to, echo)
+    except RpcTimeoutError as error:
+        seen_too_late.append((arpc.remaining_time(), str(error)))
+        raise
+
+
+# -- at the deadline
+
+
+async def test_the_coroutine_of_the_callee_is_cancelled(pair, stage):
+    with pytest.raises(RpcTimeoutError, match=r"hold.*worker1") as caught:
+        await pair[0].rpc_sync("worker1", hold, timeout=0.1)
+    assert isinstance(caught.value, TimeoutError)
+    await stage.wait_until("held cancelled")
+
+
+async def test_a_callee_that_notices_first_says_so(pair, stage):
+    """The caller's own timer is held back: the answer is that of the callee."""
+    pair[0].agent.deadlines._fire = lambda: None
+    with pytest.raises(RpcTimeoutError, match=r"hold on worker 'worker1' ran past its deadline") as caught:
+        await pair[0].rpc_sync("worker1", hold, timeout=0.1)
+    assert isinstance(caught.value.__cause__, arpc.RemoteTraceback)
+    assert "pass_gate" in caught.value.__cause__.stack
+    await stage.wait_until("held cancelled")
+
+
+async def test_the_innermost_of_nested_calls_is_cancelled(trio, stage):
+    with pytest.raises(RpcTimeoutError):
+        await trio[0].rpc_sync("worker1", call_on, args=("worker2", hold, "innermost"), timeout=0.1)
+    await stage.wait_until("innermost cancelled")
+
+
+async def test_a_function_in_a_thread_is_answered_for(pair, stage):
+    with pytest.raises(RpcTimeoutError):
+        await pair[0].rpc_sync("worker1", hold_in_thread, timeout=0.1)
+    stage.open()
+    await stage.wait_until("held ended")
+
+
+async def test_a_call_that_never_got_away_says_so(stage):
+    options = arpc.RpcOptions(window_bytes=64 << 10, gc_freeze=False)
+    async with cluster(2, options=options) as group:
+        first = group[0].rpc_async("worker1", hold, args=("first", b"1" * (60 << 10)))
+        await stage.wait_until("first begun")
+        with pytest.raises(RpcTimeoutError, match="could not be sent"):
+            await group[0].rpc_sync("worker1", hold, args=("second", b"2" * (60 << 10)), timeout=0.1)
+        stage.open()
+        await first
+        assert not stage.was_reached("second begun")
+        await assert_nothing_left(group)
+
+
+async def test_a_short_timeout_is_no_shorter_than_it_says(pair, stage):
+    begin = time.monotonic()
+    with pytest.raises(RpcTimeoutError):
+        await pair[0].rpc_sync("worker1", hold, timeout=0.1)
+    assert 0.099 <= time.monotonic() - begin
+
+
+@pytest.mark.parametrize("timeout", [-1, -0.001, -math.inf, math.nan])
+async def test_a_timeout_below_zero_is_an_error(pair, timeout):
+    with pytest.raises(ValueError, match="timeout is 0"):
+        pair[0].rpc_async("worker1", echo, timeout=timeout)
+    with pytest.raises(ValueError, match="timeout is 0"):
+        await pair[0].rpc_sync("worker1", echo, timeout=timeout)
+    with pytest.raises(ValueError, match="timeout is 0"):
+        pair[0].stream("worker1", echo, timeout=timeout)
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e300, 1e9])
+async def test_a_timeout_beyond_all_measure_is_as_good_as_none(pair, timeout):
+    assert await pair[0].rpc_sync("worker1", remaining, timeout=timeout) > 1e6
+    assert await pair[0].rpc_sync("worker1", nested_remaining, args=("worker0", timeout), timeout=timeout) > 1e6
+
+
+async def test_an_endless_default_timeout():
+    async with cluster(2, options=arpc.RpcOptions(rpc_timeout=math.inf, gc_freeze=False)) as group:
+        assert await group[0].rpc_sync("worker1", remaining) > 1e6
+
+
+# -- one timer
+
+
+def test_ten_thousand_calls_take_one_timer(make_stage):
+    def timers(loop: Any) -> int:
+        return sum(not handle.cancelled() for handle in loop._scheduled)
+
+    async def main() -> None:
+        stage = make_stage()
+        loop = asyncio.get_running_loop()
+        async with cluster(2, options=arpc.RpcOptions(heartbeat_interval=0, gc_freeze=False)) as group:
+            await group[0].rpc_sync("worker1", echo, timeout=0)
+            before = timers(loop)
+            call = group[0].rpc_async
+            futures = [call("worker1", hold, args=(str(number),), timeout=30) for number in range(10_000)]
+            await stage.wait_until("9999 begun")
+            assert len(group[0].agent.peer("worker1").calls) == 10_000
+            assert timers(loop) == before + len(group), "one each for the caller and the callee"
+            stage.open()
+            await asyncio.gather(*futures)
+            await assert_nothing_left(group)
+
+    # asyncio's own loop, which lets its timers be counted, and without its debug mode, to be quick
+    with asyncio.Runner(debug=False, loop_factory=asyncio.SelectorEventLoop) as runner:
+        runner.run(main())
+
+
+# -- the ticks
+
+
+@given(now=st.floats(0, 1e7), timeout_s=st.floats(0, 1e6))
+def test_a_tick_is_never_early_and_hardly_late(now, timeout_s):
+    due = now + timeout_s
+    at = Deadlines.time_of(Deadlines.tick(now, timeout_s))
+    assert Deadlines.tick(now, timeout_s) != NEVER
+    assert due < at or math.isclose(due, at)
+    assert at - due <= timeout_s / 32 + 1 / 64
+
+
+class Bucket:
+    """Remembers the ticks it was told of."""
+
+    def __init__(self) -> None:
+        self.expired: list[int] = []
+        self.told = asyncio.Event()
+
+    def expire(self, tick: int) -> None:
+        self.expired.append(tick)
+        self.told.set()
+
+
+async def test_ticks_come_in_order_to_all_who_watch():
+    loop = asyncio.get_running_loop()
+    deadlines = Deadlines(loop)
+    early, late = Bucket(), Bucket()
+    ticks = sorted({deadlines.tick(loop.time(), delay_s) for delay_s in (0.02, 0.04, 0.06)})
+    for tick in reversed(ticks):
+        deadlines.watch(tick, early)
+    deadlines.watch(ticks[-1], late)
+    await asyncio.wait_for(late.told.wait(), 5)
+    assert early.expired == ticks
+    assert late.expired == [ticks[-1]]
+    assert deadlines.statistics() == {"ticks_watched": 0}
+    assert loop.time() >= deadlines.time_of(ticks[-1])
+
+
+async def test_a_tick_may_be_watched_while_another_expires():
+    loop = asyncio.get_running_loop()
+    deadlines = Deadlines(loop)
+    second = Bucket()
+
+    class Chained(Bucket):
+        def expire(self, tick: int) -> None:
+            deadlines.watch(deadlines.tick(loop.time(), 0.01), second)
+
+    deadlines.watch(deadlines.tick(loop.time(), 0.01), Chained())
+    await asyncio.wait_for(second.told.wait(), 5)
+    deadlines.close()
+
+
+async def test_closing_forgets_them_all():
+    loop = asyncio.get_running_loop()
+    deadlines = Deadlines(loop)
+    bucket, witness = Bucket(), asyncio.Event()
+    deadlines.watch(deadlines.tick(loop.time(), 0.01), bucket)
+    deadlines.close()
+    loop.call_later(0.05, witness.set)
+    await witness.wait()
+    assert bucket.expired == []
+    assert deadlines.statistics() == {"ticks_watched": 0}

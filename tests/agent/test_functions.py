@@ -1,0 +1,497 @@
+"""What can be called: every kind of callable, how it is run, and how it travels."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import operator
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import arpc
+from arpc.agent.functions import Function, Mode, name_of
+from arpc.functions import async_execution, inline
+from arpc.wire.messages import MessageType
+from tests.agent.stage import echo, echo_in_thread, hold
+
+# -- the callables
+
+
+def where_it_runs() -> str:
+    return threading.current_thread().name
+
+
+async def where_a_coroutine_runs() -> str:
+    return threading.current_thread().name
+
+
+@inline
+def where_it_runs_inline() -> str:
+    return threading.current_thread().name
+
+
+def join(*args: Any, **kwargs: Any) -> str:
+    return " ".join([*map(str, args), *(f"{key}={value}" for key, value in kwargs.items())])
+
+
+async def join_in_coroutine(*args: Any, **kwargs: Any) -> str:
+    return join(*args, **kwargs)
+
+
+class Counter:
+    """An object whose methods are called where it is sent to."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Counter) and other.count == self.count
+
+    __hash__ = None  # a callable need not be hashable
+
+    def __call__(self, step: int = 1) -> int:
+        return self.count + step
+
+    def add(self, step: int) -> int:
+        return self.count + step
+
+    async def add_in_coroutine(self, step: int) -> int:
+        await asyncio.sleep(0)
+        return self.count + step
+
+    @classmethod
+    def make(cls, count: int) -> Counter:
+        return cls(count)
+
+    @staticmethod
+    def double(number: int) -> int:
+        return 2 * number
+
+
+class AsyncCallable:
+    async def __call__(self, number: int) -> int:
+        await asyncio.sleep(0)
+        return number + 1
+
+
+def hand_out_a_coroutine(number: int) -> Any:
+    return echo(number + 1)
+
+
+def generate(count: int):
+    yield from range(count)
+
+
+# -- how they are run
+
+
+async def test_a_coroutine_function_runs_on_the_loop(pair):
+    assert await pair[0].rpc_sync("worker1", where_a_coroutine_runs) == threading.current_thread().name
+
+
+async def test_a_plain_function_runs_in_a_thread_of_its_worker(pair):
+    assert (await pair[0].rpc_sync("worker1", where_it_runs)).startswith("arpc-worker1-")
+
+
+async def test_an_inline_function_runs_on_the_loop(pair):
+    assert await pair[0].rpc_sync("worker1", where_it_runs_inline) == threading.current_thread().name
+
+
+@pytest.mark.parametrize(
+    ("call", "mode"),
+    [
+        (echo, Mode.COROUTINE),
+        (echo_in_thread, Mode.THREAD),
+        (where_it_runs_inline, Mode.INLINE),
+        (generate, Mode.GENERATOR),
+        (functools.partial(functools.partial(echo), 1), Mode.COROUTINE),
+        (functools.partial(generate, 1), Mode.GENERATOR),
+        (Counter, Mode.THREAD),
+        (Counter(), Mode.THREAD),
+        (Counter().add, Mode.THREAD),
+        (Counter().add_in_coroutine, Mode.COROUTINE),
+        (Counter.make, Mode.THREAD),
+        (AsyncCallable(), Mode.COROUTINE),
+        (torch.add, Mode.THREAD),
+        (torch.nn.Linear(1, 1), Mode.THREAD),
+        (lambda: None, Mode.THREAD),
+        (print, Mode.THREAD),
+        (operator.add, Mode.THREAD),
+    ],
+    ids=repr,
+)
+def test_the_way_to_run_a_callable(call, mode):
+    assert Function(call).mode is mode
+
+
+async def test_an_async_generator_function_is_known_as_such():
+    async def generate_later():
+        yield 1
+
+    assert Function(generate_later).mode is Mode.ASYNC_GENERATOR
+
+
+def test_what_cannot_be_called_is_refused():
+    with pytest.raises(TypeError, match=r"should be callable, and int is not"):
+        Function(3)
+
+
+def test_callables_are_named_as_people_know_them():
+    assert name_of(echo) == "echo"
+    assert name_of(Counter.add) == name_of(Counter().add) == "Counter.add"
+    assert name_of(functools.partial(functools.partial(echo), 1)) == "echo"
+    assert name_of(torch.add) == "add" or "add" in name_of(torch.add)
+    assert name_of(Counter()) == "Counter"
+
+
+# -- what is called
+
+
+@pytest.mark.parametrize("function", [join, join_in_coroutine])
+async def test_arguments_by_position_and_by_name(pair, function):
+    rpc = pair[0].rpc_sync
+    assert await rpc("worker1", function) == ""
+    assert await rpc("worker1", function, args=(1, 2)) == "1 2"
+    assert await rpc("worker1", function, args=[1], kwargs={"two": 2}) == "1 two=2"
+    assert await rpc("worker1", function, kwargs={"a": 1, "b": 2}) == "a=1 b=2"
+    assert await rpc("worker1", function, args=None, kwargs={}) == ""
+
+
+async def test_a_function_that_hands_out_a_coroutine(pair):
+    assert await pair[0].rpc_sync("worker1", hand_out_a_coroutine, args=(1,)) == 2
+    assert await pair[0].rpc_sync("worker1", lambda number: echo(number), args=(3,)) == 3  # noqa: PLW0108
+
+
+async def test_methods_of_an_object_that_is_sent_along(pair):
+    counter = Counter(40)
+    assert await pair[0].rpc_sync("worker1", counter.add, args=(2,)) == 42
+    assert await pair[0].rpc_sync("worker1", counter.add_in_coroutine, args=(2,)) == 42
+    assert await pair[0].rpc_sync("worker1", Counter.add, args=(counter, 2)) == 42
+
+
+async def test_class_methods_static_methods_and_classes(pair):
+    assert (await pair[0].rpc_sync("worker1", Counter, args=(3,))).count == 3
+    assert (await pair[0].rpc_sync("worker1", Counter.make, args=(4,))).count == 4
+    assert await pair[0].rpc_sync("worker1", Counter.double, args=(4,)) == 8
+
+
+async def test_objects_that_can_be_called(pair):
+    assert await pair[0].rpc_sync("worker1", Counter(1), args=(2,)) == 3
+    assert await pair[0].rpc_sync("worker1", AsyncCallable(), args=(2,)) == 3
+
+
+async def test_partials(pair):
+    assert await pair[0].rpc_sync("worker1", functools.partial(join, 1, b=2), args=(3,)) == "1 3 b=2"
+    assert await pair[0].rpc_sync("worker1", functools.partial(join_in_coroutine, 1), args=(3,)) == "1 3"
+
+
+async def test_builtins(pair):
+    assert await pair[0].rpc_sync("worker1", max, args=(1, 2)) == 2
+    assert await pair[0].rpc_sync("worker1", operator.add, args=(1, 2)) == 3
+    assert await pair[0].rpc_sync("worker1", str.upper, args=("a",)) == "A"
+    assert await pair[0].rpc_sync("worker1", "a-b".split, args=("-",)) == ["a", "b"]
+
+
+@pytest.mark.parametrize("function", [torch.add, torch.Tensor.add, torch.ops.aten.add, torch._C._VariableFunctions.add])
+async def test_operators_of_torch(pair, function):
+    result = await pair[0].rpc_sync("worker1", function, args=(torch.ones(2), torch.ones(2)))
+    assert result.tolist() == [2, 2]
+
+
+async def test_functions_of_torch(pair):
+    result = await pair[0].rpc_sync("worker1", torch.nn.functional.relu, args=(torch.tensor([-1.0, 1.0]),))
+    assert result.tolist() == [0, 1]
+    assert (await pair[0].rpc_sync("worker1", torch.ones, args=(2, 3))).shape == (2, 3)
+
+
+async def test_a_module_is_called_where_it_is_sent_to(pair):
+    linear = torch.nn.Linear(2, 1)
+    inputs = torch.rand(3, 2)
+    with torch.no_grad():
+        expected = linear(inputs)
+    assert torch.equal(await pair[0].rpc_sync("worker1", linear, args=(inputs,)), expected)
+    assert torch.equal(await pair[0].rpc_sync("worker1", linear.forward, args=(inputs,)), expected)
+
+
+async def test_lambdas_and_closures_travel_by_value(pair):
+    offset = torch.tensor([1.0, 2.0])
+    factor = 3
+
+    def scale(value: torch.Tensor) -> torch.Tensor:
+        return value * factor + offset
+
+    assert (await pair[0].rpc_sync("worker1", scale, args=(torch.ones(2),))).tolist() == [4, 5]
+    factor = 5
+    assert (await pair[0].rpc_sync("worker1", scale, args=(torch.ones(2),))).tolist() == [6, 7], "as it is now"
+    assert await pair[0].rpc_sync("worker1", lambda a, *, b: a + b, args=(1,), kwargs={"b": 2}) == 3
+
+
+async def test_a_closure_that_waits(pair):
+    delay = 0
+
+    async def wait_and_add(a: int) -> int:
+        await asyncio.sleep(delay)
+        return a + 1
+
+    assert await pair[0].rpc_sync("worker1", wait_and_add, args=(1,)) == 2
+
+
+async def test_a_closure_captures_tensors_large_and_small(pair):
+    small, large = torch.arange(4.0), torch.arange(100_000.0)
+    total = await pair[0].rpc_sync("worker1", lambda: (small.sum() + large.sum()).item())
+    assert total == pytest.approx(small.sum().item() + large.sum().item())
+
+
+# -- how they travel
+
+
+async def sent(worker: arpc.Worker, type_: MessageType, times: int, **call: Any) -> int:
+    """How many frames of a type a number of calls sends."""
+    connection = worker.agent.peer("worker1").connection
+    frames: list[bytes] = []
+    write = connection._write
+
+    def watch(data: Any) -> None:
+        frames.append(bytes(data))
+        write(data)
+
+    connection._write = watch
+    for _ in range(times):
+        await worker.rpc_sync("worker1", **call)
+    del connection._write
+    return sum(count_frames(data, type_) for data in frames)
+
+
+def count_frames(data: bytes, type_: MessageType) -> int:
+    from arpc.wire.frames import HEADER
+
+    found = start = 0
+    while start < len(data):
+        length, frame_type = HEADER.unpack_from(data, start)[:2]
+        found += frame_type == type_
+        start += HEADER.size + length
+    return found
+
+
+async def test_a_function_of_a_module_is_sent_once(pair):
+    assert await sent(pair[0], MessageType.FUNCTION, 5, func=join, args=(1,)) == 1
+    assert await sent(pair[0], MessageType.FUNCTION, 5, func=join, args=(1,)) == 0
+    assert await sent(pair[0], MessageType.FUNCTION, 5, func=torch.add, args=(torch.ones(1), 1)) == 1
+
+
+async def test_what_travels_by_value_is_sent_each_time(pair):
+    number = 1
+    assert await sent(pair[0], MessageType.FUNCTION, 3, func=lambda: number) == 0
+    assert await sent(pair[0], MessageType.FUNCTION, 3, func=Counter(1).add, args=(1,)) == 0
+
+
+async def test_a_new_connection_knows_the_functions_of_the_old(pair):
+    assert await pair[0].rpc_sync("worker1", join, args=("before",)) == "before"
+    pair[0].agent.peer("worker1").connection.abort()
+    assert await pair[0].rpc_sync("worker1", join, args=("after",)) == "after"
+    assert await pair[1].rpc_sync("worker0", join, args=("back",)) == "back"
+
+
+async def test_a_function_made_anew_under_an_old_name_is_another(pair, monkeypatch):
+    """Identity counts: the name alone may mean something else by now."""
+    assert await pair[0].rpc_sync("worker1", join, args=(1,)) == "1"
+
+    def join_anew(*args: Any) -> str:
+        return "anew"
+
+    join_anew.__qualname__ = join_anew.__name__ = "join"
+    monkeypatch.setitem(globals(), "join", join_anew)
+    assert await pair[0].rpc_sync("worker1", globals()["join"], args=(1,)) == "anew"
+
+
+async def test_what_is_no_function_is_an_error(pair):
+    with pytest.raises(TypeError, match="callable"):
+        await pair[0].rpc_sync("worker1", 3)
+    with pytest.raises(TypeError, match="callable"):
+        await pair[0].rpc_sync("worker1", [])
+
+
+async def test_wrong_arguments_are_an_error_of_the_function(pair):
+    for function in (echo, echo_in_thread, where_it_runs_inline):
+        with pytest.raises(TypeError, match="argument"):
+            await pair[0].rpc_sync("worker1", function, args=(1, 2, 3))
+
+
+# -- marks
+
+
+def test_inline_is_for_plain_functions():
+    async def coroutine() -> None: ...
+
+    def generator():
+        yield
+
+    for wrong in (coroutine, generator, Counter):
+        with pytest.raises(TypeError, match="inline is for plain functions"):
+            inline(wrong)
+    assert inline(where_it_runs_inline) is where_it_runs_inline
+
+
+def test_async_execution_needs_something_to_mark():
+    with pytest.raises(TypeError, match="wrap it"):
+        async_execution(max)
+
+
+# -- functions that return futures
+
+
+@async_execution
+def future_of_a_call(to: str, value: Any) -> arpc.Future[Any]:
+    return arpc.rpc_async(to, echo, args=(value,)).then(lambda future: future.value() + 1)
+
+
+@async_execution
+@inline
+def future_of_an_inline_call(to: str, value: Any) -> arpc.Future[Any]:
+    return arpc.rpc_async(to, echo, args=(value,)).then(lambda future: future.value() + 1)
+
+
+@async_execution
+def future_of_torch(value: Any) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    threading.Timer(0.01, future.set_result, (value,)).start()
+    return future
+
+
+@async_execution
+def failed_future_of_torch(text: str) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_exception(LookupError(text))
+    return future
+
+
+@async_execution
+def future_of_a_pool(value: Any) -> concurrent.futures.Future[Any]:
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    threading.Timer(0.01, future.set_result, (value,)).start()
+    return future
+
+
+@async_execution
+def failed_future_of_a_pool(text: str) -> concurrent.futures.Future[Any]:
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    future.set_exception(LookupError(text))
+    return future
+
+
+@async_execution
+def failed_future_of_a_call(text: str) -> arpc.Future[Any]:
+    return arpc.rpc_async("worker0", raise_lookup_error, args=(text,))
+
+
+async def raise_lookup_error(text: str) -> None:
+    raise LookupError(text)
+
+
+@async_execution
+def no_future_at_all() -> int:
+    return 3
+
+
+@async_execution
+def raises_before_there_is_one() -> arpc.Future[Any]:
+    raise LookupError("early")
+
+
+@async_execution
+def future_of_what_cannot_be_sent() -> arpc.Future[Any]:
+    return arpc.rpc_async("worker0", echo).then(lambda _: threading.Lock())
+
+
+@async_execution
+def future_that_is_held() -> arpc.Future[Any]:
+    return arpc.rpc_async("worker0", hold)
+
+
+@async_execution
+async def coroutine_with_a_future(value: Any) -> arpc.Future[Any]:
+    await asyncio.sleep(0)
+    return arpc.rpc_async("worker0", echo, args=(value,))
+
+
+class Batcher:
+    @staticmethod
+    @async_execution
+    def static(value: Any) -> arpc.Future[Any]:
+        return arpc.rpc_async("worker0", echo, args=(value,))
+
+    @classmethod
+    @async_execution
+    def of_class(cls, value: Any) -> arpc.Future[Any]:
+        return arpc.rpc_async("worker0", echo, args=(value,))
+
+    @async_execution
+    def bound(self, value: Any) -> arpc.Future[Any]:
+        return arpc.rpc_async("worker0", echo, args=(value,))
+
+
+@pytest.mark.parametrize("function", [future_of_a_call, future_of_an_inline_call])
+async def test_the_caller_gets_the_value_of_a_returned_future(trio, function):
+    assert await trio[0].rpc_sync("worker1", function, args=("worker2", 1)) == 2
+
+
+@pytest.mark.parametrize(
+    "function",
+    [future_of_torch, future_of_a_pool, coroutine_with_a_future, Batcher.static, Batcher.of_class, Batcher().bound],
+)
+async def test_futures_of_all_kinds(pair, function):
+    assert await pair[0].rpc_sync("worker1", function, args=("value",)) == "value"
+    assert await pair[0].rpc_sync("worker1", functools.partial(function, "value")) == "value"
+
+
+@pytest.mark.parametrize("function", [failed_future_of_torch, failed_future_of_a_pool, failed_future_of_a_call])
+async def test_the_error_of_a_returned_future(pair, function):
+    with pytest.raises(LookupError, match="why"):
+        await pair[0].rpc_sync("worker1", function, args=("why",))
+
+
+async def test_something_else_than_a_future_is_an_error(pair):
+    with pytest.raises(TypeError, match=r"must return a Future, and no_future_at_all returned int"):
+        await pair[0].rpc_sync("worker1", no_future_at_all)
+    with pytest.raises(LookupError, match="early"):
+        await pair[0].rpc_sync("worker1", raises_before_there_is_one)
+
+
+async def test_the_value_of_a_future_may_not_be_sendable(pair):
+    with pytest.raises(arpc.SerializationError, match="future_of_what_cannot_be_sent"):
+        await pair[0].rpc_sync("worker1", future_of_what_cannot_be_sent)
+
+
+@pytest.mark.parametrize("function", [future_that_is_held, functools.partial(future_that_is_held)])
+async def test_a_call_whose_future_is_awaited_can_be_cancelled(pair, stage, function):
+    """The future itself is left alone: others may wait for it too."""
+    future = pair[0].rpc_async("worker1", function)
+    await stage.wait_until("held begun")
+    future.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await future
+    await pair[0].rpc_sync("worker1", echo)
+    assert not any(link.inbound.running for link in pair[1].agent.connector._links.values())
+    stage.open()
+    await stage.wait_until("held ended")
+
+
+async def test_a_coroutine_whose_future_is_awaited_can_be_cancelled(pair, stage):
+    future = pair[0].rpc_async("worker1", coroutine_with_a_future_that_is_held)
+    await stage.wait_until("held begun")
+    future.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await future
+    await pair[0].rpc_sync("worker1", echo)
+    assert not any(link.inbound.running for link in pair[1].agent.connector._links.values())
+    stage.open()
+    await stage.wait_until("held ended")
+
+
+@async_execution
+async def coroutine_with_a_future_that_is_held() -> arpc.Future[Any]:
+    return arpc.rpc_async("worker0", hold)

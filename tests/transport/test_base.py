@@ -1,0 +1,432 @@
+"""What all connections have in common, looked at through one that writes into a list."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import pytest
+
+from arpc.errors import ConnectionClosedError, HandshakeError, ProtocolError, WireError
+from arpc.testing.endpoints import FAR, LIMITS, NEAR, Endpoint, bulk_frame, small_frame, turns_until
+from arpc.transport import base
+from arpc.transport.base import Connection
+from arpc.wire.frames import CHUNK_BYTES, HEADER, HEADER_BYTES, frame
+from arpc.wire.handshake import Handshake, Role
+from arpc.wire.messages import MessageType
+from arpc.wire.protocol import Protocol, State
+
+MIB = 1 << 20
+
+
+class ListConnection(Connection):
+    """Writes into a list, and ends when told to."""
+
+    def __init__(self, protocol: Protocol, endpoint: Endpoint) -> None:
+        super().__init__(protocol, endpoint)
+        self.written: list[bytes | memoryview] = []
+        self.asked: list[str] = []
+        self.room_bytes = 1 << 40
+        self.unsent = 0
+
+    @property
+    def address(self) -> str:
+        return "list://"
+
+    def _write(self, data):
+        self.written.append(data)
+        self.room_bytes -= len(data)
+        if self.room_bytes <= 0:
+            self._congested()
+
+    def _write_chunk(self, header, chunk):
+        self.written.append(header)
+        self._write(chunk)
+
+    def _unsent_bytes(self):
+        return self.unsent
+
+    def _shut(self):
+        self.asked.append("shut")
+
+    def _abort(self):
+        self.asked.append("abort")
+
+    # -- what happens to it
+
+    def feed(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            buffer = self.protocol.get_buffer()
+            size = min(len(buffer), len(view))
+            buffer[:size] = view[:size]
+            view = view[size:]
+            self._received(size)
+
+    def make_room(self, room_bytes: int = 1 << 40) -> None:
+        self.room_bytes = room_bytes
+        self._drained()
+
+    def end(self, error: Exception | None = None) -> None:
+        self._ended(error)
+
+    def take(self) -> list[tuple[MessageType, int]]:
+        """Type and id of every frame written since the last look."""
+        data = b"".join(self.written)
+        self.written.clear()
+        found = []
+        start = 0
+        while start < len(data):
+            length, type_, *_, id_ = HEADER.unpack_from(data, start)[:5]
+            found.append((MessageType(type_), id_))
+            start += HEADER_BYTES + length
+        assert start == len(data)
+        return found
+
+
+def connect(secret: bytes | None = None) -> tuple[ListConnection, Endpoint]:
+    endpoint = Endpoint()
+    protocol = Protocol(Handshake(Role.CONNECTOR, NEAR, secret), LIMITS)
+    connection = ListConnection(protocol, endpoint)
+    connection.start()
+    return connection, endpoint
+
+
+async def opened() -> tuple[ListConnection, Endpoint]:
+    connection, endpoint = connect()
+    far = Protocol(Handshake(Role.ACCEPTOR, FAR, None), LIMITS)
+    while not endpoint.opened:
+        spoken = b"".join(connection.written)
+        connection.written.clear()
+        far.get_buffer()[: len(spoken)] = spoken
+        far.receive(len(spoken))
+        connection.feed(far.take_output())
+    await asyncio.sleep(0)
+    connection.written.clear()
+    return connection, endpoint
+
+
+def views(*sizes: int) -> list[memoryview]:
+    return [memoryview(bytearray(size)) for size in sizes]
+
+
+# -- sending
+
+
+async def test_frames_of_a_busy_turn_are_joined():
+    connection, _ = await opened()
+    for number in range(100):
+        connection.send(small_frame(number))
+    await asyncio.sleep(0)
+    assert len(connection.written) <= 100 // 8  # a few may go at once, while little is going on
+    assert connection.take() == [(MessageType.REQUEST, number) for number in range(100)]
+
+
+async def test_what_is_sent_while_reading_goes_out_at_the_end_of_the_read():
+    connection, _ = await opened()
+
+    def answer(_, messages):
+        for message in messages:
+            connection.send(small_frame(100 + message.id))
+        assert not connection.written
+
+    connection._messages_received = answer
+    connection.feed(small_frame(1) + small_frame(2) + small_frame(3))
+    assert len(connection.written) == 1
+    assert connection.take() == [(MessageType.REQUEST, number) for number in (101, 102, 103)]
+
+
+async def test_a_ping_is_answered_by_the_connection_itself():
+    connection, endpoint = await opened()
+    connection.feed(frame(MessageType.PING, 0, 77, 0, 0, b""))
+    assert connection.take() == [(MessageType.PONG, 77)]
+    assert endpoint.messages == []
+    assert connection.heard_from
+
+
+async def test_a_chunk_is_written_from_where_it_lies():
+    connection, _ = await opened()
+    (source,) = views(2 * CHUNK_BYTES + 5)
+    connection.send_bulk(bulk_frame(1, [source]), [source])
+    await asyncio.sleep(0)
+    chunks = [data for data in connection.written if isinstance(data, memoryview)]
+    assert [chunk.nbytes for chunk in chunks] == [CHUNK_BYTES, CHUNK_BYTES, 5]
+    assert all(chunk.obj is source.obj for chunk in chunks)
+
+
+async def test_large_messages_take_turns_by_chunk():
+    connection, _ = await opened()
+    for number, size in enumerate((3 * CHUNK_BYTES, CHUNK_BYTES, 2 * CHUNK_BYTES)):
+        buffers = views(size)
+        connection.send_bulk(bulk_frame(number, buffers), buffers)
+    await asyncio.sleep(0)
+    order = [id_ for type_, id_ in connection.take() if type_ is MessageType.DATA]
+    assert order == [0, 1, 2, 0, 2, 0]
+
+
+async def test_a_small_frame_waits_for_one_chunk_at_most():
+    connection, _ = await opened()
+    connection.room_bytes = CHUNK_BYTES // 2
+    buffers = views(8 * CHUNK_BYTES)
+    connection.send_bulk(bulk_frame(1, buffers), buffers)
+    await asyncio.sleep(0)
+    connection.send(small_frame(2))
+    await asyncio.sleep(0)
+    types = [type_ for type_, _ in connection.take()]
+    assert types == [MessageType.REQUEST, MessageType.DATA, MessageType.REQUEST]
+
+
+async def test_a_full_peer_gets_no_chunk_until_it_has_room():
+    connection, endpoint = await opened()
+    connection.room_bytes = 1
+    buffers = views(3 * CHUNK_BYTES)
+    connection.send_bulk(bulk_frame(1, buffers), buffers)
+    await asyncio.sleep(0)
+    assert connection.is_congested
+    left = connection.unsent_bytes
+    assert left >= 2 * CHUNK_BYTES
+    connection.make_room(1)
+    assert connection.unsent_bytes == left - CHUNK_BYTES
+    assert endpoint.drained == 0  # it was full again at once
+    connection.make_room()
+    assert connection.unsent_bytes == 0
+    assert endpoint.drained == 1
+
+
+async def test_unsent_bytes_are_those_nobody_has_taken():
+    connection, _ = await opened()
+    connection._direct_left = 0
+    connection.unsent = 7
+    connection.send(small_frame(1, b"four"))
+    buffers = views(10, 20)
+    bulk = connection.send_bulk(bulk_frame(2, buffers), buffers)
+    frames = HEADER_BYTES + 4 + len(bulk_frame(2, buffers))
+    assert connection.unsent_bytes == 7 + frames + 30
+    assert connection.drop_bulk(bulk)
+    assert connection.unsent_bytes == 7 + frames + HEADER_BYTES
+    connection.abort()
+    assert connection.unsent_bytes == frames + HEADER_BYTES  # what it wrote is nobody's any more
+    await asyncio.sleep(0)
+    assert connection.unsent_bytes == 0
+
+
+@pytest.mark.parametrize("chunks_out", [0, 1, 2, 3])
+async def test_a_dropped_message_is_taken_back_wherever_it_is(chunks_out):
+    connection, _ = await opened()
+    connection.room_bytes = 1
+    buffers = views(CHUNK_BYTES, 2 * CHUNK_BYTES + 9)
+    bulk = connection.send_bulk(bulk_frame(1, buffers), buffers)
+    for _ in range(chunks_out):
+        connection.make_room(1)
+    assert connection.drop_bulk(bulk)
+    assert not connection.drop_bulk(bulk)
+    connection.make_room()
+    await asyncio.sleep(0)
+    expected = [(MessageType.REQUEST, 1), *[(MessageType.DATA, 0)] * chunks_out, (MessageType.DROP_DATA, 0)]
+    assert connection.take() == expected
+    assert connection.unsent_bytes == 0
+    again = views(5)
+    connection.send_bulk(bulk_frame(2, again), again)
+    await asyncio.sleep(0)
+    assert connection.take() == [(MessageType.REQUEST, 2), (MessageType.DATA, 1)]
+
+
+# -- the end
+
+
+async def test_close_waits_for_large_messages_that_were_sent_before():
+    connection, endpoint = await opened()
+    connection.room_bytes = 1
+    buffers = views(3 * CHUNK_BYTES)
+    connection.send_bulk(bulk_frame(1, buffers), buffers)
+    connection.close("enough")
+    assert connection.asked == []
+    with pytest.raises(ConnectionClosedError):
+        connection.send(small_frame(2))
+    connection.make_room()
+    assert connection.asked == ["shut"]
+    types = [type_ for type_, _ in connection.take()]
+    assert types == [MessageType.REQUEST, MessageType.GOODBYE, *[MessageType.DATA] * 3]
+    connection.end()
+    assert endpoint.lost == [None]
+
+
+async def test_close_flushes_although_the_peer_has_said_goodbye():
+    connection, endpoint = await opened()
+    connection.feed(frame(MessageType.GOODBYE, 0, 0, 0, 0, b"so long"))
+    assert not connection.is_open
+    connection._direct_left = 0
+    connection.send(small_frame(1))
+    connection.close()
+    assert connection.take() == [(MessageType.REQUEST, 1)]
+    connection.end(ConnectionResetError("it went faster than we did"))
+    assert endpoint.lost == [None]
+
+
+async def test_what_comes_after_close_is_still_received_but_not_answered():
+    connection, endpoint = await opened()
+    connection.close()
+    connection.take()
+    connection.feed(small_frame(5) + frame(MessageType.PING, 0, 6, 0, 0, b""))
+    assert endpoint.numbers == [5]
+    assert connection.take() == []
+    connection.end()
+
+
+async def test_closing_ends_when_nothing_moves_any_more(monkeypatch):
+    monkeypatch.setattr(base, "_LINGER_S", 0.01)
+    connection, endpoint = await opened()
+    connection.close()
+    await turns_until(lambda: connection.asked == ["shut", "abort"])
+    connection.end()
+    assert endpoint.lost == [None]
+
+
+async def test_closing_goes_on_while_bytes_move(monkeypatch):
+    monkeypatch.setattr(base, "_LINGER_S", 0.01)
+    connection, _ = await opened()
+    connection.close()
+    loop = asyncio.get_running_loop()
+    end = loop.time() + 0.1
+    while loop.time() < end:
+        connection.feed(small_frame(1))
+        await asyncio.sleep(0)
+    assert connection.asked == ["shut"]
+    connection.end()
+
+
+async def test_a_handshake_that_never_ends_is_given_up(monkeypatch):
+    monkeypatch.setattr(base, "_HANDSHAKE_S", 0.01)
+    connection, endpoint = connect()
+    await turns_until(lambda: connection.asked)
+    connection.end()
+    assert isinstance(endpoint.lost[0], HandshakeError)
+    with pytest.raises(HandshakeError, match=r"did not end its handshake within 0\.01 s"):
+        await connection.wait_opened()
+
+
+async def test_a_loop_that_was_busy_does_not_blame_the_peer(monkeypatch):
+    monkeypatch.setattr(base, "_HANDSHAKE_S", 0.05)
+    connection, _ = connect()
+    time.sleep(0.12)
+    await asyncio.sleep(0.001)  # the timer is overdue, and has run
+    assert connection.asked == []
+    await turns_until(lambda: connection.asked == ["abort"])
+    connection.end()
+
+
+async def test_an_open_connection_has_no_handshake_to_end(monkeypatch):
+    monkeypatch.setattr(base, "_HANDSHAKE_S", 0.01)
+    connection, _ = await opened()
+    await asyncio.sleep(0.03)
+    assert connection.asked == []
+    assert connection.is_open
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(None, ConnectionClosedError), (ConnectionResetError("reset"), ConnectionResetError)],
+)
+async def test_an_end_without_a_goodbye_is_an_error(error, expected):
+    connection, endpoint = await opened()
+    connection.end(error)
+    connection.end(OSError("told twice"))
+    (told,) = endpoint.lost
+    assert isinstance(told, expected)
+    assert connection.protocol.state is State.CLOSED
+    await connection.wait_closed()
+
+
+async def test_the_first_error_is_the_one_that_is_told():
+    connection, endpoint = await opened()
+    connection.abort(WireError("first"))
+    connection.abort(WireError("second"))
+    connection.end(OSError("third"))
+    assert str(endpoint.lost[0]) == "first"
+
+
+async def test_nothing_is_written_or_read_between_abort_and_the_end():
+    connection, endpoint = await opened()
+    buffers = views(3 * CHUNK_BYTES)
+    connection._direct_left = 0
+    connection.send(small_frame(1))
+    connection.abort()
+    connection.send(small_frame(2))
+    connection.send_bulk(bulk_frame(3, buffers), buffers)
+    connection.feed(small_frame(4))
+    await asyncio.sleep(0)
+    connection.make_room()
+    assert connection.written == []
+    assert endpoint.messages == []
+    assert not connection.is_open
+    connection.end()
+    with pytest.raises(ConnectionClosedError, match="the connection to list:// is closed"):
+        connection.send(small_frame(5))
+
+
+async def test_bytes_after_a_refusal_are_for_nobody():
+    connection, endpoint = connect(secret=b"secret")
+    far = Protocol(Handshake(Role.ACCEPTOR, FAR, b"another"), LIMITS)
+    hello = b"".join(connection.written)
+    far.get_buffer()[: len(hello)] = hello
+    far.receive(len(hello))
+    connection.written.clear()
+    connection.feed(far.take_output())
+    assert connection.take() == [(MessageType.REFUSE, 0)]
+    connection.feed(small_frame(1))
+    assert endpoint.messages == []
+    assert connection.asked == ["shut"]
+    connection.end()
+    assert isinstance(endpoint.lost[0], HandshakeError)
+
+
+async def test_a_waiter_that_is_cancelled_harms_nobody():
+    connection, _ = connect()
+    impatient = asyncio.ensure_future(connection.wait_opened())
+    patient = asyncio.ensure_future(connection.wait_opened())
+    await asyncio.sleep(0)
+    impatient.cancel()
+    connection.end()
+    with pytest.raises(ConnectionClosedError, match="closed the connection in its handshake"):
+        await patient
+    assert impatient.cancelled()
+
+
+async def test_there_is_no_peer_before_the_handshake():
+    connection, _ = connect()
+    with pytest.raises(ConnectionClosedError, match="handshake is not done"):
+        _ = connection.peer
+    connection.end()
+
+
+async def test_errors_of_the_receiver_are_logged(caplog):
+    connection, endpoint = await opened()
+    endpoint.fail_in = "messages_received"
+    with caplog.at_level(logging.ERROR, "arpc.transport"):
+        connection.feed(small_frame(1))
+    assert connection.asked == ["abort"]
+    assert "messages_received was told to fail" in caplog.text
+    endpoint.fail_in = "connection_lost"
+    connection.end()
+    assert "connection_lost was told to fail" in caplog.text
+    await connection.wait_closed()
+
+
+async def test_errors_of_the_peer_are_told_and_not_logged_as_ours(caplog):
+    connection, endpoint = await opened()
+    with caplog.at_level(logging.ERROR, "arpc.transport"):
+        connection.feed(b"\xff" * 64)
+    connection.end()
+    assert isinstance(endpoint.lost[0], ProtocolError)
+    assert caplog.text == ""
+
+
+async def test_statistics_of_a_connection_that_is_over():
+    connection, _ = await opened()
+    connection.send(small_frame(1))
+    connection.end()
+    statistics = connection.statistics()
+    assert statistics["unsent_bytes"] == 0
+    assert statistics["frames_sent"] >= 1
+    assert statistics["bytes_received"] > 0

@@ -1,0 +1,145 @@
+"""What the tests of the wire share: two ends of a connection, bytes in pieces, and messages easy to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from random import Random
+from typing import Final, NamedTuple
+from unittest import mock
+
+from arpc.errors import WireError
+from arpc.wire import protocol as protocol_module
+from arpc.wire.frames import HEADER, Limits, frame
+from arpc.wire.handshake import Handshake, Identity, Role
+from arpc.wire.memory import allocate as allocate_memory
+from arpc.wire.messages import Message, MessageType
+from arpc.wire.protocol import Protocol, State
+
+LIMITS: Final = Limits(body_bytes=1 << 20, message_bytes=1 << 20)
+ALICE: Final = Identity("alice", 0, incarnation=7, main="abc", features=("x",))
+BOB: Final = Identity("bob", 1, incarnation=8)
+CALL_TYPES: Final = tuple(type_ for type_ in MessageType if type_ >= MessageType.FUNCTION)
+
+
+def end(role: Role, *, secret: bytes | None = b"secret", limits: Limits = LIMITS) -> Protocol:
+    """One end of a connection before its handshake: alice connects, bob accepts."""
+    return Protocol(Handshake(role, ALICE if role is Role.CONNECTOR else BOB, secret), limits)
+
+
+def feed(protocol: Protocol, data: bytes, pieces: Iterator[int] | None = None) -> list[Message]:
+    """Let a protocol read bytes, in pieces no larger than asked for and than the protocol takes at once."""
+    messages: list[Message] = []
+    rest = memoryview(data)
+    while rest:
+        target = protocol.get_buffer()
+        assert target.nbytes > 0
+        assert not target.readonly
+        size = min(len(rest), target.nbytes, next(pieces, len(rest)) if pieces is not None else len(rest))
+        target[:size] = rest[:size]
+        rest = rest[size:]
+        messages += protocol.receive(size)
+    return messages
+
+
+def converse(left: Protocol, right: Protocol) -> None:
+    """Carry what both sides say by themselves until neither has more to say."""
+    while True:
+        said = left.take_output(), right.take_output()
+        if not any(said):
+            return
+        feed(right, said[0])
+        feed(left, said[1])
+
+
+def opened_pair(limits: Limits = LIMITS) -> tuple[Protocol, Protocol]:
+    connector, acceptor = end(Role.CONNECTOR, limits=limits), end(Role.ACCEPTOR, limits=limits)
+    converse(connector, acceptor)
+    assert connector.state is acceptor.state is State.OPEN
+    return connector, acceptor
+
+
+def opened(
+    *,
+    limits: Limits = LIMITS,
+    receive_bytes: int = protocol_module.RECEIVE_BYTES,
+    allocate: Callable[[int], memoryview] = allocate_memory,
+) -> Protocol:
+    """The accepting end of an open connection; with a receive buffer of any size from that of the handshake up."""
+    connector = end(Role.CONNECTOR)
+    acceptor = Protocol(Handshake(Role.ACCEPTOR, BOB, b"secret"), limits, allocate)
+    with mock.patch.object(protocol_module, "RECEIVE_BYTES", receive_bytes):
+        converse(connector, acceptor)
+    assert acceptor.state is State.OPEN
+    return acceptor
+
+
+def endings(protocol: Protocol, data: bytes, pieces: Iterator[int] | None = None) -> Exception | None:
+    """Feed whatever bytes; the error that ended the connection, if one did. Anything but a WireError gets through."""
+    try:
+        feed(protocol, data, pieces)
+    except WireError as error:
+        assert protocol.state is State.CLOSED
+        assert protocol.receive(1) == []
+        assert feed(protocol, data) == []
+        assert protocol.statistics() == {"messages_incomplete": 0, "bytes_incomplete": 0}
+        return error
+    assert protocol.state is not State.CLOSED
+    return None
+
+
+class Spoken(NamedTuple):
+    """A message as a sender means it, and as a receiver should find it."""
+
+    type: MessageType
+    flags: int = 0
+    id: int = 0
+    arg: int = 0
+    timeout_ms: int = 0
+    meta: bytes = b""
+    payload: bytes = b""
+    buffers: tuple[bytes, ...] = ()
+
+    def frame(self) -> bytes:
+        # a message with buffers has a table; what is in it does not matter to the protocol
+        return frame(
+            self.type,
+            self.flags,
+            self.id,
+            self.arg,
+            self.timeout_ms,
+            self.payload,
+            self.meta,
+            b"table" if self.buffers else b"",
+            b"",
+            tuple(map(len, self.buffers)),
+        )
+
+
+def heard(message: Message) -> Spoken:
+    assert message.table == (b"table" if message.buffers else b"")
+    return Spoken(
+        message.type,
+        message.flags,
+        message.id,
+        message.arg,
+        message.timeout_ms,
+        bytes(message.meta),
+        bytes(message.body[message.table_end :]),
+        tuple(map(bytes, message.buffers)),
+    )
+
+
+def data_frame(number: int, data: bytes) -> bytes:
+    return HEADER.pack(len(data), MessageType.DATA, 0, 0, number, 0, 0, 0, 0) + data
+
+
+def chunks_of(number: int, buffers: Iterable[bytes], size: int) -> list[bytes]:
+    """The DATA frames of one message."""
+    return [
+        data_frame(number, buffer[start : start + size]) for buffer in buffers for start in range(0, len(buffer), size)
+    ]
+
+
+def noise(size: int) -> bytes:
+    """Bytes that are easy to tell apart, cheap to make and the same every time."""
+    return Random(size).randbytes(size)

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import gc
+import inspect
+
+import pytest
+
+from arpc.wire import messages
+from arpc.wire.messages import MESSAGE_CLASSES, Message, MessageType, Refusal, Reply, Request
+
+
+def classes_of_the_module() -> set[type[Message]]:
+    found = {cls for _, cls in inspect.getmembers(messages, inspect.isclass) if issubclass(cls, Message)}
+    return found - {Message}
+
+
+def test_every_type_has_one_class_and_every_class_is_known():
+    assert set(MESSAGE_CLASSES) == set(MessageType)
+    assert set(MESSAGE_CLASSES.values()) == classes_of_the_module()
+    assert all(cls.type == type_ for type_, cls in MESSAGE_CLASSES.items())
+
+
+def test_the_table_of_classes_is_final():
+    with pytest.raises(TypeError):
+        MESSAGE_CLASSES[99] = Request
+
+
+def test_a_type_is_one_byte():
+    assert all(0 < type_ < 256 for type_ in MessageType)
+
+
+def test_reasons_of_a_refusal_travel_as_numbers():
+    assert [Refusal(int(reason)) for reason in Refusal] == list(Refusal)
+
+
+@pytest.mark.parametrize("cls", sorted(classes_of_the_module(), key=lambda cls: cls.type))
+def test_every_class_says_what_it_means(cls):
+    assert cls.__doc__
+    assert cls.__doc__ != Message.__doc__
+    assert cls.__name__ in messages.__all__
+
+
+def request(body: bytes = b"", buffers: tuple[memoryview, ...] = (), ends: tuple[int, int, int] = (0, 0, 0)) -> Request:
+    meta_start, meta_end, table_end = ends
+    return Request(0, 1, 2, 3, meta_end, table_end, meta_start, bytearray(body), buffers)
+
+
+def test_parts_are_found_in_the_body():
+    message = request(b"sizesmetatablepayload", ends=(5, 9, 14))
+
+    assert message.meta == b"meta"
+    assert message.table == b"table"
+    assert message.body[message.table_end :] == b"payload"
+
+
+def test_size_counts_body_and_buffers():
+    assert request().size_bytes == 0
+    assert request(b"12345").size_bytes == 5
+    assert request(b"12345", (memoryview(b"abc"), memoryview(b"d"))).size_bytes == 9
+
+
+def test_messages_are_no_burden_to_the_garbage_collector():
+    assert not gc.is_tracked(request(b"x"))
+
+
+def test_messages_of_a_type_compare_by_content():
+    assert request(b"x") == request(b"x")
+    assert request(b"x") != request(b"y")
+    assert request() != Reply(0, 1, 2, 3, 0, 0, 0, bytearray(), ())

@@ -26,7 +26,7 @@ from arpc.agent.future import Future
 from arpc.agent.heartbeat import Heartbeat
 from arpc.agent.peers import Peer, PeerState, unsendable
 from arpc.agent.membership import WorkerRecord
-from arpc.agent.scope import current_scope
+from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.streams import ItemOrder, Stream
 from arpc.errors import ProtocolError, RpcTimeoutError, SerializationError, ShutdownError, UnknownWorkerError
 from arpc.ids import WorkerInfo
@@ -106,6 +106,7 @@ class Agent:
         self._time = self.loop.time
         self._tasks_are_isolated = torchstate.isolates_all_tasks(self.loop)
         self._create_future = self.loop.create_future
+        self._scope = WorkerScope(worker)
         self._resolve = resolve
         self._peers: dict[Any, Peer] = {}
         self._deferred: set[asyncio.Task[None]] = set()
@@ -526,6 +527,14 @@ class Agent:
             call.items.item_arrived(message.arg, value)
 
     def _result(self, link: Link, message: Message) -> Any:
+        # Objects that belong to a worker must find this one, whoever's context this callback happens to run in
+        token = current_scope.set(self._scope)
+        try:
+            return self._unpack(link, message)
+        finally:
+            current_scope.reset(token)
+
+    def _unpack(self, link: Link, message: Message) -> Any:
         codec = self.codec
         if not message.table_end:
             return codec.payload(message, [])
@@ -553,6 +562,7 @@ class Agent:
         if call is None or call.future.done():
             return
         codec = self.codec
+        token = current_scope.set(self._scope)
         try:
             slots = codec.slots(message) if message.table_end else []
             payload = memoryview(message.body)[message.table_end :]
@@ -560,6 +570,8 @@ class Agent:
         except Exception as reason:
             call.future.set_exception(SerializationError(f"the failure of {call.name} is malformed"))
             raise ProtocolError(f"a malformed failure: {reason}") from reason
+        finally:
+            current_scope.reset(token)
         call.future.set_exception(error)
 
     def _on_goodbye(self, link: Link, message: Message) -> None:

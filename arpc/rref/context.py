@@ -21,6 +21,7 @@ from arpc.agent.future import Future
 from arpc.agent.scope import current_scope
 from arpc.errors import (
     ArpcError,
+    CallCancelledError,
     OwnerLostError,
     RpcTimeoutError,
     RRefCreationError,
@@ -36,10 +37,10 @@ from arpc.rref.forks import ForkId, Forks, OwnerState, RRefId, UserFork, UserSta
 from arpc.rref.methods import prepared
 from arpc.rref.post import Item, Post
 from arpc.rref.service import ControlService
-from arpc.rref.values import Value
+from arpc.rref.values import Value, fresh
 from arpc.wire.messages import Message, RRefChildAccept, RRefCreate, RRefForkQuery, RRefForkRequest, RRefUserDelete
 
-__all__ = ["OwnerFuture", "RRefContext", "Use"]
+__all__ = ["FetchFuture", "OwnerFuture", "RRefContext", "Use"]
 
 logger = logging.getLogger("arpc.rref")
 
@@ -59,6 +60,19 @@ class OwnerFuture(Future[Any]):
             lost.__cause__ = exception
             exception = lost
         super().set_exception(exception)
+
+
+class FetchFuture(OwnerFuture):
+    """The future of a fetch, which nobody cancels on the owner but the owner itself when it shuts down."""
+
+    def set_exception(self, exception: type | BaseException) -> None:
+        if isinstance(exception, CallCancelledError):
+            lost = OwnerLostError(f"the owner has shut down: {exception}", self.owner)
+            lost.__cause__ = exception
+            exception = lost
+        super().set_exception(exception)
+
+    owner = ""
 
 
 class Use:
@@ -97,7 +111,7 @@ class Use:
         for future in fetches:
             stop = future._on_cancel  # noqa: SLF001 - the owner need not go on with what nobody waits for
             if not future.done():
-                future.set_exception(failure)
+                future.set_exception(fresh(failure))
                 if stop is not None:
                     stop()
 

@@ -15,10 +15,10 @@ from arpc.errors import NotInitializedError, RpcTimeoutError, RRefError, Seriali
 from arpc.ids import GloballyUniqueId, WorkerInfo
 from arpc.options import UNSET, Unset
 from arpc.rref.calls import call_method, rref_typeof_on_owner, stream_items, stream_method
-from arpc.rref.context import OwnerFuture, RRefContext, Use
+from arpc.rref.context import FetchFuture, OwnerFuture, RRefContext, Use
 from arpc.rref.forks import HandleDropped, OwnerHandleDropped, OwnerState, RRefId
 from arpc.rref.proxies import AsyncProxy, RemoteProxy, StreamProxy, SyncProxy
-from arpc.rref.values import Value
+from arpc.rref.values import Value, fresh
 from arpc.wire.messages import RRefFetch
 from arpc.wire.pickling import Parcel
 
@@ -114,18 +114,19 @@ class RRef(Generic[T]):
             return await self._wait_here(self._value, timeout)
         use, context = self._use, self._context
         assert use is not None
-        future = OwnerFuture(loop=context.agent.loop)
+        future = FetchFuture(loop=context.agent.loop)
+        future.owner = self._owner.name
         user = use.fork
         context.agent.request(
             RRefFetch, self._owner.name, (self._rref.to_int(), user.is_created), timeout, future=future
         )
-        if user.is_created:
-            return cast("T", await future)
-        use.fetches.add(future)
+        if not user.is_created:
+            use.fetches.add(future)
         try:
             return cast("T", await future)
         finally:
             use.fetches.discard(future)
+            del future  # whose exception refers to this frame
 
     async def _wait_here(self, value: Value, timeout: float | Unset) -> T:
         if value.is_ready:
@@ -153,8 +154,7 @@ class RRef(Generic[T]):
             raise RRefError(f"{self!r} has been released. It cannot have {what} on it after that")
         use = self._use
         if use is not None and use.failure is not None:
-            # as it was first raised: an exception collects the frames of everyone who raises it
-            raise use.failure.with_traceback(None)
+            raise fresh(use.failure)
 
     # -- calls on the value
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from arpc.agent.agent import Agent
@@ -92,11 +93,11 @@ class ControlService:
         """Run a function and keep what it returns, or raises. The answer says only that it has ended."""
         caller = _caller()
         key = _id(rref)
-        if not (
-            self._is_new(caller, incarnation, number, oldest)
-            and self.happened(fork.CreationArrived(key, _id(id_), caller))
-        ):
-            raise RRefError(f"RRef {key} was created before, or given up by worker {caller!r}")
+        if not self._is_new(caller, incarnation, number, oldest):
+            await self._created_before(key)
+            return
+        if not self.happened(fork.CreationArrived(key, _id(id_), caller)):
+            raise RRefError(f"the creation of RRef {key} was given up by worker {caller!r}")
         value = self.values.setdefault(key, Value())
         value.made = value.made or f"{made} for worker {caller}"
         try:
@@ -108,6 +109,14 @@ class ControlService:
             value.fail(error)
         finally:
             self.happened(fork.CreationEnded(key))
+
+    async def _created_before(self, key: RRefId) -> None:
+        """Answer a message that came twice, like the first."""
+        value = self.values.get(key)
+        if value is None:
+            raise RRefError(f"RRef {key} was created before, and is gone")
+        with suppress(Exception):
+            await value.get()
 
     async def _on_fetch(self, rref: int, is_created: bool) -> Any:
         return await self.value(_id(rref), is_created=is_created)

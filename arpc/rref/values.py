@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import traceback
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-__all__ = ["Value"]
+__all__ = ["Value", "fresh"]
 
 _NOTHING: Final = object()
+
+
+E = TypeVar("E", bound=BaseException)
+
+
+def fresh(error: E) -> E:
+    """A copy of an error to raise. The one that is kept would collect the frames, and so the RRefs, of all who raise it."""
+    try:
+        made = copy.copy(error)
+    except Exception:  # noqa: BLE001 - a user's exception may do anything
+        return error
+    if type(made) is not type(error):
+        return error
+    made.__cause__ = error.__cause__
+    return made
 
 
 class Value:
@@ -48,8 +65,14 @@ class Value:
 
     def fail(self, error: BaseException) -> None:
         if not self.is_ready:
-            self._error = error
-            self._traceback = error.__traceback__
+            # It may be kept for long: it must keep neither this worker's frames, which refer to this value, nor the arguments of
+            # the function that raised it
+            trace = error.__traceback__
+            while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("arpc."):
+                trace = trace.tb_next
+            traceback.clear_frames(trace)
+            self._error = error.with_traceback(trace)
+            self._traceback = trace
             self._wake()
 
     def _wake(self) -> None:
@@ -74,6 +97,5 @@ class Value:
     def get_nowait(self) -> Any:
         """The same for one that is there."""
         if self._error is not None:
-            # as it was first raised: an exception collects the frames of everyone who raises it
-            raise self._error.with_traceback(self._traceback)
+            raise fresh(self._error).with_traceback(self._traceback)
         return self._value

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from arpc.errors import SerializationError
+from arpc.errors import RRefError, SerializationError, WorkerLostError
 from arpc.ids import WorkerInfo
 from arpc.wire.reducing import HOLE, HolePickler, Parcel, Reducer, importable_name
 from arpc.wire.tensors import Slot
@@ -97,6 +97,8 @@ class Pickler:
                 return _dumps(args, protocol=5), []
         try:
             return self._dumps_plain((args, kwargs) if kwargs else args, main_by_value=main_by_value, to=to)
+        except (RRefError, WorkerLostError):
+            raise  # an RRef that cannot be used says so itself
         except Exception as error:
             raise self._explained(function, args, kwargs or {}, error, main_by_value=main_by_value, to=to) from error
 

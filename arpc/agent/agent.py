@@ -235,6 +235,8 @@ class Agent:
         except asyncio.CancelledError:
             peer.cancel(call_id)
             raise
+        finally:
+            del future  # whose exception refers to this frame, and so to the arguments
 
     def request(
         self,

@@ -70,8 +70,7 @@ class Run(Job):
     meta: dict[str, Any] | None = None
     args: tuple[Any, ...] | None = None
     kwargs: dict[str, Any] | None = None
-    prerequisites: list[Awaitable[object]] | None = None
-    """What must be done before the function starts; added to while its arguments are unpacked."""
+    _prerequisites: list[Awaitable[object]] | None = None
 
     def __init__(self, executor: Executor, inbound: Inbound, function: Function, message: Message) -> None:
         self.executor = executor
@@ -97,6 +96,12 @@ class Run(Job):
     @property
     def caller(self) -> WorkerInfo:
         return self.inbound.caller
+
+    @property
+    def prerequisites(self) -> list[Awaitable[object]]:
+        if self._prerequisites is None:
+            self._prerequisites = []
+        return self._prerequisites
 
     def first_step(self) -> Any:
         message = self.message
@@ -377,7 +382,7 @@ class Executor:
             run.args, run.kwargs = payload
         else:
             run.args = payload
-        if run.prerequisites is not None:
+        if run._prerequisites is not None:  # noqa: SLF001 - looking must not make an empty list
             run.function = self._after(run.prerequisites, run.function)
 
     def _after(self, prerequisites: list[Awaitable[object]], function: Function) -> Function:
@@ -439,7 +444,7 @@ class Executor:
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             self.raised(run, error)
             return False
-        if run.prerequisites is not None:
+        if run._prerequisites is not None:  # noqa: SLF001
             self.carriers.start(run)
             return False
         return True
@@ -641,8 +646,10 @@ async def _future_of(result: Any, name: str, loop: asyncio.AbstractEventLoop) ->
         if not done.done():
             done.set_result(None)
 
-    # completed on a thread of its own
-    result.add_done_callback(lambda _: loop.call_soon_threadsafe(settle))
+    def completed(_: object) -> None:
+        loop.call_soon_threadsafe(settle)  # it is completed on a thread of its own
+
+    result.add_done_callback(completed)
     await done
     return result.result() if isinstance(result, concurrent.futures.Future) else result.value()
 

@@ -29,8 +29,9 @@ class Scope(Protocol):
     def caller(self) -> WorkerInfo | None:
         """Who called the handler; None outside of handlers."""
 
-    prerequisites: list[Awaitable[object]] | None
-    """What a handler waits for before it starts. What is unpacked as one of its arguments may add to it."""
+    @property
+    def prerequisites(self) -> list[Awaitable[object]] | None:
+        """What a handler waits for before it starts. What is unpacked as one of its arguments may add to it."""
 
 
 class WorkerScope(NamedTuple):
@@ -39,7 +40,7 @@ class WorkerScope(NamedTuple):
     worker: Any
     deadline: float | None = None
     caller: WorkerInfo | None = None
-    prerequisites: list[Awaitable[object]] | None = None
+    prerequisites: None = None
 
 
 current_scope: ContextVar[Scope | None] = ContextVar("arpc.scope", default=None)

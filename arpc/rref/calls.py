@@ -25,9 +25,7 @@ async def _value(rref: int, is_created: bool) -> Any:
     return await _context().value(GloballyUniqueId.from_int(rref), is_created=is_created)
 
 
-async def call_method(
-    rref: int, is_created: bool, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+async def call_method(rref: int, is_created: bool, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call a method of a value, once it is there, in the way its kind asks for."""
     method = getattr(await _value(rref, is_created), name)
     return await _context().call(method, args, kwargs)

@@ -1,4 +1,4 @@
-"""A worker's RRefs at work: carries out what `forks.Forks` decides, keeps the values, and serves those who ask for them.
+"""A worker's RRefs at work: carries out what `forks.Forks` decides, keeps the values, serves those who ask for them.
 
 Everything belongs to the loop, but for `drop`, which may be called from any thread and at any time.
 """
@@ -184,14 +184,18 @@ class RRefContext(ControlService):
     def _fail_value(self, rref: RRefId) -> None:
         value = self.values.get(rref)
         if value is not None:
-            value.fail(RRefCreationError(f"the value of RRef {rref} was never created: its creator gave up, or was lost"))
+            value.fail(
+                RRefCreationError(f"the value of RRef {rref} was never created: its creator gave up, or was lost")
+            )
 
     def _mark_lost(self, use: Use) -> None:
         owner = use.info.name
         if owner in self._lost:
             use.fail(OwnerLostError(f"worker {owner!r}, the owner of {use}, was lost, and the value with it", owner))
         else:
-            use.fail(RRefError(f"the value of {use} is gone: its owner {owner!r} took the workers that held it for lost"))
+            use.fail(
+                RRefError(f"the value of {use} is gone: its owner {owner!r} took the workers that held it for lost")
+            )
         use.answer()
 
     def _forget(self, id_: ForkId) -> None:
@@ -249,7 +253,17 @@ class RRefContext(ControlService):
         future = OwnerFuture(loop=self.agent.loop)
         numbers = self.post.numbers(owner.name)
         number = numbers.take()
-        arguments = (self._incarnation, number, numbers.oldest, rref.to_int(), id_.to_int(), made, function, tuple(args), kwargs)
+        arguments = (
+            self._incarnation,
+            number,
+            numbers.oldest,
+            rref.to_int(),
+            id_.to_int(),
+            made,
+            function,
+            tuple(args),
+            kwargs,
+        )
         settled = partial(self._creation_settled, use, rref, id_, number, owner.name)
         future.add_done_callback(settled)
         try:
@@ -298,8 +312,8 @@ class RRefContext(ControlService):
         error = future.exception()
         if isinstance(error, RpcTimeoutError):
             made = RRefCreationError(
-                f"RRef creation via remote() on worker {owner!r} timed out, and it is possible that RRef {rref} does not "
-                f"exist there"
+                f"RRef creation via remote() on worker {owner!r} timed out, and it is possible that RRef {rref} does "
+                f"not exist there"
             )
             made.__cause__ = error
             return made
@@ -331,7 +345,9 @@ class RRefContext(ControlService):
             if not is_refused and rref in self.forks.owned:
                 return self.values.setdefault(rref, Value())
             gone = Value()
-            gone.fail(RRefError(f"the value of RRef {rref} is gone: worker {parent!r}, which sent it, was taken for lost"))
+            gone.fail(
+                RRefError(f"the value of RRef {rref} is gone: worker {parent!r}, which sent it, was taken for lost")
+            )
             return gone
         user = self.forks.users.get(id_)
         if user is None:
@@ -341,9 +357,9 @@ class RRefContext(ControlService):
         use = self.uses.setdefault(id_, Use(user, owner, f"received from worker {parent}"))
         if user.state is UserState.REQUESTED:
             scope = current_scope.get()
-            if scope is not None and scope.caller is not None:
+            if scope is not None and scope.prerequisites is not None:
                 # the handler starts when its RRefs are confirmed
-                scope.prerequisites = [*(scope.prerequisites or ()), use.answered()]
+                scope.prerequisites.append(use.answered())
         return use
 
     # -- using them
@@ -428,7 +444,7 @@ class RRefContext(ControlService):
                 use.failure = RRefError(f"{use} was released: worker {self.info.name!r} has shut down")
             while use.fork.handles:
                 self.happened(fork.HandleDropped(use.fork.fork))
-        self._query([id_ for id_ in self.forks.offers])
+        self._query(list(self.forks.offers))
         end = None if timeout_s is None else self.agent.loop.time() + timeout_s
         while self.forks.users or not self.is_quiet:
             self.post.hurry()
@@ -544,4 +560,6 @@ class RRefContext(ControlService):
         held = len(self.forks.owned)
         self.happened(fork.PeerLost(name, peer.info.id if peer is not None else -1))
         if held != len(self.forks.owned):
-            logger.info("worker %s was lost: %d values that only it held are dropped", name, held - len(self.forks.owned))
+            logger.info(
+                "worker %s was lost: %d values that only it held are dropped", name, held - len(self.forks.owned)
+            )

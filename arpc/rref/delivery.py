@@ -1,7 +1,8 @@
 """At least once, made exactly once: numbers on messages that are sent again until they are answered. No I/O.
 
-Every message to a peer gets the next number, and says which number is the oldest that may still be sent again. The receiver remembers what
-it has seen above the first gap, and forgets the gaps that the sender has given up. Neither side keeps more than what is on its way.
+Every message to a peer gets the next number, and says which number is the oldest that may still be sent again. The
+receiver remembers what it has seen above the first gap, and forgets the gaps that the sender has given up. Neither side
+keeps more than what is on its way.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Who holds which RRef: the reference count over the whole group, as a state machine. Events in, instructions out.
 
-The value of an RRef lives on its **owner**. Every other worker that holds it is a **user** and has a **fork** of its own, with an id that
-is unique over the group. Whoever sends an RRef makes a fork for the receiver, its **child**, and keeps its own until the owner
-counts the child. So, whatever order messages arrive in:
+The value of an RRef lives on its **owner**. Every other worker that holds it is a **user** and has a **fork** of its
+own, with an id that is unique over the group. Whoever sends an RRef makes a fork for the receiver, its **child**, and
+keeps its own until the owner counts the child. So, whatever order messages arrive in:
 
 - the owner keeps the value while any user lives, because every user is counted, or has a parent that is;
 - the owner drops it when the last one has ended, because every counted user says when it ends, or is found dead.
@@ -14,11 +14,12 @@ user sends to a user      the child asks the owner to count it (fork request), t
 user sends to the owner   the owner finds the value itself, and accepts the child at once
 ========================  ===========================================================================================
 
-A fork that was *offered* in a message which never arrives would keep its parent for ever. Who was offered a fork and does not answer is
-therefore asked; if it knows nothing of it, it will not take it any more, even if the message comes late.
+A fork that was *offered* in a message which never arrives would keep its parent for ever. Who was offered a fork and
+does not answer is therefore asked; if it knows nothing of it, it will not take it any more, even if the message comes
+late.
 
-Each event may be handled at any time. Fork requests and creations must be handled once only: `delivery.Window` sees to that. All else
-may be repeated.
+Each event may be handled at any time. Fork requests and creations must be handled once only: `delivery.Window` sees to
+that. All else may be repeated.
 """
 
 from __future__ import annotations
@@ -273,6 +274,8 @@ Event: TypeAlias = (
 
 
 class SendForkRequest(NamedTuple):
+    """Ask the owner to count a fork."""
+
     to: WorkerName
     rref: RRefId
     fork: ForkId
@@ -280,11 +283,15 @@ class SendForkRequest(NamedTuple):
 
 
 class SendChildAccept(NamedTuple):
+    """Tell the parent that its child is counted."""
+
     to: WorkerName
     fork: ForkId
 
 
 class SendUserDelete(NamedTuple):
+    """Tell the owner that a user has ended."""
+
     to: WorkerName
     rref: RRefId
     fork: ForkId
@@ -292,10 +299,14 @@ class SendUserDelete(NamedTuple):
 
 
 class RunCreation(NamedTuple):
+    """Make the value."""
+
     rref: RRefId
 
 
 class DropValue(NamedTuple):
+    """Nobody holds it any more."""
+
     rref: RRefId
 
 
@@ -312,10 +323,14 @@ class ForgetFork(NamedTuple):
 
 
 class MarkConfirmed(NamedTuple):
+    """The owner counts it: who waited for that may go on."""
+
     fork: ForkId
 
 
 class MarkLost(NamedTuple):
+    """It cannot be used any more."""
+
     fork: ForkId
 
 
@@ -528,9 +543,7 @@ class Forks:
             return
         # the owner has counted it when it sent it
         state = UserState.CONFIRMED if event.parent == event.owner else UserState.REQUESTED
-        self.users[event.fork] = UserFork(
-            event.rref, event.fork, event.owner, event.parent, state, event.is_created
-        )
+        self.users[event.fork] = UserFork(event.rref, event.fork, event.owner, event.parent, state, event.is_created)
         if state is UserState.REQUESTED:
             yield SendForkRequest(event.owner, event.rref, event.fork, event.is_created)
 

@@ -32,8 +32,8 @@ _STACK_LIMIT: Final = 12
 class RRef(Generic[T]):
     """A reference to a value on some worker, its owner.
 
-    `remote` makes one to what a function returns elsewhere; ``RRef(value)`` makes one to an object of this worker. It can be passed
-    in calls and returned from them. The value lives as long as anyone in the group holds an RRef to it.
+    `remote` makes one to what a function returns elsewhere; ``RRef(value)`` makes one to an object of this worker. It
+    can be passed in calls and returned from them. The value lives as long as anyone in the group holds an RRef to it.
 
     ::
 
@@ -41,19 +41,33 @@ class RRef(Generic[T]):
         await counter.rpc_sync().add(3)                 # runs there
         value = await counter.remote().total()          # `await rref` fetches a copy of the value
 
-    Nothing that returns an RRef waits for anything, so calls can be chained; an error while the value is made is raised wherever it is used.
+    Nothing that returns an RRef waits for anything, so calls can be chained; an error while the value is made is raised
+    wherever it is used.
     """
 
-    __slots__ = ("__weakref__", "_context", "_creation", "_is_released", "_owner", "_rref", "_type", "_type_hint", "_use", "_value")
+    __slots__ = (
+        "__weakref__",
+        "_context",
+        "_creation",
+        "_hint",
+        "_is_released",
+        "_owner",
+        "_rref",
+        "_type",
+        "_use",
+        "_value",
+    )
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         scope = current_scope.get()
         if scope is None or scope.worker is None:
-            raise NotInitializedError("an RRef belongs to a worker, and this context has none: call arpc.init_rpc first")
+            raise NotInitializedError(
+                "an RRef belongs to a worker, and this context has none: call arpc.init_rpc first"
+            )
         context: RRefContext = scope.worker.rref_context
         made = _stack() if context.options.rref_creation_stacks else "RRef()"
         self._set_up(context, context.ids.next(), Value.of(value, made), context.info)
-        self._type_hint = type_hint
+        self._hint = type_hint
 
     def _set_up(self, context: RRefContext, rref: RRefId, held: Use | Value, owner: WorkerInfo) -> None:
         self._context = context
@@ -64,12 +78,20 @@ class RRef(Generic[T]):
         self._is_released = False
         self._creation: Future[Any] | None = None
         self._type: Future[type[T]] | None = None
-        self._type_hint: Any = None
+        self._hint = None
 
     @classmethod
-    def _make(cls, context: RRefContext, rref: RRefId, held: Use | Value, owner: WorkerInfo) -> Self:
+    def _make(
+        cls,
+        context: RRefContext,
+        rref: RRefId,
+        held: Use | Value,
+        owner: WorkerInfo,
+        creation: Future[Any] | None = None,
+    ) -> Self:
         made = cls.__new__(cls)
-        made._set_up(context, rref, held, owner)
+        made._set_up(context, rref, held, owner)  # noqa: SLF001 - its own, in all but name
+        made._creation = creation  # noqa: SLF001
         return made
 
     # -- who and where
@@ -106,8 +128,8 @@ class RRef(Generic[T]):
     async def to_here(self, timeout: float | Unset = UNSET) -> T:
         """A copy of the value, once it is there; on the owner, the value itself.
 
-        Raises what its creation raised, `RRefCreationError` if that timed out, `OwnerLostError` if the owner is lost, and
-        `RpcTimeoutError` if the value does not come in time.
+        Raises what its creation raised, `RRefCreationError` if that timed out, `OwnerLostError` if the owner is lost,
+        and `RpcTimeoutError` if the value does not come in time.
         """
         self._check("to_here() called")
         if self._value is not None:
@@ -159,7 +181,7 @@ class RRef(Generic[T]):
     # -- calls on the value
 
     def rpc_async(self, timeout: float | Unset = UNSET) -> AsyncProxy[T]:
-        """``rref.rpc_async().method(...)`` starts a call of a method of the value, where it is, and returns its `Future`."""
+        """``rref.rpc_async().method(...)`` starts a call of a method of the value, where it is: a `Future`."""
         return AsyncProxy(self, timeout)
 
     def rpc_sync(self, timeout: float | Unset = UNSET) -> SyncProxy[T]:
@@ -171,10 +193,10 @@ class RRef(Generic[T]):
         return RemoteProxy(self, timeout)
 
     def stream(self, timeout: float | Unset = UNSET, window: int = 16) -> StreamProxy[T]:
-        """``async for item in rref.stream().method(...)`` has the items that a method of the value yields, as they are made.
+        """``async for item in rref.stream().method(...)`` has the items that a method yields, as they are made.
 
-        ``async for item in rref.stream()`` has those of the value itself, such as a generator that is held remotely. That goes on where
-        it was left, but for items that were on their way then: use ``window=1`` to lose at most one.
+        ``async for item in rref.stream()`` has those of the value itself, such as a generator that is held remotely.
+        That goes on where it was left, but for items that were on their way then: ``window=1`` loses at most one.
         """
         return StreamProxy(self, timeout, window)
 
@@ -276,10 +298,36 @@ class RRef(Generic[T]):
         elif context.values.get(self._rref) is self._value:
             context.drop(OwnerHandleDropped(self._rref))
 
+    def _pack(self, context: RRefContext, parcel: Parcel) -> tuple[Any, ...]:
+        to = parcel.to
+        if to is None:
+            self.__reduce__()
+        if self._context is not context:
+            holder, sender = self._context.info.name, context.info.name
+            raise SerializationError(f"{self!r} belongs to worker {holder!r} and cannot be sent by worker {sender!r}")
+        self._check("forks made")
+        fork = context.ids.next()
+        use, value = self._use, self._value
+        if use is not None:
+            is_created = use.fork.is_created
+            parcel.packed.append(lambda: context.offer(self._rref, fork, to.name, use.fork.fork))
+        else:
+            assert value is not None
+            owned = context.forks.owned.get(self._rref)
+            is_created = owned is None or owned.state is not OwnerState.EXPECTED
+
+            def share_and_offer() -> None:
+                context.share(self._rref, value)
+                context.offer(self._rref, fork, to.name, None)
+
+            parcel.packed.append(share_and_offer)
+        owner = self.owner()
+        return _rebuild, (owner.name, owner.id, self._rref.to_int(), fork.to_int(), context.info.name, is_created)
+
     def __reduce__(self) -> NoReturn:
         raise SerializationError(
-            f"{self!r} can be pickled as part of a call only. Whoever unpickles it must be counted by its owner, and a "
-            f"pickle that anybody may read any number of times, or never, cannot be. Pass it to arpc.rpc_async or arpc.remote"
+            f"{self!r} can be pickled as part of a call only. Whoever unpickles it must be counted by its owner, and "
+            f"a pickle that anybody may read any number of times, or never, cannot be. Pass it to arpc.rpc_async"
         )
 
 
@@ -313,42 +361,14 @@ def create_remote(
         held, rref, future = context.remote(to, function, args, kwargs, timeout, made)
         if keep is not None:
             future.add_done_callback(keep)
-        handle: RRef[Any] = RRef._make(context, rref, held, held.info if isinstance(held, Use) else context.info)
-        handle._creation = future
-        return handle
+        return RRef._make(context, rref, held, held.info if isinstance(held, Use) else context.info, future)
 
     return context.on_loop(create)
 
 
 def reduce_rref(context: RRefContext, rref: RRef[Any], parcel: Parcel) -> tuple[Any, ...]:
     """Pack an RRef for a worker: it gets a fork of its own, which counts once the pickle is complete."""
-    to = parcel.to
-    if to is None:
-        rref.__reduce__()
-    if rref._context is not context:
-        raise SerializationError(
-            f"{rref!r} belongs to worker {rref._context.info.name!r} and cannot be sent by worker {context.info.name!r}"
-        )
-    rref._check("forks made")
-    fork = context.ids.next()
-    assert to is not None
-    if rref._use is not None:
-        use = rref._use
-        is_created = use.fork.is_created
-        parcel.packed.append(lambda: context.offer(rref._rref, fork, to.name, use.fork.fork))
-    else:
-        value = rref._value
-        assert value is not None
-        owned = context.forks.owned.get(rref._rref)
-        is_created = owned is None or owned.state is not OwnerState.EXPECTED
-
-        def share_and_offer() -> None:
-            context.share(rref._rref, value)
-            context.offer(rref._rref, fork, to.name, None)
-
-        parcel.packed.append(share_and_offer)
-    owner = rref.owner()
-    return _rebuild, (owner.name, owner.id, rref._rref.to_int(), fork.to_int(), context.info.name, is_created)
+    return rref._pack(context, parcel)  # noqa: SLF001 - the reducer of the class
 
 
 def _rebuild(owner_name: str, owner_id: int, rref: int, fork: int, parent: str, is_created: bool) -> RRef[Any]:

@@ -17,7 +17,7 @@ def _template(function: Any) -> Function:
 
 
 def prepared(function: Callable[..., Any]) -> Function:
-    """A callable and how to run it. Finding that out takes longer than a short call, so it is remembered per function."""
+    """A callable and how to run it. Finding that out takes longer than a short call, so it is remembered."""
     plain = getattr(function, "__func__", function)
     try:
         template = _template(plain)

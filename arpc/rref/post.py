@@ -139,7 +139,9 @@ class Post:
             return
         is_hopeless = isinstance(error, ShutdownError | UnknownWorkerError) or not isinstance(error, CallError)
         if is_hopeless or attempt >= self._retries:
-            level = logging.DEBUG if isinstance(error, CallError | ShutdownError | UnknownWorkerError) else logging.ERROR
+            level = (
+                logging.DEBUG if isinstance(error, CallError | ShutdownError | UnknownWorkerError) else logging.ERROR
+            )
             logger.log(level, "%s to worker %s is given up: %s", message.type.name, to, error)
             self._settle(message, to, items, number, None, error)
             return

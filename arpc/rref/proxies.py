@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from arpc.agent.functions import name_of
 from arpc.agent.future import Future
@@ -145,4 +145,4 @@ class StreamProxy(_Proxy[T]):
         self, method: Callable[Concatenate[T, P], Iterable[R]], *args: P.args, **kwargs: P.kwargs
     ) -> AsyncIterator[R]: ...
     def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        return cast("AsyncIterator[Any]", self._start(self._named(method), args, kwargs))
+        return self._start(self._named(method), args, kwargs)

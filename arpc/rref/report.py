@@ -39,7 +39,8 @@ class RRefRow:
         held = ", ".join(f"{count} on {worker}" for worker, count in sorted(self.forks.items())) or "no other worker"
         what = f"{self.type} of " if self.role == "owner" else "user of "
         separator = "\n" if "\n" in self.made else " "
-        return f"{what}{self.owner} {self.id} ({self.state}; held by {held}; {self.handles} here), made by{separator}{self.made}"
+        about = f"{self.state}; held by {held}; {self.handles} here"
+        return f"{what}{self.owner} {self.id} ({about}), made by{separator}{self.made}"
 
 
 def rref_rows(context: RRefContext) -> list[RRefRow]:

@@ -17,7 +17,7 @@ E = TypeVar("E", bound=BaseException)
 
 
 def fresh(error: E) -> E:
-    """A copy of an error to raise. The one that is kept would collect the frames, and so the RRefs, of all who raise it."""
+    """A copy of an error to raise. One that is kept would collect the frames, and so the RRefs, of all who raise it."""
     try:
         made = copy.copy(error)
     except Exception:  # noqa: BLE001 - a user's exception may do anything
@@ -65,8 +65,8 @@ class Value:
 
     def fail(self, error: BaseException) -> None:
         if not self.is_ready:
-            # It may be kept for long: it must keep neither this worker's frames, which refer to this value, nor the arguments of
-            # the function that raised it
+            # It may be kept for long: it must keep neither this worker's frames, which refer to this value, nor the
+            # arguments of the function that raised it
             trace = error.__traceback__
             while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("arpc."):
                 trace = trace.tb_next

@@ -1,7 +1,7 @@
 """A network of fork state machines: messages lie in a bag and arrive in any order, twice, or not at all.
 
-What the shell around the machines promises is played here too: control messages are sent until they are answered, creations and fork
-requests are handled once, and nobody is asked for a fork whose message may still arrive.
+What the shell around the machines promises is played here too: control messages are sent until they are answered,
+creations and fork requests are handled once, and nobody is asked for a fork whose message may still arrive.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 from arpc.ids import GloballyUniqueId, IdAllocator
 from arpc.rref import forks as f
 from arpc.rref.delivery import Numbers, Window
-
 
 SETTLING_ROUNDS = 50
 
@@ -267,7 +266,9 @@ class Network:
                 case f.SendForkRequest(to, rref, fork, is_created):
                     numbers = machine.numbers.setdefault(int(to[1:]), Numbers())
                     packet = Packet("request", machine.id, int(to[1:]), (rref, fork, is_created), numbers.take())
-                    self.bag.append(Packet(packet.kind, packet.source, packet.target, packet.content, packet.number, numbers.oldest))
+                    self.bag.append(
+                        Packet(packet.kind, packet.source, packet.target, packet.content, packet.number, numbers.oldest)
+                    )
                 case f.SendChildAccept(to, fork):
                     self.bag.append(Packet("accept", machine.id, int(to[1:]), (fork,)))
                 case f.SendUserDelete(to, rref, fork, abandons):

@@ -339,7 +339,9 @@ def test_a_child_of_a_lost_owner_lets_its_parent_go():
 # -- the tables
 
 
-@pytest.mark.parametrize("event", [CreationConfirmed(F), ForkConfirmed(F), ChildAccepted(F), OfferKnown(F), HandleDropped(F)])
+@pytest.mark.parametrize(
+    "event", [CreationConfirmed(F), ForkConfirmed(F), ChildAccepted(F), OfferKnown(F), HandleDropped(F)]
+)
 def test_events_about_forks_that_have_ended_change_nothing(event):
     forks = a()
     assert run(forks, event) == []

@@ -110,7 +110,8 @@ async def test_names_are_those_torch_users_know(group):
     assert repr(arpc.RRef(1)) == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=0))"
     rref = arpc.remote("worker1", int)
     assert str(rref) == (
-        "UserRRef(RRefId = GloballyUniqueId(created_on=0, local_id=1), ForkId = GloballyUniqueId(created_on=0, local_id=2))"
+        "UserRRef(RRefId = GloballyUniqueId(created_on=0, local_id=1), "
+        "ForkId = GloballyUniqueId(created_on=0, local_id=2))"
     )
 
 
@@ -226,7 +227,10 @@ async def test_a_small_call_may_overtake_the_creation_it_needs(group):
 
 async def test_a_value_can_be_fetched_before_it_is_there(group, gate):
     rref = arpc.remote("worker1", objects.pass_gate, ("gate", 5))
-    fetches = [asyncio.ensure_future(arpc.rpc_sync("worker2", objects.fetch, (rref,))), asyncio.ensure_future(rref.to_here())]
+    fetches = [
+        asyncio.ensure_future(arpc.rpc_sync("worker2", objects.fetch, (rref,))),
+        asyncio.ensure_future(rref.to_here()),
+    ]
     await gate.entered.wait()
     gate.event.set()
     assert await asyncio.gather(*fetches) == [5, 5]
@@ -286,7 +290,9 @@ async def test_arguments_that_cannot_travel(group):
 
 async def test_an_rref_of_another_worker_of_this_process(group):
     theirs = group[1].remote("worker2", int)
-    with pytest.raises(arpc.SerializationError, match="belongs to worker 'worker1' and cannot be sent by worker 'worker0'"):
+    with pytest.raises(
+        arpc.SerializationError, match="belongs to worker 'worker1' and cannot be sent by worker 'worker0'"
+    ):
         await arpc.rpc_sync("worker2", objects.fetch, (theirs,))
 
 

@@ -41,7 +41,7 @@ from arpc.ids import WorkerInfo, check_worker_name
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.rref.context import RRefContext
 from arpc.rref.handle import RRef, create_remote, reduce_rref
-from arpc.rref.report import RRefRow, report_leaks, report_survivors, rref_rows, rref_statistics
+from arpc.rref.report import RRefRow, find_survivors, report_leaks, report_survivors, rref_rows, rref_statistics
 from arpc.transport.base import Transport
 from arpc.transport.memory import MemoryNetwork
 from arpc.transport.stream import TcpTransport, UnixTransport, split_tcp
@@ -248,6 +248,8 @@ class Worker:
                 raise RendezvousTimeoutError(
                     f"worker {self.info.name!r} was shut down with calls under way, which did not end within {timeout_s} s"
                 )
+            # before anyone lets go: the last to hear that all agree would find nothing
+            survivors = find_survivors(self.rref_context)
             if self.rendezvous.is_elastic:
                 break  # there is no fixed set of workers to wait for
             counts = _encode((self.agent.calls_made, self.agent.executor.calls_handled))
@@ -257,12 +259,12 @@ class Worker:
                 break
             before = now
             number += 1
+        report_survivors(self.rref_context, survivors)
         await self._release_rrefs(deadline)
 
     async def _release_rrefs(self, deadline: float | None) -> None:
         """Let go of every RRef, and report those of this worker that others do not let go of."""
         context = self.rref_context
-        report_survivors(context)
         loop = asyncio.get_running_loop()
         left = _RELEASE_S if deadline is None else min(_RELEASE_S, max(0.0, deadline - loop.time()))
         await context.release_all(left)

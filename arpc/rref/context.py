@@ -310,6 +310,10 @@ class RRefContext(ControlService):
         if future.cancelled():
             return RRefCreationError(f"the creation of RRef {rref} on worker {owner!r} was cancelled")
         error = future.exception()
+        if error is not None:
+            error = fresh(
+                error
+            )  # the future's own has a traceback once somebody awaits it, and that refers to the RRef
         if isinstance(error, RpcTimeoutError):
             made = RRefCreationError(
                 f"RRef creation via remote() on worker {owner!r} timed out, and it is possible that RRef {rref} does "

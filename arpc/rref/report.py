@@ -11,7 +11,7 @@ from arpc.ids import GloballyUniqueId
 from arpc.rref.context import RRefContext
 from arpc.rref.forks import UserState
 
-__all__ = ["RRefRow", "report_leaks", "report_survivors", "rref_rows", "rref_statistics"]
+__all__ = ["RRefRow", "find_survivors", "report_leaks", "report_survivors", "rref_rows", "rref_statistics"]
 
 logger = logging.getLogger("arpc.rref")
 
@@ -83,12 +83,20 @@ def rref_statistics(context: RRefContext) -> dict[str, int]:
     }
 
 
-def report_survivors(context: RRefContext) -> None:
-    """At a graceful shutdown: what is still held, and is let go of now. Aloud only for those who search."""
-    level = logging.WARNING if context.options.rref_creation_stacks else logging.DEBUG
-    if logger.isEnabledFor(level):
-        rows = [row for row in rref_rows(context) if row.role == "user" or row.forks]
-        _log(level, context, rows, "RRefs are still held at shutdown")
+def find_survivors(context: RRefContext) -> list[RRefRow]:
+    """What is still held when nothing is under way any more; nothing if nobody wants to read about it."""
+    if not logger.isEnabledFor(_survivor_level(context)):
+        return []
+    return [row for row in rref_rows(context) if row.role == "user" or row.forks]
+
+
+def report_survivors(context: RRefContext, rows: list[RRefRow]) -> None:
+    """At a graceful shutdown: what was still held, and is let go of now. Aloud only for those who search."""
+    _log(_survivor_level(context), context, rows, "RRefs are still held at shutdown")
+
+
+def _survivor_level(context: RRefContext) -> int:
+    return logging.WARNING if context.options.rref_creation_stacks else logging.DEBUG
 
 
 def report_leaks(context: RRefContext) -> tuple[RRefRow, ...]:

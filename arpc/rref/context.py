@@ -140,6 +140,7 @@ class RRefContext(ControlService):
         self._offered: deque[tuple[float, ForkId]] = deque()
         self._sweep: asyncio.TimerHandle | None = None
         self._ends: dict[ForkId, list[asyncio.Future[None]]] = {}
+        self._is_releasing = False
         self._is_closed = False
         super().__init__()
 
@@ -442,6 +443,7 @@ class RRefContext(ControlService):
 
     async def release_all(self, timeout_s: float | None) -> bool:
         """End every user of this worker; False if some owners did not confirm that in time."""
+        self._is_releasing = True
         self._drain()
         for use in list(self.uses.values()):
             if use.failure is None:
@@ -515,7 +517,8 @@ class RRefContext(ControlService):
             self.happened(fork.PeerReturned(peer.name, peer.id))
 
     def peer_disconnected(self, peer: WorkerInfo, *, has_left: bool) -> None:
-        if self._is_closed or self.agent.is_closing:
+        # who leaves when all let go and leave is not lost: what is still counted then is a leak, to be reported
+        if self._is_closed or self._is_releasing or self.agent.is_closing:
             return
         if has_left:
             self._peer_lost(peer.name)

@@ -91,12 +91,10 @@ class ArpcCaller(AsyncioCaller):
 
     async def _churn(self, count: int, echo: Callable[..., object]) -> None:
         made = [arpc.remote(CALLEE, FUNCTIONS["async"]["noop"]) for _ in range(count)]
-        forked = []
-        for start in range(0, count, 1000):
-            forked.append(await arpc.rpc_sync(CALLEE, echo, (made[start : start + 1000],)))
+        forked = [await arpc.rpc_sync(CALLEE, echo, (made[start : start + 1000],)) for start in range(0, count, 1000)]
         made.clear()
         forked.clear()
-        while await arpc.rpc_sync(CALLEE, count_owned):
+        while await arpc.rpc_sync(CALLEE, count_owned):  # noqa: ASYNC110 - it happens in another process
             await asyncio.sleep(0.01)
 
 

@@ -47,7 +47,7 @@ class Chained:
 
 def big(size_bytes: int) -> object:
     """A tensor of that size, the same one each time."""
-    import torch  # noqa: PLC0415 - slow, and the floor does without
+    import torch
 
     if size_bytes not in _made:
         _made[size_bytes] = torch.ones(size_bytes // 4)

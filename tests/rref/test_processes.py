@@ -112,6 +112,6 @@ async def main():
 arpc.run(main)
 """
     done = subprocess.run(
-        [sys.executable, "-X", "dev", "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=50
+        [sys.executable, "-X", "dev", "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

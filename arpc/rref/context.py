@@ -142,6 +142,17 @@ class RRefContext(ControlService):
         self._ends: dict[ForkId, list[asyncio.Future[None]]] = {}
         self._is_releasing = False
         self._is_closed = False
+        self._carry_out: dict[type[fork.Instruction], Callable[[Any], object]] = {
+            fork.SendForkRequest: self._send_fork_request,
+            fork.SendChildAccept: self._send_child_accept,
+            fork.SendUserDelete: self._send_user_delete,
+            fork.DropValue: lambda drop: self.values.pop(drop.rref, None),
+            fork.FailValue: lambda fail: self._fail_value(fail.rref),
+            fork.MarkConfirmed: lambda mark: self.uses[mark.fork].answer(),
+            fork.MarkLost: lambda mark: self._mark_lost(self.uses[mark.fork]),
+            fork.ForgetFork: lambda forget: self._forget(forget.fork),
+            fork.RunCreation: lambda _: None,  # by whoever asked
+        }
         super().__init__()
 
     def attach(self, agent: Agent) -> None:
@@ -161,26 +172,17 @@ class RRefContext(ControlService):
         """Tell the state machine of an event, and do what it says."""
         instructions = self.forks.handle(event)
         for instruction in instructions:
-            match instruction:
-                case fork.SendForkRequest(to, rref, id_, is_created):
-                    self.post.add(RRefForkRequest, to, (rref.to_int(), id_.to_int(), is_created))
-                case fork.SendChildAccept(to, id_):
-                    self.post.add(RRefChildAccept, to, (id_.to_int(),))
-                case fork.SendUserDelete(to, rref, id_, abandons):
-                    self.post.add(RRefUserDelete, to, (rref.to_int(), id_.to_int(), abandons))
-                case fork.DropValue(rref):
-                    self.values.pop(rref, None)
-                case fork.FailValue(rref):
-                    self._fail_value(rref)
-                case fork.MarkConfirmed(id_):
-                    self.uses[id_].answer()
-                case fork.MarkLost(id_):
-                    self._mark_lost(self.uses[id_])
-                case fork.ForgetFork(id_):
-                    self._forget(id_)
-                case fork.RunCreation():
-                    pass  # by whoever asked
+            self._carry_out[type(instruction)](instruction)
         return instructions
+
+    def _send_fork_request(self, send: fork.SendForkRequest) -> None:
+        self.post.add(RRefForkRequest, send.to, (send.rref.to_int(), send.fork.to_int(), send.is_created))
+
+    def _send_child_accept(self, send: fork.SendChildAccept) -> None:
+        self.post.add(RRefChildAccept, send.to, (send.fork.to_int(),))
+
+    def _send_user_delete(self, send: fork.SendUserDelete) -> None:
+        self.post.add(RRefUserDelete, send.to, (send.rref.to_int(), send.fork.to_int(), send.abandons))
 
     def _fail_value(self, rref: RRefId) -> None:
         value = self.values.get(rref)

@@ -41,7 +41,7 @@ def forget() -> None:
 class Chained:
     """Something whose method returns something with that method."""
 
-    def next(self) -> Chained:
+    async def next(self) -> Chained:
         return self
 
 

@@ -100,7 +100,7 @@ class ArpcCaller(AsyncioCaller):
 
 async def count_owned() -> int:
     """How many RRefs this worker owns."""
-    return current().statistics()["rrefs"]["num_owner_rrefs"]
+    return len(current().rref_context.forks.owned)
 
 
 class Arpc:

@@ -56,7 +56,7 @@ class Network:
         self.machines = [Machine(i, f.Forks(f"w{i}", i), IdAllocator(i)) for i in range(size)]
         self.bag: list[Packet] = []
         self.owner_of: dict[GloballyUniqueId, int] = {}
-        self.dropped: list[GloballyUniqueId] = []
+        self.values: set[GloballyUniqueId] = set()
         self.creators: dict[GloballyUniqueId, GloballyUniqueId] = {}
         self.deaths = 0
 
@@ -80,6 +80,7 @@ class Network:
         rref = machine.ids.next()
         self.owner_of[rref] = on
         self._happened(machine, f.ValueShared(rref))
+        self.values.add(rref)
         machine.owner_handles.append(rref)
 
     def send_user(self, on: int, which: int, to: int) -> None:
@@ -274,9 +275,12 @@ class Network:
                 case f.SendUserDelete(to, rref, fork, abandons):
                     self.bag.append(Packet("delete", machine.id, int(to[1:]), (rref, fork, abandons)))
                 case f.DropValue(rref):
-                    self.dropped.append(rref)
-                    self._check_nobody_uses(rref)
-                case f.RunCreation():
+                    if rref in self.values:  # else it was awaited only, and may still be created
+                        self.values.discard(rref)
+                        self._check_nobody_uses(rref)
+                case f.RunCreation(rref):
+                    assert rref not in self.values, f"{rref} is created twice"
+                    self.values.add(rref)
                     runs = True
         return runs
 

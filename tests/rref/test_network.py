@@ -112,6 +112,8 @@ class Workers(RuleBasedStateMachine):
             assert not machine.forks.users, machine.forks.name
             assert not machine.forks.offers, machine.forks.name
             assert not machine.forks.owned, machine.forks.name
+        alive = {machine.id for machine in self._alive()}
+        assert not {rref for rref in network.values if network.owner_of[rref] in alive}
 
 
 TestWorkers = Workers.TestCase

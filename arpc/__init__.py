@@ -40,7 +40,7 @@ from arpc.options import UNSET, RpcOptions
 from arpc.rref.handle import RRef
 from arpc.runner import new_event_loop, run
 from arpc.runtime import Worker
-from arpc.torchstate import enable_grad, inference_mode, no_grad, set_grad_enabled
+from arpc.torchstate import enable_grad, inference_mode, no_grad, set_grad_enabled, to_thread
 
 __all__ = [
     "UNSET",
@@ -95,4 +95,5 @@ __all__ = [
     "set_grad_enabled",
     "shutdown",
     "stream",
+    "to_thread",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from arpc.agent.future import Future
 from arpc.agent.scope import current_scope
 from arpc.agent.streams import Stream
-from arpc.errors import ConfigurationError, NotInitializedError
+from arpc.errors import NotInitializedError
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.rref.handle import RRef, create_remote
@@ -61,7 +60,7 @@ def init_rpc(
     name: str,
     *,
     rank: int | None = None,
-    world_size: int | None | Unset = UNSET,
+    world_size: int | Unset | None = UNSET,
     init_method: str = "env://",
     store: Store | None = None,
     options: RpcOptions | None = None,
@@ -80,20 +79,11 @@ def init_rpc(
     ``async with`` shuts down gracefully at the end of the block, and at once on an exception.
     """
     chosen = options if options is not None else RpcOptions()
-    size = _world_size_of_environment() if isinstance(world_size, Unset) else world_size
     return WorkerStart(
         lambda: start_worker(
-            name, rank=rank, world_size=size, init_method=init_method, store=store, options=chosen
+            name, rank=rank, world_size=world_size, init_method=init_method, store=store, options=chosen
         )
     )
-
-
-def _world_size_of_environment() -> int | None:
-    text = os.environ.get("WORLD_SIZE")
-    try:
-        return int(text) if text else None
-    except ValueError:
-        raise ConfigurationError(f"environment variable WORLD_SIZE must be a number, not {text!r}") from None
 
 
 def _leave_scope(worker: Worker) -> None:
@@ -114,7 +104,7 @@ def rpc_async(
     ``async def`` runs as a task there, plain ``def`` in a thread. ``timeout`` is in seconds, 0 for none; unset, it is
     `RpcOptions.rpc_timeout`. Inside a handler no call may outlast what the handler's own caller has left.
     """
-    return current().agent.call(to, func, args or (), kwargs, timeout, depth=3)
+    return current().agent.call(to, func, args, kwargs, timeout, depth=3)
 
 
 def rpc_sync(
@@ -128,7 +118,7 @@ def rpc_sync(
 
     Raises what the function raised, with its own type; its ``__cause__`` is the remote traceback.
     """
-    return current().agent.call_and_wait(to, func, args or (), kwargs, timeout)
+    return current().agent.call_and_wait(to, func, args, kwargs, timeout)
 
 
 def remote(
@@ -158,7 +148,7 @@ def stream(
 
     At most ``window`` items are on their way. Leaving the loop early stops the generator.
     """
-    return current().agent.stream(to, func, args or (), kwargs, timeout, window)
+    return current().agent.stream(to, func, args, kwargs, timeout, window)
 
 
 def get_worker_info(name: str | int | WorkerInfo | None = None) -> WorkerInfo:

@@ -50,12 +50,12 @@ __all__ = [
     "OverloadedError",
     "OwnerLostError",
     "ProtocolError",
+    "RRefCreationError",
+    "RRefError",
     "RemoteError",
     "RemoteTraceback",
     "RendezvousError",
     "RendezvousTimeoutError",
-    "RRefCreationError",
-    "RRefError",
     "RpcTimeoutError",
     "SerializationError",
     "ShutdownError",
@@ -174,7 +174,7 @@ class RemoteError(ArpcError):
         return f"{self.type_name} on worker {self.worker!r}: {self.message}"
 
 
-class RemoteTraceback(Exception):  # noqa: N818 - it is a traceback, worn as a cause
+class RemoteTraceback(Exception):
     """Where an exception was raised on a remote worker; the ``__cause__`` of the exception raised here."""
 
     def __init__(self, worker: str, stack: str) -> None:

@@ -115,7 +115,7 @@ class RpcOptions:
     """Seconds of silence after which a peer counts as lost."""
 
     shutdown_timeout: float = 0.0
-    """Seconds a graceful shutdown waits for the group when ``shutdown(timeout=0)`` does not say; 0 means as long as it takes."""
+    """Seconds a graceful shutdown waits for the group when ``shutdown(timeout=0)`` does not say; 0 means no limit."""
 
     window_bytes: int = 64 * MIB
     """Bytes of requests that may be unanswered at one peer; further ones wait here. One message always goes."""
@@ -170,16 +170,20 @@ class RpcOptions:
                 f"heartbeat_timeout ({self.heartbeat_timeout}) must be longer than "
                 f"heartbeat_interval ({self.heartbeat_interval})"
             )
-        for name in (
-            "num_worker_threads",
-            "window_bytes",
-            "max_handlers_per_peer",
-            "max_body_bytes",
-            "max_message_bytes",
-            "connect_timeout",
+        if not self.connect_timeout:
+            raise ConfigurationError("connect_timeout must be more than 0")
+        for name, least in (
+            ("num_worker_threads", 1),
+            ("window_bytes", 1),
+            ("max_handlers_per_peer", 1),
+            ("max_body_bytes", 1),
+            ("max_message_bytes", 1),
+            ("inline_tensor_bytes", 0),
+            ("control_retries", 0),
         ):
-            if getattr(self, name) <= 0:
-                raise ConfigurationError(f"{name} must be more than 0, not {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigurationError(f"{name} must be a whole number, {least} or more, not {value!r}")
         if self.max_body_bytes >= 4 * GIB:
             raise ConfigurationError(f"max_body_bytes must be less than 4 GiB, not {self.max_body_bytes}")
         if isinstance(self.listen, str):

@@ -1,8 +1,10 @@
-"""Running a program: the fast loop, with torch's state kept apart per task."""
+"""Running a program: the fast loop, with torch's state kept apart per task, and an end in good order."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -16,7 +18,7 @@ T = TypeVar("T")
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """uvloop's if it is installed, else asyncio's own; tasks on it keep torch's grad mode and the like to themselves."""
     try:
-        import uvloop  # noqa: PLC0415 - optional: not there on every platform
+        import uvloop
 
         loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     except ImportError:
@@ -28,11 +30,53 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 def run(main: Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]], *, debug: bool | None = None) -> T:
     """Run a coroutine, or a function that makes one, to its end. Like `asyncio.run`, on `new_event_loop`.
 
+    SIGTERM cancels it, as SIGINT does: workers leave their group instead of being lost. A second one ends the process.
+
     >>> async def main():
     ...     return 42
     >>> run(main)
     42
     """
     coroutine = main() if callable(main) else main
-    with asyncio.Runner(debug=debug, loop_factory=new_event_loop) as runner:
-        return runner.run(coroutine)
+    if not asyncio.iscoroutine(coroutine):
+        raise TypeError(f"run takes an async function or a coroutine, and {main!r} is neither")
+    termination = _Termination()
+    try:
+        with asyncio.Runner(debug=debug, loop_factory=new_event_loop) as runner:
+            return runner.run(termination.cancelling(coroutine) if termination.can_be_heard_of() else coroutine)
+    except asyncio.CancelledError:
+        if termination.came:
+            signal.raise_signal(signal.SIGTERM)  # whoever waits for this process shall see what ended it
+        raise
+
+
+class _Termination:
+    """SIGTERM, made to cancel a coroutine."""
+
+    def __init__(self) -> None:
+        self.came = False
+
+    @staticmethod
+    def can_be_heard_of() -> bool:
+        """Whether signals come here, and the program has no plans of its own with this one."""
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        return is_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    async def cancelling(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+
+        def terminate() -> None:
+            self.came = True
+            loop.remove_signal_handler(signal.SIGTERM)
+            task.cancel()
+
+        try:
+            loop.add_signal_handler(signal.SIGTERM, terminate)
+        except NotImplementedError:
+            return await coroutine  # Windows knows no such signal
+        try:
+            return await coroutine
+        finally:
+            loop.remove_signal_handler(signal.SIGTERM)

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import hashlib
 import logging
-import os
 import secrets
-import socket
 import sys
-import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import msgspec
 
+from arpc.agent.addresses import as_others_call_it, default_addresses, refuse_open_doors
 from arpc.agent.agent import Agent
+from arpc.agent.fingerprints import host_fingerprint, main_fingerprint
 from arpc.agent.future import Future
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.rendezvous import Rendezvous, create_rendezvous, open_store
@@ -30,7 +26,6 @@ from arpc.agent.streams import Stream
 from arpc.agent.variables import VariableCarrier
 from arpc.errors import (
     AlreadyInitializedError,
-    ConfigurationError,
     NotInitializedError,
     RendezvousError,
     RendezvousTimeoutError,
@@ -44,7 +39,7 @@ from arpc.rref.handle import RRef, create_remote, reduce_rref
 from arpc.rref.report import RRefRow, find_survivors, report_leaks, report_survivors, rref_rows, rref_statistics
 from arpc.transport.base import Transport
 from arpc.transport.memory import MemoryNetwork
-from arpc.transport.stream import TcpTransport, UnixTransport, split_tcp
+from arpc.transport.stream import TcpTransport, UnixTransport
 from arpc.wire.handshake import Identity
 
 __all__ = ["Worker", "current", "start_worker"]
@@ -54,7 +49,6 @@ logger = logging.getLogger("arpc.runtime")
 _RELEASE_S: Final = 10.0
 """How long a graceful shutdown waits for owners to hear that their RRefs are released."""
 _LEAVE_S: Final = 5.0
-_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -107,7 +101,7 @@ class Worker:
         timeout: float | Unset = UNSET,
     ) -> Future[Any]:
         """Start a call now and return its `Future`."""
-        return self.agent.call(to, func, args or (), kwargs, timeout, depth=3)
+        return self.agent.call(to, func, args, kwargs, timeout, depth=3)
 
     def rpc_sync(
         self,
@@ -118,7 +112,7 @@ class Worker:
         timeout: float | Unset = UNSET,
     ) -> Coroutine[Any, Any, Any]:
         """``await`` it: makes a call and returns its result."""
-        return self.agent.call_and_wait(to, func, args or (), kwargs, timeout)
+        return self.agent.call_and_wait(to, func, args, kwargs, timeout)
 
     def stream(
         self,
@@ -130,7 +124,7 @@ class Worker:
         window: int = 16,
     ) -> Stream[Any]:
         """Call a generator and iterate over its items with ``async for``."""
-        return self.agent.stream(to, func, args or (), kwargs, timeout, window)
+        return self.agent.stream(to, func, args, kwargs, timeout, window)
 
     def remote(
         self,
@@ -170,10 +164,16 @@ class Worker:
     async def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
         """Leave the group. Graceful: once no worker has work left, or ``timeout`` seconds have passed.
 
-        Without a timeout that of the options holds. Until then this worker keeps serving. A shutdown that cannot be graceful, because time is
-        up, a worker was lost or whoever waits was cancelled, is finished all the same and then raises. A second one waits for
-        the first; one that is not graceful makes the first stop waiting for the group.
+        Without a timeout that of the options holds. Until then this worker keeps serving. A shutdown that cannot be
+        graceful, because time is up, a worker was lost or whoever waits was cancelled, is finished all the same and then
+        raises. A second one waits for the first; one that is not graceful makes the first stop waiting for the group.
         """
+        scope = current_scope.get()
+        if graceful and scope is not None and scope.worker is self and scope.caller is not None:
+            raise ShutdownError(
+                f"a handler of worker {self.info.name!r} cannot wait for all handlers to end, itself among them: "
+                f"let the worker's own code shut down (an asyncio.Event can tell it), or pass graceful=False"
+            )
         is_first = self._shutdown is None
         if self._shutdown is None:
             self._shutdown = asyncio.create_task(self._run_shutdown(graceful, timeout or self.options.shutdown_timeout))
@@ -218,6 +218,8 @@ class Worker:
         with suppress(RendezvousError, OSError):
             # the host of the store waits a moment for the others, unless nobody is to be waited for
             await self.rendezvous.leave(grace_s=_LEAVE_S if graceful else 0)
+        if self.options.gc_freeze:
+            gc.unfreeze()
         await self.rendezvous.aclose()
 
     async def _quiesce(self, timeout_s: float | None) -> None:
@@ -246,7 +248,7 @@ class Worker:
             left = None if deadline is None else max(0.0, deadline - loop.time())
             if not await self.agent.drain(left):
                 raise RendezvousTimeoutError(
-                    f"worker {self.info.name!r} was shut down with calls under way, which did not end within {timeout_s} s"
+                    f"worker {self.info.name!r} was shut down with calls under way that did not end within {timeout_s} s"
                 )
             # before anyone lets go: the last to hear that all agree would find nothing
             survivors = find_survivors(self.rref_context)
@@ -276,40 +278,37 @@ class Worker:
 
     async def _fail_in_a_hurry(self) -> None:
         await self._hurry.wait()
-        raise ShutdownError(f"worker {self.info.name!r} was shut down without waiting for the group: that was cancelled")
+        raise ShutdownError(f"worker {self.info.name!r} was shut down without the group: waiting for it was cancelled")
 
     async def _fail_if_peer_is_lost(self) -> None:
-        """Waiting for a worker that has died would never end."""
-        patience = max(self.options.heartbeat_timeout, 1.0)
+        """Waiting for a worker that has died would never end: fail this shutdown, and so everyone's."""
+        patience_s = max(self.options.heartbeat_timeout, 1.0)
         while True:
-            await asyncio.sleep(patience / 4)
-            for peer in self.agent.peers:
-                if peer.connects and peer.connection is None and peer.info != self.info:
-                    await self._check_alive(peer.info, patience)
+            await asyncio.sleep(patience_s / 4)
+            for record in await self.rendezvous.awaited(patience_s):
+                if record.id != self.info.id and not await self._answers(record, patience_s):
+                    text = f"worker {record.name!r} was lost, so the group cannot shut down gracefully"
+                    await self.rendezvous.fail_gather(text)
+                    raise WorkerLostError(text, record.name)
 
-    async def _check_alive(self, info: WorkerInfo, patience_s: float) -> None:
+    async def _answers(self, record: WorkerRecord, patience_s: float) -> bool:
+        """Whether a worker shows a sign of life within a time."""
         loop = asyncio.get_running_loop()
         end = loop.time() + patience_s
         while True:
-            try:
-                peer = self.agent.peer(info)
-                assert peer is not None
-                await self.agent.connector.connect(peer)
-            except ConnectionError as error:
-                if loop.time() >= end:
-                    raise WorkerLostError(
-                        f"worker {info.name!r} was lost, so the group cannot shut down gracefully", info.name
-                    ) from error
-                await asyncio.sleep(patience_s / 10)
-            else:
-                return
+            peer = self.agent.peer(record.name)
+            if (peer is not None and peer.connection is not None) or await self.agent.connector.is_alive(record):
+                return True
+            if loop.time() >= end:
+                return False
+            await asyncio.sleep(patience_s / 10)
 
 
 async def start_worker(
     name: str,
     *,
     rank: int | None,
-    world_size: int | None,
+    world_size: int | Unset | None,
     init_method: str,
     store: Any,
     options: RpcOptions,
@@ -327,7 +326,11 @@ async def start_worker(
     group = await open_store(
         init_method=init_method, store=store, rank=rank, world_size=world_size, timeout_s=options.init_timeout
     )
-    rendezvous = create_rendezvous(group)
+    try:
+        rendezvous = create_rendezvous(group)
+    except BaseException:
+        await group.aclose()
+        raise
     worker = Worker(WorkerInfo(name, -1), options)
     context = copy_context()
     context.run(current_scope.set, WorkerScope(worker))
@@ -348,6 +351,7 @@ async def start_worker(
             handlers=rrefs.handlers,
             reducers={RRef: partial(reduce_rref, rrefs)},
             interceptors=(VariableCarrier(),),
+            is_elastic=rendezvous.is_elastic,
             watchers=(rrefs,),
         )
     )
@@ -355,9 +359,12 @@ async def start_worker(
     worker.rendezvous = rendezvous
     host = host_fingerprint()
     try:
-        addresses = options.listen or (("memory://",) if network is not None else default_addresses(options, store_host(init_method, store)))
+        addresses = options.listen or (
+            ("memory://",) if network is not None else await default_addresses(options, group.host)
+        )
         refuse_open_doors(addresses, options)
-        listening = await agent.connector.listen(addresses, host)
+        taken = await agent.connector.listen(addresses, host)
+        listening = tuple([await as_others_call_it(address, group.host) for address in taken])
 
         def make_record(worker_id: int) -> WorkerRecord:
             worker.info = WorkerInfo(name, worker_id)
@@ -371,6 +378,7 @@ async def start_worker(
         for member in await rendezvous.members():
             agent.add_peer(member)
         agent.add_peer(record)
+        agent.serve()
     except BaseException:
         rrefs.close()
         await agent.aclose("it failed to start")
@@ -383,66 +391,3 @@ async def start_worker(
         gc.freeze()
     current_scope.set(WorkerScope(worker))
     return worker
-
-
-def store_host(init_method: str, store: Any) -> str | None:
-    """The machine the group meets on; None if it is this one by nature, or cannot be known."""
-    if store is not None:
-        host = getattr(store, "host", None)
-        return host if isinstance(host, str) else None
-    scheme, _, rest = init_method.partition("://")
-    if scheme == "env":
-        return os.environ.get("MASTER_ADDR")
-    return urlsplit(init_method).hostname if scheme == "tcp" and rest else None
-
-
-def default_addresses(options: RpcOptions, store_host: str | None) -> tuple[str, ...]:
-    """Where to listen when nobody said: a unix socket, and TCP as far as the group reaches."""
-    unix = ("unix://",) if hasattr(socket, "AF_UNIX") else ()
-    if store_host is None or store_host in _LOOPBACK:
-        return (*unix, "tcp://127.0.0.1:0")
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            # connecting a datagram socket sends nothing; it only tells which interface leads there
-            probe.connect((store_host, 9))
-            interface = probe.getsockname()[0]
-    except OSError:
-        interface = "127.0.0.1"
-    if interface not in _LOOPBACK and options.secret is None and not options.insecure:
-        raise ConfigurationError(
-            f"the group's store is on {store_host}, so this worker must be reachable from there, and anyone who can "
-            f"reach it could run code in it. Set the same ARPC_SECRET (or RpcOptions.secret) on all workers"
-        )
-    return (*unix, f"tcp://{interface}:0")
-
-
-def refuse_open_doors(addresses: Sequence[str], options: RpcOptions) -> None:
-    """Unpickling runs code, so only those who proved themselves may reach beyond this host."""
-    if options.secret is not None:
-        return
-    for address in addresses:
-        if address.startswith("tcp://") and split_tcp(address)[0] not in _LOOPBACK:
-            if not options.insecure:
-                raise ConfigurationError(
-                    f"refusing to listen on {address} with no secret: whoever reaches that port could run code here. "
-                    f"Set ARPC_SECRET (or RpcOptions.secret) to the same value on all workers, or listen on 127.0.0.1"
-                )
-            logger.warning("listening on %s WITHOUT A SECRET: whoever reaches that port can run code here", address)
-
-
-def main_fingerprint() -> str:
-    """A hash of the script this process runs; empty for notebooks and interactive sessions, which no peer can share."""
-    path = getattr(sys.modules.get("__main__"), "__file__", None)
-    if not path:
-        return ""
-    try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32]
-    except OSError:
-        return ""
-
-
-def host_fingerprint() -> str:
-    """Equal for processes that see the same machine, and so each other's sockets."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()}-{uuid.getnode():x}"

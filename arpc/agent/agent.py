@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import Context, copy_context
+from threading import get_ident
 from typing import Any, Final
 
 from arpc import torchstate
@@ -24,11 +24,11 @@ from arpc.agent.failures import rebuild_failure
 from arpc.agent.functions import name_of
 from arpc.agent.future import Future
 from arpc.agent.heartbeat import Heartbeat
-from arpc.agent.peers import Peer, PeerState, unsendable
 from arpc.agent.membership import WorkerRecord
+from arpc.agent.peers import Peer, PeerState, unsendable
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.streams import ItemOrder, Stream
-from arpc.errors import ProtocolError, RpcTimeoutError, SerializationError, ShutdownError, UnknownWorkerError
+from arpc.errors import ProtocolError, RpcTimeoutError, SerializationError, ShutdownError, UnknownWorkerError, WireError
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.transport.base import Connection, Transport
@@ -84,7 +84,10 @@ class Agent:
         reducers: Mapping[type, Reducer] | None = None,
         interceptors: Sequence[Interceptor] = (),
         watchers: Sequence[PeerWatcher] = (),
+        is_elastic: bool = False,
     ) -> None:
+        self.is_elastic = is_elastic
+        """Workers this one has never heard of may come."""
         self.loop = asyncio.get_running_loop()
         self.info = WorkerInfo(identity.name, identity.id)
         self.options = options
@@ -102,7 +105,8 @@ class Agent:
         )
         self.default_timeout = options.rpc_timeout
         self.is_closing = False
-        self._thread = threading.get_ident()
+        self.is_serving = False
+        self._thread = get_ident()
         self._time = self.loop.time
         self._tasks_are_isolated = torchstate.isolates_all_tasks(self.loop)
         self._create_future = self.loop.create_future
@@ -133,6 +137,12 @@ class Agent:
             # A feature's own messages are calls too, of the one function that serves them
             self._handlers[message_class] = self.executor.serve(function)
 
+    def serve(self) -> None:
+        """The worker knows its group: calls of others run from now on, those that came before first."""
+        self.is_serving = True
+        for inbound in self.connector.inbounds():
+            self.executor.readmit(inbound)
+
     def identify(self, worker_id: int) -> None:
         """The group has given this worker its id, which nobody could know before."""
         self.info = WorkerInfo(self.info.name, worker_id)
@@ -151,7 +161,9 @@ class Agent:
                 window_bytes=self.options.window_bytes,
                 connect=self.connector.connect,
             )
-        elif peer.info != record.info:
+        if peer.connection is not None and peer.connection.peer.incarnation != record.incarnation:
+            peer.connection.abort(WireError("the worker was started again"))
+        if peer.info != record.info:
             # it came back under its name, as another one
             for old in (peer.info.id, peer.info):
                 self._peers.pop(old, None)
@@ -193,7 +205,7 @@ class Agent:
         self,
         to: str | int | WorkerInfo,
         function: Callable[..., Any],
-        args: Sequence[Any] = (),
+        args: Sequence[Any] | None = (),
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | Unset = UNSET,
         *,
@@ -204,7 +216,7 @@ class Agent:
         if future is None:
             future = Future(loop=self.loop)
         future.made_at(depth)
-        if threading.get_ident() != self._thread:
+        if get_ident() != self._thread:
             self._call_from_thread(future, to, function, args, kwargs, timeout)
             return future
         peer = self.peer(to)
@@ -220,12 +232,15 @@ class Agent:
         self,
         to: str | int | WorkerInfo,
         function: Callable[..., Any],
-        args: Sequence[Any] = (),
+        args: Sequence[Any] | None = (),
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | Unset = UNSET,
     ) -> Any:
         """The result of a call. Cheaper than `call`, because nobody else can see its future."""
-        peer = self._peers.get(to)
+        try:
+            peer = self._peers.get(to)
+        except TypeError:
+            raise self._unknown(to) from None
         if peer is None:
             return await self.call(to, function, args, kwargs, timeout, depth=3)
         future = self._create_future()
@@ -242,7 +257,7 @@ class Agent:
         self,
         message: type[Message],
         to: str | int | WorkerInfo,
-        args: Sequence[Any] = (),
+        args: Sequence[Any] | None = (),
         timeout: float | Unset = UNSET,
         *,
         future: Future[Any] | None = None,
@@ -265,7 +280,7 @@ class Agent:
         self,
         to: str | int | WorkerInfo,
         function: Callable[..., Any],
-        args: Sequence[Any],
+        args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
         timeout: float | Unset,
         window: int,
@@ -315,7 +330,7 @@ class Agent:
         peer: Peer,
         future: asyncio.Future[Any],
         function: Callable[..., Any],
-        args: Sequence[Any],
+        args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
         timeout: float | Unset,
         flags: int = 0,
@@ -328,6 +343,13 @@ class Agent:
         """
         if self.is_closing:
             raise ShutdownError(f"worker {self.info.name!r} is shutting down")
+        if get_ident() != self._thread:
+            raise RuntimeError(
+                f"{name_of(function)} was called from a thread that is not worker {self.info.name!r}'s own: "
+                f"use rpc_async(...).wait() there"
+            )
+        if args.__class__ is not tuple:
+            args = _as_arguments(args)
         # the deadline
         scope = current_scope.get()
         now = self._time()
@@ -344,11 +366,11 @@ class Agent:
         except TypeError:
             function_id = 0  # not hashable, so not a function of a module
         if function_id == 0:
-            payload, slots = self._pickle_with_function(peer, function, tuple(args), kwargs)
+            payload, slots = self._pickle_with_function(peer, function, args, kwargs)
         elif args or kwargs:
             payload, slots = self._pickler.dumps_call(
                 function,
-                tuple(args),
+                args,
                 dict(kwargs) if kwargs else None,
                 main_by_value=peer.main_by_value,
                 to=peer.info,
@@ -365,6 +387,8 @@ class Agent:
                 meta = meta or {}
                 meta[interceptor.key] = added
         # the message
+        if scope.__class__ is not WorkerScope and scope is not None:
+            scope.call_begun(future)
         call = Call(future, function, HEADER_BYTES + len(payload))
         call_id = peer.calls.add(tick, call)
         if slots or meta:
@@ -385,6 +409,9 @@ class Agent:
     def _pickle_with_function(
         self, peer: Peer, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
     ) -> tuple[bytes, list[Slot]]:
+        if not callable(function):
+            hint = ": pass the function itself, not its call" if asyncio.iscoroutine(function) else ""
+            raise TypeError(f"function should be callable, and {type(function).__qualname__} is not{hint}")
         by_value = peer.main_by_value
         payload = (args, dict(kwargs)) if kwargs else args
         try:
@@ -408,7 +435,12 @@ class Agent:
     def _deadline(
         self, now: float, timeout: float | Unset, inherited: float | None, function: Any
     ) -> tuple[int, int]:
-        timeout_s = self.default_timeout if isinstance(timeout, Unset) else float(timeout)
+        if isinstance(timeout, Unset):
+            timeout_s = self.default_timeout
+        elif isinstance(timeout, int | float):
+            timeout_s = float(timeout)
+        else:
+            raise TypeError(f"a timeout is a number of seconds, 0 for none, not {timeout!r}")
         if not timeout_s >= 0:
             raise ValueError(f"a timeout is 0 (none) or more seconds, not {timeout!r}")
         if inherited is not None:
@@ -434,7 +466,7 @@ class Agent:
                     self._defer(future, to, lambda peer: self.begin(peer, future, function, args, kwargs, timeout))
                     return
                 call_id = self.begin(peer, future, function, args, kwargs, timeout)
-            except Exception as error:  # noqa: BLE001 - the thread finds it in the future
+            except Exception as error:
                 future.set_exception(error)
             else:
                 future._on_cancel = lambda: peer.cancel(call_id)
@@ -443,6 +475,8 @@ class Agent:
 
     def _defer(self, future: Future[Any], to: Any, begin: Callable[[Peer], int]) -> None:
         """Ask the group about a worker that is not known yet, then call it."""
+        if self.is_closing:
+            raise ShutdownError(f"worker {self.info.name!r} is shutting down")
         if not isinstance(to, str | int):
             raise self._unknown(to)
 
@@ -452,13 +486,14 @@ class Agent:
                 if not future.done():
                     call_id = begin(peer)
                     future._on_cancel = lambda: peer.cancel(call_id)
-            except Exception as error:  # noqa: BLE001 - the caller finds it in the future
+            except Exception as error:
                 if not future.done():
                     future.set_exception(error)
             except asyncio.CancelledError:
                 # by `aclose`, or with the loop: nobody else will end the call
                 if not future.done():
-                    future.set_exception(ShutdownError(f"worker {self.info.name!r} was shut down before the call was sent"))
+                    text = f"worker {self.info.name!r} was shut down before the call was sent"
+                    future.set_exception(ShutdownError(text))
                 raise
 
         task = self.loop.create_task(resolve_and_call())
@@ -474,8 +509,9 @@ class Agent:
 
     def messages_received(self, connection: Connection, messages: list[Message]) -> None:
         link: Link = connection.owner
-        if messages[0].__class__ is Reply and len(messages) == 1:
-            self._on_reply(link, messages[0])
+        first = messages[0]
+        if first.__class__ is Reply and len(messages) == 1 and (not first.table_end or self._tasks_are_isolated):
+            self._on_reply(link, first)
             return
         handlers = self._handlers
         # The loop may be between two steps of a task that has switched something off for itself, unless tasks are isolated
@@ -508,7 +544,7 @@ class Agent:
         except ProtocolError:
             call.future.set_exception(SerializationError(f"the result of {call.name} is malformed"))
             raise
-        except BaseException as error:  # noqa: BLE001 - unpickling runs user code
+        except BaseException as error:
             call.future.set_exception(self._unreadable(call, error))
         else:
             _set_result(call.future, value)
@@ -522,7 +558,7 @@ class Agent:
             return
         try:
             value = self._result(link, message) if message.body else None
-        except BaseException as error:  # noqa: BLE001 - unpickling runs user code
+        except BaseException as error:
             link.peer.cancel(message.id)
             call.future.set_exception(self._unreadable(call, error))
         else:
@@ -580,8 +616,12 @@ class Agent:
         link.goodbye = bytes(message.body).decode(errors="replace") or "it closed the connection"
 
     def output_drained(self, connection: Connection) -> None:
-        link = connection.owner
-        if link is not None and link.inbound.waiting:
+        link: Link | None = connection.owner
+        if link is None:
+            return
+        link.peer.drain()
+        link.inbound.output_drained()
+        if link.inbound.waiting:
             self.executor.readmit(link.inbound)
 
     # -- the end
@@ -628,3 +668,12 @@ class Agent:
             "connector": self.connector.statistics(),
             "peers": {peer.info.name: peer.statistics() for peer in self.peers},
         }
+
+
+def _as_arguments(args: Any) -> tuple[Any, ...]:
+    """The positional arguments as a tuple. What is no list of arguments is refused: it would be taken apart."""
+    if args is None:
+        return ()
+    if isinstance(args, tuple | list):
+        return tuple(args)
+    raise TypeError(f"args must be a tuple of arguments, not {type(args).__qualname__}: write args=(value,)")

@@ -40,9 +40,15 @@ class Call(msgspec.Struct, gc=False):
 class Calls:
     """The calls made to one peer. An id is ``tick << 24 | number``, so the table of pending calls is the timer wheel too."""
 
-    def __init__(self, deadlines: Deadlines, timed_out: Callable[[int, Call], None]) -> None:
+    def __init__(
+        self,
+        deadlines: Deadlines,
+        timed_out: Callable[[int, Call], None],
+        abandon: Callable[[int, Call], None] = lambda _, __: None,
+    ) -> None:
         self._deadlines = deadlines
         self._timed_out = timed_out
+        self._abandon = abandon
         self.buckets: dict[int, dict[int, Call]] = {}
         self._numbers = count(1)
 
@@ -67,8 +73,12 @@ class Calls:
         return bucket.get(call_id) if bucket is not None else None
 
     def expire(self, tick: int) -> None:
-        for call_id, call in self.buckets.pop(tick, {}).items():
+        expired = self.buckets.pop(tick, {})
+        for call_id, call in expired.items():
             self._timed_out(call_id, call)
+        # Only now: what one of them gives back must not be used to send another
+        for call_id, call in expired.items():
+            self._abandon(call_id, call)
 
     def __iter__(self) -> Iterator[tuple[int, Call]]:
         for bucket in list(self.buckets.values()):

@@ -21,6 +21,7 @@ from types import coroutine as generator_coroutine
 from typing import Any, Final
 
 import torch
+from torch._C import _len_torch_function_stack as _count_function_modes
 
 from arpc import torchstate
 
@@ -90,7 +91,7 @@ def _drive(job: Job, waits_for: Any) -> Generator[Any, Any, Any]:
             # its blocks end in its own context and state, as in any other step
             _step(job, lambda _: coroutine.close(), None)
             raise
-        except BaseException as error:  # noqa: BLE001 - thrown in by the Task, for the coroutine
+        except BaseException as error:
             step, value = coroutine.throw, error
         else:
             step = coroutine.send
@@ -155,7 +156,7 @@ class Carriers:
         except StopIteration as stop:
             result = stop.value
             waits_for = carrier
-        except BaseException as raised:  # noqa: BLE001 - it is the caller's, see Job.failed
+        except BaseException as raised:
             error = raised
             waits_for = carrier
         finally:
@@ -166,9 +167,8 @@ class Carriers:
             self._idle.pop()
             self._carry(carrier, job, waits_for)
             return
-        # The blocks it was in have ended with it. What it may have switched off for good is the one thing people do
-        # switch without a block; anything else is found before the next handler runs.
-        if not _is_grad_enabled():
+        # The blocks it was in have ended with it. Left are the two things that people switch without a block.
+        if not _is_grad_enabled() or _count_function_modes():
             torchstate.save_and_reset()
         if carrier.wake_up.done():
             # the handler cancelled its own task: that must not reach the next one
@@ -245,7 +245,7 @@ class Carriers:
                 waits_for = _step(job, lambda _: job.first_step(), None)
             except StopIteration as stop:
                 _tell(job.finished, stop.value)
-            except BaseException as error:  # noqa: BLE001 - it is the caller's, see Job.failed
+            except BaseException as error:
                 _tell(job.failed, error)
             else:
                 await self._finish(job, waits_for)
@@ -264,7 +264,7 @@ class Carriers:
     async def _finish(self, job: Job, waits_for: Any) -> None:
         try:
             result = await _drive(job, waits_for)
-        except BaseException as error:  # noqa: BLE001 - it is the caller's, see Job.failed
+        except BaseException as error:
             _tell(job.failed, error)
         else:
             _tell(job.finished, result)
@@ -279,7 +279,8 @@ class Carriers:
         if tasks:
             _, stubborn = await asyncio.wait(tasks, timeout=_CLOSE_S)
             if stubborn:
-                logger.warning("worker %s leaves %d handlers behind that went on when cancelled", self._name, len(stubborn))
+                text = "worker %s leaves %d handlers behind that went on when cancelled"
+                logger.warning(text, self._name, len(stubborn))
 
     def statistics(self) -> dict[str, int]:
         return {

@@ -17,13 +17,14 @@ import msgspec
 
 from arpc.agent.deadlines import Deadlines
 from arpc.agent.executor import Inbound
-from arpc.agent.peers import Peer
 from arpc.agent.membership import WorkerRecord
+from arpc.agent.peers import Peer
 from arpc.errors import ArpcError, HandshakeError, ProtocolError, WireError
 from arpc.ids import WorkerInfo
 from arpc.options import RpcOptions
 from arpc.transport.base import Connection, Listener, Transport
 from arpc.transport.memory import connect_pair
+from arpc.transport.stream import is_loopback, split_tcp
 from arpc.wire import protocol as wire
 from arpc.wire.frames import Limits
 from arpc.wire.handshake import Handshake, Identity, Refused, Role
@@ -65,6 +66,8 @@ class _Host(Protocol):
     info: WorkerInfo
     deadlines: Deadlines
     is_closing: bool
+    is_elastic: bool
+    is_serving: bool
     _resolve: Callable[[str | int], Awaitable[WorkerRecord]]
 
     def peer(self, to: str | int | WorkerInfo) -> Peer | None: ...
@@ -150,11 +153,12 @@ class Connector:
         """Whether a peer that proved itself may come in. Runs before the last word of the handshake."""
         if self.agent.is_closing:
             raise Refused(Refusal.CLOSING, f"worker {self._identity.name!r} is shutting down")
+        if identity.id == self._identity.id or identity.name == self._identity.name:
+            raise Refused(Refusal.STALE, f"worker {identity.name!r} has the name or id of worker {self._identity.name!r}")
         peer = self.agent.peer(WorkerInfo(identity.name, identity.id))
         if peer is None:
-            return  # a newcomer of an elastic group
-        if identity.id == self._identity.id:
-            raise Refused(Refusal.STALE, f"worker {identity.name!r} has the id of worker {self._identity.name!r}")
+            self._admit_newcomer(identity)
+            return
         existing = peer.connection
         if existing is not None and existing.peer.incarnation == identity.incarnation:
             if self._identity.id < identity.id and self._links[existing].is_mine:
@@ -166,12 +170,24 @@ class Connector:
         elif identity.id in self._attempts and self._identity.id < identity.id:
             raise Refused(Refusal.DUPLICATE, "a connection is being made")
 
+    def _admit_newcomer(self, identity: Identity) -> None:
+        if not self.agent.is_elastic:
+            raise Refused(Refusal.UNKNOWN_WORKER, f"worker {identity.name!r} (id {identity.id}) is not of this group")
+        namesake = self.agent.peer(identity.name)
+        # ids are given in order and never again: the lower one is from an earlier life
+        if namesake is not None and namesake.info.id > identity.id:
+            raise Refused(Refusal.STALE, f"worker {identity.name!r} was taken for dead, and another has its name now")
+        if self.agent.peer(identity.id) is not None:
+            raise Refused(Refusal.STALE, f"another worker than {identity.name!r} has the id {identity.id}")
+
     # -- connecting
 
     async def connect(self, peer: Peer) -> Connection:
         """A connection to a peer, whoever makes it."""
         if peer.info.id == self._identity.id:
-            return self._connect_to_self(peer)
+            connection = self._connect_to_self(peer)
+            await connection.wait_opened()
+            return connection
         deadline = asyncio.get_running_loop().time() + self._options.connect_timeout
         known_id = peer.info.id
         self._attempts.add(known_id)
@@ -239,7 +255,9 @@ class Connector:
                 self._handshaking.discard(connection)
         tried = ", ".join(record.addresses) or "it has no address"
         reasons = "; ".join(str(error) for error in errors)
-        raise WireError(f"none of its addresses answers ({tried}): {reasons}")
+        if not errors and any(a.startswith("tcp://") and not self._may_trust(a) for a in record.addresses):
+            reasons = "it is on another host, which is not trusted without a secret: set the same ARPC_SECRET on all workers"
+        raise WireError(f"none of its addresses answers ({tried}): {reasons or 'none can be reached from here'}")
 
     async def is_alive(self, record: WorkerRecord) -> bool:
         """Whether the worker of a record, in that very incarnation, still answers at its addresses."""
@@ -274,10 +292,16 @@ class Connector:
             scheme, _, rest = address.partition("://")
             if scheme not in self._transports:
                 continue
-            if scheme == "unix" and (record.host != self._host or not os.path.exists(rest)):  # noqa: PTH110
+            if scheme == "tcp" and not self._may_trust(address):
+                continue
+            if scheme == "unix" and (record.host != self._host or not os.path.exists(rest)):
                 continue
             usable.append((_PREFERENCE.get(scheme, 9), address))
         return [address for _, address in sorted(usable)]
+
+    def _may_trust(self, address: str) -> bool:
+        """Whoever answers may run code here, too: without a secret only this host is trusted."""
+        return self._options.secret is not None or self._options.insecure or is_loopback(split_tcp(address)[0])
 
     def _connect_to_self(self, peer: Peer) -> Connection:
         secret = self._options.secret
@@ -296,10 +320,20 @@ class Connector:
             record = WorkerRecord(identity.name, identity.id, identity.incarnation, (), "", identity.main)
             peer = self.agent.add_peer(record)
         main_by_value = not self.same_main(identity.main)
-        inbound = Inbound(connection, peer.info, self.agent.deadlines, main_by_value=main_by_value)
+        inbound = Inbound(
+            connection,
+            peer.info,
+            self.agent.deadlines,
+            # a peer that has joined already may call before this worker knows the group: such calls wait
+            max_handlers=self._options.max_handlers_per_peer if self.agent.is_serving else 0,
+            main_by_value=main_by_value,
+        )
         link = Link(connection, peer, inbound, is_mine=is_mine)
         self._links[connection] = link
         connection.owner = link
+        if self.agent.is_closing:
+            connection.abort(WireError("this worker is shutting down"))
+            return
         # of the two ends of the connection to oneself, calls go out on one only
         if is_mine or identity.id != self._identity.id:
             peer.opened(connection, main_by_value=main_by_value)
@@ -332,6 +366,9 @@ class Connector:
         return bool(main) and main == self._identity.main
 
     # -- looking
+
+    def inbounds(self) -> list[Inbound]:
+        return [link.inbound for link in self._links.values()]
 
     def open_connections(self) -> list[Connection]:
         return [connection for connection in self._links if connection.is_open]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import logging
 from typing import Final, Protocol
 
 __all__ = ["NEVER", "Deadlines", "Expirable"]
@@ -17,6 +18,8 @@ NEVER: Final = 0
 """The tick of what has no deadline."""
 
 _TICKS_PER_SECOND: Final = 256
+
+logger = logging.getLogger("arpc.deadlines")
 
 
 class Expirable(Protocol):
@@ -81,7 +84,10 @@ class Deadlines:
         while heap and self.time_of(heap[0]) <= now:
             tick = heapq.heappop(heap)
             for owner in self._watchers.pop(tick):
-                owner.expire(tick)
+                try:
+                    owner.expire(tick)
+                except Exception:
+                    logger.exception("an internal error at a deadline")
         # expire() may have watched a new tick, and armed the timer for it
         if heap and (self._timer is None or heap[0] < self._timer_tick):
             self._arm(heap[0])

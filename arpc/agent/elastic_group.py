@@ -200,6 +200,12 @@ class ElasticRendezvous(Rendezvous):
     async def gather(self, tag: str, value: bytes, *, timeout_s: float) -> dict[WorkerId, bytes]:
         return {self.record.id: value}
 
+    async def awaited(self, every_s: float) -> tuple[WorkerRecord, ...]:
+        return ()
+
+    async def fail_gather(self, text: str) -> None:
+        """There is none: nobody is waited for."""
+
     async def changes(self, *, interval_s: float = 1.0) -> AsyncIterator[Joined | Left]:
         place = self._joined_at + 1
         while not self._has_left:

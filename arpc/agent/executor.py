@@ -25,10 +25,10 @@ from arpc.agent.streams import Producer
 from arpc.agent.threads import ThreadPool
 from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError, ShutdownError
 from arpc.ids import WorkerInfo
-from arpc.transport.base import Connection
+from arpc.transport.base import BulkSend, Connection
 from arpc.wire.frames import HEADER, frame
-from arpc.wire.tensors import Slot
 from arpc.wire.messages import WINDOW, FailureKind, ItemFlag, Message, MessageType, RequestFlag
+from arpc.wire.tensors import Slot
 
 __all__ = ["Executor", "Inbound", "Run"]
 
@@ -39,10 +39,13 @@ _ITEM: Final = int(MessageType.ITEM)
 _FAILURE: Final = int(MessageType.FAILURE)
 _pack_header = HEADER.pack
 _PLACE_MASK: Final = (1 << 32) - 1
+# In the place of a context whose request has ended. The two refer to each other: each call would be a cycle to collect
+_NO_CONTEXT: Final = Context()
 _COROUTINE: Final = Mode.COROUTINE
 _THREAD: Final = Mode.THREAD
 _INLINE: Final = Mode.INLINE
 _STREAM: Final = RequestFlag.STREAM
+_NESTED_LIMIT: Final = 32
 _GENERATORS: Final = frozenset((Mode.GENERATOR, Mode.ASYNC_GENERATOR))
 
 
@@ -65,6 +68,8 @@ class Run(Job):
     _deadline: float | None = None
     credit = 0
     items_sent = 0
+    nested: list[asyncio.Future[Any]] | None = None
+    nested_limit = _NESTED_LIMIT
     producer: Producer | None = None
     returned_coroutine: Coroutine[Any, Any, Any] | None = None
     meta: dict[str, Any] | None = None
@@ -133,6 +138,7 @@ class Run(Job):
     def finished(self, result: Any) -> None:
         if result is None and not self.is_registered and self.meta is None and self.is_plain:
             self.ended = True
+            self.context = _NO_CONTEXT
             self.executor.calls_handled += 1
             try:
                 self.inbound.connection.send(_pack_header(0, _REPLY, 0, 0, self.id, 0, 0, 0, 0))
@@ -146,11 +152,27 @@ class Run(Job):
             self.returned_coroutine.close()  # it may never have begun
         self.executor.raised(self, error)
 
+    def call_begun(self, future: asyncio.Future[Any]) -> None:
+        """The handler has made a call in turn, which is cancelled with it."""
+        if self.nested is None:
+            self.nested = []
+        elif len(self.nested) >= self.nested_limit:
+            self.nested = [call for call in self.nested if not call.done()]
+            self.nested_limit = max(_NESTED_LIMIT, 2 * len(self.nested))
+        self.nested.append(future)
+
+    def cancel_nested(self) -> None:
+        nested, self.nested = self.nested, None
+        for future in nested or ():
+            future.cancel()
+
     def cancel(self) -> None:
         """Stop it as soon as it can be stopped; a function in a thread runs to its end, but its result is not used."""
         if self.task is not None:
             self.task.cancel()
         else:
+            # first, so that a thread that waits for one of them goes on
+            self.cancel_nested()
             self.executor.raised(self, asyncio.CancelledError())
 
     def expire(self) -> None:
@@ -161,15 +183,26 @@ class Run(Job):
 class Inbound:
     """What one connection asked for and has not been answered yet."""
 
-    def __init__(self, connection: Connection, caller: WorkerInfo, deadlines: Deadlines, *, main_by_value: bool) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        caller: WorkerInfo,
+        deadlines: Deadlines,
+        *,
+        max_handlers: int,
+        main_by_value: bool,
+    ) -> None:
         self.connection = connection
         self.caller = caller
         self.main_by_value = main_by_value
         self.functions: dict[int, Function | Exception] = {}
+        self.limit = max_handlers
+        """How many requests may run at once."""
         self.running: dict[int, Run] = {}
         self.waiting: OrderedDict[int, Message] = OrderedDict()
         self._deadlines = deadlines
         self._by_tick: dict[int, dict[int, Run]] = {}
+        self._replies: dict[int, BulkSend] = {}
 
     def register(self, run: Run) -> None:
         """Keep a request that did not end at once, so that it can be cancelled and expire."""
@@ -200,8 +233,21 @@ class Inbound:
         run = self.running.get(call_id)
         if run is not None:
             run.cancel()
-        else:
-            self.waiting.pop(call_id, None)
+        elif self.waiting.pop(call_id, None) is None and (bulk := self._replies.pop(call_id, None)) is not None:
+            self.connection.drop_bulk(bulk)  # the reply is on its way, and nobody wants it any more
+
+    def send_reply(self, call_id: int, data: bytes, buffers: list[memoryview]) -> None:
+        """Send a reply with large tensors, which may still be cancelled on its way."""
+        bulk = self.connection.send_bulk(data, buffers)
+        for sent in [key for key, earlier in self._replies.items() if earlier.is_sent]:
+            del self._replies[sent]
+        self._replies[call_id] = bulk
+
+    def output_drained(self) -> None:
+        """The caller takes bytes again: streams may go on."""
+        for run in list(self.running.values()):
+            if run.producer is not None:
+                run.producer.wake()
 
     def add_credit(self, call_id: int, items: int) -> None:
         """The consumer of a stream takes more items. It has had some already, so the producer is there."""
@@ -257,7 +303,7 @@ class Executor:
     def request_received(self, link: HasInbound, message: Message) -> None:
         """Run a request, or keep it packed while its caller does not take replies or has too many others running."""
         inbound = link.inbound
-        if inbound.waiting or inbound.connection.is_congested or len(inbound.running) >= self._max_handlers:
+        if inbound.waiting or inbound.connection.is_congested or len(inbound.running) >= inbound.limit:
             inbound.waiting[message.id] = message
             self._start_waiting(inbound)
             return
@@ -272,6 +318,7 @@ class Executor:
         """Something ended or was sent: see whether those that wait may run."""
         # This is called between two steps of any task, which may have switched something off for itself
         outer = None if torchstate.is_pristine() else torchstate.save_and_reset()
+        inbound.limit = self._max_handlers
         try:
             self._start_waiting(inbound)
         finally:
@@ -282,7 +329,7 @@ class Executor:
         connection = inbound.connection
         while (
             inbound.waiting
-            and len(inbound.running) < self._max_handlers
+            and len(inbound.running) < inbound.limit
             and not (connection.is_congested and connection.unsent_bytes > self._window_bytes)
             and not self._is_closed
         ):
@@ -339,11 +386,11 @@ class Executor:
             run.is_plain = False
         try:
             if isinstance(function, Exception):
-                raise function.with_traceback(None)  # noqa: TRY301 - one place for all that can go wrong
+                raise function.with_traceback(None)
             if function is None and message.arg:
-                raise ProtocolError(f"call {message.id} of function {message.arg}, which was never sent")  # noqa: TRY301
+                raise ProtocolError(f"call {message.id} of function {message.arg}, which was never sent")
             run.context.run(self._enter, run, message)
-        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+        except BaseException as error:
             self.raised(run, error)
             return
         if run.is_stream and run.function.mode in _GENERATORS:
@@ -415,7 +462,7 @@ class Executor:
         try:
             call = self.context.copy().run(self.codec.payload, message, [])
             inbound.functions[message.arg] = Function(call)
-        except BaseException as error:  # noqa: BLE001 - importing runs user code; calls of the function fail with this
+        except BaseException as error:
             made = SerializationError(
                 f"the function is not on worker {self.name!r}: {type(error).__name__}: {error}. "
                 f"It must be importable there, or be passed as a lambda or closure, which travel by value"
@@ -429,8 +476,8 @@ class Executor:
         if run.message is not None and not self._enter_and_go_on(run):
             return
         try:
-            result = run.context.run(run.begin)
-        except BaseException as error:  # noqa: BLE001 - it is the caller's
+            result = torchstate.call_isolated(run.context.run, run.begin)
+        except BaseException as error:
             self.raised(run, error)
         else:
             self.returned(run, result)
@@ -441,7 +488,7 @@ class Executor:
         assert message is not None
         try:
             run.context.run(self._enter, run, message)
-        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+        except BaseException as error:
             self.raised(run, error)
             return False
         if run._prerequisites is not None:  # noqa: SLF001
@@ -455,11 +502,14 @@ class Executor:
         run.inbound.register(run)
 
         def job() -> Callable[[], None] | None:
+            # taken before the look: a run that ends drops them after it has said so
+            args, kwargs = run.args or (), run.kwargs or {}
             if run.ended:
                 return None  # cancelled while it waited for a thread
+            run.args = run.kwargs = None
             try:
-                result = run.context.run(run.begin)
-            except BaseException as error:  # noqa: BLE001 - it is the caller's
+                result = run.context.run(run.function.call, *args, **kwargs)
+            except BaseException as error:
                 raised = error
                 return lambda: self.raised(run, raised)
             return lambda: self._thread_returned(run, result)
@@ -467,7 +517,7 @@ class Executor:
         self.threads.submit(job)
 
     def _thread_returned(self, run: Run, result: Any) -> None:
-        if asyncio.iscoroutine(result) and not run.ended:
+        if isinstance(result, Coroutine) and not run.ended:
             # a plain function that hands out a coroutine means it to be awaited
             run.returned_coroutine = result
             self._carry(run, lambda: result)
@@ -477,7 +527,13 @@ class Executor:
     def _produce(self, run: Run, iterable: Any) -> None:
         """Send the items of something to iterate over; the sending is a coroutine in the handler's place."""
         try:
-            producer = run.producer = Producer(iterable, self.threads, lambda item: self._send_item(run, item))
+            producer = run.producer = Producer(
+                iterable,
+                self.threads,
+                lambda item: self._send_item(run, item),
+                run.inbound.connection,
+                self._window_bytes,
+            )
         except TypeError as error:
             self.raised(run, error)
             return
@@ -495,7 +551,7 @@ class Executor:
 
     def returned(self, run: Run, result: Any) -> None:
         if run.ended:
-            if asyncio.iscoroutine(result):
+            if isinstance(result, Coroutine):
                 result.close()
             return
         if run.function.returns_future:
@@ -505,14 +561,15 @@ class Executor:
             self._produce(run, result)
             return
         if run.is_stream:
-            self._end(run, _pack_header(0, _ITEM, ItemFlag.LAST, 0, run.id, run.items_sent & _PLACE_MASK, 0, 0, 0), None)
+            place = run.items_sent & _PLACE_MASK
+            self._end(run, _pack_header(0, _ITEM, ItemFlag.LAST, 0, run.id, place, 0, 0, 0), None)
             return
         if result is None and not run.meta:
             self._end(run, _pack_header(0, _REPLY, 0, 0, run.id, 0, 0, 0, 0), None)
             return
         try:
             data, buffers = self._pack_result(run, result)
-        except BaseException as error:  # noqa: BLE001 - pickling runs user code
+        except BaseException as error:
             self.raised(run, error)
         else:
             self._end(run, data, buffers)
@@ -554,6 +611,7 @@ class Executor:
         kind = FailureKind.RAISED
         if isinstance(error, asyncio.CancelledError):
             kind = FailureKind.TIMEOUT if run.expired else FailureKind.CANCELLED
+            run.cancel_nested()
         if isinstance(error, ProtocolError):
             logger.warning("a malformed request of worker %s: %s", run.inbound.caller.name, error)
         try:
@@ -573,6 +631,9 @@ class Executor:
 
     def _end(self, run: Run, data: bytes, buffers: list[memoryview] | None) -> None:
         run.ended = True
+        run.nested = None  # a timer may keep the run's context for long, and their exceptions keep the handler's frames
+        run.context = _NO_CONTEXT
+        run.task = run.args = run.kwargs = None  # it may wait for a thread for a long time still
         self.calls_handled += 1
         inbound = run.inbound
         if run.is_registered:
@@ -581,7 +642,11 @@ class Executor:
                 self.loop.call_soon(self.readmit, inbound)
         try:
             if buffers:
-                inbound.connection.send_bulk(data, buffers)
+                inbound.send_reply(run.id, data, buffers)
+                if inbound.limit and inbound.connection.unsent_bytes > self._window_bytes:
+                    # What this read brought may ask for much more: none of it runs before the replies have gone out
+                    inbound.limit = 0
+                    self.loop.call_soon(self.readmit, inbound)
             else:
                 inbound.connection.send(data)
         except ConnectionClosedError:
@@ -595,7 +660,7 @@ class Executor:
             run.function = Function.of_coroutine(_unknown_function, run.function.name)
             try:
                 value = future.result() if hasattr(future, "result") else future.value()
-            except BaseException as error:  # noqa: BLE001 - it is the caller's
+            except BaseException as error:
                 self.raised(run, error)
             else:
                 self.returned(run, value)

@@ -25,6 +25,8 @@ from arpc.wire.tensors import Slot
 
 __all__ = ["describe_failure", "rebuild_failure"]
 
+_RUNTIME: Final = ("arpc.agent.", "arpc.rref.", "arpc.torchstate.")
+
 # What would stop the caller's own loop or coroutine if it were raised there
 _NOT_TO_BE_RAISED: Final = (
     KeyboardInterrupt,
@@ -45,7 +47,7 @@ def describe_failure(
     if not isinstance(error, _NOT_TO_BE_RAISED):
         try:
             pickled, slots = pickler.dumps(error, main_by_value=main_by_value, to=to)
-        except BaseException:  # noqa: BLE001 - a user's __reduce__ may raise anything; the description is sent instead
+        except BaseException:
             slots = []
     stack = "".join(traceback.format_exception(_without_runtime_frames(error)))
     return pickler.dumps((pickled, _type_name(error), _text(error), stack))[0], slots
@@ -67,7 +69,7 @@ def rebuild_failure(
     if pickled is not None:
         try:
             error = loads(pickled, slots)
-        except BaseException:  # noqa: BLE001 - rebuilding runs the exception's own code, which may raise anything
+        except BaseException:
             error = None
         if isinstance(error, Exception) and not isinstance(error, _NOT_TO_BE_RAISED):
             return _caused(error, worker, stack)
@@ -87,13 +89,13 @@ def _type_name(error: BaseException) -> str:
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except BaseException as reason:  # noqa: BLE001 - a user's __str__ may raise anything
+    except BaseException as reason:
         return f"<its __str__ raised {type(reason).__qualname__}>"
 
 
 def _without_runtime_frames(error: BaseException) -> BaseException:
     """Cut the frames of the runtime above the user's function off the traceback: they explain nothing."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("arpc."):
+    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith(_RUNTIME):
         trace = trace.tb_next
     return error.with_traceback(trace) if trace is not None else error

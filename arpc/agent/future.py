@@ -6,7 +6,7 @@ import asyncio
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from types import CodeType
 from typing import Any, Final, Generic, TypeVar
 
@@ -121,10 +121,10 @@ class Future(asyncio.Future[T], Generic[T]):
                 return
             try:
                 result = callback(self)
-            except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the new future
+            except BaseException as error:
                 chained._adopt_exception(error)
                 return
-            if asyncio.iscoroutine(result):
+            if isinstance(result, Coroutine):
                 task = loop.create_task(result)
                 running.append(task)
                 task.add_done_callback(chained._copy_from)

@@ -32,6 +32,7 @@ class Heartbeat:
         # often enough to notice a silence soon after it has lasted too long
         self._period_s = min(self._interval_s, self._timeout_s - self._interval_s) / 2
         self._silent_since: dict[Connection, float] = {}
+        self._taken: dict[Connection, int] = {}
         self._expected = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self.pings_sent = 0
@@ -59,8 +60,11 @@ class Heartbeat:
             for connection in connections:
                 connection.heard_from = True
         silent: dict[Connection, float] = {}
+        taken: dict[Connection, int] = {}
         for connection in connections:
-            if connection.heard_from:
+            # A peer that takes bytes is alive: its answers may wait behind a large message that is still on its way to it
+            taken[connection] = connection.bytes_sent - connection.unsent_bytes
+            if connection.heard_from or taken[connection] > self._taken.get(connection, 0):
                 connection.heard_from = False
                 silent[connection] = now
                 continue
@@ -72,8 +76,11 @@ class Heartbeat:
                 connection.abort(WireError(f"it has not been heard of for {silence:.1f} s"))
             elif silence >= self._interval_s:
                 self.pings_sent += 1
-                connection.send(frame(_PING, 0, self.pings_sent, 0, 0, b""))
+                ping = frame(_PING, 0, self.pings_sent, 0, 0, b"")
+                connection.send(ping)
+                taken[connection] += len(ping)  # our own, which says nothing of the peer
         self._silent_since = silent
+        self._taken = taken
 
     def statistics(self) -> dict[str, int]:
         return {"pings_sent": self.pings_sent, "peers_given_up": self.peers_given_up}

@@ -165,6 +165,14 @@ class Rendezvous(ABC):
         """
 
     @abstractmethod
+    async def awaited(self, every_s: float) -> tuple[WorkerRecord, ...]:
+        """Who has not come to the `gather` under way. One worker is told in each period, so that not all look at once."""
+
+    @abstractmethod
+    async def fail_gather(self, text: str) -> None:
+        """End the `gather` under way for everyone, with `RendezvousError` and this text: it can never be complete."""
+
+    @abstractmethod
     def changes(self, *, interval_s: float = 1.0) -> AsyncIterator[Joined | Left]:
         """Who came and who left since this worker joined, itself included if it was taken for dead.
 

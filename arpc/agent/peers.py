@@ -8,6 +8,8 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from enum import Enum, auto
+from functools import partial
+from itertools import count
 from typing import Any, Final
 
 from arpc.agent.calls import Call, Calls
@@ -15,6 +17,7 @@ from arpc.agent.codec import Codec
 from arpc.agent.deadlines import Deadlines
 from arpc.errors import (
     ArpcError,
+    AuthenticationError,
     RpcTimeoutError,
     SerializationError,
     ShutdownError,
@@ -33,6 +36,7 @@ logger = logging.getLogger("arpc.peers")
 
 _CANCEL: Final = int(MessageType.CANCEL)
 _FUNCTION: Final = int(MessageType.FUNCTION)
+_MAIN_NAMES: Final = ("__main__", "__mp_main__")
 # What is this small may use a second window: it must not queue behind tensors
 _SMALL_BYTES: Final = 16 * 1024
 
@@ -66,12 +70,13 @@ class Peer:
         self.function_ids: dict[Any, int] = {}
         """Functions the peer knows on this connection, by identity."""
         self.in_flight_bytes = 0
-        self.calls = Calls(deadlines, self._timed_out)
+        self.calls = Calls(deadlines, self._timed_out, self._abandon)
         self.backlog: deque[tuple[int, Call, bytes, list[memoryview]]] = deque()
         """Calls that wait for a connection, or for room in the window."""
         self.calls_made = 0
         self.connects = 0
         self._definitions: dict[Any, tuple[int, bytes]] = {}
+        self._numbers = count(1)
         self._codec = codec
         self._window_bytes = window_bytes
         self._connect = connect
@@ -85,13 +90,13 @@ class Peer:
         known = self._definitions.get(function)
         if known is None:
             name = importable_name(function)
-            if name is None or (name[0] in {"__main__", "__mp_main__"} and self.main_by_value):
+            if name is None or (name[0] in _MAIN_NAMES and self.main_by_value):
                 return 0
             # pickled before it gets a number: a failure must not leave a number nobody knows
             payload, slots = self._codec.pickler.dumps(function)
             if slots:
                 return 0
-            known = self._definitions[function] = (len(self._definitions) + 1, payload)
+            known = self._definitions[function] = (next(self._numbers), payload)
         if self.connection is not None:
             self.connection.send(frame(_FUNCTION, 0, 0, known[0], 0, known[1]))
             self.function_ids[function] = known[0]
@@ -104,7 +109,13 @@ class Peer:
         self.calls_made += 1
         connection = self.connection
         in_flight_bytes = self.in_flight_bytes + call.size_bytes
-        if connection is not None and not buffers and in_flight_bytes <= self._window_bytes and not self.backlog:
+        if (
+            connection is not None
+            and not buffers
+            and in_flight_bytes <= self._window_bytes
+            and not self.backlog
+            and not connection.is_congested
+        ):
             # what almost every call does
             self.in_flight_bytes = in_flight_bytes
             call.connection = connection
@@ -121,6 +132,9 @@ class Peer:
 
     def _has_room(self, size_bytes: int) -> bool:
         limit = self._window_bytes if size_bytes > _SMALL_BYTES else 2 * self._window_bytes
+        connection = self.connection
+        if connection is not None and connection.is_congested and connection.unsent_bytes > limit:
+            return False  # of calls that were given up, the bytes may still be here
         return self.in_flight_bytes == 0 or self.in_flight_bytes + size_bytes <= limit
 
     def _send(self, connection: Connection, call: Call, data: bytes, buffers: list[memoryview]) -> None:
@@ -137,21 +151,22 @@ class Peer:
         if call is not None and call.connection is not None:
             self.in_flight_bytes -= call.size_bytes
             if self.backlog:
-                self._drain()
+                self.drain()
         return call
 
     def _release(self, call: Call) -> None:
         self.in_flight_bytes -= call.size_bytes
         if self.backlog:
-            self._drain()
+            self.drain()
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Send what waited, as far as there is room."""
         connection = self.connection
         while connection is not None and self.backlog:
-            _, call, data, buffers = self.backlog[0]
-            if call.future.done():  # cancelled or timed out while it waited
+            call_id, call, data, buffers = self.backlog[0]
+            if call.future.done():  # cancelled, timed out or completed by hand while it waited
                 self.backlog.popleft()
+                self.calls.pop(call_id)
             elif self._has_room(call.size_bytes):
                 self.backlog.popleft()
                 self._send(connection, call, data, buffers)
@@ -167,7 +182,7 @@ class Peer:
     def _abandon(self, call_id: int, call: Call) -> None:
         connection = call.connection
         if connection is None:
-            return  # never sent: `_drain` passes over it
+            return  # never sent: `drain` passes over it
         if connection.is_open:
             if call.bulk is not None and connection.drop_bulk(call.bulk):
                 logger.debug("call %d to %s was cancelled while it was sent", call_id, self.info.name)
@@ -175,36 +190,53 @@ class Peer:
                 connection.send(frame(_CANCEL, 0, call_id, 0, 0, b""))
         self._release(call)
 
-    def _timed_out(self, call_id: int, call: Call) -> None:
+    def _timed_out(self, _: int, call: Call) -> None:
         if not call.future.done():
             where = "was sent to" if call.connection is not None else "could not be sent to"
             call.future.set_exception(
                 RpcTimeoutError(f"{call.name} {where} worker {self.info.name!r} and did not end within its timeout")
             )
-        self._abandon(call_id, call)
 
     # -- the connection
 
     def _wake(self) -> None:
-        if self.state in {PeerState.IDLE, PeerState.GONE}:
+        """Connect, unless that is done or under way: there is one attempt at a time."""
+        if self.connection is None:
             self.state = PeerState.CONNECTING
-            self._connecting = asyncio.get_running_loop().create_task(self._run_connect())
+            if self._connecting is None:
+                self._connecting = asyncio.get_running_loop().create_task(self._run_connect())
+
+    async def reach(self) -> bool:
+        """Whether there is a connection, after an attempt to have one."""
+        self._wake()
+        if self._connecting is not None:
+            await asyncio.wait([self._connecting])
+        return self.connection is not None
 
     async def _run_connect(self) -> None:
+        failure: Exception | None = None
         try:
             await self._connect(self)
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it was, those who wait must hear of it
-            if self.connection is None:  # a connection from the other side may have come meanwhile
-                self.state = PeerState.GONE if self._gone_because else PeerState.IDLE
-                self._fail_backlog(lambda: self._not_reached(error))
+        except Exception as error:
+            failure = error
         finally:
             self._connecting = None
+        # Connections from the other side may have come, and gone, meanwhile
+        if self.connection is not None:
+            return
+        self.state = PeerState.GONE if self._gone_because else PeerState.IDLE
+        if failure is not None:
+            self._fail_backlog(partial(self._not_reached, failure))
+        elif self.backlog:
+            self._wake()
 
     def _not_reached(self, error: Exception) -> Exception:
         if self._gone_because and isinstance(error, WorkerLostError | UnknownWorkerError):
             return WorkerLostError(self._gone_because, self.info.name, may_have_run=False)
+        if isinstance(error, AuthenticationError):
+            return AuthenticationError(f"worker {self.info.name!r} cannot be called: {error}")
         if isinstance(error, ArpcError) and not isinstance(error, ConnectionError):
             return type(error)(*error.args)
         made = WorkerLostError(
@@ -224,12 +256,17 @@ class Peer:
         self.connection = connection
         self.incarnation = connection.peer.incarnation
         self._gone_because = ""
+        if main_by_value:
+            # It may have run this script in an earlier life, and run another one now
+            of_main = [function for function in self._definitions if function.__module__ in _MAIN_NAMES]
+            for function in of_main:
+                del self._definitions[function]
         self.main_by_value = main_by_value
         self.connects += 1
         for function, (number, payload) in self._definitions.items():
             connection.send(frame(_FUNCTION, 0, 0, number, 0, payload))
             self.function_ids[function] = number
-        self._drain()
+        self.drain()
 
     def lost(self, connection: Connection, error: Exception | None, *, reason: str | None) -> None:
         """A connection has ended. ``reason`` says why the peer left, if it did."""
@@ -243,7 +280,7 @@ class Peer:
         what = f"worker {self.info.name!r} was lost"
         text = f"{what}: {error}" if error is not None else f"{what}: it closed the connection"
         if reason is not None:
-            text = self._gone_because
+            text = f"worker {self.info.name!r} has left: {reason}"
         for call_id, call in sent:
             self.calls.pop(call_id)
             self.in_flight_bytes -= call.size_bytes
@@ -254,7 +291,7 @@ class Peer:
         if self.backlog and self.connection is None:
             self._wake()
         elif self.backlog:
-            self._drain()
+            self.drain()
 
     def gone(self, because: str) -> None:
         """It will not come back in this incarnation."""

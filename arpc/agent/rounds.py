@@ -112,6 +112,13 @@ class Round:
         values = kv.fetch([self.value_key(rank) for rank in range(self._size)])
         return self.settle(kv, Complete(tuple(values)))
 
+    def missing(self, kv: KeyValues, every_s: float) -> list[int]:
+        """The ranks that have not come. Told to one worker in each period; to the others, nobody is missing."""
+        period = int(time.time() / every_s)
+        if kv.add(f"{self._base}/looks/{period}", 1) != 1:
+            return []
+        return [rank for rank in range(self._size) if kv.peek(self.value_key(rank)) is None]
+
     def _claim_report(self, kv: KeyValues) -> bool:
         return kv.add(f"{self._base}/reporters", 1) == 1
 

@@ -5,6 +5,7 @@ One ContextVar for all of it, so that starting a handler sets one variable and m
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
@@ -33,6 +34,9 @@ class Scope(Protocol):
     def prerequisites(self) -> list[Awaitable[object]] | None:
         """What a handler waits for before it starts. What is unpacked as one of its arguments may add to it."""
 
+    def call_begun(self, future: asyncio.Future[Any]) -> None:
+        """A call was made in this scope; one of a handler ends with the handler if that is cancelled."""
+
 
 class WorkerScope(NamedTuple):
     """The scope of code that belongs to a worker and runs for no caller."""
@@ -41,6 +45,9 @@ class WorkerScope(NamedTuple):
     deadline: float | None = None
     caller: WorkerInfo | None = None
     prerequisites: None = None
+
+    def call_begun(self, future: asyncio.Future[Any]) -> None:
+        """Nothing to keep: this scope has no end of its own."""
 
 
 current_scope: ContextVar[Scope | None] = ContextVar("arpc.scope", default=None)

@@ -182,6 +182,7 @@ class StaticRendezvous(Rendezvous):
         self._members: tuple[WorkerRecord, ...] = ()
         self._by_name: dict[str, WorkerRecord] = {}
         self._gathers: Counter[str] = Counter()
+        self._gathering: Round | None = None
 
     async def _join_once(
         self, name: str, make_record: MakeRecord, probe: Probe | None, deadline: float, timeout_s: float
@@ -231,12 +232,23 @@ class StaticRendezvous(Rendezvous):
         number = self._gathers[tag]
         self._gathers[tag] += 1
         base = f"static/{self._seat.generation}/gather/{tag}.{number}"
-        gathering = Round(base, self._rank, self._size, describe)
+        gathering = self._gathering = Round(base, self._rank, self._size, describe)
         await self._store.run(partial(gathering.contribute, value=value))
         outcome = await gathering.wait(self._store, deadline_after(timeout_s))
+        self._gathering = None
         if isinstance(outcome, Failed):
             raise outcome.error()
         return dict(enumerate(outcome.values))
+
+    async def awaited(self, every_s: float) -> tuple[WorkerRecord, ...]:
+        if self._gathering is None:
+            return ()
+        missing = await self._store.run(partial(self._gathering.missing, every_s=every_s))
+        return tuple(self._members[rank] for rank in missing)
+
+    async def fail_gather(self, text: str) -> None:
+        if self._gathering is not None:
+            await self._store.run(partial(self._gathering.settle, outcome=Failed.now("other", text)))
 
     async def changes(self, *, interval_s: float = 1.0) -> AsyncIterator[Joined | Left]:
         nobody: tuple[Joined | Left, ...] = ()

@@ -16,6 +16,7 @@ from typing import Any, Final, Generic, Self, TypeVar
 from arpc import torchstate
 from arpc.agent.threads import ThreadPool
 from arpc.errors import ConnectionClosedError
+from arpc.transport.base import Connection
 
 __all__ = ["ItemOrder", "Producer", "Stream"]
 
@@ -23,15 +24,18 @@ logger = logging.getLogger("arpc.streams")
 
 T = TypeVar("T")
 
-# A fast generator hands over what it makes in this time at once, instead of crossing between threads for every item
+# After this time a generator gives its thread back, and waits for its next turn
 _SLICE_S: Final = 0.0005
+_LET_GO_S: Final = 0.05
 _PLACE_MASK: Final = (1 << 32) - 1
 
 
 class Producer:
     """The callee's end: takes items from a generator when there is credit, and sends them."""
 
-    def __init__(self, iterable: Any, threads: ThreadPool, send: Callable[[Any], None]) -> None:
+    def __init__(
+        self, iterable: Any, threads: ThreadPool, send: Callable[[Any], None], connection: Connection, window_bytes: int
+    ) -> None:
         if hasattr(iterable, "__aiter__"):
             self.produce = self._produce_async
         elif hasattr(iterable, "__iter__"):
@@ -41,16 +45,27 @@ class Producer:
         self._iterable = iterable
         self._threads = threads
         self._send = send
+        self._connection = connection
+        self._window_bytes = window_bytes
         self._credit = 0
         self._credit_came: asyncio.Future[None] | None = None
 
     def add_credit(self, items: int) -> None:
         self._credit += items
+        self.wake()
+
+    def wake(self) -> None:
+        """There may be credit, or room, again."""
         if self._credit_came is not None and not self._credit_came.done():
             self._credit_came.set_result(None)
 
     async def _have_credit(self) -> None:
-        while self._credit <= 0:
+        """Until the consumer wants another item, and has taken enough of the bytes of those before."""
+        connection = self._connection
+        while self._credit <= 0 or connection.unsent_bytes > self._window_bytes:
+            if self._credit > 0 and not connection.is_congested:
+                await asyncio.sleep(0)  # what was sent in this turn has not been written yet
+                continue
             self._credit_came = asyncio.get_running_loop().create_future()
             await self._credit_came
 
@@ -76,14 +91,18 @@ class Producer:
                 await iterator.aclose()
 
     async def _produce_in_threads(self) -> None:
-        steps = _GeneratorSteps(self._iterable)
+        steps = _GeneratorSteps(self._iterable, asyncio.get_running_loop())
         try:
             while True:
                 await self._have_credit()
-                items, is_over, error = await self._threads.call(steps.next_items, self._credit)
-                for item in items:
-                    if not self._offer(item):
-                        return
+                job = self._threads.call(steps.make_items, self._credit)
+                job.add_done_callback(steps.wake)
+                while steps.made or not job.done():
+                    while steps.made:
+                        if not self._offer(steps.made.popleft()):
+                            return
+                    await steps.wait_for_more(job)
+                is_over, error = job.result()
                 if error is not None:
                     raise error
                 if is_over:
@@ -97,7 +116,12 @@ class Producer:
 class _GeneratorSteps:
     """The steps of a plain generator, in threads, one at a time, all in the same context and torch state."""
 
-    def __init__(self, iterable: Iterable[Any]) -> None:
+    def __init__(self, iterable: Iterable[Any], loop: asyncio.AbstractEventLoop) -> None:
+        self.made: deque[Any] = deque()
+        """Items that have not been sent yet."""
+        self._loop = loop
+        self._wake_up_sent = False
+        self._more: asyncio.Future[None] | None = None
         self._iterable = iterable
         # of anything but a generator it is made in a thread, since that may block
         self._iterator = iterable if isinstance(iterable, Iterator) else None
@@ -106,45 +130,75 @@ class _GeneratorSteps:
         self._lock = threading.Lock()
         self._is_stopped = False
 
-    def next_items(self, limit: int) -> tuple[list[Any], bool, BaseException | None]:
-        """Up to ``limit`` items, whether that was the last of them, and the error that ended it."""
-        items: list[Any] = []
+    async def wait_for_more(self, job: asyncio.Future[Any]) -> None:
+        """Until there are items to send, or the job that makes them has ended."""
+        while not (self.made or job.done()):
+            self._more = self._loop.create_future()
+            await self._more
+
+    def wake(self, _: object = None) -> None:
+        self._wake_up_sent = False
+        if self._more is not None and not self._more.done():
+            self._more.set_result(None)
+
+    def make_items(self, limit: int) -> tuple[bool, BaseException | None]:
+        """Make up to ``limit`` items; whether the last of them has been made, and the error that ended it.
+
+        Each can be sent at once: the next may take its time. Many that are made quickly share one wake-up of the loop.
+        """
         with self._lock:
+            if self._is_stopped:
+                return True, None
             torchstate.restore(self._state)
             end = time.monotonic() + _SLICE_S
             try:
                 if self._iterator is None:
                     self._iterator = self._context.run(iter, self._iterable)
-                while len(items) < limit and not self._is_stopped:
-                    items.append(self._context.run(next, self._iterator))
+                for _ in range(limit):
+                    if self._is_stopped:
+                        break
+                    self.made.append(self._context.run(next, self._iterator))
+                    if not self._wake_up_sent:
+                        self._wake_up_sent = True
+                        self._loop.call_soon_threadsafe(self.wake)
                     if time.monotonic() > end:
                         break
             except StopIteration:
-                return items, True, None
-            except BaseException as error:  # noqa: BLE001 - the consumer's, after the items that came before
-                return items, True, error
+                return True, None
+            except BaseException as error:
+                return True, error
             finally:
                 self._state = torchstate.save_and_reset()
-            return items, False, None
+                if self._is_stopped:
+                    self._close_generator()
+            return False, None
 
     def stop(self) -> None:
         """Begin no further step. From any thread."""
         self._is_stopped = True
 
     def close(self) -> None:
-        """Let the generator end where it stands."""
-        with self._lock:
-            close = getattr(self._iterator, "close", None)
-            if close is None:
-                return
-            torchstate.restore(self._state)
+        """Let the generator end where it stands. A step that is under way does it on its way out: no thread waits for it."""
+        # The wait is for a step that has just looked and not let go yet; one that blocks will look when it ends
+        if self._lock.acquire(timeout=_LET_GO_S):
             try:
-                self._context.run(close)
-            except BaseException:
-                # its consumer has left
-                logger.exception("a generator raised when it was stopped")
+                self._close_generator()
             finally:
-                torchstate.save_and_reset()
+                self._lock.release()
+
+    def _close_generator(self) -> None:
+        close = getattr(self._iterator, "close", None)
+        self._iterator = None
+        if close is None:
+            return
+        torchstate.restore(self._state)
+        try:
+            self._context.run(close)
+        except BaseException:
+            # its consumer has left
+            logger.exception("a generator raised when it was stopped")
+        finally:
+            torchstate.save_and_reset()
 
 
 class ItemOrder:
@@ -179,8 +233,8 @@ class ItemOrder:
 class Stream(AsyncIterator[T], Generic[T]):
     """The caller's end: ``async for item in stream``.
 
-    Leaving the loop early, `aclose`, dropping the stream or cancelling who waits for an item stops the remote generator. At most
-    ``window`` items are on their way or waiting here.
+    Leaving the loop early, `aclose`, dropping the stream or cancelling who waits for an item stops the remote generator.
+    At most ``window`` items are on their way or waiting here.
     """
 
     anchor: object = None

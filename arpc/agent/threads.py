@@ -124,7 +124,7 @@ class ThreadPool:
         def job() -> Callable[[], None]:
             try:
                 result = function(*args)
-            except BaseException as error:  # noqa: BLE001 - it is raised where the future is awaited
+            except BaseException as error:
                 failure = error if not isinstance(error, StopIteration) else RuntimeError(repr(error))
                 return lambda: None if future.done() else future.set_exception(failure)
             return lambda: None if future.done() else future.set_result(result)

@@ -42,7 +42,7 @@ class VariableCarrier:
     def __init__(self) -> None:
         self._pickler = Pickler()
 
-    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot]) -> bytes | None:  # noqa: ARG002
+    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot]) -> bytes | None:
         if not _declared:
             return None
         values: dict[str, Any] = {}
@@ -61,7 +61,7 @@ class VariableCarrier:
             raise SerializationError("a propagated ContextVar holds a tensor: pass it as an argument instead")
         return payload
 
-    def request_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:  # noqa: ARG002
+    def request_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
         for name, value in loads(meta, []).items():
             variable = _declared.get(name)
             if variable is None:

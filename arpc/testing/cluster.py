@@ -106,6 +106,8 @@ async def cluster(
     by a `FaultyTransport`.
     """
     names = [f"worker{number}" for number in range(workers)] if isinstance(workers, int) else list(workers)
+    if not names or len(set(names)) < len(names):
+        raise ConfigurationError(f"a cluster needs at least one worker, and names that differ, not {names}")
     group = Cluster(options or RpcOptions(gc_freeze=False), transports, elastic=elastic)
     await group.start(names)
     token = current_scope.set(WorkerScope(group[0]))

@@ -23,6 +23,7 @@ __all__ = ["Action", "Fault", "FaultyTransport"]
 Action = Literal["drop", "delay", "duplicate", "reorder", "cut"]
 
 _TYPE_BYTE: Final = 4
+_TYPES: Final = {int(type_): type_ for type_ in MessageType}
 # The handshake, and what the two ends of a connection say to each other to stay in step: a peer would not take it for
 # a bad network but for a peer that speaks another language
 _UNTOUCHABLE: Final = frozenset(
@@ -193,7 +194,8 @@ class _ConnectionFaults:
             self._is_in_send_bulk = False
 
     def _apply(self, type_byte: int, send: Callable[[], object]) -> None:
-        fault = self._transport.choose(MessageType(type_byte))
+        type_ = _TYPES.get(type_byte)
+        fault = self._transport.choose(type_) if type_ is not None else None
         action = fault.action if fault is not None else None
         if fault is None or action == "duplicate" or (action == "reorder" and self._held is not None):
             send()

@@ -17,6 +17,6 @@ __all__ = ["arpc_cluster"]
 @pytest.fixture
 def arpc_cluster() -> Callable[..., AbstractAsyncContextManager[Cluster]]:
     """Starts groups of workers in this process: ``async with arpc_cluster(3) as group: ...``."""
-    from arpc.testing.cluster import cluster  # noqa: PLC0415 - slow: torch, which most tests of a project do not need
+    from arpc.testing.cluster import cluster  # slow: it imports torch
 
     return cluster

@@ -64,7 +64,7 @@ class Receiver(TypingProtocol):
 class BulkSend:
     """A message whose large tensors are on their way."""
 
-    __slots__ = ("buffers", "id", "index", "position", "size_bytes", "started")
+    __slots__ = ("buffers", "id", "index", "position", "size_bytes")
 
     def __init__(self, buffers: list[memoryview]) -> None:
         self.buffers = buffers
@@ -72,7 +72,10 @@ class BulkSend:
         self.index = 0
         self.position = 0
         self.size_bytes = sum(buffer.nbytes for buffer in buffers)
-        self.started = False
+
+    @property
+    def is_sent(self) -> bool:
+        return self.index == len(self.buffers)
 
 
 class Connection(ABC):

@@ -64,7 +64,7 @@ class Identity(msgspec.Struct, frozen=True):
     features: tuple[str, ...] = ()
 
 
-class Refused(HandshakeError):  # noqa: N818 - what happened, on either side
+class Refused(HandshakeError):
     """A connection that was refused, with the reason that travels."""
 
     def __init__(self, kind: Refusal, reason: str) -> None:

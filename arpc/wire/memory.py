@@ -29,5 +29,5 @@ def view_of(storage: UntypedStorage, address: int, size_bytes: int) -> memoryvie
 
 
 def allocate(size_bytes: int) -> memoryview:
-    """Memory for a large tensor to be read into. numpy asks the kernel for huge pages where that helps."""
+    """Memory for a large tensor to be read into, aligned. numpy asks the kernel for huge pages where that helps."""
     return np.empty(size_bytes, np.uint8).data

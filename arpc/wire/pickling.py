@@ -146,7 +146,7 @@ class Pickler:
         for which, value in [*zip(_parameter_names(function, len(args)), args, strict=True), *kwargs.items()]:
             try:
                 self.dumps(value, main_by_value=main_by_value, to=to, is_rehearsal=True)
-            except Exception as reason:  # noqa: BLE001 - whatever a user's __reduce__ may raise
+            except Exception as reason:
                 kind = type(value).__qualname__
                 return SerializationError(f"argument {which!r} of {name} ({kind}) cannot be sent: {reason}")
         return SerializationError(f"the arguments of {name} cannot be sent: {error}")

@@ -147,7 +147,7 @@ class Protocol:
         self._chunk_of = None
         self._end = 0
 
-    def get_buffer(self) -> memoryview:
+    def get_buffer(self, _size_hint: int = -1) -> memoryview:
         """Where the next bytes of the peer belong. Never empty; good until the next `receive`."""
         if self._target is not None:
             return self._target

@@ -8,10 +8,11 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from arpc.errors import ProtocolError
-from arpc.wire.table import DTYPES, NUMPY_DTYPES, Code, Entry, Flag, Kind, decode_table
+from arpc.wire.frames import ALIGNMENT
+from arpc.wire.table import DTYPE_CODES, DTYPES, NUMPY_DTYPES, Code, Entry, Flag, Kind, decode_table
 
 __all__ = ["unpack"]
 
@@ -19,6 +20,8 @@ _from_numpy = torch.from_numpy
 _ndarray = np.ndarray
 _FIRST_STAND_IN: Final = Code.FIRST_STAND_IN
 _FIRST_SPECIAL: Final = Code.BYTES
+_UNALIGNED: Final = ALIGNMENT - 1
+_UINT8: Final = DTYPE_CODES[torch.uint8]
 _LAYOUTS: Final = {
     str(layout): layout for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 }
@@ -32,14 +35,18 @@ def unpack(table: bytes | memoryview, body: bytearray, buffers: Sequence[memoryv
     try:
         decoded = decode_table(table)
         base = len(body) - decoded.inline_bytes
-        if not 0 <= base <= len(body):
+        if base < 0:
             raise ProtocolError("the inline tensors of a message are larger than the message")
+        if base & _UNALIGNED and decoded.inline_bytes:
+            raise ProtocolError("the inline tensors of a message are not aligned")
         codes, sources, shapes = decoded.codes, decoded.sources, decoded.shapes
         if not len(codes) == len(sources) == len(shapes):
             raise ProtocolError("a table of tensors with columns of different lengths")
-        for code, source, shape in zip(codes, sources, shapes):  # noqa: B905 - `strict` takes as long as a small tensor
+        for code, source, shape in zip(codes, sources, shapes):
             if code < _FIRST_SPECIAL:
                 if source >= 0:
+                    if source & _UNALIGNED:
+                        raise ProtocolError("an inline tensor is not aligned")  # torch's operators would crash
                     tensor = _from_numpy(_ndarray(shape, numpy_dtypes[code], body, base + source))
                 else:
                     tensor = _from_numpy(_ndarray(shape, numpy_dtypes[code], buffers[~source]))
@@ -75,8 +82,7 @@ class _Rebuilder:
         self._base = base
         self._buffers = buffers
         self._entries = iter(entries)
-        self._storages: dict[tuple[int, int], UntypedStorage] = {}
-        self._sharing: dict[tuple[int, int, int], Tensor] = {}
+        self._spans: dict[tuple[int, int, int], Tensor] = {}
 
     def build(self, code: int, source: int, shape: tuple[int, ...]) -> Tensor | memoryview:
         """What one place of the columns says."""
@@ -103,8 +109,8 @@ class _Rebuilder:
                 raise ProtocolError(f"a buffer of {memory.nbytes} bytes was announced as {size_bytes}")
             return memory
         start = self._base + source
-        if size_bytes < 0 or start + size_bytes > self._body.nbytes:
-            raise ProtocolError("an inline tensor lies outside of its message")
+        if source & _UNALIGNED or start + size_bytes > self._body.nbytes:
+            raise ProtocolError("an inline tensor is not aligned, or lies outside of its message")
         return self._body[start : start + size_bytes]
 
     # -- one for each kind
@@ -113,6 +119,8 @@ class _Rebuilder:
         numpy_dtype = NUMPY_DTYPES[entry.dtype]
         strides = tuple([stride * numpy_dtype.itemsize for stride in entry.strides])
         memory = self._memory(entry.source, entry.span_bytes)
+        if not memory and 0 not in entry.shape:
+            raise ProtocolError("a tensor without memory")  # numpy would take no size for any size
         tensor = _from_numpy(_ndarray(entry.shape, numpy_dtype, memory, 0, strides))
         return tensor if entry.dtype < _FIRST_STAND_IN else _as_dtype(tensor, entry.dtype)
 
@@ -121,19 +129,25 @@ class _Rebuilder:
         offset, rest = divmod(entry.offset, dtype.itemsize)
         if rest:
             raise ProtocolError("a tensor that begins within an item")
-        span = entry.source, entry.span_bytes
-        storage = self._storages.get(span)
-        if storage is None:
-            memory = self._memory(entry.source, entry.span_bytes)
-            array: np.ndarray[tuple[int], np.dtype[np.uint8]] = _ndarray((entry.span_bytes,), np.uint8, memory)
-            storage = self._storages[span] = _from_numpy(array).untyped_storage()
-        # the first view of each dtype is made from the storage, the others, at less cost, from the first
-        first = self._sharing.get((*span, entry.dtype))
-        if first is not None:
-            return first.as_strided(entry.shape, entry.strides, offset).data
-        tensor = torch.empty(0, dtype=dtype).set_(storage, offset, entry.shape, entry.strides)
-        self._sharing[*span, entry.dtype] = tensor.data
-        return tensor
+        span = entry.source, entry.span_bytes, entry.dtype
+        whole = self._spans.get(span)
+        if whole is None:
+            whole = self._spans[span] = self._span(*span)
+        # as_strided looks to it that nothing reaches beyond the storage
+        return whole.as_strided(entry.shape, entry.strides, offset).data
+
+    def _span(self, source: int, size_bytes: int, dtype_code: int) -> Tensor:
+        """All of a span as one tensor of a dtype. Tensors of all dtypes have one storage in common."""
+        if dtype_code == _UINT8:
+            memory = self._memory(source, size_bytes)
+            array: np.ndarray[tuple[int], np.dtype[np.uint8]] = _ndarray((size_bytes,), np.uint8, memory)
+            return _from_numpy(array)
+        key = source, size_bytes, _UINT8
+        whole = self._spans.get(key)
+        if whole is None:
+            whole = self._spans[key] = self._span(*key)
+        dtype = DTYPES[dtype_code]
+        return whole[: size_bytes - size_bytes % dtype.itemsize].view(dtype)
 
     def _meta(self, entry: Entry) -> Tensor:
         return torch.empty_strided(entry.shape, entry.strides, dtype=DTYPES[entry.dtype], device="meta")

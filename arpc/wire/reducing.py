@@ -46,7 +46,7 @@ MAIN_NAMES: Final = ("__main__", "__mp_main__")
 HOLE: Final = PickleBuffer(bytearray())
 """What stands in a pickle for something that travels beside it. Any number of them may be the same object."""
 
-_make_subclass = Tensor._make_subclass  # noqa: SLF001 - what Parameter uses itself, for lack of a public way
+_make_subclass = Tensor._make_subclass
 
 
 class _DispatchTable(dict[type, Callable[[Any], Any]]):

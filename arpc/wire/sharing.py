@@ -64,13 +64,11 @@ def shared_spans(tensors: Sequence[Tensor | None], storages: Sequence[UntypedSto
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
-    """First and one-past-last byte in its storage that a strided tensor touches."""
+    """First and one-past-last byte in its storage that a strided tensor, not an empty one, touches."""
     item = tensor.element_size()
     start = int(tensor.storage_offset()) * item
     if tensor.is_contiguous():
         return start, start + tensor.nbytes
-    if not tensor.numel():
-        return start, start
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * item
 

@@ -9,11 +9,12 @@ words has an `Entry`.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 import numpy as np
 import torch
+from msgspec import Meta
 
 __all__ = [
     "COMPLEX_CODES",
@@ -123,6 +124,11 @@ class Flag:
     COALESCED: Final = 8
 
 
+# numpy takes a negative size for one that is checked already, so it must not get that far
+_Natural = Annotated[int, Meta(ge=0)]
+_Sizes = tuple[_Natural, ...]
+
+
 class Entry(msgspec.Struct, array_like=True, gc=False):
     """How to build one tensor.
 
@@ -134,10 +140,10 @@ class Entry(msgspec.Struct, array_like=True, gc=False):
     dtype: int
     flags: int
     source: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] = ()
-    offset: int = 0
-    span_bytes: int = 0
+    shape: _Sizes
+    strides: _Sizes = ()
+    offset: _Natural = 0
+    span_bytes: _Natural = 0
     layout: str = ""
     parts: tuple[Entry, ...] = ()
 
@@ -145,10 +151,10 @@ class Entry(msgspec.Struct, array_like=True, gc=False):
 class Table(msgspec.Struct, array_like=True, gc=False):
     """The tensors of one message. The columns are of one length; sources are as in an `Entry`."""
 
-    inline_bytes: int
+    inline_bytes: _Natural
     codes: bytes
     sources: list[int]
-    shapes: list[tuple[int, ...]]
+    shapes: list[_Sizes]
     entries: list[Entry]
 
 

@@ -59,7 +59,7 @@ def pack(slots: Sequence[Slot], inline_limit: int) -> PackedTensors:
     dtype_codes = DTYPE_CODES
     # This loop is what a small tensor costs: each look at one takes 40 to 80 ns
     slot: Any
-    for slot, storage in zip(slots, storages):  # noqa: B905 - `strict` takes as long as a tensor
+    for slot, storage in zip(slots, storages):
         if (
             storage is not None
             and (code := dtype_codes.get(slot.dtype)) is not None
@@ -67,12 +67,12 @@ def pack(slots: Sequence[Slot], inline_limit: int) -> PackedTensors:
             and slot.is_contiguous()
             and not slot.is_neg()
             and not slot.is_nested
-            and storage.data_ptr()
+            and storage.nbytes()  # it may have been freed
+            and (address := slot.data_ptr())
             and (spans is None or len(codes) not in spans)
             and not (code in COMPLEX_CODES and slot.is_conj())
         ):
             size = slot.nbytes
-            address = slot.data_ptr()
             if size <= inline_limit:
                 # the one copy a small tensor makes on its way out
                 inline.append(MEMORY[address : address + size])
@@ -173,11 +173,8 @@ class _Describer:
         return -len(self._buffers)
 
     def _add_span(self, storage: UntypedStorage, start: int, end: int) -> int:
-        if start == end:
-            return self._add_inline(b"")
+        _require_memory(storage, end)
         base = storage.data_ptr()
-        if not base:
-            raise SerializationError("a tensor whose memory was freed cannot be sent")
         if end - start <= self._inline_limit:
             return self._add_inline(MEMORY[base + start : base + end])
         return self._add_buffer(view_of(storage, base + start, end - start))
@@ -209,18 +206,21 @@ class _Describer:
 
     def _strided(self, tensor: Tensor, flags: int) -> Entry:
         """A view, sent without what it skips over, and what it repeats only once."""
+        code = DTYPE_CODES[tensor.dtype]
+        shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+        if 0 in shape:
+            return Entry(Kind.STRIDED, code, flags, 0, shape, strides)
         core = _undecorated(tensor)
-        shape, strides = tuple(core.shape), tuple(core.stride())
         if 0 in strides:
             once = [1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True)]
             core = core.as_strided(once, strides)
         start, end = extent(core)
         if end - start > core.nbytes:
+            _require_memory(core.untyped_storage(), end)
             core = core.contiguous()
             start, end = extent(core)
-            strides = tuple(0 if old == 0 else new for old, new in zip(strides, core.stride(), strict=True))
+            strides = tuple([0 if old == 0 else new for old, new in zip(strides, core.stride(), strict=True)])
         source = self._add_span(core.untyped_storage(), start, end)
-        code = DTYPE_CODES[tensor.dtype]
         return Entry(Kind.STRIDED, code, flags, source, shape, strides, span_bytes=end - start)
 
     def _shared(self, tensor: Tensor, span: Span) -> Entry:
@@ -259,10 +259,15 @@ def _flags(tensor: Tensor) -> int:
     return flags
 
 
+def _require_memory(storage: UntypedStorage, end: int) -> None:
+    if end > storage.nbytes():
+        raise SerializationError("a tensor whose memory was freed cannot be sent")
+
+
 def _undecorated(tensor: Tensor) -> Tensor:
     """The same memory without the lazy conjugate and negative bits, which travel as flags."""
     plain = tensor.detach()
-    if plain._is_zerotensor():  # noqa: SLF001 - zeros that autograd did not give any memory
+    if plain._is_zerotensor():
         return torch.zeros(plain.shape, dtype=plain.dtype)
     if plain.is_conj():
         plain = torch._conj(plain)

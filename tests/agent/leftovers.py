@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from arpc import Worker
+from tests.agent.stage import echo, echo_later
 
 
 def leftovers(worker: Worker) -> dict[str, object]:
@@ -31,7 +32,30 @@ def leftovers(worker: Worker) -> dict[str, object]:
 async def assert_nothing_left(workers: Iterable[Worker], *, within_s: float = 5.0) -> None:
     """All tables of all workers are empty, as soon as messages under way have arrived and threads have ended."""
     workers = list(workers)
+
+    def left() -> dict[str, object]:
+        return {key: value for worker in workers for key, value in leftovers(worker).items()}
+
+    await until(lambda: not left(), left, within_s=within_s)
+
+
+async def until(is_so: Callable[[], bool], tell: Callable[[], object] = str, *, within_s: float = 5.0) -> None:
+    """Let the loop turn until something is so; fails with what ``tell`` says if that takes too long."""
     end = time.monotonic() + within_s
-    while left := {key: value for worker in workers for key, value in leftovers(worker).items()}:
-        assert time.monotonic() < end, f"left behind: {left}"
+    while not is_so():
+        assert time.monotonic() < end, f"not so after {within_s} s: {tell()}"
         await asyncio.sleep(0)
+
+
+async def assert_both_alive(group: Sequence[Worker]) -> None:
+    """The first two workers can call each other, now and the next time."""
+    for caller, callee in [(0, 1), (1, 0)]:
+        for _ in range(2):
+            assert await group[caller].rpc_sync(f"worker{callee}", echo, args=("alive",)) == "alive"
+
+
+async def warm_up(group: Sequence[Worker]) -> None:
+    """Have idle carriers ready at worker1, so that a handler's first step runs at once."""
+    for _ in range(3):
+        await group[0].rpc_sync("worker1", echo_later)
+    await until(lambda: bool(group[1].agent.executor.carriers._idle))

@@ -1,7 +1,7 @@
 """Where a test and the handlers it calls meet: workers of one process share this module.
 
-A handler says how far it has come with `reached`, and a test awaits that; the test opens a gate, and a handler waits for
-it. Points and gates have names, so that one test can have several.
+A handler says how far it has come with `reached`, and a test awaits that; the test opens a gate, and a handler waits
+for it. Points and gates have names, so that one test can have several.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import arpc
@@ -56,8 +58,27 @@ class Stage:
             gate.set()
 
 
-stage: Stage
-"""The stage of the running test, set by the fixture of that name."""
+_stages: list[Stage] = []
+
+
+def the_stage() -> Stage:
+    """The stage of the running test."""
+    return _stages[-1]
+
+
+@contextmanager
+def setting_stages() -> Iterator[Callable[[], Stage]]:
+    """Gives what sets a stage on the running loop, and clears it all away in the end."""
+
+    def set_stage() -> Stage:
+        _stages.append(Stage())
+        return the_stage()
+
+    try:
+        yield set_stage
+    finally:
+        while _stages:
+            _stages.pop().close()
 
 
 # -- handlers
@@ -84,6 +105,7 @@ def echo_inline(value: Any = None) -> Any:
 
 async def hold(name: str = "held", value: Any = None) -> Any:
     """Waits at the gate; tells that it has begun, and how it ended."""
+    stage = the_stage()
     stage.reached(f"{name} begun")
     try:
         await stage.pass_gate()
@@ -96,6 +118,7 @@ async def hold(name: str = "held", value: Any = None) -> Any:
 
 def hold_in_thread(name: str = "held", value: Any = None) -> Any:
     """The same in a thread, where nothing can be cancelled."""
+    stage = the_stage()
     stage.reached(f"{name} begun")
     stage.pass_gate_in_thread()
     stage.reached(f"{name} ended")
@@ -109,3 +132,9 @@ async def call_on(to: str, function: Any, *args: Any, **kwargs: Any) -> Any:
 
 def call_on_in_thread(to: str, function: Any, *args: Any) -> Any:
     return arpc.rpc_async(to, function, args=args).wait()
+
+
+async def wait_if(wait: bool) -> None:
+    """For a handler that is to leave its first step behind, or not."""
+    if wait:
+        await asyncio.sleep(0)

@@ -16,7 +16,17 @@ from arpc.agent.deadlines import NEVER, Deadlines
 from arpc.errors import CallCancelledError, RpcTimeoutError, ShutdownError, WireError, WorkerLostError
 from arpc.testing import Cluster, cluster
 from tests.agent.leftovers import assert_nothing_left
-from tests.agent.stage import Stage, call_on, echo, echo_in_thread, echo_inline, echo_later, hold, hold_in_thread
+from tests.agent.stage import (
+    Stage,
+    call_on,
+    echo,
+    echo_in_thread,
+    echo_inline,
+    echo_later,
+    hold,
+    hold_in_thread,
+    the_stage,
+)
 
 
 async def fail(text: str) -> None:
@@ -77,8 +87,7 @@ async def test_a_reply_that_crosses_the_timeout_is_dropped(pair, stage):
 
 
 async def swallow_cancellation() -> str:
-    from tests.agent.stage import stage
-
+    stage = the_stage()
     try:
         await stage.pass_gate()
     except asyncio.CancelledError:
@@ -201,8 +210,7 @@ async def test_a_closing_worker_refuses_new_requests(stage):
 
 
 async def end_slowly() -> None:
-    from tests.agent.stage import stage
-
+    stage = the_stage()
     stage.reached("begun")
     try:
         await stage.pass_gate()

@@ -6,13 +6,14 @@ import asyncio
 from typing import Any
 
 import pytest
+import torch
 
 import arpc
 from arpc.agent.peers import PeerState
 from arpc.errors import CallCancelledError
 from arpc.testing import cluster
-from tests.agent.leftovers import assert_nothing_left
-from tests.agent.stage import call_on, call_on_in_thread, echo, hold, hold_in_thread
+from tests.agent.leftovers import assert_nothing_left, until
+from tests.agent.stage import call_on, call_on_in_thread, echo, hold, hold_in_thread, the_stage
 
 
 async def cancel_and_wait(task: asyncio.Task[Any] | asyncio.Future[Any]) -> None:
@@ -72,15 +73,12 @@ async def test_while_queued_for_the_window(stage):
 
 async def test_while_its_tensors_are_sent(stage):
     """Half a message is on its way: the rest is dropped, and the connection stays in step."""
-    import torch
-
     async with cluster(2) as group:
         await group[0].rpc_sync("worker1", echo)
         large = torch.ones(8 << 20, dtype=torch.uint8)
         future = group[0].rpc_async("worker1", hold, args=("large", large))
         connection = group[0].agent.peer("worker1").connection
-        while not connection.is_congested:
-            await asyncio.sleep(0)
+        await until(lambda: connection.is_congested)
         assert connection._bulk
         await cancel_and_wait(future)
         assert torch.equal(await group[0].rpc_sync("worker1", echo, args=(large,)), large)
@@ -132,19 +130,18 @@ async def test_a_shielded_future_goes_on(pair, stage):
 
 
 async def test_by_a_timeout_of_asyncio(pair, stage):
-    with pytest.raises(TimeoutError):
+    async def call() -> None:
         async with asyncio.timeout(10) as timeout:
-            task = asyncio.create_task(reschedule_when_begun(timeout))
+            running.set_result(timeout)
             await pair[0].rpc_sync("worker1", hold)
-    await task
-    await stage.wait_until("held cancelled")
 
-
-async def reschedule_when_begun(timeout: asyncio.Timeout) -> None:
-    from tests.agent.stage import stage
-
+    running: asyncio.Future[asyncio.Timeout] = asyncio.Future()
+    task = asyncio.create_task(call())
     await stage.wait_until("held begun")
-    timeout.reschedule(asyncio.get_running_loop().time())
+    running.result().reschedule(asyncio.get_running_loop().time())
+    with pytest.raises(TimeoutError):
+        await task
+    await stage.wait_until("held cancelled")
 
 
 async def test_by_a_task_group(pair, stage):
@@ -152,11 +149,14 @@ async def test_by_a_task_group(pair, stage):
         await stage.wait_until("one begun", "two begun")
         raise LookupError("the third of them")
 
-    with pytest.raises(ExceptionGroup) as caught:
+    async def call_together() -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(pair[0].rpc_sync("worker1", hold, args=("one",)))
             group.create_task(pair[0].rpc_sync("worker1", hold, args=("two",)))
             group.create_task(fail_once_both_run())
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await call_together()
     assert [str(error) for error in caught.value.exceptions] == ["the third of them"]
     await stage.wait_until("one cancelled", "two cancelled")
 
@@ -188,8 +188,7 @@ async def test_a_handler_may_clean_up(pair, stage):
 
 
 async def clean_up_remotely() -> None:
-    from tests.agent.stage import stage
-
+    stage = the_stage()
     stage.reached("begun")
     try:
         await stage.pass_gate()
@@ -257,8 +256,7 @@ async def test_a_function_that_waits_for_a_thread_never_runs(stage):
         await stage.wait_until("first begun")
         second = group[0].rpc_async("worker1", hold_in_thread, args=("second", 2))
         third = group[0].rpc_async("worker1", hold_in_thread, args=("third", 3))
-        while group[1].agent.executor.threads.statistics()["jobs_unfinished"] < 3:
-            await asyncio.sleep(0)
+        await until(lambda: group[1].agent.executor.threads.statistics()["jobs_unfinished"] == 3)
         await cancel_and_wait(second)
         await group[0].rpc_sync("worker1", echo)  # travels behind the cancellation
         stage.open()
@@ -279,12 +277,11 @@ async def test_the_result_of_a_function_in_a_thread_is_discarded(pair, stage):
 
 
 async def test_a_call_made_in_a_thread(trio, stage):
-    """The thread cannot be interrupted; what it waits for ends in its own time."""
+    """The thread cannot be interrupted, but what it waits for can."""
     future = trio[0].rpc_async("worker1", call_on_in_thread, args=("worker2", hold, "innermost"))
     await stage.wait_until("innermost begun")
     await cancel_and_wait(future)
-    stage.open()
-    await stage.wait_until("innermost ended")
+    await stage.wait_until("innermost cancelled")
 
 
 # -- when it crosses the reply

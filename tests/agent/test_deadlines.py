@@ -173,7 +173,7 @@ async def test_a_short_timeout_is_no_shorter_than_it_says(pair, stage):
     begin = time.monotonic()
     with pytest.raises(RpcTimeoutError):
         await pair[0].rpc_sync("worker1", hold, timeout=0.1)
-    assert 0.099 <= time.monotonic() - begin
+    assert time.monotonic() - begin >= 0.099
 
 
 @pytest.mark.parametrize("timeout", [-1, -0.001, -math.inf, math.nan])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import functools
 import operator
 import threading
@@ -16,7 +15,7 @@ import arpc
 from arpc.agent.functions import Function, Mode, name_of
 from arpc.functions import async_execution, inline
 from arpc.wire.messages import MessageType
-from tests.agent.stage import echo, echo_in_thread, hold
+from tests.agent.stage import echo, echo_in_thread
 
 # -- the callables
 
@@ -144,7 +143,7 @@ def test_callables_are_named_as_people_know_them():
     assert name_of(echo) == "echo"
     assert name_of(Counter.add) == name_of(Counter().add) == "Counter.add"
     assert name_of(functools.partial(functools.partial(echo), 1)) == "echo"
-    assert name_of(torch.add) == "add" or "add" in name_of(torch.add)
+    assert name_of(torch.add).endswith("add")
     assert name_of(Counter()) == "Counter"
 
 
@@ -163,7 +162,7 @@ async def test_arguments_by_position_and_by_name(pair, function):
 
 async def test_a_function_that_hands_out_a_coroutine(pair):
     assert await pair[0].rpc_sync("worker1", hand_out_a_coroutine, args=(1,)) == 2
-    assert await pair[0].rpc_sync("worker1", lambda number: echo(number), args=(3,)) == 3  # noqa: PLW0108
+    assert await pair[0].rpc_sync("worker1", lambda number: echo(number + 1), args=(3,)) == 4
 
 
 async def test_methods_of_an_object_that_is_sent_along(pair):
@@ -196,7 +195,7 @@ async def test_builtins(pair):
     assert await pair[0].rpc_sync("worker1", "a-b".split, args=("-",)) == ["a", "b"]
 
 
-@pytest.mark.parametrize("function", [torch.add, torch.Tensor.add, torch.ops.aten.add, torch._C._VariableFunctions.add])
+@pytest.mark.parametrize("function", [torch.add, torch.Tensor.add, torch._C._VariableFunctions.add])
 async def test_operators_of_torch(pair, function):
     result = await pair[0].rpc_sync("worker1", function, args=(torch.ones(2), torch.ones(2)))
     assert result.tolist() == [2, 2]
@@ -242,8 +241,8 @@ async def test_a_closure_that_waits(pair):
 
 async def test_a_closure_captures_tensors_large_and_small(pair):
     small, large = torch.arange(4.0), torch.arange(100_000.0)
-    total = await pair[0].rpc_sync("worker1", lambda: (small.sum() + large.sum()).item())
-    assert total == pytest.approx(small.sum().item() + large.sum().item())
+    total = await pair[0].rpc_sync("worker1", lambda: small.sum() + large.sum())
+    assert torch.equal(total, small.sum() + large.sum())
 
 
 # -- how they travel
@@ -291,7 +290,9 @@ async def test_what_travels_by_value_is_sent_each_time(pair):
 
 async def test_a_new_connection_knows_the_functions_of_the_old(pair):
     assert await pair[0].rpc_sync("worker1", join, args=("before",)) == "before"
-    pair[0].agent.peer("worker1").connection.abort()
+    connection = pair[0].agent.peer("worker1").connection
+    connection.abort()
+    await connection.wait_closed()
     assert await pair[0].rpc_sync("worker1", join, args=("after",)) == "after"
     assert await pair[1].rpc_sync("worker0", join, args=("back",)) == "back"
 
@@ -339,159 +340,3 @@ def test_inline_is_for_plain_functions():
 def test_async_execution_needs_something_to_mark():
     with pytest.raises(TypeError, match="wrap it"):
         async_execution(max)
-
-
-# -- functions that return futures
-
-
-@async_execution
-def future_of_a_call(to: str, value: Any) -> arpc.Future[Any]:
-    return arpc.rpc_async(to, echo, args=(value,)).then(lambda future: future.value() + 1)
-
-
-@async_execution
-@inline
-def future_of_an_inline_call(to: str, value: Any) -> arpc.Future[Any]:
-    return arpc.rpc_async(to, echo, args=(value,)).then(lambda future: future.value() + 1)
-
-
-@async_execution
-def future_of_torch(value: Any) -> torch.futures.Future[Any]:
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    threading.Timer(0.01, future.set_result, (value,)).start()
-    return future
-
-
-@async_execution
-def failed_future_of_torch(text: str) -> torch.futures.Future[Any]:
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_exception(LookupError(text))
-    return future
-
-
-@async_execution
-def future_of_a_pool(value: Any) -> concurrent.futures.Future[Any]:
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    threading.Timer(0.01, future.set_result, (value,)).start()
-    return future
-
-
-@async_execution
-def failed_future_of_a_pool(text: str) -> concurrent.futures.Future[Any]:
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    future.set_exception(LookupError(text))
-    return future
-
-
-@async_execution
-def failed_future_of_a_call(text: str) -> arpc.Future[Any]:
-    return arpc.rpc_async("worker0", raise_lookup_error, args=(text,))
-
-
-async def raise_lookup_error(text: str) -> None:
-    raise LookupError(text)
-
-
-@async_execution
-def no_future_at_all() -> int:
-    return 3
-
-
-@async_execution
-def raises_before_there_is_one() -> arpc.Future[Any]:
-    raise LookupError("early")
-
-
-@async_execution
-def future_of_what_cannot_be_sent() -> arpc.Future[Any]:
-    return arpc.rpc_async("worker0", echo).then(lambda _: threading.Lock())
-
-
-@async_execution
-def future_that_is_held() -> arpc.Future[Any]:
-    return arpc.rpc_async("worker0", hold)
-
-
-@async_execution
-async def coroutine_with_a_future(value: Any) -> arpc.Future[Any]:
-    await asyncio.sleep(0)
-    return arpc.rpc_async("worker0", echo, args=(value,))
-
-
-class Batcher:
-    @staticmethod
-    @async_execution
-    def static(value: Any) -> arpc.Future[Any]:
-        return arpc.rpc_async("worker0", echo, args=(value,))
-
-    @classmethod
-    @async_execution
-    def of_class(cls, value: Any) -> arpc.Future[Any]:
-        return arpc.rpc_async("worker0", echo, args=(value,))
-
-    @async_execution
-    def bound(self, value: Any) -> arpc.Future[Any]:
-        return arpc.rpc_async("worker0", echo, args=(value,))
-
-
-@pytest.mark.parametrize("function", [future_of_a_call, future_of_an_inline_call])
-async def test_the_caller_gets_the_value_of_a_returned_future(trio, function):
-    assert await trio[0].rpc_sync("worker1", function, args=("worker2", 1)) == 2
-
-
-@pytest.mark.parametrize(
-    "function",
-    [future_of_torch, future_of_a_pool, coroutine_with_a_future, Batcher.static, Batcher.of_class, Batcher().bound],
-)
-async def test_futures_of_all_kinds(pair, function):
-    assert await pair[0].rpc_sync("worker1", function, args=("value",)) == "value"
-    assert await pair[0].rpc_sync("worker1", functools.partial(function, "value")) == "value"
-
-
-@pytest.mark.parametrize("function", [failed_future_of_torch, failed_future_of_a_pool, failed_future_of_a_call])
-async def test_the_error_of_a_returned_future(pair, function):
-    with pytest.raises(LookupError, match="why"):
-        await pair[0].rpc_sync("worker1", function, args=("why",))
-
-
-async def test_something_else_than_a_future_is_an_error(pair):
-    with pytest.raises(TypeError, match=r"must return a Future, and no_future_at_all returned int"):
-        await pair[0].rpc_sync("worker1", no_future_at_all)
-    with pytest.raises(LookupError, match="early"):
-        await pair[0].rpc_sync("worker1", raises_before_there_is_one)
-
-
-async def test_the_value_of_a_future_may_not_be_sendable(pair):
-    with pytest.raises(arpc.SerializationError, match="future_of_what_cannot_be_sent"):
-        await pair[0].rpc_sync("worker1", future_of_what_cannot_be_sent)
-
-
-@pytest.mark.parametrize("function", [future_that_is_held, functools.partial(future_that_is_held)])
-async def test_a_call_whose_future_is_awaited_can_be_cancelled(pair, stage, function):
-    """The future itself is left alone: others may wait for it too."""
-    future = pair[0].rpc_async("worker1", function)
-    await stage.wait_until("held begun")
-    future.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await future
-    await pair[0].rpc_sync("worker1", echo)
-    assert not any(link.inbound.running for link in pair[1].agent.connector._links.values())
-    stage.open()
-    await stage.wait_until("held ended")
-
-
-async def test_a_coroutine_whose_future_is_awaited_can_be_cancelled(pair, stage):
-    future = pair[0].rpc_async("worker1", coroutine_with_a_future_that_is_held)
-    await stage.wait_until("held begun")
-    future.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await future
-    await pair[0].rpc_sync("worker1", echo)
-    assert not any(link.inbound.running for link in pair[1].agent.connector._links.values())
-    stage.open()
-    await stage.wait_until("held ended")
-
-
-@async_execution
-async def coroutine_with_a_future_that_is_held() -> arpc.Future[Any]:
-    return arpc.rpc_async("worker0", hold)

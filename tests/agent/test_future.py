@@ -228,7 +228,12 @@ async def test_then_runs_for_errors_too(pair):
 
 
 async def test_an_error_goes_down_the_chain(pair):
-    last = pair[0].rpc_async("worker1", fail, args=("first",)).then(lambda future: future.value()).then(lambda f: f.value())
+    last = (
+        pair[0]
+        .rpc_async("worker1", fail, args=("first",))
+        .then(lambda future: future.value())
+        .then(lambda f: f.value())
+    )
     with pytest.raises(LookupError, match="first"):
         await last
 
@@ -340,7 +345,9 @@ async def test_collect_all_in_a_thread(pair):
 
 
 async def test_wait_all_gives_the_values_in_order(pair):
-    futures = [pair[0].rpc_async("worker1", function, args=(n,)) for n, function in enumerate([echo_in_thread, echo] * 3)]
+    futures = [
+        pair[0].rpc_async("worker1", function, args=(n,)) for n, function in enumerate([echo_in_thread, echo] * 3)
+    ]
     assert await wait_all(futures) == list(range(6))
     assert await wait_all([]) == []
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from arpc.errors import ArpcError
+from arpc.errors import TorchStateError
 from arpc.torchstate import (
     GradScope,
-    TorchStateError,
     enable_grad,
     inference_mode,
     is_pristine,

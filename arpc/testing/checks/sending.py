@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tracemalloc
+import weakref
 from typing import Final
 
 from arpc.testing.checks.support import KIB, MIB, Checks, pattern
@@ -13,6 +14,10 @@ from arpc.testing.endpoints import bulk_frame, small_frame
 HELD_BYTES: Final = 4 * MIB
 
 __all__ = ["SendingChecks"]
+
+
+class _Memory(bytearray):
+    """Memory whose end can be noticed."""
 
 
 class SendingChecks(Checks):
@@ -99,7 +104,7 @@ class SendingChecks(Checks):
             assert overtaken_by < 32 * MIB, f"{overtaken_by} bytes were sent while a small frame was on its way"
             await far.received(2)
 
-    async def check_large_buffers_taketurns(self) -> None:
+    async def check_large_buffers_take_turns(self) -> None:
         async with self.endpoints() as endpoints:
             near, far = await endpoints.pair()
             for number, size in enumerate((64 * MIB, 2 * MIB)):
@@ -109,7 +114,15 @@ class SendingChecks(Checks):
             assert far.numbers == [1, 0], "a large message waited for a larger one"
 
     async def check_dropped_buffers_leave_both_sides_consistent(self) -> None:
+        made: list[weakref.ref[_Memory]] = []
+
+        def allocate(size_bytes: int) -> memoryview:
+            memory = _Memory(size_bytes)
+            made.append(weakref.ref(memory))
+            return memoryview(memory)
+
         async with self.endpoints() as endpoints:
+            endpoints.allocate = allocate
             near, far = await endpoints.pair()
             connection = near.connection
             large = [memoryview(bytearray(32 * MIB)), memoryview(bytearray(MIB))]
@@ -127,6 +140,8 @@ class SendingChecks(Checks):
             assert [message.buffers for message in far.messages] == [kept, kept], "what came after a drop is damaged"
             assert not connection.drop_bulk(last), "what has arrived cannot be dropped"
             assert connection.unsent_bytes == 0, f"{connection.unsent_bytes} bytes are counted that nobody holds"
+            held = [reference for reference in made if reference() is not None]
+            assert len(held) == 2, "the receiver keeps memory for what was dropped"
 
     # -- a peer that does not keep up
 

@@ -1,0 +1,233 @@
+"""Plain functions in threads: how many there are, what they may do, and what they find."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+import torch
+
+import arpc
+from arpc.agent.threads import ThreadPool
+from arpc.testing import cluster
+from tests.agent.leftovers import assert_nothing_left
+from tests.agent.stage import call_on, call_on_in_thread, echo, echo_in_thread, hold_in_thread
+
+variable: ContextVar[str] = ContextVar("variable", default="untouched")
+
+
+# -- through calls
+
+
+async def test_threads_are_started_when_they_are_needed(pair, stage):
+    threads = pair[1].agent.executor.threads
+    assert threads.statistics()["threads"] == 0
+    for _ in range(20):
+        await pair[0].rpc_sync("worker1", echo_in_thread)
+    assert threads.statistics()["threads"] == 1, "one is enough for one call at a time"
+    futures = [pair[0].rpc_async("worker1", hold_in_thread, args=(str(number),)) for number in range(3)]
+    await stage.wait_until("0 begun", "1 begun", "2 begun")
+    assert threads.statistics()["threads"] == 3
+    stage.open()
+    await asyncio.gather(*futures)
+
+
+async def test_there_are_sixteen_at_most(pair, stage):
+    futures = [pair[0].rpc_async("worker1", hold_in_thread, args=(str(number),)) for number in range(40)]
+    await stage.wait_until("15 begun")
+    statistics = pair[1].agent.executor.threads.statistics()
+    assert statistics["threads"] == statistics["threads_max"] == 16
+    assert statistics["jobs_unfinished"] == 40
+    assert statistics["jobs_queued"] == 24
+    # the loop is free meanwhile
+    assert await pair[0].rpc_sync("worker1", echo, args=("free",)) == "free"
+    stage.open()
+    await asyncio.gather(*futures)
+
+
+async def test_a_thread_makes_nested_calls(trio):
+    args = ("worker2", call_on_in_thread, "worker0", call_on, "worker1", echo, "deep")
+    assert await trio[0].rpc_sync("worker1", call_on_in_thread, args=args) == "deep"
+
+
+async def test_a_thread_knows_its_worker_and_its_caller(pair):
+    assert await pair[0].rpc_sync("worker1", who_am_i) == "worker1"
+
+
+def who_am_i() -> str:
+    return arpc.get_worker_info().name
+
+
+async def test_a_blocking_wait_of_a_handler_on_the_loop_is_refused(pair):
+    with pytest.raises(RuntimeError, match="would block the event loop"):
+        await pair[0].rpc_sync("worker1", wait_on_the_loop)
+
+
+async def wait_on_the_loop() -> None:
+    future = arpc.rpc_async("worker0", echo)
+    try:
+        future.wait()
+    finally:
+        await future
+
+
+async def test_no_context_variable_stays_behind_in_a_thread():
+    options = arpc.RpcOptions(num_worker_threads=1, gc_freeze=False)
+    async with cluster(2, options=options) as group:
+        assert await group[0].rpc_sync("worker1", change_the_variable) == "untouched"
+        assert await group[0].rpc_sync("worker1", change_the_variable) == "untouched"
+        await assert_nothing_left(group)
+
+
+def change_the_variable() -> str:
+    before = variable.get()
+    variable.set("changed")
+    return before
+
+
+async def test_no_grad_mode_stays_behind_in_a_thread():
+    options = arpc.RpcOptions(num_worker_threads=1, gc_freeze=False)
+    async with cluster(2, options=options) as group:
+        assert await group[0].rpc_sync("worker1", switch_grad_off)
+        assert await group[0].rpc_sync("worker1", switch_grad_off), "the thread was left with gradients off"
+        await assert_nothing_left(group)
+
+
+def switch_grad_off() -> bool:
+    before = torch.is_grad_enabled()
+    torch.set_grad_enabled(False)
+    torch.set_default_device("meta")
+    assert torch.empty(1).device.type == "meta"
+    return before
+
+
+async def test_a_slow_function_does_not_hold_up_the_others(pair, stage):
+    slow = pair[0].rpc_async("worker1", hold_in_thread)
+    await stage.wait_until("held begun")
+    assert await asyncio.gather(*(pair[0].rpc_sync("worker1", echo_in_thread, args=(n,)) for n in range(50))) == [
+        *range(50)
+    ]
+    assert not slow.done()
+    stage.open()
+    await slow
+
+
+# -- the pool itself
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[ThreadPool]:
+    pool = ThreadPool(asyncio.get_running_loop(), 2, "test")
+    yield pool
+    pool.close()
+    assert await pool.join(5)
+
+
+async def test_the_pool_calls_and_gives_back(pool):
+    assert await pool.call(max, 1, 2) == 2
+    assert await pool.call(threading.current_thread) is not threading.current_thread()
+    with pytest.raises(ZeroDivisionError):
+        await pool.call(lambda: 1 / 0)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await pool.call(next, iter(()))
+
+
+async def test_results_come_in_batches(pool):
+    """All that is ready when the loop looks comes with one wake-up."""
+    started, release = threading.Event(), threading.Event()
+
+    def block() -> None:
+        started.set()
+        release.wait(10)
+
+    blocker = pool.call(block)
+    await asyncio.to_thread(started.wait, 10)
+    collected: list[int] = []
+    wake_ups = 0
+    collect = pool._collect
+
+    def count() -> None:
+        nonlocal wake_ups
+        wake_ups += 1
+        collect()
+
+    pool._collect = count
+    finished = threading.Event()
+    for number in range(100):
+        pool.submit(lambda number=number: lambda: collected.append(number))
+    pool.submit(finished.set)
+    finished.wait(10)  # with the loop blocked, so that it cannot look in between
+    release.set()
+    await blocker
+    assert collected == list(range(100))
+    assert wake_ups < 10
+
+
+async def test_a_cancelled_job_does_no_harm(pool):
+    started, release = threading.Event(), threading.Event()
+
+    def block() -> int:
+        started.set()
+        release.wait(10)
+        return 1
+
+    future = pool.call(block)
+    await asyncio.to_thread(started.wait, 10)
+    future.cancel()
+    release.set()
+    assert await pool.call(max, 1, 2) == 2
+
+
+async def test_a_job_that_breaks_its_promise_costs_no_thread(pool, caplog):
+    def job() -> Any:
+        raise SystemExit(1)
+
+    for _ in range(5):
+        pool.submit(job)
+    assert await pool.call(max, 1, 2) == 2
+    assert all(thread.is_alive() for thread in pool._threads)
+    assert "internal error in a worker thread" in caplog.text
+
+
+async def test_a_closed_pool_finishes_what_it_has(pool):
+    started, release = threading.Event(), threading.Event()
+
+    def block() -> int:
+        started.set()
+        release.wait(10)
+        return 1
+
+    future = pool.call(block)
+    await asyncio.to_thread(started.wait, 10)
+    pool.close()
+    assert not await pool.join(0.01)
+    release.set()
+    assert await future == 1
+
+
+def test_a_pool_outlives_its_loop():
+    """A job that ends after its loop does no harm."""
+    release = threading.Event()
+
+    async def main() -> ThreadPool:
+        pool = ThreadPool(asyncio.get_running_loop(), 1, "test")
+        started = threading.Event()
+
+        def block() -> None:
+            started.set()
+            release.wait(10)
+
+        pool.submit(block)
+        await asyncio.to_thread(started.wait, 10)
+        return pool
+
+    with asyncio.Runner() as runner:
+        pool = runner.run(main())
+    release.set()
+    for thread in pool._threads:
+        thread.join(5)
+        assert not thread.is_alive()

@@ -6,7 +6,7 @@ from arpc.agent.functions import inline
 from arpc.agent.future import Future
 from arpc.agent.streams import Stream
 from arpc.agent.variables import propagate
-from arpc.api import get_worker_info, init_rpc, remaining_time, rpc_async, rpc_sync, shutdown, stream
+from arpc.api import get_worker_info, init_rpc, remaining_time, remote, rpc_async, rpc_sync, shutdown, stream
 from arpc.errors import (
     AlreadyInitializedError,
     ArpcError,
@@ -19,12 +19,15 @@ from arpc.errors import (
     NameTakenError,
     NotInitializedError,
     OverloadedError,
+    OwnerLostError,
     ProtocolError,
     RemoteError,
     RemoteTraceback,
     RendezvousError,
     RendezvousTimeoutError,
     RpcTimeoutError,
+    RRefCreationError,
+    RRefError,
     SerializationError,
     ShutdownError,
     TorchStateError,
@@ -34,6 +37,7 @@ from arpc.errors import (
 )
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions
+from arpc.rref.handle import RRef
 from arpc.runner import new_event_loop, run
 from arpc.runtime import Worker
 from arpc.torchstate import enable_grad, inference_mode, no_grad, set_grad_enabled, to_thread
@@ -52,7 +56,11 @@ __all__ = [
     "NameTakenError",
     "NotInitializedError",
     "OverloadedError",
+    "OwnerLostError",
     "ProtocolError",
+    "RRef",
+    "RRefCreationError",
+    "RRefError",
     "RemoteError",
     "RemoteTraceback",
     "RendezvousError",
@@ -80,6 +88,7 @@ __all__ = [
     "no_grad",
     "propagate",
     "remaining_time",
+    "remote",
     "rpc_async",
     "rpc_sync",
     "run",

@@ -12,6 +12,7 @@ from arpc.agent.streams import Stream
 from arpc.errors import NotInitializedError
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
+from arpc.rref.handle import RRef, create_remote
 from arpc.runtime import Worker, current, start_worker
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ __all__ = [
     "get_worker_info",
     "init_rpc",
     "remaining_time",
+    "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",
@@ -58,7 +60,7 @@ def init_rpc(
     name: str,
     *,
     rank: int | None = None,
-    world_size: int | None | Unset = UNSET,
+    world_size: int | Unset | None = UNSET,
     init_method: str = "env://",
     store: Store | None = None,
     options: RpcOptions | None = None,
@@ -117,6 +119,21 @@ def rpc_sync(
     Raises what the function raised, with its own type; its ``__cause__`` is the remote traceback.
     """
     return current().agent.call_and_wait(to, func, args, kwargs, timeout)
+
+
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = (),
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | Unset = UNSET,
+) -> RRef[Any]:
+    """Run ``func(*args, **kwargs)`` on worker ``to`` and leave the result there; returns an `RRef` to it at once.
+
+    Of a class it makes an object there, of a generator a stream that is held there. ``timeout`` is for the function; if it passes, or
+    anything else keeps it from being known whether the value exists, every use of the RRef raises `RRefCreationError`.
+    """
+    return create_remote(current().rref_context, to, func, args or (), kwargs, timeout)
 
 
 def stream(

@@ -18,6 +18,9 @@
     │   ├── CallCancelledError                 its handler was cancelled on the callee, not by the caller
     │   ├── OverloadedError                    the callee refused it: too many calls of this caller wait there
     │   └── WorkerLostError (ConnectionError)  the callee died, left or fell silent
+    │       └── OwnerLostError                 it was the owner of an RRef, whose value is gone with it
+    ├── RRefError (RuntimeError)               an RRef that cannot be used: released, or its value is gone
+    │   └── RRefCreationError                  it is not known whether its value was ever created
     ├── RemoteError                            the function raised something that cannot be rebuilt here
     └── WireError (ConnectionError)            what a peer sent, or a connection that cannot be used
         ├── ProtocolError                      bytes that are no arpc, or not at this time
@@ -45,7 +48,10 @@ __all__ = [
     "NameTakenError",
     "NotInitializedError",
     "OverloadedError",
+    "OwnerLostError",
     "ProtocolError",
+    "RRefCreationError",
+    "RRefError",
     "RemoteError",
     "RemoteTraceback",
     "RendezvousError",
@@ -137,6 +143,18 @@ class WorkerLostError(CallError, ConnectionError):
 
 def _rebuild_worker_lost(cls: type[WorkerLostError], message: str, worker: str, may_have_run: bool) -> WorkerLostError:
     return cls(message, worker, may_have_run=may_have_run)
+
+
+class OwnerLostError(WorkerLostError):
+    """The owner of an RRef died, left the group or stopped answering, and the value is lost with it."""
+
+
+class RRefError(ArpcError, RuntimeError):
+    """An RRef that cannot be used: it was released, or its value is gone."""
+
+
+class RRefCreationError(RRefError):
+    """The creation of an RRef timed out or was cut off, so that its value may not exist."""
 
 
 class RemoteError(ArpcError):

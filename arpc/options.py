@@ -137,6 +137,12 @@ class RpcOptions:
 
     control_backoff: float = 1.0
 
+    rref_grace: float = 5.0
+    """Seconds a lost worker has to come back before the RRefs it holds are reclaimed, and its own count as lost."""
+
+    rref_creation_stacks: bool = False
+    """Remember where each RRef was made, for `Worker.rrefs` and the report of leaks. Costs some microseconds each."""
+
     switch_interval: float | None = None
     """`sys.setswitchinterval` for this process: how long a thread busy in Python may keep the loop waiting."""
 
@@ -151,6 +157,8 @@ class RpcOptions:
             "heartbeat_interval",
             "heartbeat_timeout",
             "shutdown_timeout",
+            "control_backoff",
+            "rref_grace",
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):

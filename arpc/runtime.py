@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -33,6 +34,9 @@ from arpc.errors import (
 )
 from arpc.ids import WorkerInfo, check_worker_name
 from arpc.options import UNSET, RpcOptions, Unset
+from arpc.rref.context import RRefContext
+from arpc.rref.handle import RRef, create_remote, reduce_rref
+from arpc.rref.report import RRefRow, find_survivors, report_leaks, report_survivors, rref_rows, rref_statistics
 from arpc.transport.base import Transport
 from arpc.transport.memory import MemoryNetwork
 from arpc.transport.stream import TcpTransport, UnixTransport
@@ -42,6 +46,8 @@ __all__ = ["Worker", "current", "start_worker"]
 
 logger = logging.getLogger("arpc.runtime")
 
+_RELEASE_S: Final = 10.0
+"""How long a graceful shutdown waits for owners to hear that their RRefs are released."""
 _LEAVE_S: Final = 5.0
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -66,6 +72,9 @@ class Worker:
         self.options = options
         self.agent: Agent
         self.rendezvous: Rendezvous
+        self.rref_context: RRefContext
+        self.leaked_rrefs: tuple[RRefRow, ...] = ()
+        """After a graceful shutdown: values of this worker that others still held when all had let go."""
         self._shutdown: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
         """Set when somebody does not want to wait for the group any longer."""
@@ -117,6 +126,21 @@ class Worker:
         """Call a generator and iterate over its items with ``async for``."""
         return self.agent.stream(to, func, args, kwargs, timeout, window)
 
+    def remote(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | Unset = UNSET,
+    ) -> RRef[Any]:
+        """Run a function elsewhere and return an `RRef` to its result at once."""
+        return create_remote(self.rref_context, to, func, args or (), kwargs, timeout)
+
+    def rrefs(self) -> list[RRefRow]:
+        """Every RRef that this worker owns and others know, or that it uses."""
+        return rref_rows(self.rref_context)
+
     def get_worker_info(self, name: str | int | WorkerInfo | None = None) -> WorkerInfo:
         """Name and id of a worker of the group; of this one if no name is given. Raises `UnknownWorkerError`."""
         return self.info if name is None else self.agent.known_peer(name).info
@@ -128,6 +152,7 @@ class Worker:
             **self.agent.statistics(),
             "heartbeat": self.agent.heartbeat.statistics(),
             "rendezvous": self.rendezvous.statistics(),
+            "rrefs": rref_statistics(self.rref_context),
         }
 
     # -- the end
@@ -188,6 +213,7 @@ class Worker:
             raise cancelled
 
     async def _close(self, *, graceful: bool) -> None:
+        self.rref_context.close()
         await self.agent.aclose()
         with suppress(RendezvousError, OSError):
             # the host of the store waits a moment for the others, unless nobody is to be waited for
@@ -224,6 +250,8 @@ class Worker:
                 raise RendezvousTimeoutError(
                     f"worker {self.info.name!r} was shut down with calls under way that did not end within {timeout_s} s"
                 )
+            # before anyone lets go: the last to hear that all agree would find nothing
+            survivors = find_survivors(self.rref_context)
             if self.rendezvous.is_elastic:
                 break  # there is no fixed set of workers to wait for
             counts = _encode((self.agent.calls_made, self.agent.executor.calls_handled))
@@ -233,6 +261,20 @@ class Worker:
                 break
             before = now
             number += 1
+        report_survivors(self.rref_context, survivors)
+        await self._release_rrefs(deadline)
+
+    async def _release_rrefs(self, deadline: float | None) -> None:
+        """Let go of every RRef, and report those of this worker that others do not let go of."""
+        context = self.rref_context
+        loop = asyncio.get_running_loop()
+        left = _RELEASE_S if deadline is None else min(_RELEASE_S, max(0.0, deadline - loop.time()))
+        await context.release_all(left)
+        if not self.rendezvous.is_elastic:
+            # the others may still be telling this worker
+            left = 0.0 if deadline is None else max(0.001, deadline - loop.time())
+            await self.rendezvous.gather("shutdown/rrefs", b"", timeout_s=left)
+            self.leaked_rrefs = report_leaks(context)
 
     async def _fail_in_a_hurry(self) -> None:
         await self._hurry.wait()
@@ -297,6 +339,7 @@ async def start_worker(
         ways = {"memory": network}
     ways.update(transports or {})
     identity = Identity(name, 0, secrets.randbits(63), main_fingerprint())
+    rrefs = worker.rref_context = RRefContext(options, context, name, identity.incarnation)
     agent = worker.agent = context.run(
         lambda: Agent(
             worker=worker,
@@ -305,10 +348,14 @@ async def start_worker(
             context=context,
             transports=ways,
             resolve=rendezvous.resolve,
+            handlers=rrefs.handlers,
+            reducers={RRef: partial(reduce_rref, rrefs)},
             interceptors=(VariableCarrier(),),
             is_elastic=rendezvous.is_elastic,
+            watchers=(rrefs,),
         )
     )
+    rrefs.attach(agent)
     worker.rendezvous = rendezvous
     host = host_fingerprint()
     try:
@@ -322,6 +369,7 @@ async def start_worker(
         def make_record(worker_id: int) -> WorkerRecord:
             worker.info = WorkerInfo(name, worker_id)
             agent.identify(worker_id)
+            rrefs.identify(worker.info)
             return WorkerRecord(name, worker_id, identity.incarnation, listening, host, identity.main)
 
         record = await rendezvous.join(
@@ -332,6 +380,7 @@ async def start_worker(
         agent.add_peer(record)
         agent.serve()
     except BaseException:
+        rrefs.close()
         await agent.aclose("it failed to start")
         await rendezvous.aclose()
         raise

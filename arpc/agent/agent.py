@@ -17,7 +17,7 @@ from typing import Any, Final
 from arpc import torchstate
 from arpc.agent.calls import Call
 from arpc.agent.codec import Codec, Interceptor
-from arpc.agent.connector import Connector, Link
+from arpc.agent.connector import Connector, Link, PeerWatcher
 from arpc.agent.deadlines import NEVER, Deadlines
 from arpc.agent.executor import Executor
 from arpc.agent.failures import rebuild_failure
@@ -83,6 +83,7 @@ class Agent:
         handlers: Mapping[type[Message], Callable[..., Any]] | None = None,
         reducers: Mapping[type, Reducer] | None = None,
         interceptors: Sequence[Interceptor] = (),
+        watchers: Sequence[PeerWatcher] = (),
         is_elastic: bool = False,
     ) -> None:
         self.is_elastic = is_elastic
@@ -109,6 +110,7 @@ class Agent:
         self._time = self.loop.time
         self._tasks_are_isolated = torchstate.isolates_all_tasks(self.loop)
         self._create_future = self.loop.create_future
+        self._scope = WorkerScope(worker)
         self._resolve = resolve
         self._peers: dict[Any, Peer] = {}
         self._deferred: set[asyncio.Task[None]] = set()
@@ -118,7 +120,7 @@ class Agent:
         self._default_tick = 0
         self._default_tick_until = 0.0
         self._default_timeout_ms = 0
-        self.connector = Connector(self, identity, options, transports, context)
+        self.connector = Connector(self, identity, options, transports, context, watchers)
         self.heartbeat = Heartbeat(self.loop, options, self.connector)
         self._handlers: dict[type[Message], _Handler] = {
             Request: self.executor.request_received,
@@ -206,16 +208,19 @@ class Agent:
         timeout: float | Unset = UNSET,
         *,
         depth: int = 2,
+        future: Future[Any] | None = None,
     ) -> Future[Any]:
         """Start a call; its future can be awaited, chained, cancelled, and waited for by other threads."""
-        future: Future[Any] = Future(loop=self.loop)
+        if future is None:
+            future = Future(loop=self.loop)
         future.made_at(depth)
         if get_ident() != self._thread:
             self._call_from_thread(future, to, function, args, kwargs, timeout)
             return future
         peer = self.peer(to)
         if peer is None:
-            self._defer(future, to, lambda peer: self.begin(peer, future, function, args, kwargs, timeout))
+            begun = future
+            self._defer(begun, to, lambda peer: self.begin(peer, begun, function, args, kwargs, timeout))
             return future
         call_id = self.begin(peer, future, function, args, kwargs, timeout)
         future._on_cancel = lambda: peer.cancel(call_id)
@@ -243,6 +248,8 @@ class Agent:
         except asyncio.CancelledError:
             peer.cancel(call_id)
             raise
+        finally:
+            del future  # whose exception refers to this frame, and so to the arguments
 
     def request(
         self,
@@ -250,13 +257,22 @@ class Agent:
         to: str | int | WorkerInfo,
         args: Sequence[Any] | None = (),
         timeout: float | Unset = UNSET,
+        *,
+        future: Future[Any] | None = None,
     ) -> Future[Any]:
-        """Send a feature's own message; the future is for what its handler returns there."""
-        future: Future[Any] = Future(loop=self.loop)
-        peer = self.known_peer(to)
-        call_id = self.begin(peer, future, message, args, None, timeout, type_=int(message.type))
-        future._on_cancel = lambda: peer.cancel(call_id)
-        return future
+        """Send a feature's own message; the future is for what its handler returns there. Called on the loop."""
+        begun: Future[Any] = Future(loop=self.loop) if future is None else future
+
+        def begin(peer: Peer) -> int:
+            return self.begin(peer, begun, message, args, None, timeout, type_=int(message.type))
+
+        peer = self.peer(to)
+        if peer is None:
+            self._defer(begun, to, begin)
+        else:
+            call_id = begin(peer)
+            begun._on_cancel = lambda: peer.cancel(call_id)
+        return begun
 
     def stream(
         self,
@@ -351,7 +367,11 @@ class Agent:
             payload, slots = self._pickle_with_function(peer, function, args, kwargs)
         elif args or kwargs:
             payload, slots = self._pickler.dumps_call(
-                function, args, dict(kwargs) if kwargs else None, main_by_value=peer.main_by_value
+                function,
+                args,
+                dict(kwargs) if kwargs else None,
+                main_by_value=peer.main_by_value,
+                to=peer.info,
             )
         else:
             payload = b""
@@ -393,10 +413,12 @@ class Agent:
         by_value = peer.main_by_value
         payload = (args, dict(kwargs)) if kwargs else args
         try:
-            return self._pickler.dumps((function, payload), main_by_value=by_value)
+            return self._pickler.dumps((function, payload), main_by_value=by_value, to=peer.info)
         except Exception as error:
             # say which part of it was at fault
-            self._pickler.dumps_call(function, args, dict(kwargs) if kwargs else None, main_by_value=by_value)
+            self._pickler.dumps_call(
+                function, args, dict(kwargs) if kwargs else None, main_by_value=by_value, to=peer.info
+            )
             raise unsendable(function, error) from error
 
     def _next_default_tick(self, now: float) -> None:
@@ -541,6 +563,14 @@ class Agent:
             call.items.item_arrived(message.arg, value)
 
     def _result(self, link: Link, message: Message) -> Any:
+        # Objects that belong to a worker must find this one, whoever's context this callback happens to run in
+        token = current_scope.set(self._scope)
+        try:
+            return self._unpack(link, message)
+        finally:
+            current_scope.reset(token)
+
+    def _unpack(self, link: Link, message: Message) -> Any:
         codec = self.codec
         if not message.table_end:
             return codec.payload(message, [])
@@ -568,6 +598,7 @@ class Agent:
         if call is None or call.future.done():
             return
         codec = self.codec
+        token = current_scope.set(self._scope)
         try:
             slots = codec.slots(message) if message.table_end else []
             payload = memoryview(message.body)[message.table_end :]
@@ -575,6 +606,8 @@ class Agent:
         except Exception as reason:
             call.future.set_exception(SerializationError(f"the failure of {call.name} is malformed"))
             raise ProtocolError(f"a malformed failure: {reason}") from reason
+        finally:
+            current_scope.reset(token)
         call.future.set_exception(error)
 
     def _on_goodbye(self, link: Link, message: Message) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import Context
 from typing import Any, Final, Protocol
 
@@ -30,7 +30,7 @@ from arpc.wire.frames import Limits
 from arpc.wire.handshake import Handshake, Identity, Refused, Role
 from arpc.wire.messages import Message, Refusal
 
-__all__ = ["Connector", "Link"]
+__all__ = ["Connector", "Link", "PeerWatcher"]
 
 logger = logging.getLogger("arpc.connections")
 
@@ -51,6 +51,15 @@ class Link:
         self.is_mine = is_mine
         """This worker made the connection."""
         self.goodbye: str | None = None
+
+
+class PeerWatcher(Protocol):
+    """A feature that wants to know which workers can be reached. Not told about this worker itself."""
+
+    def peer_connected(self, peer: WorkerInfo) -> None: ...
+
+    def peer_disconnected(self, peer: WorkerInfo, *, has_left: bool) -> None:
+        """The connection is gone. ``has_left``: the peer said goodbye, so it will not come back as the same worker."""
 
 
 class _Host(Protocol):
@@ -101,8 +110,10 @@ class Connector:
         options: RpcOptions,
         transports: Mapping[str, Transport],
         context: Context,
+        watchers: Sequence[PeerWatcher] = (),
     ) -> None:
         self.agent = agent
+        self._watchers = tuple(watchers)
         self._identity = identity
         self._options = options
         self._transports = dict(transports)
@@ -333,6 +344,9 @@ class Connector:
         came = self._came.pop(identity.id, None)
         if came is not None and not came.done():
             came.set_result(None)
+        if identity.id != self._identity.id:
+            for watcher in self._watchers:
+                watcher.peer_connected(peer.info)
 
     def lost(self, connection: Connection, error: Exception | None) -> None:
         link = self._links.pop(connection, None)
@@ -346,6 +360,10 @@ class Connector:
             logger.warning("the connection to worker %s was closed: %s", link.peer.info.name, error)
         link.inbound.cancel_all()
         link.peer.lost(connection, error, reason=link.goodbye)
+        # one that a newer connection has replaced changes nothing
+        if link.peer.connection is None and link.peer.info.id != self._identity.id:
+            for watcher in self._watchers:
+                watcher.peer_disconnected(link.peer.info, has_left=link.goodbye is not None)
 
     def same_main(self, main: str) -> bool:
         """Whether a worker runs the same script, so that functions of ``__main__`` mean the same there."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from contextvars import Context
+from contextvars import Context, copy_context
 from typing import Any, Final, Protocol
 
 import torch.futures
@@ -74,6 +75,7 @@ class Run(Job):
     meta: dict[str, Any] | None = None
     args: tuple[Any, ...] | None = None
     kwargs: dict[str, Any] | None = None
+    _prerequisites: list[Awaitable[object]] | None = None
 
     def __init__(self, executor: Executor, inbound: Inbound, function: Function, message: Message) -> None:
         self.executor = executor
@@ -99,6 +101,12 @@ class Run(Job):
     @property
     def caller(self) -> WorkerInfo:
         return self.inbound.caller
+
+    @property
+    def prerequisites(self) -> list[Awaitable[object]]:
+        if self._prerequisites is None:
+            self._prerequisites = []
+        return self._prerequisites
 
     def first_step(self) -> Any:
         message = self.message
@@ -421,6 +429,33 @@ class Executor:
             run.args, run.kwargs = payload
         else:
             run.args = payload
+        if run._prerequisites is not None:  # noqa: SLF001 - looking must not make an empty list
+            run.function = self._after(run.prerequisites, run.function)
+
+    def _after(self, prerequisites: list[Awaitable[object]], function: Function) -> Function:
+        """A function that waits first."""
+
+        async def wait_and_call(*args: Any, **kwargs: Any) -> Any:
+            for prerequisite in prerequisites:
+                await prerequisite
+            return await self.call(function, args, kwargs)
+
+        return Function.of_coroutine(wait_and_call, function.name)
+
+    async def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a function returns, run in its own way, for a coroutine that stands in its place.
+
+        A generator is returned as it is, not begun.
+        """
+        if function.mode is _THREAD:
+            context = copy_context()
+            result = await self.threads.call(lambda: context.run(function.call, *args, **kwargs))
+        else:
+            result = function.call(*args, **kwargs)
+        if function.returns_future:
+            return await _future_of(result, function.name, self.loop)
+        # not asyncio.iscoroutine, to which a generator is one
+        return await result if inspect.iscoroutine(result) else result
 
     def define(self, inbound: Inbound, message: Message) -> None:
         """A peer sends a function that it will call by number."""
@@ -438,6 +473,8 @@ class Executor:
     # -- ways to run
 
     def _run_inline(self, run: Run) -> None:
+        if run.message is not None and not self._enter_and_go_on(run):
+            return
         try:
             result = torchstate.call_isolated(run.context.run, run.begin)
         except BaseException as error:
@@ -445,15 +482,23 @@ class Executor:
         else:
             self.returned(run, result)
 
-    def _start_thread(self, run: Run) -> None:
+    def _enter_and_go_on(self, run: Run) -> bool:
+        """Unpack the arguments on the loop, to which interceptors belong; False if that has settled how it goes on."""
         message = run.message
-        if message is not None:
-            # unpacked on the loop: interceptors belong to it
-            try:
-                run.context.run(self._enter, run, message)
-            except BaseException as error:
-                self.raised(run, error)
-                return
+        assert message is not None
+        try:
+            run.context.run(self._enter, run, message)
+        except BaseException as error:
+            self.raised(run, error)
+            return False
+        if run._prerequisites is not None:  # noqa: SLF001
+            self.carriers.start(run)
+            return False
+        return True
+
+    def _start_thread(self, run: Run) -> None:
+        if run.message is not None and not self._enter_and_go_on(run):
+            return
         run.inbound.register(run)
 
         def job() -> Callable[[], None] | None:
@@ -540,7 +585,9 @@ class Executor:
 
     def _pickle_result(self, run: Run, result: Any) -> tuple[bytes, list[Slot]]:
         try:
-            return self._pickler.dumps_result(result, main_by_value=run.inbound.main_by_value)
+            return self._pickler.dumps_result(
+                result, main_by_value=run.inbound.main_by_value, to=run.inbound.caller
+            )
         except Exception as error:
             raise SerializationError(
                 f"the result of {run.function.name} ({type(result).__qualname__}) cannot be sent: {error}"
@@ -568,7 +615,9 @@ class Executor:
         if isinstance(error, ProtocolError):
             logger.warning("a malformed request of worker %s: %s", run.inbound.caller.name, error)
         try:
-            payload, slots = describe_failure(error, self._pickler, main_by_value=run.inbound.main_by_value)
+            payload, slots = describe_failure(
+                error, self._pickler, main_by_value=run.inbound.main_by_value, to=run.inbound.caller
+            )
             data, buffers = self.codec.frame(_FAILURE, kind, run.id, run.items_sent & _PLACE_MASK, 0, payload, slots)
         except Exception as reason:
             logger.exception("cannot describe the failure of %s", run.function.name)
@@ -582,6 +631,7 @@ class Executor:
 
     def _end(self, run: Run, data: bytes, buffers: list[memoryview] | None) -> None:
         run.ended = True
+        run.nested = None  # a timer may keep the run's context for long, and their exceptions keep the handler's frames
         run.context = _NO_CONTEXT
         run.task = run.args = run.kwargs = None  # it may wait for a thread for a long time still
         self.calls_handled += 1
@@ -645,6 +695,28 @@ class Executor:
             **self.threads.statistics(),
             **self.carriers.statistics(),
         }
+
+
+async def _future_of(result: Any, name: str, loop: asyncio.AbstractEventLoop) -> Any:
+    """The value of what a function marked with `async_execution` returned."""
+    if isinstance(result, asyncio.Future):
+        return await result
+    if not isinstance(result, torch.futures.Future | concurrent.futures.Future):
+        raise TypeError(
+            f"a function marked with async_execution must return a Future, and {name} returned {type(result).__qualname__}"
+        )
+    done = loop.create_future()
+
+    def settle() -> None:
+        if not done.done():
+            done.set_result(None)
+
+    def completed(_: object) -> None:
+        loop.call_soon_threadsafe(settle)  # it is completed on a thread of its own
+
+    result.add_done_callback(completed)
+    await done
+    return result.result() if isinstance(result, concurrent.futures.Future) else result.value()
 
 
 def _unknown_function() -> None:

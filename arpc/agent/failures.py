@@ -18,13 +18,14 @@ from arpc.errors import (
     RpcTimeoutError,
     ShutdownError,
 )
+from arpc.ids import WorkerInfo
 from arpc.wire.messages import FailureKind
 from arpc.wire.pickling import Pickler, loads
 from arpc.wire.tensors import Slot
 
 __all__ = ["describe_failure", "rebuild_failure"]
 
-_RUNTIME: Final = ("arpc.agent.", "arpc.torchstate.")
+_RUNTIME: Final = ("arpc.agent.", "arpc.rref.", "arpc.torchstate.")
 
 # What would stop the caller's own loop or coroutine if it were raised there
 _NOT_TO_BE_RAISED: Final = (
@@ -38,14 +39,14 @@ _NOT_TO_BE_RAISED: Final = (
 
 
 def describe_failure(
-    error: BaseException, pickler: Pickler, *, main_by_value: bool
+    error: BaseException, pickler: Pickler, *, main_by_value: bool, to: WorkerInfo | None = None
 ) -> tuple[bytes, list[Slot]]:
     """Payload and slots of a FAILURE."""
     pickled: bytes | None = None
     slots: list[Slot] = []
     if not isinstance(error, _NOT_TO_BE_RAISED):
         try:
-            pickled, slots = pickler.dumps(error, main_by_value=main_by_value)
+            pickled, slots = pickler.dumps(error, main_by_value=main_by_value, to=to)
         except BaseException:
             slots = []
     stack = "".join(traceback.format_exception(_without_runtime_frames(error)))

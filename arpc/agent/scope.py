@@ -6,6 +6,7 @@ One ContextVar for all of it, so that starting a handler sets one variable and m
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
@@ -29,6 +30,10 @@ class Scope(Protocol):
     def caller(self) -> WorkerInfo | None:
         """Who called the handler; None outside of handlers."""
 
+    @property
+    def prerequisites(self) -> list[Awaitable[object]] | None:
+        """What a handler waits for before it starts. What is unpacked as one of its arguments may add to it."""
+
     def call_begun(self, future: asyncio.Future[Any]) -> None:
         """A call was made in this scope; one of a handler ends with the handler if that is cancelled."""
 
@@ -39,6 +44,7 @@ class WorkerScope(NamedTuple):
     worker: Any
     deadline: float | None = None
     caller: WorkerInfo | None = None
+    prerequisites: None = None
 
     def call_begun(self, future: asyncio.Future[Any]) -> None:
         """Nothing to keep: this scope has no end of its own."""

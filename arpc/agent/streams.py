@@ -237,6 +237,9 @@ class Stream(AsyncIterator[T], Generic[T]):
     At most ``window`` items are on their way or waiting here.
     """
 
+    anchor: object = None
+    """Lives as long as the stream."""
+
     def __init__(self, window: int, give_credit: Callable[[int], None], cancel: Callable[[], None]) -> None:
         if window < 1:
             raise ValueError(f"the window of a stream must be at least 1, not {window}")

@@ -33,6 +33,12 @@ __all__ = [
     "Ping",
     "Pong",
     "Proof",
+    "RRefChildAccept",
+    "RRefCreate",
+    "RRefFetch",
+    "RRefForkQuery",
+    "RRefForkRequest",
+    "RRefUserDelete",
     "Refusal",
     "Refuse",
     "Reply",
@@ -62,6 +68,12 @@ class MessageType(IntEnum):
     CANCEL = 20
     ITEM = 24
     CREDIT = 25
+    RREF_CREATE = 32
+    RREF_FETCH = 33
+    RREF_FORK_REQUEST = 34
+    RREF_CHILD_ACCEPT = 35
+    RREF_USER_DELETE = 36
+    RREF_FORK_QUERY = 37
 
 
 # Nothing that a message refers to can refer back to it, so the garbage collector need not follow them: many may wait.
@@ -218,6 +230,45 @@ class Credit(Message):
     """Stream ``id`` may send ``arg`` more items."""
 
     type = MessageType.CREDIT
+
+
+# -- remote references: requests of their own, answered like calls; see rref.context for what is in them
+
+
+class RRefCreate(Message):
+    """Run a function and keep what it returns, under an id that the sender chose."""
+
+    type = MessageType.RREF_CREATE
+
+
+class RRefFetch(Message):
+    """Send the value of an RRef, once it is there."""
+
+    type = MessageType.RREF_FETCH
+
+
+class RRefForkRequest(Message):
+    """To an owner, from users that received forks of its RRefs from other users: count us."""
+
+    type = MessageType.RREF_FORK_REQUEST
+
+
+class RRefChildAccept(Message):
+    """To the worker that sent forks: their owners count them, you need not keep yours for them any longer."""
+
+    type = MessageType.RREF_CHILD_ACCEPT
+
+
+class RRefUserDelete(Message):
+    """To an owner: these forks have ended."""
+
+    type = MessageType.RREF_USER_DELETE
+
+
+class RRefForkQuery(Message):
+    """To a worker that forks were sent to and that has said nothing since: did they arrive? If not, they never shall."""
+
+    type = MessageType.RREF_FORK_QUERY
 
 
 class RequestFlag:

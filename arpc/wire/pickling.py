@@ -15,11 +15,12 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from arpc.errors import SerializationError
-from arpc.wire.reducing import HOLE, HolePickler, Reducer, importable_name
+from arpc.errors import RRefError, SerializationError, WorkerLostError
+from arpc.ids import WorkerInfo
+from arpc.wire.reducing import HOLE, HolePickler, Parcel, Reducer, importable_name
 from arpc.wire.tensors import Slot
 
-__all__ = ["Pickler", "Reducer", "importable_name", "loads"]
+__all__ = ["Parcel", "Pickler", "Reducer", "importable_name", "loads"]
 
 # Clearing a pickler takes time in proportion to the largest pickle it ever made. After a larger one than this it is
 # cheaper to make another, which takes 1.5 us.
@@ -43,10 +44,13 @@ class Pickler:
         self._reducers = dict(reducers or {})
         self._free = [HolePickler(self._reducers)]
 
-    def dumps(self, obj: Any, *, main_by_value: bool = False) -> tuple[bytes, list[Slot]]:
-        """Pickle and slots of an object. Raises whatever pickling it raises.
+    def dumps(
+        self, obj: Any, *, main_by_value: bool = False, to: WorkerInfo | None = None, is_rehearsal: bool = False
+    ) -> tuple[bytes, list[Slot]]:
+        """Pickle and slots of an object, for the worker ``to``. Raises whatever pickling it raises.
 
         ``main_by_value``: the peer does not run the same script, so what ``__main__`` defines must travel itself.
+        ``is_rehearsal``: it will not be sent, so reducers are not told that it is complete.
         """
         # Taken out while in use: a reducer may pickle, and so may other threads (pop and append are atomic)
         try:
@@ -54,7 +58,12 @@ class Pickler:
         except IndexError:
             pickler = HolePickler(self._reducers)
         pickler.main_by_value = main_by_value
+        pickler.to = to
         _dump(pickler, obj)  # one that failed is not put back
+        if pickler.packed:
+            packed, pickler.packed = pickler.packed, []
+            for tell in () if is_rehearsal else packed:
+                tell()
         chunks = pickler.chunks
         payload = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         slots = pickler.slots
@@ -69,7 +78,13 @@ class Pickler:
         return payload, slots
 
     def dumps_call(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, *, main_by_value: bool
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        *,
+        main_by_value: bool,
+        to: WorkerInfo | None = None,
     ) -> tuple[bytes, list[Slot]]:
         """The same for the arguments of a call: args, or a tuple of args and kwargs if there are any of these.
 
@@ -81,11 +96,15 @@ class Pickler:
             if _SCALARS.issuperset(map(type, args)):
                 return _dumps(args, protocol=5), []
         try:
-            return self._dumps_plain((args, kwargs) if kwargs else args, main_by_value=main_by_value)
+            return self._dumps_plain((args, kwargs) if kwargs else args, main_by_value=main_by_value, to=to)
+        except (RRefError, WorkerLostError):
+            raise  # an RRef that cannot be used says so itself
         except Exception as error:
-            raise self._explained(function, args, kwargs or {}, error, main_by_value=main_by_value) from error
+            raise self._explained(function, args, kwargs or {}, error, main_by_value=main_by_value, to=to) from error
 
-    def dumps_result(self, value: Any, *, main_by_value: bool) -> tuple[bytes, list[Slot]]:
+    def dumps_result(
+        self, value: Any, *, main_by_value: bool, to: WorkerInfo | None = None
+    ) -> tuple[bytes, list[Slot]]:
         """The same for what a function returned. None is the empty pickle. Raises whatever pickling it raises."""
         if value is None:
             return b"", []
@@ -93,10 +112,12 @@ class Pickler:
         if kind is Tensor:
             return _JUST_A_TENSOR, [value]
         if kind in _CONTAINERS:
-            return self._dumps_plain(value, main_by_value=main_by_value)
-        return self.dumps(value, main_by_value=main_by_value)
+            return self._dumps_plain(value, main_by_value=main_by_value, to=to)
+        return self.dumps(value, main_by_value=main_by_value, to=to)
 
-    def _dumps_plain(self, value: Any, *, main_by_value: bool) -> tuple[bytes, list[Slot]]:
+    def _dumps_plain(
+        self, value: Any, *, main_by_value: bool, to: WorkerInfo | None
+    ) -> tuple[bytes, list[Slot]]:
         """The same as `dumps`, for what is likely to be made of containers, scalars and tensors alone.
 
         Then the tensors are cut out here, at a third of what it costs to have the pickler reduce each.
@@ -105,19 +126,26 @@ class Pickler:
         try:
             cut = _cut_out(value, tensors, set())
         except (_NotPlainError, RecursionError):
-            return self.dumps(value, main_by_value=main_by_value)
+            return self.dumps(value, main_by_value=main_by_value, to=to)
         if len(tensors) > 1 and len(set(map(id, tensors))) < len(tensors):
-            return self.dumps(value, main_by_value=main_by_value)  # which keeps one object one
+            return self.dumps(value, main_by_value=main_by_value, to=to)  # which keeps one object one
         return _dumps(cut, protocol=5, buffer_callback=not_), tensors
 
     def _explained(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception, *, main_by_value: bool
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        error: Exception,
+        *,
+        main_by_value: bool,
+        to: WorkerInfo | None,
     ) -> SerializationError:
         """Find the argument that is to blame."""
         name = getattr(function, "__qualname__", type(function).__qualname__)
         for which, value in [*zip(_parameter_names(function, len(args)), args, strict=True), *kwargs.items()]:
             try:
-                self.dumps(value, main_by_value=main_by_value)
+                self.dumps(value, main_by_value=main_by_value, to=to, is_rehearsal=True)
             except Exception as reason:  # noqa: BLE001 - whatever a user's __reduce__ may raise
                 kind = type(value).__qualname__
                 return SerializationError(f"argument {which!r} of {name} ({kind}) cannot be sent: {reason}")

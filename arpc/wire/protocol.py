@@ -114,6 +114,11 @@ class Protocol:
             self.output.append(handshake.start())
 
     @property
+    def is_between_frames(self) -> bool:
+        """Whether nothing has arrived in part."""
+        return not (self._assemblies or self._end or self._large_frame is not None)
+
+    @property
     def peer(self) -> Identity | None:
         """Who is on the other side, once the handshake is done."""
         return self._handshake.peer

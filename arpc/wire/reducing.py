@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pickle import PickleBuffer
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 import cloudpickle
 import torch
@@ -21,12 +21,23 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from arpc.errors import SerializationError
+from arpc.ids import WorkerInfo
 from arpc.wire.tensors import Slot
 
-__all__ = ["HOLE", "MAIN_NAMES", "HolePickler", "Reducer", "importable_name"]
+__all__ = ["HOLE", "MAIN_NAMES", "HolePickler", "Parcel", "Reducer", "importable_name"]
 
-Reducer = Callable[[Any], tuple[Any, ...] | str]
-"""Like ``__reduce__``, but a function of the object. `NotImplemented` may not be returned."""
+
+class Parcel(Protocol):
+    """The pickle that is being made, as a reducer sees it."""
+
+    to: WorkerInfo | None
+    """Who will unpack it; None if that is not a worker."""
+    packed: list[Callable[[], None]]
+    """Called once the pickle is complete, but not if it fails."""
+
+
+Reducer = Callable[[Any, Parcel], tuple[Any, ...] | str]
+"""Like ``__reduce__``, but a function of the object and the parcel. `NotImplemented` may not be returned."""
 
 MAIN_NAMES: Final = ("__main__", "__mp_main__")
 """The script, and what multiprocessing calls it in a spawned child."""
@@ -66,6 +77,8 @@ class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.chunks: list[bytes] = []
         self.slots: list[Slot] = []
         self.main_by_value = False
+        self.to: WorkerInfo | None = None
+        self.packed: list[Callable[[], None]] = []
         self._reducers = reducers
         super().__init__(_Sink(self.chunks.append), protocol=5, buffer_callback=self._memory_found)
 
@@ -84,7 +97,7 @@ class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
             return NotImplemented  # the most common function of all: by name, and without a closer look
         reducer = self._reducers.get(kind)
         if reducer is not None:
-            return reducer(obj)
+            return reducer(obj, self)
         if isinstance(obj, Tensor):
             return self._reduce_subclass(obj)
         if getattr(obj, "__qualname__", None) is None:

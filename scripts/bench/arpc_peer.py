@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Coroutine
+import asyncio
+import gc
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import cast
 
 import arpc
-from scripts.bench import payloads
-from scripts.bench.asyncio_caller import AsyncioCaller, Call
-from scripts.bench.functions import FUNCTIONS, Flavour
+from arpc.runtime import current
+from scripts.bench import memory, payloads
+from scripts.bench.asyncio_caller import AsyncioCaller, Call, bulk_figures, latency_figures, start_memory_watch
+from scripts.bench.functions import FUNCTIONS, Flavour, big, chained_async
+from scripts.bench.systems import BULK_MINIMUM_CALLS, WARM_UP_SHARE, Measurement
 
 __all__ = ["Arpc", "system"]
 
@@ -31,6 +37,70 @@ class ArpcCaller(AsyncioCaller):
 
     def prepare_bulk(self, function: str, size_bytes: int) -> Call:
         return partial(arpc.rpc_sync, CALLEE, FUNCTIONS["async"][function], (payloads.bulk_tensor(size_bytes),))
+
+    async def rref_latency(self, *, budget_s: float) -> Measurement:
+        """`remote`, then `to_here`, one pair after another: ``p50_us``."""
+
+        async def call() -> object:
+            return await arpc.remote(CALLEE, FUNCTIONS["async"]["noop"])
+
+        await self._one_by_one(call, budget_s * WARM_UP_SHARE)
+        return latency_figures(await self._one_by_one(call, budget_s))
+
+    async def rref_chain(self, *, length: int, budget_s: float) -> Measurement:
+        """The result of `length` calls, each of a method of the result before, in multiples of one round trip."""
+
+        async def call() -> object:
+            rref = arpc.remote(CALLEE, chained_async)
+            for _ in range(length - 1):
+                rref = rref.remote().next()
+            return await rref._get_type()  # noqa: SLF001 - waits for the last and fetches next to nothing
+
+        single = self.prepare("noop", "async", "none")
+        await self._one_by_one(call, budget_s * WARM_UP_SHARE)
+        chain = latency_figures(await self._one_by_one(call, budget_s))
+        round_trip = latency_figures(await self._one_by_one(single, budget_s))
+        return chain | {"round_trips": chain["p50_us"] / round_trip["p50_us"]}
+
+    async def rref_fetch(self, *, size_bytes: int, budget_s: float) -> Measurement:
+        """A large tensor through an RRef, fetched again and again."""
+        rref = arpc.remote(CALLEE, big, (size_bytes,))
+        samples: list[float] = []
+        await rref
+        started = time.perf_counter()
+        while len(samples) < BULK_MINIMUM_CALLS or time.perf_counter() - started < budget_s:
+            begin = time.perf_counter()
+            await rref
+            samples.append(time.perf_counter() - begin)
+        return bulk_figures(samples, size_bytes)
+
+    async def rref_churn(self, *, rrefs: int, callee_pid: int, budget_s: float) -> Measurement:
+        """Makes many RRefs, sends each to its owner and back, and drops them all: the rate, and what memory is left."""
+        echo = FUNCTIONS["async"]["echo"]
+        await self._churn(1000, echo)
+        caller_before, callee_before = start_memory_watch(callee_pid)
+        started = time.perf_counter()
+        await self._churn(rrefs, echo)
+        elapsed_s = time.perf_counter() - started
+        gc.collect()
+        return {
+            "rrefs_per_s": rrefs / elapsed_s,
+            "caller_growth_mb": (memory.resident_bytes(os.getpid()) - caller_before) / 1e6,
+            "callee_growth_mb": (memory.resident_bytes(callee_pid) - callee_before) / 1e6,
+        }
+
+    async def _churn(self, count: int, echo: Callable[..., object]) -> None:
+        made = [arpc.remote(CALLEE, FUNCTIONS["async"]["noop"]) for _ in range(count)]
+        forked = [await arpc.rpc_sync(CALLEE, echo, (made[start : start + 1000],)) for start in range(0, count, 1000)]
+        made.clear()
+        forked.clear()
+        while await arpc.rpc_sync(CALLEE, count_owned):  # noqa: ASYNC110 - it happens in another process
+            await asyncio.sleep(0.01)
+
+
+async def count_owned() -> int:
+    """How many RRefs this worker owns."""
+    return len(current().rref_context.forks.owned)
 
 
 class Arpc:

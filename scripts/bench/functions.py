@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final, Literal
 
-__all__ = ["FUNCTIONS", "Flavour"]
+__all__ = ["FUNCTIONS", "Chained", "Flavour", "big", "chained_async"]
 
 Flavour = Literal["async", "def"]
 
 # What `keep` has received. While it is here its memory cannot be used again, so that each new arrival is cold.
 _kept: list[object] = []
+
+_made: dict[int, object] = {}
 
 
 def noop() -> None:
@@ -34,6 +36,27 @@ def keep(value: object) -> None:
 def forget() -> None:
     """Lets go of everything that `keep` has received."""
     _kept.clear()
+
+
+class Chained:
+    """Something whose method returns something with that method."""
+
+    async def next(self) -> Chained:
+        return self
+
+
+def big(size_bytes: int) -> object:
+    """A tensor of that size, the same one each time."""
+    import torch
+
+    if size_bytes not in _made:
+        _made[size_bytes] = torch.ones(size_bytes // 4)
+    return _made[size_bytes]
+
+
+async def chained_async() -> Chained:
+    """The beginning of a chain."""
+    return Chained()
 
 
 async def noop_async() -> None:

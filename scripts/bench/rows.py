@@ -226,6 +226,63 @@ def _bulk_row(key: str, title: str, function: str, size_mb: int, transport: Tran
     )
 
 
+def _rref_rows() -> Iterator[Row]:
+    section = "Remote references"
+    pair = workload("rref_latency")
+    for placement in _pinned():
+        yield Row(
+            key=f"rref/latency/{placement}",
+            section=section,
+            title=f"remote() and to_here(), p50, {placement}",
+            metric="p50_us",
+            unit="us",
+            better="lower",
+            cells={SUBJECT: Cell("arpc-unix", pair, placement), "torch": Cell("torch", pair)},
+        )
+    for metric, unit, title in (("p50_us", "us", "p50"), ("round_trips", "x", "in multiples of one small call")):
+        yield Row(
+            key=f"rref/chain/{metric}",
+            section=section,
+            title=f"chain of ten remote(), {title}, same",
+            metric=metric,
+            unit=unit,
+            better="lower",
+            cells={SUBJECT: Cell("arpc-unix", workload("rref_chain", length=10), "same")},
+        )
+    fetch = workload("rref_fetch", size_bytes=256 * MB)
+    send = workload("bulk", function="drop", size_bytes=256 * MB)
+    yield Row(
+        key="rref/fetch/256MB",
+        section=section,
+        title="fetch 256 MB; floor: a plain send of arpc",
+        metric="gib_per_s",
+        unit="GiB/s",
+        better="higher",
+        cells={
+            SUBJECT: Cell("arpc-unix", fetch),
+            "floor": Cell("arpc-unix", send),
+            "torch": Cell("torch-default", fetch),
+        },
+    )
+    churn = replace(workload("rref_churn", rrefs=100_000, callee_pid=0), fresh=True)
+    for metric, unit, title, better in (
+        ("rrefs_per_s", "/s", "made, forked and dropped per second", "higher"),
+        ("caller_growth_mb", "MB", "caller's memory afterwards", "lower"),
+        ("callee_growth_mb", "MB", "owner's memory afterwards", "lower"),
+    ):
+        yield Row(
+            key=f"rref/churn/{metric}",
+            section=section,
+            title=f"100,000 RRefs: {title}",
+            metric=metric,
+            unit=unit,
+            better="lower" if better == "lower" else "higher",
+            cells={SUBJECT: Cell("arpc-unix", churn)},
+            max_rounds=3,
+            in_quick=False,
+        )
+
+
 def _limit_rows() -> Iterator[Row]:
     # The pair fills in the pid of its callee when it is asked.
     flood = replace(workload("flood", calls=100_000, callee_pid=0), fresh=True)
@@ -284,5 +341,6 @@ ROWS: Final[tuple[Row, ...]] = (
     *_rate_rows(),
     *_tensor_rows(),
     *_bulk_rows(),
+    *_rref_rows(),
     *_limit_rows(),
 )

@@ -18,7 +18,7 @@ from torch.distributed import rpc
 
 from scripts.bench import memory, payloads
 from scripts.bench.asyncio_caller import bulk_figures, latency_figures, start_memory_watch
-from scripts.bench.functions import FUNCTIONS
+from scripts.bench.functions import FUNCTIONS, big
 from scripts.bench.systems import BULK_MINIMUM_CALLS, WARM_UP_SHARE, Measurement, bulk_warm_up_calls
 
 __all__ = ["TorchRpc", "system"]
@@ -58,6 +58,24 @@ class TorchCaller:
             call()
             samples.append(time.perf_counter() - begin)
         rpc.rpc_sync(CALLEE, FUNCTIONS["def"]["forget"])
+        return bulk_figures(samples, size_bytes)
+
+    async def rref_latency(self, *, budget_s: float) -> Measurement:
+        def call() -> object:
+            return rpc.remote(CALLEE, FUNCTIONS["def"]["noop"]).to_here()
+
+        _one_by_one(call, max(MINIMUM_WARM_UP_S, budget_s * WARM_UP_SHARE))
+        return latency_figures(_one_by_one(call, budget_s))
+
+    async def rref_fetch(self, *, size_bytes: int, budget_s: float) -> Measurement:
+        rref = rpc.remote(CALLEE, big, (size_bytes,))
+        rref.to_here()
+        samples: list[float] = []
+        started = time.perf_counter()
+        while len(samples) < BULK_MINIMUM_CALLS or time.perf_counter() - started < budget_s:
+            begin = time.perf_counter()
+            rref.to_here()
+            samples.append(time.perf_counter() - begin)
         return bulk_figures(samples, size_bytes)
 
     async def latency_under_load(self, *, flavour: str, size_bytes: int, budget_s: float) -> Measurement:

@@ -51,7 +51,8 @@ async def test_bad_bytes_close_that_connection_only(processes: Processes):
         hello + hello,
         hello + struct.pack("<IBBHQIIII", 3, 17, 0, 0, 1, 0, 0, 0, 0) + b"abc",  # a call before the proof
     ]
-    async with processes.group("a", "b", main=functions.serve) as worker:
+    options = QUICK.replace(listen=("unix://", "tcp://127.0.0.1:0"))
+    async with processes.group("a", "b", main=functions.serve, options=options) as worker:
         call = worker.rpc_async("a", functions.hang, args=([],), timeout=0)
         record = await worker.rendezvous.resolve("a")
         assert len(record.addresses) == 2

@@ -1,0 +1,59 @@
+"""What runs on the owner when somebody calls a method of a value, by way of an RRef."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from arpc.agent.scope import current_scope
+from arpc.ids import GloballyUniqueId
+
+if TYPE_CHECKING:
+    from arpc.rref.context import RRefContext
+
+__all__ = ["call_method", "rref_typeof_on_owner", "stream_items", "stream_method"]
+
+
+def _context() -> RRefContext:
+    scope = current_scope.get()
+    assert scope is not None  # these are handlers
+    context: RRefContext = scope.worker.rref_context
+    return context
+
+
+async def _value(rref: int, is_created: bool) -> Any:
+    return await _context().value(GloballyUniqueId.from_int(rref), is_created=is_created)
+
+
+async def call_method(rref: int, is_created: bool, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call a method of a value, once it is there, in the way its kind asks for."""
+    method = getattr(await _value(rref, is_created), name)
+    return await _context().call(method, args, kwargs)
+
+
+async def stream_method(
+    rref: int, is_created: bool, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """The same for a method whose result is iterated over."""
+    return await call_method(rref, is_created, name, args, kwargs)
+
+
+async def stream_items(rref: int, is_created: bool) -> Any:
+    """What a value yields. The value stays open when whoever iterates leaves."""
+    value = await _value(rref, is_created)
+    return _items_async(value) if hasattr(value, "__aiter__") else _items(value)
+
+
+async def _items_async(held: Any) -> AsyncIterator[Any]:
+    async for item in held:
+        yield item
+
+
+def _items(held: Any) -> Iterator[Any]:
+    for item in held:  # noqa: UP028 - `yield from` would close what is held
+        yield item
+
+
+async def rref_typeof_on_owner(rref: int, is_created: bool) -> type:
+    """The type of a value."""
+    return type(await _value(rref, is_created))

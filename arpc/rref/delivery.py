@@ -1,0 +1,69 @@
+"""At least once, made exactly once: numbers on messages that are sent again until they are answered. No I/O.
+
+Every message to a peer gets the next number, and says which number is the oldest that may still be sent again. The
+receiver remembers what it has seen above the first gap, and forgets the gaps that the sender has given up. Neither side
+keeps more than what is on its way.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+__all__ = ["Numbers", "Window"]
+
+_FIRST: Final = 1
+
+
+class Numbers:
+    """The sender's side, for one peer."""
+
+    def __init__(self) -> None:
+        self._next = _FIRST
+        # popping from the front of a plain dict again and again takes longer each time
+        self._open: OrderedDict[int, None] = OrderedDict()
+
+    def take(self) -> int:
+        """A number for a new message."""
+        number = self._next
+        self._next += 1
+        self._open[number] = None
+        return number
+
+    def settle(self, number: int) -> None:
+        """A message was answered, or given up: it will not be sent again."""
+        self._open.pop(number, None)
+
+    @property
+    def oldest(self) -> int:
+        """Nothing below this will ever be sent again."""
+        return next(iter(self._open), self._next)
+
+
+class Window:
+    """The receiver's side, for one peer."""
+
+    def __init__(self) -> None:
+        self._floor = _FIRST
+        self._above: set[int] = set()
+
+    def admit(self, number: int, oldest: int) -> bool:
+        """Whether a message comes for the first time. ``oldest`` is what its sender said."""
+        if oldest > self._floor:
+            self._floor = oldest
+            self._above = {seen for seen in self._above if seen >= oldest}
+        if number < self._floor or number in self._above:
+            self._advance()
+            return False
+        self._above.add(number)
+        self._advance()
+        return True
+
+    def _advance(self) -> None:
+        while self._floor in self._above:
+            self._above.discard(self._floor)
+            self._floor += 1
+
+    def __len__(self) -> int:
+        """How many numbers are remembered."""
+        return len(self._above)

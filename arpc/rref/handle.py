@@ -1,0 +1,383 @@
+"""RRef: a handle to an object that stays on its owner, and the proxies that call it there."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, Generic, NoReturn, Self, TypeVar, cast
+
+from arpc.agent.future import Future
+from arpc.agent.scope import current_scope
+from arpc.agent.streams import Stream
+from arpc.errors import NotInitializedError, RpcTimeoutError, RRefError, SerializationError
+from arpc.ids import GloballyUniqueId, WorkerInfo
+from arpc.options import UNSET, Unset
+from arpc.rref.calls import call_method, rref_typeof_on_owner, stream_items, stream_method
+from arpc.rref.context import FetchFuture, OwnerFuture, RRefContext, Use
+from arpc.rref.forks import HandleDropped, OwnerHandleDropped, OwnerState, RRefId
+from arpc.rref.proxies import AsyncProxy, RemoteProxy, StreamProxy, SyncProxy
+from arpc.rref.values import Value, fresh
+from arpc.wire.messages import RRefFetch
+from arpc.wire.pickling import Parcel
+
+__all__ = ["RRef", "create_remote", "reduce_rref"]
+
+T = TypeVar("T")
+
+_STACK_LIMIT: Final = 12
+
+
+class RRef(Generic[T]):
+    """A reference to a value on some worker, its owner.
+
+    `remote` makes one to what a function returns elsewhere; ``RRef(value)`` makes one to an object of this worker. It
+    can be passed in calls and returned from them. The value lives as long as anyone in the group holds an RRef to it.
+
+    ::
+
+        counter = arpc.remote("ps", Counter)            # the object is made on "ps", and stays there
+        await counter.rpc_sync().add(3)                 # runs there
+        value = await counter.remote().total()          # `await rref` fetches a copy of the value
+
+    Nothing that returns an RRef waits for anything, so calls can be chained; an error while the value is made is raised
+    wherever it is used.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_context",
+        "_creation",
+        "_hint",
+        "_is_released",
+        "_owner",
+        "_rref",
+        "_type",
+        "_use",
+        "_value",
+    )
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        scope = current_scope.get()
+        if scope is None or scope.worker is None:
+            raise NotInitializedError(
+                "an RRef belongs to a worker, and this context has none: call arpc.init_rpc first"
+            )
+        context: RRefContext = scope.worker.rref_context
+        made = _stack() if context.options.rref_creation_stacks else "RRef()"
+        self._set_up(context, context.ids.next(), Value.of(value, made), context.info)
+        self._hint = type_hint
+
+    def _set_up(self, context: RRefContext, rref: RRefId, held: Use | Value, owner: WorkerInfo) -> None:
+        self._context = context
+        self._rref = rref
+        self._owner = owner
+        self._use = held if isinstance(held, Use) else None
+        self._value = held if isinstance(held, Value) else None
+        self._is_released = False
+        self._creation: Future[Any] | None = None
+        self._type: Future[type[T]] | None = None
+        self._hint = None
+
+    @classmethod
+    def _make(
+        cls,
+        context: RRefContext,
+        rref: RRefId,
+        held: Use | Value,
+        owner: WorkerInfo,
+        creation: Future[Any] | None = None,
+    ) -> Self:
+        made = cls.__new__(cls)
+        made._set_up(context, rref, held, owner)  # noqa: SLF001 - its own, in all but name
+        made._creation = creation  # noqa: SLF001
+        return made
+
+    # -- who and where
+
+    def owner(self) -> WorkerInfo:
+        """The worker that has the value."""
+        if self._owner.id < 0:  # it was not known yet when the RRef was made
+            peer = self._context.agent.peer(self._owner.name)
+            if peer is not None:
+                self._owner = peer.info
+        return self._owner
+
+    def owner_name(self) -> str:
+        return self._owner.name
+
+    def is_owner(self) -> bool:
+        """Whether the value is on this worker."""
+        return self._use is None
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner is known to count this RRef. It can be used long before."""
+        return self._use is None or self._use.is_confirmed
+
+    def __repr__(self) -> str:
+        if self._use is None:
+            return f"OwnerRRef({self._rref})"
+        return str(self._use)
+
+    # -- the value
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self.to_here().__await__()
+
+    async def to_here(self, timeout: float | Unset = UNSET) -> T:
+        """A copy of the value, once it is there; on the owner, the value itself.
+
+        Raises what its creation raised, `RRefCreationError` if that timed out, `OwnerLostError` if the owner is lost,
+        and `RpcTimeoutError` if the value does not come in time.
+        """
+        self._check("to_here() called")
+        if self._value is not None:
+            return await self._wait_here(self._value, timeout)
+        use, context = self._use, self._context
+        assert use is not None
+        future = FetchFuture(loop=context.agent.loop)
+        future.owner = self._owner.name
+        user = use.fork
+        context.agent.request(
+            RRefFetch, self._owner.name, (self._rref.to_int(), user.is_created), timeout, future=future
+        )
+        if not user.is_created:
+            use.fetches.add(future)
+        try:
+            return cast("T", await future)
+        finally:
+            use.fetches.discard(future)
+            del future  # whose exception refers to this frame
+
+    async def _wait_here(self, value: Value, timeout: float | Unset) -> T:
+        if value.is_ready:
+            return cast("T", value.get_nowait())
+        timeout_s = self._context.options.rpc_timeout if isinstance(timeout, Unset) else timeout
+        try:
+            async with asyncio.timeout(timeout_s or None):
+                return cast("T", await value.get())
+        except TimeoutError as error:
+            if value.is_ready:
+                raise  # it is the function's own
+            raise RpcTimeoutError(f"{self!r} had no value within {timeout_s} s") from error
+
+    async def local_value(self) -> T:
+        """The value itself. On its owner only."""
+        if self._value is None:
+            raise RRefError(
+                f"For {self!r}, can't call local_value() on user {self._context.info}. Call it on owner {self.owner()}"
+            )
+        self._check("local_value() called")
+        return cast("T", await self._value.get())
+
+    def _check(self, what: str) -> None:
+        if self._is_released:
+            raise RRefError(f"{self!r} has been released. It cannot have {what} on it after that")
+        use = self._use
+        if use is not None and use.failure is not None:
+            raise fresh(use.failure)
+
+    # -- calls on the value
+
+    def rpc_async(self, timeout: float | Unset = UNSET) -> AsyncProxy[T]:
+        """``rref.rpc_async().method(...)`` starts a call of a method of the value, where it is: a `Future`."""
+        return AsyncProxy(self, timeout)
+
+    def rpc_sync(self, timeout: float | Unset = UNSET) -> SyncProxy[T]:
+        """``await rref.rpc_sync().method(...)`` calls a method of the value, where it is."""
+        return SyncProxy(self, timeout)
+
+    def remote(self, timeout: float | Unset = UNSET) -> RemoteProxy[T]:
+        """``rref.remote().method(...)`` is an RRef to what a method of the value returns. Nothing is waited for."""
+        return RemoteProxy(self, timeout)
+
+    def stream(self, timeout: float | Unset = UNSET, window: int = 16) -> StreamProxy[T]:
+        """``async for item in rref.stream().method(...)`` has the items that a method yields, as they are made.
+
+        ``async for item in rref.stream()`` has those of the value itself, such as a generator that is held remotely.
+        That goes on where it was left, but for items that were on their way then: ``window=1`` loses at most one.
+        """
+        return StreamProxy(self, timeout, window)
+
+    def _target(self) -> tuple[int, bool]:
+        """How calls name the value to its owner."""
+        self._check("methods called")
+        if self._use is not None:
+            return self._rref.to_int(), self._use.fork.is_created
+        self._share()
+        return self._rref.to_int(), False
+
+    def _share(self) -> None:
+        assert self._value is not None
+        self._context.on_loop(lambda: self._context.share(self._rref, cast("Value", self._value)))
+
+    def _live_until(self, future: Future[Any]) -> None:
+        """The RRef, and with it the value, lives at least until a call has ended."""
+        if _on_loop(self._context.agent.loop):
+            future.add_done_callback(self._keep)
+        else:
+            self._context.agent.loop.call_soon_threadsafe(future.add_done_callback, self._keep)
+
+    def _keep(self, _: object) -> None:
+        """Done callback of calls, which holds on to the RRef."""
+
+    def _call_method(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float | Unset
+    ) -> Future[Any]:
+        context = self._context
+        future = OwnerFuture(loop=context.agent.loop)
+        arguments = (*self._target(), name, tuple(args), dict(kwargs))
+        context.agent.call(self._owner.name, call_method, arguments, None, timeout, depth=3, future=future)
+        self._live_until(future)
+        return future
+
+    def _remote_method(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float | Unset
+    ) -> RRef[Any]:
+        arguments = (*self._target(), name, tuple(args), dict(kwargs))
+        return create_remote(self._context, self._owner.name, call_method, arguments, None, timeout, keep=self._keep)
+
+    def _stream_method(
+        self, name: str | None, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float | Unset, window: int
+    ) -> AsyncIterator[Any]:
+        agent = self._context.agent
+        stream: Stream[Any]
+        if name is None:
+            stream = agent.stream(self._owner.name, stream_items, self._target(), None, timeout, window)
+        else:
+            arguments = (*self._target(), name, tuple(args), dict(kwargs))
+            stream = agent.stream(self._owner.name, stream_method, arguments, None, timeout, window)
+        stream.anchor = self
+        return stream
+
+    # -- what it is
+
+    def _get_type(self, timeout: float | Unset = UNSET) -> Future[type[T]]:
+        """The type of the value, asked once; ``await`` it."""
+        if self._type is None:
+            context = self._context
+            future = OwnerFuture(loop=context.agent.loop)
+            context.agent.call(self._owner.name, rref_typeof_on_owner, self._target(), None, timeout, future=future)
+            self._live_until(future)
+            self._type = future
+        return self._type
+
+    def _get_future(self) -> Future[Any] | None:
+        """The future of the creation, on the worker that called `remote`. It has no value: that stays on the owner."""
+        return self._creation
+
+    # -- the end of it
+
+    async def release(self) -> None:
+        """Let go of the value now, and wait until the owner knows. The handle cannot be used any more."""
+        if self._is_released:
+            return
+        self._is_released = True
+        if self._use is not None:
+            await self._context.release(self._use)
+        elif self._context.values.get(self._rref) is self._value:
+            self._context.happened(OwnerHandleDropped(self._rref))
+        self._value = Value.of(None) if self._value is not None else None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.release()
+
+    def __del__(self) -> None:
+        # On any thread, at any time, and perhaps half made: see RRefContext.drop
+        if getattr(self, "_is_released", True):
+            return
+        context = self._context
+        if self._use is not None:
+            context.drop(HandleDropped(self._use.fork.fork))
+        elif context.values.get(self._rref) is self._value:
+            context.drop(OwnerHandleDropped(self._rref))
+
+    def _pack(self, context: RRefContext, parcel: Parcel) -> tuple[Any, ...]:
+        to = parcel.to
+        if to is None:
+            self.__reduce__()
+        if self._context is not context:
+            holder, sender = self._context.info.name, context.info.name
+            raise SerializationError(f"{self!r} belongs to worker {holder!r} and cannot be sent by worker {sender!r}")
+        self._check("forks made")
+        fork = context.ids.next()
+        use, value = self._use, self._value
+        if use is not None:
+            is_created = use.fork.is_created
+            parcel.packed.append(lambda: context.offer(self._rref, fork, to.name, use.fork.fork))
+        else:
+            assert value is not None
+            owned = context.forks.owned.get(self._rref)
+            is_created = owned is None or owned.state is not OwnerState.EXPECTED
+
+            def share_and_offer() -> None:
+                context.share(self._rref, value)
+                context.offer(self._rref, fork, to.name, None)
+
+            parcel.packed.append(share_and_offer)
+        owner = self.owner()
+        return _rebuild, (owner.name, owner.id, self._rref.to_int(), fork.to_int(), context.info.name, is_created)
+
+    def __reduce__(self) -> NoReturn:
+        raise SerializationError(
+            f"{self!r} can be pickled as part of a call only. Whoever unpickles it must be counted by its owner, and "
+            f"a pickle that anybody may read any number of times, or never, cannot be. Pass it to arpc.rpc_async"
+        )
+
+
+def _on_loop(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
+
+
+def _stack() -> str:
+    """Where the user's code is, without the frames of this module."""
+    frames = [frame for frame in traceback.extract_stack(limit=_STACK_LIMIT) if "/arpc/" not in frame.filename]
+    return "".join(traceback.format_list(frames))
+
+
+def create_remote(
+    context: RRefContext,
+    to: str | int | WorkerInfo,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    timeout: float | Unset,
+    *,
+    keep: Callable[[object], None] | None = None,
+) -> RRef[Any]:
+    """An RRef to what a function returns on another worker. From any thread."""
+    made = _stack() if context.options.rref_creation_stacks else ""
+
+    def create() -> RRef[Any]:
+        held, rref, future = context.remote(to, function, args, kwargs, timeout, made)
+        if keep is not None:
+            future.add_done_callback(keep)
+        return RRef._make(context, rref, held, held.info if isinstance(held, Use) else context.info, future)
+
+    return context.on_loop(create)
+
+
+def reduce_rref(context: RRefContext, rref: RRef[Any], parcel: Parcel) -> tuple[Any, ...]:
+    """Pack an RRef for a worker: it gets a fork of its own, which counts once the pickle is complete."""
+    return rref._pack(context, parcel)  # noqa: SLF001 - the reducer of the class
+
+
+def _rebuild(owner_name: str, owner_id: int, rref: int, fork: int, parent: str, is_created: bool) -> RRef[Any]:
+    """Unpack an RRef, in the context of the worker that received it."""
+    scope = current_scope.get()
+    if scope is None or scope.worker is None:
+        raise SerializationError("an RRef can be unpickled by a worker that received it in a call, and nowhere else")
+    context: RRefContext = scope.worker.rref_context
+    owner = WorkerInfo(owner_name, owner_id)
+    id_ = GloballyUniqueId.from_int(rref)
+    held = context.receive(id_, GloballyUniqueId.from_int(fork), owner, parent, is_created=is_created)
+    return RRef._make(context, id_, held, owner)

@@ -1,0 +1,148 @@
+"""What ``rref.rpc_async()`` and its like return: attributes are methods of the value, called where it is.
+
+Two ways to name a method::
+
+    rref.rpc_async().add(3)                    # by attribute: short, and its result is Any to a type checker
+    rref.rpc_async()(Counter.add, 3)           # by the method itself: arguments and result are checked and completed
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+from arpc.agent.functions import name_of
+from arpc.agent.future import Future
+from arpc.options import Unset
+
+if TYPE_CHECKING:
+    from arpc.rref.handle import RRef
+
+__all__ = ["AsyncProxy", "RemoteProxy", "StreamProxy", "SyncProxy"]
+
+T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Proxy(Generic[T]):
+    """Names of methods to calls of them."""
+
+    __slots__ = ("_rref", "_timeout")
+
+    def __init__(self, rref: RRef[T], timeout: float | Unset) -> None:
+        self._rref = rref
+        self._timeout = timeout
+
+    def _start(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def _invoke(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        return self._start(name, args, kwargs)
+
+    def _named(self, method: Callable[..., Any]) -> str:
+        return name_of(method).rpartition(".")[2]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._rref!r}>"
+
+    def __dir__(self) -> Iterable[str]:
+        """For completion in a shell or notebook: the methods of the value, if its type is known by now."""
+        known = self._rref._type  # noqa: SLF001 - the two belong together
+        if known is None or not known.done() or known.cancelled() or known.exception() is not None:
+            return super().__dir__()
+        return [name for name in dir(known.result()) if not name.startswith("_")]
+
+
+class AsyncProxy(_Proxy[T]):
+    """Calls methods and returns futures."""
+
+    __slots__ = ()
+
+    def _start(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
+        return self._rref._call_method(name, args, kwargs, self._timeout)  # noqa: SLF001
+
+    def __getattr__(self, name: str) -> Callable[..., Future[Any]]:
+        return partial(self._invoke, name)
+
+    @overload
+    def __call__(
+        self, method: Callable[Concatenate[T, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]: ...
+    @overload
+    def __call__(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
+    def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        return self._start(self._named(method), args, kwargs)
+
+
+class SyncProxy(_Proxy[T]):
+    """Calls methods; what they return is to be awaited."""
+
+    __slots__ = ()
+
+    def _start(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Awaitable[Any]:
+        return self._rref._call_method(name, args, kwargs, self._timeout)  # noqa: SLF001
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        return partial(self._invoke, name)
+
+    @overload
+    def __call__(
+        self, method: Callable[Concatenate[T, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+    ) -> Awaitable[R]: ...
+    @overload
+    def __call__(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]: ...
+    def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Awaitable[Any]:
+        return self._start(self._named(method), args, kwargs)
+
+
+class RemoteProxy(_Proxy[T]):
+    """Calls methods; their results stay on the owner, and RRefs to them are returned at once."""
+
+    __slots__ = ()
+
+    def _start(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RRef[Any]:
+        return self._rref._remote_method(name, args, kwargs, self._timeout)  # noqa: SLF001
+
+    def __getattr__(self, name: str) -> Callable[..., RRef[Any]]:
+        return partial(self._invoke, name)
+
+    @overload
+    def __call__(
+        self, method: Callable[Concatenate[T, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+    ) -> RRef[R]: ...
+    @overload
+    def __call__(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> RRef[R]: ...
+    def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> RRef[Any]:
+        return self._start(self._named(method), args, kwargs)
+
+
+class StreamProxy(_Proxy[T]):
+    """Iterates over what methods, or the value itself, yield."""
+
+    __slots__ = ("_window",)
+
+    def __init__(self, rref: RRef[T], timeout: float | Unset, window: int) -> None:
+        super().__init__(rref, timeout)
+        self._window = window
+
+    def _start(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AsyncIterator[Any]:
+        return self._rref._stream_method(name, args, kwargs, self._timeout, self._window)  # noqa: SLF001
+
+    def __getattr__(self, name: str) -> Callable[..., AsyncIterator[Any]]:
+        return partial(self._invoke, name)
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self._rref._stream_method(None, (), {}, self._timeout, self._window)  # noqa: SLF001
+
+    @overload
+    def __call__(
+        self, method: Callable[Concatenate[T, P], AsyncIterator[R]], *args: P.args, **kwargs: P.kwargs
+    ) -> AsyncIterator[R]: ...
+    @overload
+    def __call__(
+        self, method: Callable[Concatenate[T, P], Iterable[R]], *args: P.args, **kwargs: P.kwargs
+    ) -> AsyncIterator[R]: ...
+    def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        return self._start(self._named(method), args, kwargs)

@@ -1,0 +1,112 @@
+"""RRefs as a table: for people who look, for the dashboard, and for those who search what was never let go."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from arpc.ids import GloballyUniqueId
+from arpc.rref.context import RRefContext
+from arpc.rref.forks import UserState
+
+__all__ = ["RRefRow", "find_survivors", "report_leaks", "report_survivors", "rref_rows", "rref_statistics"]
+
+logger = logging.getLogger("arpc.rref")
+
+
+@dataclass(frozen=True, slots=True)
+class RRefRow:
+    """One RRef as one worker sees it."""
+
+    id: GloballyUniqueId
+    fork_id: GloballyUniqueId | None
+    """Of a user."""
+    role: Literal["owner", "user"]
+    owner: str
+    state: str
+    type: str
+    """Of the value; a user does not know it."""
+    forks: dict[str, int]
+    """How many users of each worker the owner counts."""
+    handles: int
+    """Held on this worker."""
+    made: str
+    """The function it came from, or the lines of code that made it (`RpcOptions.rref_creation_stacks`)."""
+
+    def __str__(self) -> str:
+        held = ", ".join(f"{count} on {worker}" for worker, count in sorted(self.forks.items())) or "no other worker"
+        what = f"{self.type} of " if self.role == "owner" else "user of "
+        separator = "\n" if "\n" in self.made else " "
+        about = f"{self.state}; held by {held}; {self.handles} here"
+        return f"{what}{self.owner} {self.id} ({about}), made by{separator}{self.made}"
+
+
+def rref_rows(context: RRefContext) -> list[RRefRow]:
+    """Those this worker owns, then those it uses."""
+    rows = []
+    for owned in context.forks.owned.values():
+        value = context.values.get(owned.rref)
+        rows.append(
+            RRefRow(
+                owned.rref,
+                None,
+                "owner",
+                context.info.name,
+                owned.state.name.lower(),
+                value.type_name if value is not None else "not there yet",
+                dict(Counter(owned.forks.values())),
+                owned.holds,
+                value.made if value is not None else "",
+            )
+        )
+    for use in context.uses.values():
+        user = use.fork
+        row = RRefRow(user.rref, user.fork, "user", user.owner, user.state.name.lower(), "", {}, user.handles, use.made)
+        rows.append(row)
+    return rows
+
+
+def rref_statistics(context: RRefContext) -> dict[str, int]:
+    """Counters, named as users of torch know them."""
+    users = context.forks.users.values()
+    return {
+        "num_owner_rrefs": len(context.forks.owned),
+        "num_forks": sum(len(owned.forks) for owned in context.forks.owned.values()),
+        "num_pending_users": sum(user.state in {UserState.CREATING, UserState.REQUESTED} for user in users),
+        "num_pending_futures": sum(user.state is UserState.CREATING for user in users),
+        "num_users": len(users),
+        "num_offers": len(context.forks.offers),
+        "control_messages_sent": context.post.messages_sent,
+        "control_items_sent": context.post.items_sent,
+    }
+
+
+def find_survivors(context: RRefContext) -> list[RRefRow]:
+    """What is still held when nothing is under way any more; nothing if nobody wants to read about it."""
+    if not logger.isEnabledFor(_survivor_level(context)):
+        return []
+    return [row for row in rref_rows(context) if row.role == "user" or row.forks]
+
+
+def report_survivors(context: RRefContext, rows: list[RRefRow]) -> None:
+    """At a graceful shutdown: what was still held, and is let go of now. Aloud only for those who search."""
+    _log(_survivor_level(context), context, rows, "RRefs are still held at shutdown")
+
+
+def _survivor_level(context: RRefContext) -> int:
+    return logging.WARNING if context.options.rref_creation_stacks else logging.DEBUG
+
+
+def report_leaks(context: RRefContext) -> tuple[RRefRow, ...]:
+    """After everyone has let go: values of this worker that others still hold all the same."""
+    rows = tuple(row for row in rref_rows(context) if row.role == "owner" and row.forks)
+    _log(logging.WARNING, context, rows, "RRefs leak: their users were never heard of again")
+    return rows
+
+
+def _log(level: int, context: RRefContext, rows: list[RRefRow] | tuple[RRefRow, ...], what: str) -> None:
+    if rows:
+        lines = "\n".join(f"  {row}" for row in rows)
+        logger.log(level, "worker %s: %d %s\n%s", context.info.name, len(rows), what, lines)

@@ -1,0 +1,154 @@
+"""What a worker does when others speak to it about RRefs. Every handler may be called twice with the same message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from arpc.agent.agent import Agent
+from arpc.agent.scope import current_scope
+from arpc.errors import RRefCreationError, RRefError
+from arpc.ids import GloballyUniqueId, WorkerInfo
+from arpc.rref import forks as fork
+from arpc.rref.delivery import Window
+from arpc.rref.forks import Forks, RRefId, WorkerName
+from arpc.rref.values import Value
+from arpc.wire.messages import (
+    Message,
+    RRefChildAccept,
+    RRefCreate,
+    RRefFetch,
+    RRefForkQuery,
+    RRefForkRequest,
+    RRefUserDelete,
+)
+
+__all__ = ["ControlService"]
+
+_id = GloballyUniqueId.from_int
+
+
+def _caller() -> WorkerName:
+    scope = current_scope.get()
+    assert scope is not None
+    assert scope.caller is not None  # these are handlers
+    return scope.caller.name
+
+
+def _in_threes(flat: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    parts = iter(flat)
+    return zip(parts, parts, parts, strict=True)
+
+
+class ControlService:
+    """The handlers of the RRef messages; the rest of the context is in the class that inherits."""
+
+    agent: Agent
+    forks: Forks
+    info: WorkerInfo
+    values: dict[RRefId, Value]
+    happened: Callable[[fork.Event], Sequence[fork.Instruction]]
+    value: Callable[..., Awaitable[Any]]
+    call: Callable[..., Awaitable[Any]]
+
+    def __init__(self) -> None:
+        self._windows: dict[tuple[WorkerName, int], Window] = {}
+
+    @property
+    def handlers(self) -> Mapping[type[Message], Callable[..., Any]]:
+        return {
+            RRefCreate: self._on_create,
+            RRefFetch: self._on_fetch,
+            RRefForkRequest: self._on_fork_request,
+            RRefChildAccept: self._on_child_accept,
+            RRefUserDelete: self._on_user_delete,
+            RRefForkQuery: self._on_fork_query,
+        }
+
+    def _is_new(self, caller: WorkerName, incarnation: int, number: int, oldest: int) -> bool:
+        window = self._windows.get((caller, incarnation))
+        if window is None:
+            window = self._windows[caller, incarnation] = Window()
+        return window.admit(number, oldest)
+
+    def forget_deliveries(self, name: WorkerName) -> None:
+        """What a lost worker sent will not come again."""
+        for key in [key for key in self._windows if key[0] == name]:
+            del self._windows[key]
+
+    async def _on_create(
+        self,
+        incarnation: int,
+        number: int,
+        oldest: int,
+        rref: int,
+        id_: int,
+        made: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+    ) -> None:
+        """Run a function and keep what it returns, or raises. The answer says only that it has ended."""
+        caller = _caller()
+        key = _id(rref)
+        if not self._is_new(caller, incarnation, number, oldest):
+            await self._created_before(key)
+            return
+        if not self.happened(fork.CreationArrived(key, _id(id_), caller)):
+            raise RRefError(f"the creation of RRef {key} was given up by worker {caller!r}")
+        value = self.values.setdefault(key, Value())
+        value.made = value.made or f"{made} for worker {caller}"
+        try:
+            value.set(await self.call(function, args, kwargs or {}))
+        except asyncio.CancelledError:
+            value.fail(RRefCreationError(f"the creation of RRef {key} was cancelled, or ran past its deadline"))
+            raise
+        except BaseException as error:  # noqa: BLE001 - it is for those who use the value
+            value.fail(error)
+        finally:
+            self.happened(fork.CreationEnded(key))
+
+    async def _created_before(self, key: RRefId) -> None:
+        """Answer a message that came twice, like the first."""
+        value = self.values.get(key)
+        if value is None:
+            raise RRefError(f"RRef {key} was created before, and is gone")
+        with suppress(Exception):
+            await value.get()
+
+    async def _on_fetch(self, rref: int, is_created: bool) -> Any:
+        return await self.value(_id(rref), is_created=is_created)
+
+    async def _on_fork_request(self, incarnation: int, number: int, oldest: int, items: list[int]) -> list[int]:
+        """The answer: which forks are not counted, because their value is gone."""
+        caller = _caller()
+        if self._is_new(caller, incarnation, number, oldest):
+            for rref, id_, is_created in _in_threes(items):
+                self.happened(fork.ForkRequested(_id(rref), _id(id_), caller, bool(is_created)))
+        # One that comes again is answered as before: a fork cannot end before this answer
+        return [id_ for rref, id_, _ in _in_threes(items) if not self.forks.counts(_id(rref), _id(id_))]
+
+    async def _on_child_accept(self, incarnation: int, number: int, oldest: int, items: list[int]) -> None:
+        for id_ in items:
+            self.happened(fork.ChildAccepted(_id(id_)))
+
+    async def _on_user_delete(self, incarnation: int, number: int, oldest: int, items: list[int]) -> None:
+        for rref, id_, abandons in _in_threes(items):
+            self.happened(fork.UserDeleted(_id(rref), _id(id_), bool(abandons)))
+
+    async def _on_fork_query(self, incarnation: int, number: int, oldest: int, items: list[int]) -> list[int] | None:
+        """The answer: which forks are not known here, and never will be. None: ask again later."""
+        caller = _caller()
+        # what arrived before this message may have to be unpacked yet: it is, in the next turns of the loop
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        peer = self.agent.peer(caller)
+        connection = peer.connection if peer is not None else None
+        if connection is not None and (connection.owner.inbound.waiting or not connection.protocol.is_between_frames):
+            return None
+        unknown = [id_ for id_ in items if not self.forks.knows(_id(id_))]
+        for id_ in unknown:
+            self.happened(fork.OfferQueried(_id(id_), caller))
+        return unknown

@@ -1,0 +1,101 @@
+"""The value of an RRef on its owner: there, on its way, or an error in its place."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import traceback
+from types import TracebackType
+from typing import Any, Final, TypeVar
+
+__all__ = ["Value", "fresh"]
+
+_NOTHING: Final = object()
+
+
+E = TypeVar("E", bound=BaseException)
+
+
+def fresh(error: E) -> E:
+    """A copy of an error to raise. One that is kept would collect the frames, and so the RRefs, of all who raise it."""
+    try:
+        made = copy.copy(error)
+    except Exception:  # noqa: BLE001 - a user's exception may do anything
+        return error
+    if type(made) is not type(error):
+        return error
+    made.__cause__ = error.__cause__
+    return made
+
+
+class Value:
+    """Set once; awaited by any number of coroutines, each of which may be cancelled without harm to the others."""
+
+    __slots__ = ("_error", "_traceback", "_value", "_waiters", "made")
+
+    def __init__(self, made: str = "") -> None:
+        self._value: Any = _NOTHING
+        self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
+        self._waiters: list[asyncio.Future[None]] = []
+        self.made = made
+        """Where it was made, or by which function."""
+
+    @classmethod
+    def of(cls, value: Any, made: str = "") -> Value:
+        ready = cls(made)
+        ready._value = value
+        return ready
+
+    @property
+    def is_ready(self) -> bool:
+        return self._value is not _NOTHING or self._error is not None
+
+    @property
+    def type_name(self) -> str:
+        """What kind of object it is, as far as that is known."""
+        if self._error is not None:
+            return f"raised {type(self._error).__qualname__}"
+        return "not there yet" if self._value is _NOTHING else type(self._value).__qualname__
+
+    def set(self, value: Any) -> None:
+        if not self.is_ready:
+            self._value = value
+            self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        if not self.is_ready:
+            # It may be kept for long: it must keep neither this worker's frames, which refer to this value, nor the
+            # arguments of the function that raised it
+            trace = error.__traceback__
+            while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("arpc."):
+                trace = trace.tb_next
+            traceback.clear_frames(trace)
+            self._error = error.with_traceback(trace)
+            self._traceback = trace
+            self._wake()
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def get(self) -> Any:
+        """The value, once it is there; raises the error in its place."""
+        if not self.is_ready:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
+                raise
+        return self.get_nowait()
+
+    def get_nowait(self) -> Any:
+        """The same for one that is there."""
+        if self._error is not None:
+            raise fresh(self._error).with_traceback(self._traceback)
+        return self._value

@@ -1,0 +1,298 @@
+"""A network of fork state machines: messages lie in a bag and arrive in any order, twice, or not at all.
+
+What the shell around the machines promises is played here too: control messages are sent until they are answered,
+creations and fork requests are handled once, and nobody is asked for a fork whose message may still arrive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from arpc.ids import GloballyUniqueId, IdAllocator
+from arpc.rref import forks as f
+from arpc.rref.delivery import Numbers, Window
+
+SETTLING_ROUNDS = 50
+
+
+@dataclass(frozen=True)
+class Packet:
+    """A message on its way."""
+
+    kind: str
+    source: int
+    target: int
+    content: tuple[Any, ...]
+    number: int = 0
+    oldest: int = 0
+
+    @property
+    def may_be_lost(self) -> bool:
+        """The others are sent again until they are answered, so they arrive in the end."""
+        return self.kind in {"offer", "create"}
+
+
+@dataclass
+class Machine:
+    """One worker."""
+
+    id: int
+    forks: f.Forks
+    ids: IdAllocator
+    numbers: dict[int, Numbers] = field(default_factory=dict)
+    windows: dict[int, Window] = field(default_factory=dict)
+    user_handles: list[GloballyUniqueId] = field(default_factory=list)
+    owner_handles: list[GloballyUniqueId] = field(default_factory=list)
+    running: list[tuple[GloballyUniqueId, Packet]] = field(default_factory=list)
+    """Creations whose function has not returned."""
+    is_alive: bool = True
+
+
+class Network:
+    """Some workers, and what is between them."""
+
+    def __init__(self, size: int) -> None:
+        self.machines = [Machine(i, f.Forks(f"w{i}", i), IdAllocator(i)) for i in range(size)]
+        self.bag: list[Packet] = []
+        self.owner_of: dict[GloballyUniqueId, int] = {}
+        self.values: set[GloballyUniqueId] = set()
+        self.creators: dict[GloballyUniqueId, GloballyUniqueId] = {}
+        self.deaths = 0
+
+    # -- what users do
+
+    def create(self, on: int, owner: int) -> None:
+        machine = self.machines[on]
+        rref, fork = machine.ids.next(), machine.ids.next()
+        self.owner_of[rref] = owner
+        self.creators[fork] = rref
+        self._happened(machine, f.CreationStarted(rref, fork, f"w{owner}"))
+        if on == owner:
+            machine.owner_handles.append(rref)
+        else:
+            machine.user_handles.append(fork)
+        numbers = machine.numbers.setdefault(owner, Numbers())
+        self.bag.append(Packet("create", on, owner, (rref, fork), numbers.take(), numbers.oldest))
+
+    def share(self, on: int) -> None:
+        machine = self.machines[on]
+        rref = machine.ids.next()
+        self.owner_of[rref] = on
+        self._happened(machine, f.ValueShared(rref))
+        self.values.add(rref)
+        machine.owner_handles.append(rref)
+
+    def send_user(self, on: int, which: int, to: int) -> None:
+        machine = self.machines[on]
+        user = machine.forks.users[machine.user_handles[which]]
+        if user.state in {f.UserState.FAILED, f.UserState.LOST}:
+            return  # its handle raises
+        child = machine.ids.next()
+        self._happened(machine, f.ForkOffered(user.rref, child, f"w{to}", user.fork))
+        self._offer(on, to, user.rref, child, user.is_created)
+
+    def send_owner(self, on: int, which: int, to: int) -> None:
+        machine = self.machines[on]
+        rref = machine.owner_handles[which]
+        owned = machine.forks.owned[rref]
+        child = machine.ids.next()
+        self._happened(machine, f.ForkOffered(rref, child, f"w{to}", None))
+        self._offer(on, to, rref, child, owned.state is not f.OwnerState.EXPECTED)
+
+    def _offer(self, on: int, to: int, rref: GloballyUniqueId, child: GloballyUniqueId, is_created: bool) -> None:
+        owner = f"w{self.owner_of[rref]}"
+        self.bag.append(Packet("offer", on, to, (rref, child, owner, f"w{on}", is_created)))
+
+    def drop_user(self, on: int, which: int) -> None:
+        machine = self.machines[on]
+        self._happened(machine, f.HandleDropped(machine.user_handles.pop(which)))
+
+    def drop_owner(self, on: int, which: int) -> None:
+        machine = self.machines[on]
+        self._happened(machine, f.OwnerHandleDropped(machine.owner_handles.pop(which)))
+
+    def finish_creation(self, on: int, which: int) -> None:
+        machine = self.machines[on]
+        rref, request = machine.running.pop(which)
+        self._happened(machine, f.CreationEnded(rref))
+        self.bag.append(Packet("created", on, request.source, (request.content[1], request.number)))
+
+    def time_out_creation(self, on: int, fork: GloballyUniqueId) -> None:
+        self._creation_settled(self.machines[on], fork, None, failed=True)
+
+    # -- what the network does
+
+    def deliver(self, which: int) -> None:
+        self._arrive(self.bag.pop(which))
+
+    def duplicate(self, which: int) -> None:
+        packet = self.bag[which]
+        if packet.kind != "offer":  # a user's call, which is never sent twice
+            self._arrive(packet)
+
+    def lose(self, which: int) -> None:
+        packet = self.bag[which]
+        if packet.may_be_lost:
+            del self.bag[which]
+            if packet.kind == "create":
+                self._creation_settled(self.machines[packet.source], packet.content[1], packet.number, failed=True)
+
+    def query(self, on: int) -> None:
+        """Ask after every offer that cannot be on its way any more."""
+        under_way = {packet.content[1] for packet in self.bag if packet.kind == "offer"}
+        asked = {packet.content[0] for packet in self.bag if packet.kind in {"query", "answer"}}
+        for fork, offer in self.machines[on].forks.offers.items():
+            to = int(offer.to[1:])
+            if fork not in under_way | asked and to != on and self.machines[to].is_alive:
+                self.bag.append(Packet("query", on, to, (fork,)))
+
+    def arrive(self) -> None:
+        """Let everything arrive that is on its way, and what follows from it."""
+        while self.bag or any(machine.running for machine in self.machines):
+            for machine in self.machines:
+                while machine.running:
+                    self.finish_creation(machine.id, 0)
+            if self.bag:
+                self.deliver(0)
+
+    def settle(self) -> None:
+        """The same, and find out what became of what never arrived."""
+        for _ in range(SETTLING_ROUNDS):
+            self.arrive()
+            for machine in self.machines:
+                if machine.is_alive:
+                    self._lost_to_oneself(machine)
+                    self.query(machine.id)
+            if not self.bag:
+                return
+        raise AssertionError(f"the network does not come to rest: {self.bag}")
+
+    def _lost_to_oneself(self, machine: Machine) -> None:
+        # nothing is lost between a worker and itself but what was thrown out of the bag here
+        for fork, offer in list(machine.forks.offers.items()):
+            if offer.to == machine.forks.name and fork not in machine.forks.users:
+                self._happened(machine, f.OfferRefused(fork))
+
+    def kill(self, which: int) -> None:
+        """A worker dies. Its grace period outlasts whatever is on its way between the others."""
+        dead = self.machines[which]
+        dead.is_alive = False
+        self.deaths += 1
+        dead.user_handles.clear()
+        dead.owner_handles.clear()
+        dead.running.clear()
+        self.arrive()
+        for machine in self.machines:
+            if machine.is_alive:
+                self._happened(machine, f.PeerLost(dead.forks.name, dead.id))
+                machine.windows.pop(which, None)
+        self.settle()
+
+    # -- inside
+
+    def _arrive(self, packet: Packet) -> None:
+        target = self.machines[packet.target]
+        if target.is_alive:
+            getattr(self, f"_{packet.kind}_arrived")(target, packet)
+        elif packet.kind == "create":
+            self._creation_settled(self.machines[packet.source], packet.content[1], packet.number, failed=True)
+
+    def _is_new(self, target: Machine, packet: Packet) -> bool:
+        return target.windows.setdefault(packet.source, Window()).admit(packet.number, packet.oldest)
+
+    def _create_arrived(self, target: Machine, packet: Packet) -> None:
+        rref, fork = packet.content
+        if self._is_new(target, packet) and self._happened(target, f.CreationArrived(rref, fork, f"w{packet.source}")):
+            target.running.append((rref, packet))
+
+    def _created_arrived(self, target: Machine, packet: Packet) -> None:
+        fork, number = packet.content
+        self._creation_settled(target, fork, number, failed=False)
+
+    def _creation_settled(self, machine: Machine, fork: GloballyUniqueId, number: int | None, *, failed: bool) -> None:
+        rref = self.creators.pop(fork, None)
+        if rref is None or not machine.is_alive:
+            return
+        owner = self.owner_of[rref]
+        if number is not None:
+            machine.numbers[owner].settle(number)
+        if owner == machine.id:
+            self._happened(machine, f.UserDeleted(rref, fork, abandons=failed))
+        else:
+            self._happened(machine, f.CreationFailed(fork) if failed else f.CreationConfirmed(fork))
+
+    def _offer_arrived(self, target: Machine, packet: Packet) -> None:
+        rref, fork, owner, parent, is_created = packet.content
+        refused = target.forks.refuses(fork)
+        self._happened(target, f.ForkReceived(rref, fork, owner, parent, is_created))
+        if owner == target.forks.name:
+            if not refused and rref in target.forks.owned:
+                target.owner_handles.append(rref)
+        elif fork in target.forks.users:
+            target.user_handles.append(fork)
+
+    def _request_arrived(self, target: Machine, packet: Packet) -> None:
+        rref, fork, is_created = packet.content
+        if self._is_new(target, packet):
+            self._happened(target, f.ForkRequested(rref, fork, f"w{packet.source}", is_created))
+        is_counted = target.forks.counts(rref, fork)
+        self.bag.append(Packet("reply", target.id, packet.source, (fork, is_counted, packet.number)))
+
+    def _reply_arrived(self, target: Machine, packet: Packet) -> None:
+        fork, is_counted, number = packet.content
+        target.numbers[packet.source].settle(number)
+        self._happened(target, f.ForkConfirmed(fork) if is_counted else f.ForkRefused(fork))
+
+    def _accept_arrived(self, target: Machine, packet: Packet) -> None:
+        self._happened(target, f.ChildAccepted(packet.content[0]))
+
+    def _delete_arrived(self, target: Machine, packet: Packet) -> None:
+        self._happened(target, f.UserDeleted(*packet.content))
+
+    def _query_arrived(self, target: Machine, packet: Packet) -> None:
+        fork = packet.content[0]
+        is_known = target.forks.knows(fork)
+        self._happened(target, f.OfferQueried(fork, f"w{packet.source}"))
+        self.bag.append(Packet("answer", target.id, packet.source, (fork, is_known)))
+
+    def _answer_arrived(self, target: Machine, packet: Packet) -> None:
+        fork, is_known = packet.content
+        self._happened(target, f.OfferKnown(fork) if is_known else f.OfferRefused(fork))
+
+    def _happened(self, machine: Machine, event: f.Event) -> bool:
+        runs = False
+        for instruction in machine.forks.handle(event):
+            match instruction:
+                case f.SendForkRequest(to, rref, fork, is_created):
+                    numbers = machine.numbers.setdefault(int(to[1:]), Numbers())
+                    packet = Packet("request", machine.id, int(to[1:]), (rref, fork, is_created), numbers.take())
+                    self.bag.append(
+                        Packet(packet.kind, packet.source, packet.target, packet.content, packet.number, numbers.oldest)
+                    )
+                case f.SendChildAccept(to, fork):
+                    self.bag.append(Packet("accept", machine.id, int(to[1:]), (fork,)))
+                case f.SendUserDelete(to, rref, fork, abandons):
+                    self.bag.append(Packet("delete", machine.id, int(to[1:]), (rref, fork, abandons)))
+                case f.DropValue(rref):
+                    if rref in self.values:  # else it was awaited only, and may still be created
+                        self.values.discard(rref)
+                        self._check_nobody_uses(rref)
+                case f.RunCreation(rref):
+                    assert rref not in self.values, f"{rref} is created twice"
+                    self.values.add(rref)
+                    runs = True
+        return runs
+
+    def _check_nobody_uses(self, rref: GloballyUniqueId) -> None:
+        """The promise: no value is dropped while a user lives."""
+        for machine in self.machines:
+            if not machine.is_alive:
+                continue
+            assert rref not in machine.owner_handles, f"{rref} was dropped while its owner holds it"
+            for fork in machine.user_handles:
+                user = machine.forks.users[fork]
+                counts = user.state is f.UserState.CONFIRMED or (
+                    user.state is f.UserState.REQUESTED and not self.deaths
+                )
+                assert not (user.rref == rref and counts), f"{rref} was dropped while {machine.forks.name} holds {fork}"

@@ -1,0 +1,104 @@
+"""What the tests call on other workers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import arpc
+
+
+class Counter:
+    def __init__(self, total: int = 0) -> None:
+        self.total = total
+
+    def add(self, number: int) -> int:
+        self.total += number
+        return self.total
+
+    async def add_later(self, number: int) -> int:
+        await asyncio.sleep(0)
+        return self.add(number)
+
+    def next(self) -> Counter:
+        return Counter(self.total + 1)
+
+    def numbers(self, count: int):
+        yield from range(count)
+
+    async def numbers_later(self, count: int):
+        for number in range(count):
+            yield number
+
+
+class Gate:
+    """Lets a test decide when a remote function goes on."""
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+        self.entered = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+
+gates: dict[str, Gate] = {}
+
+
+async def pass_gate(name: str, value: object = None) -> object:
+    gate = gates[name]
+    gate.entered.set()
+    try:
+        await gate.event.wait()
+    except asyncio.CancelledError:
+        gate.cancelled.set()
+        raise
+    return value
+
+
+def fail(text: str) -> None:
+    raise ValueError(text)
+
+
+def give_back(value: object) -> object:
+    return value
+
+
+def make_local(value: object) -> arpc.RRef[object]:
+    return arpc.RRef(value)
+
+
+async def fetch(rref: arpc.RRef[int]) -> int:
+    return await rref
+
+
+async def fetch_nested(box: dict[str, list[arpc.RRef[int]]]) -> list[int]:
+    return [await rref for rref in box["rrefs"]]
+
+
+def is_confirmed(rref: arpc.RRef[object]) -> bool:
+    return rref.confirmed_by_owner()
+
+
+async def pass_on(rref: arpc.RRef[int], *through: str) -> int:
+    """Hand an RRef from user to user."""
+    if not through:
+        return await rref
+    return await arpc.rpc_sync(through[0], pass_on, (rref, *through[1:]))
+
+
+def count_up(count: int):
+    yield from range(count)
+
+
+async def count_up_later(count: int):
+    for number in range(count):
+        yield number
+
+
+def add_remotely_from_a_thread(owner: str, number: int) -> int:
+    """A plain function runs in a thread, where it may use RRefs too."""
+    rref = arpc.remote(owner, Counter, (number,))
+    return rref.rpc_async().add(1).wait(10)
+
+
+@arpc.inline
+def nothing() -> None:
+    """Takes no time."""

@@ -1,0 +1,353 @@
+"""The fork protocol as lists of events: what happened, and what is to be done about it."""
+
+from __future__ import annotations
+
+import pytest
+
+from arpc.ids import GloballyUniqueId
+from arpc.rref.forks import (
+    OWNER_TRANSITIONS,
+    USER_TRANSITIONS,
+    ChildAccepted,
+    CreationArrived,
+    CreationConfirmed,
+    CreationEnded,
+    CreationFailed,
+    CreationStarted,
+    DeleteUndelivered,
+    DropValue,
+    Event,
+    FailValue,
+    ForgetFork,
+    ForkConfirmed,
+    ForkOffered,
+    ForkReceived,
+    ForkRefused,
+    ForkRequested,
+    Forks,
+    HandleDropped,
+    Instruction,
+    MarkConfirmed,
+    MarkLost,
+    OfferKnown,
+    OfferQueried,
+    OfferRefused,
+    OwnerHandleDropped,
+    OwnerState,
+    PeerLost,
+    PeerReturned,
+    RunCreation,
+    SendChildAccept,
+    SendForkRequest,
+    SendUserDelete,
+    UserDeleted,
+    UserState,
+    ValueAwaited,
+    ValueShared,
+)
+
+A, B, C = "a", "b", "c"
+R = GloballyUniqueId(0, 0)  # made by a, whose id is 0
+F, G, H = GloballyUniqueId(0, 1), GloballyUniqueId(0, 2), GloballyUniqueId(2, 0)
+OWN = GloballyUniqueId(1, 0)  # made by b, the owner, whose id is 1
+
+
+def run(forks: Forks, *events: Event) -> list[Instruction]:
+    return [instruction for event in events for instruction in forks.handle(event)]
+
+
+def a() -> Forks:
+    return Forks(A, 0)
+
+
+def b() -> Forks:
+    return Forks(B, 1)
+
+
+def c() -> Forks:
+    return Forks(C, 2)
+
+
+# -- creator and owner
+
+
+def test_a_dropped_rref_is_deleted_once_its_creation_is_confirmed():
+    forks = a()
+    assert run(forks, CreationStarted(R, F, B), HandleDropped(F)) == []
+    assert run(forks, CreationConfirmed(F)) == [
+        MarkConfirmed(F),
+        ForgetFork(F),
+        SendUserDelete(B, R, F, abandons=False),
+    ]
+    assert forks.is_idle
+
+
+def test_the_owner_keeps_a_value_while_a_fork_is_counted():
+    forks = b()
+    assert run(forks, CreationArrived(R, F, A), CreationEnded(R)) == [RunCreation(R)]
+    assert run(forks, ForkRequested(R, H, C, is_created=True), UserDeleted(R, F, abandons=False)) == []
+    assert run(forks, UserDeleted(R, H, abandons=False)) == [DropValue(R)]
+    assert forks.is_idle
+
+
+def test_a_value_is_not_dropped_while_its_function_runs():
+    forks = b()
+    run(forks, CreationArrived(R, F, A))
+    assert run(forks, UserDeleted(R, F, abandons=True)) == []
+    assert run(forks, CreationEnded(R)) == [DropValue(R)]
+
+
+def test_a_creation_is_run_once():
+    forks = b()
+    assert run(forks, CreationArrived(R, F, A), CreationArrived(R, F, A)) == [RunCreation(R)]
+
+
+def test_a_creation_on_oneself_is_held_by_its_handle_and_by_itself():
+    forks = b()
+    assert run(forks, CreationStarted(OWN, F, B)) == []
+    assert not forks.users
+    assert run(forks, CreationArrived(OWN, F, B), OwnerHandleDropped(OWN)) == [RunCreation(OWN)]
+    assert run(forks, CreationEnded(OWN)) == []  # its own fork
+    assert run(forks, UserDeleted(OWN, F, abandons=False)) == [DropValue(OWN)]
+
+
+def test_a_failed_creation_is_abandoned_on_the_owner():
+    forks = a()
+    run(forks, CreationStarted(R, F, B), CreationFailed(F))
+    assert forks.users[F].state is UserState.FAILED
+    assert run(forks, HandleDropped(F)) == [ForgetFork(F), SendUserDelete(B, R, F, abandons=True)]
+
+
+def test_a_creation_that_was_abandoned_before_it_arrives_is_not_run():
+    forks = b()
+    assert run(forks, UserDeleted(R, F, abandons=True), CreationArrived(R, F, A)) == []
+    assert forks.is_idle
+
+
+def test_users_of_an_abandoned_creation_hear_of_it():
+    forks = b()
+    run(forks, ForkRequested(R, H, C, is_created=False))
+    assert forks.owned[R].state is OwnerState.EXPECTED
+    assert run(forks, UserDeleted(R, F, abandons=True)) == [FailValue(R)]
+    assert run(forks, CreationArrived(R, F, A)) == []
+    assert run(forks, UserDeleted(R, H, abandons=False)) == [DropValue(R)]
+
+
+# -- user to user
+
+
+def test_a_child_asks_the_owner_and_then_tells_its_parent():
+    forks = c()
+    assert run(forks, ForkReceived(R, G, B, A, is_created=True)) == [SendForkRequest(B, R, G, is_created=True)]
+    assert forks.users[G].state is UserState.REQUESTED
+    assert run(forks, ForkConfirmed(G)) == [MarkConfirmed(G), SendChildAccept(A, G)]
+    assert run(forks, HandleDropped(G)) == [ForgetFork(G), SendUserDelete(B, R, G, abandons=False)]
+
+
+def test_a_parent_is_kept_until_its_child_is_accepted():
+    forks = a()
+    run(forks, CreationStarted(R, F, B), CreationConfirmed(F), ForkOffered(R, G, C, F))
+    assert run(forks, HandleDropped(F)) == []
+    assert run(forks, ChildAccepted(G)) == [ForgetFork(F), SendUserDelete(B, R, F, abandons=False)]
+    assert run(forks, ChildAccepted(G)) == []
+
+
+def test_a_dropped_child_still_waits_for_its_confirmation():
+    forks = c()
+    run(forks, ForkReceived(R, G, B, A, is_created=True))
+    assert run(forks, HandleDropped(G)) == []
+    assert run(forks, ForkConfirmed(G)) == [
+        MarkConfirmed(G),
+        SendChildAccept(A, G),
+        ForgetFork(G),
+        SendUserDelete(B, R, G, abandons=False),
+    ]
+
+
+def test_a_fork_that_arrives_twice_is_one_fork_with_two_handles():
+    forks = c()
+    run(forks, ForkReceived(R, G, B, A, is_created=True), ForkConfirmed(G))
+    assert run(forks, ForkReceived(R, G, B, A, is_created=True)) == []
+    assert run(forks, HandleDropped(G)) == []
+    assert run(forks, HandleDropped(G)) == [ForgetFork(G), SendUserDelete(B, R, G, abandons=False)]
+
+
+def test_a_refused_child_lets_its_parent_go():
+    forks = c()
+    run(forks, ForkReceived(R, G, B, A, is_created=True))
+    assert run(forks, ForkRefused(G)) == [MarkLost(G), SendChildAccept(A, G)]
+    assert run(forks, HandleDropped(G)) == [ForgetFork(G)]
+
+
+def test_an_rref_sent_to_oneself_is_another_fork():
+    forks = a()
+    run(forks, CreationStarted(R, F, B), CreationConfirmed(F), ForkOffered(R, G, A, F))
+    assert run(forks, ForkReceived(R, G, B, A, is_created=True)) == [SendForkRequest(B, R, G, is_created=True)]
+    assert run(forks, HandleDropped(F)) == []
+    assert run(forks, ForkConfirmed(G)) == [
+        MarkConfirmed(G),
+        ForgetFork(F),
+        SendUserDelete(B, R, F, abandons=False),
+    ]
+
+
+# -- owner to user and back
+
+
+def test_a_fork_of_the_owner_is_counted_when_it_is_sent():
+    forks = b()
+    run(forks, ValueShared(OWN), ForkOffered(OWN, G, C, None))
+    assert run(forks, OwnerHandleDropped(OWN)) == []
+    assert run(forks, UserDeleted(OWN, G, abandons=False)) == [DropValue(OWN)]
+    assert forks.is_idle
+
+
+def test_a_fork_from_the_owner_is_confirmed_on_arrival():
+    forks = c()
+    assert run(forks, ForkReceived(OWN, G, B, B, is_created=True)) == []
+    assert forks.users[G].state is UserState.CONFIRMED
+
+
+def test_the_owner_accepts_its_own_rref_at_once():
+    forks = b()
+    run(forks, CreationArrived(R, F, A), CreationEnded(R))
+    assert run(forks, ForkReceived(R, G, B, A, is_created=True)) == [SendChildAccept(A, G)]
+    assert run(forks, UserDeleted(R, F, abandons=False)) == []
+    assert run(forks, OwnerHandleDropped(R)) == [DropValue(R)]
+
+
+def test_an_owner_that_sends_to_itself_counts_the_handle_not_the_fork():
+    forks = b()
+    run(forks, ValueShared(OWN), ForkOffered(OWN, G, B, None))
+    assert run(forks, ForkReceived(OWN, G, B, B, is_created=True)) == []
+    assert not forks.owned[OWN].forks
+    assert run(forks, OwnerHandleDropped(OWN)) == []
+    assert run(forks, OwnerHandleDropped(OWN)) == [DropValue(OWN)]
+
+
+# -- what comes before its creation
+
+
+def test_a_value_can_be_awaited_before_its_creation_arrives():
+    forks = b()
+    assert run(forks, ValueAwaited(R, is_created=False)) == []
+    assert run(forks, CreationArrived(R, F, A), CreationEnded(R)) == [RunCreation(R)]
+    assert run(forks, OwnerHandleDropped(R)) == []
+    assert run(forks, UserDeleted(R, F, abandons=False)) == [DropValue(R)]
+
+
+def test_a_value_that_is_known_to_be_created_is_not_expected():
+    forks = b()
+    run(forks, ForkRequested(R, H, C, is_created=True), ValueAwaited(R, is_created=True))
+    assert not forks.counts(R, H)
+    assert forks.is_idle
+
+
+def test_an_own_value_is_never_expected():
+    forks = b()
+    run(forks, ForkRequested(OWN, H, C, is_created=False))
+    assert forks.is_idle
+
+
+# -- offers nobody answers
+
+
+def test_an_offer_that_never_arrived_lets_its_parent_go():
+    forks = a()
+    run(forks, CreationStarted(R, F, B), CreationConfirmed(F), ForkOffered(R, G, C, F), HandleDropped(F))
+    assert run(forks, OfferKnown(G)) == []  # known, but perhaps not counted yet
+    assert run(forks, OfferRefused(G)) == [ForgetFork(F), SendUserDelete(B, R, F, abandons=False)]
+
+
+def test_an_offer_of_the_owner_that_never_arrived_is_not_counted():
+    forks = b()
+    run(forks, ValueShared(OWN), ForkOffered(OWN, G, C, None), OwnerHandleDropped(OWN))
+    assert run(forks, OfferRefused(G)) == [DropValue(OWN)]
+
+
+def test_an_offer_of_the_owner_that_is_known_stays_counted():
+    forks = b()
+    run(forks, ValueShared(OWN), ForkOffered(OWN, G, C, None), OwnerHandleDropped(OWN), OfferKnown(G))
+    assert not forks.offers
+    assert run(forks, OfferRefused(G)) == []
+    assert run(forks, UserDeleted(OWN, G, abandons=False)) == [DropValue(OWN)]
+
+
+def test_a_fork_that_was_denied_is_not_taken_when_it_arrives_late():
+    forks = c()
+    run(forks, OfferQueried(G, A))
+    assert forks.refuses(G)
+    assert run(forks, ForkReceived(R, G, B, A, is_created=True)) == []
+    assert not forks.knows(G)
+
+
+def test_a_fork_that_is_known_is_not_denied():
+    forks = c()
+    run(forks, ForkReceived(R, G, B, A, is_created=True), OfferQueried(G, A))
+    assert not forks.refuses(G)
+
+
+# -- lost workers
+
+
+def test_forks_of_a_lost_user_are_reclaimed():
+    forks = b()
+    run(forks, CreationArrived(R, F, A), CreationEnded(R), ForkRequested(R, H, C, is_created=True))
+    assert run(forks, PeerLost(A, 0)) == []
+    assert run(forks, PeerLost(C, 2)) == [DropValue(R)]
+
+
+def test_users_of_a_lost_owner_are_marked_and_need_no_delete():
+    forks = a()
+    run(forks, CreationStarted(R, F, B), CreationConfirmed(F))
+    assert run(forks, PeerLost(B, 1)) == [MarkLost(F)]
+    assert run(forks, HandleDropped(F)) == [ForgetFork(F)]
+    assert forks.is_idle
+
+
+def test_children_of_a_lost_worker_let_their_parents_go():
+    forks = a()
+    run(forks, CreationStarted(R, F, B), CreationConfirmed(F), ForkOffered(R, G, C, F), HandleDropped(F))
+    assert run(forks, PeerLost(C, 2)) == [ForgetFork(F), SendUserDelete(B, R, F, abandons=False)]
+
+
+def test_a_value_whose_creator_is_lost_is_not_expected_any_more():
+    forks = b()
+    run(forks, ForkRequested(R, H, C, is_created=False))
+    assert run(forks, PeerLost(A, 0)) == [FailValue(R)]
+    assert run(forks, ForkRequested(GloballyUniqueId(0, 9), GloballyUniqueId(2, 9), C, is_created=False)) == []
+    assert GloballyUniqueId(0, 9) not in forks.owned
+
+
+def test_an_owner_that_returns_is_told_of_the_users_that_ended_meanwhile():
+    forks = a()
+    run(forks, CreationStarted(R, F, B), CreationConfirmed(F), PeerLost(B, 1), HandleDropped(F))
+    run(forks, DeleteUndelivered(B, R, G))
+    assert run(forks, PeerReturned(B, 1)) == [
+        SendUserDelete(B, R, F, abandons=False),
+        SendUserDelete(B, R, G, abandons=False),
+    ]
+    assert run(forks, PeerReturned(B, 1)) == []
+
+
+def test_a_child_of_a_lost_owner_lets_its_parent_go():
+    forks = c()
+    run(forks, ForkReceived(R, G, B, A, is_created=True))
+    assert run(forks, PeerLost(B, 1)) == [MarkLost(G), SendChildAccept(A, G)]
+
+
+# -- the tables
+
+
+@pytest.mark.parametrize(
+    "event", [CreationConfirmed(F), ForkConfirmed(F), ChildAccepted(F), OfferKnown(F), HandleDropped(F)]
+)
+def test_events_about_forks_that_have_ended_change_nothing(event):
+    forks = a()
+    assert run(forks, event) == []
+    assert forks.is_idle
+
+
+def test_no_transition_leaves_a_final_state():
+    assert {state for state, _ in USER_TRANSITIONS} == set(UserState) - {UserState.LOST}
+    assert {state for state, _ in OWNER_TRANSITIONS} == {OwnerState.EXPECTED, OwnerState.CREATING}

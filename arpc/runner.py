@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's if it is installed, else asyncio's own; tasks on it keep torch's grad mode and the like to themselves."""
+    """Uvloop's if it is installed, else asyncio's own; tasks on it keep torch's grad mode and the like to themselves."""
     try:
         import uvloop
 

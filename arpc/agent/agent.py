@@ -430,9 +430,7 @@ class Agent:
         self._default_timeout_ms = max(1, int(timeout_s * 1000))
         self._default_tick_until = self.deadlines.time_of(tick) - timeout_s
 
-    def _deadline(
-        self, now: float, timeout: float | Unset, inherited: float | None, function: Any
-    ) -> tuple[int, int]:
+    def _deadline(self, now: float, timeout: float | Unset, inherited: float | None, function: Any) -> tuple[int, int]:
         if isinstance(timeout, Unset):
             timeout_s = self.default_timeout
         elif isinstance(timeout, int | float):
@@ -444,7 +442,9 @@ class Agent:
         if inherited is not None:
             left = inherited - now
             if left <= 0:
-                raise RpcTimeoutError(f"no time is left to call {name_of(function)}: the caller's own deadline has passed")
+                raise RpcTimeoutError(
+                    f"no time is left to call {name_of(function)}: the caller's own deadline has passed"
+                )
             timeout_s = min(timeout_s, left) if timeout_s else left
         if not timeout_s:
             return NEVER, 0

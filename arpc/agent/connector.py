@@ -159,7 +159,9 @@ class Connector:
             # One that has joined already may call before we know who is in the group, and who we are in it
             raise Refused(Refusal.STARTING, f"worker {self._identity.name!r} is still joining its group")
         if identity.id == self._identity.id or identity.name == self._identity.name:
-            raise Refused(Refusal.STALE, f"worker {identity.name!r} has the name or id of worker {self._identity.name!r}")
+            raise Refused(
+                Refusal.STALE, f"worker {identity.name!r} has the name or id of worker {self._identity.name!r}"
+            )
         peer = self.agent.peer(WorkerInfo(identity.name, identity.id))
         if peer is None:
             self._admit_newcomer(identity)
@@ -261,7 +263,9 @@ class Connector:
         tried = ", ".join(record.addresses) or "it has no address"
         reasons = "; ".join(str(error) for error in errors)
         if not errors and any(a.startswith("tcp://") and not self._may_trust(a) for a in record.addresses):
-            reasons = "it is on another host, which is not trusted without a secret: set the same ARPC_SECRET on all workers"
+            reasons = (
+                "it is on another host, which is not trusted without a secret: set the same ARPC_SECRET on all workers"
+            )
         raise WireError(f"none of its addresses answers ({tried}): {reasons or 'none can be reached from here'}")
 
     async def is_alive(self, record: WorkerRecord) -> bool:
@@ -273,7 +277,9 @@ class Connector:
             raise Refused(Refusal.STALE, "only looking whether somebody is there")
 
         for address in self._usable(record):
-            protocol = wire.Protocol(Handshake(Role.CONNECTOR, self._identity, self._options.secret, look), self._limits)
+            protocol = wire.Protocol(
+                Handshake(Role.CONNECTOR, self._identity, self._options.secret, look), self._limits
+            )
             try:
                 async with asyncio.timeout(self._options.connect_timeout):
                     connection = await self._context.run(self._start, address, protocol)

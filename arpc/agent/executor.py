@@ -585,9 +585,7 @@ class Executor:
 
     def _pickle_result(self, run: Run, result: Any) -> tuple[bytes, list[Slot]]:
         try:
-            return self._pickler.dumps_result(
-                result, main_by_value=run.inbound.main_by_value, to=run.inbound.caller
-            )
+            return self._pickler.dumps_result(result, main_by_value=run.inbound.main_by_value, to=run.inbound.caller)
         except Exception as error:
             raise SerializationError(
                 f"the result of {run.function.name} ({type(result).__qualname__}) cannot be sent: {error}"

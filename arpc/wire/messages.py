@@ -266,7 +266,7 @@ class RRefUserDelete(Message):
 
 
 class RRefForkQuery(Message):
-    """To a worker that forks were sent to and that has said nothing since: did they arrive? If not, they never shall."""
+    """To a worker that forks were sent to, and that is silent since: did they arrive? If not, they never shall."""
 
     type = MessageType.RREF_FORK_QUERY
 

@@ -115,9 +115,7 @@ class Pickler:
             return self._dumps_plain(value, main_by_value=main_by_value, to=to)
         return self.dumps(value, main_by_value=main_by_value, to=to)
 
-    def _dumps_plain(
-        self, value: Any, *, main_by_value: bool, to: WorkerInfo | None
-    ) -> tuple[bytes, list[Slot]]:
+    def _dumps_plain(self, value: Any, *, main_by_value: bool, to: WorkerInfo | None) -> tuple[bytes, list[Slot]]:
         """The same as `dumps`, for what is likely to be made of containers, scalars and tensors alone.
 
         Then the tensors are cut out here, at a third of what it costs to have the pickler reduce each.

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from arpc.errors import ArpcError
-from arpc.errors import TorchStateError
+from arpc.errors import ArpcError, TorchStateError
 from arpc.torchstate import (
     GradScope,
     enable_grad,

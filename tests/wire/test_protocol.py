@@ -241,6 +241,23 @@ def test_a_body_larger_than_the_buffer_is_read_into_memory_of_its_own():
     assert heard(message) == large
 
 
+def test_it_can_be_told_whether_something_has_arrived_in_part():
+    protocol = opened()
+    assert protocol.is_between_frames
+    large = request(1, buffers=(noise(300_000),))
+    for data in (request().frame()[:5], request().frame()[5:] + large.frame(), data_frame(0, noise(300_000))[:-1]):
+        feed(protocol, data)
+        assert not protocol.is_between_frames
+    feed(protocol, noise(300_000)[-1:])
+    assert protocol.is_between_frames
+
+    body = request(1, noise(protocol_module.RECEIVE_BYTES + 1)).frame()
+    feed(protocol, body[:-1])
+    assert not protocol.is_between_frames
+    feed(protocol, body[-1:])
+    assert protocol.is_between_frames
+
+
 def test_a_message_does_not_change_when_the_next_one_is_read():
     protocol = opened()
     (first,) = feed(protocol, request(1, b"first").frame())

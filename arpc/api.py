@@ -31,7 +31,10 @@ __all__ = [
 
 
 class WorkerStart:
-    """A worker that is about to start: ``await`` it, or enter it with ``async with`` to have it shut down at the end."""
+    """A worker that is about to start.
+
+    ``await`` it, or enter it with ``async with`` to have it shut down at the end.
+    """
 
     def __init__(self, start: Callable[[], Any]) -> None:
         self._start = start
@@ -72,9 +75,10 @@ def init_rpc(
         async with arpc.init_rpc("trainer0", rank=0, world_size=3) as worker:
             await arpc.rpc_sync("ps", torch.add, args=(torch.ones(2), 1))
 
-    ``rank`` and ``world_size`` default to the variables RANK and WORLD_SIZE, which torchrun, Slurm and the launcher set. ``world_size=None`` makes
-    an elastic group, which workers join and leave at any time. The group meets at ``init_method`` (``env://`` with
-    MASTER_ADDR and MASTER_PORT, ``tcp://host:port``, ``file:///path``) or in a ready ``store``.
+    ``rank`` and ``world_size`` default to the variables RANK and WORLD_SIZE, which torchrun, Slurm and the launcher
+    set. ``world_size=None`` makes an elastic group, which workers join and leave at any time. The group meets at
+    ``init_method`` (``env://`` with MASTER_ADDR and MASTER_PORT, ``tcp://host:port``, ``file:///path``) or in a ready
+    ``store``.
 
     ``async with`` shuts down gracefully at the end of the block, and at once on an exception.
     """
@@ -130,8 +134,9 @@ def remote(
 ) -> RRef[Any]:
     """Run ``func(*args, **kwargs)`` on worker ``to`` and leave the result there; returns an `RRef` to it at once.
 
-    Of a class it makes an object there, of a generator a stream that is held there. ``timeout`` is for the function; if it passes, or
-    anything else keeps it from being known whether the value exists, every use of the RRef raises `RRefCreationError`.
+    Of a class it makes an object there, of a generator a stream that is held there. ``timeout`` is for the function; if
+    it passes, or anything else keeps it from being known whether the value exists, every use of the RRef raises
+    `RRefCreationError`.
     """
     return create_remote(current().rref_context, to, func, args or (), kwargs, timeout)
 

@@ -31,7 +31,8 @@
     RemoteTraceback                            never raised: the ``__cause__`` of what was raised remotely
 
 An exception of a remote function arrives with its own type, so it is *not* an ``ArpcError``; its ``__cause__`` is a
-:class:`RemoteTraceback` that says where it happened. Whatever inherits a builtin (in parentheses) can be caught as that.
+:class:`RemoteTraceback` that says where it happened. Whatever inherits a builtin (in parentheses) can be caught as
+that.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ class RemoteError(ArpcError):
         return f"{self.type_name} on worker {self.worker!r}: {self.message}"
 
 
-class RemoteTraceback(Exception):
+class RemoteTraceback(Exception):  # noqa: N818 - it is a traceback, worn as a cause
     """Where an exception was raised on a remote worker; the ``__cause__`` of the exception raised here."""
 
     def __init__(self, worker: str, stack: str) -> None:

@@ -22,7 +22,7 @@ class Unset:
 
     _instance: Unset | None = None
 
-    def __new__(cls) -> Unset:
+    def __new__(cls) -> Unset:  # noqa: PYI034 - there is one only
         if cls._instance is None:
             cls._instance = super().__new__(cls)
         return cls._instance

@@ -16,7 +16,10 @@ T = TypeVar("T")
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Uvloop's if it is installed, else asyncio's own; tasks on it keep torch's grad mode and the like to themselves."""
+    """Uvloop's if it is installed, else asyncio's own.
+
+    Tasks on it keep torch's grad mode and the like to themselves.
+    """
     try:
         import uvloop
 

@@ -165,8 +165,9 @@ class Worker:
         """Leave the group. Graceful: once no worker has work left, or ``timeout`` seconds have passed.
 
         Without a timeout that of the options holds. Until then this worker keeps serving. A shutdown that cannot be
-        graceful, because time is up, a worker was lost or whoever waits was cancelled, is finished all the same and then
-        raises. A second one waits for the first; one that is not graceful makes the first stop waiting for the group.
+        graceful, because time is up, a worker was lost or whoever waits was cancelled, is finished all the same and
+        then raises. A second one waits for the first; one that is not graceful makes the first stop waiting for the
+        group.
         """
         scope = current_scope.get()
         if graceful and scope is not None and scope.worker is self and scope.caller is not None:
@@ -225,8 +226,9 @@ class Worker:
     async def _quiesce(self, timeout_s: float | None) -> None:
         """Return when nothing is under way in the whole group.
 
-        Each round everyone waits until it has nothing to do itself, and then tells how many calls it ever made and handled. Two
-        rounds with the same numbers mean that nothing happened between them, so nothing can happen any more.
+        Each round everyone waits until it has nothing to do itself, and then tells how many calls it ever made and
+        handled. Two rounds with the same numbers mean that nothing happened between them, so nothing can happen any
+        more.
         """
         agreement = asyncio.ensure_future(self._agree(timeout_s))
         others = [asyncio.ensure_future(self._fail_if_peer_is_lost()), asyncio.ensure_future(self._fail_in_a_hurry())]
@@ -248,7 +250,8 @@ class Worker:
             left = None if deadline is None else max(0.0, deadline - loop.time())
             if not await self.agent.drain(left):
                 raise RendezvousTimeoutError(
-                    f"worker {self.info.name!r} was shut down with calls under way that did not end within {timeout_s} s"
+                    f"worker {self.info.name!r} was shut down with calls under way "
+                    f"that did not end within {timeout_s} s"
                 )
             # before anyone lets go: the last to hear that all agree would find nothing
             survivors = find_survivors(self.rref_context)

@@ -18,14 +18,15 @@ __all__ = ["as_others_call_it", "default_addresses", "refuse_open_doors"]
 logger = logging.getLogger("arpc.addresses")
 
 # An address that stands for all interfaces, and one beyond this machine of its family (of documentation, never reached)
-_EVERYWHERE: Final = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}
+_EVERYWHERE: Final = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}  # noqa: S104 - only compared with
 _DISCARD_PORT: Final = 9
 
 
 async def default_addresses(options: RpcOptions, store_host: str | None) -> tuple[str, ...]:
     """A unix socket, and TCP as far as the group reaches.
 
-    Within this machine the unix socket is enough, and only this user gets through it; on loopback TCP all users of the machine would.
+    Within this machine the unix socket is enough, and only this user gets through it; on loopback TCP all users of the
+    machine would.
     """
     unix = ("unix://",) if hasattr(socket, "AF_UNIX") else ()
     interface = None if store_host is None else await _interface_to(store_host)
@@ -40,7 +41,7 @@ async def default_addresses(options: RpcOptions, store_host: str | None) -> tupl
 
 
 async def as_others_call_it(address: str, store_host: str | None) -> str:
-    """The same address, or, if it stands for all interfaces, that of the one which leads to the group's store, or out."""
+    """The same address; for one that stands for all interfaces, that of the one which leads to the store, or out."""
     if not address.startswith("tcp://"):
         return address
     host, port = split_tcp(address)

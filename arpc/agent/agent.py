@@ -1,7 +1,7 @@
 """A worker as others see it: it makes calls, answers them, and knows who can be reached.
 
-The agent knows no feature. What rides on calls (autograd, profiling) comes in as interceptors, what travels in pickles (RRefs) as
-reducers, and what is neither call nor reply as entries of the handler table.
+The agent knows no feature. What rides on calls (autograd, profiling) comes in as interceptors, what travels in pickles
+(RRefs) as reducers, and what is neither call nor reply as entries of the handler table.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _Handler = Callable[[Link, Message], None]
 class Agent:
     """Calls, dispatch and connections of one worker. Everything here belongs to the loop it was made on."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one agent is made in one place, out of many parts
         self,
         *,
         worker: Any,
@@ -111,7 +111,7 @@ class Agent:
         self._tasks_are_isolated = torchstate.isolates_all_tasks(self.loop)
         self._create_future = self.loop.create_future
         self._scope = WorkerScope(worker)
-        self._resolve = resolve
+        self.resolve = resolve
         self._peers: dict[Any, Peer] = {}
         self._deferred: set[asyncio.Task[None]] = set()
         self._pickler = self.codec.pickler
@@ -223,7 +223,7 @@ class Agent:
             self._defer(begun, to, lambda peer: self.begin(peer, begun, function, args, kwargs, timeout))
             return future
         call_id = self.begin(peer, future, function, args, kwargs, timeout)
-        future._on_cancel = lambda: peer.cancel(call_id)
+        future.on_cancel = lambda: peer.cancel(call_id)
         return future
 
     async def call_and_wait(
@@ -271,7 +271,7 @@ class Agent:
             self._defer(begun, to, begin)
         else:
             call_id = begin(peer)
-            begun._on_cancel = lambda: peer.cancel(call_id)
+            begun.on_cancel = lambda: peer.cancel(call_id)
         return begun
 
     def stream(
@@ -319,11 +319,11 @@ class Agent:
             self._defer(future, to, begin)
         else:
             call_id = begin(peer)
-            future._on_cancel = lambda: peer.cancel(call_id)
+            future.on_cancel = lambda: peer.cancel(call_id)
         future.add_done_callback(ended)
         return stream
 
-    def begin(
+    def begin(  # noqa: PLR0912 - the hot path: one long function instead of many calls
         self,
         peer: Peer,
         future: asyncio.Future[Any],
@@ -464,10 +464,10 @@ class Agent:
                     self._defer(future, to, lambda peer: self.begin(peer, future, function, args, kwargs, timeout))
                     return
                 call_id = self.begin(peer, future, function, args, kwargs, timeout)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - the thread finds it in the future
                 future.set_exception(error)
             else:
-                future._on_cancel = lambda: peer.cancel(call_id)
+                future.on_cancel = lambda: peer.cancel(call_id)
 
         self.loop.call_soon_threadsafe(start, context=context)
 
@@ -480,11 +480,11 @@ class Agent:
 
         async def resolve_and_call() -> None:
             try:
-                peer = self.add_peer(await self._resolve(to))
+                peer = self.add_peer(await self.resolve(to))
                 if not future.done():
                     call_id = begin(peer)
-                    future._on_cancel = lambda: peer.cancel(call_id)
-            except Exception as error:
+                    future.on_cancel = lambda: peer.cancel(call_id)
+            except Exception as error:  # noqa: BLE001 - the thread finds it in the future
                 if not future.done():
                     future.set_exception(error)
             except asyncio.CancelledError:
@@ -497,7 +497,7 @@ class Agent:
         task = self.loop.create_task(resolve_and_call())
         self._deferred.add(task)
         task.add_done_callback(self._deferred.discard)
-        future._on_cancel = lambda: None if task.done() else self._ignore(task.cancel())
+        future.on_cancel = lambda: None if task.done() else self._ignore(task.cancel())
 
     @staticmethod
     def _ignore(_: object) -> None:
@@ -512,7 +512,8 @@ class Agent:
             self._on_reply(link, first)
             return
         handlers = self._handlers
-        # The loop may be between two steps of a task that has switched something off for itself, unless tasks are isolated
+        # The loop may be between two steps of a task that has switched something off for itself, unless tasks are
+        # isolated
         outer = None if self._tasks_are_isolated or _is_pristine() else torchstate.save_and_reset()
         try:
             for message in messages:
@@ -542,7 +543,7 @@ class Agent:
         except ProtocolError:
             call.future.set_exception(SerializationError(f"the result of {call.name} is malformed"))
             raise
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - unpickling runs user code
             call.future.set_exception(self._unreadable(call, error))
         else:
             _set_result(call.future, value)
@@ -556,7 +557,7 @@ class Agent:
             return
         try:
             value = self._result(link, message) if message.body else None
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - unpickling runs user code
             link.peer.cancel(message.id)
             call.future.set_exception(self._unreadable(call, error))
         else:
@@ -581,7 +582,8 @@ class Agent:
 
     def _unreadable(self, call: Call, error: BaseException) -> SerializationError:
         made = SerializationError(
-            f"the result of {call.name} cannot be unpacked on worker {self.info.name!r}: {type(error).__name__}: {error}"
+            f"the result of {call.name} cannot be unpacked on worker {self.info.name!r}: "
+            f"{type(error).__name__}: {error}"
         )
         made.__cause__ = error
         return made

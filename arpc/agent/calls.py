@@ -21,7 +21,10 @@ _SEQUENCE_MASK: Final = (1 << _SEQUENCE_BITS) - 1
 
 
 class Call(msgspec.Struct, gc=False):
-    """One call that has not ended. Not tracked by the garbage collector: a hundred thousand of them would keep it busy."""
+    """One call that has not ended.
+
+    Not tracked by the garbage collector: a hundred thousand of them would keep it busy.
+    """
 
     future: asyncio.Future[Any]
     function: Any
@@ -38,7 +41,10 @@ class Call(msgspec.Struct, gc=False):
 
 
 class Calls:
-    """The calls made to one peer. An id is ``tick << 24 | number``, so the table of pending calls is the timer wheel too."""
+    """The calls made to one peer.
+
+    An id is ``tick << 24 | number``, so the table of pending calls is the timer wheel too.
+    """
 
     def __init__(
         self,

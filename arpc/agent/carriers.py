@@ -1,10 +1,11 @@
 """Coroutines of handlers, stepped with a context and a torch state of their own.
 
-**Why not simply a Task each.** Most handlers never wait for anything, and the Task is then the largest part of their cost. So the first
-step of a handler runs at once, on behalf of an idle Task that is waiting for work (a *carrier*). If the handler finishes in that
-step, nothing was scheduled and the carrier stays idle. If it waits, the carrier carries it to its end like any Task. The handler
-cannot tell: ``asyncio.current_task()`` is the carrier from the first line to the last, cancelling it works, and
-contextvars are its own because every step runs in a Context made for it. (Python 3.12 calls this eager start.)
+**Why not simply a Task each.** Most handlers never wait for anything, and the Task is then the largest part of their
+cost. So the first step of a handler runs at once, on behalf of an idle Task that is waiting for work (a *carrier*). If
+the handler finishes in that step, nothing was scheduled and the carrier stays idle. If it waits, the carrier carries it
+to its end like any Task. The handler cannot tell: ``asyncio.current_task()`` is the carrier from the first line to the
+last, cancelling it works, and contextvars are its own because every step runs in a Context made for it. (Python 3.12
+calls this eager start.)
 
 **Torch's thread-local state** (grad mode and so on) is put in place before each step and taken away after it.
 """
@@ -36,7 +37,10 @@ _is_grad_enabled = torch.is_grad_enabled
 
 
 class Job:
-    """A coroutine to be carried. `finished` or `failed` is called exactly once, at its end, with torch's state pristine."""
+    """A coroutine to be carried.
+
+    `finished` or `failed` is called exactly once, at its end, with torch's state pristine.
+    """
 
     context: Context
     coroutine: Coroutine[Any, Any, Any] | None
@@ -91,7 +95,7 @@ def _drive(job: Job, waits_for: Any) -> Generator[Any, Any, Any]:
             # its blocks end in its own context and state, as in any other step
             _step(job, lambda _: coroutine.close(), None)
             raise
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - thrown in by the Task, for the coroutine
             step, value = coroutine.throw, error
         else:
             step = coroutine.send
@@ -156,7 +160,7 @@ class Carriers:
         except StopIteration as stop:
             result = stop.value
             waits_for = carrier
-        except BaseException as raised:
+        except BaseException as raised:  # noqa: BLE001 - it is the caller's, see Job.failed
             error = raised
             waits_for = carrier
         finally:
@@ -229,10 +233,10 @@ class Carriers:
         if waits_for is not None:
             if waits_for.cancel():
                 return waits_for  # which ends in its own time, and the handler hears of it then, as in any Task
-            waits_for._asyncio_future_blocking = False
+            waits_for._asyncio_future_blocking = False  # noqa: SLF001 - asyncio's own mark of a future that is awaited
         stopped = self._loop.create_future()
         stopped.cancel()
-        stopped._asyncio_future_blocking = True
+        stopped._asyncio_future_blocking = True  # noqa: SLF001 - asyncio's own mark of a future that is awaited
         return stopped
 
     def _start_task(self, job: Job) -> None:
@@ -245,7 +249,7 @@ class Carriers:
                 waits_for = _step(job, lambda _: job.first_step(), None)
             except StopIteration as stop:
                 _tell(job.finished, stop.value)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - thrown in by the Task, for the coroutine
                 _tell(job.failed, error)
             else:
                 await self._finish(job, waits_for)
@@ -264,7 +268,7 @@ class Carriers:
     async def _finish(self, job: Job, waits_for: Any) -> None:
         try:
             result = await _drive(job, waits_for)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - thrown in by the Task, for the coroutine
             _tell(job.failed, error)
         else:
             _tell(job.finished, result)

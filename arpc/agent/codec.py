@@ -23,8 +23,9 @@ _decode_meta = msgspec.msgpack.Decoder(dict[str, Any]).decode
 class Interceptor(Protocol):
     """A feature that rides on calls: it sees their tensors, and may add data of its own under its `key`.
 
-    What the `_sent` methods return travels as msgpack; None adds nothing. The other side's `_received` method is called only if something
-    came. ``slots`` may be changed in place. Nothing here may raise for another reason than that the call cannot go on.
+    What the `_sent` methods return travels as msgpack; None adds nothing. The other side's `_received` method is called
+    only if something came. ``slots`` may be changed in place. Nothing here may raise for another reason than that the
+    call cannot go on.
     """
 
     key: str

@@ -1,7 +1,7 @@
 """Connections of one worker: listening, connecting on first use, and one connection per pair of workers.
 
-Two workers that connect to each other at the same moment end up with the connection made by the one with the lower id: it refuses the
-other's as a duplicate, while the higher one gives up its own attempt for the one that comes in.
+Two workers that connect to each other at the same moment end up with the connection made by the one with the lower id:
+it refuses the other's as a duplicate, while the higher one gives up its own attempt for the one that comes in.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Host(Protocol):
     is_closing: bool
     is_elastic: bool
     is_serving: bool
-    _resolve: Callable[[str | int], Awaitable[WorkerRecord]]
+    resolve: Callable[[str | int], Awaitable[WorkerRecord]]
 
     def peer(self, to: str | int | WorkerInfo) -> Peer | None: ...
     def add_peer(self, record: WorkerRecord) -> Peer: ...
@@ -222,7 +222,7 @@ class Connector:
         await asyncio.wait([came], timeout=_RETRY_S)
 
     async def _connect_once(self, peer: Peer) -> Connection:
-        record = await self.agent._resolve(peer.info.name)
+        record = await self.agent.resolve(peer.info.name)
         # the world may have changed meanwhile: the peer may have connected to us
         if peer.connection is not None:
             return peer.connection
@@ -305,7 +305,7 @@ class Connector:
                 continue
             if scheme == "tcp" and not self._may_trust(address):
                 continue
-            if scheme == "unix" and (record.host != self._host or not os.path.exists(rest)):
+            if scheme == "unix" and (record.host != self._host or not os.path.exists(rest)):  # noqa: PTH110
                 continue
             usable.append((_PREFERENCE.get(scheme, 9), address))
         return [address for _, address in sorted(usable)]

@@ -88,7 +88,8 @@ class Run(Job):
 
     @property
     def deadline(self) -> float | None:
-        # Counted from when it is first asked for: most requests end before anybody does, and reading the clock is not free
+        # Counted from when it is first asked for: most requests end before anybody does, and reading the clock is not
+        # free
         deadline = self._deadline
         if deadline is None and self.timeout_ms:
             deadline = self._deadline = self.executor.time() + self.timeout_ms / 1000
@@ -140,7 +141,7 @@ class Run(Job):
             self.ended = True
             self.context = _NO_CONTEXT
             self.executor.calls_handled += 1
-            try:
+            try:  # noqa: SIM105 - cheaper than suppress(), and this is the hot path
                 self.inbound.connection.send(_pack_header(0, _REPLY, 0, 0, self.id, 0, 0, 0, 0))
             except ConnectionClosedError:
                 pass  # the caller knows: its own end is closed too
@@ -390,7 +391,7 @@ class Executor:
             if function is None and message.arg:
                 raise ProtocolError(f"call {message.id} of function {message.arg}, which was never sent")
             run.context.run(self._enter, run, message)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             self.raised(run, error)
             return
         if run.is_stream and run.function.mode in _GENERATORS:
@@ -404,7 +405,10 @@ class Executor:
         self.unpack(run, message)
 
     def unpack(self, run: Run, message: Message) -> None:
-        """Build the arguments of a call. Runs in the handler's context, because interceptors and user code may look at it."""
+        """Build the arguments of a call.
+
+        Runs in the handler's context, because interceptors and user code may look at it.
+        """
         codec = self.codec
         try:
             if message.table_end:
@@ -462,7 +466,7 @@ class Executor:
         try:
             call = self.context.copy().run(self.codec.payload, message, [])
             inbound.functions[message.arg] = Function(call)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             made = SerializationError(
                 f"the function is not on worker {self.name!r}: {type(error).__name__}: {error}. "
                 f"It must be importable there, or be passed as a lambda or closure, which travel by value"
@@ -477,7 +481,7 @@ class Executor:
             return
         try:
             result = torchstate.call_isolated(run.context.run, run.begin)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             self.raised(run, error)
         else:
             self.returned(run, result)
@@ -488,7 +492,7 @@ class Executor:
         assert message is not None
         try:
             run.context.run(self._enter, run, message)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             self.raised(run, error)
             return False
         if run._prerequisites is not None:  # noqa: SLF001
@@ -509,7 +513,7 @@ class Executor:
             run.args = run.kwargs = None
             try:
                 result = run.context.run(run.function.call, *args, **kwargs)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
                 raised = error
                 return lambda: self.raised(run, raised)
             return lambda: self._thread_returned(run, result)
@@ -569,7 +573,7 @@ class Executor:
             return
         try:
             data, buffers = self._pack_result(run, result)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             self.raised(run, error)
         else:
             self._end(run, data, buffers)
@@ -658,7 +662,7 @@ class Executor:
             run.function = Function.of_coroutine(_unknown_function, run.function.name)
             try:
                 value = future.result() if hasattr(future, "result") else future.value()
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
                 self.raised(run, error)
             else:
                 self.returned(run, value)
@@ -701,7 +705,8 @@ async def _future_of(result: Any, name: str, loop: asyncio.AbstractEventLoop) ->
         return await result
     if not isinstance(result, torch.futures.Future | concurrent.futures.Future):
         raise TypeError(
-            f"a function marked with async_execution must return a Future, and {name} returned {type(result).__qualname__}"
+            f"a function marked with async_execution must return a Future, and {name} returned "
+            f"{type(result).__qualname__}"
         )
     done = loop.create_future()
 

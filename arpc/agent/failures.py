@@ -1,7 +1,7 @@
 """Exceptions on their way home: what a handler raised becomes what the caller sees.
 
-The payload holds the pickled exception apart from its description, so that one which cannot be pickled, or cannot be rebuilt at
-the other end, still tells its type, text and stack.
+The payload holds the pickled exception apart from its description, so that one which cannot be pickled, or cannot be
+rebuilt at the other end, still tells its type, text and stack.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def describe_failure(
     if not isinstance(error, _NOT_TO_BE_RAISED):
         try:
             pickled, slots = pickler.dumps(error, main_by_value=main_by_value, to=to)
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - a user's __reduce__ may raise anything; the description is sent instead
             slots = []
     stack = "".join(traceback.format_exception(_without_runtime_frames(error)))
     return pickler.dumps((pickled, _type_name(error), _text(error), stack))[0], slots
@@ -69,7 +69,7 @@ def rebuild_failure(
     if pickled is not None:
         try:
             error = loads(pickled, slots)
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - a user's __reduce__ may raise anything; the description is sent instead
             error = None
         if isinstance(error, Exception) and not isinstance(error, _NOT_TO_BE_RAISED):
             return _caused(error, worker, stack)
@@ -89,7 +89,7 @@ def _type_name(error: BaseException) -> str:
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except BaseException as reason:
+    except BaseException as reason:  # noqa: BLE001 - a user's __str__ may raise anything
         return f"<its __str__ raised {type(reason).__qualname__}>"
 
 

@@ -27,13 +27,14 @@ _fail = asyncio.Future.set_exception
 class Future(asyncio.Future[T], Generic[T]):
     """A value that is on its way.
 
-    An `asyncio.Future` with what users of ``torch.futures`` know: `then`, `value`, `wait`. `set_result`, `set_exception`, `cancel`
-    and `wait` may be used from any thread; the rest belongs to the loop. Cancelling the future of a call cancels its handler.
+    An `asyncio.Future` with what users of ``torch.futures`` know: `then`, `value`, `wait`. `set_result`,
+    `set_exception`, `cancel` and `wait` may be used from any thread; the rest belongs to the loop. Cancelling the
+    future of a call cancels its handler.
 
     An error nobody looks at is logged once, when the future is dropped, with the line that made the call.
     """
 
-    _on_cancel: Callable[[], None] | None = None
+    on_cancel: Callable[[], None] | None = None
     _code: CodeType | None = None
     _lasti = -1
 
@@ -64,7 +65,7 @@ class Future(asyncio.Future[T], Generic[T]):
         if not self._on_loop():
             self.get_loop().call_soon_threadsafe(self.cancel, msg)
             return True
-        on_cancel, self._on_cancel = self._on_cancel, None
+        on_cancel, self.on_cancel = self.on_cancel, None
         cancelled = super().cancel(msg)
         if on_cancel is not None:
             on_cancel()
@@ -121,7 +122,7 @@ class Future(asyncio.Future[T], Generic[T]):
                 return
             try:
                 result = callback(self)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the new future
                 chained._adopt_exception(error)
                 return
             if isinstance(result, Coroutine):
@@ -131,7 +132,7 @@ class Future(asyncio.Future[T], Generic[T]):
             else:
                 _complete(chained, result)
 
-        chained._on_cancel = stop
+        chained.on_cancel = stop
         if self._on_loop():
             self.add_done_callback(run)
         else:
@@ -143,7 +144,7 @@ class Future(asyncio.Future[T], Generic[T]):
             if not other.cancelled():
                 other.exception()
         elif other.cancelled():
-            self._on_cancel = None
+            self.on_cancel = None
             super().cancel()
         elif (error := other.exception()) is not None:
             self._adopt_exception(error)
@@ -152,7 +153,7 @@ class Future(asyncio.Future[T], Generic[T]):
 
     def _adopt_exception(self, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError):
-            self._on_cancel = None
+            self.on_cancel = None
             super().cancel()
         elif isinstance(error, StopIteration):
             _fail(self, RuntimeError(f"a callback raised {error!r}"))
@@ -163,7 +164,7 @@ class Future(asyncio.Future[T], Generic[T]):
 
     def made_at(self, depth: int) -> None:
         """Note the line of code ``depth`` frames up as the one that made the call."""
-        frame = sys._getframe(depth)
+        frame = sys._getframe(depth)  # noqa: SLF001 - the only way to know the caller that costs nothing
         self._code = frame.f_code
         self._lasti = frame.f_lasti
 
@@ -203,7 +204,7 @@ def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
 
     if not waited:
         collected.set_result(waited)
-    elif collected._on_loop():
+    elif collected._on_loop():  # noqa: SLF001 - of this module
         watch()
     else:
         collected.get_loop().call_soon_threadsafe(watch)

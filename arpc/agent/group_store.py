@@ -163,7 +163,7 @@ class StoreThread:
             tell: Callable[[], None]
             try:
                 tell = partial(_settle, future, future.set_result, function())
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - raised where the result is awaited
                 tell = partial(_settle, future, future.set_exception, error)
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
                 loop.call_soon_threadsafe(tell)

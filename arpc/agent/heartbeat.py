@@ -62,7 +62,8 @@ class Heartbeat:
         silent: dict[Connection, float] = {}
         taken: dict[Connection, int] = {}
         for connection in connections:
-            # A peer that takes bytes is alive: its answers may wait behind a large message that is still on its way to it
+            # A peer that takes bytes is alive: its answers may wait behind a large message that is still on its way to
+            # it
             taken[connection] = connection.bytes_sent - connection.unsent_bytes
             if connection.heard_from or taken[connection] > self._taken.get(connection, 0):
                 connection.heard_from = False

@@ -166,7 +166,10 @@ class Rendezvous(ABC):
 
     @abstractmethod
     async def awaited(self, every_s: float) -> tuple[WorkerRecord, ...]:
-        """Who has not come to the `gather` under way. One worker is told in each period, so that not all look at once."""
+        """Who has not come to the `gather` under way.
+
+        One worker is told in each period, so that not all look at once.
+        """
 
     @abstractmethod
     async def fail_gather(self, text: str) -> None:

@@ -42,6 +42,8 @@ _SMALL_BYTES: Final = 16 * 1024
 
 
 class PeerState(Enum):
+    """How a peer stands to this worker."""
+
     IDLE = auto()
     """Not connected; the next call connects."""
     CONNECTING = auto()
@@ -219,7 +221,7 @@ class Peer:
             await self._connect(self)
         except asyncio.CancelledError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it was, those who wait must hear of it
             failure = error
         finally:
             self._connecting = None

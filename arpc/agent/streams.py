@@ -165,7 +165,7 @@ class _GeneratorSteps:
                         break
             except StopIteration:
                 return True, None
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - the consumer's, after the items that came before
                 return True, error
             finally:
                 self._state = torchstate.save_and_reset()
@@ -178,7 +178,10 @@ class _GeneratorSteps:
         self._is_stopped = True
 
     def close(self) -> None:
-        """Let the generator end where it stands. A step that is under way does it on its way out: no thread waits for it."""
+        """Let the generator end where it stands.
+
+        A step that is under way does it on its way out: no thread waits for it.
+        """
         # The wait is for a step that has just looked and not let go yet; one that blocks will look when it ends
         if self._lock.acquire(timeout=_LET_GO_S):
             try:
@@ -233,8 +236,8 @@ class ItemOrder:
 class Stream(AsyncIterator[T], Generic[T]):
     """The caller's end: ``async for item in stream``.
 
-    Leaving the loop early, `aclose`, dropping the stream or cancelling who waits for an item stops the remote generator.
-    At most ``window`` items are on their way or waiting here.
+    Leaving the loop early, `aclose`, dropping the stream or cancelling who waits for an item stops the remote
+    generator. At most ``window`` items are on their way or waiting here.
     """
 
     anchor: object = None

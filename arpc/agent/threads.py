@@ -1,6 +1,7 @@
 """Threads that run plain functions, and hand results back to the loop in batches.
 
-`concurrent.futures` wakes the loop once per result; here all results that are ready when the loop looks come with one wake-up.
+`concurrent.futures` wakes the loop once per result; here all results that are ready when the loop looks come with one
+wake-up.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ class ThreadPool:
                 result = None
             done.append(result)
             del job, result
-            # Only the first result after the loop looked needs to wake it. A race costs a spare wake-up, never a lost one:
-            # the loop clears the flag before it empties the queue.
+            # Only the first result after the loop looked needs to wake it. A race costs a spare wake-up, never a lost
+            # one: the loop clears the flag before it empties the queue.
             if not self._wake_up_sent:
                 self._wake_up_sent = True
                 try:
@@ -124,7 +125,7 @@ class ThreadPool:
         def job() -> Callable[[], None]:
             try:
                 result = function(*args)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - it is raised where the future is awaited
                 failure = error if not isinstance(error, StopIteration) else RuntimeError(repr(error))
                 return lambda: None if future.done() else future.set_exception(failure)
             return lambda: None if future.done() else future.set_result(result)

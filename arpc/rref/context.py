@@ -109,7 +109,7 @@ class Use:
         self.failure = failure
         fetches, self.fetches = self.fetches, set()
         for future in fetches:
-            stop = future._on_cancel  # noqa: SLF001 - the owner need not go on with what nobody waits for
+            stop = future.on_cancel
             if not future.done():
                 future.set_exception(fresh(failure))
                 if stop is not None:

@@ -102,8 +102,8 @@ async def cluster(
         async with arpc.testing.cluster(3) as group:
             assert await group[0].rpc_sync("worker1", add, args=(1, 2)) == 3
 
-    Inside, the first worker is the current one, so that ``arpc.rpc_sync("worker1", ...)`` works too. ``transports`` replaces the network, for example
-    by a `FaultyTransport`.
+    Inside, the first worker is the current one, so that ``arpc.rpc_sync("worker1", ...)`` works too. ``transports``
+    replaces the network, for example by a `FaultyTransport`.
     """
     names = [f"worker{number}" for number in range(workers)] if isinstance(workers, int) else list(workers)
     if not names or len(set(names)) < len(names):

@@ -16,7 +16,7 @@ __all__ = ["arpc_cluster"]
 
 @pytest.fixture
 def arpc_cluster() -> Callable[..., AbstractAsyncContextManager[Cluster]]:
-    """Starts groups of workers in this process: ``async with arpc_cluster(3) as group: ...``."""
+    """What makes groups of workers in this process, as in ``async with make(3) as group``."""
     from arpc.testing.cluster import cluster  # slow: it imports torch
 
     return cluster

@@ -108,7 +108,7 @@ class GradScope:
                         sent = yield item
                     except GeneratorExit:
                         raise
-                    except BaseException as exc:
+                    except BaseException as exc:  # noqa: BLE001 - thrown in by the consumer, so meant for it
                         resume = generator.athrow(exc)
                     else:
                         resume = generator.asend(sent)

@@ -50,7 +50,10 @@ def install_task_factory(loop: asyncio.AbstractEventLoop | None = None) -> None:
 
 
 def isolates_all_tasks(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether every task of ``loop`` is isolated, those that exist and those to come: between steps its thread is pristine."""
+    """Whether every task of ``loop`` is isolated, those that exist and those to come.
+
+    Between steps its thread is pristine.
+    """
     factory = loop.get_task_factory()
     if factory is not task_factory and not isinstance(factory, _ChainedTaskFactory):
         return False

@@ -1,0 +1,1 @@
+"""Ways to move messages between two workers, behind one contract."""

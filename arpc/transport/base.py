@@ -1,13 +1,13 @@
 """The contract of a transport, and what all connections have in common.
 
-A `Connection` carries frames between two workers. It owns a `wire.protocol.Protocol` for what comes in, gathers small frames so that
-all of one loop turn go out in one write, and sends large tensors in chunks between them.
+A `Connection` carries frames between two workers. It owns a `wire.protocol.Protocol` for what comes in, gathers small
+frames so that all of one loop turn go out in one write, and sends large tensors in chunks between them.
 
-Errors. `Transport.connect` raises `OSError` (no such address, refused), `ConfigurationError` (an address that cannot be), `HandshakeError`
-or `ProtocolError` (the peer is not one of ours), `TimeoutError` is left to the caller. `Connection.send` raises
-`ConnectionClosedError` once the connection is closed; nothing else. `Transport.listen` raises `OSError` (taken, not ours
-to use) and `ConfigurationError`. How a connection ended is told once, to `Receiver.connection_lost`; of an attempt for
-which `connect` raises, the receiver may hear nothing at all.
+Errors. `Transport.connect` raises `OSError` (no such address, refused), `ConfigurationError` (an address that cannot
+be), `HandshakeError` or `ProtocolError` (the peer is not one of ours), `TimeoutError` is left to the caller.
+`Connection.send` raises `ConnectionClosedError` once the connection is closed; nothing else. `Transport.listen` raises
+`OSError` (taken, not ours to use) and `ConfigurationError`. How a connection ended is told once, to
+`Receiver.connection_lost`; of an attempt for which `connect` raises, the receiver may hear nothing at all.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ _LINGER_S: Final = 2.0
 
 
 class Receiver(TypingProtocol):
-    """Who hears of what happens on a connection. Called on the loop; what it raises is logged and ends the connection."""
+    """Who hears of what happens on a connection.
+
+    Called on the loop; what it raises is logged and ends the connection.
+    """
 
     def connection_opened(self, connection: Connection) -> None:
         """The handshake is done: ``connection.peer`` is who it says."""
@@ -136,7 +139,10 @@ class Connection(ABC):
         """Close once what was written has gone out. Ends in `_ended`."""
 
     def _end_writing(self) -> None:
-        """The same, but read on until the other side closes too: TCP that closes with bytes unread drops what it sent last."""
+        """The same, but read on until the other side closes too.
+
+        TCP that closes with bytes unread drops what it sent last.
+        """
         self._shut()
 
     @abstractmethod
@@ -202,7 +208,8 @@ class Connection(ABC):
     def send_bulk(self, data: bytes, buffers: list[memoryview]) -> BulkSend:
         """Send one frame, then its large tensors in chunks, between which other frames may pass.
 
-        ``buffers`` are flat views of bytes, at least one and none of them empty. They must not change until they are out.
+        ``buffers`` are flat views of bytes, at least one and none of them empty. They must not change until they are
+        out.
         """
         self.send(data)
         bulk = BulkSend(buffers)
@@ -279,7 +286,10 @@ class Connection(ABC):
     # -- receiving
 
     def _received(self, size_bytes: int) -> None:
-        """Bytes were put where ``protocol.get_buffer`` said. Never raises: uvloop would drop the connection without a word."""
+        """Bytes were put where ``protocol.get_buffer`` said.
+
+        Never raises: uvloop would drop the connection without a word.
+        """
         self.heard_from = True
         self.bytes_received += size_bytes
         protocol = self.protocol

@@ -68,7 +68,7 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
             return
         self.start()
 
-    buffer_updated = Connection._received  # type: ignore[assignment] # only the name of its parameter differs
+    buffer_updated = Connection._received  # type: ignore[assignment] # noqa: SLF001 - the same but for a name
 
     def eof_received(self) -> bool:
         self._has_eof = True
@@ -310,7 +310,7 @@ def socket_directory() -> Path:
     """Where this user's sockets are. Raises `WireError` if someone else could have made it."""
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     if len(base) > _MAX_UNIX_PATH - 40:
-        base = "/tmp"
+        base = "/tmp"  # noqa: S108 - paths of sockets must be short; the directory below is checked
     path = Path(base) / f"arpc-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     info = path.lstat()

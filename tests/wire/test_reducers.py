@@ -73,23 +73,23 @@ def test_a_reducer_may_pickle():
     assert arrived[2]["inner"].shape == (3,)
 
 
+class Sent:
+    """What a reducer was told: where its objects go, and whether they went."""
+
+    def __init__(self) -> None:
+        self.to: list[WorkerInfo | None] = []
+        self.packed: list[str] = []
+        self.pickler = Pickler({Handle: self._reduce})
+
+    def _reduce(self, handle: Handle, parcel: Parcel) -> tuple[Any, ...]:
+        self.to.append(parcel.to)
+        parcel.packed.append(lambda: self.packed.append(handle.name))
+        return named(handle, parcel)
+
+
 @pytest.fixture
-def sent():
-    """What a reducer was told: where its object goes, and whether it went."""
-
-    class Sent:
-        to: list[WorkerInfo | None] = []
-        packed: list[str] = []
-
-        @staticmethod
-        def reduce(handle: Handle, parcel: Parcel) -> tuple[Any, ...]:
-            Sent.to.append(parcel.to)
-            parcel.packed.append(lambda: Sent.packed.append(handle.name))
-            return named(handle, parcel)
-
-        pickler = Pickler({Handle: reduce})
-
-    return Sent
+def sent() -> Sent:
+    return Sent()
 
 
 def test_a_reducer_sees_where_its_object_goes(sent):

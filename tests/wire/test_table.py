@@ -43,6 +43,15 @@ def test_codes_of_dtypes_are_part_of_the_wire_format():
     } == DTYPE_CODES
 
 
+def test_every_dtype_of_torch_has_a_way():
+    names = {name for name in vars(torch) if isinstance(getattr(torch, name), torch.dtype)}
+    by_memory = {str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
+    aliases = {"double", "float", "half", "int", "long", "short", "cdouble", "cfloat", "chalf"}
+    # quantized ones go by torch.save, the rest are names without operators
+    without_memory = {name for name in names if name.startswith(("q", "bit", "int", "uint"))} - by_memory
+    assert names - by_memory - aliases - without_memory == set()
+
+
 def test_so_are_the_kinds_of_entries():
     assert [(kind.name, kind.value) for kind in Kind] == [
         ("STRIDED", 1),

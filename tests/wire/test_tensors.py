@@ -62,15 +62,6 @@ def test_every_dtype_and_shape_arrives(dtype, shape, limit):
         assert bits(arrived) == [1] * sent.nbytes
 
 
-def test_every_dtype_of_torch_has_a_way():
-    names = {name for name in vars(torch) if isinstance(getattr(torch, name), torch.dtype)}
-    by_memory = {str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
-    aliases = {"double", "float", "half", "int", "long", "short", "cdouble", "cfloat", "chalf"}
-    # quantized ones go by torch.save, the rest are names without operators
-    without_memory = {name for name in names if name.startswith(("q", "bit", "int", "uint"))} - by_memory
-    assert names - by_memory - aliases - without_memory == set()
-
-
 @quietly
 @both_ways
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)

@@ -233,7 +233,7 @@ def test_reducers_are_for_their_type_alone():
     class Special(Handle):
         pass
 
-    reducers = {Handle: lambda handle: (str.upper, (handle.name,))}
+    reducers = {Handle: lambda handle, _: (str.upper, (handle.name,))}
 
     assert exchange([Handle("a"), Handle("b")], reducers=reducers) == ["A", "B"]
     assert type(exchange(Special("c"), reducers=reducers)).__name__ == "Special"
@@ -241,7 +241,7 @@ def test_reducers_are_for_their_type_alone():
 
 
 def test_a_reducer_may_have_tensors():
-    reducers = {Handle: lambda handle: (dict, ([(handle.name, handle.tensor)],))}
+    reducers = {Handle: lambda handle, _: (dict, ([(handle.name, handle.tensor)],))}
 
     arrived = exchange([Handle("a", torch.ones(2)), torch.zeros(1)], reducers=reducers)
 
@@ -252,7 +252,7 @@ def test_a_reducer_may_have_tensors():
 def test_a_reducer_may_pickle():
     pickler: Pickler
 
-    def reduce(handle: Handle) -> tuple[Any, ...]:
+    def reduce(handle: Handle, _: object) -> tuple[Any, ...]:
         payload, slots = pickler.dumps({"inner": handle.tensor, "name": handle.name})
         assert len(slots) == 1
         return loads, (payload, [slots[0]])

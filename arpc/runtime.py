@@ -76,6 +76,8 @@ class Worker:
         self.leaked_rrefs: tuple[RRefRow, ...] = ()
         """After a graceful shutdown: values of this worker that others still held when all had let go."""
         self._shutdown: asyncio.Task[None] | None = None
+        self._lost: WorkerLostError | None = None
+        """Who did not answer while the group was waited for."""
         self._hurry = asyncio.Event()
         """Set when somebody does not want to wait for the group any longer."""
 
@@ -238,6 +240,8 @@ class Worker:
             for task in (agreement, *others):
                 task.cancel()
             await asyncio.wait([agreement, *others])
+        if self._lost is not None and (agreement not in done or agreement.exception() is not None):
+            raise self._lost  # and not what the group heard of it from this very worker
         for task in [agreement] if agreement in done else done:
             task.result()
 
@@ -291,8 +295,9 @@ class Worker:
             for record in await self.rendezvous.awaited(patience_s):
                 if record.id != self.info.id and not await self._answers(record, patience_s):
                     text = f"worker {record.name!r} was lost, so the group cannot shut down gracefully"
+                    self._lost = WorkerLostError(text, record.name)
                     await self.rendezvous.fail_gather(text)
-                    raise WorkerLostError(text, record.name)
+                    raise self._lost
 
     async def _answers(self, record: WorkerRecord, patience_s: float) -> bool:
         """Whether a worker shows a sign of life within a time."""

@@ -107,6 +107,8 @@ class Agent:
         self.is_closing = False
         self.is_serving = False
         self._thread = get_ident()
+        # what else is in the body of a message has room beside it
+        self._max_payload_bytes = options.max_body_bytes * 7 // 8
         self._time = self.loop.time
         self._tasks_are_isolated = torchstate.isolates_all_tasks(self.loop)
         self._create_future = self.loop.create_future
@@ -323,7 +325,7 @@ class Agent:
         future.add_done_callback(ended)
         return stream
 
-    def begin(  # noqa: PLR0912 - the hot path: one long function instead of many calls
+    def begin(  # noqa: PLR0912, PLR0915 - the hot path: one long function instead of many calls
         self,
         peer: Peer,
         future: asyncio.Future[Any],
@@ -384,6 +386,11 @@ class Agent:
             if added is not None:
                 meta = meta or {}
                 meta[interceptor.key] = added
+        if len(payload) > self._max_payload_bytes:
+            raise SerializationError(
+                f"the arguments of {name_of(function)} make a pickle of {len(payload)} bytes, and at most "
+                f"{self._max_payload_bytes} are taken: pass large data as tensors, or raise RpcOptions.max_body_bytes"
+            )
         # the message
         if scope.__class__ is not WorkerScope and scope is not None:
             scope.call_begun(future)

@@ -88,7 +88,7 @@ class Codec:
             return {}
         try:
             return _decode_meta(message.meta)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ProtocolError(f"malformed meta data: {error}") from error
 
     @staticmethod

@@ -81,7 +81,7 @@ def decode(packed: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
     """Unpack what a worker wrote to the store."""
     try:
         return decoder.decode(packed)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise RendezvousError(
             f"the store holds {packed[:64]!r} where a worker's entry should be: is another version of arpc using it?"
         ) from error

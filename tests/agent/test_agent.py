@@ -195,9 +195,8 @@ async def test_an_interceptor_that_refuses_fails_the_call_only(pair, monkeypatch
 
 async def test_a_reducer_decides_how_its_type_travels(pair, monkeypatch):
     for worker in pair:
-        monkeypatch.setitem(
-            worker.agent.codec.pickler._reducers, Opaque, lambda obj, _: (str, (f"opaque {obj.number}",))
-        )
+        reducers = worker.agent.codec.pickler._reducers
+        monkeypatch.setitem(reducers, Opaque, lambda obj, _: (str, (f"opaque {obj.number}",)))
     assert await pair[0].rpc_sync("worker1", echo, args=([Opaque(3)],)) == ["opaque 3"]
 
 

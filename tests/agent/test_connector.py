@@ -19,15 +19,15 @@ from tests.agent.stage import echo
 async def test_another_worker_at_the_address_is_not_mistaken_for_the_right_one(monkeypatch):
     async with cluster(3) as group:
         agent = group[0].agent
-        resolve = agent._resolve
+        resolve = agent.resolve
 
         async def resolve_wrongly(to: Any) -> WorkerRecord:
             return msgspec.structs.replace(await resolve(to), addresses=(await resolve("worker2")).addresses)
 
-        monkeypatch.setattr(agent, "_resolve", resolve_wrongly)
+        monkeypatch.setattr(agent, "resolve", resolve_wrongly)
         with pytest.raises(WorkerLostError, match=r"found worker 'worker2' where 'worker1' was to be"):
             await group[0].rpc_sync("worker1", echo)
-        monkeypatch.setattr(agent, "_resolve", resolve)
+        monkeypatch.setattr(agent, "resolve", resolve)
         await assert_both_alive(group)
         await assert_nothing_left(group)
 
@@ -57,20 +57,20 @@ async def test_a_secret_must_be_known_to_both():
 async def test_an_address_nobody_can_use_is_passed_over(monkeypatch):
     async with cluster(2) as group:
         agent = group[0].agent
-        resolve = agent._resolve
+        resolve = agent.resolve
 
         async def resolve_with_more(to: Any) -> WorkerRecord:
             record = await resolve(to)
             others = ("carrier-pigeon://roof", "unix:///nowhere/at/all", "memory://nobody")
             return msgspec.structs.replace(record, addresses=(*others, *record.addresses))
 
-        monkeypatch.setattr(agent, "_resolve", resolve_with_more)
+        monkeypatch.setattr(agent, "resolve", resolve_with_more)
         await assert_both_alive(group)
 
 
 async def test_whether_a_worker_is_alive_is_found_out_by_looking():
     async with cluster(2) as group:
-        record = await group[0].agent._resolve("worker1")
+        record = await group[0].agent.resolve("worker1")
         connector = group[0].agent.connector
         assert await connector.is_alive(record)
         assert not await connector.is_alive(msgspec.structs.replace(record, incarnation=record.incarnation + 1))

@@ -124,7 +124,7 @@ async def test_a_store_that_fails_fails_the_call(monkeypatch):
         async def resolve(_: Any) -> Any:
             raise RendezvousError("the store is gone")
 
-        monkeypatch.setattr(group[0].agent, "_resolve", resolve)
+        monkeypatch.setattr(group[0].agent, "resolve", resolve)
         with pytest.raises(RendezvousError, match="the store is gone"):
             await group[0].rpc_sync("worker1", echo)
         await assert_nothing_left(group)

@@ -39,6 +39,7 @@ async def test_a_killed_callee_fails_its_calls_at_once(processes: Processes):
         with pytest.raises(arpc.WorkerLostError, match="'victim'") as lost:
             await worker.rpc_sync("victim", functions.echo, args=(3,))
         assert not lost.value.may_have_run
+        before.cancel()
 
 
 async def test_a_stopped_callee_fails_its_calls_within_the_heartbeat_time(processes: Processes):

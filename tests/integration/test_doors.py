@@ -60,6 +60,7 @@ async def test_bad_bytes_close_that_connection_only(processes: Processes):
             async with asyncio.timeout(10):
                 await asyncio.gather(*(talk(address, words) for words in bad * 3))
         assert not call.done()
+        call.cancel()
         assert await worker.rpc_sync("a", functions.relay, args=(["b", "a"], 1)) == (["a", "b", "a"], 1)
         assert "Traceback" not in processes["a"].output
         statistics = await worker.rpc_sync("a", functions.statistics)

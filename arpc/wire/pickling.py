@@ -67,13 +67,14 @@ class Pickler:
         chunks = pickler.chunks
         payload = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         slots = pickler.slots
+        # A pickler refers to itself: what it still knows of would wait for the garbage collector with it
+        chunks.clear()
+        if slots:
+            pickler.slots = []
+        if pickler.globals_ref:
+            pickler.globals_ref.clear()
+        pickler.clear_memo()
         if len(payload) <= _MAX_REUSED_BYTES:
-            chunks.clear()
-            if slots:
-                pickler.slots = []
-            if pickler.globals_ref:
-                pickler.globals_ref.clear()
-            pickler.clear_memo()
             self._free.append(pickler)
         return payload, slots
 

@@ -245,3 +245,15 @@ async def test_statistics_count_what_torch_counts(group):
     assert group[0].statistics()["rrefs"]["num_pending_users"] == 0
     assert group[1].statistics()["rrefs"]["num_owner_rrefs"] == 1
     assert group[1].statistics()["rrefs"]["num_forks"] == 1
+
+
+async def test_what_was_sent_and_dropped_does_not_wait_for_the_garbage_collector(group):
+    gc.collect()
+    gc.disable()
+    try:
+        rrefs = [arpc.remote("worker1", objects.nothing) for _ in range(200)]
+        back = await arpc.rpc_sync("worker1", objects.give_back, (rrefs,))
+        del rrefs, back
+        await until(lambda: not group[1].rrefs())
+    finally:
+        gc.enable()

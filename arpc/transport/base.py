@@ -36,7 +36,7 @@ _DATA: Final = int(MessageType.DATA)
 _DROP_DATA: Final = int(MessageType.DROP_DATA)
 _DIRECT_FRAMES: Final = 3
 # A longer queue is written in portions, so that the peer is at work on the first while the next is made
-_FLUSH_FRAMES: Final = 16
+_FLUSH_FRAMES: Final = 32
 # A stranger who connects and says nothing must not keep a socket for ever. A worker waits less, see connect_timeout.
 _HANDSHAKE_S: Final = 30.0
 # How long a side that has said goodbye waits for the other to close, once nothing moves any more

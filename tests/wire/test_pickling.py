@@ -220,54 +220,6 @@ def test_reducers_registered_with_copyreg_are_found():
         del copyreg.dispatch_table[Odd]
 
 
-# -- reducers of other parts
-
-
-class Handle:
-    def __init__(self, name: str, tensor: Tensor | None = None) -> None:
-        self.name = name
-        self.tensor = tensor
-
-
-def test_reducers_are_for_their_type_alone():
-    class Special(Handle):
-        pass
-
-    reducers = {Handle: lambda handle, _: (str.upper, (handle.name,))}
-
-    assert exchange([Handle("a"), Handle("b")], reducers=reducers) == ["A", "B"]
-    assert type(exchange(Special("c"), reducers=reducers)).__name__ == "Special"
-    assert type(exchange(Handle("d"))) is Handle
-
-
-def test_a_reducer_may_have_tensors():
-    reducers = {Handle: lambda handle, _: (dict, ([(handle.name, handle.tensor)],))}
-
-    arrived = exchange([Handle("a", torch.ones(2)), torch.zeros(1)], reducers=reducers)
-
-    assert arrived[0]["a"].tolist() == [1.0, 1.0]
-    assert arrived[1].tolist() == [0.0]
-
-
-def test_a_reducer_may_pickle():
-    pickler: Pickler
-
-    def reduce(handle: Handle, _: object) -> tuple[Any, ...]:
-        payload, slots = pickler.dumps({"inner": handle.tensor, "name": handle.name})
-        assert len(slots) == 1
-        return loads, (payload, [slots[0]])
-
-    pickler = Pickler({Handle: reduce})
-    outer = torch.ones(1)
-    payload, slots = pickler.dumps([outer, Handle("a", torch.zeros(2)), Handle("b", torch.zeros(3)), outer])
-
-    assert len(slots) == 3
-    arrived = loads(payload, slots)
-    assert arrived[0] is arrived[3] is outer
-    assert [value["name"] for value in arrived[1:3]] == ["a", "b"]
-    assert arrived[2]["inner"].shape == (3,)
-
-
 # -- what does not pickle
 
 

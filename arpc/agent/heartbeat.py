@@ -15,6 +15,7 @@ from arpc.wire.messages import MessageType
 __all__ = ["Heartbeat"]
 
 _PING: Final = int(MessageType.PING)
+_SIGN_OF_LIFE: Final = frame(int(MessageType.PONG), 0, 0, 0, 0, b"")
 
 
 class _Connections(Protocol):
@@ -68,6 +69,9 @@ class Heartbeat:
             if connection.heard_from or taken[connection] > self._taken.get(connection, 0):
                 connection.heard_from = False
                 silent[connection] = now
+                if not connection.protocol.is_between_frames:
+                    # A large message is on its way here, and its sender hears nothing of us before it has arrived
+                    connection.send(_SIGN_OF_LIFE)
                 continue
             since = silent[connection] = self._silent_since.get(connection, now)
             silence = now - since

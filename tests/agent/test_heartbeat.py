@@ -83,3 +83,24 @@ async def test_a_worker_that_was_shut_down_asks_nobody():
         heartbeat = group[0].agent.heartbeat
         assert heartbeat._timer is not None
     assert heartbeat._timer is None
+
+
+async def test_who_receives_a_large_message_bit_by_bit_shows_that_it_lives():
+    """Its sender has handed all bytes to the network, and hears nothing else before the last of them has arrived."""
+    async with cluster(2, options=OPTIONS) as group:
+        await group[0].rpc_sync("worker1", echo)
+        receiving = group[1].agent.peer("worker0").connection
+
+        def frames_after_a_look() -> int:
+            receiving.heard_from = True
+            before = receiving.frames_sent + len(receiving._out)
+            group[1].agent.heartbeat._look()
+            return receiving.frames_sent + len(receiving._out) - before
+
+        assert frames_after_a_look() == 0
+        receiving.protocol._end = 1  # the first byte of a frame whose rest is under way
+        try:
+            assert frames_after_a_look() == 1
+        finally:
+            receiving.protocol._end = 0
+        assert await group[0].rpc_sync("worker1", echo, args=("alive",)) == "alive"

@@ -94,8 +94,8 @@ class RpcOptions:
     """Threads that run plain ``def`` functions. They are started when first needed."""
 
     listen: tuple[str, ...] = field(default_factory=_env_listen)
-    """Addresses to listen on, such as ``("unix://", "tcp://0.0.0.0:0")``. Empty: a unix socket, and TCP on loopback
-    or, if the group's store is on another host and a secret is set, on the interface that leads there.
+    """Addresses to listen on, such as ``("unix://", "tcp://0.0.0.0:0")``. Empty: a unix socket; with a secret TCP
+    too, on loopback or, if the group's store is on another host, on the interface that leads there.
     ``ARPC_LISTEN``, separated by commas"""
 
     secret: bytes | None = field(default_factory=_env_secret, repr=False)

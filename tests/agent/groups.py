@@ -66,6 +66,7 @@ class CountingStore(Store):
         super().__init__()
         self.store = HashStore()
         self.counts: Counter[str] = Counter()
+        self.peeks: Counter[str] = Counter()
 
     def set(self, key: str, value: Any) -> None:
         self.counts["set"] += 1
@@ -85,5 +86,9 @@ class CountingStore(Store):
         return self.store.add(key, amount)
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        self.counts["peek" if expected == desired else "compare_set"] += 1
+        if expected == desired:
+            self.counts["peek"] += 1
+            self.peeks[key] += 1
+        else:
+            self.counts["compare_set"] += 1
         return self.store.compare_set(key, expected, desired)

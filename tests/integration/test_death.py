@@ -32,7 +32,7 @@ async def test_a_killed_callee_fails_its_calls_at_once(processes: Processes):
             with pytest.raises(arpc.WorkerLostError, match="'victim'") as lost:
                 await call
             assert lost.value.worker == "victim"
-        assert time.monotonic() - killed_at < 1.0
+        assert time.monotonic() - killed_at < 10  # at once; the silence would tell after 30 s
         # the others go on as if nothing had happened
         assert not before.done()
         assert await worker.rpc_sync("other", functions.echo, args=(2,)) == 2
@@ -50,7 +50,7 @@ async def test_a_stopped_callee_fails_its_calls_within_the_heartbeat_time(proces
         processes["sleepy"].signal(signal.SIGSTOP)
         with pytest.raises(arpc.WorkerLostError, match="'sleepy' was lost: it has not been heard of for"):
             await call
-        assert 0.8 < time.monotonic() - stopped_at < 3.0
+        assert 0.8 < time.monotonic() - stopped_at < 20
         assert await worker.rpc_sync("other", functions.echo, args=(1,)) == 1
         processes["sleepy"].signal(signal.SIGCONT)
         # It finds its connection closed, and its callers gone. It can be called again, and so can others by it.

@@ -89,7 +89,7 @@ async def test_a_killed_owner_is_noticed_at_once(peer):
             await fetch
         with pytest.raises(arpc.OwnerLostError):
             await rref
-        assert time.monotonic() - killed < 5
+        assert time.monotonic() - killed < 20
         await until(lambda: not rref.confirmed_by_owner())
         with pytest.raises(arpc.OwnerLostError, match="the owner of UserRRef"):
             await rref

@@ -55,6 +55,16 @@ def _env_float(name: str, default: float) -> float:
         raise ConfigurationError(f"environment variable {name} must be a number, not {text!r}") from None
 
 
+def _env_int(name: str, default: int) -> int:
+    text = _env(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigurationError(f"environment variable {name} must be a whole number, not {text!r}") from None
+
+
 def _env_listen() -> tuple[str, ...]:
     text = _env("ARPC_LISTEN")
     return tuple(part.strip() for part in text.split(",")) if text else ()
@@ -132,6 +142,16 @@ class RpcOptions:
     inline_tensor_bytes: int = 8 * KIB
     """Tensors up to this size travel inside the message; larger ones are sent from, and read into, their own memory."""
 
+    shared_memory_bytes: int = field(default_factory=lambda: _env_int("ARPC_SHARED_MEMORY_BYTES", 4 * GIB))
+    """How much memory this worker may share with others of its host to send them large tensors; 0 turns that off.
+    ``ARPC_SHARED_MEMORY_BYTES``"""
+
+    shared_memory_from_bytes: int = field(
+        default_factory=lambda: _env_int("ARPC_SHARED_MEMORY_FROM_BYTES", 128 * KIB)
+    )
+    """Messages with so many bytes of tensors that are not inline go through shared memory.
+    ``ARPC_SHARED_MEMORY_FROM_BYTES``"""
+
     control_retries: int = 5
     """How often a lost control message is sent again, from `control_backoff` seconds on, times 1.5 each."""
 
@@ -179,6 +199,8 @@ class RpcOptions:
             ("max_body_bytes", 1),
             ("max_message_bytes", 1),
             ("inline_tensor_bytes", 0),
+            ("shared_memory_bytes", 0),
+            ("shared_memory_from_bytes", 1),
             ("control_retries", 0),
         ):
             value = getattr(self, name)

@@ -39,6 +39,7 @@ from arpc.rref.handle import RRef, create_remote, reduce_rref
 from arpc.rref.report import RRefRow, find_survivors, report_leaks, report_survivors, rref_rows, rref_statistics
 from arpc.transport.base import Transport
 from arpc.transport.memory import MemoryNetwork
+from arpc.transport.shm import FEATURE, Arena, open_arena
 from arpc.transport.stream import TcpTransport, UnixTransport
 from arpc.wire.handshake import Identity
 
@@ -75,6 +76,7 @@ class Worker:
         self.rref_context: RRefContext
         self.leaked_rrefs: tuple[RRefRow, ...] = ()
         """After a graceful shutdown: values of this worker that others still held when all had let go."""
+        self.arena: Arena | None = None
         self._shutdown: asyncio.Task[None] | None = None
         self._lost: WorkerLostError | None = None
         """Who did not answer while the group was waited for."""
@@ -155,6 +157,7 @@ class Worker:
             "heartbeat": self.agent.heartbeat.statistics(),
             "rendezvous": self.rendezvous.statistics(),
             "rrefs": rref_statistics(self.rref_context),
+            "shared_memory": self.arena.statistics() if self.arena is not None else {},
         }
 
     # -- the end
@@ -218,6 +221,8 @@ class Worker:
     async def _close(self, *, graceful: bool) -> None:
         self.rref_context.close()
         await self.agent.aclose()
+        if self.arena is not None:
+            await self.arena.aclose()
         with suppress(RendezvousError, OSError):
             # the host of the store waits a moment for the others, unless nobody is to be waited for
             await self.rendezvous.leave(grace_s=_LEAVE_S if graceful else 0)
@@ -342,11 +347,13 @@ async def start_worker(
     worker = Worker(WorkerInfo(name, -1), options)
     context = copy_context()
     context.run(current_scope.set, WorkerScope(worker))
-    ways: dict[str, Transport] = {"tcp": TcpTransport(), "unix": UnixTransport()}
+    arena = worker.arena = open_arena(options)
+    ways: dict[str, Transport] = {"tcp": TcpTransport(), "unix": UnixTransport(arena)}
     if network is not None:
         ways = {"memory": network}
     ways.update(transports or {})
-    identity = Identity(name, 0, secrets.randbits(63), main_fingerprint())
+    features = (FEATURE,) if arena is not None else ()
+    identity = Identity(name, 0, secrets.randbits(63), main_fingerprint(), features)
     rrefs = worker.rref_context = RRefContext(options, context, name, identity.incarnation)
     agent = worker.agent = context.run(
         lambda: Agent(
@@ -390,6 +397,8 @@ async def start_worker(
     except BaseException:
         rrefs.close()
         await agent.aclose("it failed to start")
+        if arena is not None:
+            await arena.aclose()
         await rendezvous.aclose()
         raise
     if options.switch_interval is not None:

@@ -82,6 +82,21 @@ class BulkSend:
         return self.index == len(self.buffers)
 
 
+class Carrier(TypingProtocol):
+    """Another way for large tensors than the bytes of the connection; see `transport.shm`."""
+
+    has_news: bool
+    """Something is to be told to the peer. Looked at after each read, so that it joins what is written then."""
+
+    def opened(self) -> None: ...
+    def closed(self) -> None: ...
+
+    def carry(self, data: bytes, bulk: BulkSend) -> bool:
+        """Take a message over, now or later; False if the connection itself must send it."""
+
+    def take_news(self) -> bytes: ...
+
+
 class Connection(ABC):
     """One connection, not tied to how bytes move. Belongs to the loop it was made on."""
 
@@ -91,6 +106,7 @@ class Connection(ABC):
         self.receiver = receiver
         self.owner: Any = None
         """For whoever receives: what it keeps about this connection."""
+        self.carrier: Carrier | None = None
         self.is_congested = False
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -107,6 +123,8 @@ class Connection(ABC):
         self._bulk: deque[BulkSend] = deque()
         self._bulk_bytes = 0
         self._bulk_count = 0
+        self._parked: set[BulkSend] = set()
+        """Messages that wait with the carrier."""
         self._is_reading = False
         self._is_closed = False
         self._is_greeted = False
@@ -214,21 +232,55 @@ class Connection(ABC):
         ``buffers`` are flat views of bytes, at least one and none of them empty. They must not change until they are
         out.
         """
-        self.send(data)
         bulk = BulkSend(buffers)
         if self._is_mute:
-            return bulk  # it was aborted, and nobody has heard of it yet
-        # the peer counts frames that have buffers, so this number is theirs too
-        bulk.id = self._bulk_count
-        self._bulk_count += 1
+            self.send(data)  # raises, unless it was aborted and nobody has heard of it yet
+        elif self.carrier is None or not self.carrier.carry(data, bulk):
+            self.send_in_chunks(data, bulk)
+        return bulk
+
+    def send_in_chunks(self, data: bytes, bulk: BulkSend) -> None:
+        """Send a message and its large tensors as bytes, without the carrier."""
+        self._begin_bulk(data, bulk)
         self._bulk.append(bulk)
         self._bulk_bytes += bulk.size_bytes
         if not self._out and not self._is_reading:
             self.loop.call_soon(self.flush)
-        return bulk
+
+    def _begin_bulk(self, data: bytes, bulk: BulkSend) -> None:
+        if self._is_mute:
+            self._write(data)  # it was parked when `close` was called
+        else:
+            self.send(data)
+        # the peer counts frames that have buffers, so this number is theirs too
+        bulk.id = self._bulk_count
+        self._bulk_count += 1
+
+    # -- for the carrier
+
+    def send_with_reference(self, data: bytes, bulk: BulkSend, reference: Callable[[int], bytes]) -> None:
+        """Send a message, and a frame that tells where its large tensors are: it is made of the message's number."""
+        self._begin_bulk(data + reference(self._bulk_count), bulk)
+        bulk.buffers = []  # whoever remembers the message need not keep their memory
+        self._end_if_last()
+
+    def park(self, bulk: BulkSend) -> None:
+        """A message has to wait. It counts as unsent, and may be dropped."""
+        self._parked.add(bulk)
+        self._bulk_bytes += bulk.size_bytes
+
+    def unpark(self, bulk: BulkSend) -> bool:
+        """It need not wait any longer; False if it was dropped meanwhile, or the connection is gone."""
+        if bulk not in self._parked:
+            return False
+        self._parked.remove(bulk)
+        self._bulk_bytes -= bulk.size_bytes
+        return True
 
     def drop_bulk(self, bulk: BulkSend) -> bool:
         """Stop sending tensors nobody wants any more. False if all of them have gone out already."""
+        if self.unpark(bulk):
+            return True  # nobody has heard of it
         if self._is_mute or bulk not in self._bulk:
             return False
         self._bulk.remove(bulk)
@@ -270,7 +322,14 @@ class Connection(ABC):
             self.bytes_sent += size + HEADER_BYTES
             self.writes += 1
             self._write_chunk(_pack_header(size, _DATA, 0, 0, bulk.id, 0, 0, 0, 0), chunk)
-        if self._is_mute and not self._bulk and not self._is_closed:
+        self._end_if_last()
+
+    @property
+    def _has_bulk(self) -> bool:
+        return bool(self._bulk or self._parked)
+
+    def _end_if_last(self) -> None:
+        if self._is_mute and not self._has_bulk and not self._is_closed:
             self._end_writing()  # that was the last of what was sent before `close`
 
     def _congested(self) -> None:
@@ -317,6 +376,8 @@ class Connection(ABC):
             self._raised(error)
         finally:
             self._is_reading = False
+            if self.carrier is not None and self.carrier.has_news:
+                self._out.append(self.carrier.take_news())
             if self._out:
                 self.flush()
 
@@ -348,6 +409,8 @@ class Connection(ABC):
                 self._out.append(welcome)
             self._opened.set_result(None)
             self._stop_watching()
+            if self.carrier is not None:
+                self.carrier.opened()
             self.receiver.connection_opened(self)
 
     def _failed(self, error: Exception) -> None:
@@ -394,7 +457,7 @@ class Connection(ABC):
         if not was_open:
             self._shut()
             return
-        if not self._bulk:
+        if not self._has_bulk:
             self._end_writing()
         self._linger(-1)
 
@@ -405,6 +468,7 @@ class Connection(ABC):
             self._fall_silent()
             self._is_aborted = True
             self._bulk.clear()
+            self._parked.clear()
             self._bulk_bytes = 0
             self.protocol.close()
             self._abort()
@@ -449,7 +513,10 @@ class Connection(ABC):
         self._out.clear()
         self._counted_frames = self._counted_bytes = 0
         self._bulk.clear()
+        self._parked.clear()
         self._bulk_bytes = 0
+        if self.carrier is not None:
+            self.carrier.closed()
         error = self._error or (None if is_on_purpose else error or self._without_goodbye())
         if not self._opened.done():
             self._opened.set_exception(error or ConnectionClosedError("the connection was closed in its handshake"))

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from arpc.errors import ConfigurationError, HandshakeError, WireError
 from arpc.transport.base import Accept, Connection, Listener, Receiver, Transport
+from arpc.transport.shm import Arena, Channel
 from arpc.wire.protocol import Protocol
 
 __all__ = ["StreamConnection", "TcpTransport", "UnixTransport"]
@@ -36,8 +37,9 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
 
     _transport: asyncio.Transport
 
-    def __init__(self, protocol: Protocol, receiver: Receiver) -> None:
+    def __init__(self, protocol: Protocol, receiver: Receiver, arena: Arena | None = None) -> None:
         Connection.__init__(self, protocol, receiver)
+        self._arena = arena
         self._address = "?"
         self.get_buffer = protocol.get_buffer  # type: ignore[method-assign, assignment] # no call of ours for a read
         self._is_made = False
@@ -66,6 +68,8 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
         if stranger is not None:
             self.abort(HandshakeError(f"a process of another user ({stranger}) is at the other end of {self.address}"))
             return
+        if self._arena is not None and sock.family == socket.AF_UNIX:
+            self.carrier = self.protocol.lender = Channel(self, self._arena)
         self.start()
 
     buffer_updated = Connection._received  # type: ignore[assignment] # noqa: SLF001 - the same but for a name
@@ -73,7 +77,7 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
     def eof_received(self) -> bool:
         self._has_eof = True
         # Our half closes too, once what was sent before `close` is out
-        return self._is_mute and bool(self._bulk)
+        return self._is_mute and self._has_bulk
 
     def pause_writing(self) -> None:
         self._congested()
@@ -144,14 +148,15 @@ def _bracket(host: str) -> str:
 
 
 class _StreamListener(Listener):
-    def __init__(self, accept: Accept) -> None:
+    def __init__(self, accept: Accept, arena: Arena | None = None) -> None:
         super().__init__(accept)
+        self._arena = arena
         self._server: asyncio.AbstractServer
         self._address = ""
         self._remove: weakref.finalize[..., Any] | None = None
 
     def accept(self) -> StreamConnection:
-        return self._track(StreamConnection(*self._accept()))
+        return self._track(StreamConnection(*self._accept(), self._arena))
 
     def opened(self, server: asyncio.AbstractServer, address: str, path: str | None = None) -> Self:
         self._server = server
@@ -198,12 +203,20 @@ class TcpTransport(Transport):
 
 
 class UnixTransport(Transport):
-    """``unix:///path``; ``unix://`` alone lets us choose a path in a directory only this user can enter."""
+    """``unix:///path``; ``unix://`` alone lets us choose a path in a directory only this user can enter.
+
+    With an arena, large tensors go through shared memory where the peer can map it.
+    """
+
+    def __init__(self, arena: Arena | None = None) -> None:
+        self._arena = arena
 
     async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
         path = split_unix(address)
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_unix_connection(lambda: StreamConnection(protocol, receiver), path)
+        _, connection = await loop.create_unix_connection(
+            lambda: StreamConnection(protocol, receiver, self._arena), path
+        )
         return connection
 
     async def listen(self, address: str, accept: Accept) -> Listener:
@@ -213,7 +226,7 @@ class UnixTransport(Transport):
             path = split_unix(address)
         sock = _bind_unix(path)
         loop = asyncio.get_running_loop()
-        listener = _StreamListener(accept)
+        listener = _StreamListener(accept, self._arena)
         try:
             server = await loop.create_unix_server(listener.accept, sock=sock, backlog=_BACKLOG)
         except BaseException:

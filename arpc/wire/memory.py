@@ -8,9 +8,8 @@ from functools import lru_cache
 from typing import Final, cast
 
 import numpy as np
-from torch import UntypedStorage
 
-__all__ = ["MEMORY", "allocate", "view_of"]
+__all__ = ["MEMORY", "address_of", "allocate", "view_of"]
 
 MEMORY: Final = cast("bytes", (ctypes.c_char * sys.maxsize).from_address(0))
 """All of it, as one array that begins at address 0. A slice is a copy, made in a third of the time of `string_at`."""
@@ -21,13 +20,19 @@ def _bytes_type(size_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
     return ctypes.c_char * size_bytes
 
 
-def view_of(storage: UntypedStorage, address: int, size_bytes: int) -> memoryview:
-    """Bytes of a storage, which stays alive as long as the view does. It must not be resized meanwhile."""
+def view_of(owner: object, address: int, size_bytes: int) -> memoryview:
+    """Bytes that belong to a storage, or to something else, which lives as long as the view and must not move them."""
     array = _bytes_type(size_bytes).from_address(address)
-    array.owner = storage  # type: ignore[attr-defined]
+    array.owner = owner  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
 
 
 def allocate(size_bytes: int) -> memoryview:
     """Memory for a large tensor to be read into, aligned. numpy asks the kernel for huge pages where that helps."""
     return np.empty(size_bytes, np.uint8).data
+
+
+def address_of(view: memoryview) -> int:
+    """Where the bytes of a view are."""
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address

@@ -16,6 +16,8 @@ import msgspec
 __all__ = [
     "MESSAGE_CLASSES",
     "WINDOW",
+    "Arena",
+    "ArenaFlag",
     "Cancel",
     "Challenge",
     "Credit",
@@ -23,11 +25,13 @@ __all__ = [
     "DropData",
     "Failure",
     "FailureKind",
+    "Freed",
     "Function",
     "Goodbye",
     "Hello",
     "Item",
     "ItemFlag",
+    "Lent",
     "Message",
     "MessageType",
     "Ping",
@@ -61,6 +65,9 @@ class MessageType(IntEnum):
     PING = 10
     PONG = 11
     GOODBYE = 12
+    ARENA = 13
+    LENT = 14
+    FREED = 15
     FUNCTION = 16
     REQUEST = 17
     REPLY = 18
@@ -181,6 +188,27 @@ class Goodbye(Message):
     type = MessageType.GOODBYE
 
 
+# -- shared memory, see transport.shm
+
+
+class Arena(Message):
+    """Where the sender's shared memory is, or what became of the receiver's; ``flags`` is an `ArenaFlag`."""
+
+    type = MessageType.ARENA
+
+
+class Lent(Message):
+    """The large tensors of frame ``id`` lie in the sender's shared memory, at the offsets in the body."""
+
+    type = MessageType.LENT
+
+
+class Freed(Message):
+    """``arg`` more LENT messages were read, and the loans at the offsets in the body have ended."""
+
+    type = MessageType.FREED
+
+
 # -- calls
 
 
@@ -269,6 +297,17 @@ class RRefForkQuery(Message):
     """To a worker that forks were sent to, and that is silent since: did they arrive? If not, they never shall."""
 
     type = MessageType.RREF_FORK_QUERY
+
+
+class ArenaFlag:
+    """What an `Arena` message says."""
+
+    OFFER: Final = 0
+    """msgpack: process, file descriptor and size of the sender's arena, and the token at its beginning."""
+    MAPPED: Final = 1
+    """The receiver's arena was mapped. msgpack: the process, and the offsets of loans it still has from before."""
+    REFUSED: Final = 2
+    """It cannot be mapped; the body says why."""
 
 
 class RequestFlag:

@@ -7,11 +7,12 @@ that is used again and again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
 from types import MappingProxyType
 from typing import Final
+from typing import Protocol as TypingProtocol
 
 from arpc.errors import ConnectionClosedError, HandshakeError, ProtocolError
 from arpc.wire import frames
@@ -20,7 +21,7 @@ from arpc.wire.handshake import MAX_HANDSHAKE_BYTES, Handshake, Identity, Role
 from arpc.wire.memory import allocate as allocate_memory
 from arpc.wire.messages import MESSAGE_CLASSES, Message, MessageType
 
-__all__ = ["SEVERAL_TAKEN", "Direct", "Protocol", "State"]
+__all__ = ["SEVERAL_TAKEN", "Direct", "Lender", "Protocol", "State"]
 
 RECEIVE_BYTES: Final = 256 * 1024
 _HANDSHAKE_LIMITS: Final = Limits(MAX_HANDSHAKE_BYTES, 0)
@@ -30,6 +31,8 @@ _DROP_DATA: Final = int(MessageType.DROP_DATA)
 _PING: Final = int(MessageType.PING)
 _PONG: Final = int(MessageType.PONG)
 _GOODBYE: Final = int(MessageType.GOODBYE)
+_ARENA: Final = int(MessageType.ARENA)
+_LENT: Final = int(MessageType.LENT)
 _FIRST_OF_CALLS: Final = int(MessageType.FUNCTION)
 _CLASSES: Final = tuple(MESSAGE_CLASSES.get(type_) for type_ in range(256))
 _NO_BUFFERS: Final[tuple[memoryview, ...]] = ()
@@ -91,6 +94,16 @@ class _Assembly:
         return buffers[-1][start:stop]
 
 
+class Lender(TypingProtocol):
+    """Knows about memory that is shared with the peer. Its methods raise `ProtocolError`."""
+
+    def message_received(self, message: Message) -> None:
+        """An ARENA or FREED message."""
+
+    def borrow(self, message: Message, sizes: Sequence[int]) -> list[memoryview]:
+        """The memory that a LENT message speaks of."""
+
+
 class Protocol:
     """The receiving half of a connection, and its handshake.
 
@@ -110,6 +123,7 @@ class Protocol:
         self._allocate = allocate
         self.direct: Mapping[int, Direct] = MappingProxyType({})
         """Who takes the plainest messages without a `Message` being made of them, by `frames.brief_kind`."""
+        self.lender: Lender | None = None
         # A stranger is worth just the memory of a handshake; see `_open`
         self._set_buffer(bytearray(HEADER_BYTES + MAX_HANDSHAKE_BYTES))
         self._end = 0
@@ -349,11 +363,24 @@ class Protocol:
             self._set_state(State.CLOSING)
             messages.append(message)
         elif type_ < _FIRST_OF_CALLS:
-            raise ProtocolError(f"{type_.name} is out of place in an open connection")
+            self._receive_about_memory(message, n_buffers, messages)
         elif n_buffers:
             self._begin_assembly(message, n_buffers)
         else:
             messages.append(message)
+
+    def _receive_about_memory(self, message: Message, n_buffers: int, messages: list[Message]) -> None:
+        type_ = message.type
+        if type_ < _ARENA or self.lender is None or n_buffers or message.table_end:
+            raise ProtocolError(f"{type_.name} is out of place in an open connection")
+        if type_ != _LENT:
+            self.lender.message_received(message)
+            return
+        assembly = self._assemblies.pop(message.id, None)
+        if assembly is None or assembly.buffers:
+            raise ProtocolError(f"memory was lent for frame {message.id}, which waits for none")
+        assembly.message.buffers = self.lender.borrow(message, assembly.sizes)
+        messages.append(assembly.message)
 
     def _open(self) -> None:
         self._set_state(State.OPEN)

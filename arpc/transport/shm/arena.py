@@ -1,0 +1,402 @@
+"""The arena of one worker: memory that its peers can see."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from threading import Lock
+from typing import Any, Final
+
+from arpc.options import RpcOptions
+from arpc.transport.shm.blocks import Block, BlockPool
+from arpc.transport.shm.borrowing import Borrowings
+from arpc.transport.shm.ledger import Ledger
+from arpc.transport.shm.mapping import ArenaFile, Offer, is_supported
+from arpc.transport.shm.processes import ProcessWatch
+from arpc.wire.frames import ALIGNMENT
+from arpc.wire.memory import address_of, view_of
+
+__all__ = ["Arena", "Placement", "open_arena"]
+
+logger = logging.getLogger("arpc.transport")
+
+_INLINE_BYTES: Final = 4 << 20
+"""So much is copied on the loop: to hand it to a thread and back would take as long."""
+_COLD_FACTOR: Final = 6
+"""How much longer it takes to copy into fresh pages."""
+_GROUP_BYTES: Final = 1 << 20
+"""Small buffers of one message share blocks up to this size. As long as one of them is used the block is."""
+_GROUP_ALIGNMENT: Final = 64
+_IDLE_S: Final = 10.0
+"""Memory that nobody has used for so long goes back to the system."""
+_MAX_THREADS: Final = 4
+_getpid = os.getpid
+
+
+class Placement:
+    """The buffers of one message, each with its place in the arena. Holds their blocks until it is lent or dropped."""
+
+    __slots__ = ("_arena", "_copies", "blocks", "cost_bytes", "offsets", "sizes")
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._copies: list[tuple[memoryview, int, bool]] = []
+        self.offsets: list[int] = []
+        self.sizes: list[int] = []
+        self.blocks: list[Block] = []
+        self.cost_bytes = 0
+        """What there is to copy, weighted by how long it takes."""
+
+    def add(self, buffer: memoryview, block: Block, offset: int, *, is_there: bool) -> None:
+        self.offsets.append(offset)
+        self.sizes.append(buffer.nbytes)
+        self.blocks.append(block)
+        if not is_there:
+            self._copies.append((buffer, offset, block.is_warm))
+            self.cost_bytes += buffer.nbytes * (1 if block.is_warm else _COLD_FACTOR)
+
+    def copy(self) -> None:
+        """Fill the blocks; in any thread. Raises `OSError` when the system has no memory."""
+        file = self._arena.file
+        copies, self._copies = self._copies, []
+        for buffer, offset, is_warm in copies:
+            file.copy(buffer, offset, is_warm=is_warm)
+
+    def lend(self, borrower: int) -> None:
+        """The borrower is told now."""
+        self._arena.lend(borrower, self)
+
+    def drop(self, *, is_broken: bool = False) -> None:
+        """Nobody will be told. ``is_broken``: the system had no memory for it."""
+        self._arena.drop(self, is_broken=is_broken)
+
+
+class _Owned:
+    """A block that a tensor of this worker lies in, for as long as that lives."""
+
+    __slots__ = ("_arena", "_block", "_file")
+
+    def __init__(self, arena: Arena, block: Block) -> None:
+        self._arena = arena
+        self._block = block
+        self._file = arena.file  # stays mapped even when the worker is gone
+
+    def __del__(self) -> None:
+        self._arena.owned_ended(self._block)
+
+
+class _Borrower:
+    """A peer that has mapped the arena."""
+
+    def __init__(self, name: str, watch: ProcessWatch) -> None:
+        self.name = name
+        self.watch = watch
+
+
+class Arena:
+    """Blocks, their books, and the thread that copies. Belongs to the loop; `allocate_shared` may be used by threads."""
+
+    def __init__(self, *, capacity_bytes: int, from_bytes: int, window_bytes: int) -> None:
+        """Raise `OSError` if the system has no such memory. Of the capacity nothing is used yet."""
+        self.loop = asyncio.get_running_loop()
+        self.from_bytes = from_bytes
+        """Messages with so many bytes of large tensors go through it."""
+        self.window_bytes = window_bytes
+        """So much may wait in it for one peer to be read."""
+        self.borrowings = Borrowings(self.loop)
+        self.sends = 0
+        self.sent_bytes = 0
+        self.fallbacks = 0
+        self._pool = BlockPool(capacity_bytes)
+        self._ledger = Ledger()
+        self.file = ArenaFile(self._pool.addresses)
+        self._borrowers: dict[int, _Borrower] = {}
+        # The books are also used by threads that make shared tensors. What runs when objects die never takes it.
+        self._lock = Lock()
+        self._owned: dict[int, Block] = {}
+        self._owned_offsets: list[int] = []
+        self._ended: deque[Block] = deque()
+        self._pid = os.getpid()
+        self._threads: ThreadPoolExecutor | None = None
+        self._jobs = 0
+        self._all_done: asyncio.Future[None] | None = None
+        self._trimming: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    @property
+    def offer(self) -> Offer:
+        return self.file.offer
+
+    # -- sending
+
+    def wants(self, buffers: Sequence[memoryview], size_bytes: int) -> bool:
+        """Whether a message is better sent through shared memory."""
+        return not self._is_closed and (
+            size_bytes >= self.from_bytes or (bool(self._owned) and any(map(self._is_in_it, buffers)))
+        )
+
+    def _is_in_it(self, buffer: memoryview) -> bool:
+        return 0 <= address_of(buffer) - self.file.address < self.file.size_bytes
+
+    def place(self, buffers: Sequence[memoryview]) -> Placement | None:
+        """Find a place for each buffer of a message; None if there is no room for all of them."""
+        placement = Placement(self)
+        with self._lock:
+            if self._place_all(placement, buffers):
+                return placement
+        placement.drop()
+        self.fallbacks += 1
+        self._trim_soon(0.0)  # what lies idle in blocks of other sizes may be what is missing
+        return None
+
+    def _place_all(self, placement: Placement, buffers: Sequence[memoryview]) -> bool:
+        small_bytes = sum(_aligned(buffer.nbytes) for buffer in buffers if buffer.nbytes < self.from_bytes)
+        group: Block | None = None
+        position = end = 0
+        for buffer in buffers:
+            size_bytes = buffer.nbytes
+            found = self._find_owned(buffer) if self._owned else None
+            if found is not None:
+                block, offset = found
+            elif size_bytes >= self.from_bytes:
+                taken = self._pool.take(size_bytes)
+                if taken is None:
+                    return False
+                block, offset = taken, taken.offset
+            else:
+                if group is None or position + size_bytes > end:
+                    group_bytes = max(size_bytes, min(small_bytes, _GROUP_BYTES))
+                    group = self._pool.take(group_bytes)
+                    if group is None:
+                        return False
+                    position, end = group.offset, group.offset + group_bytes
+                block, offset = group, position
+                position += _aligned(size_bytes)
+                small_bytes -= _aligned(size_bytes)
+            self._ledger.hold(block)
+            placement.add(buffer, block, offset, is_there=found is not None)
+        return True
+
+    def _find_owned(self, buffer: memoryview) -> tuple[Block, int] | None:
+        """The block of a shared tensor whose memory a buffer is, and where in the arena that is."""
+        offset = address_of(buffer) - self.file.address
+        number = bisect_right(self._owned_offsets, offset) - 1
+        # one that is not aligned would be refused by the peer
+        if number < 0 or offset % ALIGNMENT:
+            return None
+        block = self._owned[self._owned_offsets[number]]
+        return (block, offset) if offset + buffer.nbytes <= block.offset + block.size_bytes else None
+
+    def is_quick(self, placement: Placement) -> bool:
+        """Whether to copy at once, or in a thread."""
+        return placement.cost_bytes <= _INLINE_BYTES
+
+    def copy_in_thread(self, placement: Placement, done: Callable[[BaseException | None], None]) -> None:
+        """Copy in a thread, then call ``done`` on the loop, with what went wrong. It is called in any case."""
+        self._run(placement.copy, done)
+
+    def lend(self, borrower: int, placement: Placement) -> None:
+        with self._lock:
+            for offset, size_bytes, block in zip(placement.offsets, placement.sizes, placement.blocks, strict=True):
+                self._ledger.lend(borrower, offset, size_bytes, block)
+        self.sends += 1
+        self.sent_bytes += sum(placement.sizes)
+
+    def drop(self, placement: Placement, *, is_broken: bool) -> None:
+        with self._lock:
+            for block in placement.blocks:
+                if is_broken and not block.is_warm:
+                    self._pool.cool(block)
+                self._free(self._ledger.let_go(block))
+        if placement.blocks:
+            self._trim_soon(_IDLE_S)
+
+    # -- peers
+
+    def borrower_connected(self, borrower: int, name: str, pid: int, held: Sequence[int]) -> None:
+        """A peer has mapped the arena, and still holds these loans of before. Raises `KeyError` if it cannot."""
+        with self._lock:
+            self._free(self._ledger.reconcile(borrower, held))
+        known = self._borrowers.get(borrower)
+        if known is None:
+            self._borrowers[borrower] = _Borrower(name, ProcessWatch(pid, self.loop))
+        else:
+            known.watch.stop_waiting()
+        self._trim_soon(_IDLE_S)
+
+    def borrower_disconnected(self, borrower: int) -> None:
+        """A peer cannot be heard any more. What it has stays lent until it comes back, or its process ends."""
+        known = self._borrowers.get(borrower)
+        if known is None:
+            return
+        if self.has_loans(borrower):
+            known.watch.call_at_end(lambda: self._borrower_died(borrower))
+        else:
+            self._forget_borrower(borrower)
+
+    def _borrower_died(self, borrower: int) -> None:
+        with self._lock:
+            self._free(self._ledger.write_off(borrower))
+        self._forget_borrower(borrower)
+        self._trim_soon(_IDLE_S)
+
+    def _forget_borrower(self, borrower: int) -> None:
+        self._borrowers.pop(borrower).watch.close()
+
+    def has_loans(self, borrower: int) -> bool:
+        return self._ledger.has_loans(borrower)
+
+    def take_back(self, borrower: int, offsets: Sequence[int]) -> None:
+        """Loans have ended. Raises `KeyError` for one that was never made."""
+        with self._lock:
+            for offset in offsets:
+                self._free(self._ledger.take_back(borrower, offset))
+        self._trim_soon(_IDLE_S)
+
+    # -- shared tensors
+
+    def allocate_shared(self, size_bytes: int) -> memoryview | None:
+        """Memory that can be sent without a copy, until the view and all that is made of it is gone. None: no room."""
+        with self._lock:
+            block = None if self._is_closed else self._pool.take(size_bytes)
+            if block is None:
+                return None
+            self._ledger.hold(block)
+            self._owned[block.offset] = block
+            insort(self._owned_offsets, block.offset)
+        return view_of(_Owned(self, block), self.file.address + block.offset, size_bytes)
+
+    def owned_ended(self, block: Block) -> None:
+        # In any thread, within any other step, in a garbage collection: nothing is done here but to take note
+        self._ended.append(block)
+        if not self._is_closed and self._pid == _getpid():
+            with suppress(RuntimeError):  # the loop is closed
+                self.loop.call_soon_threadsafe(self._take_ended)
+
+    def _take_ended(self) -> None:
+        with self._lock:
+            while self._ended:
+                block = self._ended.popleft()
+                if self._owned.pop(block.offset, None) is not None:
+                    self._owned_offsets.remove(block.offset)
+                    self._free(self._ledger.let_go(block))
+        self._trim_soon(_IDLE_S)
+
+    # -- memory
+
+    def _free(self, blocks: Sequence[Block]) -> None:
+        now = self.loop.time()
+        for block in blocks:
+            self._pool.give_back(block, now)
+
+    def _trim_soon(self, delay_s: float) -> None:
+        """See to it that idle memory goes back to the system."""
+        if self._is_closed or not self._pool.idle_bytes:
+            return
+        if not delay_s:
+            self._trim(idle_s=0.0)
+        elif self._trimming is None:
+            self._trimming = self.loop.call_later(delay_s, self._trim_idle)
+
+    def _trim_idle(self) -> None:
+        self._trimming = None
+        self._trim(_IDLE_S)
+        self._trim_soon(_IDLE_S)  # there may be some that were used since
+
+    def _trim(self, idle_s: float) -> None:
+        with self._lock:
+            blocks = self._pool.begin_trim(self.loop.time() - idle_s)
+        if not blocks:
+            return
+
+        def punch() -> None:
+            for block in blocks:
+                self.file.punch(block.offset, block.size_bytes)
+
+        def punched(error: BaseException | None) -> None:
+            if error is not None:
+                logger.warning("shared memory cannot be given back to the system: %s", error)
+            with self._lock:
+                self._pool.end_trim(blocks)
+
+        self._run(punch, punched)
+
+    # -- threads
+
+    def _run(self, job: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
+        if self._threads is None:
+            threads = min(_MAX_THREADS, os.cpu_count() or 1)
+            self._threads = ThreadPoolExecutor(threads, thread_name_prefix="arpc-memory")
+        self._jobs += 1
+        self._threads.submit(self._work, job, done)
+
+    def _work(self, job: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
+        error: BaseException | None = None
+        try:
+            job()
+        except BaseException as raised:  # noqa: BLE001 - told to whoever waits, as all else
+            error = raised
+        with suppress(RuntimeError):  # the loop was closed without a shutdown: nobody will use the arena again
+            self.loop.call_soon_threadsafe(self._worked, done, error)
+
+    def _worked(self, done: Callable[[BaseException | None], None], error: BaseException | None) -> None:
+        self._jobs -= 1
+        if not self._jobs and self._all_done is not None:
+            self._all_done.set_result(None)
+        done(error)
+
+    # -- the end
+
+    async def aclose(self) -> None:
+        """Take part no more. Memory that is still used, here or at a peer, stays."""
+        self._is_closed = True
+        if self._trimming is not None:
+            self._trimming.cancel()
+        if self._jobs:
+            self._all_done = self.loop.create_future()
+            await self._all_done
+        if self._threads is not None:
+            self._threads.shutdown()
+        for borrower in list(self._borrowers):
+            self._forget_borrower(borrower)
+        self.borrowings.clear()
+        self.file.close()
+
+    def statistics(self) -> dict[str, Any]:
+        """What is where."""
+        with self._lock:
+            lent = self._ledger.lent_bytes()
+            names = {borrower: known.name for borrower, known in self._borrowers.items()}
+            return {
+                **self._pool.statistics(),
+                "shared_blocks": len(self._owned),
+                "lent_bytes": {names.get(borrower, "?"): size_bytes for borrower, size_bytes in lent.items()},
+                "sends": self.sends,
+                "sent_bytes": self.sent_bytes,
+                "fallbacks": self.fallbacks,
+            }
+
+
+def open_arena(options: RpcOptions) -> Arena | None:
+    """An arena for a worker with these options; None if it shall have none, or the system cannot do it."""
+    if not options.shared_memory_bytes or not is_supported():
+        return None
+    try:
+        return Arena(
+            capacity_bytes=options.shared_memory_bytes,
+            from_bytes=options.shared_memory_from_bytes,
+            window_bytes=options.window_bytes,
+        )
+    except OSError as error:
+        logger.warning("no memory can be shared with other processes (%s): large tensors go through sockets", error)
+        return None
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _GROUP_ALIGNMENT) * _GROUP_ALIGNMENT

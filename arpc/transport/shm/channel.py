@@ -1,0 +1,262 @@
+"""What the two ends of a connection say to each other about their arenas.
+
+::
+
+    lender                                      borrower
+        ARENA offer: pid, fd, size, token  ->       maps it, checks the token
+                                           <-   ARENA mapped: pid, loans still held (or: refused)
+        a message with buffers, LENT       ->       builds tensors there
+                                           <-   FREED: how many LENT were read, which loans have ended
+
+Nothing is offered before the first message that is large enough, unless the peer has loans of an earlier connection.
+Both ends can be lenders; the two directions have nothing to do with each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Final
+
+import msgspec
+
+from arpc.errors import ConnectionClosedError, ProtocolError
+from arpc.transport.base import BulkSend, Connection
+from arpc.transport.shm.arena import Arena, Placement
+from arpc.transport.shm.borrowing import BorrowedArena
+from arpc.transport.shm.mapping import Offer, UnmappableError
+from arpc.wire.frames import frame
+from arpc.wire.messages import ArenaFlag, Message, MessageType
+
+__all__ = ["FEATURE", "Channel"]
+
+logger = logging.getLogger("arpc.transport")
+
+FEATURE: Final = "shm"
+"""What a worker that can share memory says in its handshake."""
+_ARENA: Final = int(MessageType.ARENA)
+_LENT: Final = int(MessageType.LENT)
+_FREED: Final = int(MessageType.FREED)
+_MAX_REASON_BYTES: Final = 200
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class _Mapped(msgspec.Struct, array_like=True):
+    pid: int
+    held: list[int]
+
+
+_decode_offer = msgspec.msgpack.Decoder(Offer).decode
+_decode_mapped = msgspec.msgpack.Decoder(_Mapped).decode
+
+
+class _State(Enum):
+    """What has become of this worker's offer."""
+
+    CLOSED = auto()
+    """The handshake is not done, or the connection is over, or the peer knows nothing of shared memory."""
+    IDLE = auto()
+    """Nothing was offered yet."""
+    OFFERED = auto()
+    READY = auto()
+    """The peer has mapped the arena."""
+    REFUSED = auto()
+
+
+class Channel:
+    """One connection's part of an arena: lends blocks to the peer, and borrows from the peer's own."""
+
+    def __init__(self, connection: Connection, arena: Arena) -> None:
+        self._connection = connection
+        self._arena = arena
+        self._state = _State.CLOSED
+        self._borrower = 0
+        self._waiting: deque[tuple[bytes, BulkSend]] = deque()
+        """Messages that wait for the answer to the offer."""
+        self._unread: deque[int] = deque()
+        """Sizes of the messages that were lent and that the peer has not read yet."""
+        self._unread_bytes = 0
+        self._borrowed: BorrowedArena | None = None
+        self._lender = 0
+        self._read_count = 0
+
+    def opened(self) -> None:
+        """The handshake is done."""
+        peer = self._connection.peer
+        if FEATURE in peer.features:
+            self._state = _State.IDLE
+            self._borrower = peer.incarnation
+            if self._arena.has_loans(self._borrower):
+                self._offer()
+
+    def closed(self) -> None:
+        """The connection is over. Messages that wait here are its business."""
+        self._waiting.clear()
+        if self._state is _State.READY:
+            self._arena.borrower_disconnected(self._borrower)
+        self._state = _State.CLOSED
+        if self._borrowed is not None:
+            self._arena.borrowings.release(self._lender, self._borrowed)
+            self._borrowed = None
+
+    # -- sending
+
+    def carry(self, data: bytes, bulk: BulkSend) -> bool:
+        """Send a message through shared memory, now or later; False if it must go through the connection."""
+        if not self._arena.wants(bulk.buffers, bulk.size_bytes):
+            return False
+        if self._state is _State.READY:
+            return self._lend(data, bulk)
+        if self._state is _State.IDLE:
+            self._offer()
+        if self._state is not _State.OFFERED:
+            return False
+        self._connection.park(bulk)
+        self._waiting.append((data, bulk))
+        return True
+
+    def _offer(self) -> None:
+        self._state = _State.OFFERED
+        self._connection.send(frame(_ARENA, ArenaFlag.OFFER, 0, 0, 0, _encode(self._arena.offer)))
+
+    def _answered(self) -> None:
+        """The answer to the offer is here: go on with what waits for it."""
+        waiting, self._waiting = self._waiting, deque()
+        for data, bulk in waiting:
+            # one that was dropped meanwhile is not parked any more
+            if self._connection.unpark(bulk) and not (self._state is _State.READY and self._lend(data, bulk)):
+                self._connection.send_in_chunks(data, bulk)
+
+    def _lend(self, data: bytes, bulk: BulkSend) -> bool:
+        # A peer that does not read shall not get all there is: the socket knows how to hold back
+        if self._unread and self._unread_bytes + bulk.size_bytes > self._arena.window_bytes:
+            return False
+        placement = self._arena.place(bulk.buffers)
+        if placement is None:
+            return False
+        self._unread_bytes += bulk.size_bytes
+        if self._arena.is_quick(placement):
+            self._copied(data, bulk, placement, _try(placement))
+        else:
+            self._connection.park(bulk)
+            self._arena.copy_in_thread(placement, lambda error: self._copied_in_thread(data, bulk, placement, error))
+        return True
+
+    def _copied_in_thread(
+        self, data: bytes, bulk: BulkSend, placement: Placement, error: BaseException | None
+    ) -> None:
+        # The world may have changed: it may have been dropped, and the connection may be gone
+        if self._connection.unpark(bulk):
+            self._copied(data, bulk, placement, error)
+        else:
+            self._unread_bytes -= bulk.size_bytes
+            placement.drop()
+
+    def _copied(self, data: bytes, bulk: BulkSend, placement: Placement, error: BaseException | None) -> None:
+        if error is not None:
+            logger.warning("no shared memory for %d bytes: %s", bulk.size_bytes, error)
+            self._unread_bytes -= bulk.size_bytes
+            placement.drop(is_broken=True)
+            self._connection.send_in_chunks(data, bulk)
+            return
+        placement.lend(self._borrower)
+        self._unread.append(bulk.size_bytes)
+        offsets = struct.pack(f"<{len(placement.offsets)}Q", *placement.offsets)
+        self._connection.send_with_reference(
+            data, bulk, lambda number: frame(_LENT, 0, number, 0, 0, offsets)
+        )
+
+    # -- receiving
+
+    def message_received(self, message: Message) -> None:
+        """An ARENA or FREED message. Raises `ProtocolError`."""
+        if message.type == MessageType.FREED:
+            self._on_freed(message)
+        elif message.flags == ArenaFlag.OFFER:
+            self._on_offer(message)
+        elif self._state is not _State.OFFERED:
+            raise ProtocolError("an answer to an offer of shared memory that was not made")
+        elif message.flags == ArenaFlag.MAPPED:
+            self._on_mapped(message)
+        else:
+            reason = bytes(message.body[:_MAX_REASON_BYTES]).decode(errors="replace")
+            logger.info("worker %s does not share memory: %s", self._connection.peer.name, reason)
+            self._state = _State.REFUSED
+            self._answered()
+
+    def _on_mapped(self, message: Message) -> None:
+        peer = self._connection.peer
+        try:
+            mapped = _decode_mapped(message.body)
+            self._arena.borrower_connected(self._borrower, peer.name, mapped.pid, mapped.held)
+        except (msgspec.MsgspecError, KeyError) as error:
+            raise ProtocolError(f"worker {peer.name} holds memory that it was not lent: {error}") from error
+        self._state = _State.READY
+        self._answered()
+
+    def _on_freed(self, message: Message) -> None:
+        body = message.body
+        if self._state is not _State.READY or len(body) % 8 or message.arg > len(self._unread):
+            raise ProtocolError("shared memory was given back that was not lent")
+        for _ in range(message.arg):
+            self._unread_bytes -= self._unread.popleft()
+        try:
+            self._arena.take_back(self._borrower, struct.unpack(f"<{len(body) // 8}Q", body))
+        except KeyError as error:
+            raise ProtocolError(f"shared memory was given back that was not lent: {error}") from error
+
+    def _on_offer(self, message: Message) -> None:
+        connection = self._connection
+        if self._borrowed is not None:
+            raise ProtocolError("a second offer of shared memory")
+        self._lender = connection.peer.incarnation
+        try:
+            offer = _decode_offer(message.body)
+            borrowed = self._arena.borrowings.map(self._lender, offer)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"a malformed offer of shared memory: {error}") from error
+        except UnmappableError as error:
+            logger.info("the shared memory of worker %s cannot be used: %s", connection.peer.name, error)
+            connection.send(frame(_ARENA, ArenaFlag.REFUSED, 0, 0, 0, str(error).encode()[:_MAX_REASON_BYTES]))
+            return
+        answer = _encode(_Mapped(os.getpid(), borrowed.held()))
+        self._borrowed = borrowed
+        borrowed.on_ended = self._tell
+        connection.send(frame(_ARENA, ArenaFlag.MAPPED, 0, 0, 0, answer))
+
+    def borrow(self, message: Message, sizes: Sequence[int]) -> list[memoryview]:
+        """The memory that a LENT message speaks of. Raises `ProtocolError`."""
+        if self._borrowed is None or len(message.body) != 8 * len(sizes):
+            raise ProtocolError("shared memory was lent that was not offered")
+        self._read_count += 1
+        return self._borrowed.borrow(struct.unpack(f"<{len(sizes)}Q", message.body), sizes)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to tell the lender."""
+        return bool(self._read_count) or (self._borrowed is not None and self._borrowed.has_ended_loans)
+
+    def take_news(self) -> bytes:
+        """Tell the lender what was read, and what is not used any more."""
+        assert self._borrowed is not None
+        ended = self._borrowed.take_ended()
+        count, self._read_count = self._read_count, 0
+        return frame(_FREED, 0, 0, count, 0, struct.pack(f"<{len(ended)}Q", *ended))
+
+    def _tell(self) -> None:
+        try:
+            self._connection.send(self.take_news())
+        except ConnectionClosedError:
+            pass  # it is about to be told by `closed`, and then nobody is
+
+
+def _try(placement: Placement) -> OSError | None:
+    try:
+        placement.copy()
+    except OSError as error:
+        return error
+    return None

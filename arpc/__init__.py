@@ -6,7 +6,18 @@ from arpc.agent.functions import inline
 from arpc.agent.future import Future
 from arpc.agent.streams import Stream
 from arpc.agent.variables import propagate
-from arpc.api import get_worker_info, init_rpc, remaining_time, remote, rpc_async, rpc_sync, shutdown, stream
+from arpc.api import (
+    empty_shared,
+    get_worker_info,
+    init_rpc,
+    remaining_time,
+    remote,
+    rpc_async,
+    rpc_sync,
+    shared,
+    shutdown,
+    stream,
+)
 from arpc.errors import (
     AlreadyInitializedError,
     ArpcError,
@@ -77,6 +88,7 @@ __all__ = [
     "WorkerInfo",
     "WorkerLostError",
     "__version__",
+    "empty_shared",
     "enable_grad",
     "functions",
     "futures",
@@ -93,6 +105,7 @@ __all__ = [
     "rpc_sync",
     "run",
     "set_grad_enabled",
+    "shared",
     "shutdown",
     "stream",
     "to_thread",

@@ -6,6 +6,9 @@ from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from arpc.agent.agent import Agent
 from arpc.agent.future import Future
 from arpc.agent.scope import current_scope
@@ -20,12 +23,14 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 __all__ = [
+    "empty_shared",
     "get_worker_info",
     "init_rpc",
     "remaining_time",
     "remote",
     "rpc_async",
     "rpc_sync",
+    "shared",
     "shutdown",
     "stream",
 ]
@@ -158,6 +163,37 @@ def stream(
     At most ``window`` items are on their way. Leaving the loop early stops the generator.
     """
     return current().agent.stream(to, func, args, kwargs, timeout, window)
+
+
+def shared(tensor: Tensor) -> Tensor:
+    """A copy of a tensor in memory that the current worker shares with the other processes of its host.
+
+    Sending such a tensor, or a contiguous part of it, to a worker of this host copies nothing: **both see the same
+    memory**, and what one of them writes the other reads, at any time and with no order between them but that of calls.
+    The memory is freed when nobody has the tensor any more, here or there.
+
+    ::
+
+        weights = arpc.shared(model.weight)
+        await arpc.rpc_sync("worker1", train, args=(weights,))  # changes `weights` here
+
+    A worker that cannot see the memory (of another host, connected by TCP) gets a copy, as of any tensor; and so does
+    everybody if `RpcOptions.shared_memory_bytes` leave no room for it, or if the tensor is not larger than
+    `RpcOptions.inline_tensor_bytes`. The copy is contiguous, on the CPU, and has no autograd history.
+    """
+    return current().shared(tensor)
+
+
+def empty_shared(*size: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor as by `torch.empty`, in memory that is shared as `shared` says.
+
+    ::
+
+        batch = arpc.empty_shared(64, 1024)
+        batch.normal_()
+        await arpc.rpc_sync("worker1", train, args=(batch,))
+    """
+    return current().empty_shared(*size, dtype=dtype)
 
 
 def get_worker_info(name: str | int | WorkerInfo | None = None) -> WorkerInfo:

@@ -14,6 +14,8 @@ from functools import partial
 from typing import Any, Final
 
 import msgspec
+import torch
+from torch import Tensor
 
 from arpc.agent.addresses import as_others_call_it, default_addresses, refuse_open_doors
 from arpc.agent.agent import Agent
@@ -39,8 +41,9 @@ from arpc.rref.handle import RRef, create_remote, reduce_rref
 from arpc.rref.report import RRefRow, find_survivors, report_leaks, report_survivors, rref_rows, rref_statistics
 from arpc.transport.base import Transport
 from arpc.transport.memory import MemoryNetwork
-from arpc.transport.shm import FEATURE, Arena, open_arena
+from arpc.transport.shm import FEATURE, Arena, empty_shared, open_arena, shared
 from arpc.transport.stream import TcpTransport, UnixTransport
+from arpc.transport.warm import WarmMemory
 from arpc.wire.handshake import Identity
 
 __all__ = ["Worker", "current", "start_worker"]
@@ -50,6 +53,8 @@ logger = logging.getLogger("arpc.runtime")
 _RELEASE_S: Final = 10.0
 """How long a graceful shutdown waits for owners to hear that their RRefs are released."""
 _LEAVE_S: Final = 5.0
+_WARM_BYTES: Final = 256 << 20
+"""Memory for large tensors that is kept for the next one when nobody uses it."""
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -77,6 +82,8 @@ class Worker:
         self.leaked_rrefs: tuple[RRefRow, ...] = ()
         """After a graceful shutdown: values of this worker that others still held when all had let go."""
         self.arena: Arena | None = None
+        """Memory that others of this host can see; None if there is none."""
+        self.receive_memory: WarmMemory | None = None
         self._shutdown: asyncio.Task[None] | None = None
         self._lost: WorkerLostError | None = None
         """Who did not answer while the group was waited for."""
@@ -158,7 +165,30 @@ class Worker:
             "rendezvous": self.rendezvous.statistics(),
             "rrefs": rref_statistics(self.rref_context),
             "shared_memory": self.arena.statistics() if self.arena is not None else {},
+            "receive_memory": self.receive_memory.statistics() if self.receive_memory is not None else {},
         }
+
+    # -- memory
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor that is sent without another copy, see `arpc.shared`."""
+        return shared(self.arena, tensor)
+
+    def empty_shared(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialized tensor that is sent without a copy, see `arpc.empty_shared`."""
+        return empty_shared(self.arena, size, dtype)
+
+    def open_transports(self) -> dict[str, Transport]:
+        """The ways to other processes, with the memory that they use."""
+        self.arena = open_arena(self.options)
+        memory = self.receive_memory = WarmMemory(_WARM_BYTES)
+        return {"tcp": TcpTransport(memory), "unix": UnixTransport(memory, self.arena)}
+
+    async def close_transports(self) -> None:
+        if self.arena is not None:
+            await self.arena.aclose()
+        if self.receive_memory is not None:
+            self.receive_memory.close()
 
     # -- the end
 
@@ -221,8 +251,7 @@ class Worker:
     async def _close(self, *, graceful: bool) -> None:
         self.rref_context.close()
         await self.agent.aclose()
-        if self.arena is not None:
-            await self.arena.aclose()
+        await self.close_transports()
         with suppress(RendezvousError, OSError):
             # the host of the store waits a moment for the others, unless nobody is to be waited for
             await self.rendezvous.leave(grace_s=_LEAVE_S if graceful else 0)
@@ -347,12 +376,9 @@ async def start_worker(
     worker = Worker(WorkerInfo(name, -1), options)
     context = copy_context()
     context.run(current_scope.set, WorkerScope(worker))
-    arena = worker.arena = open_arena(options)
-    ways: dict[str, Transport] = {"tcp": TcpTransport(), "unix": UnixTransport(arena)}
-    if network is not None:
-        ways = {"memory": network}
+    ways: dict[str, Transport] = {"memory": network} if network is not None else worker.open_transports()
     ways.update(transports or {})
-    features = (FEATURE,) if arena is not None else ()
+    features = (FEATURE,) if worker.arena is not None else ()
     identity = Identity(name, 0, secrets.randbits(63), main_fingerprint(), features)
     rrefs = worker.rref_context = RRefContext(options, context, name, identity.incarnation)
     agent = worker.agent = context.run(
@@ -397,8 +423,7 @@ async def start_worker(
     except BaseException:
         rrefs.close()
         await agent.aclose("it failed to start")
-        if arena is not None:
-            await arena.aclose()
+        await worker.close_transports()
         await rendezvous.aclose()
         raise
     if options.switch_interval is not None:

@@ -16,8 +16,8 @@ from arpc.wire.protocol import Protocol
 
 __all__ = ["Endpoint", "Endpoints", "Pair", "bulk_frame", "small_frame", "turns_until"]
 
-NEAR: Final = Identity("near", 1, 101)
-FAR: Final = Identity("far", 2, 202)
+NEAR: Final = Identity("near", 1, 101, features=("shm",))
+FAR: Final = Identity("far", 2, 202, features=("shm",))
 LIMITS: Final = Limits(1 << 28, 1 << 36)
 _EMPTY_TABLE: Final = b"\x90"
 

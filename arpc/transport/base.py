@@ -85,8 +85,9 @@ class BulkSend:
 class Carrier(TypingProtocol):
     """Another way for large tensors than the bytes of the connection; see `transport.shm`."""
 
-    has_news: bool
-    """Something is to be told to the peer. Looked at after each read, so that it joins what is written then."""
+    @property
+    def has_news(self) -> bool:
+        """Something is to be told to the peer. Looked at after each read, so that it joins what is written then."""
 
     def opened(self) -> None: ...
     def closed(self) -> None: ...

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from arpc.errors import ConfigurationError, HandshakeError, WireError
 from arpc.transport.base import Accept, Connection, Listener, Receiver, Transport
 from arpc.transport.shm import Arena, Channel
+from arpc.transport.warm import WarmMemory
 from arpc.wire.protocol import Protocol
 
 __all__ = ["StreamConnection", "TcpTransport", "UnixTransport"]
@@ -37,9 +38,17 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
 
     _transport: asyncio.Transport
 
-    def __init__(self, protocol: Protocol, receiver: Receiver, arena: Arena | None = None) -> None:
+    def __init__(
+        self,
+        protocol: Protocol,
+        receiver: Receiver,
+        memory: WarmMemory | None = None,
+        arena: Arena | None = None,
+    ) -> None:
         Connection.__init__(self, protocol, receiver)
         self._arena = arena
+        if memory is not None:
+            protocol.allocate = memory.allocate
         self._address = "?"
         self.get_buffer = protocol.get_buffer  # type: ignore[method-assign, assignment] # no call of ours for a read
         self._is_made = False
@@ -148,15 +157,16 @@ def _bracket(host: str) -> str:
 
 
 class _StreamListener(Listener):
-    def __init__(self, accept: Accept, arena: Arena | None = None) -> None:
+    def __init__(self, accept: Accept, memory: WarmMemory | None, arena: Arena | None = None) -> None:
         super().__init__(accept)
+        self._memory = memory
         self._arena = arena
         self._server: asyncio.AbstractServer
         self._address = ""
         self._remove: weakref.finalize[..., Any] | None = None
 
     def accept(self) -> StreamConnection:
-        return self._track(StreamConnection(*self._accept(), self._arena))
+        return self._track(StreamConnection(*self._accept(), self._memory, self._arena))
 
     def opened(self, server: asyncio.AbstractServer, address: str, path: str | None = None) -> Self:
         self._server = server
@@ -185,18 +195,23 @@ def _remove_socket(path: str, process_id: int) -> None:
 
 
 class TcpTransport(Transport):
-    """``tcp://host:port``; port 0 lets the system choose."""
+    """``tcp://host:port``; port 0 lets the system choose. Large tensors are read into ``memory``, if given."""
+
+    def __init__(self, memory: WarmMemory | None = None) -> None:
+        self._memory = memory
 
     async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
         host, port = split_tcp(address)
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(lambda: StreamConnection(protocol, receiver), host, port)
+        _, connection = await loop.create_connection(
+            lambda: StreamConnection(protocol, receiver, self._memory), host, port
+        )
         return connection
 
     async def listen(self, address: str, accept: Accept) -> Listener:
         host, port = split_tcp(address)
         loop = asyncio.get_running_loop()
-        listener = _StreamListener(accept)
+        listener = _StreamListener(accept, self._memory)
         server = await loop.create_server(listener.accept, host, port, backlog=_BACKLOG)
         port = server.sockets[0].getsockname()[1]
         return listener.opened(server, f"tcp://{_bracket(host)}:{port}")
@@ -205,17 +220,19 @@ class TcpTransport(Transport):
 class UnixTransport(Transport):
     """``unix:///path``; ``unix://`` alone lets us choose a path in a directory only this user can enter.
 
-    With an arena, large tensors go through shared memory where the peer can map it.
+    With an arena, large tensors go through shared memory where the peer can map it. Those that do not are read into
+    ``memory``, if given.
     """
 
-    def __init__(self, arena: Arena | None = None) -> None:
+    def __init__(self, memory: WarmMemory | None = None, arena: Arena | None = None) -> None:
+        self._memory = memory
         self._arena = arena
 
     async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
         path = split_unix(address)
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_unix_connection(
-            lambda: StreamConnection(protocol, receiver, self._arena), path
+            lambda: StreamConnection(protocol, receiver, self._memory, self._arena), path
         )
         return connection
 
@@ -226,7 +243,7 @@ class UnixTransport(Transport):
             path = split_unix(address)
         sock = _bind_unix(path)
         loop = asyncio.get_running_loop()
-        listener = _StreamListener(accept, self._arena)
+        listener = _StreamListener(accept, self._memory, self._arena)
         try:
             server = await loop.create_unix_server(listener.accept, sock=sock, backlog=_BACKLOG)
         except BaseException:

@@ -120,7 +120,8 @@ class Protocol:
         self._handshake = handshake
         self._open_limits = limits
         self._limits = _HANDSHAKE_LIMITS
-        self._allocate = allocate
+        self.allocate = allocate
+        """Where memory for large tensors comes from."""
         self.direct: Mapping[int, Direct] = MappingProxyType({})
         """Who takes the plainest messages without a `Message` being made of them, by `frames.brief_kind`."""
         self.lender: Lender | None = None
@@ -328,7 +329,7 @@ class Protocol:
         assembly = self._assemblies.get(id_)
         if assembly is None:
             raise ProtocolError(f"DATA for frame {id_}, which waits for none")
-        chunk = assembly.next_chunk(length, self._allocate)
+        chunk = assembly.next_chunk(length, self.allocate)
         available = min(end - start, length)
         chunk[:available] = self._view[start : start + available]
         if available == length:

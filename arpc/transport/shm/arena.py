@@ -100,7 +100,7 @@ class _Borrower:
 
 
 class Arena:
-    """Blocks, their books, and the thread that copies. Belongs to the loop; `allocate_shared` may be used by threads."""
+    """Blocks, their books, and threads that copy. Belongs to the loop; any thread may call `allocate_shared`."""
 
     def __init__(self, *, capacity_bytes: int, from_bytes: int, window_bytes: int) -> None:
         """Raise `OSError` if the system has no such memory. Of the capacity nothing is used yet."""
@@ -109,7 +109,7 @@ class Arena:
         """Messages with so many bytes of large tensors go through it."""
         self.window_bytes = window_bytes
         """So much may wait in it for one peer to be read."""
-        self.borrowings = Borrowings(self.loop)
+        self.borrowings = Borrowings(self.loop, lambda job: self._run(job, _nothing))
         self.sends = 0
         self.sent_bytes = 0
         self.fallbacks = 0
@@ -152,7 +152,8 @@ class Arena:
                 return placement
         placement.drop()
         self.fallbacks += 1
-        self._trim_soon(0.0)  # what lies idle in blocks of other sizes may be what is missing
+        if sum(buffer.nbytes for buffer in buffers) <= self._pool.capacity_bytes:
+            self._trim_soon(0.0)  # what lies idle in blocks of other sizes may be what is missing
         return None
 
     def _place_all(self, placement: Placement, buffers: Sequence[memoryview]) -> bool:
@@ -270,7 +271,16 @@ class Arena:
             self._ledger.hold(block)
             self._owned[block.offset] = block
             insort(self._owned_offsets, block.offset)
-        return view_of(_Owned(self, block), self.file.address + block.offset, size_bytes)
+        view = view_of(_Owned(self, block), self.file.address + block.offset, size_bytes)
+        try:
+            if not block.is_warm:
+                self.file.reserve(block.offset, size_bytes)
+        except OSError as error:
+            logger.warning("no shared memory for a tensor of %d bytes: %s", size_bytes, error)
+            with self._lock:
+                self._pool.cool(block)
+            return None
+        return view
 
     def owned_ended(self, block: Block) -> None:
         # In any thread, within any other step, in a garbage collection: nothing is done here but to take note
@@ -365,7 +375,7 @@ class Arena:
             self._threads.shutdown()
         for borrower in list(self._borrowers):
             self._forget_borrower(borrower)
-        self.borrowings.clear()
+        self.borrowings.close()
         self.file.close()
 
     def statistics(self) -> dict[str, Any]:
@@ -380,6 +390,7 @@ class Arena:
                 "sends": self.sends,
                 "sent_bytes": self.sent_bytes,
                 "fallbacks": self.fallbacks,
+                **self.borrowings.statistics(),
             }
 
 
@@ -396,6 +407,10 @@ def open_arena(options: RpcOptions) -> Arena | None:
     except OSError as error:
         logger.warning("no memory can be shared with other processes (%s): large tensors go through sockets", error)
         return None
+
+
+def _nothing(_: BaseException | None) -> None:
+    """Called when something is done that nobody waits for."""
 
 
 def _aligned(size_bytes: int) -> int:

@@ -105,7 +105,7 @@ class BlockPool:
     # -- giving memory back to the system
 
     def begin_trim(self, idle_since: float) -> list[Block]:
-        """Take out the free blocks that nobody has used since then. Their memory is to be freed, then see `end_trim`."""
+        """Take out the free blocks not used since then. Their memory is to be freed, then `end_trim` called."""
         trimmed: list[Block] = []
         for size_bytes, free in self._free.items():
             kept: deque[Block] = deque()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final
 
 from arpc.errors import ProtocolError
 from arpc.transport.shm.blocks import HEADER_BYTES
 from arpc.transport.shm.mapping import MappedArena, Offer
+from arpc.transport.shm.processes import ProcessWatch
 from arpc.wire.frames import ALIGNMENT
 from arpc.wire.memory import view_of
 
@@ -38,23 +40,31 @@ class BorrowedArena:
     def __init__(self, offer: Offer, loop: asyncio.AbstractEventLoop) -> None:
         """Raise `UnmappableError` if it cannot be used."""
         self.mapping: Final = MappedArena(offer)
-        self.loans: Counter[int] = Counter()
-        """By offset, what is held and not given back, as the owner knows it."""
+        self.watch: Final = ProcessWatch(offer.pid, loop)
+        """Of its owner."""
         self.on_ended: Callable[[], None] | None = None
-        """Called on the loop when loans have ended: whoever can tell the owner."""
+        """Called on the loop when loans have ended."""
+        self._loans: Counter[int] = Counter()
+        """By offset, what is held and not given back, as the owner knows it."""
+        self._sizes: dict[int, int] = {}
         self._ended: deque[int] = deque()
         self._is_scheduled = False
         self._loop = loop
         self._pid = os.getpid()
 
     def borrow(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
-        """The memory that was lent. Raises `ProtocolError` if it cannot have been."""
+        """The memory that was lent. Raises `ProtocolError` if it cannot have been.
+
+        Whoever asks will soon, in this step of the loop, ask for `take_ended` too.
+        """
         mapping = self.mapping
+        self._is_scheduled = True
         views: list[memoryview] = []
         for offset, size_bytes in zip(offsets, sizes, strict=True):
             if offset < HEADER_BYTES or offset + size_bytes > mapping.size_bytes or offset % ALIGNMENT:
                 raise ProtocolError(f"{size_bytes} bytes were lent at {offset}, where there cannot be any")
-            self.loans[offset] += 1
+            self._loans[offset] += 1
+            self._sizes[offset] = max(size_bytes, self._sizes.get(offset, 0))
             views.append(view_of(_Lease(self, offset), mapping.address + offset, size_bytes))
         return views
 
@@ -63,10 +73,8 @@ class BorrowedArena:
         self._ended.append(offset)
         if not self._is_scheduled and self.on_ended is not None and self._pid == _getpid():
             self._is_scheduled = True
-            try:
+            with suppress(RuntimeError):  # the loop is closed, and nobody is left to tell
                 self._loop.call_soon_threadsafe(self._tell)
-            except RuntimeError:
-                pass  # the loop is closed, and nobody is left to tell
 
     def _tell(self) -> None:
         self._is_scheduled = False
@@ -78,31 +86,40 @@ class BorrowedArena:
         return bool(self._ended)
 
     def take_ended(self) -> list[int]:
-        """The loans that have ended and of which nobody has been told."""
+        """The loans that have ended since this was asked last."""
+        self._is_scheduled = False  # first: what ends from now on is told anew
         ended: list[int] = []
         while self._ended:
             ended.append(self._ended.popleft())
-        self._forget(ended)
+        for offset in ended:
+            self._loans[offset] -= 1
+            if not self._loans[offset]:
+                del self._loans[offset], self._sizes[offset]
         return ended
 
-    def _forget(self, ended: Iterable[int]) -> None:
-        loans = self.loans
-        for offset in ended:
-            loans[offset] -= 1
-            if not loans[offset]:
-                del loans[offset]
-
     def held(self) -> list[int]:
-        """An offset for each loan that has not ended."""
+        """An offset for each loan that has not ended. Of those that have, the owner need not be told any more."""
         self.take_ended()
-        return list(self.loans.elements())
+        return list(self._loans.elements())
+
+    def held_ranges(self) -> list[tuple[int, int]]:
+        """From and to where memory is held, in order."""
+        return sorted((offset, offset + size_bytes) for offset, size_bytes in self._sizes.items())
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(self._sizes.values())
 
 
 class Borrowings:
-    """All arenas that a worker has mapped, so that a peer that connects again finds what was lent before."""
+    """All arenas that a worker has mapped, so that a peer that connects again finds what was lent before.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    ``run`` does something in a thread.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, run: Callable[[Callable[[], None]], None]) -> None:
         self._loop = loop
+        self._run = run
         self._arenas: dict[int, BorrowedArena] = {}
 
     def map(self, lender: int, offer: Offer) -> BorrowedArena:
@@ -110,22 +127,48 @@ class Borrowings:
         arena = self._arenas.get(lender)
         if arena is None or arena.mapping.token != offer.token:
             arena = self._arenas[lender] = BorrowedArena(offer, self._loop)
+        arena.watch.stop_waiting()
         return arena
 
     def release(self, lender: int, arena: BorrowedArena) -> None:
-        """The connection is gone. What is still held may have to be told on the next one; else there is no use in it."""
-        arena.on_ended = lambda: self._forget_if_unused(lender, arena)
-        self._forget_if_unused(lender, arena)
+        """The connection is gone. The next one may bring the lender back, who then has to hear what is still held."""
+        arena.on_ended = lambda: self._lease_ended(lender, arena)
+        if not self._forget_unused(lender, arena):
+            arena.watch.call_at_end(lambda: self._lender_died(lender, arena))
 
-    def _forget_if_unused(self, lender: int, arena: BorrowedArena) -> None:
-        if not arena.held() and self._arenas.get(lender) is arena:
-            arena.on_ended = None
+    def _lease_ended(self, lender: int, arena: BorrowedArena) -> None:
+        self._forget_unused(lender, arena)
+
+    def _forget_unused(self, lender: int, arena: BorrowedArena) -> bool:
+        if arena.held():
+            return False
+        arena.on_ended = None
+        arena.watch.close()
+        if self._arenas.get(lender) is arena:
             del self._arenas[lender]
+        return True
 
-    def clear(self) -> None:
+    def _lender_died(self, lender: int, arena: BorrowedArena) -> None:
+        """The arena has no owner any more. What is held here stays, and the rest would stay with it: free that."""
+        arena.watch.close()
+
+        def shrink() -> None:
+            if not self._forget_unused(lender, arena):
+                ranges = arena.held_ranges()
+                self._run(lambda: arena.mapping.free_all_but(ranges))
+
+        arena.on_ended = shrink
+        shrink()
+
+    def close(self) -> None:
         """This worker takes part no more. Memory that is still used stays."""
+        for arena in self._arenas.values():
+            arena.on_ended = None
+            arena.watch.close()
         self._arenas.clear()
 
-    def held_bytes(self) -> dict[int, int]:
-        """How many loans each lender has here."""
-        return {lender: sum(arena.loans.values()) for lender, arena in self._arenas.items()}
+    def statistics(self) -> dict[str, int]:
+        return {
+            "mapped_arenas": len(self._arenas),
+            "borrowed_bytes": sum(arena.held_bytes for arena in self._arenas.values()),
+        }

@@ -19,6 +19,7 @@ import os
 import struct
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import Enum, auto
 from typing import Final
 
@@ -67,6 +68,9 @@ class _State(Enum):
     REFUSED = auto()
 
 
+_USELESS: Final = frozenset((_State.CLOSED, _State.REFUSED))
+
+
 class Channel:
     """One connection's part of an arena: lends blocks to the peer, and borrows from the peer's own."""
 
@@ -107,14 +111,12 @@ class Channel:
 
     def carry(self, data: bytes, bulk: BulkSend) -> bool:
         """Send a message through shared memory, now or later; False if it must go through the connection."""
-        if not self._arena.wants(bulk.buffers, bulk.size_bytes):
+        if self._state in _USELESS or not self._arena.wants(bulk.buffers, bulk.size_bytes):
             return False
         if self._state is _State.READY:
             return self._lend(data, bulk)
         if self._state is _State.IDLE:
             self._offer()
-        if self._state is not _State.OFFERED:
-            return False
         self._connection.park(bulk)
         self._waiting.append((data, bulk))
         return True
@@ -146,9 +148,7 @@ class Channel:
             self._arena.copy_in_thread(placement, lambda error: self._copied_in_thread(data, bulk, placement, error))
         return True
 
-    def _copied_in_thread(
-        self, data: bytes, bulk: BulkSend, placement: Placement, error: BaseException | None
-    ) -> None:
+    def _copied_in_thread(self, data: bytes, bulk: BulkSend, placement: Placement, error: BaseException | None) -> None:
         # The world may have changed: it may have been dropped, and the connection may be gone
         if self._connection.unpark(bulk):
             self._copied(data, bulk, placement, error)
@@ -166,9 +166,7 @@ class Channel:
         placement.lend(self._borrower)
         self._unread.append(bulk.size_bytes)
         offsets = struct.pack(f"<{len(placement.offsets)}Q", *placement.offsets)
-        self._connection.send_with_reference(
-            data, bulk, lambda number: frame(_LENT, 0, number, 0, 0, offsets)
-        )
+        self._connection.send_with_reference(data, bulk, lambda number: frame(_LENT, 0, number, 0, 0, offsets))
 
     # -- receiving
 
@@ -248,10 +246,8 @@ class Channel:
         return frame(_FREED, 0, 0, count, 0, struct.pack(f"<{len(ended)}Q", *ended))
 
     def _tell(self) -> None:
-        try:
+        with suppress(ConnectionClosedError):  # then the next connection tells what is still held
             self._connection.send(self.take_news())
-        except ConnectionClosedError:
-            pass  # it is about to be told by `closed`, and then nobody is
 
 
 def _try(placement: Placement) -> OSError | None:

@@ -58,8 +58,9 @@ class Ledger:
         return self.let_go(loan.block)
 
     def reconcile(self, borrower: int, held: Iterable[int]) -> list[Block]:
-        """The borrower says what it still has, an offset for each loan: whatever else was lent to it never arrived,
-        or was given back unheard. Raises `KeyError` if it has more than was lent.
+        """A borrower says what it still has: an offset for each loan. Raises `KeyError` if it has more than was lent.
+
+        Whatever else was lent to it never arrived, or was given back unheard.
         """
         still = Counter(held)
         loans = self._loans.get(borrower, {})
@@ -67,9 +68,7 @@ class Ledger:
             if count > loans[offset].count:
                 raise KeyError(offset)
         ended = [(offset, loan.count - still[offset]) for offset, loan in loans.items()]
-        return [
-            block for offset, count in ended for _ in range(count) for block in self.take_back(borrower, offset)
-        ]
+        return [block for offset, count in ended for _ in range(count) for block in self.take_back(borrower, offset)]
 
     def write_off(self, borrower: int) -> list[Block]:
         """The borrower is no more."""
@@ -80,6 +79,4 @@ class Ledger:
 
     def lent_bytes(self) -> dict[int, int]:
         """By borrower. What was lent several times counts once."""
-        return {
-            borrower: sum(loan.size_bytes for loan in loans.values()) for borrower, loans in self._loans.items()
-        }
+        return {borrower: sum(loan.size_bytes for loan in loans.values()) for borrower, loans in self._loans.items()}

@@ -14,10 +14,13 @@ import mmap
 import os
 import secrets
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Final, cast
 
 import msgspec
 
+from arpc.transport.shm.blocks import PAGE_BYTES
 from arpc.wire.memory import address_of
 
 __all__ = ["ArenaFile", "MappedArena", "Offer", "UnmappableError", "is_supported"]
@@ -26,6 +29,7 @@ _NAME: Final = "arpc"
 _TOKEN_BYTES: Final = 32
 _KEEP_SIZE: Final = 1
 _PUNCH_HOLE: Final = 2
+_REMOVE: Final = 9
 _MOST_PER_WRITE: Final = 1 << 30
 
 
@@ -55,6 +59,7 @@ class _Mapping:
         self._map = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self.size_bytes = size_bytes
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._libc = cast("Any", ctypes.CDLL(None, use_errno=True))
 
 
 class ArenaFile(_Mapping):
@@ -75,7 +80,6 @@ class ArenaFile(_Mapping):
             os.close(self.fd)
             raise
         self.offer = Offer(os.getpid(), self.fd, size_bytes, token)
-        self._libc = cast("Any", ctypes.CDLL(None, use_errno=True))
 
     def copy(self, source: memoryview, offset: int, *, is_warm: bool) -> None:
         """Put bytes there. The interpreter is free meanwhile. Raises `OSError` when there is no memory."""
@@ -89,6 +93,10 @@ class ArenaFile(_Mapping):
         while position < end:
             position += os.pwrite(self.fd, source[position : position + _MOST_PER_WRITE], offset + position)
 
+    def reserve(self, offset: int, size_bytes: int) -> None:
+        """Have memory behind a range. Raises `OSError` when there is none, where a touch would kill this process."""
+        os.posix_fallocate(self.fd, offset, size_bytes)
+
     def punch(self, offset: int, size_bytes: int) -> None:
         """Free the memory behind a range; it reads as zeros from then on."""
         mode = _PUNCH_HOLE | _KEEP_SIZE
@@ -97,9 +105,9 @@ class ArenaFile(_Mapping):
 
     def close(self) -> None:
         """Take part no more. Those who have mapped it keep it, and so does what lies in it here."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 class MappedArena(_Mapping):
@@ -110,7 +118,7 @@ class MappedArena(_Mapping):
         path = f"/proc/{offer.pid}/fd/{offer.fd}"
         try:
             # On another host, or in another namespace, that may be anything, and opening it could do something
-            if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+            if not str(Path(path).readlink()).startswith(f"/memfd:{_NAME}"):
                 raise UnmappableError(f"{path} is not an arena")
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -129,3 +137,12 @@ class MappedArena(_Mapping):
             with contextlib.suppress(OSError):
                 os.close(fd)
         self.token = offer.token
+
+    def free_all_but(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Free the memory behind all else, for everybody. The ranges are in order. Only when the owner is no more."""
+        start = 0
+        for begin, end in [*ranges, (self.size_bytes, self.size_bytes)]:
+            stop = begin & -PAGE_BYTES
+            if stop > start:
+                self._libc.madvise(ctypes.c_void_p(self.address + start), ctypes.c_size_t(stop - start), _REMOVE)
+            start = max(start, -(-end // PAGE_BYTES) * PAGE_BYTES)

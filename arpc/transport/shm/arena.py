@@ -276,9 +276,10 @@ class Arena:
             if not block.is_warm:
                 self.file.reserve(block.offset, size_bytes)
         except OSError as error:
-            logger.warning("no shared memory for a tensor of %d bytes: %s", size_bytes, error)
+            del view  # the error refers to this frame
             with self._lock:
                 self._pool.cool(block)
+            logger.warning("no shared memory for a tensor of %d bytes: %s", size_bytes, error)
             return None
         return view
 

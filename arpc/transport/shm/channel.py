@@ -84,6 +84,7 @@ class Channel:
         self._unread: deque[int] = deque()
         """Sizes of the messages that were lent and that the peer has not read yet."""
         self._unread_bytes = 0
+        """Their sum, and that of the messages that are being copied."""
         self._borrowed: BorrowedArena | None = None
         self._lender = 0
         self._read_count = 0
@@ -135,7 +136,7 @@ class Channel:
 
     def _lend(self, data: bytes, bulk: BulkSend) -> bool:
         # A peer that does not read shall not get all there is: the socket knows how to hold back
-        if self._unread and self._unread_bytes + bulk.size_bytes > self._arena.window_bytes:
+        if self._unread_bytes and self._unread_bytes + bulk.size_bytes > self._arena.window_bytes:
             return False
         placement = self._arena.place(bulk.buffers)
         if placement is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -85,7 +86,7 @@ class Sharing:
 async def sharing(**options: int) -> AsyncIterator[Sharing]:
     transport = SharingTransport(**options)
     try:
-        async with Endpoints(transport, "unix://") as endpoints:
+        async with asyncio.timeout(30), Endpoints(transport, "unix://") as endpoints:
             yield Sharing(transport, endpoints, await endpoints.pair())
     finally:
         await transport.aclose()

@@ -17,6 +17,8 @@ from arpc.options import UNSET, RpcOptions, Unset
 def clean_environment(monkeypatch):
     for name in ("TIMEOUT", "INIT_TIMEOUT", "HEARTBEAT", "LISTEN", "SECRET", "SECRET_FILE"):
         monkeypatch.delenv(f"ARPC_{name}", raising=False)
+    for name in ("BYTES", "FROM_BYTES"):
+        monkeypatch.delenv(f"ARPC_SHARED_MEMORY_{name}", raising=False)
 
 
 def test_the_numbers_a_user_meets():
@@ -36,7 +38,11 @@ def test_the_environment(monkeypatch):
     monkeypatch.setenv("ARPC_HEARTBEAT", "0.5")
     monkeypatch.setenv("ARPC_LISTEN", "unix:// , tcp://127.0.0.1:0")
     monkeypatch.setenv("ARPC_SECRET", "from the environment")
+    monkeypatch.setenv("ARPC_SHARED_MEMORY_BYTES", "0")
+    monkeypatch.setenv("ARPC_SHARED_MEMORY_FROM_BYTES", "4096")
     options = RpcOptions()
+    assert options.shared_memory_bytes == 0
+    assert options.shared_memory_from_bytes == 4096
     assert options.rpc_timeout == 5.5
     assert options.init_timeout == 7
     assert options.heartbeat_interval == 0.5

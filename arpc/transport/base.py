@@ -90,6 +90,10 @@ class Carrier(TypingProtocol):
         """Something is to be told to the peer. Looked at after each read, so that it joins what is written then."""
 
     def opened(self) -> None: ...
+
+    def closing(self) -> None:
+        """`Connection.close` was called: what waits for the peer to say something must not wait any longer."""
+
     def closed(self) -> None: ...
 
     def carry(self, data: bytes, bulk: BulkSend) -> bool:
@@ -449,6 +453,8 @@ class Connection(ABC):
         """Say goodbye, send what is still to be sent, and close when the other side does, or does nothing any more."""
         if self._is_mute or self.protocol.state is State.CLOSED:
             return
+        if self.carrier is not None:
+            self.carrier.closing()
         was_open = self.protocol.state is not State.HANDSHAKE
         goodbye = self.protocol.say_goodbye(reason)
         if goodbye:

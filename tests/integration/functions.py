@@ -71,6 +71,31 @@ def plain_echo(value: Any) -> Any:
     return value
 
 
+kept: list[Any] = []
+
+
+async def keep(value: Any) -> None:
+    kept.append(value)
+
+
+async def forget() -> None:
+    kept.clear()
+
+
+async def total_kept() -> float:
+    return float(sum(tensor.sum() for tensor in kept))
+
+
+async def fill(tensor: torch.Tensor, value: float) -> None:
+    tensor.fill_(value)
+
+
+async def send_and_keep(to: str, count: int) -> None:
+    """Have another worker keep some tensors of this one."""
+    for number in range(count):
+        await arpc.rpc_sync(to, keep, args=(torch.full((1 << 20,), float(number)),))
+
+
 async def relay(names: list[str], value: Any) -> tuple[list[str], Any]:
     """Pass a value on along the names; who was there, and what came back."""
     name = arpc.get_worker_info().name

@@ -66,9 +66,11 @@ class _State(Enum):
     READY = auto()
     """The peer has mapped the arena."""
     REFUSED = auto()
+    GIVEN_UP = auto()
+    """This worker closes the connection: the answer, if it still comes, does not matter."""
 
 
-_USELESS: Final = frozenset((_State.CLOSED, _State.REFUSED))
+_USELESS: Final = frozenset((_State.CLOSED, _State.REFUSED, _State.GIVEN_UP))
 
 
 class Channel:
@@ -97,6 +99,12 @@ class Channel:
             self._borrower = peer.incarnation
             if self._arena.has_loans(self._borrower):
                 self._offer()
+
+    def closing(self) -> None:
+        """This worker says goodbye. The peer may do the same, and then it cannot answer any more."""
+        if self._state is _State.OFFERED:
+            self._state = _State.GIVEN_UP
+            self._answered()
 
     def closed(self) -> None:
         """The connection is over. Messages that wait here are its business."""
@@ -127,7 +135,7 @@ class Channel:
         self._connection.send(frame(_ARENA, ArenaFlag.OFFER, 0, 0, 0, _encode(self._arena.offer)))
 
     def _answered(self) -> None:
-        """The answer to the offer is here: go on with what waits for it."""
+        """What waits for the answer to the offer need not wait any longer."""
         waiting, self._waiting = self._waiting, deque()
         for data, bulk in waiting:
             # one that was dropped meanwhile is not parked any more
@@ -177,6 +185,8 @@ class Channel:
             self._on_freed(message)
         elif message.flags == ArenaFlag.OFFER:
             self._on_offer(message)
+        elif self._state is _State.GIVEN_UP:
+            pass
         elif self._state is not _State.OFFERED:
             raise ProtocolError("an answer to an offer of shared memory that was not made")
         elif message.flags == ArenaFlag.MAPPED:

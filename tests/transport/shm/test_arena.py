@@ -10,13 +10,15 @@ import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from arpc.options import RpcOptions
 from arpc.testing.endpoints import turns_until
-from arpc.transport.shm import Arena, arena as arena_module, open_arena
+from arpc.transport.shm import Arena, open_arena
+from arpc.transport.shm import arena as arena_module
 from arpc.transport.shm.borrowing import Borrowings
-from arpc.transport.shm.mapping import ArenaFile, is_supported
+from arpc.transport.shm.mapping import ArenaFile, Offer, is_supported
 from tests.transport.shm.sharing import KIB, MIB, sharing
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="only Linux has files in memory without a name")
@@ -214,14 +216,11 @@ async def test_what_a_killed_lender_leaves_is_what_is_held():
         jobs[-1].start()
 
     borrowings = Borrowings(asyncio.get_running_loop(), run)
-    process = subprocess.Popen(
-        (sys.executable, "-c", LENDER), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen((sys.executable, "-c", LENDER), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         kept, other = int(process.stdout.readline()), int(process.stdout.readline())
-        offer = arena_module.Offer(*__import__("json").loads(process.stdout.readline())[:3], b"")
+        offer = msgspec.json.decode(process.stdout.readline(), type=Offer)
         descriptor = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR)
-        offer = arena_module.Offer(offer.pid, offer.fd, offer.size_bytes, os.pread(descriptor, 32, 0))
         borrowed = borrowings.map(7, offer)
         (view,) = borrowed.borrow([kept], [MIB])
         assert borrowed.borrow([other], [8 * MIB])

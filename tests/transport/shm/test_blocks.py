@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -130,8 +132,8 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def no_two_overlap(self) -> None:
         ranges = sorted((block.offset, block.offset + block.size_bytes) for block in self.out)
-        assert all(end <= start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))
-        assert all(HEADER_BYTES <= start and end <= self.pool.addresses for start, end in ranges)
+        assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
+        assert all(start >= HEADER_BYTES and end <= self.pool.addresses for start, end in ranges)
 
     @invariant()
     def the_books_are_right(self) -> None:

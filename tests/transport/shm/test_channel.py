@@ -410,7 +410,9 @@ async def test_the_same_memory_cannot_be_given_back_twice():
 
 @pytest.mark.parametrize("body", [b"\xc1", msgspec.msgpack.encode((1, [1 << 16])), msgspec.msgpack.encode((1,))])
 async def test_an_answer_that_cannot_be_closes_the_connection(body, monkeypatch):
-    monkeypatch.setattr(channel_module, "_encode", lambda value: body if len(value.__struct_fields__) == 2 else real(value))
+    monkeypatch.setattr(
+        channel_module, "_encode", lambda value: body if len(value.__struct_fields__) == 2 else real(value)
+    )
     real = msgspec.msgpack.encode
     async with sharing() as both:
         buffers = [memoryview(bytes(MIB))]

@@ -75,7 +75,9 @@ def test_nobody_can_take_memory_away_from_a_reader(file):
 
 
 def test_a_process_started_by_this_one_does_not_have_it(file):
-    code = "import os, sys; print(any('arpc' in os.readlink(e.path) for e in os.scandir('/proc/self/fd') if e.is_file()))"
+    code = (
+        "import os, sys; print(any('arpc' in os.readlink(e.path) for e in os.scandir('/proc/self/fd') if e.is_file()))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

@@ -42,7 +42,7 @@ _getpid = os.getpid
 class Placement:
     """The buffers of one message, each with its place in the arena. Holds their blocks until it is lent or dropped."""
 
-    __slots__ = ("_arena", "_copies", "blocks", "cost_bytes", "offsets", "sizes")
+    __slots__ = ("_arena", "_copies", "blocks", "cold_blocks", "cost_bytes", "offsets", "sizes")
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -50,6 +50,8 @@ class Placement:
         self.offsets: list[int] = []
         self.sizes: list[int] = []
         self.blocks: list[Block] = []
+        self.cold_blocks: list[Block] = []
+        """Those that get their memory when something is copied there."""
         self.cost_bytes = 0
         """What there is to copy, weighted by how long it takes."""
 
@@ -60,6 +62,8 @@ class Placement:
         if not is_there:
             self._copies.append((buffer, offset, block.is_warm))
             self.cost_bytes += buffer.nbytes * (1 if block.is_warm else _COLD_FACTOR)
+            if not block.is_warm:
+                self.cold_blocks.append(block)
 
     def copy(self) -> None:
         """Fill the blocks; in any thread. Raises `OSError` when the system has no memory."""
@@ -97,6 +101,8 @@ class _Borrower:
     def __init__(self, name: str, watch: ProcessWatch) -> None:
         self.name = name
         self.watch = watch
+        self.link: object = None
+        """What it is connected by."""
 
 
 class Arena:
@@ -211,31 +217,31 @@ class Arena:
 
     def drop(self, placement: Placement, *, is_broken: bool) -> None:
         with self._lock:
+            for block in placement.cold_blocks if is_broken else ():
+                self._pool.cool(block)
             for block in placement.blocks:
-                if is_broken and not block.is_warm:
-                    self._pool.cool(block)
                 self._free(self._ledger.let_go(block))
         if placement.blocks:
             self._trim_soon(_IDLE_S)
 
     # -- peers
 
-    def borrower_connected(self, borrower: int, name: str, pid: int, held: Sequence[int]) -> None:
+    def borrower_connected(self, borrower: int, name: str, pid: int, held: Sequence[int], link: object) -> None:
         """A peer has mapped the arena, and still holds these loans of before. Raises `KeyError` if it cannot."""
         with self._lock:
             self._free(self._ledger.reconcile(borrower, held))
         known = self._borrowers.get(borrower)
         if known is None:
-            self._borrowers[borrower] = _Borrower(name, ProcessWatch(pid, self.loop))
-        else:
-            known.watch.stop_waiting()
+            known = self._borrowers[borrower] = _Borrower(name, ProcessWatch(pid, self.loop))
+        known.watch.stop_waiting()
+        known.link = link
         self._trim_soon(_IDLE_S)
 
-    def borrower_disconnected(self, borrower: int) -> None:
+    def borrower_disconnected(self, borrower: int, link: object) -> None:
         """A peer cannot be heard any more. What it has stays lent until it comes back, or its process ends."""
         known = self._borrowers.get(borrower)
-        if known is None:
-            return
+        if known is None or known.link is not link:
+            return  # a newer connection has come before the end of this one was noticed
         if self.has_loans(borrower):
             known.watch.call_at_end(lambda: self._borrower_died(borrower))
         else:

@@ -110,11 +110,12 @@ class Channel:
         """The connection is over. Messages that wait here are its business."""
         self._waiting.clear()
         if self._state is _State.READY:
-            self._arena.borrower_disconnected(self._borrower)
+            self._arena.borrower_disconnected(self._borrower, self)
         self._state = _State.CLOSED
-        if self._borrowed is not None:
+        # unless a newer connection has come before the end of this one was noticed
+        if self._borrowed is not None and self._borrowed.on_ended == self._tell:
             self._arena.borrowings.release(self._lender, self._borrowed)
-            self._borrowed = None
+        self._borrowed = None
 
     # -- sending
 
@@ -201,7 +202,7 @@ class Channel:
         peer = self._connection.peer
         try:
             mapped = _decode_mapped(message.body)
-            self._arena.borrower_connected(self._borrower, peer.name, mapped.pid, mapped.held)
+            self._arena.borrower_connected(self._borrower, peer.name, mapped.pid, mapped.held, self)
         except (msgspec.MsgspecError, KeyError) as error:
             raise ProtocolError(f"worker {peer.name} holds memory that it was not lent: {error}") from error
         self._state = _State.READY

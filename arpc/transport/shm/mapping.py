@@ -65,6 +65,8 @@ class _Mapping:
 class ArenaFile(_Mapping):
     """This worker's own arena."""
 
+    fd = -1
+
     def __init__(self, size_bytes: int) -> None:
         """Raise `OSError` if there can be none."""
         flags = getattr(os, "MFD_CLOEXEC", 1) | getattr(os, "MFD_ALLOW_SEALING", 2)
@@ -77,7 +79,7 @@ class ArenaFile(_Mapping):
             os.pwrite(self.fd, token, 0)
             super().__init__(self.fd, size_bytes)
         except BaseException:
-            os.close(self.fd)
+            self.close()
             raise
         self.offer = Offer(os.getpid(), self.fd, size_bytes, token)
 
@@ -108,6 +110,9 @@ class ArenaFile(_Mapping):
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class MappedArena(_Mapping):

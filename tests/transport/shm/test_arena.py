@@ -23,6 +23,7 @@ from tests.transport.shm.sharing import KIB, MIB, sharing
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="only Linux has files in memory without a name")
 
+LINK = object()
 SLEEPER = (sys.executable, "-c", "import time; time.sleep(60)")
 
 
@@ -76,9 +77,9 @@ async def test_no_system_no_arena(monkeypatch, caplog):
 async def test_a_borrower_that_is_gone_keeps_its_loans_until_its_process_ends(arena):
     process = subprocess.Popen(SLEEPER)
     try:
-        arena.borrower_connected(7, "seven", process.pid, [])
+        arena.borrower_connected(7, "seven", process.pid, [], LINK)
         place(arena, MIB).lend(7)
-        arena.borrower_disconnected(7)
+        arena.borrower_disconnected(7, LINK)
         await asyncio.sleep(0)
         assert arena.statistics()["lent_bytes"] == {"seven": MIB}
         process.kill()
@@ -92,11 +93,11 @@ async def test_a_borrower_that_is_gone_keeps_its_loans_until_its_process_ends(ar
 async def test_a_borrower_that_comes_back_is_not_written_off(arena):
     process = subprocess.Popen(SLEEPER)
     try:
-        arena.borrower_connected(7, "seven", process.pid, [])
+        arena.borrower_connected(7, "seven", process.pid, [], LINK)
         placement = place(arena, MIB)
         placement.lend(7)
-        arena.borrower_disconnected(7)
-        arena.borrower_connected(7, "seven", process.pid, placement.offsets)
+        arena.borrower_disconnected(7, LINK)
+        arena.borrower_connected(7, "seven", process.pid, placement.offsets, LINK)
     finally:
         process.kill()
         process.wait()
@@ -109,8 +110,8 @@ async def test_a_borrower_that_comes_back_is_not_written_off(arena):
 
 async def test_a_borrower_without_loans_leaves_nothing(arena):
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
-    arena.borrower_connected(7, "seven", os.getpid(), [])
-    arena.borrower_disconnected(7)
+    arena.borrower_connected(7, "seven", os.getpid(), [], LINK)
+    arena.borrower_disconnected(7, LINK)
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
 
@@ -191,6 +192,20 @@ async def test_shared_memory_outlives_the_arena():
     del made
     gc.collect()
     assert bytes(memory[:4]) == b"here"
+
+
+async def test_a_shared_tensor_beside_which_there_is_no_memory(monkeypatch):
+    async with sharing() as both:
+        memory = both.near_arena.allocate_shared(MIB)
+        memory[:] = b"s" * MIB
+
+        def fail(*_, **__):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(ArenaFile, "copy", fail)
+        assert await both.send(memory, b"x" * MIB) == [b"s" * MIB, b"x" * MIB]
+        statistics = both.near_arena.statistics()
+        assert (statistics["used_blocks"], statistics["resident_bytes"]) == (1, MIB)
 
 
 LENDER = """

@@ -317,6 +317,22 @@ async def test_what_was_given_back_while_there_was_no_connection():
         await both.freed()
 
 
+async def test_the_end_of_a_connection_that_is_noticed_after_the_next_has_begun():
+    async with sharing() as both:
+        received = await both.send(b"x" * MIB)
+        old = [end.connection.carrier for end in (both.near, both.far)]
+        ended = [channel.closed for channel in old]
+        for channel in old:
+            channel.closed = lambda: None
+        await both.reconnect()
+        (more,) = await both.send(b"y" * MIB)
+        for close in ended:
+            close()
+        assert both.near_arena.statistics()["lent_bytes"] == {"far": 2 * MIB}
+        del received, more
+        await both.freed()
+
+
 async def test_a_message_that_never_arrived_is_not_lent():
     async with sharing() as both:
         await both.send(b"x" * MIB)

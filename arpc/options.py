@@ -146,7 +146,7 @@ class RpcOptions:
     """How much memory this worker may share with others of its host to send them large tensors; 0 turns that off.
     ``ARPC_SHARED_MEMORY_BYTES``"""
 
-    shared_memory_from_bytes: int = field(default_factory=lambda: _env_int("ARPC_SHARED_MEMORY_FROM_BYTES", 128 * KIB))
+    shared_memory_from_bytes: int = field(default_factory=lambda: _env_int("ARPC_SHARED_MEMORY_FROM_BYTES", 256 * KIB))
     """Messages with so many bytes of tensors that are not inline go through shared memory.
     ``ARPC_SHARED_MEMORY_FROM_BYTES``"""
 

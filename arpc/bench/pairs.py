@@ -13,15 +13,15 @@ from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.placement import Placement, place
-from scripts.bench.systems import REGISTRY, Measurement
+from arpc.bench.placement import Placement, place
+from arpc.bench.processes import kill_family
+from arpc.bench.systems import REGISTRY, Measurement
 
 __all__ = ["MeasurementFailedError", "Pair"]
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 LOG_TAIL_LINES = 12
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class MeasurementFailedError(Exception):
@@ -106,10 +106,8 @@ class Pair:
             await self.kill()
 
     async def kill(self) -> None:
-        """Ends and reaps both sides at once."""
-        for process in self._processes.values():
-            if process.returncode is None:
-                process.kill()
+        """Ends both sides at once, with all that they have started."""
+        kill_family(self.pids)
         for process in self._processes.values():
             await process.wait()
         self._processes.clear()
@@ -121,8 +119,8 @@ class Pair:
         with (directory / f"{role}.log").open("wb") as log:
             return await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", "scripts.bench.serve", self.system, role, str(directory)),
-                cwd=ROOT,
+                *("-P", "-m", "arpc.bench.serve", self.system, role, str(directory)),
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=log,

@@ -11,8 +11,8 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable
 
-from scripts.bench import memory, payloads
-from scripts.bench.systems import BULK_MINIMUM_CALLS, WARM_UP_SHARE, Measurement, bulk_warm_up_calls
+from arpc.bench import memory, payloads
+from arpc.bench.systems import BULK_MINIMUM_CALLS, WARM_UP_SHARE, Measurement, bulk_warm_up_calls
 
 __all__ = ["AsyncioCaller", "Call", "bulk_figures", "latency_figures", "start_memory_watch"]
 

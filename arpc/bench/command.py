@@ -1,4 +1,4 @@
-"""``python -m scripts.bench``: see ``--help``."""
+"""``python -m arpc.bench``: see ``--help``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import sys
 import time
 from pathlib import Path
 
-from scripts.bench import report
-from scripts.bench.pairs import MeasurementFailedError, Pair
-from scripts.bench.rounds import Results, Schedule, measure_rounds
-from scripts.bench.rows import Row, select
-from scripts.bench.systems import REGISTRY
-from scripts.bench.targets import judge
+from arpc.bench import report
+from arpc.bench.pairs import MeasurementFailedError, Pair
+from arpc.bench.rounds import Results, Schedule, measure_rounds
+from arpc.bench.rows import Row, select
+from arpc.bench.systems import REGISTRY
+from arpc.bench.targets import judge
 
 DEFAULT_ROUNDS = 7
 QUICK_ROUNDS = 3
@@ -25,7 +25,7 @@ QUICK_REPEAT_S = 5.0
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m arpc.bench", description=__doc__)
     parser.add_argument("--rows", default="", help="only rows whose key has one of these (commas; * as in a shell)")
     parser.add_argument("--systems", default="", help=f"only these (commas), of: {', '.join(REGISTRY)}; or a prefix")
     parser.add_argument("--rounds", type=int, help=f"{DEFAULT_ROUNDS}, or {QUICK_ROUNDS} with --quick")

@@ -16,10 +16,10 @@ from typing import Any, cast
 
 from torch.distributed import rpc
 
-from scripts.bench import memory, payloads
-from scripts.bench.asyncio_caller import bulk_figures, latency_figures, start_memory_watch
-from scripts.bench.functions import FUNCTIONS, big
-from scripts.bench.systems import BULK_MINIMUM_CALLS, WARM_UP_SHARE, Measurement, bulk_warm_up_calls
+from arpc.bench import memory, payloads
+from arpc.bench.asyncio_caller import bulk_figures, latency_figures, start_memory_watch
+from arpc.bench.functions import FUNCTIONS, big
+from arpc.bench.systems import BULK_MINIMUM_CALLS, WARM_UP_SHARE, Measurement, bulk_warm_up_calls
 
 __all__ = ["TorchRpc", "system"]
 

@@ -1,4 +1,4 @@
-"""One process of a pair: ``python -m scripts.bench.serve SYSTEM callee|caller DIRECTORY``.
+"""One process of a pair: ``python -m arpc.bench.serve SYSTEM callee|caller DIRECTORY``.
 
 It speaks JSON lines with the process that compares: it says ``{"ready": ...}``, then answers each measurement that it
 reads. The end of its input is the sign to shut down.
@@ -7,22 +7,19 @@ reads. The end of its input is the sign to shut down.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import json
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
 
-from scripts.bench.systems import Caller, Measurement, System, load
+from arpc.bench.processes import die_with_parent
+from arpc.bench.systems import Caller, Measurement, System, load
 
 __all__ = ["main"]
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Control:
@@ -67,8 +64,7 @@ async def measure(caller: Caller, name: str, settings: dict[str, Any]) -> Measur
 def main(arguments: list[str]) -> None:
     """Runs one side of one system until its input ends."""
     name, role, place = arguments
-    # Nobody is left behind, however the process that compares may end.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()  # so that nobody is left behind, however the process that compares may end
     control = Control()
     system = load(name)
     system.run((serve_caller if role == "caller" else serve_callee)(system, Path(place), control))

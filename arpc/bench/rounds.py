@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from scripts.bench.machine import ForeignLoad, Steadiness
-from scripts.bench.pairs import MeasurementFailedError, Pair
-from scripts.bench.placement import can_split
-from scripts.bench.rows import SUBJECT, Cell, Row
-from scripts.bench.systems import Measurement
+from arpc.bench.machine import ForeignLoad, Steadiness
+from arpc.bench.pairs import MeasurementFailedError, Pair
+from arpc.bench.placement import can_split
+from arpc.bench.row import SUBJECT, Cell, Row
+from arpc.bench.systems import REGISTRY, Measurement
 
 __all__ = ["ATTEMPTS", "FOREIGN_LIMIT", "UNDISTURBED_ROUNDS", "Comparison", "Results", "Schedule", "measure_rounds"]
 
@@ -126,17 +126,18 @@ class Schedule:
     rounds: int
     budget_s: float
     """The measured time of a cell that is measured by time."""
-    timeout_s: float = 600.0
-    """After which a measurement counts as hung."""
     repeat_s: float = 30.0
     """How long the whole run may take longer because disturbed measurements are repeated."""
 
 
 async def measure_rounds(
-    rows: list[Row], pairs: Mapping[str, Pair], schedule: Schedule, progress: Callable[[int, str], None]
-) -> Results:
+    rows: list[Row],
+    pairs: Mapping[str, Pair],
+    schedule: Schedule,
+    results: Results,
+    progress: Callable[[int, str], None],
+) -> None:
     """Measures every cell whose system is in `pairs`. A system that has failed twice is left out from then on."""
-    results = Results(rows, schedule.rounds)
     for number in range(schedule.rounds):
         measured: set[Cell] = set()
         for row in rows:
@@ -152,7 +153,6 @@ async def measure_rounds(
                 progress(number, f"{row.title}: {cell.system}")
                 figures = results.figures.setdefault(cell, [])
                 figures.append(await _measure(cell, pairs[cell.system], schedule, results))
-    return results
 
 
 def _possible(cell: Cell, pairs: Mapping[str, Pair], results: Results) -> bool:
@@ -169,13 +169,14 @@ async def _measure(cell: Cell, pair: Pair, schedule: Schedule, results: Results)
         if not pair.running:
             await pair.kill()
             await pair.start()
+        timeout_s = REGISTRY[cell.system].timeout_s
         best: Measurement | None = None
         for _ in range(1 if cell.workload.fresh else ATTEMPTS):
             started = time.perf_counter()
             if best is not None and results.repeated_s > schedule.repeat_s:
                 break
             load = ForeignLoad(pair.pids)
-            figures = await pair.measure(cell.workload.measure, settings, cell.placement, schedule.timeout_s)
+            figures = await pair.measure(cell.workload.measure, settings, cell.placement, timeout_s)
             figures[FOREIGN] = load.share()
             if best is not None:
                 results.repeated_s += time.perf_counter() - started
@@ -187,3 +188,6 @@ async def _measure(cell: Cell, pair: Pair, schedule: Schedule, results: Results)
     except MeasurementFailedError as error:
         results.failures.setdefault(cell.system, []).append(str(error))
         return None
+    finally:
+        if REGISTRY[cell.system].transient:
+            await pair.stop()

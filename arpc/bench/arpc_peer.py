@@ -14,10 +14,10 @@ from typing import cast
 
 import arpc
 from arpc.runtime import current
-from scripts.bench import memory, payloads
-from scripts.bench.asyncio_caller import AsyncioCaller, Call, bulk_figures, latency_figures, start_memory_watch
-from scripts.bench.functions import FUNCTIONS, Flavour, big, chained_async
-from scripts.bench.systems import BULK_MINIMUM_CALLS, WARM_UP_SHARE, Measurement
+from arpc.bench import memory, payloads
+from arpc.bench.asyncio_caller import AsyncioCaller, Call, bulk_figures, latency_figures, start_memory_watch
+from arpc.bench.functions import FUNCTIONS, Flavour, big, chained_async
+from arpc.bench.systems import BULK_MINIMUM_CALLS, WARM_UP_SHARE, Measurement
 
 __all__ = ["Arpc", "system"]
 

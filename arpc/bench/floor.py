@@ -22,9 +22,9 @@ from typing import Any, Literal, cast
 import numpy as np
 import uvloop
 
-from scripts.bench import payloads
-from scripts.bench.asyncio_caller import AsyncioCaller, Call
-from scripts.bench.functions import FUNCTIONS
+from arpc.bench import payloads
+from arpc.bench.asyncio_caller import AsyncioCaller, Call
+from arpc.bench.functions import FUNCTIONS
 
 __all__ = ["Floor", "system"]
 

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.machine import describe_machine
-from scripts.bench.placement import can_split, cpus_of
-from scripts.bench.rounds import ATTEMPTS, FOREIGN_LIMIT, UNDISTURBED_ROUNDS, Results, Schedule
-from scripts.bench.rows import SUBJECT, Row
-from scripts.bench.systems import REGISTRY, TORCH_THREADS, WARM_UP_SHARE
-from scripts.bench.targets import Verdict
+from arpc.bench.machine import describe_machine
+from arpc.bench.placement import can_split, cpus_of
+from arpc.bench.rounds import ATTEMPTS, FOREIGN_LIMIT, UNDISTURBED_ROUNDS, Results, Schedule
+from arpc.bench.row import FLOOR, SUBJECT, Row
+from arpc.bench.systems import REGISTRY, TORCH_THREADS, WARM_UP_SHARE
+from arpc.bench.targets import Verdict
 
 __all__ = ["print_results", "print_rules", "print_targets", "print_warnings", "write_json"]
 
-FLOOR = "floor"
 MISSING = "-"
 MINIMUM_WIDTH = 150
 DISTURBED_LIMIT = 0.25

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from scripts.bench.rounds import Results
-from scripts.bench.rows import SUBJECT
+from arpc.bench.rounds import Results
+from arpc.bench.row import SUBJECT
 
 __all__ = ["TARGETS", "Target", "Verdict", "judge"]
 

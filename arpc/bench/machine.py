@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from arpc.bench.processes import family
+
 __all__ = ["ForeignLoad", "Steadiness", "describe_machine"]
 
 PROBE_STEPS = 50_000
@@ -17,21 +19,21 @@ UNSTEADY_SPREAD = 1.3
 
 
 class ForeignLoad:
-    """The part of the machine's CPU time that went, since this was made, to anybody but some processes."""
+    """The part of the machine's CPU time that went, since this was made, to anybody but one family of processes."""
 
-    def __init__(self, pids: Iterable[int]) -> None:
-        self._pids = tuple(pids)
+    def __init__(self, leaders: Iterable[int]) -> None:
+        self._leaders = tuple(leaders)
         self._started = time.perf_counter()
-        self._before = self._foreign_ticks()
+        self._machine_before = _busy_ticks()
+        self._own_before = self._own_ticks()
 
     def share(self) -> float:
+        own = sum(ticks - self._own_before.get(pid, 0) for pid, ticks in self._own_ticks().items())
         elapsed_ticks = (time.perf_counter() - self._started) * os.sysconf("SC_CLK_TCK") * (os.cpu_count() or 1)
-        return max(0.0, (self._foreign_ticks() - self._before) / elapsed_ticks)
+        return max(0.0, (_busy_ticks() - self._machine_before - own) / elapsed_ticks)
 
-    def _foreign_ticks(self) -> int:
-        # Interrupts are left out: on loopback they are the work of the measured processes, billed to nobody.
-        user, nice, system, _idle, _wait, _irq, _softirq, stolen = _machine_ticks()
-        return user + nice + system + stolen - sum(map(_process_ticks, self._pids))
+    def _own_ticks(self) -> dict[int, int]:
+        return {pid: _process_ticks(pid) for pid in family(self._leaders)}
 
 
 class Steadiness:
@@ -100,7 +102,16 @@ def _machine_ticks() -> list[int]:
     return [int(part) for part in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
 
 
+def _busy_ticks() -> int:
+    # Interrupts are left out: on loopback they are the work of the measured processes, billed to nobody.
+    user, nice, system, _idle, _wait, _irq, _softirq, stolen = _machine_ticks()
+    return user + nice + system + stolen
+
+
 def _process_ticks(pid: int) -> int:
-    """User and system time of all threads of a process, also of those that have ended."""
-    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    """User and system time of all threads of a process, also of those that have ended; 0 if it has itself."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
     return int(after_name[11]) + int(after_name[12])

@@ -16,7 +16,8 @@ import arpc
 from arpc.runtime import current
 from arpc.bench import memory, payloads
 from arpc.bench.asyncio_caller import AsyncioCaller, Call, bulk_figures, latency_figures, start_memory_watch
-from arpc.bench.functions import FUNCTIONS, Flavour, big, chained_async
+from arpc.bench.crowd import crowd
+from arpc.bench.functions import FUNCTIONS, Flavour, big, chained_async, new_tensor_async
 from arpc.bench.systems import BULK_MINIMUM_CALLS, WARM_UP_SHARE, Measurement
 
 __all__ = ["Arpc", "system"]
@@ -37,6 +38,12 @@ class ArpcCaller(AsyncioCaller):
 
     def prepare_bulk(self, function: str, size_bytes: int) -> Call:
         return partial(arpc.rpc_sync, CALLEE, FUNCTIONS["async"][function], (payloads.bulk_tensor(size_bytes),))
+
+    def prepare_to(self, peer: int) -> Call:
+        return partial(arpc.rpc_sync, callee_name(peer), FUNCTIONS["async"]["noop"])
+
+    def prepare_reply(self, size_bytes: int) -> Call:
+        return partial(arpc.rpc_async, CALLEE, new_tensor_async, (size_bytes,))
 
     async def rref_latency(self, *, budget_s: float) -> Measurement:
         """`remote`, then `to_here`, one pair after another: ``p50_us``."""
@@ -104,18 +111,22 @@ async def count_owned() -> int:
 
 
 class Arpc:
-    """Two workers that meet through a file store."""
+    """Workers that meet through a file store: a caller, and one callee or more."""
 
-    def __init__(self, listen: str) -> None:
-        self._options = arpc.RpcOptions(listen=(listen,))
+    def __init__(self, listen: str, peers: int) -> None:
+        self._listen = listen
+        self._peers = peers
 
     def run(self, main: Coroutine[object, object, None]) -> None:
         arpc.run(main)
 
     @asynccontextmanager
     async def callee(self, place: Path) -> AsyncIterator[None]:
-        async with self._worker(CALLEE, 1, place):
-            yield
+        others = [(self._listen, self._peers, peer, place) for peer in range(1, self._peers)]
+        with crowd(_run_member, others, preload=[__name__]) as dismiss:
+            async with self._worker(CALLEE, 1, place):
+                yield
+                dismiss()  # a graceful shutdown waits for them
 
     @asynccontextmanager
     async def caller(self, place: Path) -> AsyncIterator[ArpcCaller]:
@@ -123,11 +134,33 @@ class Arpc:
             yield ArpcCaller()
 
     def _worker(self, name: str, rank: int, place: Path) -> AbstractAsyncContextManager[object]:
-        return arpc.init_rpc(
-            name, rank=rank, world_size=2, init_method=f"file://{place}/rendezvous", options=self._options
-        )
+        return start_worker(name, rank, place, self._listen, self._peers)
 
 
-def system(listen: str) -> Arpc:
+def start_worker(name: str, rank: int, place: Path, listen: str, peers: int) -> AbstractAsyncContextManager[object]:
+    """One worker of the group, with arpc's defaults but for where it listens."""
+    return arpc.init_rpc(
+        name,
+        rank=rank,
+        world_size=1 + peers,
+        init_method=f"file://{place}/rendezvous",
+        options=arpc.RpcOptions(listen=(listen,)),
+    )
+
+
+def callee_name(peer: int) -> str:
+    """The worker that is called `peer`-th."""
+    return CALLEE if peer == 0 else f"{CALLEE}{peer}"
+
+
+def _run_member(stay: Callable[[], None], listen: str, peers: int, peer: int, place: Path) -> None:
+    async def serve() -> None:
+        async with start_worker(callee_name(peer), 1 + peer, place, listen, peers):
+            await asyncio.to_thread(stay)
+
+    arpc.run(serve())
+
+
+def system(listen: str, peers: int = 1) -> Arpc:
     """Arpc whose workers listen at the address `listen`."""
-    return Arpc(listen)
+    return Arpc(listen, peers)

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import ctypes
 import gc
+import itertools
 import os
+import signal
 import statistics
+import subprocess
 import time
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 from arpc.bench import memory, payloads
 from arpc.bench.systems import BULK_MINIMUM_CALLS, WARM_UP_SHARE, Measurement, bulk_warm_up_calls
 
-__all__ = ["AsyncioCaller", "Call", "bulk_figures", "latency_figures", "start_memory_watch"]
+__all__ = [
+    "REQUESTS_LEAVE_S",
+    "AsyncioCaller",
+    "Call",
+    "bulk_figures",
+    "latency_figures",
+    "start_memory_watch",
+    "stop_for_a_while",
+]
+
+REQUESTS_LEAVE_S: Final = 0.01
+"""How long a slow reader runs on, so that its requests are sent, before it stops."""
 
 Call = Callable[[], Awaitable[object]]
 """Makes one call; awaiting what it returns gives the result."""
@@ -34,6 +48,14 @@ class AsyncioCaller(abc.ABC):
     @abc.abstractmethod
     def prepare_bulk(self, function: str, size_bytes: int) -> Call:
         """The same with one array of `size_bytes` as its argument."""
+
+    def prepare_to(self, peer: int) -> Call:
+        """An empty call to one of several callees."""
+        raise NotImplementedError(f"{type(self).__name__} has one callee only")
+
+    def prepare_reply(self, size_bytes: int) -> Call:
+        """A call whose reply is a new array of `size_bytes`."""
+        raise NotImplementedError(f"{type(self).__name__} is not asked for large replies")
 
     async def latency(self, *, function: str, flavour: str, payload: str, budget_s: float) -> Measurement:
         call = self.prepare(function, flavour, payload)
@@ -127,17 +149,38 @@ class AsyncioCaller(abc.ABC):
             "callee_growth_mb": (memory.resident_bytes(callee_pid) - callee_before) / 1e6,
         }
 
-    async def memory_copy(self, *, size_bytes: int, budget_s: float) -> Measurement:
-        """The memmove of libc between two warm buffers: what a transfer through memory cannot beat. No call is made."""
-        source = payloads.bulk_array(size_bytes)
-        target = source.copy()
-        samples: list[float] = []
+    async def slow_reader(
+        self, *, replies: int, size_bytes: int, stopped_s: float, callee_pid: int, budget_s: float
+    ) -> Measurement:
+        """Asks for many large replies, and is stopped before it reads them: what piles up at the callee."""
+        call = self.prepare_reply(size_bytes)
+        await call()
+        _, callee_before = start_memory_watch(callee_pid)
         started = time.perf_counter()
-        while len(samples) < BULK_MINIMUM_CALLS or time.perf_counter() - started < budget_s:
-            begin = time.perf_counter()
-            ctypes.memmove(target.ctypes.data, source.ctypes.data, size_bytes)
-            samples.append(time.perf_counter() - begin)
-        return bulk_figures(samples, size_bytes)
+        pending = [asyncio.ensure_future(call()) for _ in range(replies)]
+        await asyncio.sleep(REQUESTS_LEAVE_S)
+        stop_for_a_while(stopped_s)
+        for one in pending:
+            await one
+        return {
+            "callee_growth_mb": (memory.peak_bytes(callee_pid) - callee_before) / 1e6,
+            "total_s": time.perf_counter() - started,
+        }
+
+    async def in_turn(self, *, peers: int, in_flight: int, budget_s: float) -> Measurement:
+        """An empty call to each of `peers` callees in turn: one after another, and a window of them."""
+        calls = [self.prepare_to(peer) for peer in range(peers)]
+        for call in calls:
+            await call()
+        turns = itertools.cycle(calls)
+
+        def call_next() -> Awaitable[object]:
+            return next(turns)()
+
+        await self._one_by_one(call_next, budget_s * WARM_UP_SHARE)
+        latency = latency_figures(await self._one_by_one(call_next, budget_s))
+        await self._window(call_next, in_flight, budget_s * WARM_UP_SHARE)
+        return latency | {"calls_per_s": await self._window(call_next, in_flight, budget_s)}
 
     async def _one_by_one(self, call: Call, duration_s: float) -> list[float]:
         clock = time.perf_counter
@@ -194,3 +237,10 @@ def start_memory_watch(callee_pid: int) -> tuple[int, int]:
     for pid in (os.getpid(), callee_pid):
         memory.forget_peak(pid)
     return memory.resident_bytes(os.getpid()), memory.resident_bytes(callee_pid)
+
+
+def stop_for_a_while(duration_s: float) -> None:
+    """Stops this whole process, with its threads, as one that is swapped out or held in a debugger."""
+    awakener = subprocess.Popen(["/bin/sh", "-c", f"sleep {duration_s}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    awakener.wait()

@@ -9,11 +9,12 @@ large one goes raw after its message and is read into memory that is used again 
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import pickle
 import struct
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,9 @@ import uvloop
 
 from arpc.bench import payloads
 from arpc.bench.asyncio_caller import AsyncioCaller, Call
+from arpc.bench.crowd import crowd
 from arpc.bench.functions import FUNCTIONS
+from arpc.bench.meeting import POLL_S, leave_address, read_address
 
 __all__ = ["Floor", "system"]
 
@@ -33,7 +36,6 @@ Array = np.ndarray[Any, Any]
 HEADER = struct.Struct("<IIQ")  # bytes of the pickle, call id, bytes of the raw array after it
 HEADER_BYTES = HEADER.size
 RECEIVE_BYTES = 256 * 1024
-POLL_S = 0.01
 
 
 class Messages(asyncio.BufferedProtocol):
@@ -136,13 +138,17 @@ class Client(Messages):
 class FloorCaller(AsyncioCaller):
     """The measurements, with the floor's calls."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, clients: list[Client]) -> None:
+        self._clients = clients
+        self._client = clients[0]
 
     def prepare(self, function: str, flavour: str, payload: str) -> Call:
         return partial(self._client.call, function, payloads.array_arguments(payload))
 
     prepare_started = prepare
+
+    def prepare_to(self, peer: int) -> Call:
+        return partial(self._clients[peer].call, "noop", ())
 
     def prepare_bulk(self, function: str, size_bytes: int) -> Call:
         return partial(self._client.call, function, (), payloads.bulk_array(size_bytes))
@@ -151,8 +157,9 @@ class FloorCaller(AsyncioCaller):
 class Floor:
     """The floor over one kind of socket."""
 
-    def __init__(self, transport: Literal["unix", "tcp"]) -> None:
+    def __init__(self, transport: Literal["unix", "tcp"], peers: int) -> None:
         self._transport = transport
+        self._peers = peers
 
     def run(self, main: Coroutine[object, object, None]) -> None:
         uvloop.run(main)
@@ -166,29 +173,50 @@ class Floor:
         else:
             server = await loop.create_server(Server, "127.0.0.1", 0)
             address = str(server.sockets[0].getsockname()[1])
-        (place / "address.new").write_text(address)
-        (place / "address.new").rename(place / "address")  # whole or not there at all
-        try:
-            yield
-        finally:
-            server.close()
+        freeze_imports()
+        others = [(str(place / f"socket{peer}"),) for peer in range(1, self._peers)]
+        with crowd(_run_member, others, preload=[__name__]):
+            while not all(Path(path).exists() for (path,) in others):  # noqa: ASYNC110 - other processes make them
+                await asyncio.sleep(POLL_S)
+            leave_address(place, address)
+            try:
+                yield
+            finally:
+                server.close()
 
     @asynccontextmanager
     async def caller(self, place: Path) -> AsyncIterator[FloorCaller]:
         loop = asyncio.get_running_loop()
-        while not (place / "address").exists():  # noqa: ASYNC110 - the callee is another process
-            await asyncio.sleep(POLL_S)
-        address = (place / "address").read_text()
+        address = await read_address(place)
         if address == "unix":
-            transport, client = await loop.create_unix_connection(Client, str(place / "socket"))
+            names = ["socket", *(f"socket{peer}" for peer in range(1, self._peers))]
+            made = [await loop.create_unix_connection(Client, str(place / name)) for name in names]
         else:
-            transport, client = await loop.create_connection(Client, "127.0.0.1", int(address))
+            made = [await loop.create_connection(Client, "127.0.0.1", int(address))]
+        freeze_imports()
         try:
-            yield FloorCaller(client)
+            yield FloorCaller([client for _, client in made])
         finally:
-            transport.close()
+            for transport, _ in made:
+                transport.close()
 
 
-def system(transport: Literal["unix", "tcp"]) -> Floor:
-    """The floor over unix sockets or TCP on loopback."""
-    return Floor(transport)
+def _run_member(stay: Callable[[], None], path: str) -> None:
+    async def serve() -> None:
+        server = await asyncio.get_running_loop().create_unix_server(Server, path)
+        freeze_imports()
+        await asyncio.to_thread(stay)
+        server.close()
+
+    uvloop.run(serve())
+
+
+def freeze_imports() -> None:
+    """Keeps the garbage collector off what was imported, as arpc does: `arpc` is, with all of torch, to get here."""
+    gc.collect()
+    gc.freeze()
+
+
+def system(transport: Literal["unix", "tcp"], peers: int = 1) -> Floor:
+    """The floor over unix sockets or TCP on loopback; with several callees over unix sockets only."""
+    return Floor(transport, peers)

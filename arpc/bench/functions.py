@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final, Literal
 
-__all__ = ["FUNCTIONS", "Chained", "Flavour", "big", "chained_async"]
+__all__ = ["FUNCTIONS", "Chained", "Flavour", "big", "chained_async", "new_tensor", "new_tensor_async"]
 
 Flavour = Literal["async", "def"]
 
@@ -52,6 +52,18 @@ def big(size_bytes: int) -> object:
     if size_bytes not in _made:
         _made[size_bytes] = torch.ones(size_bytes // 4)
     return _made[size_bytes]
+
+
+def new_tensor(size_bytes: int) -> object:
+    """A tensor of that size, another one each time."""
+    import torch
+
+    return torch.ones(size_bytes // 4)
+
+
+async def new_tensor_async(size_bytes: int) -> object:
+    """A tensor of that size, another one each time."""
+    return new_tensor(size_bytes)
 
 
 async def chained_async() -> Chained:

@@ -17,7 +17,13 @@ DICT_ENTRIES = 50
 
 
 def array_arguments(payload: str) -> tuple[object, ...]:
-    """The arguments called `payload`: ``none``, ``floats16`` (one array) or ``dict50`` (a dict of fifty of them)."""
+    """The arguments called `payload`.
+
+    They are ``none``, ``floats16`` (one array), ``dict50`` (a dict of fifty of them) or ``list7`` (a list of any
+    number).
+    """
+    if payload.startswith("list"):
+        return ([np.full(SMALL_FLOATS, i, dtype=np.float32) for i in range(int(payload.removeprefix("list")))],)
     match payload:
         case "none":
             return ()
@@ -34,9 +40,9 @@ def tensor_arguments(payload: str) -> tuple[object, ...]:
     return tuple(_as_tensors(argument) for argument in array_arguments(payload))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def bulk_array(size_bytes: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The same one each time, and written once: its own pages are warm whatever a row says about the receiver's."""
+    """The same one as long as the size is, and written once: its own pages are warm whatever a row says about the receiver's."""
     return np.arange(size_bytes // 4, dtype=np.float32)
 
 
@@ -51,6 +57,8 @@ def same_content(sent: object, received: object) -> bool:
     """Whether an echo brought back what was sent: a benchmark of wrong answers is worth nothing."""
     if isinstance(sent, dict) and isinstance(received, dict):
         return sent.keys() == received.keys() and all(same_content(sent[key], received[key]) for key in sent)
+    if isinstance(sent, list) and isinstance(received, list):
+        return len(sent) == len(received) and all(map(same_content, sent, received))
     if sent is None:
         return received is None
     return bool(np.array_equal(np.asarray(sent), np.asarray(received)))
@@ -61,4 +69,6 @@ def _as_tensors(value: object) -> object:
 
     if isinstance(value, dict):
         return {key: _as_tensors(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_as_tensors(item) for item in value]
     return torch.from_numpy(value) if isinstance(value, np.ndarray) else value

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from arpc.bench.machine import describe_machine
@@ -15,7 +13,10 @@ from arpc.bench.row import FLOOR, SUBJECT, Row
 from arpc.bench.systems import REGISTRY, TORCH_THREADS, WARM_UP_SHARE
 from arpc.bench.targets import Verdict
 
-__all__ = ["print_results", "print_rules", "print_targets", "print_warnings", "write_json"]
+__all__ = ["Document", "as_document", "print_results", "print_rules", "print_targets", "print_warnings"]
+
+Document = dict[str, Any]
+"""What `as_document` makes."""
 
 MISSING = "-"
 MINIMUM_WIDTH = 150
@@ -107,11 +108,11 @@ def print_rules(results: Results, schedule: Schedule) -> None:
         print(f"  - {rule}")
 
 
-def write_json(
-    path: Path, results: Results, schedule: Schedule, verdicts: Iterable[Verdict], absent: dict[str, str]
-) -> None:
-    """Writes everything, with the figure of every round."""
-    document = {
+def as_document(
+    results: Results, schedule: Schedule, verdicts: Iterable[Verdict], absent: dict[str, str]
+) -> Document:
+    """Everything, with the figure of every round, for JSON."""
+    return {
         "machine": describe_machine(),
         "steadiness": {"spread": results.steadiness.spread, "stolen_share": results.steadiness.stolen_share},
         "rounds": schedule.rounds,
@@ -134,8 +135,6 @@ def write_json(
             for verdict in verdicts
         ],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _row_as_json(results: Results, row: Row) -> dict[str, Any]:

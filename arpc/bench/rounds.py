@@ -72,6 +72,7 @@ class Results:
     failures: dict[str, list[str]] = field(default_factory=dict)
     """By system, what went wrong."""
     repeated_s: float = 0.0
+    elapsed_s: float = 0.0
     steadiness: Steadiness = field(default_factory=Steadiness)
 
     def values(self, row: Row, column: str) -> list[float | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import time
 import warnings
@@ -17,71 +18,74 @@ from typing import Any, cast
 from torch.distributed import rpc
 
 from arpc.bench import memory, payloads
-from arpc.bench.asyncio_caller import bulk_figures, latency_figures, start_memory_watch
-from arpc.bench.functions import FUNCTIONS, big
-from arpc.bench.systems import BULK_MINIMUM_CALLS, WARM_UP_SHARE, Measurement, bulk_warm_up_calls
+from arpc.bench.asyncio_caller import bulk_figures, latency_figures, start_memory_watch, stop_for_a_while
+from arpc.bench.blocking_caller import (
+    MINIMUM_WARM_UP_S,
+    BlockingCall,
+    BlockingCaller,
+    StartedCall,
+    one_by_one,
+    window,
+)
+from arpc.bench.crowd import crowd
+from arpc.bench.functions import FUNCTIONS, big, new_tensor, noop
+from arpc.bench.systems import BULK_MINIMUM_CALLS, WARM_UP_SHARE, Measurement
 
 __all__ = ["TorchRpc", "system"]
 
 CALLEE = "callee"
 
-MINIMUM_WARM_UP_S = 0.1
-"""It was stopped until now; its threads need a moment to find their places again."""
+class TorchCaller(BlockingCaller):
+    """The measurements with torch's calls."""
 
+    def prepare(self, function: str, payload: str) -> BlockingCall:
+        return partial(rpc.rpc_sync, CALLEE, FUNCTIONS["def"][function], payloads.tensor_arguments(payload))
 
-class TorchCaller:
-    """The measurements of `Caller`, blocking: nothing else runs on this loop."""
+    def prepare_started(self, function: str, payload: str) -> StartedCall:
+        return partial(rpc.rpc_async, CALLEE, FUNCTIONS["def"][function], payloads.tensor_arguments(payload))
 
-    async def latency(self, *, function: str, flavour: str, payload: str, budget_s: float) -> Measurement:
-        arguments = payloads.tensor_arguments(payload)
-        call = partial(rpc.rpc_sync, CALLEE, FUNCTIONS["def"][function], arguments)
-        if function == "echo" and not payloads.same_content(arguments[0], call()):
-            raise RuntimeError(f"the echo of {payload} differs from what was sent")
-        _one_by_one(call, max(MINIMUM_WARM_UP_S, budget_s * WARM_UP_SHARE))
-        return latency_figures(_one_by_one(call, budget_s))
+    def prepare_bulk(self, function: str, size_bytes: int) -> BlockingCall:
+        return partial(rpc.rpc_sync, CALLEE, FUNCTIONS["def"][function], (payloads.bulk_tensor(size_bytes),))
 
-    async def throughput(
-        self, *, function: str, flavour: str, payload: str, in_flight: int, budget_s: float
+    async def in_turn(self, *, peers: int, in_flight: int, budget_s: float) -> Measurement:
+        callees = [callee_name(peer) for peer in range(peers)]
+        for callee in callees:
+            rpc.rpc_sync(callee, noop)
+        turns = itertools.cycle(callees)
+        latency = latency_figures(one_by_one(lambda: rpc.rpc_sync(next(turns), noop), budget_s))
+        return latency | {"calls_per_s": window(lambda: rpc.rpc_async(next(turns), noop), in_flight, budget_s)}
+
+    async def slow_reader(
+        self, *, replies: int, size_bytes: int, stopped_s: float, callee_pid: int, budget_s: float
     ) -> Measurement:
-        start = partial(rpc.rpc_async, CALLEE, FUNCTIONS["def"][function], payloads.tensor_arguments(payload))
-        _window(start, in_flight, max(MINIMUM_WARM_UP_S, budget_s * WARM_UP_SHARE))
-        return {"calls_per_s": _window(start, in_flight, budget_s)}
-
-    async def bulk(self, *, function: str, size_bytes: int, budget_s: float) -> Measurement:
-        call = partial(rpc.rpc_sync, CALLEE, FUNCTIONS["def"][function], (payloads.bulk_tensor(size_bytes),))
-        for _ in range(bulk_warm_up_calls(size_bytes)):
-            call()
-        samples: list[float] = []
+        rpc.rpc_sync(CALLEE, new_tensor, (size_bytes,))
+        _, callee_before = start_memory_watch(callee_pid)
         started = time.perf_counter()
-        while len(samples) < BULK_MINIMUM_CALLS or time.perf_counter() - started < budget_s:
-            begin = time.perf_counter()
-            call()
-            samples.append(time.perf_counter() - begin)
-        rpc.rpc_sync(CALLEE, FUNCTIONS["def"]["forget"])
-        return bulk_figures(samples, size_bytes)
+        pending = [rpc.rpc_async(CALLEE, new_tensor, (size_bytes,)) for _ in range(replies)]
+        stop_for_a_while(stopped_s)  # without a moment more: its threads have read replies all along
+        for one in pending:
+            one.wait()
+        return {
+            "callee_growth_mb": (memory.peak_bytes(callee_pid) - callee_before) / 1e6,
+            "total_s": time.perf_counter() - started,
+        }
 
     async def rref_latency(self, *, budget_s: float) -> Measurement:
         def call() -> object:
             return rpc.remote(CALLEE, FUNCTIONS["def"]["noop"]).to_here()
 
-        _one_by_one(call, max(MINIMUM_WARM_UP_S, budget_s * WARM_UP_SHARE))
-        return latency_figures(_one_by_one(call, budget_s))
+        one_by_one(call, max(MINIMUM_WARM_UP_S, budget_s * WARM_UP_SHARE))
+        return latency_figures(one_by_one(call, budget_s))
 
     async def rref_fetch(self, *, size_bytes: int, budget_s: float) -> Measurement:
         rref = rpc.remote(CALLEE, big, (size_bytes,))
         rref.to_here()
-        samples: list[float] = []
-        started = time.perf_counter()
-        while len(samples) < BULK_MINIMUM_CALLS or time.perf_counter() - started < budget_s:
-            begin = time.perf_counter()
-            rref.to_here()
-            samples.append(time.perf_counter() - begin)
-        return bulk_figures(samples, size_bytes)
+        return bulk_figures(one_by_one(rref.to_here, budget_s, minimum=BULK_MINIMUM_CALLS), size_bytes)
 
     async def latency_under_load(self, *, flavour: str, size_bytes: int, budget_s: float) -> Measurement:
         call = partial(rpc.rpc_sync, CALLEE, FUNCTIONS["def"]["noop"])
         start = partial(rpc.rpc_async, CALLEE, FUNCTIONS["def"]["drop"], (payloads.bulk_tensor(size_bytes),))
-        idle = latency_figures(_one_by_one(call, budget_s))
+        idle = latency_figures(one_by_one(call, budget_s))
         transfer = start()
 
         def call_during_transfer() -> None:
@@ -90,13 +94,13 @@ class TorchCaller:
                 transfer = start()
             call()
 
-        loaded = latency_figures(_one_by_one(call_during_transfer, 2 * budget_s))
+        loaded = latency_figures(one_by_one(call_during_transfer, 2 * budget_s))
         transfer.wait()
         return loaded | {"times_idle": loaded["p50_us"] / idle["p50_us"]}
 
     async def flood(self, *, calls: int, callee_pid: int, budget_s: float) -> Measurement:
         start = partial(rpc.rpc_async, CALLEE, FUNCTIONS["def"]["noop"])
-        _window(start, 16, budget_s)
+        window(start, 16, budget_s)
         caller_before, callee_before = start_memory_watch(callee_pid)
         started = time.perf_counter()
         pending = [start() for _ in range(calls)]
@@ -114,16 +118,16 @@ class TorchCaller:
 
     async def soak(self, *, calls: int, in_flight: int, callee_pid: int, budget_s: float) -> Measurement:
         start = partial(rpc.rpc_async, CALLEE, FUNCTIONS["def"]["noop"])
-        _window(start, in_flight, max(1.0, budget_s))
+        window(start, in_flight, max(1.0, budget_s))
         caller_before, callee_before = start_memory_watch(callee_pid)
         started = time.perf_counter()
-        window: deque[Any] = deque()
+        under_way: deque[Any] = deque()
         for _ in range(calls):
-            if len(window) >= in_flight:
-                window.popleft().wait()
-            window.append(start())
-        while window:
-            window.popleft().wait()
+            if len(under_way) >= in_flight:
+                under_way.popleft().wait()
+            under_way.append(start())
+        while under_way:
+            under_way.popleft().wait()
         elapsed_s = time.perf_counter() - started
         gc.collect()
         return {
@@ -133,75 +137,63 @@ class TorchCaller:
         }
 
 
-def _one_by_one(call: Callable[[], object], duration_s: float) -> list[float]:
-    clock = time.perf_counter
-    samples: list[float] = []
-    now = clock()
-    end = now + duration_s
-    while now < end:
-        begin = clock()
-        call()
-        now = clock()
-        samples.append(now - begin)
-    return samples
-
-
-def _window(start: Callable[[], Any], in_flight: int, duration_s: float) -> float:
-    """Calls per second with up to `in_flight` futures open; waiting for the oldest is the cheapest way to have that."""
-    clock = time.perf_counter
-    window: deque[Any] = deque()
-    done = 0
-    started = clock()
-    end = started + duration_s
-    while clock() < end:
-        if len(window) >= in_flight:
-            window.popleft().wait()
-            done += 1
-        window.append(start())
-    done += len(window)
-    while window:
-        window.popleft().wait()
-    return done / (clock() - started)
-
-
 class TorchRpc:
-    """Two torch workers that meet through a file store; what is not set stays torch's default."""
+    """Torch workers that meet through a file store; what is not set stays torch's default."""
 
-    def __init__(
-        self, threads: int | None = None, transports: list[str] | None = None, channels: list[str] | None = None
-    ) -> None:
-        self._settings: dict[str, Any] = {}
-        if threads is not None:
-            self._settings["num_worker_threads"] = threads
-        if transports is not None:
-            self._settings |= {"_transports": transports, "_channels": channels}
+    def __init__(self, peers: int, settings: dict[str, Any]) -> None:
+        self._peers = peers
+        self._settings = settings
 
     def run(self, main: Coroutine[object, object, None]) -> None:
         asyncio.run(main)
 
     @asynccontextmanager
     async def callee(self, place: Path) -> AsyncIterator[None]:
-        self._init(CALLEE, 1, place)
-        yield
-        rpc.shutdown()
+        others = [(self._settings, self._peers, peer, place) for peer in range(1, self._peers)]
+        with crowd(_run_member, others, preload=[__name__]) as dismiss:
+            start_worker(CALLEE, 1, place, self._peers, self._settings)
+            yield
+            dismiss()  # a graceful shutdown waits for them
+            rpc.shutdown()
 
     @asynccontextmanager
     async def caller(self, place: Path) -> AsyncIterator[TorchCaller]:
-        self._init("caller", 0, place)
+        start_worker("caller", 0, place, self._peers, self._settings)
         yield TorchCaller()
         rpc.shutdown()
 
-    def _init(self, name: str, rank: int, place: Path) -> None:
-        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{place}/rendezvous", **self._settings)
-        with warnings.catch_warnings():
-            # torch's own start-up uses what torch itself deprecates.
-            warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
-            init_rpc = cast("Callable[..., None]", rpc.init_rpc)  # torch has no type for it
-            init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
+
+def start_worker(name: str, rank: int, place: Path, peers: int, settings: dict[str, Any]) -> None:
+    """One worker of the group."""
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{place}/rendezvous", **settings)
+    with warnings.catch_warnings():
+        # torch's own start-up uses what torch itself deprecates.
+        warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
+        init_rpc = cast("Callable[..., None]", rpc.init_rpc)  # torch has no type for it
+        init_rpc(name, rank=rank, world_size=1 + peers, rpc_backend_options=options)
+
+
+def callee_name(peer: int) -> str:
+    """The worker that is called `peer`-th."""
+    return CALLEE if peer == 0 else f"{CALLEE}{peer}"
+
+
+def _run_member(stay: Callable[[], None], settings: dict[str, Any], peers: int, peer: int, place: Path) -> None:
+    start_worker(callee_name(peer), 1 + peer, place, peers, settings)
+    stay()
+    rpc.shutdown()
 
 
 def system(
-    threads: int | None = None, transports: list[str] | None = None, channels: list[str] | None = None
+    threads: int | None = None,
+    transports: list[str] | None = None,
+    channels: list[str] | None = None,
+    peers: int = 1,
 ) -> TorchRpc:
     """Torch with these settings."""
-    return TorchRpc(threads, transports, channels)
+    settings: dict[str, Any] = {}
+    if threads is not None:
+        settings["num_worker_threads"] = threads
+    if transports is not None:
+        settings |= {"_transports": transports, "_channels": channels}
+    return TorchRpc(peers, settings)

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import cast
 
 import arpc
-from arpc.runtime import current
 from arpc.bench import memory, payloads
 from arpc.bench.asyncio_caller import AsyncioCaller, Call, bulk_figures, latency_figures, start_memory_watch
 from arpc.bench.crowd import crowd
 from arpc.bench.functions import FUNCTIONS, Flavour, big, chained_async, new_tensor_async
 from arpc.bench.systems import BULK_MINIMUM_CALLS, WARM_UP_SHARE, Measurement
+from arpc.runtime import current
 
 __all__ = ["Arpc", "system"]
 

@@ -18,6 +18,7 @@ from arpc.bench import memory, payloads
 from arpc.bench.systems import BULK_MINIMUM_CALLS, WARM_UP_SHARE, Measurement, bulk_warm_up_calls
 
 __all__ = [
+    "GIB",
     "REQUESTS_LEAVE_S",
     "AsyncioCaller",
     "Call",
@@ -27,6 +28,7 @@ __all__ = [
     "stop_for_a_while",
 ]
 
+GIB: Final = 1 << 30
 REQUESTS_LEAVE_S: Final = 0.01
 """How long a slow reader runs on, so that its requests are sent, before it stops."""
 
@@ -228,7 +230,7 @@ def latency_figures(samples_s: list[float]) -> Measurement:
 def bulk_figures(samples_s: list[float], size_bytes: int) -> Measurement:
     """Sums up one transfer after another. An echo's payload counts once, though it travels twice."""
     median_s = statistics.median(samples_s)
-    return {"gib_per_s": size_bytes / median_s / (1 << 30), "p50_ms": median_s * 1e3, "calls": float(len(samples_s))}
+    return {"gib_per_s": size_bytes / median_s / GIB, "p50_us": median_s * 1e6, "calls": float(len(samples_s))}
 
 
 def start_memory_watch(callee_pid: int) -> tuple[int, int]:

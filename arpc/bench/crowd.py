@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -17,7 +17,7 @@ JOIN_S = 10.0
 
 @contextmanager
 def crowd(
-    target: Callable[..., None], arguments: list[tuple[object, ...]], preload: list[str]
+    target: Callable[..., None], arguments: Sequence[tuple[object, ...]], preload: list[str]
 ) -> Iterator[Callable[[], None]]:
     """Runs ``target(stay, *arguments)`` in a process for each of `arguments`; `stay()` blocks until it is to end.
 
@@ -46,11 +46,11 @@ def crowd(
         yield dismiss
     finally:
         dismiss()
-        for process in processes:
-            process.join(JOIN_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        for member in processes:
+            member.join(JOIN_S)
+            if member.is_alive():
+                member.kill()
+                member.join()
 
 
 def _member(target: Callable[..., None], end: Connection, arguments: tuple[object, ...]) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
+
+from arpc.bench.processes import family
 
 __all__ = ["Placement", "can_split", "cpus_of", "place"]
 
@@ -31,15 +34,15 @@ def cpus_of(placement: Placement) -> tuple[set[int], set[int]]:
 
 
 def place(placement: Placement, *, caller_pid: int, callee_pid: int) -> None:
-    """Moves both processes of a pair, with all their threads."""
-    for pid, cpus in zip((caller_pid, callee_pid), cpus_of(placement), strict=True):
-        _pin(pid, cpus)
+    """Moves both processes of a pair, with all their threads and all that they have started."""
+    for leader, cpus in zip((caller_pid, callee_pid), cpus_of(placement), strict=True):
+        for pid in family([leader]):
+            _pin(pid, cpus)
 
 
 def _pin(pid: int, cpus: set[int]) -> None:
     """Puts every thread of a process on `cpus`. Threads that they start later inherit it."""
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        try:
-            os.sched_setaffinity(int(task.name), cpus)
-        except ProcessLookupError:
-            continue  # the thread ended since it was listed
+    with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(task.name), cpus)

@@ -10,7 +10,8 @@ from arpc.bench.machine import describe_machine
 from arpc.bench.placement import can_split, cpus_of
 from arpc.bench.rounds import ATTEMPTS, FOREIGN_LIMIT, UNDISTURBED_ROUNDS, Results, Schedule
 from arpc.bench.row import FLOOR, SUBJECT, Row
-from arpc.bench.systems import REGISTRY, TORCH_THREADS, WARM_UP_SHARE
+from arpc.bench.rows import peers
+from arpc.bench.systems import PEERS, REGISTRY, TORCH_THREADS, WARM_UP_SHARE
 from arpc.bench.targets import Verdict
 
 __all__ = ["Document", "as_document", "print_results", "print_rules", "print_targets", "print_warnings"]
@@ -35,7 +36,8 @@ def print_results(results: Results) -> None:
     for section in dict.fromkeys(row.section for row in results.rows):
         rows = [row for row in results.rows if row.section == section and _measured(results, row)]
         if rows:
-            _print_table(_section_table(results, section, rows))
+            make = _side_by_side_table if section == peers.SECTION else _section_table
+            _print_table(make(results, section, rows))
 
 
 def print_targets(verdicts: Iterable[Verdict]) -> None:
@@ -59,9 +61,10 @@ def print_warnings(results: Results, absent: dict[str, str]) -> None:
     if disturbed > measured * DISTURBED_LIMIT:
         print(f"DISTURBED: other programs were busy in {disturbed} of {measured} measurements. Do not quote this run.")
     for system, reason in absent.items():
-        print(f"left out: {system}: {reason}")
+        print(f"not measured: {system}: {reason}")
     for system, texts in results.failures.items():
-        print(f"failed: {system}: {texts[0]}" + (f"\n  ({len(texts)} times)" if len(texts) > 1 else ""))
+        word = "not measured" if system in PEERS else "failed"
+        print(f"{word}: {system}: {texts[0]}" + (f"\n  ({len(texts)} times)" if len(texts) > 1 else ""))
 
 
 def rules(results: Results, schedule: Schedule) -> list[str]:
@@ -88,8 +91,8 @@ def rules(results: Results, schedule: Schedule) -> list[str]:
             " keeps all it gets, so that each lands in fresh memory."
         ),
         "Bulk: one transfer at a time; 1 MB is 10^6 bytes; the bytes of an echo count once.",
-        "Many calls: processes that have done nothing else; at most 3 rounds.",
-        "Garbage collector: as each system leaves it.",
+        "Many calls: processes that have done nothing else; at most 3 rounds, as for all that takes long.",
+        "Garbage collector: as each system leaves it; arpc and the floor freeze what is there at the start.",
         f"Floor: {REGISTRY['floor-unix'].about}, or TCP; functions run in the read callback; numpy arrays for tensors.",
         "`x floor`: arpc's figure divided by the floor's. `x` an opponent: how many times as fast (or small) arpc is.",
         (
@@ -108,9 +111,7 @@ def print_rules(results: Results, schedule: Schedule) -> None:
         print(f"  - {rule}")
 
 
-def as_document(
-    results: Results, schedule: Schedule, verdicts: Iterable[Verdict], absent: dict[str, str]
-) -> Document:
+def as_document(results: Results, schedule: Schedule, verdicts: Iterable[Verdict], absent: dict[str, str]) -> Document:
     """Everything, with the figure of every round, for JSON."""
     return {
         "machine": describe_machine(),
@@ -153,6 +154,7 @@ def _row_as_json(results: Results, row: Row) -> dict[str, Any]:
         "title": row.title,
         "unit": row.unit,
         "better": row.better,
+        "point": None if row.point is None else {"curve": row.point.curve, "x": row.point.x},
         "columns": {
             column: {
                 "system": cell.system,
@@ -188,6 +190,23 @@ def _section_table(results: Results, section: str, rows: Sequence[Row]) -> Table
                 line.append(f"{ratio:.2f}x ±{comparison.spread:.0%}")
         lines.append(tuple(line))
     return Table(section, ("", *columns, *(f"x {column}" for column in others)), lines)
+
+
+def _side_by_side_table(results: Results, section: str, rows: Sequence[Row]) -> Table:
+    """A line for each system instead of each row: there are many of them, and few rows."""
+    header = [""]
+    for row in rows:
+        header += [row.title, "arpc is"]
+    lines = []
+    for column in dict.fromkeys(column for row in rows for column in row.cells):
+        line = [column]
+        for row in rows:
+            comparison = results.comparison(row, column) if column != SUBJECT else None
+            line.append(_figure(results.median(row, column), row.unit))
+            line.append("" if comparison is None else f"{comparison.speedup:.1f}x ±{comparison.spread:.0%}")
+        if any(results.median(row, column) is not None for row in rows):
+            lines.append(tuple(line))
+    return Table(section, tuple(header), lines)
 
 
 def _figure(value: float | None, unit: str) -> str:

@@ -128,7 +128,7 @@ _PEER: Final = partial(Configuration, timeout_s=60.0)
 PEERS: Final[Mapping[str, Configuration]] = {
     "rpyc": _PEER(
         module="arpc.bench.peers.rpyc_service",
-        about="RPyC: a service over a unix socket, asynchronous proxies, tensors as bytes",
+        about="RPyC: a service over a unix socket, asynchronous proxies, no compression, tensors as bytes",
         requires=("rpyc",),
     ),
     "grpc": _PEER(
@@ -138,12 +138,12 @@ PEERS: Final[Mapping[str, Configuration]] = {
     ),
     "xoscar": _PEER(
         module="arpc.bench.peers.xoscar_actor",
-        about="xoscar: an actor in another process",
+        about="xoscar: an actor in the second process of a pool, tensors as numpy arrays",
         requires=("xoscar",),
     ),
     "ray": _PEER(
         module="arpc.bench.peers.ray_actor",
-        about="Ray: an async actor, tensors as numpy arrays, which it does not copy on arrival",
+        about="Ray: an async actor, tensors as numpy arrays, which go through its shared memory",
         requires=("ray",),
     ),
     "monarch": _PEER(
@@ -153,7 +153,7 @@ PEERS: Final[Mapping[str, Configuration]] = {
     ),
     "dask": _PEER(
         module="arpc.bench.peers.dask_actor",
-        about="Dask: an actor on a worker process, asynchronous client",
+        about="Dask: an actor on a worker process, asynchronous client, tensors as numpy arrays",
         requires=("distributed",),
     ),
 }

@@ -118,7 +118,9 @@ TARGETS: Final[tuple[Target, ...]] = (
     Target("100,000 calls in flight complete, calls/s", "flood/calls_per_s", "itself"),
     Target("100,000 calls in flight, caller's bytes per call", "flood/caller_bytes_per_call", "itself"),
     Target("100,000 calls in flight, callee's growth in MB", "flood/callee_growth_mb", "itself"),
-    Target("slow reader: callee memory bounded by the window", None, "itself"),
+    Target(
+        "slow reader: callee's growth in MB, within its window", "slow-reader/callee_growth_mb", "itself", at_most=90
+    ),
     Target("profiler off, tracing off: share of a small call", None, "itself", at_most=0.02),
-    Target("per-call cost from 2 to 64 workers is flat", None, "itself"),
+    Target("per-call cost with 64 workers, of that with 2", "workers/growth", "floor", at_most=1.25),
 )

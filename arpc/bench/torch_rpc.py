@@ -35,6 +35,7 @@ __all__ = ["TorchRpc", "system"]
 
 CALLEE = "callee"
 
+
 class TorchCaller(BlockingCaller):
     """The measurements with torch's calls."""
 

@@ -67,5 +67,3 @@ def rows() -> Iterator[Row]:
             max_rounds=3,
             in_quick=False,
         )
-
-

@@ -27,7 +27,7 @@ from arpc.bench import payloads
 from arpc.bench.asyncio_caller import AsyncioCaller, Call
 from arpc.bench.crowd import crowd
 from arpc.bench.functions import FUNCTIONS
-from arpc.bench.meeting import POLL_S, leave_address, read_address
+from arpc.bench.meeting import leave_address, read_address
 
 __all__ = ["Floor", "system"]
 
@@ -174,10 +174,10 @@ class Floor:
             server = await loop.create_server(Server, "127.0.0.1", 0)
             address = str(server.sockets[0].getsockname()[1])
         freeze_imports()
-        others = [(str(place / f"socket{peer}"),) for peer in range(1, self._peers)]
+        others = [(place, f"socket{peer}") for peer in range(1, self._peers)]
         with crowd(_run_member, others, preload=[__name__]):
-            while not all(Path(path).exists() for (path,) in others):  # noqa: ASYNC110 - other processes make them
-                await asyncio.sleep(POLL_S)
+            for _, name in others:
+                await read_address(place, f"{name}.ready")
             leave_address(place, address)
             try:
                 yield
@@ -201,10 +201,11 @@ class Floor:
                 transport.close()
 
 
-def _run_member(stay: Callable[[], None], path: str) -> None:
+def _run_member(stay: Callable[[], None], place: Path, name: str) -> None:
     async def serve() -> None:
-        server = await asyncio.get_running_loop().create_unix_server(Server, path)
+        server = await asyncio.get_running_loop().create_unix_server(Server, str(place / name))
         freeze_imports()
+        leave_address(place, "", f"{name}.ready")
         await asyncio.to_thread(stay)
         server.close()
 

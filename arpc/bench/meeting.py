@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Final
 
-__all__ = ["POLL_S", "leave_address", "read_address"]
+__all__ = ["leave_address", "read_address"]
 
 POLL_S: Final = 0.01
 

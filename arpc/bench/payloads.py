@@ -42,7 +42,7 @@ def tensor_arguments(payload: str) -> tuple[object, ...]:
 
 @functools.lru_cache(maxsize=1)
 def bulk_array(size_bytes: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The same one as long as the size is, and written once: its own pages are warm whatever a row says about the receiver's."""
+    """The same one as long as the size is, and written once: its pages are warm, whatever the receiver's are."""
     return np.arange(size_bytes // 4, dtype=np.float32)
 
 

@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter
 
 from arpc.bench.asyncio_caller import GIB
 from arpc.bench.report import Document
-from arpc.bench.row import FLOOR, SUBJECT
+from arpc.bench.row import FLOOR, MB, SUBJECT
 
 __all__ = ["BARS", "CURVES", "Bar", "Curve", "draw", "series_of"]
 
@@ -57,7 +57,7 @@ class Curve:
     y_label: str
     x_ticks: Callable[[float], str]
     as_rate: bool = False
-    """What is drawn is GiB/s, also of a row that says how long x bytes took."""
+    """What is drawn is MB/s, of rows that say GiB/s or how long x bytes took."""
 
 
 def _short(value: float) -> str:
@@ -80,7 +80,7 @@ BARS: Final = (
 CURVES: Final = (
     Curve("in flight", "Calls in flight", "in flight", "calls per second", _short),
     Curve("workers", "Workers called in turn", "workers in the group", "µs per call", _short),
-    Curve("payload", "Size of the tensor", "bytes sent", "GiB/s", _bytes, as_rate=True),
+    Curve("payload", "Size of the tensor", "bytes sent", "MB/s", _bytes, as_rate=True),
     Curve("tensors", "Tensors in one call, echoed", "tensors of 16 floats", "µs per call", _short),
 )
 
@@ -105,9 +105,10 @@ def series_of(curve: Curve, rows: Any) -> dict[str, list[tuple[float, float]]]:
         if row["point"] is None or row["point"]["curve"] != curve.name:
             continue
         x = row["point"]["x"]
-        turned = curve.as_rate and row["unit"] == "us"
         for column, figures in row["columns"].items():
-            y = x / (figures["median"] * 1e-6) / GIB if turned else figures["median"]
+            y = figures["median"]
+            if curve.as_rate:
+                y = x / y if row["unit"] == "us" else y * GIB / MB  # a byte in a microsecond is a megabyte in a second
             points.setdefault(column, []).append((x, y))
     return {column: sorted(those) for column, those in points.items() if len(those) > 1}
 
@@ -180,7 +181,7 @@ def _set_scales(axes: Axes, curve: Curve, series: dict[str, list[tuple[float, fl
     highest = max(y for points in series.values() for _, y in points)
     axes.set_ylim(lowest / 1.8, highest * 1.8)
     xs = sorted({x for points in series.values() for x, _ in points})
-    shown = xs if len(xs) <= 7 else xs[::2]
+    shown = xs if len(xs) <= 7 else xs[::-2]
     axes.set_xticks(shown, [curve.x_ticks(x) for x in shown])
     axes.set_xticks([], minor=True)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))

@@ -128,7 +128,7 @@ _PEER: Final = partial(Configuration, timeout_s=60.0)
 PEERS: Final[Mapping[str, Configuration]] = {
     "rpyc": _PEER(
         module="arpc.bench.peers.rpyc_service",
-        about="RPyC: a service over a unix socket, asynchronous proxies, no compression, tensors as bytes",
+        about="RPyC: a service over a unix socket, asynchronous proxies, no compression, tensors in pieces",
         requires=("rpyc",),
     ),
     "grpc": _PEER(

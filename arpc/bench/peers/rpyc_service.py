@@ -1,4 +1,8 @@
-"""RPyC: a service in a thread, asynchronous proxies for a window of calls, tensors as bytes, sent by value."""
+"""RPyC: a service in a thread, asynchronous proxies for a window of calls.
+
+A large array goes piece by piece, as its own ``upload`` does it: of one large message it would copy what is left after
+each piece that the socket takes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import rpyc
 from rpyc.core.channel import Channel
 from rpyc.core.stream import SocketStream
@@ -23,16 +26,24 @@ from arpc.bench.meeting import leave_address, read_address
 
 __all__ = ["Rpyc", "system"]
 
+CHUNK_BYTES = 256_000
+
 
 class Callee(rpyc.Service):
     """What is called."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._array = bytearray()
+
     def exposed_noop(self) -> None:
         """Does nothing."""
 
-    def exposed_drop(self, content: bytes) -> None:
-        """Takes an array, which can use the bytes as they are."""
-        np.frombuffer(content, dtype=np.float32)
+    def exposed_write(self, start: int, content: bytes, size_bytes: int) -> None:
+        """Takes a part of an array."""
+        if len(self._array) != size_bytes:
+            self._array = bytearray(size_bytes)
+        self._array[start : start + len(content)] = content
 
 
 class RpycCaller(BlockingCaller):
@@ -40,7 +51,7 @@ class RpycCaller(BlockingCaller):
 
     def __init__(self, connection: Any) -> None:
         self._noop = connection.root.noop
-        self._drop = connection.root.drop
+        self._write = connection.root.write
 
     def prepare(self, function: str, payload: str) -> BlockingCall:
         return partial(self._noop)
@@ -49,8 +60,13 @@ class RpycCaller(BlockingCaller):
         return partial(rpyc.async_(self._noop))
 
     def prepare_bulk(self, function: str, size_bytes: int) -> BlockingCall:
-        array = payloads.bulk_array(size_bytes)
-        return lambda: self._drop(array.tobytes())
+        content = payloads.bulk_array(size_bytes).data.cast("B")
+
+        def call() -> None:
+            for start in range(0, size_bytes, CHUNK_BYTES):
+                self._write(start, content[start : start + CHUNK_BYTES].tobytes(), size_bytes)
+
+        return call
 
 
 class Rpyc:

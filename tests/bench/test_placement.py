@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -30,7 +31,8 @@ def children() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def affinities(pid: int) -> set[frozenset[int]]:
-    return {frozenset(os.sched_getaffinity(int(task))) for task in os.listdir(f"/proc/{pid}/task")}
+    threads = [task.name for task in Path(f"/proc/{pid}/task").iterdir()]
+    return {frozenset(os.sched_getaffinity(int(task))) for task in threads}
 
 
 def test_same_is_one_cpu_and_split_two(monkeypatch: pytest.MonkeyPatch) -> None:

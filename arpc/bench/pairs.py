@@ -120,7 +120,12 @@ class Pair:
             return await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-P", "-m", "arpc.bench.serve", self.system, role, str(directory)),
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
+                env={
+                    **os.environ,
+                    **REGISTRY[self.system].environment,
+                    # They see the same packages in the same order, from wherever this process was started.
+                    "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
+                },
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=log,

@@ -85,6 +85,8 @@ class Configuration:
     module: str
     about: str
     settings: Mapping[str, object] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that its processes get in addition."""
     requires: tuple[str, ...] = ()
     spins_when_idle: bool = False
     """It burns CPU while nothing is asked of it, so that it is stopped while another system is measured."""
@@ -168,6 +170,11 @@ REGISTRY: Final[Mapping[str, Configuration]] = {
     "raw-tcp": _RAW(about="the same over TCP", settings={"transport": "tcp"}),
     "arpc-unix": _ARPC(about="arpc, unix socket", settings={"listen": "unix://"}),
     "arpc-tcp": _ARPC(about="arpc, TCP", settings={"listen": "tcp://127.0.0.1:0"}),
+    "arpc-socket": _ARPC(
+        about="arpc, unix socket, tensors not through shared memory",
+        settings={"listen": "unix://"},
+        environment={"ARPC_SHARED_MEMORY_BYTES": "0"},
+    ),
     "torch": _TORCH(
         about=f"torch.distributed.rpc tuned for calls: {TORCH_THREADS} worker threads",
         settings={"threads": TORCH_THREADS},

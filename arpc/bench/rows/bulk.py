@@ -45,6 +45,12 @@ def rows() -> Iterator[Row]:
                 key = f"{word}/{size_mb}MB/{transport}"
                 yield _row(key, f"{word} {size_mb} MB", function, size_mb * MB, transport)
     yield _row("send/1GB/unix", "send 1 GB", "drop", 1000 * MB, "unix", max_rounds=3)
+    for size_mb in (4, 16, 64):
+        row = _row(f"send/{size_mb}MB/socket", f"send {size_mb} MB", "drop", size_mb * MB, "unix")
+        ours = Cell("arpc-socket", row.cells[SUBJECT].workload)
+        yield replace(
+            row, title=f"{row.title}, not through shared memory", cells={**row.cells, SUBJECT: ours}, point=None
+        )
     for transport in TRANSPORTS:
         yield _row(f"send-cold/64MB/{transport}", "send 64 MB, cold", "keep", 64 * MB, transport)
     loaded = by_flavour("latency_under_load", size_bytes=64 * MB)

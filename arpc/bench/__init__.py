@@ -21,7 +21,7 @@
     payloads        what is sent
     memory          resident memory and loop stalls
 
-A new row is one more `Row` that a module of ``rows/`` yields. A new thing to measure is a method of the callers that can
-do it, named by `Workload.measure`. A new peer is a module with a ``system(**settings)`` and an entry in
+A new row is one more `Row` that a module of ``rows/`` yields. A new thing to measure is a method of the callers that
+can do it, named by `Workload.measure`. A new peer is a module with a ``system(**settings)`` and an entry in
 `systems.REGISTRY`; the columns of the table follow from the rows. `docs/benchmarks.md` tells the rest.
 """

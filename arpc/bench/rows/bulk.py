@@ -29,8 +29,6 @@ IN_QUICK: Final = {
     "send/16MB/unix",
     "send/64MB/unix",
     "send-cold/64MB/unix",
-    "send/64MB/tcp",
-    "echo/64MB/tcp",
 }
 
 

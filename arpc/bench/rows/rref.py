@@ -49,6 +49,7 @@ def rows() -> Iterator[Row]:
             FLOOR: Cell("arpc-unix", send),
             "torch": Cell("torch-default", fetch),
         },
+        in_quick=False,
     )
     churn = fresh_workload("rref_churn", rrefs=100_000, callee_pid=0)
     for metric, unit, title, better in (

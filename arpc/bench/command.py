@@ -57,6 +57,9 @@ def main(arguments: list[str] | None = None, json_path: Path | None = None) -> i
 
 def run(options: argparse.Namespace) -> int:
     """Measures what was asked for and reports it; returns the exit status, 1 if arpc, torch or a floor failed."""
+    if not sys.platform.startswith("linux") and not options.list and not options.replot:
+        print("arpc bench pins processes and reads /proc: it takes Linux", file=sys.stderr)
+        return 2
     if (options.replot or options.plot) and (problem := _prepare_plots(options)):
         print(problem, file=sys.stderr)
         return 2

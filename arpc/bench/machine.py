@@ -76,7 +76,8 @@ class Steadiness:
 def describe_machine() -> dict[str, object]:
     """What a reader needs to compare these figures with their own."""
     versions = {}
-    for package in ("arpc", "torch", "uvloop", "numpy"):
+    peers = ("dask", "distributed", "grpcio", "ray", "rpyc", "torchmonarch", "xoscar")
+    for package in ("arpc", "torch", "uvloop", "numpy", *peers):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

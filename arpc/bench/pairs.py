@@ -107,7 +107,8 @@ class Pair:
 
     async def kill(self) -> None:
         """Ends both sides at once, with all that they have started."""
-        kill_family(self.pids)
+        alive = [process.pid for process in self._processes.values() if process.returncode is None]
+        kill_family(alive, sessions=self.pids)
         for process in self._processes.values():
             await process.wait()
         self._processes.clear()

@@ -14,7 +14,8 @@ __all__ = ["Placement", "can_split", "cpus_of", "place"]
 Placement = Literal["free", "same", "split"]
 """``free``: as the kernel likes; ``same``: caller and callee on one CPU; ``split``: one CPU each."""
 
-_AVAILABLE = sorted(os.sched_getaffinity(0))
+# Only Linux can pin; elsewhere this module can at least be imported, with the command that says so.
+_AVAILABLE = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
 
 
 def can_split() -> bool:

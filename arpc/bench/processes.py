@@ -26,11 +26,16 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def family(leaders: Iterable[int]) -> set[int]:
-    """The `leaders` that are alive, all who descend from them, and all of the sessions that they lead."""
+def family(leaders: Iterable[int], sessions: Iterable[int] = ()) -> set[int]:
+    """The `leaders`, all who descend from them, and all of the sessions that they lead or led.
+
+    Who has been reaped is no leader any more, since the number may be somebody else's by now; the members of a session
+    keep its number from being used again, so that it can still be named in `sessions`.
+    """
     everybody = list(_everybody())
     wanted = set(leaders)
-    found = {one.pid for one in everybody if one.pid in wanted or one.session in wanted}
+    named = wanted | set(sessions)
+    found = {one.pid for one in everybody if one.pid in wanted or one.session in named}
     grown = True
     while grown:
         more = {one.pid for one in everybody if one.parent in found} - found
@@ -39,9 +44,9 @@ def family(leaders: Iterable[int]) -> set[int]:
     return found
 
 
-def kill_family(leaders: Iterable[int]) -> None:
+def kill_family(leaders: Iterable[int], sessions: Iterable[int] = ()) -> None:
     """Ends them all at once. The leaders are left to their parent to reap, the others to init."""
-    for pid in family(leaders) - {os.getpid()}:
+    for pid in family(leaders, sessions) - {os.getpid()}:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

@@ -106,13 +106,16 @@ def _serve(listening: socket.socket) -> None:
         receive, send = connection.recv_into, connection.sendall
         head = bytearray(REQUEST.size)
         landing = bytearray()
-        while receive(head):
+        while receive(head, REQUEST.size, socket.MSG_WAITALL) == REQUEST.size:
             size_bytes = REQUEST.unpack(head)[0]
             if size_bytes != len(landing) and size_bytes:
                 landing = bytearray(size_bytes)
             view, taken = memoryview(landing), 0
             while taken < size_bytes:
-                taken += receive(view[taken:])
+                received = receive(view[taken:])
+                if not received:
+                    return  # the caller left in the middle
+                taken += received
             send(ANSWER)
 
 

@@ -48,7 +48,8 @@ def test_a_family_has_orphans_of_its_session() -> None:
     try:
         parent.kill()
         parent.wait()
-        assert child in family([parent.pid])
+        assert child in family([], sessions=[parent.pid])
+        assert child not in family([])
     finally:
         end(parent, child)
 

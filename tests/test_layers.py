@@ -36,7 +36,7 @@ LAYERS: Final = (
     (6, {"api"}),
     (6, {"nn", "optim"}),
     (6, {"__init__"}),  # re-exports what is above; the rows below are users of `import arpc`
-    (6, {"compat", "http", "launch", "testing"}),
+    (6, {"bench", "compat", "http", "launch", "testing"}),
     (6, {"cli"}),
     (6, {"__main__"}),
 )

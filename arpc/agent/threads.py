@@ -98,17 +98,14 @@ class ThreadPool:
         self._will_ring = False
         wanted = min(max(self._wanted, 1), self._size)
         self._wanted = 0
-        # more unfinished jobs than threads: none may be idle
-        while len(self._threads) < min(self._size, self._unfinished, self._busy() + wanted):
+        # What was taken and is not finished may keep a thread busy each
+        busy = max(0, self._unfinished - len(self._jobs))
+        for _ in range(len(self._threads), min(self._size, self._unfinished, busy + wanted)):
             self._start_thread()
         # A thread that is woken here often runs before this one goes on. What it has finished by then needs no wake-up.
         self._wake_up_sent = True
         self._bell.ring(wanted)
         self._collect()
-
-    def _busy(self) -> int:
-        """How many threads may be at work, at most: what is unfinished and has been taken."""
-        return max(0, self._unfinished - len(self._jobs))
 
     def _help(self) -> None:
         """Jobs have been waiting for a while: let others take them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextvars import Token
 from types import TracebackType
 
@@ -11,8 +12,9 @@ from arpc.agent.scope import current_scope
 from arpc.autograd.context import current_context_id
 from arpc.autograd.service import AutogradService
 from arpc.errors import AutogradError, NotInitializedError
+from arpc.options import UNSET, Unset
 
-__all__ = ["context", "get_gradients"]
+__all__ = ["backward", "context", "get_gradients"]
 
 
 def _service() -> AutogradService:
@@ -69,6 +71,22 @@ class context:  # noqa: N801 - used like a function, as torch's own
         except ValueError:  # left in another Context than it was entered in, as fixtures do
             current_context_id.set(None)
         await service.lifetimes.release(self._context_id)
+
+
+async def backward(
+    ctx_id: int, roots: Sequence[Tensor], retain_graph: bool = False, *, timeout: float | Unset = UNSET
+) -> None:
+    """Run a backward pass from scalar roots, over all workers that they depend on. Gradients: see `get_gradients`.
+
+    Every node of every worker's graph runs once, and results that no root depends on do no harm. The loop keeps serving
+    meanwhile. ``retain_graph=True`` allows another pass over the same graph. ``timeout`` is in seconds, 0 for none;
+    unset, it is `RpcOptions.rpc_timeout`.
+
+    If anything fails, the pass ends on all workers and none of its gradients are kept. Raises `BackwardError` for an
+    error of a node or hook, on whatever worker; `WorkerLostError`, `RpcTimeoutError`; `AutogradError` for roots that
+    cannot be, or if there is no such context or another pass of it is under way. Cancelling it ends it likewise.
+    """
+    await _service().backward(ctx_id, roots, retain_graph=retain_graph, timeout=timeout)
 
 
 def get_gradients(ctx_id: int) -> dict[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
+from arpc.autograd.accumulation import summed
 from arpc.errors import AutogradError
 from arpc.ids import LOCAL_BITS
 
@@ -69,7 +70,7 @@ class AutogradContext:
         for leaf, gradient in gradients.items():
             before = total.get(leaf)
             # not in place: what people hold of the gradients so far stays what it was, and can be gone back to
-            total[leaf] = gradient if before is None else before + gradient
+            total[leaf] = gradient if before is None else summed(before, gradient)
         self.gradients = total
 
     def roll_back(self, pass_id: int) -> None:
@@ -88,6 +89,7 @@ class Container:
         self.worker_id = worker_id
         self._numbers = count()
         self._message_numbers = count(1)
+        self._pass_numbers = count()
         self._ended: OrderedDict[int, None] = OrderedDict()
 
     def new(self) -> AutogradContext:
@@ -99,6 +101,10 @@ class Container:
     def new_message_id(self) -> int:
         """An id for a message, which no other worker uses, and never 0."""
         return self.worker_id << LOCAL_BITS | next(self._message_numbers)
+
+    def new_pass_id(self) -> int:
+        """An id for a backward pass that starts here."""
+        return self.worker_id << LOCAL_BITS | next(self._pass_numbers)
 
     def enter(self, context_id: int) -> AutogradContext | None:
         """The context that a message belongs to; made if it is new here, None if it has ended."""

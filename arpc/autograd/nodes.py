@@ -30,12 +30,14 @@ class PauseSignal(BaseException):
 class RecvRecord:
     """What a recv node knows: which message its tensors came with, and who gets their gradients."""
 
-    __slots__ = ("deliver", "is_spent", "message_id", "sender")
+    __slots__ = ("count", "deliver", "is_spent", "message_id", "sender")
 
-    def __init__(self, message_id: int, sender: int) -> None:
+    def __init__(self, message_id: int, sender: int, count: int) -> None:
         self.message_id = message_id
         self.sender = sender
         """The id of the worker that sent the message."""
+        self.count = count
+        """How many tensors came with it that require grad."""
         self.deliver: Callable[[RecvRecord, tuple[Tensor | None, ...]], None] | None = None
         """Takes the gradients; set while a pass runs."""
         self.is_spent = False

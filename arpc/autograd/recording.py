@@ -88,7 +88,7 @@ class Recorder:
         if not places:
             raise ProtocolError("gradients were announced for a message without tensors that require grad")
         tensors = [slots[place] for place in places]
-        record = RecvRecord(message_id, peer.id)
+        record = RecvRecord(message_id, peer.id, len(places))
         if _is_grad_enabled():
             attached = attach_recv(tensors, record)
         else:

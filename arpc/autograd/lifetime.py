@@ -45,12 +45,14 @@ class Lifetimes:
 
     def request(self, message: type[Message], to: int, args: tuple[Any, ...], timeout_s: float) -> asyncio.Future[Any]:
         """Send a message of autograd itself: in no context, and within no handler's deadline. Never raises."""
+        future: asyncio.Future[Any]
         try:
-            return self._context.copy().run(self.agent.request, message, to, args, timeout_s)
+            future = self._context.copy().run(self.agent.request, message, to, args, timeout_s)
         except ArpcError as error:
-            failed: asyncio.Future[Any] = self.agent.loop.create_future()
-            failed.set_exception(error)
-            return failed
+            future = self.agent.loop.create_future()
+            future.set_exception(error)
+        future.add_done_callback(_look_at)  # whoever waits may be cancelled before
+        return future
 
     # -- the end of a context
 
@@ -166,6 +168,11 @@ class Lifetimes:
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
+
+
+def _look_at(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()
 
 
 def _is_hopeless(error: BaseException) -> bool:

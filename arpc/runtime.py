@@ -352,7 +352,7 @@ async def start_worker(
     ways.update(transports or {})
     identity = Identity(name, 0, secrets.randbits(63), main_fingerprint())
     rrefs = worker.rref_context = RRefContext(options, context, name, identity.incarnation)
-    autograd = worker.autograd = AutogradService(options, context)
+    autograd = worker.autograd = AutogradService(options, context, rrefs)
     agent = worker.agent = context.run(
         lambda: Agent(
             worker=worker,

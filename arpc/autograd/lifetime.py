@@ -43,7 +43,9 @@ class Lifetimes:
         self._is_closed = False
         self.agent: Agent
 
-    def request(self, message: type[Message], to: int, args: tuple[Any, ...], timeout_s: float) -> asyncio.Future[Any]:
+    def request(
+        self, message: type[Message], to: int | str, args: tuple[Any, ...], timeout_s: float
+    ) -> asyncio.Future[Any]:
         """Send a message of autograd itself: in no context, and within no handler's deadline. Never raises."""
         future: asyncio.Future[Any]
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Any, Final, Protocol
 
 import torch
@@ -19,15 +20,13 @@ from arpc.agent.threads import ThreadPool
 from arpc.autograd.context import AutogradContext
 from arpc.autograd.engine import LocalEngine, Source
 from arpc.autograd.failure import node_failure
+from arpc.autograd.pace import Pace
 from arpc.autograd.protocol import PackedParcel, Parcel, PassProtocol, unpack_parcel
-from arpc.errors import AutogradError, CallCancelledError, RpcTimeoutError, WorkerLostError
+from arpc.errors import AutogradError, CallCancelledError, RpcTimeoutError, ShutdownError, WorkerLostError
 from arpc.ids import WorkerInfo
 
 __all__ = ["BackwardPass", "Host"]
 
-# Measured: a thread costs 100 us and more, and the loop stands still while a pass runs on it. These take about as long.
-INLINE_NODES: Final = 200
-INLINE_ELEMENTS: Final = 100_000
 # Walking goes on in a thread after this many nodes, which take about a millisecond
 WALK_NODES: Final = 2000
 
@@ -37,6 +36,7 @@ class Host(Protocol):
 
     info: WorkerInfo
     threads: ThreadPool
+    pace: Pace
 
     def send(self, backward_pass: BackwardPass, to: int, parcel: Parcel) -> asyncio.Future[PackedParcel | None]:
         """Send a parcel; the future has the parcel that comes with the answer."""
@@ -116,7 +116,12 @@ class BackwardPass:
             raise self.failure
 
     def fail(self, error: BaseException, *, told_by: int | None = None) -> None:
-        """End it here with an error, take back what it computed, and tell all others."""
+        """End it here with an error, and take back what it computed.
+
+        Those that this worker told of the pass hear of it by the cancellation of their handlers, and the parent by the
+        answer. So it reaches the worker that began the pass, which tells all others: some may have finished their part.
+        ``told_by`` is who told this one, if it was told like that.
+        """
         if self.is_over:
             return
         self.failure = error
@@ -124,7 +129,8 @@ class BackwardPass:
         self.context.roll_back(self.id)
         for future in list(self._outstanding):
             future.cancel()
-        self.abort_told = self._host.abort(self.context, self.id, told_by)
+        if self._parent is None or told_by is not None:
+            self.abort_told = self._host.abort(self.context, self.id, told_by)
 
     # -- how it goes on
 
@@ -152,16 +158,18 @@ class BackwardPass:
             self._open_inbox()
             if not engine.is_ready:
                 return True
-            if self._is_large():
-                self._run_in_thread(engine.run)
+            elements = engine.work()
+            # anomaly mode changes warning filters, which are the process's: that stays on the loop
+            if not (self._host.pace.is_short(engine.plan, elements) or torch.is_anomaly_enabled()):
+                self._run_in_thread(partial(self._run_timed, elements))
                 return False
-            engine.run()
+            self._run_timed(elements)
             self._take_results()
 
-    def _is_large(self) -> bool:
-        # anomaly mode changes warning filters, which are the process's: that stays on the loop
-        engine = self._engine
-        return (engine.plan.count > INLINE_NODES or engine.work() > INLINE_ELEMENTS) and not torch.is_anomaly_enabled()
+    def _run_timed(self, elements: int) -> None:
+        begun = perf_counter()
+        self._engine.run()
+        self._host.pace.took(self._engine.plan, elements, perf_counter() - begun)
 
     def _walk_on(self) -> None:
         while not self._engine.walk(WALK_NODES):
@@ -312,8 +320,12 @@ class BackwardPass:
         what = f"the backward pass of autograd context {self.context.id}"
         name = self._host.name_of(peer)
         made: Exception
+        if str(error).startswith(what):
+            return error
         if isinstance(error, WorkerLostError):
             made = WorkerLostError(f"{what} failed: {error}", error.worker or name)
+        elif isinstance(error, ShutdownError):
+            made = WorkerLostError(f"{what} failed: worker {name!r} is shutting down", name)
         elif isinstance(error, RpcTimeoutError):
             made = RpcTimeoutError(f"{what} did not end in time: worker {name!r} had not answered")
         elif isinstance(error, asyncio.CancelledError | CallCancelledError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
+from functools import partial
 from typing import Any, Final
 
 from torch import Tensor
@@ -15,14 +16,24 @@ from arpc.agent.threads import ThreadPool
 from arpc.autograd.context import AutogradContext, Container
 from arpc.autograd.fallback import choose_engine
 from arpc.autograd.lifetime import Lifetimes
+from arpc.autograd.pace import Pace
 from arpc.autograd.passes import BackwardPass
 from arpc.autograd.protocol import NOTHING_LIVE, PackedParcel, Parcel, pack_parcel, unpack_parcel
 from arpc.autograd.recording import Recorder
 from arpc.autograd.roots import checked_roots
-from arpc.errors import AutogradError, RpcTimeoutError
-from arpc.ids import WorkerInfo
-from arpc.options import RpcOptions, Unset
-from arpc.wire.messages import AutogradAbort, AutogradGradients, AutogradQuery, AutogradRelease, Message
+from arpc.errors import AutogradError, RpcTimeoutError, WorkerLostError
+from arpc.ids import GloballyUniqueId, WorkerInfo
+from arpc.options import UNSET, RpcOptions, Unset
+from arpc.rref.context import RRefContext
+from arpc.rref.handle import RRef
+from arpc.wire.messages import (
+    AutogradAbort,
+    AutogradBackward,
+    AutogradGradients,
+    AutogradQuery,
+    AutogradRelease,
+    Message,
+)
 
 __all__ = ["AutogradService"]
 
@@ -33,21 +44,24 @@ _ABORT_S: Final = 5.0
 class AutogradService:
     """The contexts of one worker, what is recorded in them, and the passes over them."""
 
-    def __init__(self, options: RpcOptions, context: Context) -> None:
+    def __init__(self, options: RpcOptions, context: Context, rrefs: RRefContext) -> None:
         self.info = WorkerInfo("", -1)
         self.container = Container()
         self.recorder = Recorder(self.container)
         self.lifetimes = Lifetimes(self.container, options, context)
         self.threads: ThreadPool
+        self.pace = Pace()
         self.passes_begun = 0
         self._agent: Agent
         self._options = options
+        self._rrefs = rrefs
 
     @property
     def handlers(self) -> Mapping[type[Message], Callable[..., Any]]:
         return {
             AutogradGradients: self._on_gradients,
             AutogradAbort: self._on_abort,
+            AutogradBackward: self._on_backward,
             AutogradRelease: self.lifetimes.on_release,
             AutogradQuery: self.lifetimes.on_query,
         }
@@ -56,6 +70,7 @@ class AutogradService:
         """The agent that messages go through. It was made with this service's handlers, so it comes later."""
         self._agent = agent
         self.lifetimes.agent = agent
+        self._rrefs.backward = self.backward_from
         # not those of the executor: they may all be taken by functions that wait for a backward pass
         self.threads = ThreadPool(agent.loop, self._options.num_worker_threads, f"{agent.info.name}-autograd")
 
@@ -83,10 +98,14 @@ class AutogradService:
         self, context_id: int, roots: Sequence[Tensor], *, retain_graph: bool, timeout: float | Unset
     ) -> None:
         """Run a pass from the roots, over all workers that they depend on."""
-        context = self.container.find(context_id)
+        await self._backward(context_id, self.container.new_pass_id(), roots, retain_graph, timeout)
+
+    async def _backward(
+        self, context_id: int, pass_id: int, roots: Sequence[Tensor], retain_graph: bool, timeout: float | Unset
+    ) -> None:
         started = self._start(
-            context,
-            self.container.new_pass_id(),
+            self.container.find(context_id),
+            pass_id,
             retain_graph=retain_graph,
             deadline=self._deadline(timeout),
             parent=None,
@@ -121,6 +140,37 @@ class AutogradService:
                 )
                 await started.wait()
             raise
+
+    async def backward_from(self, rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+        """Run a pass from the value of an RRef, on its owner."""
+        if rref.is_owner():
+            value = await rref.local_value()
+            await self._backward_from_value(value, context_id, self.container.new_pass_id(), retain_graph)
+            return
+        if context_id == -1:
+            raise AutogradError("User RRefs require 'dist_autograd_ctx_id' to be specified: pass ctx_id")
+        context = self.container.find(context_id)
+        context.known_workers.add(rref.owner().id)
+        pass_id = self.container.new_pass_id()
+        args = (*rref._target(), context_id, pass_id, retain_graph)  # noqa: SLF001 - how calls name the value to its owner
+        deadline = self._deadline(UNSET)
+        timeout_s = 0.0 if deadline is None else max(0.001, deadline - self._agent.loop.time())
+        try:
+            await self.lifetimes.request(AutogradBackward, rref.owner_name(), args, timeout_s)
+        except WorkerLostError:
+            # who began the pass tells the others if it fails, and that was the owner
+            context.roll_back(pass_id)
+            if (told := self.abort(context, pass_id)) is not None:
+                await asyncio.wait([told], timeout=_ABORT_S)
+            raise
+
+    async def _backward_from_value(self, value: Any, context_id: int, pass_id: int, retain_graph: bool) -> None:
+        if not isinstance(value, Tensor):
+            raise AutogradError(f"RRef should contain a tensor for .backward(), not {type(value).__qualname__}")
+        if context_id == -1:
+            await self.threads.call(partial(value.backward, retain_graph=retain_graph))
+        else:
+            await self._backward(context_id, pass_id, [value], retain_graph, UNSET)
 
     def _deadline(self, timeout: float | Unset) -> float | None:
         timeout_s = self._options.rpc_timeout if isinstance(timeout, Unset) else timeout
@@ -214,6 +264,15 @@ class AutogradService:
             engaged.fail(AutogradError(f"backward pass {pass_id} was cancelled by worker {self.name_of(caller)!r}"))
             raise
         return None if engaged.answer is None else pack_parcel(engaged.answer)
+
+    async def _on_backward(
+        self, rref: int, is_created: bool, context_id: int, pass_id: int, retain_graph: bool
+    ) -> None:
+        value = await self._rrefs.value(GloballyUniqueId.from_int(rref), is_created=is_created)
+        context = self.container.enter(context_id)
+        if context is not None:
+            context.known_workers.add(_caller()[0])
+        await self._backward_from_value(value, context_id, pass_id, retain_graph)
 
     async def _on_abort(self, context_id: int, pass_id: int) -> None:
         context = self.container.contexts.get(context_id)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -8,6 +9,13 @@ from arpc.options import RpcOptions
 from arpc.testing import Cluster, cluster
 
 OPTIONS = RpcOptions(gc_freeze=False, shutdown_timeout=5, rref_grace=0.2, control_backoff=0.02)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that other workers bring about."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - nobody can set an event for it
+            await asyncio.sleep(0.002)
 
 
 def assert_nothing_is_left(group: Cluster) -> None:

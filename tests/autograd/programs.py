@@ -51,9 +51,7 @@ UNARY = ("twice", "reverse", "view", "in_place", "square", "detach_some")
 def make_program(seed: int, workers: int, steps: int = 18) -> Program:
     dice = random.Random(seed)
     is_exact = seed % 2 == 0
-    made: list[Step] = []
-    for _ in range(dice.randint(2, 4)):
-        made.append(Step(dice.randrange(workers), "leaf", is_hooked=dice.random() < 0.3))
+    made = [Step(dice.randrange(workers), "leaf", is_hooked=dice.random() < 0.3) for _ in range(dice.randint(2, 4))]
     for _ in range(steps):
         kind = dice.choice(BINARY + UNARY)
         count = 2 if kind in BINARY else 1

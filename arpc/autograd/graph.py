@@ -100,7 +100,6 @@ class Planner:
         self._sources = sources
         self._recv_class = recv_class
         self._owner: dict[Any, int] = {}
-        self._children: dict[Any, tuple[Edge, ...]] = {}
         self._leaves: dict[Any, Leaf] = {}
         self._hooked: dict[Any, Leaf] = {}
         self._regions: list[Region] = []
@@ -110,46 +109,56 @@ class Planner:
 
     def walk(self, limit: int) -> bool:
         """Visit up to about ``limit`` further nodes; whether all have been visited."""
-        # This loop is what a node costs outside of torch's own engine
+        # This loop is what a node costs outside of torch's own engine: it does no more than it must
         recv_class = self._recv_class
-        owner, children, leaves = self._owner, self._children, self._leaves
-        stack = self._stack
-        end = len(owner) + limit
+        owner, stack = self._owner, self._stack
         while stack or len(self._regions) < len(self._sources):
             if not stack:
                 source = len(self._regions)
                 self._regions.append(Region(1 << source))
                 stack.extend([node for node, _ in self._sources[source]])
             source = len(self._regions) - 1
-            region = self._regions[source]
             while stack:
                 node = stack.pop()
-                known = owner.get(node)
-                if known is not None:
-                    if known != source:
-                        self._is_shared = True
-                    continue
-                if node in leaves:
-                    region.leaves[node] = leaves[node]
-                    continue
-                if node.__class__ is recv_class:
-                    edges: tuple[Edge, ...] = ()
-                    region.recvs.append(node)
-                else:
+                while node is not None:
+                    if node in owner:
+                        if owner[node] != source:
+                            self._is_shared = True
+                        break
+                    if node.__class__ is recv_class:
+                        owner[node] = source
+                        self._regions[source].recvs.append(node)
+                        break
                     edges = node.next_functions
-                    if not edges and (variable := getattr(node, "variable", None)) is not None:
-                        leaf = Leaf(node, variable)
-                        if not variable._backward_hooks:  # noqa: SLF001 - torch has no other way to ask
-                            region.leaves[node] = leaves[node] = leaf
-                            continue
-                        self._hooked[node] = leaf
-                owner[node] = source
-                children[node] = edges
-                for child, _ in edges:
-                    if child is not None:
-                        stack.append(child)
-                if len(owner) >= end:
-                    return False
+                    if not edges and self._is_plain_leaf(node):
+                        break
+                    owner[node] = source
+                    limit -= 1
+                    if len(edges) == 1 and limit > 0:  # most of a graph is chains
+                        node = edges[0][0]
+                        continue
+                    for child, _ in edges:
+                        if child is not None:
+                            stack.append(child)
+                    if limit <= 0:
+                        return False
+                    break
+        return True
+
+    def _is_plain_leaf(self, node: Any) -> bool:
+        """Whether a node that leads nowhere is a leaf without hooks; notes it if so."""
+        region = self._regions[-1]
+        leaf = self._leaves.get(node)
+        if leaf is None:
+            variable = getattr(node, "variable", None)
+            if variable is None:
+                return False
+            leaf = Leaf(node, variable)
+            if variable._backward_hooks:  # noqa: SLF001 - torch has no other way to ask
+                self._hooked[node] = leaf
+                return False
+            self._leaves[node] = leaf
+        region.leaves[node] = leaf
         return True
 
     def plan(self) -> Plan:
@@ -163,8 +172,9 @@ class Planner:
 
     def _divide(self, plan: Plan) -> None:
         """Find the regions of nodes that are reached by several sources."""
-        children, leaves = self._children, self._leaves
-        masks = plan.sources_of = self._masks()
+        leaves = self._leaves
+        children = {node: self._children(node) for node in self._owner}
+        masks = plan.sources_of = self._masks(children)
         for source, edges in enumerate(self._sources):
             region = plan.region(1 << source)
             for node, _ in edges:
@@ -185,8 +195,12 @@ class Planner:
                 elif masks[child] != sources:
                     region.exits.append(Exit(node, place, edge))
 
-    def _masks(self) -> dict[Any, int]:
-        children, leaves = self._children, self._leaves
+    def _children(self, node: Any) -> tuple[Edge, ...]:
+        edges: tuple[Edge, ...] = () if node.__class__ is self._recv_class else node.next_functions
+        return edges
+
+    def _masks(self, children: dict[Any, tuple[Edge, ...]]) -> dict[Any, int]:
+        leaves = self._leaves
         masks = dict.fromkeys(self._owner, 0)
         missing = dict.fromkeys(self._owner, 0)
         for source, edges in enumerate(self._sources):

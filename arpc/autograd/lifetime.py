@@ -13,6 +13,7 @@ from contextvars import Context
 from typing import Any, Final
 
 from arpc.agent.agent import Agent
+from arpc.agent.scope import current_scope
 from arpc.autograd.context import AutogradContext, Container
 from arpc.errors import ArpcError, AutogradError, CallError, RpcTimeoutError, ShutdownError, UnknownWorkerError
 from arpc.ids import LOCAL_BITS, WorkerInfo
@@ -53,12 +54,19 @@ class Lifetimes:
         except ArpcError as error:
             future = self.agent.loop.create_future()
             future.set_exception(error)
-        future.add_done_callback(_look_at)  # whoever waits may be cancelled before
+        return future
+
+    def notify(
+        self, message: type[Message], to: int | str, args: tuple[Any, ...], timeout_s: float
+    ) -> asyncio.Future[Any]:
+        """The same for what nobody need wait for: an error that nobody looks at is no harm."""
+        future = self.request(message, to, args, timeout_s)
+        future.add_done_callback(_look_at)
         return future
 
     # -- the end of a context
 
-    async def release(self, context_id: int) -> None:
+    async def release(self, context_id: int, told_by: int | None = None) -> None:
         """Forget a context here and wherever it is known. Returns once that is done, or after a bounded time.
 
         Whoever is cancelled meanwhile need not wait: the others are told all the same.
@@ -66,7 +74,11 @@ class Lifetimes:
         context = self.forget(context_id)
         if context is None:
             return
-        told = [(to, self._tell(to, context_id)) for to in self._others(context)]
+        told = [
+            (to, self._tell(to, context_id))
+            for to in context.known_workers
+            if to not in {self._container.worker_id, told_by}
+        ]
         late: list[int] = []
         cancelled: asyncio.CancelledError | None = None
         for to, future in told:
@@ -94,11 +106,8 @@ class Lifetimes:
             )
         return context
 
-    def _others(self, context: AutogradContext) -> list[int]:
-        return [to for to in context.known_workers if to != self._container.worker_id]
-
     def _tell(self, to: int, context_id: int) -> asyncio.Future[Any]:
-        return self.request(AutogradRelease, to, (context_id,), self._attempt_s)
+        return self.notify(AutogradRelease, to, (context_id,), self._attempt_s)
 
     async def _tell_again(self, workers: Iterable[int], context_id: int) -> None:
         """Tell workers of the end of a context until they have heard, or it is hopeless."""
@@ -114,7 +123,9 @@ class Lifetimes:
 
     async def on_release(self, context_id: int) -> None:
         """Handler: a context has ended."""
-        await self.release(context_id)
+        scope = current_scope.get()
+        caller = scope.caller if scope is not None else None
+        await self.release(context_id, None if caller is None else caller.id)
 
     # -- workers that are lost
 

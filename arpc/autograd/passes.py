@@ -90,6 +90,7 @@ class BackwardPass:
         self._used: list[int] = []
         self._is_planned = False
         self._is_busy = False
+        self._timer: asyncio.TimerHandle | None = None
         self._over: asyncio.Future[None] | None = None
         context.active_pass = self
 
@@ -216,10 +217,20 @@ class BackwardPass:
 
     def _run_in_thread(self, job: Callable[[], None]) -> None:
         self._is_busy = True
-        self._host.threads.call(job).add_done_callback(self._thread_returned)
+        future = self._host.threads.call(job)
+        future.add_done_callback(self._thread_returned)
+        if self.deadline is not None:
+            # a parcel that waits for its answer has a deadline of its own; a thread has none
+            self._timer = future.get_loop().call_at(self.deadline, self._expire)
+
+    def _expire(self) -> None:
+        self.fail(RpcTimeoutError(f"the backward pass of autograd context {self.context.id} did not end in time"))
 
     def _thread_returned(self, future: asyncio.Future[None]) -> None:
         self._is_busy = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         error = None if future.cancelled() else future.exception()
         if self.is_over:
             return
@@ -302,6 +313,8 @@ class BackwardPass:
     def _end(self) -> None:
         self.is_over = True
         self._engine.close()
+        if self._timer is not None:
+            self._timer.cancel()
         context = self.context
         context.active_pass = None
         if not self.retain_graph:  # what was gone through is freed

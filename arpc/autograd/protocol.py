@@ -38,7 +38,7 @@ class Parcel(NamedTuple):
     """The receiver has yet to announce, and its sender has unresolved sends that wait for that."""
 
 
-PackedParcel = tuple[int, list[int], list[int], list[int], list[Any]]
+PackedParcel = tuple[list[int], list[Any]]
 """A parcel as it travels: as plain and flat as can be, which is what pickles quickly."""
 
 _IS_FIRST: Final = 1
@@ -47,24 +47,23 @@ _ASKS: Final = 2
 
 def pack_parcel(parcel: Parcel) -> PackedParcel:
     """Make a parcel ready to travel."""
-    sends: list[int] = []
-    counts: list[int] = []
+    numbers = [_IS_FIRST * parcel.is_first | _ASKS * parcel.asks, len(parcel.ids), *parcel.ids]
     tensors: list[Any] = []
     for send, gradients in parcel.gradients:
-        sends.append(send)
-        counts.append(len(gradients))
+        numbers += (send, len(gradients))
         tensors += gradients
-    return _IS_FIRST * parcel.is_first | _ASKS * parcel.asks, list(parcel.ids), sends, counts, tensors
+    return numbers, tensors
 
 
-def unpack_parcel(flags: int, ids: list[int], sends: list[int], counts: list[int], tensors: list[Any]) -> Parcel:
+def unpack_parcel(numbers: list[int], tensors: list[Any]) -> Parcel:
     """The parcel that was packed."""
+    end = 2 + numbers[1]
     gradients: list[tuple[int, Sequence[Any]]] = []
     place = 0
-    for send, count in zip(sends, counts, strict=True):
+    for send, count in zip(numbers[end::2], numbers[end + 1 :: 2], strict=True):
         gradients.append((send, tensors[place : place + count]))
         place += count
-    return Parcel(gradients, bool(flags & _IS_FIRST), ids, bool(flags & _ASKS))
+    return Parcel(gradients, bool(numbers[0] & _IS_FIRST), numbers[2:end], bool(numbers[0] & _ASKS))
 
 
 NOTHING_LIVE = Parcel(is_first=True)

@@ -21,7 +21,7 @@ from arpc.autograd.passes import BackwardPass
 from arpc.autograd.protocol import NOTHING_LIVE, PackedParcel, Parcel, pack_parcel, unpack_parcel
 from arpc.autograd.recording import Recorder
 from arpc.autograd.roots import checked_roots
-from arpc.errors import AutogradError, RpcTimeoutError, WorkerLostError
+from arpc.errors import AutogradError, WorkerLostError
 from arpc.ids import GloballyUniqueId, WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.rref.context import RRefContext
@@ -113,32 +113,13 @@ class AutogradService:
         )
         started.start()
         try:
-            if not started.is_over:
-                await self._wait(started)
-            elif started.failure is not None:
-                raise started.failure
+            await started.wait()
         except asyncio.CancelledError as error:
             started.fail(error)
             raise
         except Exception:
             if started.abort_told is not None:
                 await asyncio.wait([started.abort_told], timeout=_ABORT_S)
-            raise
-
-    async def _wait(self, started: BackwardPass) -> None:
-        if started.deadline is None:
-            await started.wait()
-            return
-        limit = asyncio.timeout_at(started.deadline)
-        try:
-            async with limit:
-                await started.wait()
-        except TimeoutError:
-            if limit.expired():
-                started.fail(
-                    RpcTimeoutError(f"the backward pass of autograd context {started.context.id} did not end in time")
-                )
-                await started.wait()
             raise
 
     async def backward_from(self, rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
@@ -224,7 +205,7 @@ class AutogradService:
     def abort(self, context: AutogradContext, pass_id: int, but: int | None = None) -> asyncio.Future[Any] | None:
         """Tell all who know a context that a pass has failed; the future is done when they have heard."""
         told = [
-            self.lifetimes.request(AutogradAbort, to, (context.id, pass_id), _ABORT_S)
+            self.lifetimes.notify(AutogradAbort, to, (context.id, pass_id), _ABORT_S)
             for to in context.known_workers
             if to not in {self.info.id, but}
         ]

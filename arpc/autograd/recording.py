@@ -34,6 +34,8 @@ class Recorder:
 
     def __init__(self, container: Container) -> None:
         self._container = container
+        self.occasions = container.contexts
+        """Calls are looked at only while there are contexts."""
 
     def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot]) -> tuple[int, int] | None:
         context_id = _current()

@@ -147,7 +147,9 @@ class RegionEngine(LocalEngine):
                 else:
                     self._pending.setdefault(plan.sources(edge[0]), []).append((edge, gradient))
         if plan.sources_of is None:
-            self._ready.append(self._waiting.pop(bit))
+            region = self._waiting.pop(bit)
+            if region.recvs or bit in self._pending:
+                self._ready.append(region)
         else:
             self._is_looked_through = False
 
@@ -187,14 +189,21 @@ class RegionEngine(LocalEngine):
                 self._run_paused(ready, entering, border)
             else:
                 self._run_plainly(ready, entering)
-        heard = {record for record, _ in self.delivered}
-        self.silent += [node.record for region in ready for node in region.recvs if node.record not in heard]
+        expected = [node.record for region in ready for node in region.recvs]
+        if expected:
+            heard = {record for record, _ in self.delivered}
+            self.silent += [record for record in expected if record not in heard]
 
     def _run_plainly(self, ready: list[Region], entering: list[tuple[Edge, Tensor]]) -> None:
-        variables = list({leaf.variable: None for region in ready for leaf in region.leaves.values()})
-        variables += self._hooked_of(ready)
-        with self._watched():
+        variables = _variables(ready)
+        if self.plan.hooked_leaves:
+            variables += self._hooked_of(ready)
+        watching = self._watch()
+        try:
             gradients = _call_engine(entering, (ANCHOR, *variables), retain_graph=self.retain_graph)
+        finally:
+            for handle in watching:
+                handle.remove()
         for variable, gradient in zip(variables, gradients[1:], strict=True):
             if gradient is not None:
                 self.leaves.add(variable, gradient)
@@ -238,7 +247,8 @@ class RegionEngine(LocalEngine):
             total: list[Tensor] = []
             hooked.append((variable, total))
             handles.append(variable.register_hook(total.append))  # type: ignore[no-untyped-call]
-        variables = list({leaf.variable: None for region in ready for leaf in region.leaves.values()})
+        handles += self._watch()
+        variables = _variables(ready)
         inputs = (
             ANCHOR,
             *variables,
@@ -248,7 +258,7 @@ class RegionEngine(LocalEngine):
         for token in barriers.values():
             token.grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]  # noqa: SLF001 - last in the engine's queue
         try:
-            with self._watched(), _without_pause_warnings():
+            with _without_pause_warnings():
                 _call_engine(entering, inputs, retain_graph=self.retain_graph, barriers=list(barriers.values()))
         except PauseSignal:
             pass
@@ -267,25 +277,27 @@ class RegionEngine(LocalEngine):
             assert sources not in now
             self._pending.setdefault(sources, []).append((edge, gradient))
 
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """In anomaly mode, note which node runs, so that an error can name it."""
+    def _watch(self) -> list[Any]:
+        """In anomaly mode, note which node runs, so that an error can name it. Returns what ends that."""
         if not torch.is_anomaly_enabled():
-            yield
-            return
+            return []
         hooked = self.plan.hooked_leaves
-        handles = [node.register_prehook(self._noter(node)) for node in self.plan.nodes if node not in hooked]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return [node.register_prehook(self._noter(node)) for node in self.plan.nodes if node not in hooked]
 
     def _noter(self, node: Any) -> Callable[[Any], None]:
         def note(_: Any) -> None:
             self.last_begun = node
 
         return note
+
+
+def _variables(regions: list[Region]) -> list[Tensor]:
+    """The leaves without hooks that regions lead to."""
+    if len(regions) == 1:
+        return [leaf.variable for leaf in regions[0].leaves.values()]
+    return [
+        leaf.variable for leaf in {node: leaf for region in regions for node, leaf in region.leaves.items()}.values()
+    ]
 
 
 def _call_engine(

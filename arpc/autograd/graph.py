@@ -67,11 +67,8 @@ class Plan:
         self.regions: dict[int, Region] = {}
         self.sources_of: dict[Any, int] | None = None
         """The region of each node; None if no node is reached by two sources."""
-
-    @property
-    def count(self) -> int:
+        self.count = len(nodes) + len(leaves)
         """How many nodes there are."""
-        return len(self.nodes) + len(self.leaves)
 
     @property
     def recvs(self) -> Iterator[Any]:

@@ -80,6 +80,7 @@ class Lifetimes:
             if to not in {self._container.worker_id, told_by}
         ]
         late: list[int] = []
+        is_worth_waiting = False
         cancelled: asyncio.CancelledError | None = None
         for to, future in told:
             try:
@@ -90,9 +91,11 @@ class Lifetimes:
             except (CallError, OSError, ArpcError) as error:
                 if not _is_hopeless(error):
                     late.append(to)
+                    # one that is lost is told when it comes back, if ever
+                    is_worth_waiting |= isinstance(error, RpcTimeoutError)
         if late and not self._is_closed:
             again = self._own(self._tell_again(late, context_id))
-            if cancelled is None:
+            if cancelled is None and is_worth_waiting:
                 await asyncio.wait([again], timeout=_RELEASE_S)
         if cancelled is not None:
             raise cancelled

@@ -146,6 +146,9 @@ class BackwardPass:
         except Exception as error:  # noqa: BLE001 - whatever nodes and hooks of users raise
             self.fail(self._described(error))
             return None
+        except BaseException as error:
+            self.fail(AutogradError(f"the backward pass of context {self.context.id} was ended by {error!r}"))
+            raise
 
     def _run_inline(self) -> bool:
         """Run until nothing is ready; False if a thread has taken over."""

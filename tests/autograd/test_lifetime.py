@@ -223,3 +223,13 @@ def test_a_pass_can_be_taken_back_until_the_next_has_ended():
     context.roll_back(2)
     assert context.gradients[x].tolist() == [1.0]
     assert context.aborted_passes == {1, 2}
+
+
+async def test_leaving_does_not_wait_for_the_dead():
+    async with cluster(3, options=OPTIONS.replace(control_backoff=30.0), elastic=True) as group:
+        async with arpc.autograd.context():
+            await arpc.rpc_sync("worker1", functions.mul, (leaf(), 2))
+            await arpc.rpc_sync("worker2", functions.mul, (leaf(), 2))
+            await group[1].shutdown(graceful=False)
+        # far from the backoff of half a minute
+        assert_nothing_is_left([group[0], group[2]])

@@ -39,13 +39,15 @@ class Pace:
             and elements + sum(map(_elements, plan.nodes)) <= SHORT_ELEMENTS
         )
 
-    def took(self, plan: Plan, elements: int, seconds: float) -> None:
-        """Note what a run took, on the loop or in a thread."""
+    def took(self, plan: Plan, elements: int, seconds: float, cpu_seconds: float) -> None:
+        """Note what a run took, on the loop or in a thread, and how much of that the CPU was busy with it."""
         known = self._seconds.get((plan.count, elements))
-        if known is None and len(self._seconds) >= _REMEMBERED:
-            self._seconds.clear()
-        # a disturbance is forgotten after some steps
-        self._seconds[plan.count, elements] = seconds if known is None else (known + seconds) / 2
+        if known is None:
+            if len(self._seconds) >= _REMEMBERED:
+                self._seconds.clear()
+            known = cpu_seconds
+        # What it waited for may be a hook that blocks, or other programs on this machine. The first comes again.
+        self._seconds[plan.count, elements] = max(cpu_seconds, min(seconds, 2 * known))
 
 
 def _elements(node: Any) -> int:

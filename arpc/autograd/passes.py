@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any, Final, Protocol
 
 import torch
@@ -171,9 +171,9 @@ class BackwardPass:
             self._take_results()
 
     def _run_timed(self, elements: int) -> None:
-        begun = perf_counter()
+        begun, cpu_begun = perf_counter(), thread_time()
         self._engine.run()
-        self._host.pace.took(self._engine.plan, elements, perf_counter() - begun)
+        self._host.pace.took(self._engine.plan, elements, perf_counter() - begun, thread_time() - cpu_begun)
 
     def _walk_on(self) -> None:
         while not self._engine.walk(WALK_NODES):

@@ -1,6 +1,6 @@
 """arpc: the asyncio-native RPC runtime for PyTorch."""
 
-from arpc import functions, futures
+from arpc import autograd, functions, futures
 from arpc._version import __version__
 from arpc.agent.functions import inline
 from arpc.agent.future import Future
@@ -11,6 +11,8 @@ from arpc.errors import (
     AlreadyInitializedError,
     ArpcError,
     AuthenticationError,
+    AutogradError,
+    BackwardError,
     CallCancelledError,
     CallError,
     ConfigurationError,
@@ -47,6 +49,8 @@ __all__ = [
     "AlreadyInitializedError",
     "ArpcError",
     "AuthenticationError",
+    "AutogradError",
+    "BackwardError",
     "CallCancelledError",
     "CallError",
     "ConfigurationError",
@@ -77,6 +81,7 @@ __all__ = [
     "WorkerInfo",
     "WorkerLostError",
     "__version__",
+    "autograd",
     "enable_grad",
     "functions",
     "futures",

@@ -21,6 +21,8 @@
     │       └── OwnerLostError                 it was the owner of an RRef, whose value is gone with it
     ├── RRefError (RuntimeError)               an RRef that cannot be used: released, or its value is gone
     │   └── RRefCreationError                  it is not known whether its value was ever created
+    ├── AutogradError (RuntimeError)           no such context, or roots that gradients cannot start from
+    │   └── BackwardError                      a node raised in a backward pass; names the worker and the node
     ├── RemoteError                            the function raised something that cannot be rebuilt here
     └── WireError (ConnectionError)            what a peer sent, or a connection that cannot be used
         ├── ProtocolError                      bytes that are no arpc, or not at this time
@@ -41,6 +43,8 @@ __all__ = [
     "AlreadyInitializedError",
     "ArpcError",
     "AuthenticationError",
+    "AutogradError",
+    "BackwardError",
     "CallCancelledError",
     "CallError",
     "ConfigurationError",
@@ -156,6 +160,30 @@ class RRefError(ArpcError, RuntimeError):
 
 class RRefCreationError(RRefError):
     """The creation of an RRef timed out or was cut off, so that its value may not exist."""
+
+
+class AutogradError(ArpcError, RuntimeError):
+    """A distributed autograd context, or the roots of a backward pass, that cannot be used as they were."""
+
+
+class BackwardError(AutogradError):
+    """Something raised while a backward pass ran its nodes on some worker; that error is the ``__cause__``.
+
+    ``worker`` is the name of that worker, ``worker_id`` its id, ``node`` the node of the graph as far as it is known,
+    ``forward_stack`` where its forward ran, if torch's anomaly mode was on there then.
+    """
+
+    def __init__(
+        self, message: str, worker: str = "", worker_id: int = -1, node: str = "", forward_stack: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.worker_id = worker_id
+        self.node = node
+        self.forward_stack = forward_stack
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return BackwardError, (str(self), self.worker, self.worker_id, self.node, self.forward_stack)
 
 
 class RemoteError(ArpcError):

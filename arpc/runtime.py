@@ -24,6 +24,7 @@ from arpc.agent.rendezvous import Rendezvous, create_rendezvous, open_store
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.streams import Stream
 from arpc.agent.variables import VariableCarrier
+from arpc.autograd.service import AutogradService
 from arpc.errors import (
     AlreadyInitializedError,
     NotInitializedError,
@@ -73,6 +74,7 @@ class Worker:
         self.agent: Agent
         self.rendezvous: Rendezvous
         self.rref_context: RRefContext
+        self.autograd: AutogradService
         self.leaked_rrefs: tuple[RRefRow, ...] = ()
         """After a graceful shutdown: values of this worker that others still held when all had let go."""
         self._shutdown: asyncio.Task[None] | None = None
@@ -155,6 +157,7 @@ class Worker:
             "heartbeat": self.agent.heartbeat.statistics(),
             "rendezvous": self.rendezvous.statistics(),
             "rrefs": rref_statistics(self.rref_context),
+            "autograd": self.autograd.statistics(),
         }
 
     # -- the end
@@ -217,6 +220,7 @@ class Worker:
 
     async def _close(self, *, graceful: bool) -> None:
         self.rref_context.close()
+        self.autograd.close()
         await self.agent.aclose()
         with suppress(RendezvousError, OSError):
             # the host of the store waits a moment for the others, unless nobody is to be waited for
@@ -348,6 +352,7 @@ async def start_worker(
     ways.update(transports or {})
     identity = Identity(name, 0, secrets.randbits(63), main_fingerprint())
     rrefs = worker.rref_context = RRefContext(options, context, name, identity.incarnation)
+    autograd = worker.autograd = AutogradService(options, context, rrefs)
     agent = worker.agent = context.run(
         lambda: Agent(
             worker=worker,
@@ -356,14 +361,16 @@ async def start_worker(
             context=context,
             transports=ways,
             resolve=rendezvous.resolve,
-            handlers=rrefs.handlers,
+            handlers={**rrefs.handlers, **autograd.handlers},
             reducers={RRef: partial(reduce_rref, rrefs)},
-            interceptors=(VariableCarrier(),),
+            interceptors=(VariableCarrier(), autograd.recorder),
             is_elastic=rendezvous.is_elastic,
-            watchers=(rrefs,),
+            watchers=(rrefs, autograd),
         )
     )
-    rrefs.attach(agent)
+    features: tuple[RRefContext | AutogradService, ...] = (rrefs, autograd)
+    for feature in features:
+        feature.attach(agent)
     worker.rendezvous = rendezvous
     host = host_fingerprint()
     try:
@@ -377,7 +384,8 @@ async def start_worker(
         def make_record(worker_id: int) -> WorkerRecord:
             worker.info = WorkerInfo(name, worker_id)
             agent.identify(worker_id)
-            rrefs.identify(worker.info)
+            for feature in features:
+                feature.identify(worker.info)
             return WorkerRecord(name, worker_id, identity.incarnation, listening, host, identity.main)
 
         record = await rendezvous.join(
@@ -388,7 +396,8 @@ async def start_worker(
         agent.add_peer(record)
         agent.serve()
     except BaseException:
-        rrefs.close()
+        for feature in features:
+            feature.close()
         await agent.aclose("it failed to start")
         await rendezvous.aclose()
         raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from arpc.agent.scope import current_scope
@@ -11,7 +11,7 @@ from arpc.ids import GloballyUniqueId
 if TYPE_CHECKING:
     from arpc.rref.context import RRefContext
 
-__all__ = ["call_method", "rref_typeof_on_owner", "stream_items", "stream_method"]
+__all__ = ["call_function", "call_method", "rref_typeof_on_owner", "stream_items", "stream_method"]
 
 
 def _context() -> RRefContext:
@@ -29,6 +29,13 @@ async def call_method(rref: int, is_created: bool, name: str, args: tuple[Any, .
     """Call a method of a value, once it is there, in the way its kind asks for."""
     method = getattr(await _value(rref, is_created), name)
     return await _context().call(method, args, kwargs)
+
+
+async def call_function(
+    rref: int, is_created: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call a function with a value as its first argument, once it is there."""
+    return await _context().call(function, (await _value(rref, is_created), *args), kwargs)
 
 
 async def stream_method(

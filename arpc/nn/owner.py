@@ -1,0 +1,111 @@
+"""What is done with a module where it is. All of these run on its owner, the module itself being their first argument."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from arpc.agent.functions import inline, name_of
+from arpc.errors import ConfigurationError
+from arpc.optim.locks import run_alone
+from arpc.rref.handle import RRef
+from arpc.runtime import current
+
+__all__ = [
+    "create_module",
+    "forward",
+    "get_state",
+    "load_state",
+    "parameter_rrefs",
+    "set_mode",
+    "set_requires_grad",
+    "touch",
+]
+
+
+def create_module(
+    module_cls: Callable[..., nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
+) -> nn.Module:
+    """Make a module and put it on its device. Runs on the worker that is to own it."""
+    try:
+        module = module_cls(*args, **kwargs)
+        if not isinstance(module, nn.Module):
+            raise ConfigurationError(
+                f"a RemoteModule is made of what returns an nn.Module, and {name_of(module_cls)} returned "
+                f"{type(module).__qualname__}"
+            )
+        return module.to(device)
+    except Exception as error:
+        error.add_note(f"while worker {current().name!r} made the RemoteModule {name_of(module_cls)} on {device}")
+        raise
+
+
+def forward(module: nn.Module, device: torch.device, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call a module, hooks included, with its inputs on its own device and its results on the CPU."""
+    if device.type == "cpu":
+        return module(*args, **kwargs)
+    result = module(*_moved(args, device), **_moved(kwargs, device))
+    return _moved_later(result) if inspect.iscoroutine(result) else _moved(result, torch.device("cpu"))
+
+
+async def _moved_later(result: Coroutine[Any, Any, Any]) -> Any:
+    return _moved(await result, torch.device("cpu"))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """The same value with the tensors in it, and in containers of it, on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(item, device) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_moved(item, device) for item in value]
+    if isinstance(value, tuple):
+        items = [_moved(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value
+
+
+@inline
+def touch(module: nn.Module) -> None:
+    """Do nothing: to be answered, the module must exist."""
+
+
+# On the loop, hence in the order in which they and the forward passes of one caller arrive
+@inline
+def set_mode(module: nn.Module, mode: bool) -> None:
+    module.train(mode)
+
+
+@inline
+def set_requires_grad(module: nn.Module, requires_grad: bool) -> None:
+    module.requires_grad_(requires_grad)
+
+
+def parameter_rrefs(module: nn.Module, recurse: bool) -> dict[str, RRef[Parameter]]:
+    return {name: RRef(parameter) for name, parameter in module.named_parameters(recurse=recurse)}
+
+
+async def get_state(module: nn.Module) -> dict[str, Any]:
+    """A copy of the state dict, on the CPU, made between two steps of an optimizer."""
+    return await run_alone(module.parameters(), lambda: _copied_state(module))
+
+
+def _copied_state(module: nn.Module) -> dict[str, Any]:
+    return {
+        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+        for name, value in module.state_dict().items()
+    }
+
+
+async def load_state(
+    module: nn.Module, state: Mapping[str, Any], strict: bool
+) -> tuple[list[str], list[str]]:
+    """Load a state dict between two steps of an optimizer; returns missing and unexpected keys."""
+    keys = await run_alone(module.parameters(), lambda: module.load_state_dict(state, strict=strict))
+    return list(keys.missing_keys), list(keys.unexpected_keys)

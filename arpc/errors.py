@@ -42,7 +42,7 @@ that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from typing import Self
 
 __all__ = [
@@ -124,15 +124,15 @@ class WorkersFailedError(ArpcError, ExceptionGroup[Exception]):
     """Something that was to be done on several workers failed on some of them, or on all.
 
     Like the error of an `asyncio.TaskGroup` it holds one exception for each that failed, however many there are:
-    ``except* OwnerLostError:`` picks some of them. ``failed`` names their workers in the same order, ``succeeded`` those
-    on which it was done.
+    ``except* OwnerLostError:`` picks some of them. ``failed`` names their workers in the same order, ``succeeded``
+    those on which it was done.
     """
 
     failed: tuple[str, ...] = ()
     succeeded: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, what: str, errors: Sequence[tuple[str, Exception]], succeeded: Sequence[str]) -> Self:
+    def of(cls, what: str, errors: abc.Sequence[tuple[str, Exception]], succeeded: abc.Sequence[str]) -> Self:
         """The error for what was done, given the workers that failed and those that did not."""
         names = ", ".join(repr(name) for name, _ in errors)
         others = f"; done on {', '.join(map(repr, succeeded))}" if succeeded else ""
@@ -141,7 +141,7 @@ class WorkersFailedError(ArpcError, ExceptionGroup[Exception]):
         made.succeeded = tuple(succeeded)
         return made
 
-    def derive(self, excs: Sequence[Exception], /) -> WorkersFailedError:  # type: ignore[override]
+    def derive(self, excs: abc.Sequence[Exception], /) -> WorkersFailedError:  # type: ignore[override]
         """A group of some of the exceptions, for ``except*`` and `split`."""
         made = WorkersFailedError(self.message, excs)
         by_error = {id(error): name for name, error in zip(self.failed, self.exceptions, strict=False)}

@@ -9,7 +9,7 @@ import torch
 
 from arpc.errors import ConfigurationError
 
-__all__ = ["Address"]
+__all__ = ["Address", "parse_device"]
 
 _RANK: Final = re.compile(r"rank:(\d+)")
 
@@ -26,8 +26,8 @@ class Address(NamedTuple):
         worker, slash, device = text.partition("/")
         if not worker or (slash and not device) or "/" in device:
             raise ConfigurationError(
-                f"{text!r} is no address of a module: give '<worker>/<device>', 'rank:<id>/<device>', or either without "
-                f"the device"
+                f"{text!r} is no address of a module: give '<worker>/<device>', 'rank:<id>/<device>', or either "
+                f"without the device"
             )
         rank = _RANK.fullmatch(worker)
         return cls(int(rank[1]) if rank else worker, parse_device(device or "cpu"))

@@ -1,4 +1,4 @@
-"""What is done with a module where it is. All of these run on its owner, the module itself being their first argument."""
+"""What is done with a module where it is. All of these run on its owner; most take the module first."""
 
 from __future__ import annotations
 
@@ -79,15 +79,18 @@ def touch(module: nn.Module) -> None:
 # On the loop, hence in the order in which they and the forward passes of one caller arrive
 @inline
 def set_mode(module: nn.Module, mode: bool) -> None:
+    """Let it train, or not."""
     module.train(mode)
 
 
 @inline
 def set_requires_grad(module: nn.Module, requires_grad: bool) -> None:
+    """Let its parameters get gradients, or not."""
     module.requires_grad_(requires_grad)
 
 
 def parameter_rrefs(module: nn.Module, recurse: bool) -> dict[str, RRef[Parameter]]:
+    """An RRef to each parameter, by its name."""
     return {name: RRef(parameter) for name, parameter in module.named_parameters(recurse=recurse)}
 
 
@@ -103,9 +106,7 @@ def _copied_state(module: nn.Module) -> dict[str, Any]:
     }
 
 
-async def load_state(
-    module: nn.Module, state: Mapping[str, Any], strict: bool
-) -> tuple[list[str], list[str]]:
+async def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> tuple[list[str], list[str]]:
     """Load a state dict between two steps of an optimizer; returns missing and unexpected keys."""
     keys = await run_alone(module.parameters(), lambda: module.load_state_dict(state, strict=strict))
     return list(keys.missing_keys), list(keys.unexpected_keys)

@@ -51,7 +51,7 @@ class RefusingModule(nn.Module):
 
 
 def _refusal(name: str, instead: str) -> Any:
-    def refuse(self: RefusingModule, *args: Any, **kwargs: Any) -> NoReturn:
+    def refuse(_self: RefusingModule, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise UnsupportedError(f"a RemoteModule has no {name}(), the module is on another worker: {instead}")
 
     refuse.__name__ = name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Final, Generic, NoReturn, Self, TypeVar, cast
+from typing import Any, Final, Generic, Self, TypeVar, cast
 
 import torch
 from torch import nn
@@ -50,14 +50,14 @@ class RemoteModule(RefusingModule, Generic[M]):
         future = m.forward_async(torch.ones(128, 20))   # the same, started now
         params = await m.remote_parameters()            # RRefs, for arpc.optim.DistributedOptimizer
 
-    The address is a worker, by name or as ``rank:<id>``, and a device there, the CPU if none is given. Inputs are moved to
-    that device; results come back on the CPU. Nothing is waited for: an error while the module is made is raised wherever
-    it is used, or when the RemoteModule itself is awaited (``m = await RemoteModule(...)``). ``timeout`` is for the making
-    and for every call through this handle.
+    The address is a worker, by name or as ``rank:<id>``, and a device there, the CPU if none is given. Inputs are moved
+    to that device; results come back on the CPU. Nothing is waited for: an error while the module is made is raised
+    wherever it is used, or when the RemoteModule itself is awaited (``m = await RemoteModule(...)``). ``timeout`` is
+    for the making and for every call through this handle.
 
-    It can be passed to other workers, and returned from them: all handles mean the same module, which lives as long as one
-    of them does. It is an nn.Module, so that a model can have it as a part. What makes no sense for a module that is
-    elsewhere, such as ``parameters()`` or hooks, raises `UnsupportedError` and says what to use instead.
+    It can be passed to other workers, and returned from them: all handles mean the same module, which lives as long as
+    one of them does. It is an nn.Module, so that a model can have it as a part. What makes no sense for a module that
+    is elsewhere, such as ``parameters()`` or hooks, raises `UnsupportedError` and says what to use instead.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class RemoteModule(RefusingModule, Generic[M]):
     ) -> Self:
         """A RemoteModule for a module that somebody has an RRef to. It is on ``device`` already."""
         made = cls.__new__(cls)
-        made._set_up(module_rref, parse_device(device), timeout, "module")
+        made._set_up(module_rref, parse_device(device), timeout, "module")  # noqa: SLF001 - its own, in all but name
         return made
 
     @classmethod
@@ -100,8 +100,8 @@ class RemoteModule(RefusingModule, Generic[M]):
         address = Address.parse(remote_device)
         if address.worker not in {module_rref.owner_name(), module_rref.owner().id}:
             raise ConfigurationError(
-                f"the module is on worker {module_rref.owner_name()!r} and not at {remote_device!r}: a RemoteModule calls "
-                f"it where it is"
+                f"the module is on worker {module_rref.owner_name()!r} and not at {remote_device!r}: a RemoteModule "
+                f"calls it where it is"
             )
         return cls.from_module_rref(module_rref, address.device)
 
@@ -154,8 +154,8 @@ class RemoteModule(RefusingModule, Generic[M]):
     def train(self, mode: bool = True) -> Future[Self]:  # type: ignore[override]
         """Set the module's mode. It starts now, and whoever needs to know that it is done awaits the `Future`.
 
-        So ``model.train()`` and ``model.eval()`` of a model that has this as a part reach it too. Forward passes that this
-        worker starts afterwards find the mode set.
+        So ``model.train()`` and ``model.eval()`` of a model that has this as a part reach it too. Forward passes that
+        this worker starts afterwards find the mode set.
         """
         self.training = mode
         return self._call(owner.set_mode, mode).then(self._after)
@@ -222,8 +222,8 @@ class RemoteModule(RefusingModule, Generic[M]):
 
 _KNOWN: Final = frozenset(nn.Module().__dict__) | {"_rref", "_device", "_timeout", "_name"}
 _STATE_OF_WHOLE: Final = (
-    "the state of a remote module has to be awaited, so that of a model which has one as a part cannot be had at once: use "
-    "`await m.state_dict()` for the remote part, and state_dict() of the local ones"
+    "the state of a remote module has to be awaited, so that of a model which has one as a part cannot be had at once: "
+    "use `await m.state_dict()` for the remote part, and state_dict() of the local ones"
 )
 
 
@@ -279,6 +279,4 @@ async def parameter_rrefs(module: nn.Module) -> list[RRef[Parameter]]:
     visit(module)
     remote_parts = [part for part in found if isinstance(part, RemoteModule)]
     lists = dict(zip(remote_parts, await asyncio.gather(*(p.remote_parameters() for p in remote_parts)), strict=True))
-    return [
-        rref for part in found for rref in (lists[part] if isinstance(part, RemoteModule) else [RRef(part)])
-    ]
+    return [rref for part in found for rref in (lists[part] if isinstance(part, RemoteModule) else [RRef(part)])]

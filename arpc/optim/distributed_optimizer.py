@@ -47,8 +47,9 @@ class DistributedOptimizer(Optimizer):
     parameter. With ``serialize_steps=False`` only those of one optimizer are, and those of others write into the same
     memory at the same time, as in Hogwild.
 
-    **Stale gradients.** Another trainer may make a step between a forward pass and its backward pass, which then computes
-    with some weights that are newer. With ``check_versions=True`` torch raises there, as it does in a single process.
+    **Stale gradients.** Another trainer may make a step between a forward pass and its backward pass, which then
+    computes with some weights that are newer. With ``check_versions=True`` torch raises there, as it does in a single
+    process.
     """
 
     # A subclass, because torch's schedulers take nothing else. Its __init__ is not for parameters that are elsewhere.
@@ -121,9 +122,10 @@ class DistributedOptimizer(Optimizer):
     ) -> None:
         """Let every owner make one step with the gradients that a context has for its parameters.
 
-        A parameter for which there are none is left alone. Returns when all have changed. A step is made on an owner
-        as a whole or not at all, but each owner is on its own: after a `WorkersFailedError`, which tells for each owner,
-        or when this is cancelled, some may have made it. ``AutogradError``: there is no such context.
+        A parameter for which there are none is left alone. Returns when all have changed. On an owner a step is begun
+        or not, and what is begun is finished; but each owner is on its own: when this is cancelled, or raises
+        `WorkersFailedError`, some owners may have made it. That error tells which. ``AutogradError``: there is no such
+        context.
         """
         get_gradients(context_id)  # raises if the context is not known
         await self._ready(timeout)
@@ -163,13 +165,12 @@ class DistributedOptimizer(Optimizer):
             group.clear()
             group.update(copied(old), params=params)
 
-    def add_param_group(self, param_group: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def add_param_group(self, param_group: Mapping[str, Any]) -> None:
         """One more group, of RRefs and the hyperparameters that differ. Nothing is waited for, as in the beginning.
 
         It appears in ``param_groups`` with the next step, or when the optimizer is awaited again.
         """
-        group = _checked(param_group)
-        self._add([group])
+        self._add([_checked(param_group)])
 
     async def _on_owners(
         self,
@@ -227,8 +228,8 @@ class DistributedOptimizer(Optimizer):
 
     def _no_hooks(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedError(
-            "hooks of a torch optimizer run where the optimizer does, and these are with the owners: call what is to run "
-            "before and after a step around `await opt.step(...)`, or give a subclass of the optimizer that has them"
+            "hooks of a torch optimizer run where the optimizer does, and these are with the owners: call what is to "
+            "run before and after a step around `await opt.step(...)`, or give a subclass of the optimizer with them"
         )
 
     register_step_pre_hook = _no_hooks
@@ -282,8 +283,8 @@ def _checked(group: Any) -> Group:
     for rref in rrefs:
         if not isinstance(rref, RRef):
             raise ConfigurationError(
-                f"DistributedOptimizer takes RRefs to parameters, not {type(rref).__qualname__}. Parameters of this worker "
-                f"go as arpc.RRef(parameter), those of a RemoteModule as `await module.remote_parameters()`"
+                f"DistributedOptimizer takes RRefs to parameters, not {type(rref).__qualname__}. Parameters of this "
+                f"worker go as arpc.RRef(parameter), those of a RemoteModule as `await module.remote_parameters()`"
             )
     return {**group, "params": rrefs}
 
@@ -295,10 +296,12 @@ def _refuse_closures(optimizer_class: Callable[..., Optimizer]) -> None:
         parameters = list(inspect.signature(step).parameters.values())[1:] if callable(step) else []
     except (TypeError, ValueError):
         return  # it does not tell
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind in {p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD}]
+    needed = [
+        p.name for p in parameters if p.default is p.empty and p.kind in {p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD}
+    ]
     if needed:
         name = getattr(optimizer_class, "__name__", repr(optimizer_class))
         raise ConfigurationError(
-            f"{name}.step needs {', '.join(needed)}: it computes the loss of the whole model again within a step, which no "
-            f"single owner can. Use an optimizer whose step() takes gradients only"
+            f"{name}.step needs {', '.join(needed)}: it computes the loss of the whole model again within a step, "
+            f"which no single owner can. Use an optimizer whose step() takes gradients only"
         )

@@ -11,9 +11,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from arpc.autograd import get_gradients
-from arpc.errors import ConfigurationError
+from arpc.errors import AutogradError, ConfigurationError
 from arpc.optim.locks import run_alone
-from arpc.rref.handle import RRef
 from arpc.runtime import current
 
 __all__ = ["Description", "Group", "LocalOptimizer", "StepRules", "copied", "make_local_optimizer"]
@@ -87,14 +86,16 @@ class LocalOptimizer:
 
     async def _alone(self, function: Callable[[], Any]) -> Any:
         """Run a function in a thread, with the parameters to itself, or at least the stand-ins."""
-        await_for = self._parameters if self._rules.serialize_steps else self._stand_ins
-        return await run_alone(await_for, function)
+        return await run_alone(self._parameters if self._rules.serialize_steps else self._stand_ins, function)
 
     # -- what the other side calls
 
     async def step(self, context_id: int, changes: Sequence[Group]) -> None:
         """Let the optimizer make a step with the gradients of a context, after changing its hyperparameters."""
-        gradients = get_gradients(context_id)
+        try:
+            gradients = get_gradients(context_id)
+        except AutogradError:
+            gradients = {}  # whoever asks knows the context: it has not touched this worker
         await self._alone(lambda: self._step(gradients, changes))
 
     async def describe(self) -> Description:

@@ -79,7 +79,10 @@ def joined_state(parts: Sequence[Part], states: Sequence[Mapping[str, Any]], gro
         # what has been changed here, and goes to the owners with the next step
         saved.update({key: copied(value) for key, value in group.items() if key != "params"})
         saved["params"] = saved.pop("params")
-    return {"state": dict(sorted(joined.items(), key=lambda item: (isinstance(item[0], str), item[0]))), "param_groups": saved_groups}
+    return {
+        "state": dict(sorted(joined.items(), key=lambda item: (isinstance(item[0], str), item[0]))),
+        "param_groups": saved_groups,
+    }
 
 
 def check_state(state: Mapping[str, Any], groups: Sequence[Group]) -> None:

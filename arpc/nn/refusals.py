@@ -15,15 +15,18 @@ _BY_CLASS: Final = "let `module_cls` make the module as it is to be"
 _HOOKS: Final = "hooks run where the module does: let `module_cls` register them"
 _DEVICE: Final = "the device is part of the address that the RemoteModule is made with, as in 'worker1/cuda:0'"
 _PARAMETERS: Final = "use `await m.remote_parameters()`, or `await m.remote_named_parameters()` for the names too"
+# It is torch that asks a part of a model for its modules, and the model was asked for its parameters
+_WHOLE: Final = "for all parameters of a model that has one as a part, use `await arpc.nn.parameter_rrefs(model)`"
 _GRADIENTS: Final = "gradients belong to an autograd context and end with it"
 
 _INSTEAD: Final = {
     **dict.fromkeys(("parameters", "named_parameters"), _PARAMETERS),
     **dict.fromkeys(("buffers", "named_buffers"), "use `await m.state_dict()`"),
     **dict.fromkeys(
-        ("children", "named_children", "modules", "named_modules", "get_submodule", "get_parameter", "get_buffer"),
+        ("children", "named_children", "get_submodule", "get_parameter", "get_buffer"),
         _BY_METHOD,
     ),
+    **dict.fromkeys(("modules", "named_modules"), _WHOLE),
     **dict.fromkeys(("apply", "compile", "set_submodule"), _BY_METHOD),
     **dict.fromkeys(("register_buffer", "register_parameter", "add_module", "register_module"), _BY_CLASS),
     **dict.fromkeys(("type", "float", "double", "half", "bfloat16"), _BY_CLASS),

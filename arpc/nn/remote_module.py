@@ -216,7 +216,8 @@ class RemoteModule(RefusingModule, Generic[M]):
     def __reduce__(self) -> tuple[Any, ...]:
         unknown = self.__dict__.keys() - _KNOWN
         if unknown:
-            logger.warning("%r is sent without the attributes that it was given: %s", self, ", ".join(sorted(unknown)))
+            # its text, and not the handle itself, which would live as long as the record
+            logger.warning("%s is sent without the attributes it was given: %s", repr(self), ", ".join(sorted(unknown)))
         return _rebuild, (type(self), self._rref, self._device, self._timeout, self._name, self.training)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any, Final, Generic, Self, TypeVar, cast
 
 import torch
@@ -32,11 +32,13 @@ M = TypeVar("M", bound=nn.Module)
 class _ModuleFuture(OwnerFuture):
     """The future of a call: what went wrong with the worker or the RRef says which module is meant."""
 
-    module = ""
+    module: RemoteModule[Any] | None = None
 
     def set_exception(self, exception: type | BaseException) -> None:
         if isinstance(exception, ArpcError):
-            exception.add_note(f"in a call of the {self.module}")
+            note = f"in a call of the {self.module!r}"
+            if note not in getattr(exception, "__notes__", ()):  # an error may be raised at many uses
+                exception.add_note(note)
         super().set_exception(exception)
 
 
@@ -133,7 +135,7 @@ class RemoteModule(RefusingModule, Generic[M]):
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         future = _ModuleFuture(loop=self._rref._context.agent.loop)  # noqa: SLF001 - an RRef makes its futures so
-        future.module = repr(self)
+        future.module = self
         try:
             self._rref._call_function(function, args, None, self._timeout, future=future)  # noqa: SLF001
         except ArpcError as error:  # the RRef is known to be of no use
@@ -149,7 +151,10 @@ class RemoteModule(RefusingModule, Generic[M]):
         """Call the module: what ``await m(...)`` does."""
         return await self.forward_async(*args, **kwargs)
 
-    __call__ = forward  # without the hooks of an nn.Module, which here would see a coroutine
+    def __call__(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+        """``await`` it: calls the module."""
+        # without the hooks of an nn.Module, which would see a coroutine here
+        return self.forward(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Future[Self]:  # type: ignore[override]
         """Set the module's mode. It starts now, and whoever needs to know that it is done awaits the `Future`.

@@ -186,7 +186,7 @@ class DistributedOptimizer(Optimizer):
             try:
                 started.append((part, call()))
             except Exception as error:  # noqa: BLE001 - one that is known to be lost must not keep the others from it
-                errors.append((part.owner, error))
+                errors.append((part.owner, error.with_traceback(None)))
         try:
             if started:
                 await asyncio.wait([future for _, future in started])
@@ -195,17 +195,17 @@ class DistributedOptimizer(Optimizer):
                 future.cancel()
             raise
         for part, future in started:
-            try:
+            # not by raising it: its traceback would refer to this frame, and so to the optimizer
+            failure = future.exception()
+            if failure is None:
                 results.append((part, future.result()))
-            except Exception as error:  # noqa: BLE001 - it is raised below, with those of others
-                errors.append((part.owner, error))
-            else:
                 if done is not None:
                     done(part)
+            else:
+                assert isinstance(failure, Exception)
+                errors.append((part.owner, failure))
         if errors:
-            succeeded = [part.owner for part, _ in results]
-            del started, future
-            raise WorkersFailedError.of(what, errors, succeeded)
+            raise WorkersFailedError.of(what, errors, [part.owner for part, _ in results])
         return results
 
     # -- what torch's optimizers have, and this one cannot

@@ -68,17 +68,15 @@ def joined_state(parts: Sequence[Part], states: Sequence[Mapping[str, Any]], gro
     saved_groups: list[Group] = [{} for _ in groups]
     for part, state in zip(parts, states, strict=True):
         whole_number: dict[Any, int] = {}
-        for number, indices, group in zip(part.groups, part.parameters, state["param_groups"], strict=True):
+        # the changes have been made here, and go to the owners with the next step
+        rows = zip(part.groups, part.parameters, state["param_groups"], part.changes(groups), strict=True)
+        for number, indices, group, changes in rows:
             whole_number.update(zip(group["params"], indices, strict=True))
             saved = saved_groups[number]
-            saved.update({key: value for key, value in group.items() if key != "params"})
-            saved["params"] = sorted([*saved.get("params", ()), *indices])
+            before = saved.pop("params", [])
+            saved.update({**group, **changes, "params": sorted([*before, *indices])})
         for key, value in state["state"].items():
             joined[whole_number.get(key, key)] = value
-    for saved, group in zip(saved_groups, groups, strict=True):
-        # what has been changed here, and goes to the owners with the next step
-        saved.update({key: copied(value) for key, value in group.items() if key != "params"})
-        saved["params"] = saved.pop("params")
     return {
         "state": dict(sorted(joined.items(), key=lambda item: (isinstance(item[0], str), item[0]))),
         "param_groups": saved_groups,

@@ -103,6 +103,13 @@ async def call(module: arpc.nn.RemoteModule[Any], *args: Any) -> Any:
     return await module(*args)
 
 
+def call_from_a_thread(place: str, x: Tensor) -> Any:
+    """A plain function runs in a thread."""
+    module = arpc.nn.RemoteModule(place, Echo, (5.0,))
+    module.eval().wait(20)
+    return module.forward_async(x).wait(20)
+
+
 def give_back(value: Any) -> Any:
     return value
 

@@ -56,6 +56,11 @@ async def test_hooks_of_the_module_run_where_it_is(group):
     assert await RemoteModule("worker1", modules.hooked, (1.0,))(torch.ones(1)) == "from a hook"
 
 
+async def test_it_can_be_made_and_called_from_a_thread(group):
+    result = await arpc.rpc_sync("worker2", modules.call_from_a_thread, ("worker1", torch.ones(1)))
+    assert (result[0], result[3]) == (5.0, "worker1")
+
+
 # -- devices
 
 
@@ -238,7 +243,7 @@ async def test_a_lost_owner():
         for use in (m.forward_async, m, m.remote_parameters):
             with pytest.raises(arpc.OwnerLostError) as caught:
                 await use()
-            assert "RemoteModule(Echo on worker1/cpu)" in caught.value.__notes__[0]
+            assert caught.value.__notes__ == ["in a call of the RemoteModule(Echo on worker1/cpu)"]
             del caught
         await group.shutdown(graceful=False)
 

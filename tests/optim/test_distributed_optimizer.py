@@ -246,9 +246,12 @@ async def test_a_learning_rate_that_is_a_tensor(group):
 class Counting(torch.optim.SGD):
     """Keeps something of its own among its hyperparameters, as some optimizers do."""
 
+    def __init__(self, params, lr):
+        super().__init__([{"count": 0, **group} for group in params], lr)
+
     def step(self, closure=None):
         for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
+            group["count"] += 1
         return super().step(closure)
 
 

@@ -124,6 +124,11 @@ async def test_a_lost_owner_fails_at_once_and_the_others_make_their_step():
                 assert torch.equal((await rrefs[0]).detach(), torch.full((2,), -float(steps)))
                 assert torch.equal((await rrefs[2]).detach(), torch.full((2,), -float(steps)))
                 del caught
+        alone = await DistributedOptimizer(torch.optim.SGD, rrefs[:1], lr=1.0)
+        await group[1].shutdown(graceful=False)
+        for _ in range(2):
+            with pytest.raises(arpc.WorkersFailedError, match=r"failed on 'worker1'$"):
+                await alone.state_dict()
         await group.shutdown(graceful=False)
 
 

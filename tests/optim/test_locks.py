@@ -90,14 +90,13 @@ async def test_who_gives_up_waiting_makes_way(locks):
 
 
 async def test_cancelled_in_the_turn_in_which_it_is_granted(locks):
-    first, second, third = Holder(locks, A), Holder(locks, A), Holder(locks, A)
-    await turns()
-    first._release.set()
-    await asyncio.sleep(0)  # the first lets go, and the second is granted but has not run yet
+    async with locks.hold([A]):
+        second, third = Holder(locks, A), Holder(locks, A)
+        await turns()
+    # granted to the second now, which has not run since
     await second.cancel()
     await turns()
-    assert third.has_it or second.has_it
-    await first.let_go()
+    assert (second.has_it, third.has_it) == (False, True)
     await third.let_go()
 
 

@@ -1,4 +1,4 @@
-"""What is done with a module where it is. All of these run on its owner; most take the module first."""
+"""What is done with a module where it is. All of these run on its owner, most with the module as first argument."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from torch.nn import Parameter
 from arpc.agent.functions import inline, name_of
 from arpc.errors import ConfigurationError
 from arpc.optim.locks import run_alone
+from arpc.rref.calls import held_value, run_here
 from arpc.rref.handle import RRef
 from arpc.runtime import current
 
 __all__ = [
+    "call_module",
     "create_module",
-    "forward",
+    "do_with_module",
     "get_state",
     "load_state",
     "parameter_rrefs",
@@ -45,10 +47,25 @@ def create_module(
         raise
 
 
-def forward(module: nn.Module, device: torch.device, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+# -- the two handlers: they are told how the module is named
+
+
+async def call_module(
+    rref: int, is_created: bool, device: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     """Call a module, hooks included, with its inputs on its own device and its results on the CPU."""
-    if device.type == "cpu":
+    return await run_here(_forward, await held_value(rref, is_created), device, args, kwargs)
+
+
+async def do_with_module(rref: int, is_created: bool, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call one of the functions below with a module."""
+    return await run_here(function, await held_value(rref, is_created), *args)
+
+
+def _forward(module: nn.Module, on: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if on is None:
         return module(*args, **kwargs)
+    device = torch.device(on)
     result = module(*_moved(args, device), **_moved(kwargs, device))
     return _moved_later(result) if inspect.iscoroutine(result) else _moved(result, torch.device("cpu"))
 
@@ -69,6 +86,9 @@ def _moved(value: Any, device: torch.device) -> Any:
         items = [_moved(item, device) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value
+
+
+# -- what can be done with one
 
 
 @inline

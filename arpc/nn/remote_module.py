@@ -84,6 +84,7 @@ class RemoteModule(RefusingModule, Generic[M]):
         super().__init__()
         self._rref = rref
         self._device = device
+        self._moves_to = None if device.type == "cpu" else str(device)
         self._timeout = timeout
         self._name = name
 
@@ -128,16 +129,19 @@ class RemoteModule(RefusingModule, Generic[M]):
         return self._made().__await__()
 
     async def _made(self) -> Self:
-        await self._call(owner.touch)
+        await self._do(owner.touch)
         return self
 
     # -- calls
 
-    def _call(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+    def _do(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        return self._call(owner.do_with_module, function, args)
+
+    def _call(self, handler: Callable[..., Any], *args: Any) -> Future[Any]:
         future = _ModuleFuture(loop=self._rref._context.agent.loop)  # noqa: SLF001 - an RRef makes its futures so
         future.module = self
         try:
-            self._rref._call_function(function, args, None, self._timeout, future=future)  # noqa: SLF001
+            self._rref._call_handler(handler, args, self._timeout, future)  # noqa: SLF001
         except ArpcError as error:  # the RRef is known to be of no use
             if not future.done():
                 future.set_exception(error)
@@ -145,7 +149,7 @@ class RemoteModule(RefusingModule, Generic[M]):
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call the module now; the `Future` has the result."""
-        return self._call(owner.forward, self._device, args, kwargs)
+        return self._call(owner.call_module, self._moves_to, args, kwargs)
 
     async def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module: what ``await m(...)`` does."""
@@ -163,7 +167,7 @@ class RemoteModule(RefusingModule, Generic[M]):
         this worker starts afterwards find the mode set.
         """
         self.training = mode
-        return self._call(owner.set_mode, mode).then(self._after)
+        return self._do(owner.set_mode, mode).then(self._after)
 
     def eval(self) -> Future[Self]:  # type: ignore[override]
         """``train(False)``."""
@@ -171,7 +175,7 @@ class RemoteModule(RefusingModule, Generic[M]):
 
     def requires_grad_(self, requires_grad: bool = True) -> Future[Self]:  # type: ignore[override]
         """Say whether the module's parameters are to get gradients. It starts now; ``await`` it."""
-        return self._call(owner.set_requires_grad, requires_grad).then(self._after)
+        return self._do(owner.set_requires_grad, requires_grad).then(self._after)
 
     def _after(self, done: Future[Any]) -> Self:
         done.result()
@@ -185,19 +189,19 @@ class RemoteModule(RefusingModule, Generic[M]):
 
     async def remote_named_parameters(self, recurse: bool = True) -> dict[str, RRef[Parameter]]:
         """RRefs to the parameters by their names."""
-        return cast("dict[str, RRef[Parameter]]", await self._call(owner.parameter_rrefs, recurse))
+        return cast("dict[str, RRef[Parameter]]", await self._do(owner.parameter_rrefs, recurse))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Future[dict[str, Any]]:  # type: ignore[override]
         """``await`` it: a copy of the module's state on the CPU, as it is between two steps of an optimizer."""
         if args or kwargs:
             raise UnsupportedError(_STATE_OF_WHOLE)
-        return self._call(owner.get_state)
+        return self._do(owner.get_state)
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True
     ) -> Future[tuple[list[str], list[str]]]:
         """``await`` it: loads a state between two steps of an optimizer; the missing and the unexpected keys."""
-        return self._call(owner.load_state, dict(state_dict), strict)
+        return self._do(owner.load_state, dict(state_dict), strict)
 
     # -- who it is, and how it travels
 
@@ -226,7 +230,7 @@ class RemoteModule(RefusingModule, Generic[M]):
         return _rebuild, (type(self), self._rref, self._device, self._timeout, self._name, self.training)
 
 
-_KNOWN: Final = frozenset(nn.Module().__dict__) | {"_rref", "_device", "_timeout", "_name"}
+_KNOWN: Final = frozenset(nn.Module().__dict__) | {"_rref", "_device", "_moves_to", "_timeout", "_name"}
 _STATE_OF_WHOLE: Final = (
     "the state of a remote module has to be awaited, so that of a model which has one as a part cannot be had at once: "
     "use `await m.state_dict()` for the remote part, and state_dict() of the local ones"

@@ -14,7 +14,7 @@ from arpc.agent.streams import Stream
 from arpc.errors import NotInitializedError, RpcTimeoutError, RRefError, SerializationError
 from arpc.ids import GloballyUniqueId, WorkerInfo
 from arpc.options import UNSET, Unset
-from arpc.rref.calls import call_function, call_method, rref_typeof_on_owner, stream_items, stream_method
+from arpc.rref.calls import call_method, rref_typeof_on_owner, stream_items, stream_method
 from arpc.rref.context import FetchFuture, OwnerFuture, RRefContext, Use
 from arpc.rref.forks import HandleDropped, OwnerHandleDropped, OwnerState, RRefId
 from arpc.rref.proxies import AsyncProxy, RemoteProxy, StreamProxy, SyncProxy
@@ -240,23 +240,13 @@ class RRef(Generic[T]):
         self._live_until(future)
         return future
 
-    def _call_function(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float | Unset = UNSET,
-        *,
-        future: OwnerFuture | None = None,
-    ) -> Future[Any]:
-        """Start a call of ``function(value, *args, **kwargs)`` where the value is, in the way the function asks for."""
-        context = self._context
-        if future is None:
-            future = OwnerFuture(loop=context.agent.loop)
-        arguments = (*self._target(), function, tuple(args), dict(kwargs or {}))
-        context.agent.call(self._owner.name, call_function, arguments, None, timeout, depth=3, future=future)
+    def _call_handler(
+        self, handler: Callable[..., Any], args: Sequence[Any], timeout: float | Unset, future: OwnerFuture
+    ) -> None:
+        """Call a function on the owner that is told how the value is named there: see `calls.held_value`."""
+        arguments = (*self._target(), *args)
+        self._context.agent.call(self._owner.name, handler, arguments, None, timeout, depth=5, future=future)
         self._live_until(future)
-        return future
 
     def _remote_method(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float | Unset

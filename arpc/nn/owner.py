@@ -51,10 +51,16 @@ def create_module(
 
 
 async def call_module(
-    rref: int, is_created: bool, device: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    rref: int,
+    is_created: bool,
+    is_grad_enabled: bool,
+    device: str | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> Any:
-    """Call a module, hooks included, with its inputs on its own device and its results on the CPU."""
-    return await run_here(_forward, await held_value(rref, is_created), device, args, kwargs)
+    """Call a module, hooks included, in the caller's grad mode, with inputs on its device and results on the CPU."""
+    module = await held_value(rref, is_created)
+    return await run_here(_forward, module, is_grad_enabled, device, args, kwargs)
 
 
 async def do_with_module(rref: int, is_created: bool, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -62,16 +68,22 @@ async def do_with_module(rref: int, is_created: bool, function: Callable[..., An
     return await run_here(function, await held_value(rref, is_created), *args)
 
 
-def _forward(module: nn.Module, on: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    if on is None:
-        return module(*args, **kwargs)
-    device = torch.device(on)
-    result = module(*_moved(args, device), **_moved(kwargs, device))
-    return _moved_later(result) if inspect.iscoroutine(result) else _moved(result, torch.device("cpu"))
+def _forward(
+    module: nn.Module, is_grad_enabled: bool, on: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    if on is not None:
+        args, kwargs = _moved(args, torch.device(on)), _moved(kwargs, torch.device(on))
+    with torch.set_grad_enabled(is_grad_enabled):
+        result = module(*args, **kwargs)
+    if inspect.iscoroutine(result):
+        return _forward_later(result, is_grad_enabled, on)
+    return result if on is None else _moved(result, torch.device("cpu"))
 
 
-async def _moved_later(result: Coroutine[Any, Any, Any]) -> Any:
-    return _moved(await result, torch.device("cpu"))
+async def _forward_later(forward: Coroutine[Any, Any, Any], is_grad_enabled: bool, on: str | None) -> Any:
+    with torch.set_grad_enabled(is_grad_enabled):  # a handler's state is its own, also while it waits
+        result = await forward
+    return result if on is None else _moved(result, torch.device("cpu"))
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -148,8 +148,8 @@ class RemoteModule(RefusingModule, Generic[M]):
         return future
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call the module now; the `Future` has the result."""
-        return self._call(owner.call_module, self._moves_to, args, kwargs)
+        """Call the module now; the `Future` has the result. Grad mode is that of the caller."""
+        return self._call(owner.call_module, torch.is_grad_enabled(), self._moves_to, args, kwargs)
 
     async def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module: what ``await m(...)`` does."""

@@ -52,6 +52,15 @@ async def test_a_forward_pass_may_be_a_coroutine(group):
     assert torch.equal(await m(torch.zeros(1)), torch.ones(1))
 
 
+@pytest.mark.parametrize("module", [Echo, modules.Later])
+async def test_grad_mode_is_that_of_the_caller(group, module):
+    m = RemoteModule("worker1", module)
+    x = torch.ones(1, requires_grad=True)
+    for is_enabled in (False, True):
+        result = await arpc.set_grad_enabled(is_enabled)(modules.call)(m, x)
+        assert (result[0] if module is Echo else result).requires_grad is is_enabled
+
+
 async def test_hooks_of_the_module_run_where_it_is(group):
     assert await RemoteModule("worker1", modules.hooked, (1.0,))(torch.ones(1)) == "from a hook"
 

@@ -78,12 +78,12 @@ async def test_it_is_equal_to_one_process(group, cls):
     assert not all_equal(await values_of(rrefs), values)
 
 
-@pytest.mark.parametrize("foreach", [True, False])
-async def test_arguments_go_to_the_class(group, foreach):
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}, {"maximize": True}])
+async def test_arguments_go_to_the_class(group, options):
     values = tensors(3)
-    reference = Reference(torch.optim.Adam, values, 0.1, (0.8, 0.9), amsgrad=True, foreach=foreach)
+    reference = Reference(torch.optim.Adam, values, 0.1, (0.8, 0.9), amsgrad=True, **options)
     rrefs = place(values, OWNERS)
-    opt = DistributedOptimizer(torch.optim.Adam, rrefs, 0.1, (0.8, 0.9), amsgrad=True, foreach=foreach)
+    opt = DistributedOptimizer(torch.optim.Adam, rrefs, 0.1, (0.8, 0.9), amsgrad=True, **options)
     for number in range(3):
         reference.step(tensors(3, number))
         await step(opt, rrefs, tensors(3, number))

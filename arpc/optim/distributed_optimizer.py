@@ -88,20 +88,23 @@ class DistributedOptimizer(Optimizer):
                 share[0].append(rref)
                 share[1].append(index)
             count += len(group["params"])
-            self._rrefs.append(group["params"])
+        parts: list[Part] = []
         for owner, share_of in shares.items():
             local = [{**groups[number - first], "params": rrefs} for number, (rrefs, _) in share_of.items()]
             arguments = (self._optimizer_class, local, self._args, self._kwargs, self._rules)
             rref = remote(owner, make_local_optimizer, arguments)
-            self._parts.append(Part(owner, rref, list(share_of), [indices for _, indices in share_of.values()]))
+            parts.append(Part(owner, rref, list(share_of), [indices for _, indices in share_of.values()]))
+        # all or none: `remote` may refuse what cannot be sent
+        self._parts += parts
+        self._rrefs += [group["params"] for group in groups]
 
     def __await__(self) -> Generator[Any, None, Self]:
         """Wait until every owner has made its part; raises `WorkersFailedError` if some could not."""
         return self._ready().__await__()
 
     async def _ready(self, timeout: float | Unset = UNSET) -> Self:
-        new = [part for part in self._parts if part.known is None]
-        if new:
+        # again after each wait: a group may have been added meanwhile
+        while new := [part for part in self._parts if part.known is None]:
             calls = [(part, part.rref.rpc_async(timeout).describe) for part in new]
             for part, description in await self._on_owners("making the optimizer", calls):
                 self._described(part, description)
@@ -130,7 +133,7 @@ class DistributedOptimizer(Optimizer):
         get_gradients(context_id)  # raises if the context is not known
         await self._ready(timeout)
         changes = {part: part.changes(self.param_groups) for part in self._parts}
-        calls = [(part, _bound(part.rref.rpc_async(timeout).step, context_id, changes[part])) for part in self._parts]
+        calls = [(part, _bound(part.rref.rpc_async(timeout).step, context_id, changes[part])) for part in changes]
         # a change that an owner may or may not have got goes there again
         await self._on_owners(f"the step of context {context_id}", calls, lambda part: part.told(changes[part]))
 
@@ -140,9 +143,10 @@ class DistributedOptimizer(Optimizer):
         Each owner's part is as it is between two steps.
         """
         await self._ready(timeout)
-        calls = [(part, part.rref.rpc_async(timeout).state_dict) for part in self._parts]
-        states = dict(await self._on_owners("state_dict()", calls))
-        return joined_state(self._parts, [states[part] for part in self._parts], self.param_groups)
+        parts, groups = list(self._parts), list(self.param_groups)  # of now: a group may be added during the wait
+        calls = [(part, part.rref.rpc_async(timeout).state_dict) for part in parts]
+        states = [state for _, state in await self._on_owners("state_dict()", calls)]
+        return joined_state(parts, states, groups)
 
     async def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], *, timeout: float | Unset = UNSET
@@ -159,8 +163,9 @@ class DistributedOptimizer(Optimizer):
         def loaded(part: Part) -> None:
             part.known = [copied(saved[number]) for number in part.groups]
 
+        groups = list(self.param_groups)
         await self._on_owners("load_state_dict()", calls, loaded)
-        for group, old in zip(self.param_groups, saved, strict=True):
+        for group, old in zip(groups, saved, strict=True):
             params = group["params"]
             group.clear()
             group.update(copied(old), params=params)
@@ -286,6 +291,8 @@ def _checked(group: Any) -> Group:
                 f"DistributedOptimizer takes RRefs to parameters, not {type(rref).__qualname__}. Parameters of this "
                 f"worker go as arpc.RRef(parameter), those of a RemoteModule as `await module.remote_parameters()`"
             )
+    if not rrefs:
+        raise ConfigurationError("a parameter group of an optimizer is empty: leave it out")
     return {**group, "params": rrefs}
 
 

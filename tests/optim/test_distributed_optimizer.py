@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import threading
 
 import pytest
 import torch
@@ -194,6 +196,28 @@ async def test_a_group_can_be_added(group):
     assert_same_state(await opt.state_dict(), reference.optimizer.state_dict())
 
 
+async def test_a_group_can_be_added_while_others_wait(group):
+    rrefs = place(tensors(4), OWNERS)
+    opt = DistributedOptimizer(torch.optim.SGD, rrefs[:2], lr=1.0)
+    async with gradients(rrefs, [torch.ones_like(value) for value in tensors(4)]) as context_id:
+        waiting = asyncio.create_task(opt.step(context_id)), asyncio.create_task(opt.state_dict())
+        await asyncio.sleep(0)
+        opt.add_param_group({"params": rrefs[2:]})
+        _, state = await asyncio.gather(*waiting)
+    # the group is a part of whatever was still to be sent
+    assert [entry["params"] for entry in state["param_groups"]] == [[0, 1], [2, 3]]
+    assert all_equal(await values_of(rrefs), [value - 1 for value in tensors(4)])
+
+
+async def test_a_group_that_cannot_be_sent_is_not_added(group):
+    rrefs = place(tensors(2), OWNERS)
+    opt = DistributedOptimizer(torch.optim.SGD, rrefs[:1], lr=1.0)
+    with pytest.raises(arpc.SerializationError):
+        opt.add_param_group({"params": rrefs[1:], "lock": threading.Lock()})
+    await opt
+    assert len(opt.param_groups) == 1
+
+
 SCHEDULERS = {
     "step": lambda opt: StepLR(opt, 2, gamma=0.5),
     "cosine": lambda opt: CosineAnnealingLR(opt, T_max=5),
@@ -358,6 +382,8 @@ async def test_arguments_that_cannot_be(group):
     opt = DistributedOptimizer(torch.optim.SGD, place(tensors(1), OWNERS), lr=0.1)
     with pytest.raises(arpc.ConfigurationError, match="a parameter group is a dict"):
         opt.add_param_group({"lr": 1.0})
+    with pytest.raises(arpc.ConfigurationError, match="is empty"):
+        opt.add_param_group({"params": []})
 
 
 async def test_what_has_no_meaning_says_so(group):

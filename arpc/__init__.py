@@ -1,6 +1,6 @@
 """arpc: the asyncio-native RPC runtime for PyTorch."""
 
-from arpc import autograd, functions, futures
+from arpc import autograd, functions, futures, nn, optim
 from arpc._version import __version__
 from arpc.agent.functions import inline
 from arpc.agent.future import Future
@@ -20,6 +20,7 @@ from arpc.errors import (
     HandshakeError,
     NameTakenError,
     NotInitializedError,
+    NotReadyError,
     OverloadedError,
     OwnerLostError,
     ProtocolError,
@@ -34,8 +35,10 @@ from arpc.errors import (
     ShutdownError,
     TorchStateError,
     UnknownWorkerError,
+    UnsupportedError,
     WireError,
     WorkerLostError,
+    WorkersFailedError,
 )
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions
@@ -59,6 +62,7 @@ __all__ = [
     "HandshakeError",
     "NameTakenError",
     "NotInitializedError",
+    "NotReadyError",
     "OverloadedError",
     "OwnerLostError",
     "ProtocolError",
@@ -76,10 +80,12 @@ __all__ = [
     "Stream",
     "TorchStateError",
     "UnknownWorkerError",
+    "UnsupportedError",
     "WireError",
     "Worker",
     "WorkerInfo",
     "WorkerLostError",
+    "WorkersFailedError",
     "__version__",
     "autograd",
     "enable_grad",
@@ -90,7 +96,9 @@ __all__ = [
     "init_rpc",
     "inline",
     "new_event_loop",
+    "nn",
     "no_grad",
+    "optim",
     "propagate",
     "remaining_time",
     "remote",

@@ -10,6 +10,9 @@
     ├── RendezvousError (RuntimeError)         the group did not form
     │   ├── NameTakenError                     another live worker has this name or rank
     │   └── RendezvousTimeoutError (TimeoutError)  some ranks never came
+    ├── NotReadyError (RuntimeError)           asked for what is still being made remotely: await it first
+    ├── UnsupportedError (ValueError)          what makes no sense for an object that is elsewhere
+    ├── WorkersFailedError (ExceptionGroup)    something done on several workers failed on some of them
     ├── TorchStateError (RuntimeError)         a grad mode that would leak from its coroutine to others
     ├── ShutdownError (RuntimeError)           this worker is shutting down, or has shut down
     ├── SerializationError (TypeError)         a function, argument or result that cannot travel
@@ -39,6 +42,9 @@ that.
 
 from __future__ import annotations
 
+from collections import abc
+from typing import Self
+
 __all__ = [
     "AlreadyInitializedError",
     "ArpcError",
@@ -52,6 +58,7 @@ __all__ = [
     "HandshakeError",
     "NameTakenError",
     "NotInitializedError",
+    "NotReadyError",
     "OverloadedError",
     "OwnerLostError",
     "ProtocolError",
@@ -66,8 +73,10 @@ __all__ = [
     "ShutdownError",
     "TorchStateError",
     "UnknownWorkerError",
+    "UnsupportedError",
     "WireError",
     "WorkerLostError",
+    "WorkersFailedError",
 ]
 
 
@@ -101,6 +110,44 @@ class NameTakenError(RendezvousError):
 
 class RendezvousTimeoutError(RendezvousError, TimeoutError):
     """Some workers did not arrive in time."""
+
+
+class NotReadyError(ArpcError, RuntimeError):
+    """Something is still being made on other workers, and is not known here until it has been awaited."""
+
+
+class UnsupportedError(ArpcError, ValueError):
+    """A method that makes no sense for an object that is on another worker; the text says what to use instead."""
+
+
+class WorkersFailedError(ArpcError, ExceptionGroup[Exception]):
+    """Something that was to be done on several workers failed on some of them, or on all.
+
+    Like the error of an `asyncio.TaskGroup` it holds one exception for each that failed, however many there are:
+    ``except* OwnerLostError:`` picks some of them. ``failed`` names their workers in the same order, ``succeeded``
+    those on which it was done.
+    """
+
+    failed: tuple[str, ...] = ()
+    succeeded: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, what: str, errors: abc.Sequence[tuple[str, Exception]], succeeded: abc.Sequence[str]) -> Self:
+        """The error for what was done, given the workers that failed and those that did not."""
+        names = ", ".join(repr(name) for name, _ in errors)
+        others = f"; done on {', '.join(map(repr, succeeded))}" if succeeded else ""
+        made = cls(f"{what} failed on {names}{others}", [error for _, error in errors])
+        made.failed = tuple(name for name, _ in errors)
+        made.succeeded = tuple(succeeded)
+        return made
+
+    def derive(self, excs: abc.Sequence[Exception], /) -> WorkersFailedError:  # type: ignore[override]
+        """A group of some of the exceptions, for ``except*`` and `split`."""
+        made = WorkersFailedError(self.message, excs)
+        by_error = {id(error): name for name, error in zip(self.failed, self.exceptions, strict=False)}
+        made.failed = tuple(by_error.get(id(error), "") for error in excs)
+        made.succeeded = self.succeeded
+        return made
 
 
 class TorchStateError(ArpcError, RuntimeError):

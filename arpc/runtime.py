@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -52,6 +52,8 @@ _RELEASE_S: Final = 10.0
 _LEAVE_S: Final = 5.0
 _encode = msgspec.msgpack.Encoder().encode
 
+T = TypeVar("T")
+
 
 def current() -> Worker:
     """The worker of this context: the one whose handler runs, or that `init_rpc` made. Raises `NotInitializedError`."""
@@ -77,6 +79,7 @@ class Worker:
         self.autograd: AutogradService
         self.leaked_rrefs: tuple[RRefRow, ...] = ()
         """After a graceful shutdown: values of this worker that others still held when all had let go."""
+        self._kept: dict[type, Any] = {}
         self._shutdown: asyncio.Task[None] | None = None
         self._lost: WorkerLostError | None = None
         """Who did not answer while the group was waited for."""
@@ -148,6 +151,17 @@ class Worker:
     def get_worker_info(self, name: str | int | WorkerInfo | None = None) -> WorkerInfo:
         """Name and id of a worker of the group; of this one if no name is given. Raises `UnknownWorkerError`."""
         return self.info if name is None else self.agent.known_peer(name).info
+
+    def keep(self, kind: type[T]) -> T:
+        """The one object of a class that belongs to this worker, made when it is first asked for.
+
+        It is for what is built on top of workers and has state of its own: a module-level variable would be shared by
+        all workers of a process.
+        """
+        kept: T | None = self._kept.get(kind)
+        if kept is None:
+            kept = self._kept[kind] = kind()
+        return kept
 
     def statistics(self) -> dict[str, Any]:
         """Counters of everything this worker keeps."""

@@ -240,6 +240,14 @@ class RRef(Generic[T]):
         self._live_until(future)
         return future
 
+    def _call_handler(
+        self, handler: Callable[..., Any], args: Sequence[Any], timeout: float | Unset, future: OwnerFuture
+    ) -> None:
+        """Call a function on the owner that is told how the value is named there: see `calls.held_value`."""
+        arguments = (*self._target(), *args)
+        self._context.agent.call(self._owner.name, handler, arguments, None, timeout, depth=5, future=future)
+        self._live_until(future)
+
     def _remote_method(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float | Unset
     ) -> RRef[Any]:

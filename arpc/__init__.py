@@ -1,6 +1,6 @@
 """arpc: the asyncio-native RPC runtime for PyTorch."""
 
-from arpc import functions, futures
+from arpc import autograd, functions, futures, nn, optim
 from arpc._version import __version__
 from arpc.agent.functions import inline
 from arpc.agent.future import Future
@@ -22,6 +22,8 @@ from arpc.errors import (
     AlreadyInitializedError,
     ArpcError,
     AuthenticationError,
+    AutogradError,
+    BackwardError,
     CallCancelledError,
     CallError,
     ConfigurationError,
@@ -29,6 +31,7 @@ from arpc.errors import (
     HandshakeError,
     NameTakenError,
     NotInitializedError,
+    NotReadyError,
     OverloadedError,
     OwnerLostError,
     ProtocolError,
@@ -43,8 +46,10 @@ from arpc.errors import (
     ShutdownError,
     TorchStateError,
     UnknownWorkerError,
+    UnsupportedError,
     WireError,
     WorkerLostError,
+    WorkersFailedError,
 )
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions
@@ -58,6 +63,8 @@ __all__ = [
     "AlreadyInitializedError",
     "ArpcError",
     "AuthenticationError",
+    "AutogradError",
+    "BackwardError",
     "CallCancelledError",
     "CallError",
     "ConfigurationError",
@@ -66,6 +73,7 @@ __all__ = [
     "HandshakeError",
     "NameTakenError",
     "NotInitializedError",
+    "NotReadyError",
     "OverloadedError",
     "OwnerLostError",
     "ProtocolError",
@@ -83,11 +91,14 @@ __all__ = [
     "Stream",
     "TorchStateError",
     "UnknownWorkerError",
+    "UnsupportedError",
     "WireError",
     "Worker",
     "WorkerInfo",
     "WorkerLostError",
+    "WorkersFailedError",
     "__version__",
+    "autograd",
     "empty_shared",
     "enable_grad",
     "functions",
@@ -97,7 +108,9 @@ __all__ = [
     "init_rpc",
     "inline",
     "new_event_loop",
+    "nn",
     "no_grad",
+    "optim",
     "propagate",
     "remaining_time",
     "remote",

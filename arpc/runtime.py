@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import torch
@@ -26,6 +26,7 @@ from arpc.agent.rendezvous import Rendezvous, create_rendezvous, open_store
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.streams import Stream
 from arpc.agent.variables import VariableCarrier
+from arpc.autograd.service import AutogradService
 from arpc.errors import (
     AlreadyInitializedError,
     NotInitializedError,
@@ -57,6 +58,8 @@ _WARM_BYTES: Final = 256 << 20
 """Memory for large tensors that is kept for the next one when nobody uses it."""
 _encode = msgspec.msgpack.Encoder().encode
 
+T = TypeVar("T")
+
 
 def current() -> Worker:
     """The worker of this context: the one whose handler runs, or that `init_rpc` made. Raises `NotInitializedError`."""
@@ -79,11 +82,13 @@ class Worker:
         self.agent: Agent
         self.rendezvous: Rendezvous
         self.rref_context: RRefContext
+        self.autograd: AutogradService
         self.leaked_rrefs: tuple[RRefRow, ...] = ()
         """After a graceful shutdown: values of this worker that others still held when all had let go."""
         self.arena: Arena | None = None
         """Memory that others of this host can see; None if there is none."""
         self.receive_memory: WarmMemory | None = None
+        self._kept: dict[type, Any] = {}
         self._shutdown: asyncio.Task[None] | None = None
         self._lost: WorkerLostError | None = None
         """Who did not answer while the group was waited for."""
@@ -156,6 +161,17 @@ class Worker:
         """Name and id of a worker of the group; of this one if no name is given. Raises `UnknownWorkerError`."""
         return self.info if name is None else self.agent.known_peer(name).info
 
+    def keep(self, kind: type[T]) -> T:
+        """The one object of a class that belongs to this worker, made when it is first asked for.
+
+        It is for what is built on top of workers and has state of its own: a module-level variable would be shared by
+        all workers of a process.
+        """
+        kept: T | None = self._kept.get(kind)
+        if kept is None:
+            kept = self._kept[kind] = kind()
+        return kept
+
     def statistics(self) -> dict[str, Any]:
         """Counters of everything this worker keeps."""
         return {
@@ -166,6 +182,7 @@ class Worker:
             "rrefs": rref_statistics(self.rref_context),
             "shared_memory": self.arena.statistics() if self.arena is not None else {},
             "receive_memory": self.receive_memory.statistics() if self.receive_memory is not None else {},
+            "autograd": self.autograd.statistics(),
         }
 
     # -- memory
@@ -250,6 +267,7 @@ class Worker:
 
     async def _close(self, *, graceful: bool) -> None:
         self.rref_context.close()
+        self.autograd.close()
         await self.agent.aclose()
         await self.close_transports()
         with suppress(RendezvousError, OSError):
@@ -378,9 +396,10 @@ async def start_worker(
     context.run(current_scope.set, WorkerScope(worker))
     ways: dict[str, Transport] = {"memory": network} if network is not None else worker.open_transports()
     ways.update(transports or {})
-    features = (FEATURE,) if worker.arena is not None else ()
-    identity = Identity(name, 0, secrets.randbits(63), main_fingerprint(), features)
+    known = (FEATURE,) if worker.arena is not None else ()
+    identity = Identity(name, 0, secrets.randbits(63), main_fingerprint(), known)
     rrefs = worker.rref_context = RRefContext(options, context, name, identity.incarnation)
+    autograd = worker.autograd = AutogradService(options, context, rrefs)
     agent = worker.agent = context.run(
         lambda: Agent(
             worker=worker,
@@ -389,14 +408,16 @@ async def start_worker(
             context=context,
             transports=ways,
             resolve=rendezvous.resolve,
-            handlers=rrefs.handlers,
+            handlers={**rrefs.handlers, **autograd.handlers},
             reducers={RRef: partial(reduce_rref, rrefs)},
-            interceptors=(VariableCarrier(),),
+            interceptors=(VariableCarrier(), autograd.recorder),
             is_elastic=rendezvous.is_elastic,
-            watchers=(rrefs,),
+            watchers=(rrefs, autograd),
         )
     )
-    rrefs.attach(agent)
+    features: tuple[RRefContext | AutogradService, ...] = (rrefs, autograd)
+    for feature in features:
+        feature.attach(agent)
     worker.rendezvous = rendezvous
     host = host_fingerprint()
     try:
@@ -410,7 +431,8 @@ async def start_worker(
         def make_record(worker_id: int) -> WorkerRecord:
             worker.info = WorkerInfo(name, worker_id)
             agent.identify(worker_id)
-            rrefs.identify(worker.info)
+            for feature in features:
+                feature.identify(worker.info)
             return WorkerRecord(name, worker_id, identity.incarnation, listening, host, identity.main)
 
         record = await rendezvous.join(
@@ -421,7 +443,8 @@ async def start_worker(
         agent.add_peer(record)
         agent.serve()
     except BaseException:
-        rrefs.close()
+        for feature in features:
+            feature.close()
         await agent.aclose("it failed to start")
         await worker.close_transports()
         await rendezvous.aclose()

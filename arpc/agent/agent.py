@@ -530,6 +530,7 @@ class Agent:
 
     def _call_from_thread(self, future: Future[Any], *arguments: Any) -> None:
         context = copy_context()
+        state = torchstate.capture()
 
         def start() -> None:
             if future.done():
@@ -546,7 +547,8 @@ class Agent:
             else:
                 future.on_cancel = lambda: peer.cancel(call_id)
 
-        self.loop.call_soon_threadsafe(start, context=context)
+        # whether the thread wants gradients is for those to know who look at its arguments
+        self.loop.call_soon_threadsafe(torchstate.run_with, state, start, context=context)
 
     def _defer(self, future: Future[Any], to: Any, begin: Callable[[Peer], int]) -> None:
         """Ask the group about a worker that is not known yet, then call it."""

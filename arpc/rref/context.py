@@ -131,6 +131,8 @@ class RRefContext(ControlService):
         self.info = WorkerInfo(name, -1)
         self.agent: Agent
         self.post: Post
+        self.backward: Callable[[Any, int, bool], Awaitable[None]]
+        """Runs a backward pass from the value of a handle; set by the runtime, since autograd knows RRefs already."""
         self._context = context
         self._incarnation = incarnation
         self._dropped: deque[fork.HandleDropped | fork.OwnerHandleDropped] = deque()

@@ -7,8 +7,7 @@ import logging
 import os
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import suppress
 from threading import Lock
 from typing import Any, Final
@@ -19,6 +18,7 @@ from arpc.transport.shm.borrowing import Borrowings
 from arpc.transport.shm.ledger import Ledger
 from arpc.transport.shm.mapping import ArenaFile, Offer, is_supported
 from arpc.transport.shm.processes import ProcessWatch
+from arpc.transport.shm.threads import Done, MemoryThreads
 from arpc.wire.frames import ALIGNMENT
 from arpc.wire.memory import address_of, view_of
 
@@ -35,7 +35,6 @@ _GROUP_BYTES: Final = 1 << 20
 _GROUP_ALIGNMENT: Final = 64
 _IDLE_S: Final = 10.0
 """Memory that nobody has used for so long goes back to the system."""
-_MAX_THREADS: Final = 4
 _getpid = os.getpid
 
 
@@ -115,7 +114,7 @@ class Arena:
         """Messages with so many bytes of large tensors go through it."""
         self.window_bytes = window_bytes
         """So much may wait in it for one peer to be read."""
-        self.borrowings = Borrowings(self.loop, lambda job: self._run(job, _nothing))
+        self.borrowings = Borrowings(self.loop, lambda job: self._threads.run(job, _nothing))
         self.sends = 0
         self.sent_bytes = 0
         self.fallbacks = 0
@@ -129,9 +128,7 @@ class Arena:
         self._owned_offsets: list[int] = []
         self._ended: deque[Block] = deque()
         self._pid = os.getpid()
-        self._threads: ThreadPoolExecutor | None = None
-        self._jobs = 0
-        self._all_done: asyncio.Future[None] | None = None
+        self._threads = MemoryThreads()
         self._trimming: asyncio.TimerHandle | None = None
         self._is_closed = False
 
@@ -204,9 +201,9 @@ class Arena:
         """Whether to copy at once, or in a thread."""
         return placement.cost_bytes <= _INLINE_BYTES
 
-    def copy_in_thread(self, placement: Placement, done: Callable[[BaseException | None], None]) -> None:
-        """Copy in a thread, then call ``done`` on the loop, with what went wrong. It is called in any case."""
-        self._run(placement.copy, done)
+    def copy_in_thread(self, placement: Placement, done: Done) -> None:
+        """Copy in a thread, then call ``done``, in any case."""
+        self._threads.run(placement.copy, done)
 
     def lend(self, borrower: int, placement: Placement) -> None:
         with self._lock:
@@ -342,31 +339,7 @@ class Arena:
             with self._lock:
                 self._pool.end_trim(blocks)
 
-        self._run(punch, punched)
-
-    # -- threads
-
-    def _run(self, job: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
-        if self._threads is None:
-            threads = min(_MAX_THREADS, os.cpu_count() or 1)
-            self._threads = ThreadPoolExecutor(threads, thread_name_prefix="arpc-memory")
-        self._jobs += 1
-        self._threads.submit(self._work, job, done)
-
-    def _work(self, job: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
-        error: BaseException | None = None
-        try:
-            job()
-        except BaseException as raised:  # noqa: BLE001 - told to whoever waits, as all else
-            error = raised
-        with suppress(RuntimeError):  # the loop was closed without a shutdown: nobody will use the arena again
-            self.loop.call_soon_threadsafe(self._worked, done, error)
-
-    def _worked(self, done: Callable[[BaseException | None], None], error: BaseException | None) -> None:
-        self._jobs -= 1
-        if not self._jobs and self._all_done is not None:
-            self._all_done.set_result(None)
-        done(error)
+        self._threads.run(punch, punched)
 
     # -- the end
 
@@ -375,11 +348,7 @@ class Arena:
         self._is_closed = True
         if self._trimming is not None:
             self._trimming.cancel()
-        if self._jobs:
-            self._all_done = self.loop.create_future()
-            await self._all_done
-        if self._threads is not None:
-            self._threads.shutdown()
+        await self._threads.aclose()
         for borrower in list(self._borrowers):
             self._forget_borrower(borrower)
         self.borrowings.close()

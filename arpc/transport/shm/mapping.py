@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import mmap
 import os
 import secrets
@@ -22,6 +21,9 @@ import msgspec
 
 from arpc.transport.shm.blocks import PAGE_BYTES
 from arpc.wire.memory import address_of
+
+if sys.platform != "win32":
+    import fcntl
 
 __all__ = ["ArenaFile", "MappedArena", "Offer", "UnmappableError", "is_supported"]
 

@@ -24,415 +24,61 @@ that. All else may be repeated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum, auto
-from types import MappingProxyType
-from typing import Final, NamedTuple, TypeAlias
-
-from arpc.ids import GloballyUniqueId, WorkerId
-
-__all__ = [
-    "ChildAccepted",
-    "CreationArrived",
-    "CreationConfirmed",
-    "CreationEnded",
-    "CreationFailed",
-    "CreationStarted",
-    "DeleteUndelivered",
-    "DropValue",
-    "Event",
-    "FailValue",
-    "ForgetFork",
-    "ForkConfirmed",
-    "ForkId",
-    "ForkOffered",
-    "ForkReceived",
-    "ForkRefused",
-    "ForkRequested",
-    "Forks",
-    "HandleDropped",
-    "Instruction",
-    "MarkConfirmed",
-    "MarkLost",
-    "OfferKnown",
-    "OfferQueried",
-    "OfferRefused",
-    "Owned",
-    "OwnerHandleDropped",
-    "OwnerState",
-    "PeerLost",
-    "PeerReturned",
-    "RRefId",
-    "RunCreation",
-    "SendChildAccept",
-    "SendForkRequest",
-    "SendUserDelete",
-    "UserDeleted",
-    "UserFork",
-    "UserState",
-    "ValueAwaited",
-    "ValueShared",
-    "WorkerName",
-]
-
-RRefId: TypeAlias = GloballyUniqueId
-ForkId: TypeAlias = GloballyUniqueId
-WorkerName: TypeAlias = str
-
-
-# -- events: what happened to this worker's users
-
-
-class CreationStarted(NamedTuple):
-    """`remote` was called here: the owner will be asked to create the value."""
-
-    rref: RRefId
-    fork: ForkId
-    owner: WorkerName
-
-
-class CreationConfirmed(NamedTuple):
-    """The owner has run the creation."""
-
-    fork: ForkId
-
-
-class CreationFailed(NamedTuple):
-    """It is not known whether the owner has, or ever will."""
-
-    fork: ForkId
-
-
-class ForkReceived(NamedTuple):
-    """An RRef was unpacked here."""
-
-    rref: RRefId
-    fork: ForkId
-    owner: WorkerName
-    parent: WorkerName
-    is_created: bool
-    """The parent knew that the owner has the value."""
-
-
-class ForkConfirmed(NamedTuple):
-    """The owner counts a fork that asked for it."""
-
-    fork: ForkId
-
-
-class ForkRefused(NamedTuple):
-    """The owner does not have the value any more, or cannot be asked."""
-
-    fork: ForkId
-
-
-class ForkOffered(NamedTuple):
-    """An RRef was packed here for another worker. ``parent``: the fork it was made from; None on the owner."""
-
-    rref: RRefId
-    fork: ForkId
-    to: WorkerName
-    parent: ForkId | None
-
-
-class ChildAccepted(NamedTuple):
-    """The child is counted by the owner."""
-
-    fork: ForkId
-
-
-class OfferKnown(NamedTuple):
-    """The worker that was offered a fork has it."""
-
-    fork: ForkId
-
-
-class OfferRefused(NamedTuple):
-    """The worker that was offered a fork never got it, and will not take it."""
-
-    fork: ForkId
-
-
-class OfferQueried(NamedTuple):
-    """A worker that offered a fork asks whether it is known here; the answer is `Forks.knows`, asked before."""
-
-    fork: ForkId
-    parent: WorkerName
-
-
-class DeleteUndelivered(NamedTuple):
-    """The owner could not be told that a user has ended."""
-
-    owner: WorkerName
-    rref: RRefId
-    fork: ForkId
-
-
-class HandleDropped(NamedTuple):
-    """A user's handle was dropped or released."""
-
-    fork: ForkId
-
-
-# -- events: what happened to this worker's own values
-
-
-class ValueShared(NamedTuple):
-    """A value of this worker got an id that others can hold; its handle here holds it too."""
-
-    rref: RRefId
-
-
-class CreationArrived(NamedTuple):
-    """A worker wants a value created here. `RunCreation` follows, unless nobody wants it any more."""
-
-    rref: RRefId
-    fork: ForkId
-    user: WorkerName
-
-
-class CreationEnded(NamedTuple):
-    """The value, or the error in its place, is there."""
-
-    rref: RRefId
-
-
-class ForkRequested(NamedTuple):
-    """A user asks to be counted. Afterwards `Forks.counts` tells whether it is."""
-
-    rref: RRefId
-    fork: ForkId
-    user: WorkerName
-    is_created: bool
-
-
-class UserDeleted(NamedTuple):
-    """A user has ended. ``abandons``: it was the creator's, who gave the creation up."""
-
-    rref: RRefId
-    fork: ForkId
-    abandons: bool
-
-
-class ValueAwaited(NamedTuple):
-    """Something here wants a value that may not have been created yet; it holds the RRef until `OwnerHandleDropped`."""
-
-    rref: RRefId
-    is_created: bool
-
-
-class OwnerHandleDropped(NamedTuple):
-    """A handle of the owner itself, or somebody who waited for the value, is gone."""
-
-    rref: RRefId
-
-
-# -- events: the others
-
-
-class PeerLost(NamedTuple):
-    """A worker died or left, and its time to come back is over."""
-
-    name: WorkerName
-    id: WorkerId
-
-
-class PeerReturned(NamedTuple):
-    """A worker that was taken for lost has been heard of again."""
-
-    name: WorkerName
-    id: WorkerId
-
-
-Event: TypeAlias = (
-    CreationStarted
-    | CreationConfirmed
-    | CreationFailed
-    | ForkReceived
-    | ForkConfirmed
-    | ForkRefused
-    | ForkOffered
-    | ChildAccepted
-    | OfferKnown
-    | OfferRefused
-    | OfferQueried
-    | DeleteUndelivered
-    | HandleDropped
-    | ValueShared
-    | CreationArrived
-    | CreationEnded
-    | ForkRequested
-    | UserDeleted
-    | ValueAwaited
-    | OwnerHandleDropped
-    | PeerLost
-    | PeerReturned
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from arpc.ids import WorkerId, WorkerInfo
+from arpc.rref.events import (
+    ChildAccepted,
+    CreationArrived,
+    CreationConfirmed,
+    CreationEnded,
+    CreationFailed,
+    CreationStarted,
+    DeleteUndelivered,
+    Event,
+    ForkConfirmed,
+    ForkId,
+    ForkOffered,
+    ForkReceived,
+    ForkRefused,
+    ForkRequested,
+    HandleDropped,
+    OfferKnown,
+    OfferQueried,
+    OfferRefused,
+    OwnerHandleDropped,
+    PeerLost,
+    PeerReturned,
+    RRefId,
+    UserDeleted,
+    ValueAwaited,
+    ValueShared,
+    WorkerName,
+)
+from arpc.rref.instructions import (
+    DropValue,
+    FailValue,
+    ForgetFork,
+    Instruction,
+    MarkConfirmed,
+    MarkLost,
+    RunCreation,
+    SendChildAccept,
+    SendForkRequest,
+    SendUserDelete,
+)
+from arpc.rref.states import (
+    OWNER_TRANSITIONS,
+    UNANSWERED,
+    USER_TRANSITIONS,
+    Owned,
+    OwnerState,
+    UserFork,
+    UserState,
 )
 
-
-# -- instructions
-
-
-class SendForkRequest(NamedTuple):
-    """Ask the owner to count a fork."""
-
-    to: WorkerName
-    rref: RRefId
-    fork: ForkId
-    is_created: bool
-
-
-class SendChildAccept(NamedTuple):
-    """Tell the parent that its child is counted."""
-
-    to: WorkerName
-    fork: ForkId
-
-
-class SendUserDelete(NamedTuple):
-    """Tell the owner that a user has ended."""
-
-    to: WorkerName
-    rref: RRefId
-    fork: ForkId
-    abandons: bool
-
-
-class RunCreation(NamedTuple):
-    """Make the value."""
-
-    rref: RRefId
-
-
-class DropValue(NamedTuple):
-    """Nobody holds it any more."""
-
-    rref: RRefId
-
-
-class FailValue(NamedTuple):
-    """Nobody will create it: tell those who wait."""
-
-    rref: RRefId
-
-
-class ForgetFork(NamedTuple):
-    """A user has ended here; the owner is told by another instruction, if it is to be told."""
-
-    fork: ForkId
-
-
-class MarkConfirmed(NamedTuple):
-    """The owner counts it: who waited for that may go on."""
-
-    fork: ForkId
-
-
-class MarkLost(NamedTuple):
-    """It cannot be used any more."""
-
-    fork: ForkId
-
-
-Instruction: TypeAlias = (
-    SendForkRequest
-    | SendChildAccept
-    | SendUserDelete
-    | RunCreation
-    | DropValue
-    | FailValue
-    | ForgetFork
-    | MarkConfirmed
-    | MarkLost
-)
-
-
-# -- states
-
-
-class UserState(Enum):
-    """What a user knows of its owner."""
-
-    CREATING = auto()
-    """The owner was asked to create the value, and has not answered."""
-    REQUESTED = auto()
-    """The owner was asked to count this fork, and has not answered."""
-    CONFIRMED = auto()
-    FAILED = auto()
-    """The creation may or may not have happened."""
-    LOST = auto()
-    """The owner, or the value, is gone."""
-
-
-class OwnerState(Enum):
-    """How far a value is."""
-
-    EXPECTED = auto()
-    """Users know of it, but its creation has not arrived yet: theirs came by another way."""
-    CREATING = auto()
-    READY = auto()
-    ABANDONED = auto()
-    """Its creation will not arrive."""
-
-
-_UNANSWERED: Final = frozenset((UserState.CREATING, UserState.REQUESTED))
-
-# An event that is not listed for a state does not concern it: it came twice, or too late to matter.
-USER_TRANSITIONS: Final[Mapping[tuple[UserState, type[Event]], UserState]] = MappingProxyType(
-    {
-        (UserState.CREATING, CreationConfirmed): UserState.CONFIRMED,
-        (UserState.CREATING, CreationFailed): UserState.FAILED,
-        (UserState.CREATING, PeerLost): UserState.LOST,
-        (UserState.REQUESTED, ForkConfirmed): UserState.CONFIRMED,
-        (UserState.REQUESTED, ForkRefused): UserState.LOST,
-        (UserState.REQUESTED, PeerLost): UserState.LOST,
-        (UserState.CONFIRMED, PeerLost): UserState.LOST,
-        (UserState.FAILED, PeerLost): UserState.LOST,
-    }
-)
-OWNER_TRANSITIONS: Final[Mapping[tuple[OwnerState, type[Event]], OwnerState]] = MappingProxyType(
-    {
-        (OwnerState.EXPECTED, CreationArrived): OwnerState.CREATING,
-        (OwnerState.EXPECTED, UserDeleted): OwnerState.ABANDONED,  # by its creator only
-        (OwnerState.EXPECTED, PeerLost): OwnerState.ABANDONED,
-        (OwnerState.CREATING, CreationEnded): OwnerState.READY,
-    }
-)
-
-
-class UserFork:
-    """One fork held by this worker."""
-
-    __slots__ = ("children", "fork", "handles", "is_created", "owner", "parent", "rref", "state")
-
-    def __init__(
-        self, rref: RRefId, fork: ForkId, owner: WorkerName, parent: WorkerName, state: UserState, is_created: bool
-    ) -> None:
-        self.rref = rref
-        self.fork = fork
-        self.owner = owner
-        self.parent = parent
-        """Who sent it; empty if it was made here."""
-        self.state = state
-        self.is_created = is_created
-        """It is certain that the creation has reached the owner."""
-        self.handles = 1
-        self.children: set[ForkId] = set()
-        """Forks made from this one that the owner may not count yet."""
-
-
-class Owned:
-    """One value of this worker that others can hold."""
-
-    __slots__ = ("forks", "holds", "rref", "state")
-
-    def __init__(self, rref: RRefId, state: OwnerState) -> None:
-        self.rref = rref
-        self.state = state
-        self.forks: dict[ForkId, WorkerName] = {}
-        """Users that are counted, and who they belong to."""
-        self.holds = 0
-        """Handles on this worker, those who wait for the value, and the creation while it runs."""
+__all__ = ["Forks"]
 
 
 class _Offer(NamedTuple):
@@ -502,6 +148,18 @@ class Forks:
         owned = self.owned.get(rref)
         return owned is not None and fork in owned.forks
 
+    def concerns(self, peer: WorkerInfo) -> bool:
+        """Whether there is anything between this worker and a peer."""
+        return (
+            any(user.owner == peer.name for user in self.users.values())
+            or any(offer.to == peer.name for offer in self.offers.values())
+            or any(
+                peer.name in owned.forks.values()
+                or (owned.state is OwnerState.EXPECTED and owned.rref.created_on == peer.id)
+                for owned in self.owned.values()
+            )
+        )
+
     @property
     def is_idle(self) -> bool:
         """Nothing is held here in either role."""
@@ -568,7 +226,7 @@ class Forks:
             yield from self._end_if_unused(user)
 
     def _end_if_unused(self, user: UserFork) -> Iterator[Instruction]:
-        if user.handles or user.children or user.state in _UNANSWERED:
+        if user.handles or user.children or user.state in UNANSWERED:
             return
         del self.users[user.fork]
         yield ForgetFork(user.fork)

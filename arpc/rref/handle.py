@@ -15,9 +15,11 @@ from arpc.errors import NotInitializedError, RpcTimeoutError, RRefError, Seriali
 from arpc.ids import GloballyUniqueId, WorkerInfo
 from arpc.options import UNSET, Unset
 from arpc.rref.calls import call_method, rref_typeof_on_owner, stream_items, stream_method
-from arpc.rref.context import FetchFuture, OwnerFuture, RRefContext, Use
-from arpc.rref.forks import HandleDropped, OwnerHandleDropped, OwnerState, RRefId
+from arpc.rref.context import RRefContext
+from arpc.rref.events import HandleDropped, OwnerHandleDropped, RRefId
 from arpc.rref.proxies import AsyncProxy, RemoteProxy, StreamProxy, SyncProxy
+from arpc.rref.states import OwnerState
+from arpc.rref.uses import FetchFuture, OwnerFuture, Use
 from arpc.rref.values import Value, fresh
 from arpc.wire.messages import RRefFetch
 from arpc.wire.pickling import Parcel

@@ -9,7 +9,7 @@ from typing import Literal
 
 from arpc.ids import GloballyUniqueId
 from arpc.rref.context import RRefContext
-from arpc.rref.forks import UserState
+from arpc.rref.states import UserState
 
 __all__ = ["RRefRow", "find_survivors", "report_leaks", "report_survivors", "rref_rows", "rref_statistics"]
 

@@ -11,9 +11,10 @@ from arpc.agent.agent import Agent
 from arpc.agent.scope import current_scope
 from arpc.errors import RRefCreationError, RRefError
 from arpc.ids import GloballyUniqueId, WorkerInfo
-from arpc.rref import forks as fork
+from arpc.rref import events, instructions
 from arpc.rref.delivery import Window
-from arpc.rref.forks import Forks, RRefId, WorkerName
+from arpc.rref.events import RRefId, WorkerName
+from arpc.rref.forks import Forks
 from arpc.rref.values import Value
 from arpc.wire.messages import (
     Message,
@@ -49,7 +50,7 @@ class ControlService:
     forks: Forks
     info: WorkerInfo
     values: dict[RRefId, Value]
-    happened: Callable[[fork.Event], Sequence[fork.Instruction]]
+    happened: Callable[[events.Event], Sequence[instructions.Instruction]]
     value: Callable[..., Awaitable[Any]]
     call: Callable[..., Awaitable[Any]]
 
@@ -96,7 +97,7 @@ class ControlService:
         if not self._is_new(caller, incarnation, number, oldest):
             await self._created_before(key)
             return
-        if not self.happened(fork.CreationArrived(key, _id(id_), caller)):
+        if not self.happened(events.CreationArrived(key, _id(id_), caller)):
             raise RRefError(f"the creation of RRef {key} was given up by worker {caller!r}")
         value = self.values.setdefault(key, Value())
         value.made = value.made or f"{made} for worker {caller}"
@@ -108,7 +109,7 @@ class ControlService:
         except BaseException as error:  # noqa: BLE001 - it is for those who use the value
             value.fail(error)
         finally:
-            self.happened(fork.CreationEnded(key))
+            self.happened(events.CreationEnded(key))
 
     async def _created_before(self, key: RRefId) -> None:
         """Answer a message that came twice, like the first."""
@@ -126,17 +127,17 @@ class ControlService:
         caller = _caller()
         if self._is_new(caller, incarnation, number, oldest):
             for rref, id_, is_created in _in_threes(items):
-                self.happened(fork.ForkRequested(_id(rref), _id(id_), caller, bool(is_created)))
+                self.happened(events.ForkRequested(_id(rref), _id(id_), caller, bool(is_created)))
         # One that comes again is answered as before: a fork cannot end before this answer
         return [id_ for rref, id_, _ in _in_threes(items) if not self.forks.counts(_id(rref), _id(id_))]
 
     async def _on_child_accept(self, incarnation: int, number: int, oldest: int, items: list[int]) -> None:
         for id_ in items:
-            self.happened(fork.ChildAccepted(_id(id_)))
+            self.happened(events.ChildAccepted(_id(id_)))
 
     async def _on_user_delete(self, incarnation: int, number: int, oldest: int, items: list[int]) -> None:
         for rref, id_, abandons in _in_threes(items):
-            self.happened(fork.UserDeleted(_id(rref), _id(id_), bool(abandons)))
+            self.happened(events.UserDeleted(_id(rref), _id(id_), bool(abandons)))
 
     async def _on_fork_query(self, incarnation: int, number: int, oldest: int, items: list[int]) -> list[int] | None:
         """The answer: which forks are not known here, and never will be. None: ask again later."""
@@ -150,5 +151,5 @@ class ControlService:
             return None
         unknown = [id_ for id_ in items if not self.forks.knows(_id(id_))]
         for id_ in unknown:
-            self.happened(fork.OfferQueried(_id(id_), caller))
+            self.happened(events.OfferQueried(_id(id_), caller))
         return unknown

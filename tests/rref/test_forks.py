@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from arpc.ids import GloballyUniqueId
-from arpc.rref.forks import (
-    OWNER_TRANSITIONS,
-    USER_TRANSITIONS,
+from arpc.rref.events import (
     ChildAccepted,
     CreationArrived,
     CreationConfirmed,
@@ -15,35 +13,41 @@ from arpc.rref.forks import (
     CreationFailed,
     CreationStarted,
     DeleteUndelivered,
-    DropValue,
     Event,
-    FailValue,
-    ForgetFork,
     ForkConfirmed,
     ForkOffered,
     ForkReceived,
     ForkRefused,
     ForkRequested,
-    Forks,
     HandleDropped,
-    Instruction,
-    MarkConfirmed,
-    MarkLost,
     OfferKnown,
     OfferQueried,
     OfferRefused,
     OwnerHandleDropped,
-    OwnerState,
     PeerLost,
     PeerReturned,
+    UserDeleted,
+    ValueAwaited,
+    ValueShared,
+)
+from arpc.rref.forks import Forks
+from arpc.rref.instructions import (
+    DropValue,
+    FailValue,
+    ForgetFork,
+    Instruction,
+    MarkConfirmed,
+    MarkLost,
     RunCreation,
     SendChildAccept,
     SendForkRequest,
     SendUserDelete,
-    UserDeleted,
+)
+from arpc.rref.states import (
+    OWNER_TRANSITIONS,
+    USER_TRANSITIONS,
+    OwnerState,
     UserState,
-    ValueAwaited,
-    ValueShared,
 )
 
 A, B, C = "a", "b", "c"

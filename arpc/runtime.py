@@ -137,7 +137,7 @@ class Worker:
         timeout: float | Unset = UNSET,
     ) -> RRef[Any]:
         """Run a function elsewhere and return an `RRef` to its result at once."""
-        return create_remote(self.rref_context, to, func, args or (), kwargs, timeout)
+        return create_remote(self.rref_context, to, func, args, kwargs, timeout)
 
     def rrefs(self) -> list[RRefRow]:
         """Every RRef that this worker owns and others know, or that it uses."""
@@ -357,6 +357,7 @@ async def start_worker(
             transports=ways,
             resolve=rendezvous.resolve,
             handlers=rrefs.handlers,
+            wrappers=rrefs.wrappers,
             reducers={RRef: partial(reduce_rref, rrefs)},
             interceptors=(VariableCarrier(),),
             is_elastic=rendezvous.is_elastic,

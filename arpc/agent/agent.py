@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import Context, copy_context
+from functools import partial
 from threading import get_ident
 from typing import Any, Final
 
@@ -52,7 +53,7 @@ from arpc.wire.messages import (
 from arpc.wire.pickling import Reducer
 from arpc.wire.tensors import Slot
 
-__all__ = ["Agent"]
+__all__ = ["Agent", "as_arguments"]
 
 logger = logging.getLogger("arpc.agent")
 
@@ -81,6 +82,7 @@ class Agent:
         transports: Mapping[str, Transport],
         resolve: Callable[[str | int], Awaitable[WorkerRecord]],
         handlers: Mapping[type[Message], Callable[..., Any]] | None = None,
+        wrappers: Mapping[type[Message], Callable[..., Any]] | None = None,
         reducers: Mapping[type, Reducer] | None = None,
         interceptors: Sequence[Interceptor] = (),
         watchers: Sequence[PeerWatcher] = (),
@@ -134,10 +136,15 @@ class Agent:
             Credit: self._on_credit,
             Goodbye: self._on_goodbye,
         }
-        self._requests: tuple[type[Message], ...] = (Request, *(handlers or {}))
+        self._requests: tuple[type[Message], ...] = (Request, *(handlers or {}), *(wrappers or {}))
+        # those that name no function
+        self._nameless = frozenset(int(message_class.type) for message_class in handlers or {})
         for message_class, function in (handlers or {}).items():
             # A feature's own messages are calls too, of the one function that serves them
             self._handlers[message_class] = self.executor.serve(function)
+        for message_class, function in (wrappers or {}).items():
+            # and so are those that name a function, which is run in its own way by another
+            self._handlers[message_class] = self.executor.serve_wrapped(function)
 
     def serve(self) -> None:
         """The worker knows its group: others may connect from now on. Those who tried before try again."""
@@ -261,19 +268,23 @@ class Agent:
         timeout: float | Unset = UNSET,
         *,
         future: Future[Any] | None = None,
+        function: Callable[..., Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Future[Any]:
-        """Send a feature's own message; the future is for what its handler returns there. Called on the loop."""
-        begun: Future[Any] = Future(loop=self.loop) if future is None else future
+        """Send a feature's own message; the future is for what its handler returns there. Called on the loop.
 
-        def begin(peer: Peer) -> int:
-            return self.begin(peer, begun, message, args, None, timeout, type_=int(message.type))
-
+        ``function`` and ``kwargs``: for a message that names a function, as a call does.
+        """
+        if future is None:
+            future = Future(loop=self.loop)
+        begun = future
+        named = message if function is None else function
+        type_ = message.type.value
         peer = self.peer(to)
         if peer is None:
-            self._defer(begun, to, begin)
+            self._defer(begun, to, lambda peer: self.begin(peer, begun, named, args, kwargs, timeout, 0, type_))
         else:
-            call_id = begin(peer)
-            begun.on_cancel = lambda: peer.cancel(call_id)
+            begun.on_cancel = partial(peer.cancel, self.begin(peer, begun, named, args, kwargs, timeout, 0, type_))
         return begun
 
     def stream(
@@ -339,7 +350,7 @@ class Agent:
     ) -> int:
         """Send one request; its reply completes the future. Raises before anything was sent if it cannot be.
 
-        ``type_`` is another message than REQUEST for a feature's own, which names no function.
+        ``type_`` is another message than REQUEST for a feature's own; ``function`` is its class if it names none.
         """
         if self.is_closing:
             raise ShutdownError(f"worker {self.info.name!r} is shutting down")
@@ -349,7 +360,7 @@ class Agent:
                 f"use rpc_async(...).wait() there"
             )
         if args.__class__ is not tuple:
-            args = _as_arguments(args)
+            args = as_arguments(args)
         # the deadline
         scope = current_scope.get()
         now = self._time()
@@ -362,7 +373,7 @@ class Agent:
             tick, timeout_ms = self._deadline(now, timeout, scope.deadline if scope is not None else None, function)
         # the content
         try:
-            function_id = peer.function_ids.get(function) or (1 if type_ != _REQUEST else peer.define(function))
+            function_id = peer.function_ids.get(function) or (1 if type_ in self._nameless else peer.define(function))
         except TypeError:
             function_id = 0  # not hashable, so not a function of a module
         if function_id == 0:
@@ -427,6 +438,20 @@ class Agent:
                 function, args, dict(kwargs) if kwargs else None, main_by_value=by_value, to=peer.info
             )
             raise unsendable(function, error) from error
+
+    def explained(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        to: str | int | WorkerInfo,
+        error: Exception,
+    ) -> SerializationError:
+        """Why a call cannot be sent, for a feature whose messages have more in them than the caller's arguments."""
+        peer = self.known_peer(to)
+        return self._pickler.explained(
+            function, args, dict(kwargs or {}), error, main_by_value=peer.main_by_value, to=peer.info
+        )
 
     def _next_default_tick(self, now: float) -> None:
         timeout_s = min(self.default_timeout, _MAX_TIMEOUT_S)
@@ -677,7 +702,7 @@ class Agent:
         }
 
 
-def _as_arguments(args: Any) -> tuple[Any, ...]:
+def as_arguments(args: Any) -> tuple[Any, ...]:
     """The positional arguments as a tuple. What is no list of arguments is refused: it would be taken apart."""
     if args is None:
         return ()

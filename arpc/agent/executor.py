@@ -76,6 +76,8 @@ class Run(Job):
     args: tuple[Any, ...] | None = None
     kwargs: dict[str, Any] | None = None
     _prerequisites: list[Awaitable[object]] | None = None
+    wrapped: Function | None = None
+    """What the message calls, where another function of the worker's own runs it."""
 
     def __init__(self, executor: Executor, inbound: Inbound, function: Function, message: Message) -> None:
         self.executor = executor
@@ -379,6 +381,21 @@ class Executor:
 
         return handle
 
+    def serve_wrapped(self, wrapper: Callable[..., Any]) -> Callable[[HasInbound, Message], None]:
+        """A handler of messages that name a function as requests do, which ``wrapper`` finds in its scope and runs."""
+        served = Function(wrapper)
+
+        def handle(link: HasInbound, message: Message) -> None:
+            function = link.inbound.functions.get(message.arg)
+            if function.__class__ is not Function and message.arg:
+                self._start_special(link.inbound, function, message)  # which says what is wrong with it
+                return
+            run = Run(self, link.inbound, served, message)
+            run.wrapped = function if function.__class__ is Function else None
+            self.carriers.start(run)
+
+        return handle
+
     def _start_special(self, inbound: Inbound, function: Function | Exception | None, message: Message) -> None:
         """A stream, a function that came with its arguments, or one that is not there."""
         run = Run(self, inbound, function if isinstance(function, Function) else _UNKNOWN, message)
@@ -423,7 +440,10 @@ class Executor:
                 payload = codec.payload(message, [])
             if not message.arg:
                 call, payload = payload
-                run.function = Function(call)
+                if run.function is _UNKNOWN:
+                    run.function = Function(call)
+                else:
+                    run.wrapped = Function(call)
         except (AttributeError, ImportError, LookupError) as error:
             raise SerializationError(
                 f"worker {self.name!r} cannot unpack the call: {type(error).__name__}: {error}. "

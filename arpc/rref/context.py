@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from contextvars import Context, copy_context
 from functools import partial
+from threading import get_ident
 from typing import Any, Final, TypeVar
 
-from arpc.agent.agent import Agent
+from arpc.agent.agent import Agent, as_arguments
 from arpc.agent.functions import name_of
 from arpc.agent.scope import current_scope
 from arpc.errors import (
@@ -29,10 +28,10 @@ from arpc.errors import (
 from arpc.ids import GloballyUniqueId, IdAllocator, WorkerInfo
 from arpc.options import RpcOptions, Unset
 from arpc.rref import events, instructions
+from arpc.rref.drops import DropQueue
 from arpc.rref.events import ForkId, RRefId, WorkerName
 from arpc.rref.forks import Forks
 from arpc.rref.leases import Leases
-from arpc.rref.methods import prepared
 from arpc.rref.offers import OfferWatch
 from arpc.rref.post import Item, Post
 from arpc.rref.service import ControlService
@@ -48,7 +47,7 @@ logger = logging.getLogger("arpc.rref")
 T = TypeVar("T")
 
 _POLL_S: Final = 0.002
-_id = GloballyUniqueId.from_int
+_text = GloballyUniqueId.from_int
 
 
 class RRefContext(ControlService):
@@ -65,12 +64,12 @@ class RRefContext(ControlService):
         self.post: Post
         self.offer_watch: OfferWatch
         self.leases: Leases
+        self.drops: DropQueue
         self._context = context
         self._incarnation = incarnation
-        self._dropped: deque[events.HandleDropped | events.OwnerHandleDropped] = deque()
-        self._is_drain_scheduled = False
         self._lost: set[WorkerName] = set()
         self._ends: dict[ForkId, list[asyncio.Future[None]]] = {}
+        self._thread = get_ident()
         self._is_releasing = False
         self._is_closed = False
         self._carry_out: dict[type[instructions.Instruction], Callable[[Any], object]] = {
@@ -91,6 +90,7 @@ class RRefContext(ControlService):
         self.agent = agent
         grace_s = self.options.rref_grace
         self.post = Post(agent, self.options, self._context, self._incarnation, self._settled)
+        self.drops = DropQueue(agent.loop, self._context, self.happened)
         self.offer_watch = OfferWatch(agent, self.forks, self.post, self._context, grace_s, self.happened)
         self.leases = Leases(agent, self.forks, self._context, self._incarnation, grace_s, self._peer_lost)
 
@@ -106,23 +106,25 @@ class RRefContext(ControlService):
         """Tell the state machine of an event, and do what it says."""
         following = self.forks.handle(event)
         for instruction in following:
-            self._carry_out[type(instruction)](instruction)
+            self._carry_out[instruction.__class__](instruction)
         return following
 
     def _send_fork_request(self, send: instructions.SendForkRequest) -> None:
-        self.post.add(RRefForkRequest, send.to, (send.rref.to_int(), send.fork.to_int(), send.is_created))
+        self.post.add(RRefForkRequest, send.to, (send.rref, send.fork, send.is_created))
 
     def _send_child_accept(self, send: instructions.SendChildAccept) -> None:
-        self.post.add(RRefChildAccept, send.to, (send.fork.to_int(),))
+        self.post.add(RRefChildAccept, send.to, (send.fork,))
 
     def _send_user_delete(self, send: instructions.SendUserDelete) -> None:
-        self.post.add(RRefUserDelete, send.to, (send.rref.to_int(), send.fork.to_int(), send.abandons))
+        self.post.add(RRefUserDelete, send.to, (send.rref, send.fork, send.abandons))
 
     def _fail_value(self, rref: RRefId) -> None:
         value = self.values.get(rref)
         if value is not None:
             value.fail(
-                RRefCreationError(f"the value of RRef {rref} was never created: its creator gave up, or was lost")
+                RRefCreationError(
+                    f"the value of RRef {_text(rref)} was never created: its creator gave up, or was lost"
+                )
             )
 
     def _mark_lost(self, use: Use) -> None:
@@ -152,14 +154,14 @@ class RRefContext(ControlService):
         if message is RRefForkRequest and error is None:
             refused = frozenset(reply)
             for _, id_, _ in items:
-                self.happened(events.ForkRefused(_id(id_)) if id_ in refused else events.ForkConfirmed(_id(id_)))
+                self.happened(events.ForkRefused(id_) if id_ in refused else events.ForkConfirmed(id_))
         elif message is RRefForkQuery and error is None:
             self.offer_watch.answered(items, reply)
         elif message is RRefUserDelete:
             for rref, id_, _ in items:
                 if error is not None:
-                    self.happened(events.DeleteUndelivered(to, _id(rref), _id(id_)))
-                self._end(_id(id_))
+                    self.happened(events.DeleteUndelivered(to, rref, id_))
+                self._end(id_)
         if error is not None:
             self._peer_lost(to)
 
@@ -169,50 +171,44 @@ class RRefContext(ControlService):
         self,
         to: str | int | WorkerInfo,
         function: Callable[..., Any],
-        args: Sequence[Any],
+        args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
         timeout: float | Unset,
-        made: str,
+        *,
+        made: str = "",
+        anchor: object = None,
     ) -> tuple[Use | Value, RRefId, OwnerFuture]:
-        """Ask a worker to create a value. Nothing is waited for."""
+        """Ask a worker to create a value. Nothing is waited for. ``anchor`` is kept until the answer is there."""
         if not callable(function):
             raise TypeError(f"function should be callable, and {type(function).__qualname__} is not")
-        peer = self.agent.peer(to)
+        agent = self.agent
+        peer = agent.peer(to)
         owner = peer.info if peer is not None else to if isinstance(to, WorkerInfo) else WorkerInfo(str(to), -1)
-        rref, id_ = self.ids.next(), self.ids.next()
-        self.happened(events.CreationStarted(rref, id_, owner.name))
-        made = made or name_of(function)
+        rref, id_ = self.ids.next_number(), self.ids.next_number()
+        self.forks.handle(events.CreationStarted(rref, id_, owner.name))
         use: Use | Value
         if owner.name == self.info.name:
-            use = self.values[rref] = Value(made)
+            use = self.values[rref] = Value(made or name_of(function))
         else:
-            use = self.uses[id_] = Use(self.forks.users[id_], owner, made)
-        future = OwnerFuture(loop=self.agent.loop)
+            use = self.uses[id_] = Use(self.forks.users[id_], owner, made or name_of(function))
         numbers = self.post.numbers(owner.name)
         number = numbers.take()
-        arguments = (
-            self._incarnation,
-            number,
-            numbers.oldest,
-            rref.to_int(),
-            id_.to_int(),
-            made,
-            function,
-            tuple(args),
-            kwargs,
-        )
-        settled = partial(self._creation_settled, use, rref, id_, number, owner.name)
-        future.add_done_callback(settled)
+        header = (self._incarnation, number, numbers.oldest, rref, id_, made)
+        future = OwnerFuture(loop=agent.loop)
         try:
-            self.agent.request(RRefCreate, to, arguments, timeout, future=future)
+            arguments = as_arguments(args)
+            agent.request(
+                RRefCreate, to, (*header, *arguments), timeout, future=future, function=function, kwargs=kwargs
+            )
         except BaseException as error:
-            future.remove_done_callback(settled)
             future.cancel()
             numbers.settle(number)
             self._give_up(use, rref, id_)
             if isinstance(error, SerializationError):
-                raise SerializationError(f"{name_of(function)} cannot be called remotely: {error}") from error.__cause__
+                cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+                raise agent.explained(function, arguments, kwargs, to, cause) from cause
             raise
+        future.add_done_callback(partial(self._creation_settled, use, rref, id_, number, owner.name, anchor))
         return use, rref, future
 
     def _give_up(self, use: Use | Value, rref: RRefId, id_: ForkId) -> None:
@@ -224,7 +220,14 @@ class RRefContext(ControlService):
             self.happened(events.OwnerHandleDropped(rref))
 
     def _creation_settled(
-        self, use: Use | Value, rref: RRefId, id_: ForkId, number: int, owner: WorkerName, future: asyncio.Future[Any]
+        self,
+        use: Use | Value,
+        rref: RRefId,
+        id_: ForkId,
+        number: int,
+        owner: WorkerName,
+        _anchor: object,
+        future: asyncio.Future[Any],
     ) -> None:
         self.post.numbers(owner).settle(number)
         error = self._creation_error(owner, rref, future)
@@ -235,7 +238,7 @@ class RRefContext(ControlService):
             self.happened(events.UserDeleted(rref, id_, abandons=error is not None))
             return
         if error is None:
-            use.fetches.clear()
+            use.fetches = None
             self.happened(events.CreationConfirmed(id_))
             return
         if use.failure is None:
@@ -245,20 +248,19 @@ class RRefContext(ControlService):
 
     def _creation_error(self, owner: WorkerName, rref: RRefId, future: asyncio.Future[Any]) -> Exception | None:
         if future.cancelled():
-            return RRefCreationError(f"the creation of RRef {rref} on worker {owner!r} was cancelled")
+            return RRefCreationError(f"the creation of RRef {_text(rref)} on worker {owner!r} was cancelled")
         error = future.exception()
-        if error is not None:
-            error = fresh(
-                error
-            )  # the future's own has a traceback once somebody awaits it, and that refers to the RRef
+        if error is None:
+            return None
+        error = fresh(error)  # the future's own has a traceback once somebody awaits it, and that refers to the RRef
         if isinstance(error, RpcTimeoutError):
             made = RRefCreationError(
-                f"RRef creation via remote() on worker {owner!r} timed out, and it is possible that RRef {rref} does "
+                f"RRef creation via remote() on worker {owner!r} timed out, and it is possible that RRef {_text(rref)} does "
                 f"not exist there"
             )
             made.__cause__ = error
             return made
-        assert error is None or isinstance(error, Exception)
+        assert isinstance(error, Exception)
         return error
 
     def offer(self, rref: RRefId, id_: ForkId, to: WorkerName, parent: ForkId | None) -> None:
@@ -283,7 +285,9 @@ class RRefContext(ControlService):
                 return self.values.setdefault(rref, Value())
             gone = Value()
             gone.fail(
-                RRefError(f"the value of RRef {rref} is gone: worker {parent!r}, which sent it, was taken for lost")
+                RRefError(
+                    f"the value of RRef {_text(rref)} is gone: worker {parent!r}, which sent it, was taken for lost"
+                )
             )
             return gone
         user = self.forks.users.get(id_)
@@ -308,24 +312,17 @@ class RRefContext(ControlService):
             return value.get_nowait()
         self.happened(events.ValueAwaited(rref, is_created))
         if rref not in self.forks.owned:
-            raise RRefError(f"the value of RRef {rref} is gone from worker {self.info.name!r}")
+            raise RRefError(f"the value of RRef {_text(rref)} is gone from worker {self.info.name!r}")
         try:
             return await self.values.setdefault(rref, Value()).get()
         finally:
             self.happened(events.OwnerHandleDropped(rref))
 
-    async def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a function here as if it had been called by itself."""
-        return await self.agent.executor.call(prepared(function), args, kwargs)
-
     def on_loop(self, function: Callable[[], T]) -> T:
         """Run something on the loop, from whatever thread this is."""
+        if get_ident() == self._thread:
+            return function()
         loop = self.agent.loop
-        try:
-            if asyncio.get_running_loop() is loop:
-                return function()
-        except RuntimeError:
-            pass
         done: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run() -> None:
@@ -342,20 +339,6 @@ class RRefContext(ControlService):
 
     # -- letting go of them
 
-    def drop(self, event: events.HandleDropped | events.OwnerHandleDropped) -> None:
-        """A handle is gone. Called by the garbage collector: on any thread, between any two instructions."""
-        self._dropped.append(event)
-        # A race costs a spare wake-up, never a lost one: the flag is cleared before the queue is emptied
-        if not self._is_drain_scheduled and not self._is_closed:
-            self._is_drain_scheduled = True
-            with suppress(RuntimeError):  # the loop is closed, and the worker gone with it
-                self.agent.loop.call_soon_threadsafe(self._drain, context=self._context.copy())
-
-    def _drain(self) -> None:
-        self._is_drain_scheduled = False
-        while self._dropped and not self._is_closed:
-            self.happened(self._dropped.popleft())
-
     async def release(self, use: Use) -> None:
         """Let go of a fork, and wait until its owner knows that, or is lost."""
         id_ = use.fork.fork
@@ -371,12 +354,12 @@ class RRefContext(ControlService):
     @property
     def is_quiet(self) -> bool:
         """Nothing is on its way to other workers."""
-        return self.post.is_idle and not self._dropped
+        return self.post.is_idle and not self.drops
 
     async def release_all(self, timeout_s: float | None) -> bool:
         """End every user of this worker; False if some owners did not confirm that in time."""
         self._is_releasing = True
-        self._drain()
+        self.drops.drain()
         for use in list(self.uses.values()):
             if use.failure is None:
                 use.failure = RRefError(f"{use} was released: worker {self.info.name!r} has shut down")
@@ -394,6 +377,7 @@ class RRefContext(ControlService):
     def close(self) -> None:
         """Send nothing any more."""
         self._is_closed = True
+        self.drops.close()
         self.offer_watch.close()
         self.leases.close()
         self.post.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from arpc.ids import GloballyUniqueId, WorkerId
+from arpc.ids import WorkerId
 
 __all__ = [
     "ChildAccepted",
@@ -35,8 +35,9 @@ __all__ = [
     "WorkerName",
 ]
 
-RRefId: TypeAlias = GloballyUniqueId
-ForkId: TypeAlias = GloballyUniqueId
+# Numbers, as they travel: `GloballyUniqueId.from_int` tells people what they mean
+RRefId: TypeAlias = int
+ForkId: TypeAlias = int
 WorkerName: TypeAlias = str
 
 

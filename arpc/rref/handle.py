@@ -68,7 +68,7 @@ class RRef(Generic[T]):
             )
         context: RRefContext = scope.worker.rref_context
         made = _stack() if context.options.rref_creation_stacks else "RRef()"
-        self._set_up(context, context.ids.next(), Value.of(value, made), context.info)
+        self._set_up(context, context.ids.next_number(), Value.of(value, made), context.info)
         self._hint = type_hint
 
     def _set_up(self, context: RRefContext, rref: RRefId, held: Use | Value, owner: WorkerInfo) -> None:
@@ -119,7 +119,7 @@ class RRef(Generic[T]):
 
     def __repr__(self) -> str:
         if self._use is None:
-            return f"OwnerRRef({self._rref})"
+            return f"OwnerRRef({GloballyUniqueId.from_int(self._rref)})"
         return str(self._use)
 
     # -- the value
@@ -141,15 +141,16 @@ class RRef(Generic[T]):
         future = FetchFuture(loop=context.agent.loop)
         future.owner = self._owner.name
         user = use.fork
-        context.agent.request(
-            RRefFetch, self._owner.name, (self._rref.to_int(), user.is_created), timeout, future=future
-        )
+        context.agent.request(RRefFetch, self._owner.name, (self._rref, user.is_created), timeout, future=future)
         if not user.is_created:
+            if use.fetches is None:
+                use.fetches = set()
             use.fetches.add(future)
         try:
             return cast("T", await future)
         finally:
-            use.fetches.discard(future)
+            if use.fetches is not None:
+                use.fetches.discard(future)
             del future  # whose exception refers to this frame
 
     async def _wait_here(self, value: Value, timeout: float | Unset) -> T:
@@ -206,9 +207,9 @@ class RRef(Generic[T]):
         """How calls name the value to its owner."""
         self._check("methods called")
         if self._use is not None:
-            return self._rref.to_int(), self._use.fork.is_created
+            return self._rref, self._use.fork.is_created
         self._share()
-        return self._rref.to_int(), False
+        return self._rref, False
 
     def _share(self) -> None:
         assert self._value is not None
@@ -229,16 +230,16 @@ class RRef(Generic[T]):
     ) -> Future[Any]:
         context = self._context
         future = OwnerFuture(loop=context.agent.loop)
-        arguments = (*self._target(), name, tuple(args), dict(kwargs))
-        context.agent.call(self._owner.name, call_method, arguments, None, timeout, depth=3, future=future)
+        arguments = (*self._target(), name, *args)
+        context.agent.call(self._owner.name, call_method, arguments, kwargs, timeout, depth=3, future=future)
         self._live_until(future)
         return future
 
     def _remote_method(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float | Unset
     ) -> RRef[Any]:
-        arguments = (*self._target(), name, tuple(args), dict(kwargs))
-        return create_remote(self._context, self._owner.name, call_method, arguments, None, timeout, keep=self._keep)
+        arguments = (*self._target(), name, *args)
+        return create_remote(self._context, self._owner.name, call_method, arguments, kwargs, timeout, anchor=self)
 
     def _stream_method(
         self, name: str | None, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float | Unset, window: int
@@ -248,8 +249,8 @@ class RRef(Generic[T]):
         if name is None:
             stream = agent.stream(self._owner.name, stream_items, self._target(), None, timeout, window)
         else:
-            arguments = (*self._target(), name, tuple(args), dict(kwargs))
-            stream = agent.stream(self._owner.name, stream_method, arguments, None, timeout, window)
+            arguments = (*self._target(), name, *args)
+            stream = agent.stream(self._owner.name, stream_method, arguments, kwargs, timeout, window)
         stream.anchor = self
         return stream
 
@@ -291,14 +292,14 @@ class RRef(Generic[T]):
         await self.release()
 
     def __del__(self) -> None:
-        # On any thread, at any time, and perhaps half made: see RRefContext.drop
+        # On any thread, at any time, and perhaps half made: see DropQueue
         if getattr(self, "_is_released", True):
             return
         context = self._context
         if self._use is not None:
-            context.drop(HandleDropped(self._use.fork.fork))
+            context.drops.add(HandleDropped(self._use.fork.fork))
         elif context.values.get(self._rref) is self._value:
-            context.drop(OwnerHandleDropped(self._rref))
+            context.drops.add(OwnerHandleDropped(self._rref))
 
     def _pack(self, context: RRefContext, parcel: Parcel) -> tuple[Any, ...]:
         to = parcel.to
@@ -308,7 +309,7 @@ class RRef(Generic[T]):
             holder, sender = self._context.info.name, context.info.name
             raise SerializationError(f"{self!r} belongs to worker {holder!r} and cannot be sent by worker {sender!r}")
         self._check("forks made")
-        fork = context.ids.next()
+        fork = context.ids.next_number()
         use, value = self._use, self._value
         if use is not None:
             is_created = use.fork.is_created
@@ -324,7 +325,7 @@ class RRef(Generic[T]):
 
             parcel.packed.append(share_and_offer)
         owner = self.owner()
-        return _rebuild, (owner.name, owner.id, self._rref.to_int(), fork.to_int(), context.info.name, is_created)
+        return _rebuild, (owner.name, owner.id, self._rref, fork, context.info.name, is_created)
 
     def __reduce__(self) -> NoReturn:
         raise SerializationError(
@@ -350,19 +351,17 @@ def create_remote(
     context: RRefContext,
     to: str | int | WorkerInfo,
     function: Callable[..., Any],
-    args: Sequence[Any],
+    args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
     timeout: float | Unset,
     *,
-    keep: Callable[[object], None] | None = None,
+    anchor: object = None,
 ) -> RRef[Any]:
-    """An RRef to what a function returns on another worker. From any thread."""
+    """An RRef to what a function returns on another worker. From any thread. ``anchor`` lives until that has run."""
     made = _stack() if context.options.rref_creation_stacks else ""
 
     def create() -> RRef[Any]:
-        held, rref, future = context.remote(to, function, args, kwargs, timeout, made)
-        if keep is not None:
-            future.add_done_callback(keep)
+        held, rref, future = context.remote(to, function, args, kwargs, timeout, made=made, anchor=anchor)
         return RRef._make(context, rref, held, held.info if isinstance(held, Use) else context.info, future)
 
     return context.on_loop(create)
@@ -380,6 +379,5 @@ def _rebuild(owner_name: str, owner_id: int, rref: int, fork: int, parent: str, 
         raise SerializationError("an RRef can be unpickled by a worker that received it in a call, and nowhere else")
     context: RRefContext = scope.worker.rref_context
     owner = WorkerInfo(owner_name, owner_id)
-    id_ = GloballyUniqueId.from_int(rref)
-    held = context.receive(id_, GloballyUniqueId.from_int(fork), owner, parent, is_created=is_created)
-    return RRef._make(context, id_, held, owner)
+    held = context.receive(rref, fork, owner, parent, is_created=is_created)
+    return RRef._make(context, rref, held, owner)

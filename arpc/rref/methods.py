@@ -29,5 +29,6 @@ def prepared(function: Callable[..., Any]) -> Function:
     bound.call = function
     bound.mode = template.mode
     bound.name = template.name
+    bound.is_simple = template.is_simple
     bound.returns_future = template.returns_future
     return bound

@@ -9,7 +9,6 @@ from contextvars import Context
 from typing import Final
 
 from arpc.agent.agent import Agent
-from arpc.ids import GloballyUniqueId
 from arpc.rref.events import Event, ForkId, OfferKnown, OfferRefused
 from arpc.rref.forks import Forks
 from arpc.rref.post import Item, Post
@@ -18,7 +17,6 @@ from arpc.wire.messages import RRefForkQuery
 __all__ = ["OfferWatch"]
 
 _SHORTEST_S: Final = 0.05
-_id = GloballyUniqueId.from_int
 
 
 class OfferWatch:
@@ -60,15 +58,14 @@ class OfferWatch:
             if peer is not None and (peer.backlog or (connection is not None and connection.unsent_bytes)):
                 self.add(fork)  # it may not have left yet
             else:
-                self._post.add(RRefForkQuery, offer.to, (fork.to_int(),))
+                self._post.add(RRefForkQuery, offer.to, (fork,))
 
     def answered(self, items: Sequence[Item], unknown: Sequence[int] | None) -> None:
         """A worker has said which of the forks it was asked for are unknown to it; None: not now."""
         refused = frozenset(unknown or ())
-        for (number,) in items:
-            fork = _id(number)
+        for (fork,) in items:
             if unknown is not None:
-                self._happened(OfferRefused(fork) if number in refused else OfferKnown(fork))
+                self._happened(OfferRefused(fork) if fork in refused else OfferKnown(fork))
             if fork in self._forks.offers:
                 self.add(fork)
 

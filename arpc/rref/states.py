@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum, auto
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 from arpc.rref.events import (
     CreationArrived,
@@ -26,6 +26,7 @@ __all__ = [
     "OWNER_TRANSITIONS",
     "UNANSWERED",
     "USER_TRANSITIONS",
+    "Offer",
     "Owned",
     "OwnerState",
     "UserFork",
@@ -46,6 +47,8 @@ class UserState(Enum):
     LOST = auto()
     """The owner, or the value, is gone."""
 
+    __hash__ = object.__hash__  # every member is one object, and Enum's own hash is a function in Python
+
 
 class OwnerState(Enum):
     """How far a value is."""
@@ -56,6 +59,8 @@ class OwnerState(Enum):
     READY = auto()
     ABANDONED = auto()
     """Its creation will not arrive."""
+
+    __hash__ = object.__hash__  # as above
 
 
 UNANSWERED: Final = frozenset((UserState.CREATING, UserState.REQUESTED))
@@ -100,8 +105,17 @@ class UserFork:
         self.is_created = is_created
         """It is certain that the creation has reached the owner."""
         self.handles = 1
-        self.children: set[ForkId] = set()
-        """Forks made from this one that the owner may not count yet."""
+        self.children = 0
+        """How many forks made from this one the owner may not count yet."""
+
+
+class Offer(NamedTuple):
+    """A fork that was sent to another worker."""
+
+    rref: RRefId
+    to: WorkerName
+    parent: ForkId | None
+    """What it was made from; None on the owner."""
 
 
 class Owned:

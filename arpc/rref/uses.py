@@ -8,7 +8,7 @@ from typing import Any
 
 from arpc.agent.future import Future
 from arpc.errors import CallCancelledError, OwnerLostError, WorkerLostError
-from arpc.ids import WorkerInfo
+from arpc.ids import GloballyUniqueId, WorkerInfo
 from arpc.rref.states import UserFork, UserState
 from arpc.rref.values import fresh
 
@@ -50,7 +50,7 @@ class Use:
         self.made = made
         self.failure: Exception | None = None
         """Why it cannot be used."""
-        self.fetches: set[OwnerFuture] = set()
+        self.fetches: set[OwnerFuture] | None = None
         """Those who wait for a value that may never be created."""
         self._answered: asyncio.Future[None] | None = None
 
@@ -71,8 +71,8 @@ class Use:
     def fail(self, failure: Exception) -> None:
         """It cannot be used any more. Those who wait for its value hear of it now."""
         self.failure = failure
-        fetches, self.fetches = self.fetches, set()
-        for future in fetches:
+        fetches, self.fetches = self.fetches, None
+        for future in fetches or ():
             stop = future.on_cancel
             if not future.done():
                 future.set_exception(fresh(failure))
@@ -80,4 +80,5 @@ class Use:
                     stop()
 
     def __str__(self) -> str:
-        return f"UserRRef(RRefId = {self.fork.rref}, ForkId = {self.fork.fork})"
+        rref, fork = (GloballyUniqueId.from_int(number) for number in (self.fork.rref, self.fork.fork))
+        return f"UserRRef(RRefId = {rref}, ForkId = {fork})"

@@ -31,7 +31,7 @@ def fresh(error: E) -> E:
 class Value:
     """Set once; awaited by any number of coroutines, each of which may be cancelled without harm to the others."""
 
-    __slots__ = ("_error", "_traceback", "_value", "_waiters", "made")
+    __slots__ = ("_error", "_traceback", "_value", "_waiters", "creator", "made")
 
     def __init__(self, made: str = "") -> None:
         self._value: Any = _NOTHING
@@ -40,6 +40,8 @@ class Value:
         self._waiters: list[asyncio.Future[None]] = []
         self.made = made
         """Where it was made, or by which function."""
+        self.creator = ""
+        """The worker that asked for it."""
 
     @classmethod
     def of(cls, value: Any, made: str = "") -> Value:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from arpc.ids import GloballyUniqueId, IdAllocator
+from arpc.ids import IdAllocator
 from arpc.rref import events as e
 from arpc.rref import instructions as i
 from arpc.rref import states
@@ -45,9 +45,9 @@ class Machine:
     ids: IdAllocator
     numbers: dict[int, Numbers] = field(default_factory=dict)
     windows: dict[int, Window] = field(default_factory=dict)
-    user_handles: list[GloballyUniqueId] = field(default_factory=list)
-    owner_handles: list[GloballyUniqueId] = field(default_factory=list)
-    running: list[tuple[GloballyUniqueId, Packet]] = field(default_factory=list)
+    user_handles: list[int] = field(default_factory=list)
+    owner_handles: list[int] = field(default_factory=list)
+    running: list[tuple[int, Packet]] = field(default_factory=list)
     """Creations whose function has not returned."""
     is_alive: bool = True
 
@@ -58,16 +58,16 @@ class Network:
     def __init__(self, size: int) -> None:
         self.machines = [Machine(id_, Forks(f"w{id_}", id_), IdAllocator(id_)) for id_ in range(size)]
         self.bag: list[Packet] = []
-        self.owner_of: dict[GloballyUniqueId, int] = {}
-        self.values: set[GloballyUniqueId] = set()
-        self.creators: dict[GloballyUniqueId, GloballyUniqueId] = {}
+        self.owner_of: dict[int, int] = {}
+        self.values: set[int] = set()
+        self.creators: dict[int, int] = {}
         self.deaths = 0
 
     # -- what users do
 
     def create(self, on: int, owner: int) -> None:
         machine = self.machines[on]
-        rref, fork = machine.ids.next(), machine.ids.next()
+        rref, fork = machine.ids.next_number(), machine.ids.next_number()
         self.owner_of[rref] = owner
         self.creators[fork] = rref
         self._happened(machine, e.CreationStarted(rref, fork, f"w{owner}"))
@@ -80,7 +80,7 @@ class Network:
 
     def share(self, on: int) -> None:
         machine = self.machines[on]
-        rref = machine.ids.next()
+        rref = machine.ids.next_number()
         self.owner_of[rref] = on
         self._happened(machine, e.ValueShared(rref))
         self.values.add(rref)
@@ -91,7 +91,7 @@ class Network:
         user = machine.forks.users[machine.user_handles[which]]
         if user.state in {states.UserState.FAILED, states.UserState.LOST}:
             return  # its handle raises
-        child = machine.ids.next()
+        child = machine.ids.next_number()
         self._happened(machine, e.ForkOffered(user.rref, child, f"w{to}", user.fork))
         self._offer(on, to, user.rref, child, user.is_created)
 
@@ -99,11 +99,11 @@ class Network:
         machine = self.machines[on]
         rref = machine.owner_handles[which]
         owned = machine.forks.owned[rref]
-        child = machine.ids.next()
+        child = machine.ids.next_number()
         self._happened(machine, e.ForkOffered(rref, child, f"w{to}", None))
         self._offer(on, to, rref, child, owned.state is not states.OwnerState.EXPECTED)
 
-    def _offer(self, on: int, to: int, rref: GloballyUniqueId, child: GloballyUniqueId, is_created: bool) -> None:
+    def _offer(self, on: int, to: int, rref: int, child: int, is_created: bool) -> None:
         owner = f"w{self.owner_of[rref]}"
         self.bag.append(Packet("offer", on, to, (rref, child, owner, f"w{on}", is_created)))
 
@@ -121,7 +121,7 @@ class Network:
         self._happened(machine, e.CreationEnded(rref))
         self.bag.append(Packet("created", on, request.source, (request.content[1], request.number)))
 
-    def time_out_creation(self, on: int, fork: GloballyUniqueId) -> None:
+    def time_out_creation(self, on: int, fork: int) -> None:
         self._creation_settled(self.machines[on], fork, None, failed=True)
 
     # -- what the network does
@@ -213,7 +213,7 @@ class Network:
         fork, number = packet.content
         self._creation_settled(target, fork, number, failed=False)
 
-    def _creation_settled(self, machine: Machine, fork: GloballyUniqueId, number: int | None, *, failed: bool) -> None:
+    def _creation_settled(self, machine: Machine, fork: int, number: int | None, *, failed: bool) -> None:
         rref = self.creators.pop(fork, None)
         if rref is None or not machine.is_alive:
             return
@@ -287,7 +287,7 @@ class Network:
                     runs = True
         return runs
 
-    def _check_nobody_uses(self, rref: GloballyUniqueId) -> None:
+    def _check_nobody_uses(self, rref: int) -> None:
         """The promise: no value is dropped while a user lives."""
         for machine in self.machines:
             if not machine.is_alive:

@@ -50,10 +50,15 @@ from arpc.rref.states import (
     UserState,
 )
 
+
+def unique(created_on: int, local_id: int) -> int:
+    return GloballyUniqueId(created_on, local_id).to_int()
+
+
 A, B, C = "a", "b", "c"
-R = GloballyUniqueId(0, 0)  # made by a, whose id is 0
-F, G, H = GloballyUniqueId(0, 1), GloballyUniqueId(0, 2), GloballyUniqueId(2, 0)
-OWN = GloballyUniqueId(1, 0)  # made by b, the owner, whose id is 1
+R = unique(0, 0)  # made by a, whose id is 0
+F, G, H = unique(0, 1), unique(0, 2), unique(2, 0)
+OWN = unique(1, 0)  # made by b, the owner, whose id is 1
 
 
 def run(forks: Forks, *events: Event) -> list[Instruction]:
@@ -319,8 +324,8 @@ def test_a_value_whose_creator_is_lost_is_not_expected_any_more():
     forks = b()
     run(forks, ForkRequested(R, H, C, is_created=False))
     assert run(forks, PeerLost(A, 0)) == [FailValue(R)]
-    assert run(forks, ForkRequested(GloballyUniqueId(0, 9), GloballyUniqueId(2, 9), C, is_created=False)) == []
-    assert GloballyUniqueId(0, 9) not in forks.owned
+    assert run(forks, ForkRequested(unique(0, 9), unique(2, 9), C, is_created=False)) == []
+    assert unique(0, 9) not in forks.owned
 
 
 def test_an_owner_that_returns_is_told_of_the_users_that_ended_meanwhile():

@@ -121,11 +121,8 @@ class RRefContext(ControlService):
     def _fail_value(self, rref: RRefId) -> None:
         value = self.values.get(rref)
         if value is not None:
-            value.fail(
-                RRefCreationError(
-                    f"the value of RRef {_text(rref)} was never created: its creator gave up, or was lost"
-                )
-            )
+            what = f"the value of RRef {_text(rref)} was never created"
+            value.fail(RRefCreationError(f"{what}: its creator gave up, or was lost"))
 
     def _mark_lost(self, use: Use) -> None:
         owner = use.info.name
@@ -195,6 +192,8 @@ class RRefContext(ControlService):
         number = numbers.take()
         header = (self._incarnation, number, numbers.oldest, rref, id_, made)
         future = OwnerFuture(loop=agent.loop)
+        if peer is not None and peer.connection is not None:
+            peer.connection.gather()  # whoever makes an RRef is about to use it
         try:
             arguments = as_arguments(args)
             agent.request(
@@ -255,8 +254,8 @@ class RRefContext(ControlService):
         error = fresh(error)  # the future's own has a traceback once somebody awaits it, and that refers to the RRef
         if isinstance(error, RpcTimeoutError):
             made = RRefCreationError(
-                f"RRef creation via remote() on worker {owner!r} timed out, and it is possible that RRef {_text(rref)} does "
-                f"not exist there"
+                f"RRef creation via remote() on worker {owner!r} timed out, and it is possible that "
+                f"RRef {_text(rref)} does not exist there"
             )
             made.__cause__ = error
             return made
@@ -284,11 +283,8 @@ class RRefContext(ControlService):
             if not is_refused and rref in self.forks.owned:
                 return self.values.setdefault(rref, Value())
             gone = Value()
-            gone.fail(
-                RRefError(
-                    f"the value of RRef {_text(rref)} is gone: worker {parent!r}, which sent it, was taken for lost"
-                )
-            )
+            what = f"the value of RRef {_text(rref)} is gone"
+            gone.fail(RRefError(f"{what}: worker {parent!r}, which sent it, was taken for lost"))
             return gone
         user = self.forks.users.get(id_)
         if user is None:

@@ -200,6 +200,10 @@ class Connection(ABC):
             out.append(data)
             self.loop.call_soon(self.flush)
 
+    def gather(self) -> None:
+        """More is about to be sent in this turn of the loop: let all of it go out in one write."""
+        self._direct_left = 0
+
     def _refuse(self) -> None:
         # Of one that was aborted everybody is about to hear that it is lost; that is soon enough
         if self._is_closed or not self._is_aborted:

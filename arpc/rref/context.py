@@ -35,7 +35,7 @@ from arpc.rref.leases import Leases
 from arpc.rref.offers import OfferWatch
 from arpc.rref.post import Item, Post
 from arpc.rref.service import ControlService
-from arpc.rref.states import UserFork, UserState
+from arpc.rref.states import UserState
 from arpc.rref.uses import OwnerFuture, Use
 from arpc.rref.values import Value, fresh
 from arpc.wire.messages import Message, RRefChildAccept, RRefCreate, RRefForkQuery, RRefForkRequest, RRefUserDelete
@@ -55,9 +55,8 @@ class RRefContext(ControlService):
 
     def __init__(self, options: RpcOptions, context: Context, name: str, incarnation: int) -> None:
         self.options = options
-        self.forks = Forks(name, -1)
+        self.forks = Forks(name, -1, Use)
         self.values: dict[RRefId, Value] = {}
-        self.uses: dict[ForkId, Use] = {}
         self.ids = IdAllocator(-1)
         self.info = WorkerInfo(name, -1)
         self.agent: Agent
@@ -68,6 +67,8 @@ class RRefContext(ControlService):
         self._context = context
         self._incarnation = incarnation
         self._lost: set[WorkerName] = set()
+        self._answers: dict[ForkId, asyncio.Future[None]] = {}
+        """Set when a fork is confirmed, or never will be."""
         self._ends: dict[ForkId, list[asyncio.Future[None]]] = {}
         self._thread = get_ident()
         self._is_releasing = False
@@ -78,9 +79,9 @@ class RRefContext(ControlService):
             instructions.SendUserDelete: self._send_user_delete,
             instructions.DropValue: lambda drop: self.values.pop(drop.rref, None),
             instructions.FailValue: lambda fail: self._fail_value(fail.rref),
-            instructions.MarkConfirmed: lambda mark: self.uses[mark.fork].answer(),
-            instructions.MarkLost: lambda mark: self._mark_lost(self.uses[mark.fork]),
-            instructions.ForgetFork: lambda forget: self._forget(forget.fork),
+            instructions.MarkConfirmed: lambda mark: self._answer(mark.fork),
+            instructions.MarkLost: lambda mark: self._mark_lost(mark.fork),
+            instructions.ForgetFork: lambda forget: self._end(forget.fork),
             instructions.RunCreation: lambda _: None,  # by whoever asked
         }
         super().__init__()
@@ -124,7 +125,17 @@ class RRefContext(ControlService):
             what = f"the value of RRef {_text(rref)} was never created"
             value.fail(RRefCreationError(f"{what}: its creator gave up, or was lost"))
 
-    def _mark_lost(self, use: Use) -> None:
+    def _answer(self, id_: ForkId) -> None:
+        """Let go on who waits for a fork to be confirmed."""
+        waiter = self._answers.pop(id_, None)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def _mark_lost(self, id_: ForkId) -> None:
+        self._answer(id_)
+        use = self.forks.users.get(id_)
+        if use is None:
+            return  # nobody is left who could use it
         owner = use.info.name
         if owner in self._lost:
             use.fail(OwnerLostError(f"worker {owner!r}, the owner of {use}, was lost, and the value with it", owner))
@@ -132,12 +143,6 @@ class RRefContext(ControlService):
             use.fail(
                 RRefError(f"the value of {use} is gone: its owner {owner!r} took the workers that held it for lost")
             )
-        use.answer()
-
-    def _forget(self, id_: ForkId) -> None:
-        use = self.uses.pop(id_, None)
-        if use is not None and use.fork.state is UserState.LOST:
-            self._end(id_)
 
     def _end(self, id_: ForkId) -> None:
         for waiter in self._ends.pop(id_, ()):
@@ -183,11 +188,13 @@ class RRefContext(ControlService):
         owner = peer.info if peer is not None else to if isinstance(to, WorkerInfo) else WorkerInfo(str(to), -1)
         rref, id_ = self.ids.next_number(), self.ids.next_number()
         self.forks.handle(events.CreationStarted(rref, id_, owner.name))
-        use: Use | Value
+        held: Use | Value
         if owner.name == self.info.name:
-            use = self.values[rref] = Value(made or name_of(function))
+            held = self.values[rref] = Value(made or name_of(function))
         else:
-            use = self.uses[id_] = Use(self.forks.users[id_], owner, made or name_of(function))
+            held = use = self.forks.users[id_]
+            use.info = owner
+            use.made = made or name_of(function)
         numbers = self.post.numbers(owner.name)
         number = numbers.take()
         header = (self._incarnation, number, numbers.oldest, rref, id_, made)
@@ -202,19 +209,18 @@ class RRefContext(ControlService):
         except BaseException as error:
             future.cancel()
             numbers.settle(number)
-            self._give_up(use, rref, id_)
+            self._give_up(held, rref, id_)
             if isinstance(error, SerializationError):
                 cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
                 raise agent.explained(function, arguments, kwargs, to, cause) from cause
             raise
-        future.add_done_callback(partial(self._creation_settled, use, rref, id_, number, owner.name, anchor))
-        return use, rref, future
+        future.add_done_callback(partial(self._creation_settled, held, rref, id_, number, owner.name, anchor))
+        return held, rref, future
 
     def _give_up(self, use: Use | Value, rref: RRefId, id_: ForkId) -> None:
         """A creation that was never sent: nobody has to hear of it."""
         if isinstance(use, Use):
             del self.forks.users[id_]
-            del self.uses[id_]
         else:
             self.happened(events.OwnerHandleDropped(rref))
 
@@ -243,7 +249,6 @@ class RRefContext(ControlService):
         if use.failure is None:
             use.fail(error)
         self.happened(events.CreationFailed(id_))
-        use.answer()
 
     def _creation_error(self, owner: WorkerName, rref: RRefId, future: asyncio.Future[Any]) -> Exception | None:
         if future.cancelled():
@@ -286,18 +291,25 @@ class RRefContext(ControlService):
             what = f"the value of RRef {_text(rref)} is gone"
             gone.fail(RRefError(f"{what}: worker {parent!r}, which sent it, was taken for lost"))
             return gone
-        user = self.forks.users.get(id_)
-        if user is None:
-            use = Use(UserFork(rref, id_, owner.name, parent, UserState.LOST, is_created), owner, "")
+        use = self.forks.users.get(id_)
+        if use is None:
+            use = Use(rref, id_, owner.name, parent, UserState.LOST, is_created)
             use.failure = RRefError(f"{use} came too late: worker {parent!r}, which sent it, had given it up")
             return use
-        use = self.uses.setdefault(id_, Use(user, owner, f"received from worker {parent}"))
-        if user.state is UserState.REQUESTED:
+        use.info = owner
+        use.made = f"received from worker {parent}"
+        if use.state is UserState.REQUESTED:
             scope = current_scope.get()
             if scope is not None and scope.prerequisites is not None:
                 # the handler starts when its RRefs are confirmed
-                scope.prerequisites.append(use.answered())
+                scope.prerequisites.append(self._answered(id_))
         return use
+
+    def _answered(self, id_: ForkId) -> asyncio.Future[None]:
+        waiter = self._answers.get(id_)
+        if waiter is None:
+            waiter = self._answers[id_] = self.agent.loop.create_future()
+        return waiter
 
     # -- using them
 
@@ -337,14 +349,14 @@ class RRefContext(ControlService):
 
     async def release(self, use: Use) -> None:
         """Let go of a fork, and wait until its owner knows that, or is lost."""
-        id_ = use.fork.fork
-        if id_ not in self.uses or self._is_closed:
+        id_ = use.fork
+        if id_ not in self.forks.users or self._is_closed:
             return
         waiter = self.agent.loop.create_future()
         self._ends.setdefault(id_, []).append(waiter)
         self.happened(events.HandleDropped(id_))
         self.post.hurry()
-        if not use.fork.handles:
+        if not use.handles:
             await waiter
 
     @property
@@ -356,11 +368,11 @@ class RRefContext(ControlService):
         """End every user of this worker; False if some owners did not confirm that in time."""
         self._is_releasing = True
         self.drops.drain()
-        for use in list(self.uses.values()):
+        for use in list(self.forks.users.values()):
             if use.failure is None:
                 use.failure = RRefError(f"{use} was released: worker {self.info.name!r} has shut down")
-            while use.fork.handles:
-                self.happened(events.HandleDropped(use.fork.fork))
+            while use.handles:
+                self.happened(events.HandleDropped(use.fork))
         self.offer_watch.ask(list(self.forks.offers))
         end = None if timeout_s is None else self.agent.loop.time() + timeout_s
         while self.forks.users or not self.is_quiet:

@@ -25,7 +25,7 @@ that. All else may be repeated.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from arpc.ids import WorkerId, WorkerInfo, creator_of
 from arpc.rref.events import (
@@ -82,17 +82,19 @@ from arpc.rref.states import (
 __all__ = ["Forks"]
 
 
+U = TypeVar("U", bound=UserFork)
 _Instructions: TypeAlias = Sequence[Instruction]
 _NOTHING: Final[_Instructions] = ()
 
 
-class Forks:
-    """The RRefs of one worker: those it owns and those it uses."""
+class Forks(Generic[U]):
+    """The RRefs of one worker: those it owns and those it uses. ``make_user`` makes what is kept of each of these."""
 
-    def __init__(self, name: WorkerName, id: WorkerId) -> None:  # noqa: A002 - as in WorkerInfo
+    def __init__(self, name: WorkerName, id: WorkerId, make_user: type[U]) -> None:  # noqa: A002 - as in WorkerInfo
         self.name = name
         self.id = id
-        self.users: dict[ForkId, UserFork] = {}
+        self._make_user = make_user
+        self.users: dict[ForkId, U] = {}
         self.owned: dict[RRefId, Owned] = {}
         self.offers: dict[ForkId, Offer] = {}
         """Forks sent to others that have not been heard of since."""
@@ -172,7 +174,7 @@ class Forks:
             owned = self.owned[event.rref] = Owned(event.rref, OwnerState.EXPECTED)
             owned.holds = 1
         else:
-            self.users[event.fork] = UserFork(event.rref, event.fork, event.owner, "", UserState.CREATING, False)
+            self.users[event.fork] = self._make_user(event.rref, event.fork, event.owner, "", UserState.CREATING, False)
         return _NOTHING
 
     def _creation_settled(self, event: CreationConfirmed | CreationFailed) -> _Instructions:
@@ -197,7 +199,9 @@ class Forks:
             return _NOTHING
         # the owner has counted it when it sent it
         state = UserState.CONFIRMED if event.parent == event.owner else UserState.REQUESTED
-        self.users[event.fork] = UserFork(event.rref, event.fork, event.owner, event.parent, state, event.is_created)
+        self.users[event.fork] = self._make_user(
+            event.rref, event.fork, event.owner, event.parent, state, event.is_created
+        )
         if state is UserState.REQUESTED:
             return (SendForkRequest(event.owner, event.rref, event.fork, event.is_created),)
         return _NOTHING
@@ -226,10 +230,9 @@ class Forks:
         if user.handles or user.children or user.state in UNANSWERED:
             return _NOTHING
         del self.users[user.fork]
-        forget = ForgetFork(user.fork)
         if user.state is UserState.LOST:
-            return (forget,)
-        return forget, SendUserDelete(user.owner, user.rref, user.fork, user.state is UserState.FAILED)
+            return (ForgetFork(user.fork),)
+        return (SendUserDelete(user.owner, user.rref, user.fork, user.state is UserState.FAILED),)
 
     @staticmethod
     def _advance(user: UserFork, event: Event) -> bool:

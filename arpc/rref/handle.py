@@ -140,9 +140,9 @@ class RRef(Generic[T]):
         assert use is not None
         future = FetchFuture(loop=context.agent.loop)
         future.owner = self._owner.name
-        user = use.fork
-        context.agent.request(RRefFetch, self._owner.name, (self._rref, user.is_created), timeout, future=future)
-        if not user.is_created:
+        is_created = use.is_created
+        context.agent.request(RRefFetch, self._owner.name, (self._rref, is_created), timeout, future=future)
+        if not is_created:
             if use.fetches is None:
                 use.fetches = set()
             use.fetches.add(future)
@@ -207,7 +207,7 @@ class RRef(Generic[T]):
         """How calls name the value to its owner."""
         self._check("methods called")
         if self._use is not None:
-            return self._rref, self._use.fork.is_created
+            return self._rref, self._use.is_created
         self._share()
         return self._rref, False
 
@@ -297,7 +297,7 @@ class RRef(Generic[T]):
             return
         context = self._context
         if self._use is not None:
-            context.drops.add(HandleDropped(self._use.fork.fork))
+            context.drops.add(HandleDropped(self._use.fork))
         elif context.values.get(self._rref) is self._value:
             context.drops.add(OwnerHandleDropped(self._rref))
 
@@ -312,8 +312,8 @@ class RRef(Generic[T]):
         fork = context.ids.next_number()
         use, value = self._use, self._value
         if use is not None:
-            is_created = use.fork.is_created
-            parcel.packed.append(lambda: context.offer(self._rref, fork, to.name, use.fork.fork))
+            is_created = use.is_created
+            parcel.packed.append(lambda: context.offer(self._rref, fork, to.name, use.fork))
         else:
             assert value is not None
             owned = context.forks.owned.get(self._rref)

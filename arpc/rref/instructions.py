@@ -64,7 +64,7 @@ class FailValue(NamedTuple):
 
 
 class ForgetFork(NamedTuple):
-    """A user has ended here; the owner is told by another instruction, if it is to be told."""
+    """A user has ended here, and its owner, which is gone, will not be told."""
 
     fork: ForkId
 

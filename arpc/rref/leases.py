@@ -12,6 +12,7 @@ from arpc.errors import ArpcError
 from arpc.ids import WorkerInfo
 from arpc.rref.events import WorkerName
 from arpc.rref.forks import Forks
+from arpc.rref.uses import Use
 from arpc.wire.messages import RRefForkQuery
 
 __all__ = ["Leases"]
@@ -25,7 +26,7 @@ class Leases:
     def __init__(
         self,
         agent: Agent,
-        forks: Forks,
+        forks: Forks[Use],
         context: Context,
         incarnation: int,
         grace_s: float,

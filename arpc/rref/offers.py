@@ -12,6 +12,7 @@ from arpc.agent.agent import Agent
 from arpc.rref.events import Event, ForkId, OfferKnown, OfferRefused
 from arpc.rref.forks import Forks
 from arpc.rref.post import Item, Post
+from arpc.rref.uses import Use
 from arpc.wire.messages import RRefForkQuery
 
 __all__ = ["OfferWatch"]
@@ -25,7 +26,7 @@ class OfferWatch:
     def __init__(
         self,
         agent: Agent,
-        forks: Forks,
+        forks: Forks[Use],
         post: Post,
         context: Context,
         grace_s: float,

@@ -62,10 +62,9 @@ def rref_rows(context: RRefContext) -> list[RRefRow]:
                 _made(value) if value is not None else "",
             )
         )
-    for use in context.uses.values():
-        user = use.fork
+    for user in context.forks.users.values():
         rref, fork = GloballyUniqueId.from_int(user.rref), GloballyUniqueId.from_int(user.fork)
-        row = RRefRow(rref, fork, "user", user.owner, user.state.name.lower(), "", {}, user.handles, use.made)
+        row = RRefRow(rref, fork, "user", user.owner, user.state.name.lower(), "", {}, user.handles, user.made)
         rows.append(row)
     return rows
 

@@ -16,6 +16,7 @@ from arpc.rref import events, instructions
 from arpc.rref.delivery import Window
 from arpc.rref.events import RRefId, WorkerName
 from arpc.rref.forks import Forks
+from arpc.rref.uses import Use
 from arpc.rref.values import Value
 from arpc.wire.messages import (
     Message,
@@ -48,7 +49,7 @@ class ControlService:
     """The handlers of the RRef messages; the rest of the context is in the class that inherits."""
 
     agent: Agent
-    forks: Forks
+    forks: Forks[Use]
     info: WorkerInfo
     values: dict[RRefId, Value]
     happened: Callable[[events.Event], Sequence[instructions.Instruction]]

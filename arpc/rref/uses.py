@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable
 from typing import Any
 
 from arpc.agent.future import Future
 from arpc.errors import CallCancelledError, OwnerLostError, WorkerLostError
 from arpc.ids import GloballyUniqueId, WorkerInfo
+from arpc.rref.events import ForkId, RRefId, WorkerName
 from arpc.rref.states import UserFork, UserState
 from arpc.rref.values import fresh
 
@@ -39,34 +38,27 @@ class FetchFuture(OwnerFuture):
     owner = ""
 
 
-class Use:
-    """One fork of this worker, as its handle and the context share it."""
+class Use(UserFork):
+    """One fork of this worker, as its handle and the context share it: with what is to be done when it changes."""
 
-    __slots__ = ("_answered", "failure", "fetches", "fork", "info", "made")
+    __slots__ = ("failure", "fetches", "info", "made")
 
-    def __init__(self, user: UserFork, info: WorkerInfo, made: str) -> None:
-        self.fork = user
-        self.info = info
-        self.made = made
+    def __init__(
+        self, rref: RRefId, fork: ForkId, owner: WorkerName, parent: WorkerName, state: UserState, is_created: bool
+    ) -> None:
+        super().__init__(rref, fork, owner, parent, state, is_created)
+        self.info: WorkerInfo = WorkerInfo(owner, -1)
+        """The owner, as far as it is known."""
+        self.made = ""
+        """Where it was made, or by which function."""
         self.failure: Exception | None = None
         """Why it cannot be used."""
         self.fetches: set[OwnerFuture] | None = None
         """Those who wait for a value that may never be created."""
-        self._answered: asyncio.Future[None] | None = None
 
     @property
     def is_confirmed(self) -> bool:
-        return self.fork.state is UserState.CONFIRMED
-
-    def answered(self) -> Awaitable[None]:
-        """Wait until the owner has confirmed it, or never will. Never raises."""
-        if self._answered is None:
-            self._answered = asyncio.get_running_loop().create_future()
-        return self._answered
-
-    def answer(self) -> None:
-        if self._answered is not None and not self._answered.done():
-            self._answered.set_result(None)
+        return self.state is UserState.CONFIRMED
 
     def fail(self, failure: Exception) -> None:
         """It cannot be used any more. Those who wait for its value hear of it now."""
@@ -80,5 +72,5 @@ class Use:
                     stop()
 
     def __str__(self) -> str:
-        rref, fork = (GloballyUniqueId.from_int(number) for number in (self.fork.rref, self.fork.fork))
+        rref, fork = (GloballyUniqueId.from_int(number) for number in (self.rref, self.fork))
         return f"UserRRef(RRefId = {rref}, ForkId = {fork})"

@@ -41,7 +41,7 @@ class Machine:
     """One worker."""
 
     id: int
-    forks: Forks
+    forks: Forks[states.UserFork]
     ids: IdAllocator
     numbers: dict[int, Numbers] = field(default_factory=dict)
     windows: dict[int, Window] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Network:
     """Some workers, and what is between them."""
 
     def __init__(self, size: int) -> None:
-        self.machines = [Machine(id_, Forks(f"w{id_}", id_), IdAllocator(id_)) for id_ in range(size)]
+        self.machines = [Machine(id_, Forks(f"w{id_}", id_, states.UserFork), IdAllocator(id_)) for id_ in range(size)]
         self.bag: list[Packet] = []
         self.owner_of: dict[int, int] = {}
         self.values: set[int] = set()

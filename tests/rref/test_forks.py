@@ -47,6 +47,7 @@ from arpc.rref.states import (
     OWNER_TRANSITIONS,
     USER_TRANSITIONS,
     OwnerState,
+    UserFork,
     UserState,
 )
 
@@ -61,20 +62,20 @@ F, G, H = unique(0, 1), unique(0, 2), unique(2, 0)
 OWN = unique(1, 0)  # made by b, the owner, whose id is 1
 
 
-def run(forks: Forks, *events: Event) -> list[Instruction]:
+def run(forks: Forks[UserFork], *events: Event) -> list[Instruction]:
     return [instruction for event in events for instruction in forks.handle(event)]
 
 
-def a() -> Forks:
-    return Forks(A, 0)
+def a() -> Forks[UserFork]:
+    return Forks(A, 0, UserFork)
 
 
-def b() -> Forks:
-    return Forks(B, 1)
+def b() -> Forks[UserFork]:
+    return Forks(B, 1, UserFork)
 
 
-def c() -> Forks:
-    return Forks(C, 2)
+def c() -> Forks[UserFork]:
+    return Forks(C, 2, UserFork)
 
 
 # -- creator and owner
@@ -85,7 +86,6 @@ def test_a_dropped_rref_is_deleted_once_its_creation_is_confirmed():
     assert run(forks, CreationStarted(R, F, B), HandleDropped(F)) == []
     assert run(forks, CreationConfirmed(F)) == [
         MarkConfirmed(F),
-        ForgetFork(F),
         SendUserDelete(B, R, F, abandons=False),
     ]
     assert forks.is_idle
@@ -124,7 +124,7 @@ def test_a_failed_creation_is_abandoned_on_the_owner():
     forks = a()
     run(forks, CreationStarted(R, F, B), CreationFailed(F))
     assert forks.users[F].state is UserState.FAILED
-    assert run(forks, HandleDropped(F)) == [ForgetFork(F), SendUserDelete(B, R, F, abandons=True)]
+    assert run(forks, HandleDropped(F)) == [SendUserDelete(B, R, F, abandons=True)]
 
 
 def test_a_creation_that_was_abandoned_before_it_arrives_is_not_run():
@@ -150,14 +150,14 @@ def test_a_child_asks_the_owner_and_then_tells_its_parent():
     assert run(forks, ForkReceived(R, G, B, A, is_created=True)) == [SendForkRequest(B, R, G, is_created=True)]
     assert forks.users[G].state is UserState.REQUESTED
     assert run(forks, ForkConfirmed(G)) == [MarkConfirmed(G), SendChildAccept(A, G)]
-    assert run(forks, HandleDropped(G)) == [ForgetFork(G), SendUserDelete(B, R, G, abandons=False)]
+    assert run(forks, HandleDropped(G)) == [SendUserDelete(B, R, G, abandons=False)]
 
 
 def test_a_parent_is_kept_until_its_child_is_accepted():
     forks = a()
     run(forks, CreationStarted(R, F, B), CreationConfirmed(F), ForkOffered(R, G, C, F))
     assert run(forks, HandleDropped(F)) == []
-    assert run(forks, ChildAccepted(G)) == [ForgetFork(F), SendUserDelete(B, R, F, abandons=False)]
+    assert run(forks, ChildAccepted(G)) == [SendUserDelete(B, R, F, abandons=False)]
     assert run(forks, ChildAccepted(G)) == []
 
 
@@ -168,7 +168,6 @@ def test_a_dropped_child_still_waits_for_its_confirmation():
     assert run(forks, ForkConfirmed(G)) == [
         MarkConfirmed(G),
         SendChildAccept(A, G),
-        ForgetFork(G),
         SendUserDelete(B, R, G, abandons=False),
     ]
 
@@ -178,7 +177,7 @@ def test_a_fork_that_arrives_twice_is_one_fork_with_two_handles():
     run(forks, ForkReceived(R, G, B, A, is_created=True), ForkConfirmed(G))
     assert run(forks, ForkReceived(R, G, B, A, is_created=True)) == []
     assert run(forks, HandleDropped(G)) == []
-    assert run(forks, HandleDropped(G)) == [ForgetFork(G), SendUserDelete(B, R, G, abandons=False)]
+    assert run(forks, HandleDropped(G)) == [SendUserDelete(B, R, G, abandons=False)]
 
 
 def test_a_refused_child_lets_its_parent_go():
@@ -195,7 +194,6 @@ def test_an_rref_sent_to_oneself_is_another_fork():
     assert run(forks, HandleDropped(F)) == []
     assert run(forks, ForkConfirmed(G)) == [
         MarkConfirmed(G),
-        ForgetFork(F),
         SendUserDelete(B, R, F, abandons=False),
     ]
 
@@ -265,7 +263,7 @@ def test_an_offer_that_never_arrived_lets_its_parent_go():
     forks = a()
     run(forks, CreationStarted(R, F, B), CreationConfirmed(F), ForkOffered(R, G, C, F), HandleDropped(F))
     assert run(forks, OfferKnown(G)) == []  # known, but perhaps not counted yet
-    assert run(forks, OfferRefused(G)) == [ForgetFork(F), SendUserDelete(B, R, F, abandons=False)]
+    assert run(forks, OfferRefused(G)) == [SendUserDelete(B, R, F, abandons=False)]
 
 
 def test_an_offer_of_the_owner_that_never_arrived_is_not_counted():
@@ -317,7 +315,7 @@ def test_users_of_a_lost_owner_are_marked_and_need_no_delete():
 def test_children_of_a_lost_worker_let_their_parents_go():
     forks = a()
     run(forks, CreationStarted(R, F, B), CreationConfirmed(F), ForkOffered(R, G, C, F), HandleDropped(F))
-    assert run(forks, PeerLost(C, 2)) == [ForgetFork(F), SendUserDelete(B, R, F, abandons=False)]
+    assert run(forks, PeerLost(C, 2)) == [SendUserDelete(B, R, F, abandons=False)]
 
 
 def test_a_value_whose_creator_is_lost_is_not_expected_any_more():

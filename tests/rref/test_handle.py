@@ -173,7 +173,7 @@ async def test_a_value_only_its_argument_keeps(group, gate):
     """The caller lets go at once: the callee's fork must keep the value until it is done with it."""
     future = arpc.rpc_async("worker2", fetch_after_gate, (arpc.remote("worker1", int, (5,)),))
     await gate.entered.wait()
-    await until(lambda: not group[0].rref_context.uses)
+    await until(lambda: not group[0].rref_context.forks.users)
     gate.event.set()
     assert await future == 5
 

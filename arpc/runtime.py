@@ -358,6 +358,7 @@ async def start_worker(
             resolve=rendezvous.resolve,
             handlers=rrefs.handlers,
             wrappers=rrefs.wrappers,
+            shortcuts=rrefs.shortcuts,
             reducers={RRef: partial(reduce_rref, rrefs)},
             interceptors=(VariableCarrier(),),
             is_elastic=rendezvous.is_elastic,

@@ -83,6 +83,7 @@ class Agent:
         resolve: Callable[[str | int], Awaitable[WorkerRecord]],
         handlers: Mapping[type[Message], Callable[..., Any]] | None = None,
         wrappers: Mapping[type[Message], Callable[..., Any]] | None = None,
+        shortcuts: Mapping[type[Message], Callable[..., Any]] | None = None,
         reducers: Mapping[type, Reducer] | None = None,
         interceptors: Sequence[Interceptor] = (),
         watchers: Sequence[PeerWatcher] = (),
@@ -141,7 +142,7 @@ class Agent:
         self._nameless = frozenset(int(message_class.type) for message_class in handlers or {})
         for message_class, function in (handlers or {}).items():
             # A feature's own messages are calls too, of the one function that serves them
-            self._handlers[message_class] = self.executor.serve(function)
+            self._handlers[message_class] = self.executor.serve(function, (shortcuts or {}).get(message_class))
         for message_class, function in (wrappers or {}).items():
             # and so are those that name a function, which is run in its own way by another
             self._handlers[message_class] = self.executor.serve_wrapped(function)
@@ -263,7 +264,7 @@ class Agent:
     def request(
         self,
         message: type[Message],
-        to: str | int | WorkerInfo,
+        to: str | int | WorkerInfo | Peer,
         args: Sequence[Any] | None = (),
         timeout: float | Unset = UNSET,
         *,
@@ -279,8 +280,8 @@ class Agent:
             future = Future(loop=self.loop)
         begun = future
         named = message if function is None else function
-        type_ = message.type.value
-        peer = self.peer(to)
+        type_ = int(message.type)
+        peer = to if isinstance(to, Peer) else self.peer(to)
         if peer is None:
             self._defer(begun, to, lambda peer: self.begin(peer, begun, named, args, kwargs, timeout, 0, type_))
         else:

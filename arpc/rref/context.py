@@ -8,25 +8,21 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import Context, copy_context
-from functools import partial
 from threading import get_ident
 from typing import Any, Final, TypeVar
 
-from arpc.agent.agent import Agent, as_arguments
-from arpc.agent.functions import name_of
+from arpc.agent.agent import Agent
 from arpc.agent.scope import current_scope
 from arpc.errors import (
     OwnerLostError,
-    RpcTimeoutError,
     RRefCreationError,
     RRefError,
-    SerializationError,
     ShutdownError,
 )
 from arpc.ids import GloballyUniqueId, IdAllocator, WorkerInfo
-from arpc.options import RpcOptions, Unset
+from arpc.options import RpcOptions
 from arpc.rref import events, instructions
 from arpc.rref.drops import DropQueue
 from arpc.rref.events import ForkId, RRefId, WorkerName
@@ -36,9 +32,9 @@ from arpc.rref.offers import OfferWatch
 from arpc.rref.post import Item, Post
 from arpc.rref.service import ControlService
 from arpc.rref.states import UserState
-from arpc.rref.uses import OwnerFuture, Use
-from arpc.rref.values import Value, fresh
-from arpc.wire.messages import Message, RRefChildAccept, RRefCreate, RRefForkQuery, RRefForkRequest, RRefUserDelete
+from arpc.rref.uses import Use
+from arpc.rref.values import Value
+from arpc.wire.messages import Message, RRefChildAccept, RRefForkQuery, RRefForkRequest, RRefUserDelete
 
 __all__ = ["RRefContext"]
 
@@ -65,7 +61,7 @@ class RRefContext(ControlService):
         self.leases: Leases
         self.drops: DropQueue
         self._context = context
-        self._incarnation = incarnation
+        self.incarnation = incarnation
         self._lost: set[WorkerName] = set()
         self._answers: dict[ForkId, asyncio.Future[None]] = {}
         """Set when a fork is confirmed, or never will be."""
@@ -90,10 +86,10 @@ class RRefContext(ControlService):
         """The agent that messages go through. It was made with this context's handlers, so it comes later."""
         self.agent = agent
         grace_s = self.options.rref_grace
-        self.post = Post(agent, self.options, self._context, self._incarnation, self._settled)
+        self.post = Post(agent, self.options, self._context, self.incarnation, self._settled)
         self.drops = DropQueue(agent.loop, self._context, self.happened)
         self.offer_watch = OfferWatch(agent, self.forks, self.post, self._context, grace_s, self.happened)
-        self.leases = Leases(agent, self.forks, self._context, self._incarnation, grace_s, self._peer_lost)
+        self.leases = Leases(agent, self.forks, self._context, self.incarnation, grace_s, self._peer_lost)
 
     def identify(self, info: WorkerInfo) -> None:
         """The group has given this worker its id."""
@@ -169,104 +165,6 @@ class RRefContext(ControlService):
 
     # -- making them
 
-    def remote(
-        self,
-        to: str | int | WorkerInfo,
-        function: Callable[..., Any],
-        args: Sequence[Any] | None,
-        kwargs: Mapping[str, Any] | None,
-        timeout: float | Unset,
-        *,
-        made: str = "",
-        anchor: object = None,
-    ) -> tuple[Use | Value, RRefId, OwnerFuture]:
-        """Ask a worker to create a value. Nothing is waited for. ``anchor`` is kept until the answer is there."""
-        if not callable(function):
-            raise TypeError(f"function should be callable, and {type(function).__qualname__} is not")
-        agent = self.agent
-        peer = agent.peer(to)
-        owner = peer.info if peer is not None else to if isinstance(to, WorkerInfo) else WorkerInfo(str(to), -1)
-        rref, id_ = self.ids.next_number(), self.ids.next_number()
-        self.forks.handle(events.CreationStarted(rref, id_, owner.name))
-        held: Use | Value
-        if owner.name == self.info.name:
-            held = self.values[rref] = Value(made or name_of(function))
-        else:
-            held = use = self.forks.users[id_]
-            use.info = owner
-            use.made = made or name_of(function)
-        numbers = self.post.numbers(owner.name)
-        number = numbers.take()
-        header = (self._incarnation, number, numbers.oldest, rref, id_, made)
-        future = OwnerFuture(loop=agent.loop)
-        if peer is not None and peer.connection is not None:
-            peer.connection.gather()  # whoever makes an RRef is about to use it
-        try:
-            arguments = as_arguments(args)
-            agent.request(
-                RRefCreate, to, (*header, *arguments), timeout, future=future, function=function, kwargs=kwargs
-            )
-        except BaseException as error:
-            future.cancel()
-            numbers.settle(number)
-            self._give_up(held, rref, id_)
-            if isinstance(error, SerializationError):
-                cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-                raise agent.explained(function, arguments, kwargs, to, cause) from cause
-            raise
-        future.add_done_callback(partial(self._creation_settled, held, rref, id_, number, owner.name, anchor))
-        return held, rref, future
-
-    def _give_up(self, use: Use | Value, rref: RRefId, id_: ForkId) -> None:
-        """A creation that was never sent: nobody has to hear of it."""
-        if isinstance(use, Use):
-            del self.forks.users[id_]
-        else:
-            self.happened(events.OwnerHandleDropped(rref))
-
-    def _creation_settled(
-        self,
-        use: Use | Value,
-        rref: RRefId,
-        id_: ForkId,
-        number: int,
-        owner: WorkerName,
-        _anchor: object,
-        future: asyncio.Future[Any],
-    ) -> None:
-        self.post.numbers(owner).settle(number)
-        error = self._creation_error(owner, rref, future)
-        if isinstance(use, Value):
-            # on oneself: the creation was the worker's own user, and ends
-            if error is not None:
-                use.fail(error)
-            self.happened(events.UserDeleted(rref, id_, abandons=error is not None))
-            return
-        if error is None:
-            use.fetches = None
-            self.happened(events.CreationConfirmed(id_))
-            return
-        if use.failure is None:
-            use.fail(error)
-        self.happened(events.CreationFailed(id_))
-
-    def _creation_error(self, owner: WorkerName, rref: RRefId, future: asyncio.Future[Any]) -> Exception | None:
-        if future.cancelled():
-            return RRefCreationError(f"the creation of RRef {_text(rref)} on worker {owner!r} was cancelled")
-        error = future.exception()
-        if error is None:
-            return None
-        error = fresh(error)  # the future's own has a traceback once somebody awaits it, and that refers to the RRef
-        if isinstance(error, RpcTimeoutError):
-            made = RRefCreationError(
-                f"RRef creation via remote() on worker {owner!r} timed out, and it is possible that "
-                f"RRef {_text(rref)} does not exist there"
-            )
-            made.__cause__ = error
-            return made
-        assert isinstance(error, Exception)
-        return error
-
     def offer(self, rref: RRefId, id_: ForkId, to: WorkerName, parent: ForkId | None) -> None:
         """A handle was packed for a worker."""
         self.happened(events.ForkOffered(rref, id_, to, parent))
@@ -325,6 +223,11 @@ class RRefContext(ControlService):
             return await self.values.setdefault(rref, Value()).get()
         finally:
             self.happened(events.OwnerHandleDropped(rref))
+
+    @property
+    def is_on_loop(self) -> bool:
+        """Whether this is the thread of the worker's loop."""
+        return get_ident() == self._thread
 
     def on_loop(self, function: Callable[[], T]) -> T:
         """Run something on the loop, from whatever thread this is."""

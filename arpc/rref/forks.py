@@ -181,10 +181,8 @@ class Forks(Generic[U]):
         user = self.users.get(event.fork)
         if user is None or not self._advance(user, event):
             return _NOTHING
-        if user.state is not UserState.CONFIRMED:
-            return self._end_if_unused(user)
-        user.is_created = True
-        return (MarkConfirmed(user.fork), *self._end_if_unused(user))
+        user.is_created = user.state is UserState.CONFIRMED
+        return self._end_if_unused(user)
 
     def _fork_received(self, event: ForkReceived) -> _Instructions:
         if event.fork in self._refused:

@@ -16,6 +16,7 @@ from arpc.ids import GloballyUniqueId, WorkerInfo
 from arpc.options import UNSET, Unset
 from arpc.rref.calls import call_method, rref_typeof_on_owner, stream_items, stream_method
 from arpc.rref.context import RRefContext
+from arpc.rref.creations import Creation
 from arpc.rref.events import HandleDropped, OwnerHandleDropped, RRefId
 from arpc.rref.proxies import AsyncProxy, RemoteProxy, StreamProxy, SyncProxy
 from arpc.rref.states import OwnerState
@@ -71,14 +72,21 @@ class RRef(Generic[T]):
         self._set_up(context, context.ids.next_number(), Value.of(value, made), context.info)
         self._hint = type_hint
 
-    def _set_up(self, context: RRefContext, rref: RRefId, held: Use | Value, owner: WorkerInfo) -> None:
+    def _set_up(
+        self,
+        context: RRefContext,
+        rref: RRefId,
+        held: Use | Value,
+        owner: WorkerInfo,
+        creation: Creation | None = None,
+    ) -> None:
         self._context = context
         self._rref = rref
         self._owner = owner
         self._use = held if isinstance(held, Use) else None
         self._value = held if isinstance(held, Value) else None
         self._is_released = False
-        self._creation: Future[Any] | None = None
+        self._creation = creation
         self._type: Future[type[T]] | None = None
         self._hint = None
 
@@ -89,11 +97,10 @@ class RRef(Generic[T]):
         rref: RRefId,
         held: Use | Value,
         owner: WorkerInfo,
-        creation: Future[Any] | None = None,
+        creation: Creation | None = None,
     ) -> Self:
         made = cls.__new__(cls)
-        made._set_up(context, rref, held, owner)  # noqa: SLF001 - its own, in all but name
-        made._creation = creation  # noqa: SLF001
+        made._set_up(context, rref, held, owner, creation)  # noqa: SLF001 - its own, in all but name
         return made
 
     # -- who and where
@@ -136,13 +143,18 @@ class RRef(Generic[T]):
         self._check("to_here() called")
         if self._value is not None:
             return await self._wait_here(self._value, timeout)
-        use, context = self._use, self._context
+        use, context, creation = self._use, self._context, self._creation
         assert use is not None
+        if creation is not None and creation.may_bring_value and timeout is UNSET:
+            along = creation.fetch_along()
+            if along is not None and (answer := await self._answer(use, along)) is not None:
+                return cast("T", answer[0])
         future = FetchFuture(loop=context.agent.loop)
         future.owner = self._owner.name
         is_created = use.is_created
         context.agent.request(RRefFetch, self._owner.name, (self._rref, is_created), timeout, future=future)
         if not is_created:
+            # it is interrupted if it turns out that there will be no value
             if use.fetches is None:
                 use.fetches = set()
             use.fetches.add(future)
@@ -152,6 +164,18 @@ class RRef(Generic[T]):
             if use.fetches is not None:
                 use.fetches.discard(future)
             del future  # whose exception refers to this frame
+
+    @staticmethod
+    async def _answer(use: Use, along: asyncio.Future[tuple[Any] | None]) -> tuple[Any] | None:
+        """The value that comes with the answer to the creation, or why there is none, in the words of the RRef."""
+        try:
+            return await along
+        except Exception:
+            if use.failure is None:
+                raise
+            raise fresh(use.failure) from None
+        finally:
+            del along
 
     async def _wait_here(self, value: Value, timeout: float | Unset) -> T:
         if value.is_ready:
@@ -268,7 +292,7 @@ class RRef(Generic[T]):
 
     def _get_future(self) -> Future[Any] | None:
         """The future of the creation, on the worker that called `remote`. It has no value: that stays on the owner."""
-        return self._creation
+        return self._creation.future() if self._creation is not None else None
 
     # -- the end of it
 
@@ -359,12 +383,11 @@ def create_remote(
 ) -> RRef[Any]:
     """An RRef to what a function returns on another worker. From any thread. ``anchor`` lives until that has run."""
     made = _stack() if context.options.rref_creation_stacks else ""
-
-    def create() -> RRef[Any]:
-        held, rref, future = context.remote(to, function, args, kwargs, timeout, made=made, anchor=anchor)
-        return RRef._make(context, rref, held, held.info if isinstance(held, Use) else context.info, future)
-
-    return context.on_loop(create)
+    if context.is_on_loop:
+        creation = Creation(context, to, function, args, kwargs, timeout, made, anchor)
+    else:
+        creation = context.on_loop(lambda: Creation(context, to, function, args, kwargs, timeout, made, anchor))
+    return RRef._make(context, creation.rref, creation.held, creation.owner, creation)
 
 
 def reduce_rref(context: RRefContext, rref: RRef[Any], parcel: Parcel) -> tuple[Any, ...]:

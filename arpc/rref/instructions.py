@@ -70,7 +70,7 @@ class ForgetFork(NamedTuple):
 
 
 class MarkConfirmed(NamedTuple):
-    """The owner counts it: who waited for that may go on."""
+    """The owner counts a fork that asked for it: who waited for that may go on."""
 
     fork: ForkId
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from arpc.agent.agent import Agent
+from arpc.agent.codec import Packed
 from arpc.agent.executor import Run
 from arpc.agent.scope import current_scope
 from arpc.errors import RRefCreationError, RRefError
@@ -17,9 +18,10 @@ from arpc.rref.delivery import Window
 from arpc.rref.events import RRefId, WorkerName
 from arpc.rref.forks import Forks
 from arpc.rref.uses import Use
-from arpc.rref.values import Value
+from arpc.rref.values import NOTHING, Value
 from arpc.wire.messages import (
     Message,
+    RequestFlag,
     RRefChildAccept,
     RRefCreate,
     RRefFetch,
@@ -73,6 +75,15 @@ class ControlService:
         """Handlers of messages that name a function, which they run."""
         return {RRefCreate: self._on_create}
 
+    @property
+    def shortcuts(self) -> Mapping[type[Message], Callable[..., Any]]:
+        """Answers that need no handler, or NotImplemented."""
+        return {RRefFetch: self._value_at_hand}
+
+    def _value_at_hand(self, rref: int, _is_created: bool) -> Any:
+        value = self.values.get(rref)
+        return NotImplemented if value is None or value.content is NOTHING else value.content
+
     def _is_new(self, caller: WorkerName, incarnation: int, number: int, oldest: int) -> bool:
         window = self._windows.get((caller, incarnation))
         if window is None:
@@ -86,7 +97,7 @@ class ControlService:
 
     async def _on_create(
         self, incarnation: int, number: int, oldest: int, rref: int, id_: int, made: str, /, *args: Any, **kwargs: Any
-    ) -> None:
+    ) -> Packed | None:
         """Run the function that the message names, and keep what it returns, or raises. The answer says that it ended.
 
         ``made``: where in its code the caller has made it, if it tells.
@@ -95,12 +106,12 @@ class ControlService:
         assert isinstance(run, Run)
         function = run.wrapped
         assert function is not None
-        caller = run.caller.name
+        caller = run.inbound.caller.name
         key = rref
         if not self._is_new(caller, incarnation, number, oldest):
             await self._created_before(key)
-            return
-        if not self.happened(events.CreationArrived(key, id_, caller)):
+            return None
+        if not self.forks.handle(events.CreationArrived(key, id_, caller)):
             raise RRefError(f"the creation of RRef {_text(key)} was given up by worker {caller!r}")
         value = self.values.get(key)
         if value is None:
@@ -119,6 +130,21 @@ class ControlService:
             value.fail(error)
         finally:
             self.happened(events.CreationEnded(key))
+        return self._packed(run, value.content) if run.flags & RequestFlag.VALUE else None
+
+    def _packed(self, run: Run, content: Any) -> Packed | None:
+        """The value for its creator, who wants it at once; None lets it ask for it, to be told what is wrong."""
+        if content is NOTHING:
+            return None
+        try:
+            inbound = run.inbound
+            return Packed(
+                *self.agent.codec.pickler.dumps_call(
+                    None, (content,), None, main_by_value=inbound.main_by_value, to=inbound.caller
+                )
+            )
+        except Exception:  # noqa: BLE001 - whatever a user's __reduce__ may raise
+            return None
 
     async def _created_before(self, key: RRefId) -> None:
         """Answer a message that came twice, like the first."""

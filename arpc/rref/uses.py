@@ -11,18 +11,23 @@ from arpc.rref.events import ForkId, RRefId, WorkerName
 from arpc.rref.states import UserFork, UserState
 from arpc.rref.values import fresh
 
-__all__ = ["FetchFuture", "OwnerFuture", "Use"]
+__all__ = ["FetchFuture", "OwnerFuture", "Use", "as_owner_lost"]
 
 
 class OwnerFuture(Future[Any]):
     """The future of a call to an owner: a lost worker is a lost owner."""
 
     def set_exception(self, exception: type | BaseException) -> None:
-        if isinstance(exception, WorkerLostError) and not isinstance(exception, OwnerLostError):
-            lost = OwnerLostError(str(exception), exception.worker, may_have_run=exception.may_have_run)
-            lost.__cause__ = exception
-            exception = lost
-        super().set_exception(exception)
+        super().set_exception(as_owner_lost(exception) if isinstance(exception, Exception) else exception)
+
+
+def as_owner_lost(error: Exception) -> Exception:
+    """The same for one error."""
+    if not isinstance(error, WorkerLostError) or isinstance(error, OwnerLostError):
+        return error
+    lost = OwnerLostError(str(error), error.worker, may_have_run=error.may_have_run)
+    lost.__cause__ = error
+    return lost
 
 
 class FetchFuture(OwnerFuture):
@@ -47,9 +52,9 @@ class Use(UserFork):
         self, rref: RRefId, fork: ForkId, owner: WorkerName, parent: WorkerName, state: UserState, is_created: bool
     ) -> None:
         super().__init__(rref, fork, owner, parent, state, is_created)
-        self.info: WorkerInfo = WorkerInfo(owner, -1)
+        self.info: WorkerInfo
         """The owner, as far as it is known."""
-        self.made = ""
+        self.made: str
         """Where it was made, or by which function."""
         self.failure: Exception | None = None
         """Why it cannot be used."""

@@ -278,6 +278,8 @@ class RequestFlag:
     """The payload is (args, kwargs) and not args alone."""
     STREAM: Final = 2
     """The caller iterates: answer with items, at first as many as the meta says under `WINDOW`, more by `Credit`."""
+    VALUE: Final = 4
+    """Of an `RRefCreate`: answer with a tuple of the value, if it can be sent."""
 
 
 class ItemFlag:

@@ -84,10 +84,7 @@ def c() -> Forks[UserFork]:
 def test_a_dropped_rref_is_deleted_once_its_creation_is_confirmed():
     forks = a()
     assert run(forks, CreationStarted(R, F, B), HandleDropped(F)) == []
-    assert run(forks, CreationConfirmed(F)) == [
-        MarkConfirmed(F),
-        SendUserDelete(B, R, F, abandons=False),
-    ]
+    assert run(forks, CreationConfirmed(F)) == [SendUserDelete(B, R, F, abandons=False)]
     assert forks.is_idle
 
 

@@ -171,11 +171,12 @@ class RRef(Generic[T]):
         try:
             return await along
         except Exception:
+            # the creation heard of it before, and knows best what it means
             if use.failure is None:
                 raise
-            raise fresh(use.failure) from None
         finally:
-            del along
+            del along  # whose exception refers to this frame
+        raise fresh(use.failure)
 
     async def _wait_here(self, value: Value, timeout: float | Unset) -> T:
         if value.is_ready:

@@ -102,3 +102,11 @@ def add_remotely_from_a_thread(owner: str, number: int) -> int:
 @arpc.inline
 def nothing() -> None:
     """Takes no time."""
+
+
+def keywords(**named: object) -> dict[str, object]:
+    return named
+
+
+async def make_behind_gate(owner: str) -> object:
+    return await arpc.remote(owner, pass_gate, ("gate", 5))

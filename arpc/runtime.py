@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar, overload
 
 import msgspec
 
@@ -45,6 +45,8 @@ from arpc.wire.handshake import Identity
 __all__ = ["Worker", "current", "start_worker"]
 
 logger = logging.getLogger("arpc.runtime")
+
+R = TypeVar("R")
 
 _RELEASE_S: Final = 10.0
 """How long a graceful shutdown waits for owners to hear that their RRefs are released."""
@@ -128,6 +130,24 @@ class Worker:
         """Call a generator and iterate over its items with ``async for``."""
         return self.agent.stream(to, func, args, kwargs, timeout, window)
 
+    @overload
+    def remote(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Coroutine[Any, Any, R]],
+        args: Sequence[Any] | None = ...,
+        kwargs: Mapping[str, Any] | None = ...,
+        timeout: float | Unset = ...,
+    ) -> RRef[R]: ...
+    @overload
+    def remote(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., R],
+        args: Sequence[Any] | None = ...,
+        kwargs: Mapping[str, Any] | None = ...,
+        timeout: float | Unset = ...,
+    ) -> RRef[R]: ...
     def remote(
         self,
         to: str | int | WorkerInfo,

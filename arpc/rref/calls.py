@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
 from arpc.agent.scope import current_scope
-from arpc.rref.methods import prepared
+from arpc.rref.methods import bound, template_of
 
 if TYPE_CHECKING:
     from arpc.rref.context import RRefContext
@@ -33,10 +33,11 @@ async def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **k
         value = held.get_nowait()
     else:
         value = await context.value(rref, is_created=is_created)
-    function = prepared(getattr(value, name))
-    if function.is_simple:
-        return await function.call(*args, **kwargs)
-    return await context.agent.executor.call(function, args, kwargs)
+    method = getattr(value, name)
+    template = template_of(method)
+    if template.is_simple:
+        return await method(*args, **kwargs)
+    return await context.agent.executor.call(bound(method, template), args, kwargs)
 
 
 async def stream_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs: Any) -> Any:

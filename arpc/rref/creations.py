@@ -52,6 +52,7 @@ class Creation:
         "_peer",
         "_watcher",
         "held",
+        "makes",
         "may_bring_value",
         "owner",
         "rref",
@@ -85,6 +86,8 @@ class Creation:
         self._error: BaseException | None = None
         self.may_bring_value = False
         """Worth a try: see `fetch_along`."""
+        self.makes = function if isinstance(function, type) else None
+        """The class whose object the value will be, if that is what was called."""
         self.owner = owner
         self.rref: RRefId = next_number()
         self._fork: ForkId = next_number()

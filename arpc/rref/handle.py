@@ -21,7 +21,7 @@ from arpc.rref.events import HandleDropped, OwnerHandleDropped, RRefId
 from arpc.rref.proxies import AsyncProxy, RemoteProxy, StreamProxy, SyncProxy
 from arpc.rref.states import OwnerState
 from arpc.rref.uses import FetchFuture, OwnerFuture, Use
-from arpc.rref.values import Value, fresh
+from arpc.rref.values import NOTHING, Value, fresh
 from arpc.wire.messages import RRefFetch
 from arpc.wire.pickling import Parcel
 
@@ -250,24 +250,20 @@ class RRef(Generic[T]):
     def _keep(self, _: object) -> None:
         """Done callback of calls, which holds on to the RRef."""
 
-    def _call_method(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float | Unset
-    ) -> Future[Any]:
+    def _call_method(self, name: str, timeout: float | Unset, /, *args: Any, **kwargs: Any) -> Future[Any]:
         context = self._context
         future = OwnerFuture(loop=context.agent.loop)
         arguments = (*self._target(), name, *args)
-        context.agent.call(self._owner.name, call_method, arguments, kwargs, timeout, depth=3, future=future)
+        context.agent.call(self._owner.name, call_method, arguments, kwargs, timeout, depth=2, future=future)
         self._live_until(future)
         return future
 
-    def _remote_method(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float | Unset
-    ) -> RRef[Any]:
+    def _remote_method(self, name: str, timeout: float | Unset, /, *args: Any, **kwargs: Any) -> RRef[Any]:
         arguments = (*self._target(), name, *args)
         return create_remote(self._context, self._owner.name, call_method, arguments, kwargs, timeout, anchor=self)
 
     def _stream_method(
-        self, name: str | None, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float | Unset, window: int
+        self, name: str | None, timeout: float | Unset, window: int, /, *args: Any, **kwargs: Any
     ) -> AsyncIterator[Any]:
         agent = self._context.agent
         stream: Stream[Any]
@@ -290,6 +286,17 @@ class RRef(Generic[T]):
             self._live_until(future)
             self._type = future
         return self._type
+
+    def _known_type(self) -> type | None:
+        """The type of the value, if that is known here without asking anybody."""
+        asked = self._type
+        if asked is not None and asked.done() and not asked.cancelled() and asked.exception() is None:
+            return asked.result()
+        if self._value is not None and self._value.content is not NOTHING:
+            return type(self._value.content)
+        if isinstance(self._hint, type):
+            return self._hint
+        return self._creation.makes if self._creation is not None else None
 
     def _get_future(self) -> Future[Any] | None:
         """The future of the creation, on the worker that called `remote`. It has no value: that stays on the owner."""

@@ -69,9 +69,16 @@ async def test_methods_can_be_named_by_themselves(group):
     assert await counter.rpc_sync()(Counter.add_later, 1) == 2
     assert await counter.remote()(Counter.add, 1) == 3
     assert [number async for number in counter.stream()(Counter.numbers, 2)] == [0, 1]
-    assert "add" not in dir(counter.rpc_async())
-    await counter._get_type()
-    assert "add" in dir(counter.rpc_async())
+
+
+async def test_proxies_complete_what_is_known_of_the_value(group):
+    counter = arpc.remote("worker1", Counter)
+    assert {"add", "next"} <= set(dir(counter.rpc_async()))  # an object of a class is one of that class
+    following = counter.remote().next()
+    assert "add" not in dir(following.rpc_async())
+    await following._get_type()
+    assert "add" in dir(following.rpc_async())
+    assert "add" in dir(arpc.RRef(Counter()).remote())
 
 
 async def test_an_error_while_creating_is_raised_at_each_use(group):

@@ -142,7 +142,8 @@ class Agent:
         self._nameless = frozenset(int(message_class.type) for message_class in handlers or {})
         for message_class, function in (handlers or {}).items():
             # A feature's own messages are calls too, of the one function that serves them
-            self._handlers[message_class] = self.executor.serve(function, (shortcuts or {}).get(message_class))
+            shortcut = (shortcuts or {}).get(message_class)
+            self._handlers[message_class] = self.executor.serve(message_class.__name__, function, shortcut)
         for message_class, function in (wrappers or {}).items():
             # and so are those that name a function, which is run in its own way by another
             self._handlers[message_class] = self.executor.serve_wrapped(function)

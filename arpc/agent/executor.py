@@ -375,13 +375,14 @@ class Executor:
             self.raised(run, TypeError(f"{run.function.name} is a generator: call it with arpc.stream"))
 
     def serve(
-        self, function: Callable[..., Any], shortcut: Callable[..., Any] | None = None
+        self, name: str, function: Callable[..., Any], shortcut: Callable[..., Any] | None = None
     ) -> Callable[[HasInbound, Message], None]:
         """A handler that runs one function for each message, whatever the message calls.
 
         ``shortcut`` is asked before: unless it returns NotImplemented, that is the answer, at a third of the price.
         """
         served = Function(function)
+        served.name = name
 
         def handle(link: HasInbound, message: Message) -> None:
             run = Run(self, link.inbound, served, message)

@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from torch.jit import ScriptModule
+
 from arpc.agent.agent import Agent
 from arpc.agent.codec import Packed
 from arpc.agent.executor import Run
@@ -82,7 +84,9 @@ class ControlService:
 
     def _value_at_hand(self, rref: int, _is_created: bool) -> Any:
         value = self.values.get(rref)
-        return NotImplemented if value is None or value.content is NOTHING else value.content
+        if value is None or value.content is NOTHING or isinstance(value.content, ScriptModule):
+            return NotImplemented
+        return value.content
 
     def _is_new(self, caller: WorkerName, incarnation: int, number: int, oldest: int) -> bool:
         window = self._windows.get((caller, incarnation))
@@ -155,7 +159,13 @@ class ControlService:
             await value.get()
 
     async def _on_fetch(self, rref: int, is_created: bool) -> Any:
-        return await self.value(rref, is_created=is_created)
+        value = await self.value(rref, is_created=is_created)
+        if isinstance(value, ScriptModule):
+            raise RRefError(
+                f"RRef {_text(rref)} is an RRef to a ScriptModule, which cannot leave worker {self.info.name!r}: call "
+                f"its methods there, as in `await rref.rpc_sync().forward(...)`"
+            )
+        return value
 
     async def _on_fork_request(self, incarnation: int, number: int, oldest: int, items: list[int]) -> list[int]:
         """The answer: which forks are not counted, because their value is gone."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import torch
+
 import arpc
 
 
@@ -110,3 +112,7 @@ def keywords(**named: object) -> dict[str, object]:
 
 async def make_behind_gate(owner: str) -> object:
     return await arpc.remote(owner, pass_gate, ("gate", 5))
+
+
+def make_script_module() -> torch.jit.ScriptModule:
+    return torch.jit.script(torch.nn.Linear(2, 3))

@@ -236,7 +236,7 @@ class Credit(Message):
 
 
 class RRefCreate(Message):
-    """Run a function and keep what it returns, under an id that the sender chose."""
+    """Run function ``arg``, as a `Request` does, and keep what it returns under an id that the sender chose."""
 
     type = MessageType.RREF_CREATE
 

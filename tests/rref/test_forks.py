@@ -124,6 +124,15 @@ def test_a_failed_creation_is_abandoned_on_the_owner():
     assert run(forks, HandleDropped(F)) == [SendUserDelete(B, R, F, abandons=True)]
 
 
+@pytest.mark.parametrize(("event", "is_created"), [(CreationConfirmed, True), (CreationFailed, False)])
+def test_only_a_confirmed_creation_is_known_to_have_reached_its_owner(event, is_created):
+    forks = a()
+    run(forks, CreationStarted(R, F, B))
+    assert not forks.users[F].is_created
+    run(forks, event(F))
+    assert forks.users[F].is_created == is_created
+
+
 def test_a_creation_that_was_abandoned_before_it_arrives_is_not_run():
     forks = b()
     assert run(forks, UserDeleted(R, F, abandons=True), CreationArrived(R, F, A)) == []

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
-from arpc.ids import WorkerId, WorkerInfo, creator_of
+from arpc.ids import WorkerId, creator_of
 from arpc.rref.events import (
     ChildAccepted,
     CreationArrived,
@@ -148,18 +148,6 @@ class Forks(Generic[U]):
         """Whether a fork is counted here."""
         owned = self.owned.get(rref)
         return owned is not None and fork in owned.forks
-
-    def concerns(self, peer: WorkerInfo) -> bool:
-        """Whether there is anything between this worker and a peer."""
-        return (
-            any(user.owner == peer.name for user in self.users.values())
-            or any(offer.to == peer.name for offer in self.offers.values())
-            or any(
-                peer.name in owned.forks.values()
-                or (owned.state is OwnerState.EXPECTED and creator_of(owned.rref) == peer.id)
-                for owned in self.owned.values()
-            )
-        )
 
     @property
     def is_idle(self) -> bool:

@@ -9,9 +9,10 @@ from typing import Final
 
 from arpc.agent.agent import Agent
 from arpc.errors import ArpcError
-from arpc.ids import WorkerInfo
+from arpc.ids import WorkerInfo, creator_of
 from arpc.rref.events import WorkerName
 from arpc.rref.forks import Forks
+from arpc.rref.states import OwnerState
 from arpc.rref.uses import Use
 from arpc.wire.messages import RRefForkQuery
 
@@ -42,8 +43,21 @@ class Leases:
 
     def begin(self, peer: WorkerInfo) -> None:
         """A connection broke. Nothing happens if there is nothing between this worker and the peer."""
-        if peer.name not in self._tasks and self._forks.concerns(peer):
+        if peer.name not in self._tasks and self._concerns(peer):
             self._tasks[peer.name] = self._context.copy().run(self._agent.loop.create_task, self._keep(peer))
+
+    def _concerns(self, peer: WorkerInfo) -> bool:
+        """Whether there is anything between this worker and a peer."""
+        forks = self._forks
+        return (
+            any(user.owner == peer.name for user in forks.users.values())
+            or any(offer.to == peer.name for offer in forks.offers.values())
+            or any(
+                peer.name in owned.forks.values()
+                or (owned.state is OwnerState.EXPECTED and creator_of(owned.rref) == peer.id)
+                for owned in forks.owned.values()
+            )
+        )
 
     def end(self, name: WorkerName) -> None:
         """A worker is known to be lost."""

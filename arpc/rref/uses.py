@@ -51,7 +51,7 @@ class Use(UserFork):
     def __init__(
         self, rref: RRefId, fork: ForkId, owner: WorkerName, parent: WorkerName, state: UserState, is_created: bool
     ) -> None:
-        super().__init__(rref, fork, owner, parent, state, is_created)
+        UserFork.__init__(self, rref, fork, owner, parent, state, is_created)  # cheaper than super()
         self.info: WorkerInfo
         """The owner, as far as it is known."""
         self.made: str

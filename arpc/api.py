@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from arpc.agent.agent import Agent
 from arpc.agent.future import Future
 from arpc.agent.scope import current_scope
 from arpc.agent.streams import Stream
@@ -124,7 +125,10 @@ def rpc_sync(
 
     Raises what the function raised, with its own type; its ``__cause__`` is the remote traceback.
     """
-    return current().agent.call_and_wait(to, func, args, kwargs, timeout)
+    scope = current_scope.get()
+    # `current`, written out; without a worker it says what is missing
+    agent: Agent = (scope.worker if scope is not None else current()).agent
+    return agent.call_and_wait(to, func, args, kwargs, timeout)
 
 
 @overload

@@ -16,7 +16,7 @@ from threading import get_ident
 from typing import Any, Final
 
 from arpc import torchstate
-from arpc.agent.calls import Call
+from arpc.agent.calls import SEQUENCE_BITS, Call
 from arpc.agent.codec import Codec, Interceptor
 from arpc.agent.connector import Connector, Link, PeerWatcher
 from arpc.agent.deadlines import NEVER, Deadlines
@@ -33,7 +33,7 @@ from arpc.errors import ProtocolError, RpcTimeoutError, SerializationError, Shut
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.transport.base import Connection, Transport
-from arpc.wire.frames import HEADER, HEADER_BYTES, MAX_TIMEOUT_MS, frame
+from arpc.wire.frames import BRIEF_HEADER, HEADER_BYTES, MAX_TIMEOUT_MS, brief_kind, frame
 from arpc.wire.handshake import Identity
 from arpc.wire.messages import (
     WINDOW,
@@ -51,6 +51,7 @@ from arpc.wire.messages import (
     RequestFlag,
 )
 from arpc.wire.pickling import Reducer
+from arpc.wire.protocol import Direct
 from arpc.wire.tensors import Slot
 
 __all__ = ["Agent", "as_arguments"]
@@ -60,7 +61,9 @@ logger = logging.getLogger("arpc.agent")
 _REQUEST: Final = int(MessageType.REQUEST)
 _CREDIT: Final = int(MessageType.CREDIT)
 _MAX_TIMEOUT_S: Final = MAX_TIMEOUT_MS / 1000  # seven weeks: as good as none
-_pack_header = HEADER.pack
+_pack_brief = BRIEF_HEADER.pack
+_BRIEF_REQUEST: Final = brief_kind(_REQUEST)
+_BRIEF_REPLY: Final = brief_kind(int(MessageType.REPLY))
 _is_pristine = torchstate.is_pristine
 _set_result = asyncio.Future.set_result
 _NO_SLOTS: Final[list[Slot]] = []
@@ -121,6 +124,7 @@ class Agent:
         self._deferred: set[asyncio.Task[None]] = set()
         self._pickler = self.codec.pickler
         self._interceptors = self.codec.interceptors
+        self._occasions = tuple(interceptor.occasions for interceptor in self._interceptors)
         # The tick of the default timeout changes every half second or so
         self._default_tick = 0
         self._default_tick_until = 0.0
@@ -247,13 +251,37 @@ class Agent:
     ) -> Any:
         """The result of a call. Cheaper than `call`, because nobody else can see its future."""
         try:
-            peer = self._peers.get(to)
-        except TypeError:
-            raise self._unknown(to) from None
-        if peer is None:
-            return await self.call(to, function, args, kwargs, timeout, depth=3)
+            peer = self._peers[to]
+            function_id = peer.function_ids.get(function)
+        except (KeyError, TypeError):
+            return await self._call_unknown(to, function, args, kwargs, timeout)
         future = self._create_future()
-        call_id = self.begin(peer, future, function, args, kwargs, timeout)
+        connection = peer.connection
+        if (
+            function_id is None
+            or connection is None
+            or args
+            or kwargs
+            or timeout is not UNSET
+            or current_scope.get().__class__ is not WorkerScope
+            or connection.is_congested
+            or peer.backlog
+            or any(self._occasions)
+            or self.is_closing
+            or get_ident() != self._thread
+        ):
+            call_id = self.begin(peer, future, function, args, kwargs, timeout)
+        else:
+            # what `begin` comes down to, if there is nothing special about a call
+            if self._time() >= self._default_tick_until:
+                self._next_default_tick()
+            calls = peer.calls
+            if self._default_tick != calls.tick:
+                calls.turn(self._default_tick)
+            calls.number = number = calls.number + 1
+            call_id = calls.base + number
+            calls.bucket[call_id] = Call(future, function, 0, connection)
+            connection.send(_pack_brief(0, _BRIEF_REQUEST, call_id, function_id, self._default_timeout_ms, 0))
         try:
             return await future
         except asyncio.CancelledError:
@@ -262,10 +290,17 @@ class Agent:
         finally:
             del future  # whose exception refers to this frame, and so to the arguments
 
+    async def _call_unknown(self, to: Any, function: Any, *arguments: Any) -> Any:
+        """The peer or the function is of an unusual kind, or not known yet."""
+        peer = self.peer(to)
+        if peer is None and not isinstance(to, str | int | WorkerInfo):
+            raise self._unknown(to)
+        return await self.call(to, function, *arguments, depth=3)
+
     def request(
         self,
         message: type[Message],
-        to: str | int | WorkerInfo | Peer,
+        to: str | int | WorkerInfo,
         args: Sequence[Any] | None = (),
         timeout: float | Unset = UNSET,
         *,
@@ -282,7 +317,7 @@ class Agent:
         begun = future
         named = message if function is None else function
         type_ = int(message.type)
-        peer = to if isinstance(to, Peer) else self.peer(to)
+        peer = self.peer(to)
         if peer is None:
             self._defer(begun, to, lambda peer: self.begin(peer, begun, named, args, kwargs, timeout, 0, type_))
         else:
@@ -354,62 +389,47 @@ class Agent:
 
         ``type_`` is another message than REQUEST for a feature's own; ``function`` is its class if it names none.
         """
-        if self.is_closing:
-            raise ShutdownError(f"worker {self.info.name!r} is shutting down")
-        if get_ident() != self._thread:
-            raise RuntimeError(
-                f"{name_of(function)} was called from a thread that is not worker {self.info.name!r}'s own: "
-                f"use rpc_async(...).wait() there"
-            )
-        if args.__class__ is not tuple:
-            args = as_arguments(args)
+        if self.is_closing or get_ident() != self._thread:
+            raise self._refusal(function)
         # the deadline
         scope = current_scope.get()
-        now = self._time()
+        if scope.__class__ is WorkerScope:
+            scope = None  # of code that runs for no caller, so without a deadline
         if timeout is UNSET and (scope is None or scope.deadline is None):
-            if now >= self._default_tick_until:
-                self._next_default_tick(now)
+            if self._time() >= self._default_tick_until:
+                self._next_default_tick()
             tick = self._default_tick
             timeout_ms = self._default_timeout_ms
         else:
-            tick, timeout_ms = self._deadline(now, timeout, scope.deadline if scope is not None else None, function)
+            tick, timeout_ms = self._deadline(timeout, scope.deadline if scope is not None else None, function)
         # the content
         try:
-            function_id = peer.function_ids.get(function) or (1 if type_ in self._nameless else peer.define(function))
+            function_id = peer.function_ids.get(function)
         except TypeError:
             function_id = 0  # not hashable, so not a function of a module
-        if function_id == 0:
-            payload, slots = self._pickle_with_function(peer, function, args, kwargs)
-        elif args or kwargs:
-            payload, slots = self._pickler.dumps_call(
-                function,
-                args,
-                dict(kwargs) if kwargs else None,
-                main_by_value=peer.main_by_value,
-                to=peer.info,
-            )
+        if function_id is None:
+            function_id = 1 if type_ in self._nameless else peer.define(function)
+        slots = _NO_SLOTS
+        if args or kwargs or not function_id:
+            if args.__class__ is not tuple:
+                args = as_arguments(args)
+            payload, slots = self._pickle(peer, function, function_id, args, kwargs)
+            size_bytes = HEADER_BYTES + len(payload)
+            if kwargs:
+                flags |= RequestFlag.KWARGS
         else:
+            if args != ():
+                as_arguments(args)
             payload = b""
-            slots = _NO_SLOTS
-        if kwargs:
-            flags |= RequestFlag.KWARGS
-        meta: dict[str, Any] | None = {WINDOW: window} if window else None
-        for interceptor in self._interceptors:
-            added = interceptor.request_sent(peer.info, function, slots)
-            if added is not None:
-                meta = meta or {}
-                meta[interceptor.key] = added
-        if len(payload) > self._max_payload_bytes:
-            raise SerializationError(
-                f"the arguments of {name_of(function)} make a pickle of {len(payload)} bytes, and at most "
-                f"{self._max_payload_bytes} are taken: pass large data as tensors, or raise RpcOptions.max_body_bytes"
-            )
+            size_bytes = 0  # not worth counting, nor is what the peer keeps of it
+        meta = self._meta(peer, function, slots, window) if window or any(self._occasions) else None
         # the message
-        if scope.__class__ is not WorkerScope and scope is not None:
+        if scope is not None:
             scope.call_begun(future)
-        call = Call(future, function, HEADER_BYTES + len(payload))
-        call_id = peer.calls.add(tick, call)
+        connection = peer.connection
         if slots or meta:
+            call = Call(future, function, size_bytes)
+            call_id = peer.calls.add(tick, call)
             try:
                 data, buffers = self.codec.frame(
                     type_, flags, call_id, function_id, timeout_ms, payload, list(slots), meta
@@ -418,11 +438,59 @@ class Agent:
                 peer.calls.pop(call_id)
                 raise
             call.size_bytes = len(data) + sum([buffer.nbytes for buffer in buffers])
+            peer.submit(call_id, call, data, buffers)
+            return call_id
+        calls = peer.calls
+        if tick != calls.tick:
+            calls.turn(tick)
+        calls.number = number = calls.number + 1
+        call_id = calls.base + number
+        data = _pack_brief(len(payload), type_ | flags << 8, call_id, function_id, timeout_ms, 0) + payload
+        if size_bytes or connection is None or connection.is_congested or peer.backlog:
+            call = calls.bucket[call_id] = Call(future, function, size_bytes)
+            peer.submit(call_id, call, data, _NO_BUFFERS)
         else:
-            data = _pack_header(len(payload), type_, flags, 0, call_id, function_id, timeout_ms, 0, 0) + payload
-            buffers = _NO_BUFFERS
-        peer.submit(call_id, call, data, buffers)
+            calls.bucket[call_id] = Call(future, function, 0, connection)
+            connection.send(data)
         return call_id
+
+    def _refusal(self, function: Any) -> Exception:
+        if self.is_closing:
+            return ShutdownError(f"worker {self.info.name!r} is shutting down")
+        return RuntimeError(
+            f"{name_of(function)} was called from a thread that is not worker {self.info.name!r}'s own: "
+            f"use rpc_async(...).wait() there"
+        )
+
+    def _pickle(
+        self,
+        peer: Peer,
+        function: Any,
+        function_id: int,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+    ) -> tuple[bytes, list[Slot]]:
+        if function_id == 0:
+            payload, slots = self._pickle_with_function(peer, function, args, kwargs)
+        else:
+            payload, slots = self._pickler.dumps_call(
+                function, args, dict(kwargs) if kwargs else None, main_by_value=peer.main_by_value, to=peer.info
+            )
+        if len(payload) > self._max_payload_bytes:
+            raise SerializationError(
+                f"the arguments of {name_of(function)} make a pickle of {len(payload)} bytes, and at most "
+                f"{self._max_payload_bytes} are taken: pass large data as tensors, or raise RpcOptions.max_body_bytes"
+            )
+        return payload, slots
+
+    def _meta(self, peer: Peer, function: Any, slots: list[Slot], window: int) -> dict[str, Any]:
+        """What rides on a call."""
+        meta: dict[str, Any] = {WINDOW: window} if window else {}
+        for interceptor in self._interceptors:
+            added = interceptor.request_sent(peer.info, function, slots) if interceptor.occasions else None
+            if added is not None:
+                meta[interceptor.key] = added
+        return meta
 
     def _pickle_with_function(
         self, peer: Peer, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
@@ -455,16 +523,17 @@ class Agent:
             function, args, dict(kwargs or {}), error, main_by_value=peer.main_by_value, to=peer.info
         )
 
-    def _next_default_tick(self, now: float) -> None:
+    def _next_default_tick(self) -> None:
         timeout_s = min(self.default_timeout, _MAX_TIMEOUT_S)
         if not timeout_s:
             self._default_tick, self._default_timeout_ms, self._default_tick_until = NEVER, 0, float("inf")
             return
-        self._default_tick = tick = self.deadlines.tick(now, timeout_s)
+        self._default_tick = tick = self.deadlines.tick(self._time(), timeout_s)
         self._default_timeout_ms = max(1, int(timeout_s * 1000))
         self._default_tick_until = self.deadlines.time_of(tick) - timeout_s
 
-    def _deadline(self, now: float, timeout: float | Unset, inherited: float | None, function: Any) -> tuple[int, int]:
+    def _deadline(self, timeout: float | Unset, inherited: float | None, function: Any) -> tuple[int, int]:
+        now = self._time()
         if isinstance(timeout, Unset):
             timeout_s = self.default_timeout
         elif isinstance(timeout, int | float):
@@ -541,10 +610,6 @@ class Agent:
 
     def messages_received(self, connection: Connection, messages: list[Message]) -> None:
         link: Link = connection.owner
-        first = messages[0]
-        if first.__class__ is Reply and len(messages) == 1 and (not first.table_end or self._tasks_are_isolated):
-            self._on_reply(link, first)
-            return
         handlers = self._handlers
         # The loop may be between two steps of a task that has switched something off for itself, unless tasks are
         # isolated
@@ -564,6 +629,33 @@ class Agent:
 
     def _on_credit(self, link: Link, message: Message) -> None:
         link.inbound.add_credit(message.id, message.arg)
+
+    def direct(self, link: Link) -> Mapping[int, Direct]:
+        """Who takes the plainest messages of a connection."""
+        if self.is_closing:
+            return {}
+        takers: dict[int, Direct] = {
+            _BRIEF_REQUEST: partial(self.executor.take, link.inbound),
+            _BRIEF_REPLY: partial(self._take_reply, link),
+        }
+        if self._tasks_are_isolated:
+            return takers
+        return {kind: partial(_take_with_pristine_state, take) for kind, take in takers.items()}
+
+    def _take_reply(self, link: Link, id_: int, _arg: int, _timeout_ms: int, payload: bytes | bytearray) -> None:
+        if payload:
+            self._on_reply(link, Reply(0, id_, 0, 0, 0, 0, 0, bytearray(payload), ()))
+            return
+        peer = link.peer
+        try:
+            call = peer.calls.buckets[id_ >> SEQUENCE_BITS].pop(id_)
+        except KeyError:
+            return  # it was cancelled, or timed out, and the two crossed on their way
+        if call.size_bytes:
+            peer.release(call)
+        future = call.future
+        if not future.done():
+            _set_result(future, None)
 
     def _on_reply(self, link: Link, message: Message) -> None:
         call = link.peer.pop(message.id)
@@ -676,13 +768,15 @@ class Agent:
 
     @property
     def calls_made(self) -> int:
-        return sum(peer.calls_made for peer in self.peers)
+        return sum(peer.calls.made for peer in self.peers)
 
     async def aclose(self, reason: str = "it was shut down") -> None:
         """Take no more calls, end what is under way, say goodbye and close every connection."""
         self.is_closing = True
         for message_class in self._requests:
             self._handlers[message_class] = self.executor.refuse
+        for link in self.connector.links:
+            link.connection.protocol.direct = {}
         self.heartbeat.close()
         for task in list(self._deferred):
             task.cancel()
@@ -702,6 +796,16 @@ class Agent:
             "connector": self.connector.statistics(),
             "peers": {peer.info.name: peer.statistics() for peer in self.peers},
         }
+
+
+def _take_with_pristine_state(take: Direct, id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
+    # The loop is between two steps of any task, which may have switched something off for itself
+    outer = None if _is_pristine() else torchstate.save_and_reset()
+    try:
+        take(id_, arg, timeout_ms, payload)
+    finally:
+        if outer is not None:
+            torchstate.restore(outer)
 
 
 def as_arguments(args: Any) -> tuple[Any, ...]:

@@ -14,10 +14,13 @@ from arpc.agent.functions import name_of
 from arpc.agent.streams import ItemOrder
 from arpc.transport.base import BulkSend, Connection
 
-__all__ = ["Call", "Calls"]
+__all__ = ["SEQUENCE_BITS", "Call", "Calls"]
 
-_SEQUENCE_BITS: Final = 24
-_SEQUENCE_MASK: Final = (1 << _SEQUENCE_BITS) - 1
+SEQUENCE_BITS: Final = 24
+# Those of `turn` have the upper half of the numbers, those of `add` the lower
+_TURN: Final = 1 << (SEQUENCE_BITS - 1)
+_ADD_MASK: Final = _TURN - 1
+_MANY: Final = _TURN >> 1
 
 
 class Call(msgspec.Struct, gc=False):
@@ -29,6 +32,7 @@ class Call(msgspec.Struct, gc=False):
     future: asyncio.Future[Any]
     function: Any
     size_bytes: int
+    """What it takes of the window; 0 for one so small that it is not counted."""
     connection: Connection | None = None
     """What it was sent on; None while it waits to be sent."""
     bulk: BulkSend | None = None
@@ -43,7 +47,9 @@ class Call(msgspec.Struct, gc=False):
 class Calls:
     """The calls made to one peer.
 
-    An id is ``tick << 24 | number``, so the table of pending calls is the timer wheel too.
+    An id is ``tick << 24 | number``, so the table of pending calls is the timer wheel too. Most calls have the default
+    timeout, and hundreds share a tick: for those there is `bucket`, where the next id is ``base + number``. A caller
+    that finds ``tick`` to be another calls `turn` first.
     """
 
     def __init__(
@@ -56,30 +62,58 @@ class Calls:
         self._timed_out = timed_out
         self._abandon = abandon
         self.buckets: dict[int, dict[int, Call]] = {}
+        self.tick = -1
+        self.base = 0
+        self.number = 0
+        """The last one taken of `bucket`."""
+        self.bucket: dict[int, Call] = {}
+        self._made_before = 0
         self._numbers = count(1)
 
-    def add(self, tick: int, call: Call) -> int:
+    @property
+    def made(self) -> int:
+        """How many there have been."""
+        return self._made_before + self.number
+
+    def turn(self, tick: int) -> None:
+        """Let `bucket` be that of another tick."""
+        self.tick = tick
+        self.bucket = self._bucket(tick)
+        self.base = tick << SEQUENCE_BITS | _TURN
+        if self.number > _MANY:  # before they run out. Nobody makes that many in the time of a tick.
+            self._made_before += self.number
+            self.number = 0
+
+    def _bucket(self, tick: int) -> dict[int, Call]:
         bucket = self.buckets.get(tick)
         if bucket is None:
             bucket = self.buckets[tick] = {}
             if tick != NEVER:
                 self._deadlines.watch(tick, self)
-        call_id = tick << _SEQUENCE_BITS | next(self._numbers) & _SEQUENCE_MASK
-        while call_id in bucket:  # sixteen million later, one of them still waits
-            call_id = tick << _SEQUENCE_BITS | next(self._numbers) & _SEQUENCE_MASK
+        return bucket
+
+    def add(self, tick: int, call: Call) -> int:
+        """Keep a call of any tick."""
+        bucket = self._bucket(tick)
+        self._made_before += 1
+        call_id = tick << SEQUENCE_BITS | next(self._numbers) & _ADD_MASK
+        while call_id in bucket:  # eight million later, one of them still waits
+            call_id = tick << SEQUENCE_BITS | next(self._numbers) & _ADD_MASK
         bucket[call_id] = call
         return call_id
 
     def pop(self, call_id: int) -> Call | None:
-        bucket = self.buckets.get(call_id >> _SEQUENCE_BITS)
+        bucket = self.buckets.get(call_id >> SEQUENCE_BITS)
         return bucket.pop(call_id, None) if bucket is not None else None
 
     def get(self, call_id: int) -> Call | None:
-        bucket = self.buckets.get(call_id >> _SEQUENCE_BITS)
+        bucket = self.buckets.get(call_id >> SEQUENCE_BITS)
         return bucket.get(call_id) if bucket is not None else None
 
     def expire(self, tick: int) -> None:
         expired = self.buckets.pop(tick, {})
+        if tick == self.tick:
+            self.tick = -1
         for call_id, call in expired.items():
             self._timed_out(call_id, call)
         # Only now: what one of them gives back must not be used to send another

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from abc import abstractmethod
 from asyncio.tasks import _enter_task, _leave_task
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
 from types import coroutine as generator_coroutine
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch._C import _len_torch_function_stack as _count_function_modes
@@ -36,7 +35,7 @@ _is_pristine = torchstate.is_pristine
 _is_grad_enabled = torch.is_grad_enabled
 
 
-class Job:
+class Job(Protocol):
     """A coroutine to be carried.
 
     `finished` or `failed` is called exactly once, at its end, with torch's state pristine.
@@ -50,18 +49,14 @@ class Job:
     task: asyncio.Task[Any] | None
     """Who carries it, once it had to wait."""
 
-    @abstractmethod
     def first_step(self) -> Any:
         """Make the coroutine, and send it None. Runs in the context."""
 
-    @abstractmethod
     def suspended(self) -> None:
         """It had to wait: from now on it can be cancelled."""
 
-    @abstractmethod
     def finished(self, result: Any) -> None: ...
 
-    @abstractmethod
     def failed(self, error: BaseException) -> None: ...
 
 
@@ -133,7 +128,8 @@ class Carriers:
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
         self._loop = loop
         self._name = name
-        self._idle: list[_Carrier] = []
+        self.idle: list[_Carrier] = []
+        """Those that wait for work; whoever starts a step on behalf of the last one calls `carry_on` if it waits."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._starting = 0
         self._closed = False
@@ -143,10 +139,10 @@ class Carriers:
     @torchstate.isolating_driver
     def start(self, job: Job) -> None:
         """Run a job, at once if possible. Must not be called from a Task. Torch's state must be pristine."""
-        if not self._idle:
+        if not self.idle:
             self._start_task(job)
             return
-        carrier = self._idle[-1]
+        carrier = self.idle[-1]
         loop = self._loop
         try:
             _enter_task(loop, carrier.task)
@@ -166,26 +162,30 @@ class Carriers:
         finally:
             _leave_task(loop, carrier.task)
         if waits_for is not carrier:
-            if not _is_pristine():
-                job.state = torchstate.save_and_reset()
-            self._idle.pop()
-            self._carry(carrier, job, waits_for)
+            self.carry_on(job, waits_for)
             return
         # The blocks it was in have ended with it. Left are the two things that people switch without a block.
         if not _is_grad_enabled() or _count_function_modes():
             torchstate.save_and_reset()
         if carrier.wake_up.done():
-            # the handler cancelled its own task: that must not reach the next one
-            self._idle.pop()
-            self._more()
+            self.replace_idle()
         self.steps_without_wait += 1
         if error is not None:
             job.failed(error)
         else:
             job.finished(result)
 
-    def _carry(self, carrier: _Carrier, job: Job, waits_for: Any) -> None:
+    def replace_idle(self) -> None:
+        """The handler cancelled its own task: that must not reach the next one."""
+        self.idle.pop()
+        self._more()
+
+    def carry_on(self, job: Job, waits_for: Any) -> None:
+        """The first step, taken on behalf of the last of `idle`, was not the only one."""
+        if not _is_pristine():
+            job.state = torchstate.save_and_reset()
         self.carried += 1
+        carrier = self.idle.pop()
         carrier.job = job
         carrier.waits_for = waits_for
         job.task = carrier.task
@@ -196,7 +196,7 @@ class Carriers:
 
     def _more(self) -> None:
         """Have an idle carrier ready for the next job. One at a time: a burst of jobs that wait gets plain Tasks."""
-        if len(self._idle) + self._starting < _IDLE_MAX and not self._closed:
+        if len(self.idle) + self._starting < _IDLE_MAX and not self._closed:
             self._starting += 1
             carrier = _Carrier(self._loop)
             carrier.task = self._own(asyncio.Task(self._wait_for_job(carrier), loop=self._loop))
@@ -211,7 +211,7 @@ class Carriers:
         self._starting -= 1
         if self._closed:
             return
-        self._idle.append(carrier)
+        self.idle.append(carrier)
         cancelled: asyncio.CancelledError | None = None
         try:
             await carrier.wake_up
@@ -220,8 +220,8 @@ class Carriers:
         job = carrier.job
         if job is None:
             # closed, or cancelled by a handler that has finished since
-            if carrier in self._idle:
-                self._idle.remove(carrier)
+            if carrier in self.idle:
+                self.idle.remove(carrier)
             return
         if cancelled is not None:
             # cancelled between its first step and now: what it waits for is told, and then the handler
@@ -262,7 +262,7 @@ class Carriers:
         job.task = self._own(asyncio.Task(run(), loop=self._loop))
         job.task.add_done_callback(never_ran)
         job.suspended()
-        if not self._idle:
+        if not self.idle:
             self._more()
 
     async def _finish(self, job: Job, waits_for: Any) -> None:
@@ -276,7 +276,7 @@ class Carriers:
     async def aclose(self) -> None:
         """Cancel whatever is carried, and wait for its end, but not for ever: a handler may refuse to be cancelled."""
         self._closed = True
-        self._idle.clear()
+        self.idle.clear()
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
@@ -288,7 +288,7 @@ class Carriers:
 
     def statistics(self) -> dict[str, int]:
         return {
-            "handlers_waiting": len(self._tasks) - len(self._idle) - self._starting,
+            "handlers_waiting": len(self._tasks) - len(self.idle) - self._starting,
             "handlers_without_wait": self.steps_without_wait,
             "handlers_carried": self.carried,
         }

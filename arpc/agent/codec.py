@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -36,6 +36,10 @@ class Interceptor(Protocol):
     """
 
     key: str
+
+    @property
+    def occasions(self) -> Sized:
+        """While this is empty, the interceptor has nothing to add and is not asked. Always the same object."""
 
     def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot]) -> Any:
         """In the caller's context, before a request leaves."""

@@ -16,9 +16,9 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from arpc.agent.deadlines import Deadlines
-from arpc.agent.executor import Inbound
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.peers import Peer
+from arpc.agent.requests import Inbound
 from arpc.errors import ArpcError, HandshakeError, ProtocolError, WireError
 from arpc.ids import WorkerInfo
 from arpc.options import RpcOptions
@@ -74,6 +74,7 @@ class _Host(Protocol):
 
     def peer(self, to: str | int | WorkerInfo) -> Peer | None: ...
     def add_peer(self, record: WorkerRecord) -> Peer: ...
+    def direct(self, link: Link) -> Mapping[int, wire.Direct]: ...
     def messages_received(self, connection: Connection, messages: list[Message]) -> None: ...
     def output_drained(self, connection: Connection) -> None: ...
 
@@ -130,6 +131,10 @@ class Connector:
 
     def identify(self, worker_id: int) -> None:
         self._identity = msgspec.structs.replace(self._identity, id=worker_id)
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        return tuple(self._links.values())
 
     # -- listening
 
@@ -341,6 +346,7 @@ class Connector:
         link = Link(connection, peer, inbound, is_mine=is_mine)
         self._links[connection] = link
         connection.owner = link
+        connection.protocol.direct = self.agent.direct(link)
         if self.agent.is_closing:
             connection.abort(WireError("this worker is shutting down"))
             return

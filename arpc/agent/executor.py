@@ -6,32 +6,31 @@ import asyncio
 import concurrent.futures
 import inspect
 import logging
-from collections import OrderedDict
+from asyncio.tasks import _enter_task, _leave_task
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context, copy_context
 from typing import Any, Final, Protocol
 
-import torch.futures
+import torch
+from torch._C import _len_torch_function_stack as _count_function_modes
 
 from arpc import torchstate
-from arpc.agent.carriers import Carriers, Job
+from arpc.agent.carriers import Carriers
 from arpc.agent.codec import Codec, Packed
-from arpc.agent.deadlines import NEVER, Deadlines
 from arpc.agent.failures import describe_failure
 from arpc.agent.functions import Function, Mode
+from arpc.agent.requests import NO_CONTEXT, Inbound, Run
 from arpc.agent.scope import current_scope
 from arpc.agent.streams import Producer
 from arpc.agent.threads import ThreadPool
 from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError, ShutdownError
-from arpc.ids import WorkerInfo
-from arpc.transport.base import BulkSend, Connection
-from arpc.wire.frames import HEADER, frame
-from arpc.wire.messages import WINDOW, FailureKind, ItemFlag, Message, MessageType, RequestFlag
+from arpc.wire.frames import BRIEF_HEADER, HEADER, brief_kind, frame
+from arpc.wire.messages import WINDOW, FailureKind, ItemFlag, Message, MessageType, Request, RequestFlag
 from arpc.wire.pickling import loads
 from arpc.wire.tensors import Slot
 
-__all__ = ["Executor", "Inbound", "Run"]
+__all__ = ["Executor"]
 
 logger = logging.getLogger("arpc.executor")
 
@@ -39,231 +38,16 @@ _REPLY: Final = int(MessageType.REPLY)
 _ITEM: Final = int(MessageType.ITEM)
 _FAILURE: Final = int(MessageType.FAILURE)
 _pack_header = HEADER.pack
+_pack_brief = BRIEF_HEADER.pack
+_BRIEF_REPLY: Final = brief_kind(_REPLY)
+_set_scope = current_scope.set
+_is_grad_enabled = torch.is_grad_enabled
 _PLACE_MASK: Final = (1 << 32) - 1
-# In the place of a context whose request has ended. The two refer to each other: each call would be a cycle to collect
-_NO_CONTEXT: Final = Context()
 _COROUTINE: Final = Mode.COROUTINE
 _THREAD: Final = Mode.THREAD
 _INLINE: Final = Mode.INLINE
-_STREAM: Final = RequestFlag.STREAM
-_NESTED_LIMIT: Final = 32
+_NO_SLOTS: Final[list[Any]] = []
 _GENERATORS: Final = frozenset((Mode.GENERATOR, Mode.ASYNC_GENERATOR))
-
-
-class Run(Job):
-    """One request while it is handled: a job to carry, and the scope of the code that runs for it.
-
-    Most requests end in their first step, so what they do not need is a default of the class.
-    """
-
-    coroutine = None
-    state = None
-    task = None
-    tick = NEVER
-    ended = False
-    expired = False
-    is_registered = False
-    is_plain = True
-    """Neither a stream nor a function that returns a future."""
-    is_stream = False
-    _deadline: float | None = None
-    credit = 0
-    items_sent = 0
-    nested: list[asyncio.Future[Any]] | None = None
-    nested_limit = _NESTED_LIMIT
-    producer: Producer | None = None
-    returned_coroutine: Coroutine[Any, Any, Any] | None = None
-    meta: dict[str, Any] | None = None
-    args: tuple[Any, ...] | None = None
-    kwargs: dict[str, Any] | None = None
-    _prerequisites: list[Awaitable[object]] | None = None
-    wrapped: Function | None = None
-    """What the message calls, where another function of the worker's own runs it; and its flags."""
-    flags = 0
-
-    def __init__(self, executor: Executor, inbound: Inbound, function: Function, message: Message) -> None:
-        self.executor = executor
-        self.inbound = inbound
-        self.function = function
-        self.message: Message | None = message
-        self.id = message.id
-        self.timeout_ms = message.timeout_ms
-        self.context = executor.context.copy()
-
-    @property
-    def deadline(self) -> float | None:
-        # Counted from when it is first asked for: most requests end before anybody does, and reading the clock is not
-        # free
-        deadline = self._deadline
-        if deadline is None and self.timeout_ms:
-            deadline = self._deadline = self.executor.time() + self.timeout_ms / 1000
-        return deadline
-
-    @property
-    def worker(self) -> Any:
-        return self.executor.worker
-
-    @property
-    def caller(self) -> WorkerInfo:
-        return self.inbound.caller
-
-    @property
-    def prerequisites(self) -> list[Awaitable[object]]:
-        if self._prerequisites is None:
-            self._prerequisites = []
-        return self._prerequisites
-
-    def first_step(self) -> Any:
-        message = self.message
-        if message is None or message.body:
-            coroutine = self.begin()
-        else:  # a call without arguments needs no more than this
-            self.message = None
-            current_scope.set(self)
-            coroutine = self.function.call()
-        self.coroutine = coroutine
-        return coroutine.send(None)
-
-    def begin(self) -> Any:
-        """Enter the scope, unpack the arguments if that has not been done, and call the function."""
-        message = self.message
-        if message is not None:
-            self.message = None
-            current_scope.set(self)
-            if not message.body:
-                return self.function.call()
-            self.executor.unpack(self, message)
-        args, kwargs = self.args, self.kwargs
-        self.args = self.kwargs = None
-        return self.function.call(*(args or ()), **(kwargs or {}))
-
-    def suspended(self) -> None:
-        self.inbound.register(self)
-
-    def finished(self, result: Any) -> None:
-        if result is None and not self.is_registered and self.meta is None and self.is_plain:
-            self.ended = True
-            self.context = _NO_CONTEXT
-            self.executor.calls_handled += 1
-            try:  # noqa: SIM105 - cheaper than suppress(), and this is the hot path
-                self.inbound.connection.send(_pack_header(0, _REPLY, 0, 0, self.id, 0, 0, 0, 0))
-            except ConnectionClosedError:
-                pass  # the caller knows: its own end is closed too
-        else:
-            self.executor.returned(self, result)
-
-    def failed(self, error: BaseException) -> None:
-        if self.returned_coroutine is not None:
-            self.returned_coroutine.close()  # it may never have begun
-        self.executor.raised(self, error)
-
-    def call_begun(self, future: asyncio.Future[Any]) -> None:
-        """The handler has made a call in turn, which is cancelled with it."""
-        if self.nested is None:
-            self.nested = []
-        elif len(self.nested) >= self.nested_limit:
-            self.nested = [call for call in self.nested if not call.done()]
-            self.nested_limit = max(_NESTED_LIMIT, 2 * len(self.nested))
-        self.nested.append(future)
-
-    def cancel_nested(self) -> None:
-        nested, self.nested = self.nested, None
-        for future in nested or ():
-            future.cancel()
-
-    def cancel(self) -> None:
-        """Stop it as soon as it can be stopped; a function in a thread runs to its end, but its result is not used."""
-        if self.task is not None:
-            self.task.cancel()
-        else:
-            # first, so that a thread that waits for one of them goes on
-            self.cancel_nested()
-            self.executor.raised(self, asyncio.CancelledError())
-
-    def expire(self) -> None:
-        self.expired = True
-        self.cancel()
-
-
-class Inbound:
-    """What one connection asked for and has not been answered yet."""
-
-    def __init__(
-        self,
-        connection: Connection,
-        caller: WorkerInfo,
-        deadlines: Deadlines,
-        *,
-        max_handlers: int,
-        main_by_value: bool,
-    ) -> None:
-        self.connection = connection
-        self.caller = caller
-        self.main_by_value = main_by_value
-        self.functions: dict[int, Function | Exception] = {}
-        self.limit = max_handlers
-        """How many requests may run at once."""
-        self.running: dict[int, Run] = {}
-        self.waiting: OrderedDict[int, Message] = OrderedDict()
-        self._deadlines = deadlines
-        self._by_tick: dict[int, dict[int, Run]] = {}
-        self._replies: dict[int, BulkSend] = {}
-
-    def register(self, run: Run) -> None:
-        """Keep a request that did not end at once, so that it can be cancelled and expire."""
-        if run.is_registered:
-            return
-        run.is_registered = True
-        self.running[run.id] = run
-        if run.deadline is None:
-            return
-        now = run.executor.time()
-        tick = run.tick = self._deadlines.tick(now, max(0.0, run.deadline - now))
-        bucket = self._by_tick.get(tick)
-        if bucket is None:
-            bucket = self._by_tick[tick] = {}
-            self._deadlines.watch(tick, self)
-        bucket[run.id] = run
-
-    def forget(self, run: Run) -> None:
-        self.running.pop(run.id, None)
-        if run.tick and (bucket := self._by_tick.get(run.tick)) is not None:
-            bucket.pop(run.id, None)
-
-    def expire(self, tick: int) -> None:
-        for run in list(self._by_tick.pop(tick, {}).values()):
-            run.expire()
-
-    def cancel(self, call_id: int) -> None:
-        run = self.running.get(call_id)
-        if run is not None:
-            run.cancel()
-        elif self.waiting.pop(call_id, None) is None and (bulk := self._replies.pop(call_id, None)) is not None:
-            self.connection.drop_bulk(bulk)  # the reply is on its way, and nobody wants it any more
-
-    def send_reply(self, call_id: int, data: bytes, buffers: list[memoryview]) -> None:
-        """Send a reply with large tensors, which may still be cancelled on its way."""
-        bulk = self.connection.send_bulk(data, buffers)
-        for sent in [key for key, earlier in self._replies.items() if earlier.is_sent]:
-            del self._replies[sent]
-        self._replies[call_id] = bulk
-
-    def output_drained(self) -> None:
-        """The caller takes bytes again: streams may go on."""
-        for run in list(self.running.values()):
-            if run.producer is not None:
-                run.producer.wake()
-
-    def add_credit(self, call_id: int, items: int) -> None:
-        """The consumer of a stream takes more items. It has had some already, so the producer is there."""
-        run = self.running.get(call_id)
-        if run is not None and run.producer is not None:
-            run.producer.add_credit(items)
-
-    def cancel_all(self) -> None:
-        self.waiting.clear()
-        for run in list(self.running.values()):
-            run.cancel()
 
 
 class HasInbound(Protocol):
@@ -296,26 +80,97 @@ class Executor:
         self.name = name
         self.threads = ThreadPool(loop, threads, name)
         self.carriers = Carriers(loop, name)
-        self.calls_handled = 0
         self.calls_failed = 0
+        self._calls_ended = 0
+        self._returned_none = 0
+        """Those that ended in `take` and sent nothing back, which are not counted among the others."""
+        self._copy_context = context.copy
+        self._idle = self.carriers.idle
         self._max_handlers = max_handlers_per_peer
         self._window_bytes = window_bytes
         self._pickler = codec.pickler
         self._is_closed = False
 
+    @property
+    def calls_handled(self) -> int:
+        return self._calls_ended + self._returned_none
+
     # -- the start of a request
 
-    def request_received(self, link: HasInbound, message: Message) -> None:
-        """Run a request, or keep it packed while its caller does not take replies or has too many others running."""
-        inbound = link.inbound
-        if inbound.waiting or inbound.connection.is_congested or len(inbound.running) >= inbound.limit:
-            inbound.waiting[message.id] = message
-            self._start_waiting(inbound)
+    @torchstate.isolating_driver
+    def take(self, inbound: Inbound, id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
+        """Run the plainest of requests, straight from the read.
+
+        This is `Carriers.start` for a `Run`, written out: the steps of the handler run in its context with nothing of
+        ours between them and the read. Torch's state must be pristine.
+        """
+        function = inbound.coroutines.get(arg)
+        connection = inbound.connection
+        idle = self._idle
+        if function is None or inbound.is_full or connection.is_congested or not idle:
+            self._admit(inbound, Request(0, id_, arg, timeout_ms, 0, 0, 0, bytearray(payload), ()))
             return
-        function = inbound.functions.get(message.arg)
-        if function.__class__ is Function and function.is_simple and not message.flags & _STREAM:
-            # what almost every request is
-            self.carriers.start(Run(self, inbound, function, message))
+        carrier = idle[-1]
+        context = self._copy_context()
+        run = Run(self, inbound, function, id_, timeout_ms)
+        context.run(_set_scope, run)
+        _enter_task(self.loop, carrier.task)
+        try:
+            # to call it runs none of its code yet
+            coroutine = context.run(self._unpack_and_call, run, payload) if payload else function.call()
+            waits_for = context.run(coroutine.send, None)
+        except StopIteration as stop:
+            result = stop.value
+            error = None
+        except BaseException as raised:  # noqa: BLE001 - it is the caller's, see `raised`
+            error = raised
+        else:
+            _leave_task(self.loop, carrier.task)
+            run.context = context
+            run.coroutine = coroutine
+            self.carriers.carry_on(run, waits_for)
+            return
+        _leave_task(self.loop, carrier.task)
+        # The blocks it was in have ended with it. Left are the two things that people switch without a block.
+        if not _is_grad_enabled() or _count_function_modes():
+            torchstate.save_and_reset()
+        if carrier.wake_up.done():
+            self.carriers.replace_idle()
+        if error is None and result is None:
+            self._returned_none += 1
+            connection.send(_pack_brief(0, _BRIEF_REPLY, id_, 0, 0, 0))
+            return
+        run.context = context
+        self.carriers.steps_without_wait += 1
+        if error is not None:
+            self.raised(run, error)
+        else:
+            self.returned(run, result)
+
+    def _unpack_and_call(self, run: Run, payload: bytes | bytearray) -> Coroutine[Any, Any, Any]:
+        try:
+            args = loads(payload, _NO_SLOTS)
+        except (AttributeError, ImportError, LookupError) as error:
+            raise self._not_unpacked(error) from error
+        if run.has_prerequisites:
+            run.function = self._after(run.prerequisites, run.function)
+        coroutine: Coroutine[Any, Any, Any] = run.function.call(*args)
+        return coroutine
+
+    def _not_unpacked(self, error: Exception) -> SerializationError:
+        return SerializationError(
+            f"worker {self.name!r} cannot unpack the call: {type(error).__name__}: {error}. "
+            f"What is sent by reference must be importable on the callee"
+        )
+
+    def request_received(self, link: HasInbound, message: Message) -> None:
+        """Run any request, or keep it packed while its caller does not take replies or has too many others running."""
+        self._admit(link.inbound, message)
+
+    def _admit(self, inbound: Inbound, message: Message) -> None:
+        if inbound.is_full or inbound.connection.is_congested:
+            inbound.keep_waiting(message)
+            self._start_waiting(inbound)
         else:
             self.start(inbound, message)
 
@@ -323,7 +178,7 @@ class Executor:
         """Something ended or was sent: see whether those that wait may run."""
         # This is called between two steps of any task, which may have switched something off for itself
         outer = None if torchstate.is_pristine() else torchstate.save_and_reset()
-        inbound.limit = self._max_handlers
+        inbound.set_limit(self._max_handlers)
         try:
             self._start_waiting(inbound)
         finally:
@@ -338,7 +193,7 @@ class Executor:
             and not (connection.is_congested and connection.unsent_bytes > self._window_bytes)
             and not self._is_closed
         ):
-            self.start(inbound, inbound.waiting.popitem(last=False)[1])
+            self.start(inbound, inbound.next_waiting())
 
     def refuse(self, link: HasInbound, message: Message) -> None:
         """Answer a request that came too late: this worker is being closed."""
@@ -354,16 +209,13 @@ class Executor:
         if function.__class__ is not Function or message.flags & RequestFlag.STREAM:
             self._start_special(inbound, function, message)
             return
-        run = Run(self, inbound, function, message)
-        if function.mode is _COROUTINE and not function.returns_future:
-            self.carriers.start(run)
-        else:
-            self._launch(run)
+        self._launch(self._run(inbound, function, message))
+
+    def _run(self, inbound: Inbound, function: Function, message: Message) -> Run:
+        return Run(self, inbound, function, message.id, message.timeout_ms, self._copy_context(), message)
 
     def _launch(self, run: Run) -> None:
         """Run it in the way of its function."""
-        if run.function.returns_future:
-            run.is_plain = False
         mode = run.function.mode
         if mode is _COROUTINE:
             self.carriers.start(run)
@@ -385,10 +237,10 @@ class Executor:
         served.name = name
 
         def handle(link: HasInbound, message: Message) -> None:
-            run = Run(self, link.inbound, served, message)
+            run = self._run(link.inbound, served, message)
             if shortcut is not None and not message.table_end:
                 try:
-                    result = shortcut(*loads(message.body, []))
+                    result = shortcut(*loads(message.body, _NO_SLOTS))
                 except Exception:  # noqa: BLE001 - it is raised again, and told, where there is time for it
                     result = NotImplemented
                 if result is not NotImplemented:
@@ -407,7 +259,7 @@ class Executor:
             if function.__class__ is not Function and message.arg:
                 self._start_special(link.inbound, function, message)  # which says what is wrong with it
                 return
-            run = Run(self, link.inbound, served, message)
+            run = self._run(link.inbound, served, message)
             run.wrapped = function if function.__class__ is Function else None
             run.flags = message.flags
             self.carriers.start(run)
@@ -416,10 +268,9 @@ class Executor:
 
     def _start_special(self, inbound: Inbound, function: Function | Exception | None, message: Message) -> None:
         """A stream, a function that came with its arguments, or one that is not there."""
-        run = Run(self, inbound, function if isinstance(function, Function) else _UNKNOWN, message)
+        run = self._run(inbound, function if isinstance(function, Function) else _UNKNOWN, message)
         if message.flags & RequestFlag.STREAM:
             run.is_stream = True
-            run.is_plain = False
         try:
             if isinstance(function, Exception):
                 raise function.with_traceback(None)
@@ -463,15 +314,12 @@ class Executor:
                 else:
                     run.wrapped = Function(call)
         except (AttributeError, ImportError, LookupError) as error:
-            raise SerializationError(
-                f"worker {self.name!r} cannot unpack the call: {type(error).__name__}: {error}. "
-                f"What is sent by reference must be importable on the callee"
-            ) from error
+            raise self._not_unpacked(error) from error
         if message.flags & RequestFlag.KWARGS:
             run.args, run.kwargs = payload
         else:
             run.args = payload
-        if run._prerequisites is not None:  # noqa: SLF001 - looking must not make an empty list
+        if run.has_prerequisites:
             run.function = self._after(run.prerequisites, run.function)
 
     def _after(self, prerequisites: list[Awaitable[object]], function: Function) -> Function:
@@ -503,14 +351,14 @@ class Executor:
         """A peer sends a function that it will call by number."""
         try:
             call = self.context.copy().run(self.codec.payload, message, [])
-            inbound.functions[message.arg] = Function(call)
+            inbound.define(message.arg, Function(call))
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             made = SerializationError(
                 f"the function is not on worker {self.name!r}: {type(error).__name__}: {error}. "
                 f"It must be importable there, or be passed as a lambda or closure, which travel by value"
             )
             made.__cause__ = error
-            inbound.functions[message.arg] = made
+            inbound.define(message.arg, made)
 
     # -- ways to run
 
@@ -533,7 +381,7 @@ class Executor:
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             self.raised(run, error)
             return False
-        if run._prerequisites is not None:  # noqa: SLF001
+        if run.has_prerequisites:
             self.carriers.start(run)
             return False
         return True
@@ -674,9 +522,9 @@ class Executor:
     def _end(self, run: Run, data: bytes, buffers: list[memoryview] | None) -> None:
         run.ended = True
         run.nested = None  # a timer may keep the run's context for long, and their exceptions keep the handler's frames
-        run.context = _NO_CONTEXT
+        run.context = NO_CONTEXT
         run.task = run.args = run.kwargs = None  # it may wait for a thread for a long time still
-        self.calls_handled += 1
+        self._calls_ended += 1
         inbound = run.inbound
         if run.is_registered:
             inbound.forget(run)
@@ -687,7 +535,7 @@ class Executor:
                 inbound.send_reply(run.id, data, buffers)
                 if inbound.limit and inbound.connection.unsent_bytes > self._window_bytes:
                     # What this read brought may ask for much more: none of it runs before the replies have gone out
-                    inbound.limit = 0
+                    inbound.set_limit(0)
                     self.loop.call_soon(self.readmit, inbound)
             else:
                 inbound.connection.send(data)
@@ -736,6 +584,7 @@ class Executor:
             "calls_failed": self.calls_failed,
             **self.threads.statistics(),
             **self.carriers.statistics(),
+            "handlers_without_wait": self.carriers.steps_without_wait + self._returned_none,
         }
 
 

@@ -34,6 +34,7 @@ class Heartbeat:
         self._period_s = min(self._interval_s, self._timeout_s - self._interval_s) / 2
         self._silent_since: dict[Connection, float] = {}
         self._taken: dict[Connection, int] = {}
+        self._heard: dict[Connection, int] = {}
         self._expected = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self.pings_sent = 0
@@ -56,18 +57,17 @@ class Heartbeat:
         stalled = now - self._expected > self._period_s
         self._arm()
         connections = list(self._connections.open_connections())
-        if stalled:
-            # This loop was busy, or the process stopped: what peers said meanwhile has not been read yet
-            for connection in connections:
-                connection.heard_from = True
+        # If this loop was busy, or the process stopped, what peers said meanwhile has not been read yet
+        heard_before = {} if stalled else self._heard
+        self._heard = {connection: connection.bytes_received for connection in connections}
         silent: dict[Connection, float] = {}
         taken: dict[Connection, int] = {}
         for connection in connections:
             # A peer that takes bytes is alive: its answers may wait behind a large message that is still on its way to
             # it
             taken[connection] = connection.bytes_sent - connection.unsent_bytes
-            if connection.heard_from or taken[connection] > self._taken.get(connection, 0):
-                connection.heard_from = False
+            is_heard = self._heard[connection] != heard_before.get(connection)
+            if is_heard or taken[connection] > self._taken.get(connection, 0):
                 silent[connection] = now
                 if not connection.protocol.is_between_frames:
                     # A large message is on its way here, and its sender hears nothing of us before it has arrived

@@ -75,7 +75,6 @@ class Peer:
         self.calls = Calls(deadlines, self._timed_out, self._abandon)
         self.backlog: deque[tuple[int, Call, bytes, list[memoryview]]] = deque()
         """Calls that wait for a connection, or for room in the window."""
-        self.calls_made = 0
         self.connects = 0
         self._definitions: dict[Any, tuple[int, bytes]] = {}
         self._numbers = count(1)
@@ -108,25 +107,10 @@ class Peer:
 
     def submit(self, call_id: int, call: Call, data: bytes, buffers: list[memoryview]) -> None:
         """Send a call now, or when there is a connection and room."""
-        self.calls_made += 1
         connection = self.connection
-        in_flight_bytes = self.in_flight_bytes + call.size_bytes
-        if (
-            connection is not None
-            and not buffers
-            and in_flight_bytes <= self._window_bytes
-            and not self.backlog
-            and not connection.is_congested
-        ):
-            # what almost every call does
-            self.in_flight_bytes = in_flight_bytes
-            call.connection = connection
-            connection.send(data)
-            return
-        if connection is not None and not self.backlog and self._has_room(call.size_bytes):
-            self._send(connection, call, data, buffers)
-            return
-        if connection is not None and call.size_bytes <= _SMALL_BYTES and self._has_room(call.size_bytes):
+        # small ones pass those that wait for room
+        may_go = not self.backlog or call.size_bytes <= _SMALL_BYTES
+        if connection is not None and may_go and self._has_room(call.size_bytes):
             self._send(connection, call, data, buffers)
             return
         self.backlog.append((call_id, call, data, buffers))
@@ -150,13 +134,14 @@ class Peer:
     def pop(self, call_id: int) -> Call | None:
         """The call of a reply; None if it has ended already."""
         call = self.calls.pop(call_id)
-        if call is not None and call.connection is not None:
-            self.in_flight_bytes -= call.size_bytes
-            if self.backlog:
-                self.drain()
+        if call is not None:
+            self.release(call)
         return call
 
-    def _release(self, call: Call) -> None:
+    def release(self, call: Call) -> None:
+        """A call has ended: others may be sent in its place."""
+        if call.connection is None:
+            return
         self.in_flight_bytes -= call.size_bytes
         if self.backlog:
             self.drain()
@@ -190,7 +175,7 @@ class Peer:
                 logger.debug("call %d to %s was cancelled while it was sent", call_id, self.info.name)
             else:
                 connection.send(frame(_CANCEL, 0, call_id, 0, 0, b""))
-        self._release(call)
+        self.release(call)
 
     def _timed_out(self, _: int, call: Call) -> None:
         if not call.future.done():
@@ -326,7 +311,7 @@ class Peer:
     def statistics(self) -> dict[str, int | str]:
         return {
             "state": self.state.name,
-            "calls_made": self.calls_made,
+            "calls_made": self.calls.made,
             "calls_in_flight": len(self.calls),
             "calls_waiting": len(self.backlog),
             "bytes_in_flight": self.in_flight_bytes,

@@ -11,7 +11,7 @@ from torch.jit import ScriptModule
 
 from arpc.agent.agent import Agent
 from arpc.agent.codec import Packed
-from arpc.agent.executor import Run
+from arpc.agent.requests import Run
 from arpc.agent.scope import current_scope
 from arpc.errors import RRefCreationError, RRefError
 from arpc.ids import GloballyUniqueId, WorkerInfo

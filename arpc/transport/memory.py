@@ -115,7 +115,7 @@ class MemoryConnection(Connection):
         incoming = self._incoming
         budget = _DELIVER_BYTES
         while incoming.parts and budget > 0 and not self._is_aborted:
-            size = incoming.read_into(self.protocol.get_buffer())
+            size = incoming.read_into(self.protocol.get_buffer(-1))
             budget -= size
             self._received(size)
         incoming.let_writer_go_on()

@@ -39,7 +39,7 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
     def __init__(self, protocol: Protocol, receiver: Receiver) -> None:
         Connection.__init__(self, protocol, receiver)
         self._address = "?"
-        self.get_buffer = protocol.get_buffer  # type: ignore[method-assign, assignment] # one call less for every read
+        self.get_buffer = protocol.get_buffer  # type: ignore[method-assign, assignment] # no call of ours for a read
         self._is_made = False
         self._has_eof = False
 

@@ -28,6 +28,7 @@ from arpc.errors import ProtocolError, SerializationError
 
 __all__ = [
     "ALIGNMENT",
+    "BRIEF_HEADER",
     "CHUNK_BYTES",
     "HEADER",
     "HEADER_BYTES",
@@ -37,6 +38,7 @@ __all__ = [
     "PADDING",
     "Header",
     "Limits",
+    "brief_kind",
     "buffer_sizes_of",
     "check",
     "frame",
@@ -44,6 +46,9 @@ __all__ = [
 
 HEADER: Final = Struct("<IBBHQIIII")
 HEADER_BYTES: Final = HEADER.size
+# The same bytes, read and written as fewer fields where most are 0: length; type, flags and n_buffers as one (see
+# `brief_kind`); id; arg; timeout_ms; meta_size and table_size as one, 0 if the message has neither
+BRIEF_HEADER: Final = Struct("<IIQIIQ")
 ALIGNMENT: Final = 16
 CHUNK_BYTES: Final = 1 << 19
 MAX_BODY_BYTES: Final = (1 << 32) - 1
@@ -52,6 +57,11 @@ MAX_TIMEOUT_MS: Final = (1 << 32) - 1
 
 _pack_header = HEADER.pack
 PADDING: Final = tuple(bytes(n) for n in range(ALIGNMENT))
+
+
+def brief_kind(type_: int, flags: int = 0) -> int:
+    """The second field of a `BRIEF_HEADER`, of a message without large tensors."""
+    return type_ | flags << 8
 
 
 class Header(NamedTuple):

@@ -7,18 +7,20 @@ that is used again and again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
+from functools import partial
+from types import MappingProxyType
 from typing import Final
 
 from arpc.errors import ConnectionClosedError, HandshakeError, ProtocolError
 from arpc.wire import frames
-from arpc.wire.frames import HEADER, HEADER_BYTES, Header, Limits, frame
+from arpc.wire.frames import BRIEF_HEADER, HEADER, HEADER_BYTES, Header, Limits, frame
 from arpc.wire.handshake import MAX_HANDSHAKE_BYTES, Handshake, Identity, Role
 from arpc.wire.memory import allocate as allocate_memory
 from arpc.wire.messages import MESSAGE_CLASSES, Message, MessageType
 
-__all__ = ["Protocol", "State"]
+__all__ = ["SEVERAL_TAKEN", "Direct", "Protocol", "State"]
 
 RECEIVE_BYTES: Final = 256 * 1024
 _HANDSHAKE_LIMITS: Final = Limits(MAX_HANDSHAKE_BYTES, 0)
@@ -32,6 +34,13 @@ _FIRST_OF_CALLS: Final = int(MessageType.FUNCTION)
 _CLASSES: Final = tuple(MESSAGE_CLASSES.get(type_) for type_ in range(256))
 _NO_BUFFERS: Final[tuple[memoryview, ...]] = ()
 _unpack_header = HEADER.unpack_from
+_unpack_brief = BRIEF_HEADER.unpack_from
+
+Direct = Callable[[int, int, int, bytearray | bytes], None]
+"""Takes id, arg, timeout_ms and payload of a message that has neither meta data nor tensors."""
+
+SEVERAL_TAKEN: Final[list[Message]] = []
+"""An empty list: see `Protocol.receive`."""
 
 
 class State(Enum):
@@ -99,12 +108,20 @@ class Protocol:
         self._open_limits = limits
         self._limits = _HANDSHAKE_LIMITS
         self._allocate = allocate
+        self.direct: Mapping[int, Direct] = MappingProxyType({})
+        """Who takes the plainest messages without a `Message` being made of them, by `frames.brief_kind`."""
         # A stranger is worth just the memory of a handshake; see `_open`
-        self._buffer = bytearray(HEADER_BYTES + MAX_HANDSHAKE_BYTES)
-        self._view = memoryview(self._buffer)
+        self._set_buffer(bytearray(HEADER_BYTES + MAX_HANDSHAKE_BYTES))
         self._end = 0
         # Where the next bytes go instead of the buffer: the rest of a large body, or of a chunk for a tensor
         self._target: memoryview | None = None
+        self.is_plain = False
+        """Open, and nothing has arrived in part: the next bytes begin a frame, at the start of `buffer`."""
+        self.get_buffer: Callable[[int], memoryview] = partial(getattr, self, "_next")
+        """Where the next bytes of the peer belong, given any number. Never empty; good until the next `receive`.
+
+        A getattr whose default is the size hint that asyncio passes: no line of Python runs for it.
+        """
         self._large_frame: tuple[Header, bytearray] | None = None
         self._chunk_of: _Assembly | None = None
         self._assemblies: dict[int, _Assembly] = {}
@@ -136,41 +153,46 @@ class Protocol:
         if self.state is not State.OPEN:
             return b""
         self._set_state(State.CLOSING)
+        self.is_plain = False
         return frame(_GOODBYE, 0, 0, 0, 0, reason.encode()[:_MAX_GOODBYE_BYTES])
 
     def close(self) -> None:
         """Forget what has not arrived in full. May be called at any time, and again."""
         self._set_state(State.CLOSED)
+        self.is_plain = False
         self._assemblies.clear()
         self._target = None
+        self._next = self._view
         self._large_frame = None
         self._chunk_of = None
         self._end = 0
 
-    def get_buffer(self, _size_hint: int = -1) -> memoryview:
-        """Where the next bytes of the peer belong. Never empty; good until the next `receive`."""
-        if self._target is not None:
-            return self._target
-        return self._view[self._end :] if self._end else self._view
-
     def receive(self, size_bytes: int) -> list[Message]:
-        """Take bytes that were put where `get_buffer` said. Returns the messages they complete.
+        """Take bytes that were put where `get_buffer` said.
 
-        Raises `ProtocolError` or `HandshakeError`; after that the connection is closed (`take_output` may hold a
-        farewell).
+        Returns the messages they complete, without those at their beginning that `direct` has taken; `SEVERAL_TAKEN` if
+        it took all. Raises `ProtocolError` or `HandshakeError`; after that the connection is closed (`take_output` may
+        hold a farewell).
         """
         messages: list[Message] = []
-        if self.state is State.CLOSED:
-            return messages
+        start = 0
         try:
-            target = self._target
-            if target is None:
-                self._parse(self._end + size_bytes, messages)
-            elif size_bytes < target.nbytes:
-                self._target = target[size_bytes:]
-            else:
-                self._target = None
-                self._finish_target(messages)
+            if self.is_plain:
+                buffer = self.buffer
+                while True:
+                    length, kind, id_, arg, timeout_ms, sizes = _unpack_brief(buffer, start)
+                    body_start = start + HEADER_BYTES
+                    stop = body_start + length
+                    # Messages keep their order: from the first that is not taken here on, all are returned
+                    if sizes or stop > size_bytes or (take := self.direct.get(kind)) is None:
+                        break
+                    take(id_, arg, timeout_ms, buffer[body_start:stop] if length else b"")
+                    if stop == size_bytes:
+                        return SEVERAL_TAKEN
+                    start = stop
+                    if not self.is_plain:
+                        break  # whoever took it has closed the connection, or said goodbye
+            self._receive_rest(start, size_bytes, messages)
         except HandshakeError as error:
             self._answer(self._handshake.farewell(error))
             self.close()
@@ -180,14 +202,37 @@ class Protocol:
             raise
         return messages
 
+    def _receive_rest(self, start: int, size_bytes: int, messages: list[Message]) -> None:
+        """What is more than a few whole and plain messages."""
+        if self.state is State.CLOSED:
+            return
+        target = self._target
+        if target is None:
+            self._parse(start, self._end + size_bytes, messages)
+        elif size_bytes < target.nbytes:
+            self._target = target[size_bytes:]
+        else:
+            self._target = None
+            self._finish_target(messages)
+        if self._target is not None:
+            self._next = self._target
+        else:
+            self._next = self._view[self._end :] if self._end else self._view
+        # Below the smallest body that does not fit the buffer there is a limit to check for each frame
+        self.is_plain = (
+            self.state is State.OPEN
+            and self._target is None
+            and not self._end
+            and self._limits.body_bytes >= RECEIVE_BYTES
+        )
+
     # -- frames
 
-    def _parse(self, end: int, messages: list[Message]) -> None:
+    def _parse(self, start: int, end: int, messages: list[Message]) -> None:
         """Take the frames that are complete in the buffer, and move the rest to its start."""
-        buffer = self._buffer
+        buffer = self.buffer
         limit = self._limits.body_bytes
         is_open = self.state is not State.HANDSHAKE
-        start = 0
         while (body_start := start + HEADER_BYTES) <= end:
             header = _unpack_header(buffer, start)
             length, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, table_size = header
@@ -207,7 +252,7 @@ class Protocol:
             if cls is None:
                 raise ProtocolError(f"a message of the unknown type {type_}")
             if stop > end:
-                if stop - start > len(buffer):
+                if stop - start > self._view.nbytes:
                     self._begin_large_body(Header._make(header), body_start, end)
                     start = end = 0
                 break
@@ -218,7 +263,7 @@ class Protocol:
                 messages.append(message)
             else:
                 self._receive_special(message, n_buffers, messages)
-                buffer = self._buffer
+                buffer = self.buffer
                 limit = self._limits.body_bytes
                 is_open = self.state is not State.HANDSHAKE
         self._end = rest = end - start
@@ -314,8 +359,12 @@ class Protocol:
         self._set_state(State.OPEN)
         self._limits = self._open_limits
         # what came right behind the handshake stays where it is
-        self._buffer = self._buffer.ljust(RECEIVE_BYTES, b"\0")
-        self._view = memoryview(self._buffer)
+        self._set_buffer(self.buffer.ljust(RECEIVE_BYTES, b"\0"))
+
+    def _set_buffer(self, buffer: bytearray) -> None:
+        # A header may be looked at wherever a frame could begin: there is room for one behind the end
+        self.buffer = buffer.ljust(len(buffer) + HEADER_BYTES, b"\0")
+        self._next = self._view = memoryview(self.buffer)[: len(buffer)]
 
     def _answer(self, data: bytes) -> None:
         if data:

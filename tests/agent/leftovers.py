@@ -58,4 +58,4 @@ async def warm_up(group: Sequence[Worker]) -> None:
     """Have idle carriers ready at worker1, so that a handler's first step runs at once."""
     for _ in range(3):
         await group[0].rpc_sync("worker1", echo_later)
-    await until(lambda: bool(group[1].agent.executor.carriers._idle))
+    await until(lambda: bool(group[1].agent.executor.carriers.idle))

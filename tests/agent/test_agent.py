@@ -129,6 +129,7 @@ class Doubler:
     """Doubles every tensor on its way to a handler, and counts what it sees."""
 
     key = "doubler"
+    occasions = ("always",)
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -159,6 +160,7 @@ async def with_interceptor(group: Any, monkeypatch: pytest.MonkeyPatch, make: An
         monkeypatch.setattr(codec, "interceptors", (*codec.interceptors, interceptor))
         monkeypatch.setitem(codec._by_key, interceptor.key, interceptor)
         monkeypatch.setattr(worker.agent, "_interceptors", codec.interceptors)
+        monkeypatch.setattr(worker.agent, "_occasions", (interceptor.occasions,))
     return added
 
 

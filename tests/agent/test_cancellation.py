@@ -12,6 +12,8 @@ import arpc
 from arpc.agent.peers import PeerState
 from arpc.errors import CallCancelledError
 from arpc.testing import cluster
+from arpc.wire.frames import brief_kind
+from arpc.wire.messages import MessageType
 from tests.agent.leftovers import assert_nothing_left, until
 from tests.agent.stage import call_on, call_on_in_thread, echo, hold, hold_in_thread, the_stage
 
@@ -284,23 +286,27 @@ async def test_a_call_made_in_a_thread(trio, stage):
     await stage.wait_until("innermost cancelled")
 
 
+REPLY = brief_kind(MessageType.REPLY)
+
 # -- when it crosses the reply
 
 
 async def test_in_the_turn_in_which_the_reply_arrives(pair):
     """The result is there, the task has not run yet, and is cancelled: it ends as cancelled, and nothing is left."""
     agent = pair[0].agent
-    on_reply = agent._on_reply
+    await pair[0].rpc_sync("worker1", echo, args=("connect",))
+    link = agent.peer("worker1").connection.owner
+    on_reply = dict(link.connection.protocol.direct)[REPLY]
     task: asyncio.Task[Any] = asyncio.create_task(pair[0].rpc_sync("worker1", echo, args=("just in time",)))
 
-    def cancel_with_the_reply(link: Any, message: Any) -> None:
-        on_reply(link, message)
+    def cancel_with_the_reply(*message: Any) -> None:
+        on_reply(*message)
         task.cancel()
 
-    agent._on_reply = cancel_with_the_reply
+    link.connection.protocol.direct = {REPLY: cancel_with_the_reply}
     with pytest.raises(asyncio.CancelledError):
         await task
-    del agent._on_reply
+    link.connection.protocol.direct = agent.direct(link)
     assert await pair[0].rpc_sync("worker1", echo, args=("next",)) == "next"
 
 

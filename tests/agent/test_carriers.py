@@ -319,7 +319,7 @@ async def test_the_first_job_runs_in_a_task_and_later_ones_at_once(carriers):
     first = Recorded(echo, 1)
     await start(carriers, first)
     assert await first.ended == 1
-    await until(lambda: bool(carriers._idle))
+    await until(lambda: bool(carriers.idle))
     second = Recorded(echo, 2)
     await start(carriers, second)
     assert second.ended.done()
@@ -340,7 +340,7 @@ async def test_a_task_cancelled_before_it_began_fails_its_job(carriers):
     job = Recorded(echo, 1)
     await start(carriers, job)
     job = Recorded(echo, 2)
-    carriers._idle.clear()
+    carriers.idle.clear()
     carriers.start(job)
     job.task.cancel()
     with pytest.raises(LookupError, match="CancelledError"):

@@ -199,7 +199,7 @@ async def test_again_and_again_at_the_same_address(address, outlives):
     del server
 
 
-async def test_who_is_one_group_ahead_leaves_the_old_store_before_its_host_does(address, capfd):
+async def test_who_is_one_group_ahead_leaves_the_old_store_before_its_host_does(address):
     async with crew() as team:
         slow, fast = await form(team, 2, init_method=address)
         await fast.leave()
@@ -210,7 +210,6 @@ async def test_who_is_one_group_ahead_leaves_the_old_store_before_its_host_does(
         await slow.aclose()
         again = await team.join("w0", init_method=address, rank=0, world_size=2)
         assert (await again.resolve("w1")) == (await ahead).record
-        assert capfd.readouterr().err == "", "torch complains when a store is lost"
 
 
 async def test_a_store_that_goes_away_is_told():

@@ -9,7 +9,8 @@ import pytest
 from arpc.options import RpcOptions
 from arpc.testing import Cluster, cluster
 
-OPTIONS = RpcOptions(gc_freeze=False, shutdown_timeout=5, rref_grace=0.2, control_backoff=0.02)
+# Quick to try again, and patient enough for a slow machine
+OPTIONS = RpcOptions(gc_freeze=False, shutdown_timeout=5, rref_grace=0.2, control_backoff=0.02, control_retries=12)
 
 
 async def until(condition: Callable[[], bool]) -> None:

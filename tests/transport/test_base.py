@@ -58,7 +58,7 @@ class ListConnection(Connection):
     def feed(self, data: bytes) -> None:
         view = memoryview(data)
         while view:
-            buffer = self.protocol.get_buffer()
+            buffer = self.protocol.get_buffer(-1)
             size = min(len(buffer), len(view))
             buffer[:size] = view[:size]
             view = view[size:]
@@ -99,7 +99,7 @@ async def opened() -> tuple[ListConnection, Endpoint]:
     while not endpoint.opened:
         spoken = b"".join(connection.written)
         connection.written.clear()
-        far.get_buffer()[: len(spoken)] = spoken
+        far.get_buffer(-1)[: len(spoken)] = spoken
         far.receive(len(spoken))
         connection.feed(far.take_output())
     await asyncio.sleep(0)
@@ -142,7 +142,6 @@ async def test_a_ping_is_answered_by_the_connection_itself():
     connection.feed(frame(MessageType.PING, 0, 77, 0, 0, b""))
     assert connection.take() == [(MessageType.PONG, 77)]
     assert endpoint.messages == []
-    assert connection.heard_from
 
 
 async def test_a_chunk_is_written_from_where_it_lies():
@@ -369,7 +368,7 @@ async def test_bytes_after_a_refusal_are_for_nobody():
     connection, endpoint = connect(secret=b"secret")
     far = Protocol(Handshake(Role.ACCEPTOR, FAR, b"another"), LIMITS)
     hello = b"".join(connection.written)
-    far.get_buffer()[: len(hello)] = hello
+    far.get_buffer(-1)[: len(hello)] = hello
     far.receive(len(hello))
     connection.written.clear()
     connection.feed(far.take_output())

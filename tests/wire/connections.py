@@ -31,7 +31,7 @@ def feed(protocol: Protocol, data: bytes, pieces: Iterator[int] | None = None) -
     messages: list[Message] = []
     rest = memoryview(data)
     while rest:
-        target = protocol.get_buffer()
+        target = protocol.get_buffer(-1)
         assert target.nbytes > 0
         assert not target.readonly
         size = min(len(rest), target.nbytes, next(pieces, len(rest)) if pieces is not None else len(rest))

@@ -158,7 +158,7 @@ def test_a_closed_connection_ignores_what_comes_and_forgets_what_came(make):
 
     assert protocol.state is State.CLOSED
     assert feed(protocol, request().frame() + bytes(1000)) == []
-    assert protocol.get_buffer().nbytes > 0
+    assert protocol.get_buffer(-1).nbytes > 0
     assert protocol.statistics() == {"messages_incomplete": 0, "bytes_incomplete": 0}
 
 
@@ -197,7 +197,7 @@ def test_bytes_of_a_large_tensor_are_read_where_they_belong():
     # one buffer at a time, and the rest of the chunk goes straight into it
     (memory,) = given_out
     assert memory.nbytes == 100_000
-    target = protocol.get_buffer()
+    target = protocol.get_buffer(-1)
     assert target.nbytes == 100_000 - 10
     assert target.obj is memory.obj
     assert protocol.statistics() == {"messages_incomplete": 1, "bytes_incomplete": 100_000}
@@ -235,7 +235,7 @@ def test_a_body_larger_than_the_buffer_is_read_into_memory_of_its_own():
     large = request(1, noise(protocol_module.RECEIVE_BYTES + 1))
     feed(protocol, large.frame()[: HEADER_BYTES + 5])
 
-    assert protocol.get_buffer().nbytes == len(large.payload) - 5
+    assert protocol.get_buffer(-1).nbytes == len(large.payload) - 5
     assert protocol.statistics() == {"messages_incomplete": 1, "bytes_incomplete": len(large.payload)}
     (message,) = feed(protocol, large.frame()[HEADER_BYTES + 5 :])
     assert heard(message) == large

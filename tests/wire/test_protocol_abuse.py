@@ -325,7 +325,7 @@ def test_a_stranger_is_given_a_few_kilobytes(make):
 
         def attempt(data: bytes = data) -> None:
             protocol = make()
-            assert protocol.get_buffer().nbytes <= HEADER_BYTES + MAX_HANDSHAKE_BYTES
+            assert protocol.get_buffer(-1).nbytes <= HEADER_BYTES + MAX_HANDSHAKE_BYTES
             assert isinstance(endings(protocol, data), ProtocolError | HandshakeError)
 
         assert peak_bytes(attempt) < 48 * 1024

@@ -1,0 +1,283 @@
+"""Requests of peers while they are handled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import Context
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from arpc import torchstate
+from arpc.agent.deadlines import NEVER, Deadlines
+from arpc.agent.functions import Function
+from arpc.agent.scope import current_scope
+from arpc.agent.streams import Producer
+from arpc.ids import WorkerInfo
+from arpc.transport.base import BulkSend, Connection
+from arpc.wire.messages import Message
+
+__all__ = ["Inbound", "Run", "RunHost"]
+
+# In the place of a context that is not needed yet, or no more: the two refer to each other, and each call would be a
+# cycle to collect
+NO_CONTEXT: Final = Context()
+_NESTED_LIMIT: Final = 32
+
+
+class RunHost(Protocol):
+    """What a request needs of the executor that runs it."""
+
+    worker: Any
+
+    @property
+    def time(self) -> Callable[[], float]: ...
+    def unpack(self, run: Run, message: Message) -> None: ...
+    def returned(self, run: Run, result: Any) -> None: ...
+    def raised(self, run: Run, error: BaseException) -> None: ...
+
+
+class Run(msgspec.Struct):
+    """One request while it is handled: a `carriers.Job`, and the `scope.Scope` of the code that runs for it.
+
+    A Struct because it is the one object that every request needs, and this is the cheapest kind to make.
+    """
+
+    executor: RunHost
+    inbound: Inbound
+    function: Function
+    id: int
+    timeout_ms: int
+    context: Context = NO_CONTEXT
+    """Its own, from when it has to wait until it ends."""
+    message: Message | None = None
+    """Holds the arguments until they are unpacked."""
+    coroutine: Coroutine[Any, Any, Any] | None = None
+    state: torchstate.SavedState | None = None
+    task: asyncio.Task[Any] | None = None
+    tick: int = NEVER
+    ended: bool = False
+    expired: bool = False
+    is_registered: bool = False
+    is_stream: bool = False
+    credit: int = 0
+    items_sent: int = 0
+    nested: list[asyncio.Future[Any]] | None = None
+    nested_limit: int = _NESTED_LIMIT
+    producer: Producer | None = None
+    returned_coroutine: Coroutine[Any, Any, Any] | None = None
+    meta: dict[str, Any] | None = None
+    args: tuple[Any, ...] | None = None
+    kwargs: dict[str, Any] | None = None
+    wrapped: Function | None = None
+    """What the message calls, where another function of the worker's own runs it; and the flags of the message."""
+    flags: int = 0
+    _deadline: float | None = None
+    _prerequisites: list[Awaitable[object]] | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        # Counted from when it is first asked for: most requests end before anybody does, and reading the clock is not
+        # free
+        deadline = self._deadline
+        if deadline is None and self.timeout_ms:
+            deadline = self._deadline = self.executor.time() + self.timeout_ms / 1000
+        return deadline
+
+    @property
+    def worker(self) -> Any:
+        return self.executor.worker
+
+    @property
+    def caller(self) -> WorkerInfo:
+        return self.inbound.caller
+
+    @property
+    def prerequisites(self) -> list[Awaitable[object]]:
+        if self._prerequisites is None:
+            self._prerequisites = []
+        return self._prerequisites
+
+    @property
+    def has_prerequisites(self) -> bool:
+        """Looking at `prerequisites` would make an empty list."""
+        return self._prerequisites is not None
+
+    def first_step(self) -> Any:
+        self.coroutine = coroutine = self.begin()
+        return coroutine.send(None)
+
+    def begin(self) -> Any:
+        """Enter the scope, unpack the arguments if that has not been done, and call the function."""
+        message = self.message
+        if message is not None:
+            self.message = None
+            current_scope.set(self)
+            if not message.body:
+                return self.function.call()
+            self.executor.unpack(self, message)
+        args, kwargs = self.args, self.kwargs
+        self.args = self.kwargs = None
+        return self.function.call(*(args or ()), **(kwargs or {}))
+
+    def suspended(self) -> None:
+        self.inbound.register(self)
+
+    def finished(self, result: Any) -> None:
+        self.executor.returned(self, result)
+
+    def failed(self, error: BaseException) -> None:
+        if self.returned_coroutine is not None:
+            self.returned_coroutine.close()  # it may never have begun
+        self.executor.raised(self, error)
+
+    def call_begun(self, future: asyncio.Future[Any]) -> None:
+        """The handler has made a call in turn, which is cancelled with it."""
+        if self.nested is None:
+            self.nested = []
+        elif len(self.nested) >= self.nested_limit:
+            self.nested = [call for call in self.nested if not call.done()]
+            self.nested_limit = max(_NESTED_LIMIT, 2 * len(self.nested))
+        self.nested.append(future)
+
+    def cancel_nested(self) -> None:
+        nested, self.nested = self.nested, None
+        for future in nested or ():
+            future.cancel()
+
+    def cancel(self) -> None:
+        """Stop it as soon as it can be stopped; a function in a thread runs to its end, but its result is not used."""
+        if self.task is not None:
+            self.task.cancel()
+        else:
+            # first, so that a thread that waits for one of them goes on
+            self.cancel_nested()
+            self.executor.raised(self, asyncio.CancelledError())
+
+    def expire(self) -> None:
+        self.expired = True
+        self.cancel()
+
+
+class Inbound:
+    """What one connection asked for and has not been answered yet."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        caller: WorkerInfo,
+        deadlines: Deadlines,
+        *,
+        max_handlers: int,
+        main_by_value: bool,
+    ) -> None:
+        self.connection = connection
+        self.caller = caller
+        self.main_by_value = main_by_value
+        self.functions: dict[int, Function | Exception] = {}
+        self.coroutines: dict[int, Function] = {}
+        """Those of the functions that are nothing but a coroutine to be awaited, as most are."""
+        self.limit = max_handlers
+        """How many requests may run at once."""
+        self.running: dict[int, Run] = {}
+        self.is_full = False
+        """No more requests may run, or others wait already."""
+        self.waiting: OrderedDict[int, tuple[Message, float]] = OrderedDict()
+        """Requests that must wait, and since when."""
+        self._deadlines = deadlines
+        self._time = connection.loop.time
+        self._by_tick: dict[int, dict[int, Run]] = {}
+        self._replies: dict[int, BulkSend] = {}
+
+    def define(self, number: int, function: Function | Exception) -> None:
+        """The caller will call this function by its number; or it cannot be called, and why."""
+        self.functions[number] = function
+        if isinstance(function, Function) and function.is_simple:
+            self.coroutines[number] = function
+        else:
+            self.coroutines.pop(number, None)
+
+    def set_limit(self, max_handlers: int) -> None:
+        """Let that many requests run at once."""
+        self.limit = max_handlers
+        self._look_for_room()
+
+    def _look_for_room(self) -> None:
+        self.is_full = bool(self.waiting) or len(self.running) >= self.limit
+
+    def keep_waiting(self, message: Message) -> None:
+        """Keep a request packed for now."""
+        self.waiting[message.id] = message, self._time()
+        self.is_full = True
+
+    def next_waiting(self) -> Message:
+        """The request that has waited longest, with the time it has left."""
+        _, (message, since) = self.waiting.popitem(last=False)
+        if message.timeout_ms:
+            message.timeout_ms = max(1, message.timeout_ms - int((self._time() - since) * 1000))
+        self._look_for_room()
+        return message
+
+    def register(self, run: Run) -> None:
+        """Keep a request that did not end at once, so that it can be cancelled and expire."""
+        if run.is_registered:
+            return
+        run.is_registered = True
+        self.running[run.id] = run
+        self.is_full = self.is_full or len(self.running) >= self.limit
+        if run.deadline is None:
+            return
+        now = run.executor.time()
+        tick = run.tick = self._deadlines.tick(now, max(0.0, run.deadline - now))
+        bucket = self._by_tick.get(tick)
+        if bucket is None:
+            bucket = self._by_tick[tick] = {}
+            self._deadlines.watch(tick, self)
+        bucket[run.id] = run
+
+    def forget(self, run: Run) -> None:
+        self.running.pop(run.id, None)
+        if self.is_full:
+            self._look_for_room()
+        if run.tick and (bucket := self._by_tick.get(run.tick)) is not None:
+            bucket.pop(run.id, None)
+
+    def expire(self, tick: int) -> None:
+        for run in list(self._by_tick.pop(tick, {}).values()):
+            run.expire()
+
+    def cancel(self, call_id: int) -> None:
+        run = self.running.get(call_id)
+        if run is not None:
+            run.cancel()
+        elif self.waiting.pop(call_id, None) is not None:
+            self._look_for_room()
+        elif (bulk := self._replies.pop(call_id, None)) is not None:
+            self.connection.drop_bulk(bulk)  # the reply is on its way, and nobody wants it any more
+
+    def send_reply(self, call_id: int, data: bytes, buffers: list[memoryview]) -> None:
+        """Send a reply with large tensors, which may still be cancelled on its way."""
+        bulk = self.connection.send_bulk(data, buffers)
+        for sent in [key for key, earlier in self._replies.items() if earlier.is_sent]:
+            del self._replies[sent]
+        self._replies[call_id] = bulk
+
+    def output_drained(self) -> None:
+        """The caller takes bytes again: streams may go on."""
+        for run in list(self.running.values()):
+            if run.producer is not None:
+                run.producer.wake()
+
+    def add_credit(self, call_id: int, items: int) -> None:
+        """The consumer of a stream takes more items. It has had some already, so the producer is there."""
+        run = self.running.get(call_id)
+        if run is not None and run.producer is not None:
+            run.producer.add_credit(items)
+
+    def cancel_all(self) -> None:
+        self.waiting.clear()
+        self._look_for_room()
+        for run in list(self.running.values()):
+            run.cancel()

@@ -159,6 +159,13 @@ def test_a_child_asks_the_owner_and_then_tells_its_parent():
     assert run(forks, HandleDropped(G)) == [SendUserDelete(B, R, G, abandons=False)]
 
 
+@pytest.mark.parametrize("is_created", [True, False])
+def test_a_child_passes_on_what_its_parent_knew_of_the_creation(is_created):
+    forks = c()
+    assert run(forks, ForkReceived(R, G, B, A, is_created)) == [SendForkRequest(B, R, G, is_created)]
+    assert forks.users[G].is_created == is_created
+
+
 def test_a_parent_is_kept_until_its_child_is_accepted():
     forks = a()
     run(forks, CreationStarted(R, F, B), CreationConfirmed(F), ForkOffered(R, G, C, F))

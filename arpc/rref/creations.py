@@ -236,6 +236,12 @@ class Creation:
             assert error is not None
             self._error = fresh(error)
         failure = self._failure(self._error)
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None:
+            # cancelled by another way, while somebody waits
+            fetch.remove_done_callback(self._settled)
+            if not fetch.done():
+                fetch.set_exception(fresh(failure))
         if isinstance(held, Use):
             if held.failure is None:
                 held.fail(failure)

@@ -4,16 +4,23 @@ PYTHON ?= python3
 VENV ?= .venv
 # Handed to pip, for example to say where it finds its packages.
 INSTALL_ARGS ?=
+# Handed to the bench, for example --quick.
+BENCH_ARGS ?=
+# What arpc is compared with. It goes into an environment of its own: none of it is needed to work on arpc.
+PEERS_VENV ?= .venv-peers
+PEERS := ray grpcio xoscar torchmonarch distributed rpyc
 
 python := $(VENV)/bin/python
 installed := $(VENV)/.installed
+peers_python := $(PEERS_VENV)/bin/python
+peers_installed := $(PEERS_VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench format clean
+.PHONY: help demo test check bench bench-peers format clean
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(installed) ## train with a parameter server over local processes and watch the loss fall
 	$(python) examples/parameter_server.py
@@ -27,19 +34,31 @@ check: $(installed) ## lint, check the format, check the types
 	$(python) -m mypy
 
 bench: $(installed) ## measure arpc against torch.distributed.rpc and the bare floor
-	$(python) -m scripts.bench
+	$(python) -m scripts.bench --targets --plot build $(BENCH_ARGS)
+
+bench-peers: $(peers_installed) ## measure arpc against Ray, grpc.aio, xoscar, Monarch, Dask and RPyC
+	$(peers_python) -m scripts.bench --rows peers/ --json build/bench-peers.json --plot build $(BENCH_ARGS)
 
 format: $(installed) ## format the code and apply the safe fixes
 	$(python) -m ruff check --fix-only .
 	$(python) -m ruff format .
 
-clean: ## remove caches and build products; .venv stays
+clean: ## remove caches and build products; .venv and .venv-peers stay
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
 # One pip run for all, so that the pin on torch holds while the rest is resolved.
 $(installed): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "arpc needs Python 3.11 or newer: make PYTHON=...")'
 	test -x $(python) || $(PYTHON) -m venv $(VENV)
 	$(python) -m pip install $(INSTALL_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# One pip run each: what cannot be had here is left out, and the bench says so.
+$(peers_installed): pyproject.toml constraints.txt
+	test -x $(peers_python) || $(PYTHON) -m venv $(PEERS_VENV)
+	$(peers_python) -m pip install $(INSTALL_ARGS) -c constraints.txt -e '.[bench,demo]'
+	@for peer in $(PEERS); do \
+	  $(peers_python) -m pip install $(INSTALL_ARGS) -c constraints.txt $$peer || echo "$$peer: not installed"; \
+	done
 	@touch $@

@@ -1,6 +1,6 @@
 """arpc: the asyncio-native RPC runtime for PyTorch."""
 
-from arpc import functions, futures
+from arpc import autograd, functions, futures, nn, optim
 from arpc._version import __version__
 from arpc.agent.functions import inline
 from arpc.agent.future import Future
@@ -11,6 +11,8 @@ from arpc.errors import (
     AlreadyInitializedError,
     ArpcError,
     AuthenticationError,
+    AutogradError,
+    BackwardError,
     CallCancelledError,
     CallError,
     ConfigurationError,
@@ -18,6 +20,7 @@ from arpc.errors import (
     HandshakeError,
     NameTakenError,
     NotInitializedError,
+    NotReadyError,
     OverloadedError,
     OwnerLostError,
     ProtocolError,
@@ -32,8 +35,10 @@ from arpc.errors import (
     ShutdownError,
     TorchStateError,
     UnknownWorkerError,
+    UnsupportedError,
     WireError,
     WorkerLostError,
+    WorkersFailedError,
 )
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions
@@ -47,6 +52,8 @@ __all__ = [
     "AlreadyInitializedError",
     "ArpcError",
     "AuthenticationError",
+    "AutogradError",
+    "BackwardError",
     "CallCancelledError",
     "CallError",
     "ConfigurationError",
@@ -55,6 +62,7 @@ __all__ = [
     "HandshakeError",
     "NameTakenError",
     "NotInitializedError",
+    "NotReadyError",
     "OverloadedError",
     "OwnerLostError",
     "ProtocolError",
@@ -72,11 +80,14 @@ __all__ = [
     "Stream",
     "TorchStateError",
     "UnknownWorkerError",
+    "UnsupportedError",
     "WireError",
     "Worker",
     "WorkerInfo",
     "WorkerLostError",
+    "WorkersFailedError",
     "__version__",
+    "autograd",
     "enable_grad",
     "functions",
     "futures",
@@ -85,7 +96,9 @@ __all__ = [
     "init_rpc",
     "inline",
     "new_event_loop",
+    "nn",
     "no_grad",
+    "optim",
     "propagate",
     "remaining_time",
     "remote",

@@ -10,6 +10,9 @@
     ├── RendezvousError (RuntimeError)         the group did not form
     │   ├── NameTakenError                     another live worker has this name or rank
     │   └── RendezvousTimeoutError (TimeoutError)  some ranks never came
+    ├── NotReadyError (RuntimeError)           asked for what is still being made remotely: await it first
+    ├── UnsupportedError (ValueError)          what makes no sense for an object that is elsewhere
+    ├── WorkersFailedError (ExceptionGroup)    something done on several workers failed on some of them
     ├── TorchStateError (RuntimeError)         a grad mode that would leak from its coroutine to others
     ├── ShutdownError (RuntimeError)           this worker is shutting down, or has shut down
     ├── SerializationError (TypeError)         a function, argument or result that cannot travel
@@ -21,6 +24,8 @@
     │       └── OwnerLostError                 it was the owner of an RRef, whose value is gone with it
     ├── RRefError (RuntimeError)               an RRef that cannot be used: released, or its value is gone
     │   └── RRefCreationError                  it is not known whether its value was ever created
+    ├── AutogradError (RuntimeError)           no such context, or roots that gradients cannot start from
+    │   └── BackwardError                      a node raised in a backward pass; names the worker and the node
     ├── RemoteError                            the function raised something that cannot be rebuilt here
     └── WireError (ConnectionError)            what a peer sent, or a connection that cannot be used
         ├── ProtocolError                      bytes that are no arpc, or not at this time
@@ -37,10 +42,15 @@ that.
 
 from __future__ import annotations
 
+from collections import abc
+from typing import Self
+
 __all__ = [
     "AlreadyInitializedError",
     "ArpcError",
     "AuthenticationError",
+    "AutogradError",
+    "BackwardError",
     "CallCancelledError",
     "CallError",
     "ConfigurationError",
@@ -48,6 +58,7 @@ __all__ = [
     "HandshakeError",
     "NameTakenError",
     "NotInitializedError",
+    "NotReadyError",
     "OverloadedError",
     "OwnerLostError",
     "ProtocolError",
@@ -62,8 +73,10 @@ __all__ = [
     "ShutdownError",
     "TorchStateError",
     "UnknownWorkerError",
+    "UnsupportedError",
     "WireError",
     "WorkerLostError",
+    "WorkersFailedError",
 ]
 
 
@@ -97,6 +110,44 @@ class NameTakenError(RendezvousError):
 
 class RendezvousTimeoutError(RendezvousError, TimeoutError):
     """Some workers did not arrive in time."""
+
+
+class NotReadyError(ArpcError, RuntimeError):
+    """Something is still being made on other workers, and is not known here until it has been awaited."""
+
+
+class UnsupportedError(ArpcError, ValueError):
+    """A method that makes no sense for an object that is on another worker; the text says what to use instead."""
+
+
+class WorkersFailedError(ArpcError, ExceptionGroup[Exception]):
+    """Something that was to be done on several workers failed on some of them, or on all.
+
+    Like the error of an `asyncio.TaskGroup` it holds one exception for each that failed, however many there are:
+    ``except* OwnerLostError:`` picks some of them. ``failed`` names their workers in the same order, ``succeeded``
+    those on which it was done.
+    """
+
+    failed: tuple[str, ...] = ()
+    succeeded: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, what: str, errors: abc.Sequence[tuple[str, Exception]], succeeded: abc.Sequence[str]) -> Self:
+        """The error for what was done, given the workers that failed and those that did not."""
+        names = ", ".join(repr(name) for name, _ in errors)
+        others = f"; done on {', '.join(map(repr, succeeded))}" if succeeded else ""
+        made = cls(f"{what} failed on {names}{others}", [error for _, error in errors])
+        made.failed = tuple(name for name, _ in errors)
+        made.succeeded = tuple(succeeded)
+        return made
+
+    def derive(self, excs: abc.Sequence[Exception], /) -> WorkersFailedError:  # type: ignore[override]
+        """A group of some of the exceptions, for ``except*`` and `split`."""
+        made = WorkersFailedError(self.message, excs)
+        by_error = {id(error): name for name, error in zip(self.failed, self.exceptions, strict=False)}
+        made.failed = tuple(by_error.get(id(error), "") for error in excs)
+        made.succeeded = self.succeeded
+        return made
 
 
 class TorchStateError(ArpcError, RuntimeError):
@@ -156,6 +207,30 @@ class RRefError(ArpcError, RuntimeError):
 
 class RRefCreationError(RRefError):
     """The creation of an RRef timed out or was cut off, so that its value may not exist."""
+
+
+class AutogradError(ArpcError, RuntimeError):
+    """A distributed autograd context, or the roots of a backward pass, that cannot be used as they were."""
+
+
+class BackwardError(AutogradError):
+    """Something raised while a backward pass ran its nodes on some worker; that error is the ``__cause__``.
+
+    ``worker`` is the name of that worker, ``worker_id`` its id, ``node`` the node of the graph as far as it is known,
+    ``forward_stack`` where its forward ran, if torch's anomaly mode was on there then.
+    """
+
+    def __init__(
+        self, message: str, worker: str = "", worker_id: int = -1, node: str = "", forward_stack: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.worker_id = worker_id
+        self.node = node
+        self.forward_stack = forward_stack
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return BackwardError, (str(self), self.worker, self.worker_id, self.node, self.forward_stack)
 
 
 class RemoteError(ArpcError):

@@ -30,6 +30,12 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+def _new_rooted_loop() -> asyncio.AbstractEventLoop:
+    loop = new_event_loop()
+    loop.set_task_factory(torchstate.rooted_task_factory)
+    return loop
+
+
 def run(main: Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]], *, debug: bool | None = None) -> T:
     """Run a coroutine, or a function that makes one, to its end. Like `asyncio.run`, on `new_event_loop`.
 
@@ -44,9 +50,13 @@ def run(main: Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]], *, 
     if not asyncio.iscoroutine(coroutine):
         raise TypeError(f"run takes an async function or a coroutine, and {main!r} is neither")
     termination = _Termination()
+    # The coroutine keeps the state that surrounds this call; what else comes to run on the loop starts from none
+    rooted = torchstate.Rooted(
+        termination.cancelling(coroutine) if termination.can_be_heard_of() else coroutine, torchstate.capture()
+    )
     try:
-        with asyncio.Runner(debug=debug, loop_factory=new_event_loop) as runner:
-            return runner.run(termination.cancelling(coroutine) if termination.can_be_heard_of() else coroutine)
+        with torchstate.pristine_thread(), asyncio.Runner(debug=debug, loop_factory=_new_rooted_loop) as runner:
+            return runner.run(rooted)
     except asyncio.CancelledError:
         if termination.came:
             signal.raise_signal(signal.SIGTERM)  # whoever waits for this process shall see what ended it

@@ -24,6 +24,7 @@ from arpc.agent.rendezvous import Rendezvous, create_rendezvous, open_store
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.streams import Stream
 from arpc.agent.variables import VariableCarrier
+from arpc.autograd.service import AutogradService
 from arpc.errors import (
     AlreadyInitializedError,
     NotInitializedError,
@@ -53,6 +54,8 @@ _RELEASE_S: Final = 10.0
 _LEAVE_S: Final = 5.0
 _encode = msgspec.msgpack.Encoder().encode
 
+T = TypeVar("T")
+
 
 def current() -> Worker:
     """The worker of this context: the one whose handler runs, or that `init_rpc` made. Raises `NotInitializedError`."""
@@ -75,8 +78,10 @@ class Worker:
         self.agent: Agent
         self.rendezvous: Rendezvous
         self.rref_context: RRefContext
+        self.autograd: AutogradService
         self.leaked_rrefs: tuple[RRefRow, ...] = ()
         """After a graceful shutdown: values of this worker that others still held when all had let go."""
+        self._kept: dict[type, Any] = {}
         self._shutdown: asyncio.Task[None] | None = None
         self._lost: WorkerLostError | None = None
         """Who did not answer while the group was waited for."""
@@ -167,6 +172,17 @@ class Worker:
         """Name and id of a worker of the group; of this one if no name is given. Raises `UnknownWorkerError`."""
         return self.info if name is None else self.agent.known_peer(name).info
 
+    def keep(self, kind: type[T]) -> T:
+        """The one object of a class that belongs to this worker, made when it is first asked for.
+
+        It is for what is built on top of workers and has state of its own: a module-level variable would be shared by
+        all workers of a process.
+        """
+        kept: T | None = self._kept.get(kind)
+        if kept is None:
+            kept = self._kept[kind] = kind()
+        return kept
+
     def statistics(self) -> dict[str, Any]:
         """Counters of everything this worker keeps."""
         return {
@@ -175,6 +191,7 @@ class Worker:
             "heartbeat": self.agent.heartbeat.statistics(),
             "rendezvous": self.rendezvous.statistics(),
             "rrefs": rref_statistics(self.rref_context),
+            "autograd": self.autograd.statistics(),
         }
 
     # -- the end
@@ -237,6 +254,7 @@ class Worker:
 
     async def _close(self, *, graceful: bool) -> None:
         self.rref_context.close()
+        self.autograd.close()
         await self.agent.aclose()
         with suppress(RendezvousError, OSError):
             # the host of the store waits a moment for the others, unless nobody is to be waited for
@@ -368,6 +386,7 @@ async def start_worker(
     ways.update(transports or {})
     identity = Identity(name, 0, secrets.randbits(63), main_fingerprint())
     rrefs = worker.rref_context = RRefContext(options, context, name, identity.incarnation)
+    autograd = worker.autograd = AutogradService(options, context, rrefs)
     agent = worker.agent = context.run(
         lambda: Agent(
             worker=worker,
@@ -376,16 +395,18 @@ async def start_worker(
             context=context,
             transports=ways,
             resolve=rendezvous.resolve,
-            handlers=rrefs.handlers,
+            handlers={**rrefs.handlers, **autograd.handlers},
             wrappers=rrefs.wrappers,
             shortcuts=rrefs.shortcuts,
             reducers={RRef: partial(reduce_rref, rrefs)},
-            interceptors=(VariableCarrier(),),
+            interceptors=(VariableCarrier(), autograd.recorder),
             is_elastic=rendezvous.is_elastic,
-            watchers=(rrefs,),
+            watchers=(rrefs, autograd),
         )
     )
-    rrefs.attach(agent)
+    features: tuple[RRefContext | AutogradService, ...] = (rrefs, autograd)
+    for feature in features:
+        feature.attach(agent)
     worker.rendezvous = rendezvous
     host = host_fingerprint()
     try:
@@ -399,7 +420,8 @@ async def start_worker(
         def make_record(worker_id: int) -> WorkerRecord:
             worker.info = WorkerInfo(name, worker_id)
             agent.identify(worker_id)
-            rrefs.identify(worker.info)
+            for feature in features:
+                feature.identify(worker.info)
             return WorkerRecord(name, worker_id, identity.incarnation, listening, host, identity.main)
 
         record = await rendezvous.join(
@@ -410,7 +432,8 @@ async def start_worker(
         agent.add_peer(record)
         agent.serve()
     except BaseException:
-        rrefs.close()
+        for feature in features:
+            feature.close()
         await agent.aclose("it failed to start")
         await rendezvous.aclose()
         raise

@@ -11,7 +11,7 @@ import pytest
 
 import arpc
 from arpc import errors
-from arpc.errors import ArpcError, RemoteError, RemoteTraceback, WorkerLostError
+from arpc.errors import ArpcError, RemoteError, RemoteTraceback, WorkerLostError, WorkersFailedError
 from arpc.testing import cluster
 
 CLASSES = [getattr(errors, name) for name in errors.__all__]
@@ -22,6 +22,8 @@ def make(cls: type[BaseException]) -> BaseException:
         return RemoteError("module.Kind", "the text", "the stack", "the worker")
     if cls is RemoteTraceback:
         return RemoteTraceback("the worker", "the stack")
+    if cls is WorkersFailedError:
+        return WorkersFailedError("the text", [ValueError("one of them")])
     return cls("the text")
 
 
@@ -64,7 +66,7 @@ def test_all_survive_pickling_and_copying(cls):
     error = make(cls)
     for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(twin) is cls
-        assert twin.args == error.args
+        assert repr(twin.args) == repr(error.args)
         assert str(twin) == str(error)
         assert vars(twin) == vars(error)
 

@@ -34,9 +34,10 @@ LAYERS: Final = (
     (5, {"runtime"}),
     (6, {"functions", "futures", "runner"}),
     (6, {"api"}),
-    (6, {"nn", "optim"}),
+    (6, {"optim"}),
+    (6, {"nn"}),
     (6, {"__init__"}),  # re-exports what is above; the rows below are users of `import arpc`
-    (6, {"compat", "http", "launch", "testing"}),
+    (6, {"bench", "compat", "http", "launch", "testing"}),
     (6, {"cli"}),
     (6, {"__main__"}),
 )

@@ -123,3 +123,33 @@ def test_workers_run_on_either(runner):
             return await arpc.rpc_sync("worker1", echo, args=(42,))
 
     assert runner(main()) == 42
+
+
+def test_a_block_around_the_run_is_around_its_coroutine_and_the_tasks_it_makes_only():
+    seen: dict[str, bool] = {}
+
+    async def note(name: str) -> None:
+        seen[name] = torch.is_grad_enabled()
+        await asyncio.sleep(0)
+        seen[f"{name}, later"] = torch.is_grad_enabled()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        callback = loop.create_future()
+        loop.call_soon(lambda: callback.set_result(torch.is_grad_enabled()))
+        seen["callback"] = await callback
+        await note("main")
+        await asyncio.create_task(note("task"))
+        with torch.enable_grad():
+            await asyncio.create_task(note("task in a block"))
+        await note("main again")
+
+    with torch.no_grad():
+        arpc.run(main)
+        assert not torch.is_grad_enabled()
+    assert torch.is_grad_enabled()
+    assert {name for name, is_enabled in seen.items() if is_enabled} == {
+        "callback",
+        "task in a block",
+        "task in a block, later",
+    }

@@ -212,6 +212,11 @@ class Agent:
         known = ", ".join(sorted(peer.info.name for peer in self.peers))
         return UnknownWorkerError(f"worker {self.info.name!r} knows no worker {to!r}; it knows {known}")
 
+    @property
+    def has_riders(self) -> bool:
+        """Whether something may ride on calls at the moment."""
+        return any(self._occasions)
+
     # -- calls
 
     def call(
@@ -556,6 +561,7 @@ class Agent:
 
     def _call_from_thread(self, future: Future[Any], *arguments: Any) -> None:
         context = copy_context()
+        state = torchstate.capture()
 
         def start() -> None:
             if future.done():
@@ -572,7 +578,8 @@ class Agent:
             else:
                 future.on_cancel = lambda: peer.cancel(call_id)
 
-        self.loop.call_soon_threadsafe(start, context=context)
+        # whether the thread wants gradients is for those to know who look at its arguments
+        self.loop.call_soon_threadsafe(torchstate.run_with, state, start, context=context)
 
     def _defer(self, future: Future[Any], to: Any, begin: Callable[[Peer], int]) -> None:
         """Ask the group about a worker that is not known yet, then call it."""

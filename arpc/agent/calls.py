@@ -114,6 +114,7 @@ class Calls:
         expired = self.buckets.pop(tick, {})
         if tick == self.tick:
             self.tick = -1
+            self.bucket = {}  # the old one holds the futures of what has expired until the next call is made
         for call_id, call in expired.items():
             self._timed_out(call_id, call)
         # Only now: what one of them gives back must not be used to send another

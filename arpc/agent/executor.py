@@ -108,7 +108,7 @@ class Executor:
         connection = inbound.connection
         idle = self._idle
         if function is None or inbound.is_full or connection.is_congested or not idle:
-            self._admit(inbound, Request(0, id_, arg, timeout_ms, 0, 0, 0, bytearray(payload), ()))
+            self._take_other(inbound, id_, arg, timeout_ms, payload)
             return
         carrier = idle[-1]
         context = self._copy_context()
@@ -147,6 +147,33 @@ class Executor:
         else:
             self.returned(run, result)
 
+    def _take_other(self, inbound: Inbound, id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
+        """The same for what is not the first step of a coroutine, or has to wait."""
+        function = inbound.functions.get(arg)
+        if (
+            function.__class__ is not Function
+            or not function.is_plain
+            or inbound.is_full
+            or inbound.connection.is_congested
+        ):
+            self._admit(inbound, Request(0, id_, arg, timeout_ms, 0, 0, 0, bytearray(payload), ()))
+            return
+        run = Run(self, inbound, function, id_, timeout_ms, self._copy_context())
+        run.context.run(_set_scope, run)
+        if payload:
+            try:
+                run.args = run.context.run(loads, payload, _NO_SLOTS)
+            except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+                not_found = isinstance(error, AttributeError | ImportError | LookupError)
+                self.raised(run, self._not_unpacked(error) if not_found else error)
+                return
+            if run.has_prerequisites:
+                run.function = self._after(run.prerequisites, run.function)
+                self.carriers.start(run)
+                return
+        inbound.register(run)
+        self.threads.submit(run.work, is_quick=function.is_quick)
+
     def _unpack_and_call(self, run: Run, payload: bytes | bytearray) -> Coroutine[Any, Any, Any]:
         try:
             args = loads(payload, _NO_SLOTS)
@@ -157,7 +184,7 @@ class Executor:
         coroutine: Coroutine[Any, Any, Any] = run.function.call(*args)
         return coroutine
 
-    def _not_unpacked(self, error: Exception) -> SerializationError:
+    def _not_unpacked(self, error: BaseException) -> SerializationError:
         return SerializationError(
             f"worker {self.name!r} cannot unpack the call: {type(error).__name__}: {error}. "
             f"What is sent by reference must be importable on the callee"
@@ -390,24 +417,22 @@ class Executor:
         if run.message is not None and not self._enter_and_go_on(run):
             return
         run.inbound.register(run)
+        self.threads.submit(run.work, is_quick=run.function.is_quick)
 
-        def job() -> Callable[[], None] | None:
-            # taken before the look: a run that ends drops them after it has said so
-            args, kwargs = run.args or (), run.kwargs or {}
-            if run.ended:
-                return None  # cancelled while it waited for a thread
-            run.args = run.kwargs = None
-            try:
-                result = run.context.run(run.function.call, *args, **kwargs)
-            except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
-                raised = error
-                return lambda: self.raised(run, raised)
-            return lambda: self._thread_returned(run, result)
-
-        self.threads.submit(job)
-
-    def _thread_returned(self, run: Run, result: Any) -> None:
-        if isinstance(result, Coroutine) and not run.ended:
+    def thread_returned(self, run: Run, result: Any) -> None:
+        """A plain function has ended in its thread."""
+        if result is None and not run.ended and run.meta is None and run.function.is_plain:
+            # what `returned` comes down to, if nothing is sent back
+            run.ended = True
+            run.context = NO_CONTEXT
+            self._calls_ended += 1
+            inbound = run.inbound
+            inbound.forget(run)
+            if inbound.waiting:
+                self.loop.call_soon(self.readmit, inbound)
+            with suppress(ConnectionClosedError):  # then the caller knows
+                inbound.connection.send(_pack_brief(0, _BRIEF_REPLY, run.id, 0, 0, 0))
+        elif isinstance(result, Coroutine) and not run.ended:
             # a plain function that hands out a coroutine means it to be awaited
             run.returned_coroutine = result
             self._carry(run, lambda: result)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 __all__ = ["Function", "Mode", "async_execution", "inline", "name_of"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+# A function that took less than this that many times in a row is quick; then one call of so many is measured
+_QUICK_S: Final = 20e-6
+_QUICK_CALLS: Final = 8
+_MEASURED: Final = 16
 
 _INLINE = "__arpc_inline__"
 _ASYNC_EXECUTION = "_wrapped_async_rpc_function"
@@ -33,7 +39,17 @@ class Mode(Enum):
 class Function:
     """A callable, and how to run it."""
 
-    __slots__ = ("call", "is_simple", "mode", "name", "returns_future")
+    __slots__ = (
+        "_calls",
+        "_quick_calls",
+        "call",
+        "is_plain",
+        "is_quick",
+        "is_simple",
+        "mode",
+        "name",
+        "returns_future",
+    )
 
     def __init__(self, call: Callable[..., Any]) -> None:
         if not callable(call):
@@ -42,8 +58,27 @@ class Function:
         self.mode = _mode_of(call)
         self.name = name_of(call)
         self.returns_future = hasattr(_without_partial(call), _ASYNC_EXECUTION)
-        # nothing but a coroutine to be awaited
+        # nothing but a coroutine to be awaited, or nothing but a function to be called in a thread
         self.is_simple = self.mode is Mode.COROUTINE and not self.returns_future
+        self.is_plain = self.mode is Mode.THREAD and not self.returns_future
+        # It takes less time than a second thread would take to begin. See `begin_measuring`
+        self.is_quick = False
+        self._quick_calls = 0
+        self._calls = 0
+
+    def begin_measuring(self) -> float:
+        """A call begins, in a thread. Returns what `end_measuring` needs, 0 if this one is not measured."""
+        # Two threads may get in each other's way here; then a call is counted wrongly, and that is all
+        self._calls = calls = self._calls + 1
+        return time.perf_counter() if not self.is_quick or not calls % _MEASURED else 0.0
+
+    def end_measuring(self, begin: float) -> None:
+        if time.perf_counter() - begin < _QUICK_S:
+            self._quick_calls += 1
+            self.is_quick = self._quick_calls >= _QUICK_CALLS
+        else:
+            self._quick_calls = 0
+            self.is_quick = False
 
     @classmethod
     def of_coroutine(cls, call: Callable[[], Any], name: str) -> Function:
@@ -51,6 +86,7 @@ class Function:
         made = cls(call)
         made.mode = Mode.COROUTINE
         made.is_simple = True
+        made.is_plain = False
         made.name = name
         return made
 

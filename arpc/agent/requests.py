@@ -36,6 +36,7 @@ class RunHost(Protocol):
     def time(self) -> Callable[[], float]: ...
     def unpack(self, run: Run, message: Message) -> None: ...
     def returned(self, run: Run, result: Any) -> None: ...
+    def thread_returned(self, run: Run, result: Any) -> None: ...
     def raised(self, run: Run, error: BaseException) -> None: ...
 
 
@@ -74,6 +75,8 @@ class Run(msgspec.Struct):
     wrapped: Function | None = None
     """What the message calls, where another function of the worker's own runs it; and the flags of the message."""
     flags: int = 0
+    result: Any = None
+    error: BaseException | None = None
     _deadline: float | None = None
     _prerequisites: list[Awaitable[object]] | None = None
 
@@ -85,6 +88,11 @@ class Run(msgspec.Struct):
         if deadline is None and self.timeout_ms:
             deadline = self._deadline = self.executor.time() + self.timeout_ms / 1000
         return deadline
+
+    def arrived(self, now: float) -> None:
+        """Count the deadline from now, unless somebody has asked for it before."""
+        if self._deadline is None:
+            self._deadline = now + self.timeout_ms / 1000
 
     @property
     def worker(self) -> Any:
@@ -132,6 +140,34 @@ class Run(msgspec.Struct):
         if self.returned_coroutine is not None:
             self.returned_coroutine.close()  # it may never have begun
         self.executor.raised(self, error)
+
+    def work(self) -> Callable[[], None] | None:
+        """Call the function, in a thread."""
+        # taken before the look: a run that ends drops them after it has said so
+        args, kwargs = self.args, self.kwargs
+        if self.ended:
+            return None  # cancelled while it waited for a thread
+        self.args = self.kwargs = None
+        function = self.function
+        begin = function.begin_measuring()
+        try:
+            if kwargs:
+                self.result = self.context.run(function.call, *(args or ()), **kwargs)
+            else:
+                self.result = self.context.run(function.call, *(args or ()))
+        except BaseException as error:  # noqa: BLE001 - whatever it raises is the caller's
+            self.error = error
+        if begin:
+            function.end_measuring(begin)
+        return self._worked
+
+    def _worked(self) -> None:
+        result, error = self.result, self.error
+        self.result = self.error = None  # it may be kept for a while, and they may be large
+        if error is not None:
+            self.executor.raised(self, error)
+        else:
+            self.executor.thread_returned(self, result)
 
     def call_begun(self, future: asyncio.Future[Any]) -> None:
         """The handler has made a call in turn, which is cancelled with it."""
@@ -189,6 +225,10 @@ class Inbound:
         self._deadlines = deadlines
         self._time = connection.loop.time
         self._by_tick: dict[int, dict[int, Run]] = {}
+        self._usual_ms = 0
+        self._usual_tick = NEVER
+        self._usual_until = 0.0
+        self._usual_bucket: dict[int, Run] = {}
         self._replies: dict[int, BulkSend] = {}
 
     def define(self, number: int, function: Function | Exception) -> None:
@@ -227,15 +267,26 @@ class Inbound:
         run.is_registered = True
         self.running[run.id] = run
         self.is_full = self.is_full or len(self.running) >= self.limit
-        if run.deadline is None:
+        if not run.timeout_ms:
             return
-        now = run.executor.time()
-        tick = run.tick = self._deadlines.tick(now, max(0.0, run.deadline - now))
+        now = self._time()
+        if run.timeout_ms != self._usual_ms or now >= self._usual_until:
+            self._find_tick(run.timeout_ms, now)
+        run.tick = self._usual_tick
+        self._usual_bucket[run.id] = run
+        run.arrived(now)
+
+    def _find_tick(self, timeout_ms: int, now: float) -> None:
+        """Requests of about the same time with the same timeout share a tick: find it once for all."""
+        timeout_s = timeout_ms / 1000
+        self._usual_ms = timeout_ms
+        self._usual_tick = tick = self._deadlines.tick(now, timeout_s)
+        self._usual_until = self._deadlines.time_of(tick) - timeout_s
         bucket = self._by_tick.get(tick)
         if bucket is None:
             bucket = self._by_tick[tick] = {}
             self._deadlines.watch(tick, self)
-        bucket[run.id] = run
+        self._usual_bucket = bucket
 
     def forget(self, run: Run) -> None:
         self.running.pop(run.id, None)
@@ -245,6 +296,8 @@ class Inbound:
             bucket.pop(run.id, None)
 
     def expire(self, tick: int) -> None:
+        if tick == self._usual_tick:
+            self._usual_ms = 0
         for run in list(self._by_tick.pop(tick, {}).values()):
             run.expire()
 

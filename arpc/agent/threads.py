@@ -1,18 +1,27 @@
 """Threads that run plain functions, and hand results back to the loop in batches.
 
-`concurrent.futures` wakes the loop once per result; here all results that are ready when the loop looks come with one
-wake-up.
+What costs time is not the function but the way there and back. Three things make it short:
+
+- The loop wakes a thread by a write to a file descriptor, which lets go of the interpreter lock meanwhile. A lock or a
+  queue would wake a thread that can do nothing but wait for the interpreter, and send it back to sleep.
+- Functions that have shown to be *quick* are left to one thread, which takes one after another. Many threads would only
+  get in each other's way. Should one of them be stuck after all, others come to help soon.
+- All results that are ready when the loop looks come with one wake-up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
-from typing import Any
+from typing import Any, Final
+
+import torch
+from torch._C import _len_torch_function_stack as _count_function_modes
 
 from arpc import torchstate
 
@@ -20,8 +29,34 @@ __all__ = ["ThreadPool"]
 
 logger = logging.getLogger("arpc.threads")
 
+_is_grad_enabled = torch.is_grad_enabled
+_HELP_AFTER_S: Final = 0.002
+
 Job = Callable[[], Callable[[], None] | None]
-"""Runs in a thread; what it returns runs on the loop afterwards. Must not raise."""
+"""Runs in a thread; what it returns runs on the loop afterwards. Must not raise, nor end in the middle of a block that
+switches a state of torch."""
+
+
+class _Doorbell:
+    """Wakes as many sleeping threads as it is rung times. The loop rings, threads wait."""
+
+    def __init__(self) -> None:
+        if hasattr(os, "eventfd"):
+            self._waits = self._rings = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
+        else:
+            self._waits, self._rings = os.pipe()
+        self._size = 8 if self._waits == self._rings else 1
+
+    def ring(self, times: int) -> None:
+        os.write(self._rings, times.to_bytes(8, "little") if self._size > 1 else bytes(times))
+
+    def wait(self) -> None:
+        os.read(self._waits, self._size)
+
+    def close(self) -> None:
+        for descriptor in {self._waits, self._rings}:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
 
 
 class ThreadPool:
@@ -31,20 +66,53 @@ class ThreadPool:
         self._loop = loop
         self._size = size
         self._name = name
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._bell = _Doorbell()
+        self._jobs: deque[Job | None] = deque()
         self._threads: list[threading.Thread] = []
+        self._ended_threads: list[None] = []
         self._unfinished = 0
+        self._wanted = 0
+        """Threads that the jobs submitted in this turn want for themselves."""
+        self._will_ring = False
+        self._helper: asyncio.TimerHandle | None = None
+        self._tasks_are_isolated = torchstate.isolates_all_tasks(loop)
         self._done: deque[Callable[[], None] | None] = deque()
         self._wake_up_sent = False
         self._closed = False
 
-    def submit(self, job: Job) -> None:
-        """Run a job in a thread. Called on the loop."""
+    def submit(self, job: Job, *, is_quick: bool = False) -> None:
+        """Run a job in a thread, from the end of this turn of the loop on. Called on the loop.
+
+        One that is quick may wait for others that are.
+        """
         self._unfinished += 1
-        # more unfinished jobs than threads: none can be idle
-        if self._unfinished > len(self._threads) < self._size:
+        self._jobs.append(job)
+        if not is_quick:
+            self._wanted += 1
+        if not self._will_ring:
+            # With the last read of this turn done, the loop has nothing better to do than to let a thread run
+            self._will_ring = True
+            self._loop.call_soon(self._ring)
+
+    def _ring(self) -> None:
+        self._will_ring = False
+        wanted = min(max(self._wanted, 1), self._size)
+        self._wanted = 0
+        # What was taken and is not finished may keep a thread busy each
+        busy = max(0, self._unfinished - len(self._jobs))
+        for _ in range(len(self._threads), min(self._size, self._unfinished, busy + wanted)):
             self._start_thread()
-        self._jobs.put(job)
+        # A thread that is woken here often runs before this one goes on. What it has finished by then needs no wake-up.
+        self._wake_up_sent = True
+        self._bell.ring(wanted)
+        self._collect()
+
+    def _help(self) -> None:
+        """Jobs have been waiting for a while: let others take them."""
+        self._helper = None
+        if self._jobs and not self._closed:
+            self._wanted += len(self._jobs)
+            self._ring()
 
     @property
     def idle_threads(self) -> int:
@@ -52,9 +120,16 @@ class ThreadPool:
 
     def close(self) -> None:
         """End the threads as they become free. One that is stuck in user code is left behind: it is a daemon."""
+        if self._closed:
+            return
         self._closed = True
-        for _ in self._threads:
-            self._jobs.put(None)
+        if self._helper is not None:
+            self._helper.cancel()
+        if not self._threads:
+            self._bell.close()
+            return
+        self._jobs.extend([None] * len(self._threads))
+        self._bell.ring(len(self._threads))
 
     async def join(self, timeout_s: float) -> bool:
         """Wait until the threads have ended; False if some are still busy."""
@@ -70,7 +145,7 @@ class ThreadPool:
             "threads": len(self._threads),
             "threads_max": self._size,
             "jobs_unfinished": self._unfinished,
-            "jobs_queued": self._jobs.qsize(),
+            "jobs_queued": len(self._jobs),
         }
 
     def _start_thread(self) -> None:
@@ -80,18 +155,26 @@ class ThreadPool:
         thread.start()
 
     def _work(self) -> None:
-        get = self._jobs.get
+        take = self._jobs.popleft
         done = self._done
         while True:
-            job = get()
+            try:
+                job = take()
+            except IndexError:
+                self._bell.wait()
+                continue
             if job is None:
+                self._end_thread()
                 return
             try:
-                result = torchstate.call_isolated(job)
+                result = job()
             except BaseException:
                 # Jobs report their own errors; whatever arrives here is a bug, and must not cost the pool a thread
                 logger.exception("an internal error in a worker thread")
                 result = None
+            # The blocks it was in have ended with it. Left are the two things that people switch without a block.
+            if not _is_grad_enabled() or _count_function_modes():
+                torchstate.save_and_reset()
             done.append(result)
             del job, result
             # Only the first result after the loop looked needs to wake it. A race costs a spare wake-up, never a lost
@@ -101,13 +184,20 @@ class ThreadPool:
                 try:
                     self._loop.call_soon_threadsafe(self._collect)
                 except RuntimeError:
+                    self._end_thread()
                     return  # the loop is closed, so nobody waits any more
+
+    def _end_thread(self) -> None:
+        self._ended_threads.append(None)
+        if len(self._ended_threads) == len(self._threads) and self._closed:
+            self._bell.close()
 
     def _collect(self) -> None:
         self._wake_up_sent = False
         done = self._done
-        # The loop may be between two steps of a task that has switched something off for itself
-        outer = None if torchstate.is_pristine() else torchstate.save_and_reset()
+        # The loop may be between two steps of a task that has switched something off for itself, unless tasks are
+        # isolated
+        outer = None if self._tasks_are_isolated or torchstate.is_pristine() else torchstate.save_and_reset()
         try:
             while done:
                 then = done.popleft()
@@ -117,6 +207,9 @@ class ThreadPool:
         finally:
             if outer is not None:
                 torchstate.restore(outer)
+        if self._jobs and self._helper is None and not self._closed:
+            # Whoever finished last may have gone to sleep before these came, or be stuck
+            self._helper = self._loop.call_later(_HELP_AFTER_S, self._help)
 
     def call(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         """A future for ``function(*args)`` run in a thread."""
@@ -124,7 +217,8 @@ class ThreadPool:
 
         def job() -> Callable[[], None]:
             try:
-                result = function(*args)
+                # a step of a generator may end in the middle of a block
+                result = torchstate.call_isolated(function, *args)
             except BaseException as error:  # noqa: BLE001 - it is raised where the future is awaited
                 failure = error if not isinstance(error, StopIteration) else RuntimeError(repr(error))
                 return lambda: None if future.done() else future.set_exception(failure)

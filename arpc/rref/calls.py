@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from arpc.agent.scope import current_scope
@@ -11,7 +11,7 @@ from arpc.rref.methods import bound, template_of
 if TYPE_CHECKING:
     from arpc.rref.context import RRefContext
 
-__all__ = ["call_method", "rref_typeof_on_owner", "stream_items", "stream_method"]
+__all__ = ["call_method", "held_value", "rref_typeof_on_owner", "run_here", "stream_items", "stream_method"]
 
 
 def _context() -> RRefContext:
@@ -21,8 +21,14 @@ def _context() -> RRefContext:
     return context
 
 
-async def _value(rref: int, is_created: bool) -> Any:
+async def held_value(rref: int, is_created: bool) -> Any:
+    """A value of this worker as calls name it, once it is there."""
     return await _context().value(rref, is_created=is_created)
+
+
+async def run_here(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns, run in the way its kind asks for."""
+    return await _context().call(function, args, {})
 
 
 async def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +53,7 @@ async def stream_method(rref: int, is_created: bool, name: str, /, *args: Any, *
 
 async def stream_items(rref: int, is_created: bool) -> Any:
     """What a value yields. The value stays open when whoever iterates leaves."""
-    value = await _value(rref, is_created)
+    value = await held_value(rref, is_created)
     return _items_async(value) if hasattr(value, "__aiter__") else _items(value)
 
 
@@ -63,4 +69,4 @@ def _items(held: Any) -> Iterator[Any]:
 
 async def rref_typeof_on_owner(rref: int, is_created: bool) -> type:
     """The type of a value."""
-    return type(await _value(rref, is_created))
+    return type(await held_value(rref, is_created))

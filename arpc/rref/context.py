@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import Context, copy_context
 from threading import get_ident
 from typing import Any, Final, TypeVar
@@ -28,6 +28,7 @@ from arpc.rref.drops import DropQueue
 from arpc.rref.events import ForkId, RRefId, WorkerName
 from arpc.rref.forks import Forks
 from arpc.rref.leases import Leases
+from arpc.rref.methods import bound, template_of
 from arpc.rref.offers import OfferWatch
 from arpc.rref.post import Item, Post
 from arpc.rref.service import ControlService
@@ -60,6 +61,8 @@ class RRefContext(ControlService):
         self.offer_watch: OfferWatch
         self.leases: Leases
         self.drops: DropQueue
+        self.backward: Callable[[Any, int, bool], Awaitable[None]]
+        """Runs a backward pass from the value of a handle; set by the runtime, since autograd knows RRefs already."""
         self._context = context
         self.incarnation = incarnation
         self._lost: set[WorkerName] = set()
@@ -223,6 +226,10 @@ class RRefContext(ControlService):
             return await self.values.setdefault(rref, Value()).get()
         finally:
             self.happened(events.OwnerHandleDropped(rref))
+
+    async def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a function here as if it had been called by itself."""
+        return await self.agent.executor.call(bound(function, template_of(function)), args, kwargs)
 
     @property
     def is_on_loop(self) -> bool:

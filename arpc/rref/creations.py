@@ -155,11 +155,11 @@ class Creation:
         connection = peer.connection
         frame = connection.last_unsent
         call = peer.calls.get(self._call_id)
-        if frame is None or call is None:
-            return None
+        if frame is None or call is None or self._context.agent.has_riders:
+            return None  # what rides on calls has to know a fetch from a creation
         length, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, table_size = _unpack_header(frame)
-        if type_ != _CREATE or id_ != self._call_id or meta_size or n_buffers:
-            return None  # another frame; or one with which something rides that has to know a fetch from a creation
+        if type_ != _CREATE or id_ != self._call_id or n_buffers:
+            return None  # another frame, or one whose tensors follow it
         flags |= RequestFlag.VALUE
         header = _pack_header(length, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, table_size)
         connection.replace_last_unsent(header + frame[HEADER_BYTES:])

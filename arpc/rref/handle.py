@@ -199,6 +199,14 @@ class RRef(Generic[T]):
         self._check("local_value() called")
         return cast("T", await self._value.get())
 
+    async def backward(self, ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Run a backward pass from the value, a scalar tensor, on its owner: in the autograd context ``ctx_id``.
+
+        Without a context, which is for the owner only, it is the value's own ``backward()``.
+        """
+        self._check("backward() called")
+        await self._context.backward(self, ctx_id, retain_graph)
+
     def _check(self, what: str) -> None:
         if self._is_released:
             raise RRefError(f"{self!r} has been released. It cannot have {what} on it after that")
@@ -257,6 +265,14 @@ class RRef(Generic[T]):
         context.agent.call(self._owner.name, call_method, arguments, kwargs, timeout, depth=2, future=future)
         self._live_until(future)
         return future
+
+    def _call_handler(
+        self, handler: Callable[..., Any], args: Sequence[Any], timeout: float | Unset, future: OwnerFuture
+    ) -> None:
+        """Call a function on the owner that is told how the value is named there: see `calls.held_value`."""
+        arguments = (*self._target(), *args)
+        self._context.agent.call(self._owner.name, handler, arguments, None, timeout, depth=5, future=future)
+        self._live_until(future)
 
     def _remote_method(self, name: str, timeout: float | Unset, /, *args: Any, **kwargs: Any) -> RRef[Any]:
         arguments = (*self._target(), name, *args)

@@ -11,16 +11,23 @@ loop runs next, and two such blocks that overlap leave grad mode off for good. H
 - :mod:`~arpc.torchstate.scopes`: ``no_grad()`` and its siblings, for ``with``, ``async with`` and as decorators.
 """
 
-from arpc.torchstate.isolated import Isolated, is_isolated, isolate, isolating_driver
+from arpc.torchstate.isolated import Isolated, Rooted, is_isolated, isolate, isolating_driver
 from arpc.torchstate.scopes import GradScope, enable_grad, inference_mode, no_grad, set_grad_enabled
 from arpc.torchstate.state import DEFAULTS, SavedState, capture, is_pristine, restore, save_and_reset
-from arpc.torchstate.tasks import install_task_factory, isolates_all_tasks, task_factory
+from arpc.torchstate.tasks import (
+    install_task_factory,
+    isolates_all_tasks,
+    pristine_thread,
+    rooted_task_factory,
+    task_factory,
+)
 from arpc.torchstate.threads import call_isolated, run_with, to_thread
 
 __all__ = [
     "DEFAULTS",
     "GradScope",
     "Isolated",
+    "Rooted",
     "SavedState",
     "call_isolated",
     "capture",
@@ -33,7 +40,9 @@ __all__ = [
     "isolates_all_tasks",
     "isolating_driver",
     "no_grad",
+    "pristine_thread",
     "restore",
+    "rooted_task_factory",
     "run_with",
     "save_and_reset",
     "set_grad_enabled",

@@ -37,7 +37,7 @@ from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_hooks
 from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_hooks
 
-__all__ = ["DEFAULTS", "SavedState", "capture", "is_pristine", "restore", "save_and_reset"]
+__all__ = ["DEFAULTS", "SavedState", "capture", "is_pristine", "restore", "save_and_reset", "top_saved_hooks"]
 
 _HookPair: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
 

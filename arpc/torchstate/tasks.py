@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator
-from typing import Any, TypeAlias, TypeVar
+import contextlib
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from typing import Any, Final, TypeAlias, TypeVar
 
-from arpc.torchstate.isolated import Isolated, isolate
+from arpc.torchstate.isolated import Isolated, Rooted, isolate
+from arpc.torchstate.state import capture, restore, save_and_reset
 
-__all__ = ["install_task_factory", "isolates_all_tasks", "task_factory"]
+__all__ = ["install_task_factory", "isolates_all_tasks", "pristine_thread", "rooted_task_factory", "task_factory"]
 
 T = TypeVar("T")
 
@@ -24,6 +26,24 @@ def task_factory(loop: asyncio.AbstractEventLoop, coro: _CoroutineLike[T], **kwa
     return asyncio.Task(_isolate_if_coroutine(coro), loop=loop, **_without_unset(kwargs))
 
 
+def rooted_task_factory(loop: asyncio.AbstractEventLoop, coro: _CoroutineLike[T], **kwargs: Any) -> asyncio.Task[T]:
+    """The same for a loop that runs on a `pristine_thread`, where it costs less."""
+    if not isinstance(coro, Coroutine) or isinstance(coro, Isolated) or kwargs.get("eager_start"):
+        return task_factory(loop, coro, **kwargs)
+    return asyncio.Task(Rooted(coro, capture()), loop=loop, **_without_unset(kwargs))
+
+
+@contextlib.contextmanager
+def pristine_thread() -> Iterator[None]:
+    """Take the thread's state away for the time of a block, in which a loop may run with `rooted_task_factory`."""
+    outer = save_and_reset()
+    try:
+        yield
+    finally:
+        save_and_reset()
+        restore(outer)
+
+
 class _ChainedTaskFactory:
     """Isolates the coroutine, then lets the factory that was there before make the task."""
 
@@ -32,6 +52,9 @@ class _ChainedTaskFactory:
 
     def __call__(self, loop: asyncio.AbstractEventLoop, coro: _CoroutineLike[T], **kwargs: Any) -> asyncio.Future[T]:
         return self._previous(loop, _isolate_if_coroutine(coro), **_without_unset(kwargs))
+
+
+_FACTORIES: Final = (task_factory, rooted_task_factory)
 
 
 def install_task_factory(loop: asyncio.AbstractEventLoop | None = None) -> None:
@@ -45,7 +68,7 @@ def install_task_factory(loop: asyncio.AbstractEventLoop | None = None) -> None:
     previous: Any = loop.get_task_factory()
     if previous is None:
         loop.set_task_factory(task_factory)
-    elif previous is not task_factory and not isinstance(previous, _ChainedTaskFactory):
+    elif previous not in _FACTORIES and not isinstance(previous, _ChainedTaskFactory):
         loop.set_task_factory(_ChainedTaskFactory(previous))
 
 
@@ -54,8 +77,8 @@ def isolates_all_tasks(loop: asyncio.AbstractEventLoop) -> bool:
 
     Between steps its thread is pristine.
     """
-    factory = loop.get_task_factory()
-    if factory is not task_factory and not isinstance(factory, _ChainedTaskFactory):
+    factory: Any = loop.get_task_factory()
+    if factory not in _FACTORIES and not isinstance(factory, _ChainedTaskFactory):
         return False
     return all(isinstance(task.get_coro(), Isolated) for task in asyncio.all_tasks(loop))
 

@@ -16,6 +16,11 @@ import msgspec
 __all__ = [
     "MESSAGE_CLASSES",
     "WINDOW",
+    "AutogradAbort",
+    "AutogradBackward",
+    "AutogradGradients",
+    "AutogradQuery",
+    "AutogradRelease",
     "Cancel",
     "Challenge",
     "Credit",
@@ -74,6 +79,11 @@ class MessageType(IntEnum):
     RREF_CHILD_ACCEPT = 35
     RREF_USER_DELETE = 36
     RREF_FORK_QUERY = 37
+    AUTOGRAD_GRADIENTS = 40
+    AUTOGRAD_ABORT = 41
+    AUTOGRAD_RELEASE = 42
+    AUTOGRAD_QUERY = 43
+    AUTOGRAD_BACKWARD = 44
 
 
 # Nothing that a message refers to can refer back to it, so the garbage collector need not follow them: many may wait.
@@ -269,6 +279,39 @@ class RRefForkQuery(Message):
     """To a worker that forks were sent to, and that is silent since: did they arrive? If not, they never shall."""
 
     type = MessageType.RREF_FORK_QUERY
+
+
+# -- distributed autograd: requests of their own, answered like calls; see autograd.service for what is in them
+
+
+class AutogradGradients(Message):
+    """Gradients of tensors that the receiver sent in a context's forward, for one backward pass."""
+
+    type = MessageType.AUTOGRAD_GRADIENTS
+
+
+class AutogradAbort(Message):
+    """A backward pass has failed: forget what it computed, and tell those you know."""
+
+    type = MessageType.AUTOGRAD_ABORT
+
+
+class AutogradRelease(Message):
+    """A context has ended: forget it, and tell those you know."""
+
+    type = MessageType.AUTOGRAD_RELEASE
+
+
+class AutogradQuery(Message):
+    """To the creator of contexts, from a worker that may have missed their end: tell which have ended."""
+
+    type = MessageType.AUTOGRAD_QUERY
+
+
+class AutogradBackward(Message):
+    """To the owner of an RRef: run a backward pass from its value."""
+
+    type = MessageType.AUTOGRAD_BACKWARD
 
 
 class RequestFlag:

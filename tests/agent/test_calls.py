@@ -309,6 +309,17 @@ async def test_calls_leave_nothing_to_the_garbage_collector(pair, function):
         gc.enable()
 
 
+async def test_a_call_that_timed_out_is_not_kept_until_the_next(pair, stage):
+    future = pair[0].rpc_async("worker1", hold, timeout=0.01)
+    reference = weakref.ref(future)
+    with pytest.raises(RpcTimeoutError):
+        await future
+    del future
+    await asyncio.sleep(0)
+    gc.collect()
+    assert reference() is None
+
+
 class Weighty:
     """Something that can be watched."""
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import arpc
-from arpc.agent.threads import ThreadPool
+from arpc.agent.functions import Function
+from arpc.agent.threads import ThreadPool, _Doorbell
 from arpc.testing import cluster
-from tests.agent.leftovers import assert_nothing_left
+from tests.agent.leftovers import assert_nothing_left, until
 from tests.agent.stage import call_on, call_on_in_thread, echo, echo_in_thread, hold_in_thread
 
 variable: ContextVar[str] = ContextVar("variable", default="untouched")
@@ -160,6 +161,7 @@ async def test_results_come_in_batches(pool):
     for number in range(100):
         pool.submit(lambda number=number: lambda: collected.append(number))
     pool.submit(finished.set)
+    pool._ring()
     finished.wait(10)  # with the loop blocked, so that it cannot look in between
     release.set()
     await blocker
@@ -231,3 +233,77 @@ def test_a_pool_outlives_its_loop():
     for thread in pool._threads:
         thread.join(5)
         assert not thread.is_alive()
+
+
+async def test_quick_jobs_are_left_to_one_thread(pool, monkeypatch):
+    monkeypatch.setattr("arpc.agent.threads._HELP_AFTER_S", 60)  # a slow machine must not look like a stuck thread
+    seen: set[int] = set()
+    done = asyncio.Event()
+
+    def job(number: int) -> Any:
+        seen.add(threading.get_ident())
+        return done.set if number == 99 else None
+
+    for number in range(100):
+        pool.submit(lambda number=number: job(number), is_quick=True)
+    await done.wait()
+    assert len(seen) == 1
+    assert pool.statistics()["threads"] == 1
+
+
+async def test_quick_jobs_behind_one_that_is_stuck_get_help(pool):
+    release = threading.Event()
+    done = asyncio.Event()
+    pool.submit(lambda: release.wait(10) and None, is_quick=True)
+    pool.submit(lambda: done.set, is_quick=True)
+    await done.wait()
+    release.set()
+    assert pool.statistics()["threads"] == 2
+
+
+@pytest.mark.parametrize("has_eventfd", [True, False])
+async def test_a_doorbell_wakes_as_many_as_it_is_rung_times(monkeypatch, has_eventfd):
+    if not has_eventfd:
+        monkeypatch.delattr("os.eventfd", raising=False)
+    bell = _Doorbell()
+    woken: list[int] = []
+
+    def wait(number: int) -> None:
+        bell.wait()
+        woken.append(number)
+
+    waiting = [threading.Thread(target=wait, args=(number,), daemon=True) for number in range(3)]
+    for thread in waiting:
+        thread.start()
+    bell.ring(2)
+    await until(lambda: len(woken) == 2)
+    bell.ring(1)
+    for thread in waiting:
+        thread.join(10)
+    assert sorted(woken) == [0, 1, 2]
+    bell.close()
+
+
+def test_a_function_that_is_always_quick_is_known_as_such(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("arpc.agent.functions.time.perf_counter", lambda: now)
+    function = Function(len)
+
+    def call(seconds: float) -> bool:
+        nonlocal now
+        now += 1
+        begin = function.begin_measuring()
+        now += seconds
+        if begin:
+            function.end_measuring(begin)
+        return bool(begin)
+
+    assert all(call(1e-6) for _ in range(7))
+    assert not function.is_quick
+    call(1e-6)
+    assert function.is_quick
+    assert 1 <= sum(call(1e-6) for _ in range(32)) <= 3, "few of those that are known to be quick are measured"
+    assert function.is_quick
+    while not call(1.0):
+        pass
+    assert not function.is_quick

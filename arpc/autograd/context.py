@@ -1,0 +1,131 @@
+"""What one worker knows of a context: the messages that tensors left and came with, and their gradients.
+
+A context has the same id on all workers that it touches. Everything here belongs to the loop.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from contextvars import ContextVar
+from itertools import count
+from typing import Any, Final, NamedTuple
+
+from torch import Tensor
+
+from arpc.autograd.accumulation import summed
+from arpc.errors import AutogradError
+from arpc.ids import LOCAL_BITS
+
+__all__ = ["AutogradContext", "Container", "Send", "current_context_id"]
+
+current_context_id: ContextVar[int | None] = ContextVar("arpc.autograd", default=None)
+"""The context that this code records in. Handlers have that of their caller."""
+
+# Messages of a context that has ended may still arrive for a while, and must not bring it to life again
+_TOMBSTONES: Final = 4096
+
+
+class Send(NamedTuple):
+    """A message that left this worker with tensors that require grad."""
+
+    to: int
+    """The id of the worker that it went to."""
+    token: Tensor
+    """Its ``grad_fn`` leads to where the tensors came from."""
+
+
+class AutogradContext:
+    """One context on one worker."""
+
+    def __init__(self, context_id: int) -> None:
+        self.id = context_id
+        self.sends: dict[int, Send] = {}
+        """By message id, in the order they were sent."""
+        self.recvs: dict[int, Any] = {}
+        """The recv nodes, by message id."""
+        self.known_workers: set[int] = set()
+        """Ids of the workers that were told of this context, or told this one."""
+        self.gradients: dict[Tensor, Tensor] = {}
+        """What passes that have ended here have accumulated. Replaced, never changed."""
+        self.active_pass: Any = None
+        """The `BackwardPass` under way, if any."""
+        self.last_pass: int = -1
+        """The last pass that has ended here, and so may still fail elsewhere."""
+        self.aborted_passes: set[int] = set()
+        self._before_last_pass: dict[Tensor, Tensor] = self.gradients
+
+    @property
+    def creator(self) -> int:
+        """The id of the worker that made it."""
+        return self.id >> LOCAL_BITS
+
+    def commit(self, pass_id: int, gradients: dict[Tensor, Tensor]) -> None:
+        """Add what a pass computed here. It can be taken back until the next pass ends."""
+        self._before_last_pass = self.gradients
+        self.last_pass = pass_id
+        if not self.gradients:
+            self.gradients = gradients
+            return
+        total = dict(self.gradients)
+        for leaf, gradient in gradients.items():
+            before = total.get(leaf)
+            # not in place: what people hold of the gradients so far stays what it was, and can be gone back to
+            total[leaf] = gradient if before is None else summed(before, gradient)
+        self.gradients = total
+
+    def roll_back(self, pass_id: int) -> None:
+        """A pass has failed: no gradient of it stays."""
+        self.aborted_passes.add(pass_id)
+        if pass_id == self.last_pass:
+            self.gradients = self._before_last_pass
+            self.last_pass = -1
+
+
+class Container:
+    """The contexts of one worker."""
+
+    def __init__(self, worker_id: int = -1) -> None:
+        self.contexts: dict[int, AutogradContext] = {}
+        self.worker_id = worker_id
+        self._numbers = count()
+        self._message_numbers = count(1)
+        self._pass_numbers = count()
+        self._ended: OrderedDict[int, None] = OrderedDict()
+
+    def new(self) -> AutogradContext:
+        """A context of this worker's own."""
+        context_id = self.worker_id << LOCAL_BITS | next(self._numbers)
+        context = self.contexts[context_id] = AutogradContext(context_id)
+        return context
+
+    def new_message_id(self) -> int:
+        """An id for a message, which no other worker uses, and never 0."""
+        return self.worker_id << LOCAL_BITS | next(self._message_numbers)
+
+    def new_pass_id(self) -> int:
+        """An id for a backward pass that starts here."""
+        return self.worker_id << LOCAL_BITS | next(self._pass_numbers)
+
+    def enter(self, context_id: int) -> AutogradContext | None:
+        """The context that a message belongs to; made if it is new here, None if it has ended."""
+        context = self.contexts.get(context_id)
+        if context is None and context_id not in self._ended and context_id >> LOCAL_BITS != self.worker_id:
+            context = self.contexts[context_id] = AutogradContext(context_id)
+        return context
+
+    def find(self, context_id: int) -> AutogradContext:
+        """A context by its id. Raises `AutogradError` if it is not known here."""
+        context = self.contexts.get(context_id)
+        if context is None:
+            raise AutogradError(
+                f"Could not find autograd context with id: {context_id}. It has ended, or no call that was made in it "
+                f"has reached this worker"
+            )
+        return context
+
+    def remove(self, context_id: int) -> AutogradContext | None:
+        """End a context here, once and for all; None if it is not known."""
+        self._ended[context_id] = None
+        if len(self._ended) > _TOMBSTONES:
+            self._ended.popitem(last=False)
+        return self.contexts.pop(context_id, None)

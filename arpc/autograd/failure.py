@@ -1,0 +1,61 @@
+"""Why a backward pass failed, told so that people find the node: on which worker, and where its forward ran."""
+
+from __future__ import annotations
+
+import re
+from types import TracebackType
+from typing import Any, Final
+
+from arpc.errors import ArpcError, BackwardError
+from arpc.ids import WorkerInfo
+
+__all__ = ["node_failure"]
+
+# What torch calls the node in its own errors
+_NAMED: Final = re.compile(r"Function '?(\w+Backward\w*)'?")
+
+
+def node_failure(error: Exception, worker: WorkerInfo, context_id: int, last_begun: Any) -> Exception:
+    """The error of a pass for something that was raised while its nodes ran.
+
+    ``last_begun``: the node that ran, if that is known; it is in anomaly mode.
+    """
+    if isinstance(error, ArpcError):
+        return error
+    node = last_begun if last_begun is not None else _node_in(error.__traceback__)
+    name = node.name() if node is not None else _name_in(error)
+    stack = _forward_stack(node)
+    where = f"node {name}" if name else "a node (anomaly mode would tell which)"
+    text = (
+        f"the backward pass of autograd context {context_id} failed on worker {worker.name!r} (Error on Node "
+        f"{worker.id}) in {where}: {type(error).__name__}: {error}"
+    )
+    if stack:
+        text += f"\nIts forward ran on worker {worker.name!r} here:\n{stack}"
+    failure = BackwardError(text, worker.name, worker.id, name, stack)
+    failure.__cause__ = error
+    return failure
+
+
+def _node_in(trace: TracebackType | None) -> Any:
+    """The node whose ``backward``, written in Python, raised: its first argument is the node itself."""
+    found: Any = None
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code.co_name in {"backward", "vjp"} and code.co_argcount:
+            candidate = trace.tb_frame.f_locals.get(code.co_varnames[0])
+            if hasattr(candidate, "next_functions"):
+                found = candidate
+        trace = trace.tb_next
+    return found
+
+
+def _name_in(error: Exception) -> str:
+    match = _NAMED.search(str(error))
+    return match[1] if match is not None else ""
+
+
+def _forward_stack(node: Any) -> str:
+    """Torch keeps it with the node if anomaly mode was on when the node was made."""
+    metadata = getattr(node, "metadata", None) or {}
+    return "".join(metadata.get("traceback_", ()))

@@ -1,0 +1,221 @@
+"""Which part of a graph can run when: regions of nodes that the same sources reach.
+
+A *source* is where gradients come in: the roots of the pass, and each message that left this worker. A node may run
+once the gradients of all sources that reach it are in, and then gets them all at once. Nodes reached by exactly the
+same sources become ready at the same moment: they are a *region*, named by the set of its sources as bits of an int.
+
+Leaves are an exception. Gradients of a leaf are sums, to which each region adds its part whenever it runs, unless the
+leaf has hooks: these want the total, so such a leaf is a node like any other.
+
+No torch here, but for what the nodes themselves are: the tests use their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from arpc.autograd.nodes import RecvNode
+
+__all__ = ["Edge", "Exit", "Leaf", "Plan", "Planner", "Region"]
+
+Edge: TypeAlias = tuple[Any, int]
+"""A node, and which of its inputs. A node has ``next_functions``, the edges that it leads to."""
+
+
+class Leaf(NamedTuple):
+    """A leaf without hooks."""
+
+    node: Any
+    variable: Any
+
+
+class Exit(NamedTuple):
+    """An edge from one region into another."""
+
+    node: Any
+    place: int
+    """Which of the node's next functions."""
+    to: Edge
+
+
+class Region:
+    """Nodes that are reached by the same sources."""
+
+    __slots__ = ("exits", "leaves", "nodes", "recvs", "sources")
+
+    def __init__(self, sources: int) -> None:
+        self.sources = sources
+        self.nodes: list[Any] = []
+        """Known only if regions share a border."""
+        self.recvs: list[Any] = []
+        self.leaves: dict[Any, Leaf] = {}
+        """Those without hooks that its nodes, or its sources, lead to directly."""
+        self.exits: list[Exit] = []
+
+
+class Plan:
+    """The regions of a graph, by their sources."""
+
+    def __init__(self, nodes: dict[Any, int], leaves: dict[Any, Leaf], hooked_leaves: dict[Any, Leaf]) -> None:
+        self.nodes = nodes
+        """Every node that can run, with a source that reaches it. Leaves without hooks are not among them."""
+        self.leaves = leaves
+        """All leaves without hooks."""
+        self.hooked_leaves = hooked_leaves
+        """Those with hooks, which are nodes of their regions too."""
+        self.regions: dict[int, Region] = {}
+        self.sources_of: dict[Any, int] | None = None
+        """The region of each node; None if no node is reached by two sources."""
+        self.count = len(nodes) + len(leaves)
+        """How many nodes there are."""
+
+    @property
+    def recvs(self) -> Iterator[Any]:
+        """The recv nodes that gradients can reach."""
+        for region in self.regions.values():
+            yield from region.recvs
+
+    def sources(self, node: Any) -> int:
+        """Which region a node belongs to."""
+        return 1 << self.nodes[node] if self.sources_of is None else self.sources_of[node]
+
+    def region(self, sources: int) -> Region:
+        region = self.regions.get(sources)
+        if region is None:
+            region = self.regions[sources] = Region(sources)
+        return region
+
+
+class Planner:
+    """Walks a graph, as far at a time as it is told: a large one is better walked in a thread.
+
+    ``sources``: the edges that each source leads to.
+    """
+
+    def __init__(self, sources: Sequence[Sequence[Edge]], recv_class: type = RecvNode) -> None:
+        self._sources = sources
+        self._recv_class = recv_class
+        self._owner: dict[Any, int] = {}
+        self._leaves: dict[Any, Leaf] = {}
+        self._hooked: dict[Any, Leaf] = {}
+        self._regions: list[Region] = []
+        """One for each source, right if no source reaches nodes of another."""
+        self._is_shared = False
+        self._stack: list[Any] = []
+
+    def walk(self, limit: int) -> bool:
+        """Visit up to about ``limit`` further nodes; whether all have been visited."""
+        # This loop is what a node costs outside of torch's own engine: it does no more than it must
+        recv_class = self._recv_class
+        owner, stack = self._owner, self._stack
+        while stack or len(self._regions) < len(self._sources):
+            if not stack:
+                source = len(self._regions)
+                self._regions.append(Region(1 << source))
+                stack.extend([node for node, _ in self._sources[source]])
+            source = len(self._regions) - 1
+            while stack:
+                node = stack.pop()
+                while node is not None:
+                    if node in owner:
+                        if owner[node] != source:
+                            self._is_shared = True
+                        break
+                    if node.__class__ is recv_class:
+                        owner[node] = source
+                        self._regions[source].recvs.append(node)
+                        break
+                    edges = node.next_functions
+                    if not edges and self._is_plain_leaf(node):
+                        break
+                    owner[node] = source
+                    limit -= 1
+                    if len(edges) == 1 and limit > 0:  # most of a graph is chains
+                        node = edges[0][0]
+                        continue
+                    for child, _ in edges:
+                        if child is not None:
+                            stack.append(child)
+                    if limit <= 0:
+                        return False
+                    break
+        return True
+
+    def _is_plain_leaf(self, node: Any) -> bool:
+        """Whether a node that leads nowhere is a leaf without hooks; notes it if so."""
+        region = self._regions[-1]
+        leaf = self._leaves.get(node)
+        if leaf is None:
+            variable = getattr(node, "variable", None)
+            if variable is None:
+                return False
+            leaf = Leaf(node, variable)
+            if variable._backward_hooks:  # noqa: SLF001 - torch has no other way to ask
+                self._hooked[node] = leaf
+                return False
+            self._leaves[node] = leaf
+        region.leaves[node] = leaf
+        return True
+
+    def plan(self) -> Plan:
+        """The regions, once all has been visited."""
+        plan = Plan(self._owner, self._leaves, self._hooked)
+        if self._is_shared:
+            self._divide(plan)
+        else:
+            plan.regions = {region.sources: region for region in self._regions}
+        return plan
+
+    def _divide(self, plan: Plan) -> None:
+        """Find the regions of nodes that are reached by several sources."""
+        leaves = self._leaves
+        children = {node: self._children(node) for node in self._owner}
+        masks = plan.sources_of = self._masks(children)
+        for source, edges in enumerate(self._sources):
+            region = plan.region(1 << source)
+            for node, _ in edges:
+                if node in leaves:
+                    region.leaves[node] = leaves[node]
+        for node, sources in masks.items():
+            region = plan.region(sources)
+            region.nodes.append(node)
+            if node.__class__ is self._recv_class:
+                region.recvs.append(node)
+            for place, edge in enumerate(children[node]):
+                child = edge[0]
+                if child is None:
+                    continue
+                leaf = leaves.get(child)
+                if leaf is not None:
+                    region.leaves[child] = leaf
+                elif masks[child] != sources:
+                    region.exits.append(Exit(node, place, edge))
+
+    def _children(self, node: Any) -> tuple[Edge, ...]:
+        edges: tuple[Edge, ...] = () if node.__class__ is self._recv_class else node.next_functions
+        return edges
+
+    def _masks(self, children: dict[Any, tuple[Edge, ...]]) -> dict[Any, int]:
+        leaves = self._leaves
+        masks = dict.fromkeys(self._owner, 0)
+        missing = dict.fromkeys(self._owner, 0)
+        for source, edges in enumerate(self._sources):
+            for node, _ in edges:
+                if node not in leaves:
+                    masks[node] |= 1 << source
+        for edges in children.values():
+            for child, _ in edges:
+                if child is not None and child not in leaves:
+                    missing[child] += 1
+        # from the top: each node before those that it leads to
+        order = [node for node, count in missing.items() if not count]
+        for node in order:  # which grows meanwhile
+            mask = masks[node]
+            for child, _ in children[node]:
+                if child is not None and child not in leaves:
+                    masks[child] |= mask
+                    missing[child] -= 1
+                    if not missing[child]:
+                        order.append(child)
+        return masks

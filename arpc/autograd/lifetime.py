@@ -1,0 +1,202 @@
+"""The end of contexts: on every worker they touched, and also when the one that made them is lost.
+
+A release goes from worker to worker: each forgets the context first and then tells those it knows, so it ends however
+they know each other. A worker that lost touch with another asks the creators of its contexts whether they still are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterable
+from contextvars import Context
+from typing import Any, Final
+
+from arpc.agent.agent import Agent
+from arpc.agent.scope import current_scope
+from arpc.autograd.context import AutogradContext, Container
+from arpc.errors import ArpcError, AutogradError, CallError, RpcTimeoutError, ShutdownError, UnknownWorkerError
+from arpc.ids import LOCAL_BITS, WorkerInfo
+from arpc.options import RpcOptions
+from arpc.wire.messages import AutogradQuery, AutogradRelease, Message
+
+__all__ = ["Lifetimes"]
+
+logger = logging.getLogger("arpc.autograd")
+
+_RELEASE_S: Final = 5.0
+"""How long leaving a context waits for the workers it touched. They are told again after that, too."""
+_ATTEMPT: Final = 10
+"""How long one attempt may take, in units of the backoff."""
+_BACKOFF_FACTOR: Final = 1.5
+
+
+class Lifetimes:
+    """Ends the contexts of one worker, and hears of the end of those of others."""
+
+    def __init__(self, container: Container, options: RpcOptions, context: Context) -> None:
+        self._container = container
+        self._options = options
+        self._context = context
+        self._attempt_s = min(_RELEASE_S, _ATTEMPT * options.control_backoff)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._doubtful: dict[str, asyncio.Task[None]] = {}
+        self._is_closed = False
+        self.agent: Agent
+
+    def request(
+        self, message: type[Message], to: int | str, args: tuple[Any, ...], timeout_s: float
+    ) -> asyncio.Future[Any]:
+        """Send a message of autograd itself: in no context, and within no handler's deadline. Never raises."""
+        future: asyncio.Future[Any]
+        try:
+            future = self._context.copy().run(self.agent.request, message, to, args, timeout_s)
+        except ArpcError as error:
+            future = self.agent.loop.create_future()
+            future.set_exception(error)
+        return future
+
+    def notify(
+        self, message: type[Message], to: int | str, args: tuple[Any, ...], timeout_s: float
+    ) -> asyncio.Future[Any]:
+        """The same for what nobody need wait for: an error that nobody looks at is no harm."""
+        future = self.request(message, to, args, timeout_s)
+        future.add_done_callback(_look_at)
+        return future
+
+    # -- the end of a context
+
+    async def release(self, context_id: int, told_by: int | None = None) -> None:
+        """Forget a context here and wherever it is known. Returns once that is done, or after a bounded time.
+
+        Whoever is cancelled meanwhile need not wait: the others are told all the same.
+        """
+        context = self.forget(context_id)
+        if context is None:
+            return
+        told = [
+            (to, self._tell(to, context_id))
+            for to in context.known_workers
+            if to not in {self._container.worker_id, told_by}
+        ]
+        late: list[int] = []
+        is_worth_waiting = False
+        cancelled: asyncio.CancelledError | None = None
+        for to, future in told:
+            try:
+                await future
+            except asyncio.CancelledError as error:
+                cancelled = error
+                late.append(to)
+            except (CallError, OSError, ArpcError) as error:
+                if not _is_hopeless(error):
+                    late.append(to)
+                    # one that is lost is told when it comes back, if ever
+                    is_worth_waiting |= isinstance(error, RpcTimeoutError)
+        if late and not self._is_closed:
+            again = self._own(self._tell_again(late, context_id))
+            if cancelled is None and is_worth_waiting:
+                await asyncio.wait([again], timeout=_RELEASE_S)
+        if cancelled is not None:
+            raise cancelled
+
+    def forget(self, context_id: int) -> AutogradContext | None:
+        """End a context here."""
+        context = self._container.remove(context_id)
+        if context is not None and context.active_pass is not None:
+            context.active_pass.fail(
+                AutogradError(f"autograd context {context_id} was left while a backward pass of it was under way")
+            )
+        return context
+
+    def _tell(self, to: int, context_id: int) -> asyncio.Future[Any]:
+        return self.notify(AutogradRelease, to, (context_id,), self._attempt_s)
+
+    async def _tell_again(self, workers: Iterable[int], context_id: int) -> None:
+        """Tell workers of the end of a context until they have heard, or it is hopeless."""
+        waiting = list(workers)
+        for attempt in range(self._options.control_retries):
+            await asyncio.sleep(self._options.control_backoff * _BACKOFF_FACTOR**attempt)
+            told = {to: self._tell(to, context_id) for to in waiting}
+            await asyncio.wait(told.values())
+            waiting = [to for to, future in told.items() if not _is_settled(future)]
+            if not waiting:
+                return
+        logger.info("workers %s did not hear of the end of autograd context %d", waiting, context_id)
+
+    async def on_release(self, context_id: int) -> None:
+        """Handler: a context has ended."""
+        scope = current_scope.get()
+        caller = scope.caller if scope is not None else None
+        await self.release(context_id, None if caller is None else caller.id)
+
+    # -- workers that are lost
+
+    async def on_query(self, context_ids: list[int]) -> list[int]:
+        """Handler: those of these contexts, of this worker, that are not any more."""
+        return [context_id for context_id in context_ids if context_id not in self._container.contexts]
+
+    def peer_connected(self, peer: WorkerInfo) -> None:
+        """Nothing changes: whether a context still is, is asked and not guessed."""
+
+    def peer_disconnected(self, peer: WorkerInfo, *, has_left: bool) -> None:
+        if self._is_closed or self.agent.is_closing or peer.name in self._doubtful:
+            return
+        if any(self._depends_on(context, peer) for context in self._container.contexts.values()):
+            doubt = self._own(self._resolve_doubt(peer, 0.0 if has_left else self._options.rref_grace))
+            self._doubtful[peer.name] = doubt
+            doubt.add_done_callback(lambda _: self._doubtful.pop(peer.name, None))
+
+    def _depends_on(self, context: AutogradContext, peer: WorkerInfo) -> bool:
+        """Whether it takes this peer to hear of the end of a context."""
+        is_mine = context.creator == self._container.worker_id
+        return not is_mine and (context.creator == peer.id or peer.id in context.known_workers)
+
+    async def _resolve_doubt(self, peer: WorkerInfo, grace_s: float) -> None:
+        """A peer was lost: ask the creators of the contexts that came by way of it, once it had time to come back."""
+        await asyncio.sleep(grace_s)
+        doubtful: dict[int, list[int]] = {}
+        for context in self._container.contexts.values():
+            if self._depends_on(context, peer):
+                doubtful.setdefault(context.creator, []).append(context.id)
+        for creator, context_ids in doubtful.items():
+            try:
+                ended = await self.request(AutogradQuery, creator, (context_ids,), self._attempt_s)
+            except RpcTimeoutError:
+                continue  # it is there, and busy
+            except (ArpcError, OSError):
+                ended = context_ids
+                logger.info("%d autograd contexts of lost worker %d are dropped", len(ended), creator)
+            for context_id in ended:
+                if context_id >> LOCAL_BITS == creator:
+                    await self.release(context_id)
+
+    # -- tasks
+
+    def _own(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._context.copy().run(self.agent.loop.create_task, coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def close(self) -> None:
+        """Tell nobody any more."""
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+
+
+def _look_at(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()
+
+
+def _is_hopeless(error: BaseException) -> bool:
+    return isinstance(error, ShutdownError | UnknownWorkerError) or not isinstance(error, CallError | OSError)
+
+
+def _is_settled(future: asyncio.Future[Any]) -> bool:
+    if future.cancelled():
+        return True
+    error = future.exception()
+    return error is None or _is_hopeless(error)

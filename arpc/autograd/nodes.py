@@ -1,0 +1,111 @@
+"""The two nodes at which a graph is cut: where tensors left this worker, and where they came in.
+
+Torch's own names are kept, since people know them from graphs and profiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from arpc.errors import AutogradError
+
+__all__ = ["ANCHOR", "PauseSignal", "RecvNode", "RecvRecord", "attach_recv", "attach_send"]
+
+ANCHOR: Final = torch.empty(0, requires_grad=True)
+"""A leaf below every recv node: an engine that is asked for its gradient runs them all. It never gets one."""
+
+
+class PauseSignal(BaseException):
+    """Raised by a send node that the engine has reached: what was ready has run. Not an error, and never seen outside.
+
+    A BaseException, so that no hook of a user takes it for one.
+    """
+
+
+class RecvRecord:
+    """What a recv node knows: which message its tensors came with, and who gets their gradients."""
+
+    __slots__ = ("count", "deliver", "is_spent", "message_id", "sender")
+
+    def __init__(self, message_id: int, sender: int, count: int) -> None:
+        self.message_id = message_id
+        self.sender = sender
+        """The id of the worker that sent the message."""
+        self.count = count
+        """How many tensors came with it that require grad."""
+        self.deliver: Callable[[RecvRecord, tuple[Tensor | None, ...]], None] | None = None
+        """Takes the gradients; set while a pass runs."""
+        self.is_spent = False
+        """A pass that did not retain the graph went through here."""
+
+
+_TOKEN: Final = torch.zeros(())
+
+
+def _send_forward(_: Any, *__: Tensor) -> Tensor:
+    return _TOKEN.data  # the cheapest tensor there is
+
+
+def _send_backward(_: Any, *__: Any) -> Any:
+    raise PauseSignal
+
+
+def _recv_forward(ctx: Any, _: Tensor, tensors: list[Tensor], record: RecvRecord) -> tuple[Tensor, ...]:
+    ctx.record = record
+    # like local autograd: no gradient is None, not zeros
+    ctx.set_materialize_grads(False)
+    return tuple(tensors)
+
+
+def _recv_backward(ctx: Any, *gradients: Tensor | None) -> Any:
+    record: RecvRecord = ctx.record
+    if record.deliver is None:
+        raise AutogradError(
+            "a graph that leads to other workers was run by torch's own backward(): "
+            "use `await arpc.autograd.backward(ctx_id, [loss])`"
+        )
+    record.deliver(record, gradients)
+    return None, None, None
+
+
+_SendRpc: Any = type(
+    "torch::distributed::autograd::SendRpc",
+    (Function,),
+    {"forward": staticmethod(_send_forward), "backward": staticmethod(_send_backward)},
+)
+_RecvRpc: Any = type(
+    "torch::distributed::autograd::RecvRpc",
+    (Function,),
+    {"forward": staticmethod(_recv_forward), "backward": staticmethod(_recv_backward)},
+)
+RecvNode: Final[type] = _RecvRpc._backward_cls  # noqa: SLF001 - the class of the node in the graph
+"""The class of recv nodes; their ``record`` is a `RecvRecord`."""
+
+# What `Function.apply` comes down to when no transform of functorch is active; that alone takes a microsecond to tell,
+# and under one nothing can be sent anyway
+_apply_send: Final[Any] = super(Function, _SendRpc).apply
+_apply_recv: Final[Any] = super(Function, _RecvRpc).apply
+
+
+def attach_send(tensors: Sequence[Tensor]) -> Tensor:
+    """A token whose ``grad_fn`` leads to where the tensors came from. It keeps no memory of theirs.
+
+    What is done to the tensors in place afterwards does not change where their gradients go. Grad mode must be on.
+    """
+    token: Tensor = _apply_send(*tensors)
+    return token
+
+
+def attach_recv(tensors: Sequence[Tensor], record: RecvRecord) -> tuple[Tensor, ...]:
+    """The same tensors with one recv node as their history. Grad mode must be on.
+
+    They are no views and no leaves, so they may be changed in place, and each counts its own versions.
+    """
+    # In a list: as direct inputs they would be copied. `data`: `detach()` would have them share a version counter
+    attached: tuple[Tensor, ...] = _apply_recv(ANCHOR, [tensor.data for tensor in tensors], record)
+    return attached

@@ -1,0 +1,55 @@
+"""Whether a run of the local engine is short enough to happen on the loop, or goes to a thread.
+
+A thread costs 100 us and more; on the loop everything else stands still meanwhile. Graphs come again, step after step,
+so what a graph of the same size took before is the best guess. Of a new one, what its gradients weigh must do.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+from arpc.autograd.graph import Plan
+
+__all__ = ["Pace"]
+
+SHORT_S: Final = 0.001
+"""How long the loop may stand still."""
+# About as long as that takes on one core
+SHORT_NODES: Final = 200
+SHORT_ELEMENTS: Final = 100_000
+
+_REMEMBERED: Final = 1024
+
+
+class Pace:
+    """What runs took on one worker. A graph is told from others by how many nodes and elements it is about."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[int, int], float] = {}
+
+    def is_short(self, plan: Plan, elements: int) -> bool:
+        """Whether a run is to happen on the loop."""
+        seconds = self._seconds.get((plan.count, elements))
+        if seconds is not None:
+            return seconds <= SHORT_S
+        return (
+            plan.count <= SHORT_NODES
+            and elements <= SHORT_ELEMENTS
+            and elements + sum(map(_elements, plan.nodes)) <= SHORT_ELEMENTS
+        )
+
+    def took(self, plan: Plan, elements: int, seconds: float, cpu_seconds: float) -> None:
+        """Note what a run took, on the loop or in a thread, and how much of that the CPU was busy with it."""
+        known = self._seconds.get((plan.count, elements))
+        if known is None:
+            if len(self._seconds) >= _REMEMBERED:
+                self._seconds.clear()
+            known = cpu_seconds
+        # What it waited for may be a hook that blocks, or other programs on this machine. The first comes again.
+        self._seconds[plan.count, elements] = max(cpu_seconds, min(seconds, 2 * known))
+
+
+def _elements(node: Any) -> int:
+    """How large the gradients are that enter a node."""
+    return sum(math.prod(entry.shape) for entry in getattr(node, "_input_metadata", ()))

@@ -1,0 +1,352 @@
+"""A backward pass on one worker: the local engine and the protocol, brought together on the loop.
+
+A small graph runs at once, where its gradients come in. A large one is looked at, and runs, in a thread; what arrives
+meanwhile waits until it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import perf_counter, thread_time
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from arpc import torchstate
+from arpc.agent.threads import ThreadPool
+from arpc.autograd.context import AutogradContext
+from arpc.autograd.engine import LocalEngine, Source
+from arpc.autograd.failure import node_failure
+from arpc.autograd.pace import Pace
+from arpc.autograd.protocol import PackedParcel, Parcel, PassProtocol, unpack_parcel
+from arpc.errors import AutogradError, CallCancelledError, RpcTimeoutError, ShutdownError, WorkerLostError
+from arpc.ids import WorkerInfo
+
+__all__ = ["BackwardPass", "Host"]
+
+# Walking goes on in a thread after this many nodes, which take about a millisecond
+WALK_NODES: Final = 2000
+
+
+class Host(Protocol):
+    """What a pass needs of its worker."""
+
+    info: WorkerInfo
+    threads: ThreadPool
+    pace: Pace
+
+    def send(self, backward_pass: BackwardPass, to: int, parcel: Parcel) -> asyncio.Future[PackedParcel | None]:
+        """Send a parcel; the future has the parcel that comes with the answer."""
+
+    def abort(self, context: AutogradContext, pass_id: int, but: int | None = None) -> asyncio.Future[Any] | None:
+        """Tell all who know the context that a pass has failed; the future is done when they have heard."""
+
+    def name_of(self, worker: int) -> str: ...
+
+
+class BackwardPass:
+    """One pass on one worker. ``parent`` is the worker whose parcel came first; None on the one that began the pass."""
+
+    def __init__(
+        self,
+        host: Host,
+        context: AutogradContext,
+        pass_id: int,
+        make_engine: Callable[..., LocalEngine],
+        *,
+        retain_graph: bool,
+        deadline: float | None,
+        parent: int | None,
+        roots: Sequence[Tensor] = (),
+    ) -> None:
+        self.id = pass_id
+        self.context = context
+        self.retain_graph = retain_graph
+        self.deadline = deadline
+        """In the loop's time."""
+        self.failure: BaseException | None = None
+        self.answer: Parcel | None = None
+        """What the answer to the parent carries."""
+        self.is_over = False
+        self.abort_told: asyncio.Future[Any] | None = None
+        """Done when all workers have heard of the failure."""
+        self._host = host
+        self._parent = parent
+        self._roots = roots
+        self._places: dict[int, int] = {}
+        sources: list[Source] = []
+        if roots:
+            sources.append(Source([(root.grad_fn, root.output_nr) for root in roots], None))
+        for message_id, send in context.sends.items():
+            self._places[message_id] = len(sources)
+            sources.append(Source.of_send(send.token))
+        self._engine = make_engine(sources, retain_graph=retain_graph)
+        self._protocol = PassProtocol(host.info.id, {id_: send.to for id_, send in context.sends.items()})
+        self._inbox: list[tuple[int, Parcel]] = []
+        self._outstanding: set[asyncio.Future[PackedParcel | None]] = set()
+        self._used: list[int] = []
+        self._is_planned = False
+        self._is_busy = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._over: asyncio.Future[None] | None = None
+        context.active_pass = self
+
+    # -- what happens to it
+
+    def start(self) -> None:
+        """Begin, on the worker that has the roots."""
+        self._advance()
+
+    def receive(self, sender: int, parcel: Parcel, *, is_engaging: bool) -> Parcel | None:
+        """A parcel has come; what goes back with the answer, unless this is the parcel that began the pass here.
+
+        That one is answered when the pass is over here, with `answer`.
+        """
+        self._inbox.append((sender, parcel))
+        return self._advance(None if is_engaging else sender)
+
+    async def wait(self) -> None:
+        """Until it is over here. Raises why it failed."""
+        if not self.is_over:
+            self._over = asyncio.get_running_loop().create_future()
+            await self._over
+        if self.failure is not None:
+            raise self.failure
+
+    def fail(self, error: BaseException, *, told_by: int | None = None) -> None:
+        """End it here with an error, and take back what it computed.
+
+        Those that this worker told of the pass hear of it by the cancellation of their handlers, and the parent by the
+        answer. So it reaches the worker that began the pass, which tells all others: some may have finished their part.
+        ``told_by`` is who told this one, if it was told like that.
+        """
+        if self.is_over:
+            return
+        self.failure = error
+        self._end()
+        self.context.roll_back(self.id)
+        for future in list(self._outstanding):
+            future.cancel()
+        if self._parent is None or told_by is not None:
+            self.abort_told = self._host.abort(self.context, self.id, told_by)
+
+    # -- how it goes on
+
+    def _advance(self, answering: int | None = None) -> Parcel | None:
+        """Run what can run and tell others what came of it; returns what they are told by an answer."""
+        if self._is_busy or self.is_over:
+            return None
+        try:
+            if not self._run_inline():
+                return None
+            return self._post(answering)
+        except Exception as error:  # noqa: BLE001 - whatever nodes and hooks of users raise
+            self.fail(self._described(error))
+            return None
+        except BaseException as error:
+            self.fail(AutogradError(f"the backward pass of context {self.context.id} was ended by {error!r}"))
+            raise
+
+    def _run_inline(self) -> bool:
+        """Run until nothing is ready; False if a thread has taken over."""
+        engine = self._engine
+        if not self._is_planned:
+            if not engine.walk(WALK_NODES):
+                self._run_in_thread(self._walk_on)
+                return False
+            self._take_plan()
+        while True:
+            self._open_inbox()
+            if not engine.is_ready:
+                return True
+            elements = engine.work()
+            # anomaly mode changes warning filters, which are the process's: that stays on the loop
+            if not (self._host.pace.is_short(engine.plan, elements) or torch.is_anomaly_enabled()):
+                self._run_in_thread(partial(self._run_timed, elements))
+                return False
+            self._run_timed(elements)
+            self._take_results()
+
+    def _run_timed(self, elements: int) -> None:
+        begun, cpu_begun = perf_counter(), thread_time()
+        self._engine.run()
+        self._host.pace.took(self._engine.plan, elements, perf_counter() - begun, thread_time() - cpu_begun)
+
+    def _walk_on(self) -> None:
+        while not self._engine.walk(WALK_NODES):
+            pass
+
+    def _take_plan(self) -> None:
+        self._is_planned = True
+        engine = self._engine
+        if self._roots:
+            engine.resolve(0, [torch.ones_like(root) for root in self._roots])
+        self._resolve(self._protocol.planned([(record.message_id, record.sender) for record in engine.live]))
+
+    def _open_inbox(self) -> None:
+        inbox, self._inbox = self._inbox, []
+        for sender, parcel in inbox:
+            try:
+                resolved = self._protocol.received(sender, parcel)
+            except KeyError as error:
+                raise AutogradError(
+                    f"worker {self._host.name_of(sender)!r} has gradients for message {error.args[0]} of autograd "
+                    f"context {self.context.id}, of which worker {self._host.info.name!r} has no graph any more. Pass "
+                    f"retain_graph=True to the first of several backward passes"
+                ) from None
+            self._resolve(resolved)
+
+    def _resolve(self, resolved: list[tuple[int, Sequence[Any] | None]]) -> None:
+        for message_id, gradients in resolved:
+            if gradients is not None:
+                self._used.append(message_id)
+            self._engine.resolve(self._places[message_id], gradients)
+
+    def _take_results(self) -> None:
+        engine = self._engine
+        delivered, engine.delivered = engine.delivered, []
+        silent, engine.silent = engine.silent, []
+        self._resolve(
+            self._protocol.ran(
+                [(record.message_id, record.sender, gradients) for record, gradients in delivered],
+                [(record.message_id, record.sender) for record in silent],
+            )
+        )
+
+    # -- threads
+
+    def _run_in_thread(self, job: Callable[[], None]) -> None:
+        self._is_busy = True
+        future = self._host.threads.call(job)
+        future.add_done_callback(self._thread_returned)
+        if self.deadline is not None:
+            # a parcel that waits for its answer has a deadline of its own; a thread has none
+            self._timer = future.get_loop().call_at(self.deadline, self._expire)
+
+    def _expire(self) -> None:
+        self.fail(RpcTimeoutError(f"the backward pass of autograd context {self.context.id} did not end in time"))
+
+    def _thread_returned(self, future: asyncio.Future[None]) -> None:
+        self._is_busy = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        error = None if future.cancelled() else future.exception()
+        if self.is_over:
+            return
+        if error is not None:
+            self.fail(self._described(error))
+        else:
+            self._call_pristine(self._go_on)
+
+    def _go_on(self) -> None:
+        try:
+            if not self._is_planned:
+                self._take_plan()
+            else:
+                self._take_results()
+        except Exception as error:  # noqa: BLE001 - whatever nodes and hooks of users raise
+            self.fail(self._described(error))
+        else:
+            self._advance()
+
+    def _call_pristine(self, call: Callable[[], object]) -> None:
+        # A callback of the loop may run between two steps of a task that has switched something off for itself
+        outer = None if torchstate.is_pristine() else torchstate.save_and_reset()
+        try:
+            call()
+        finally:
+            if outer is not None:
+                torchstate.restore(outer)
+
+    # -- other workers
+
+    def _post(self, answering: int | None) -> Parcel | None:
+        protocol = self._protocol
+        riding: Parcel | None = None
+        for_parent: Parcel | None = None
+        for peer, parcel in protocol.post():
+            if peer == answering:
+                riding = parcel
+                protocol.ride()
+            elif peer == self._parent:
+                for_parent = parcel
+                protocol.ride()
+            else:
+                self._send(peer, parcel)
+        if for_parent is not None:
+            if protocol.is_done:
+                self.answer = for_parent
+            else:
+                assert self._parent is not None
+                protocol.sent()
+                self._send(self._parent, for_parent)
+        if protocol.is_done:
+            self._finish()
+        return riding
+
+    def _send(self, to: int, parcel: Parcel) -> None:
+        future = self._host.send(self, to, parcel)
+        self._outstanding.add(future)
+        future.add_done_callback(partial(self._answered, to))
+
+    def _answered(self, peer: int, future: asyncio.Future[PackedParcel | None]) -> None:
+        self._outstanding.discard(future)
+        error = asyncio.CancelledError() if future.cancelled() else future.exception()
+        if self.is_over:
+            return
+        if error is not None:
+            self.fail(self._peer_failure(peer, error))
+            return
+        self._protocol.acknowledged()
+        answer = future.result()
+        if answer is not None:
+            self._inbox.append((peer, unpack_parcel(*answer)))
+        self._call_pristine(self._advance)
+
+    # -- the end
+
+    def _finish(self) -> None:
+        self._end()
+        self.context.commit(self.id, self._engine.leaves.take())
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._engine.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        context = self.context
+        context.active_pass = None
+        if not self.retain_graph:  # what was gone through is freed
+            for message_id in self._used:
+                context.sends.pop(message_id, None)
+        if self._over is not None and not self._over.done():
+            self._over.set_result(None)
+
+    def _described(self, error: BaseException) -> BaseException:
+        if not isinstance(error, Exception):
+            return error
+        return node_failure(error, self._host.info, self.context.id, self._engine.last_begun)
+
+    def _peer_failure(self, peer: int, error: BaseException) -> BaseException:
+        """Why a parcel was not answered, as the failure of the pass."""
+        what = f"the backward pass of autograd context {self.context.id}"
+        name = self._host.name_of(peer)
+        made: Exception
+        if str(error).startswith(what):
+            return error
+        if isinstance(error, WorkerLostError):
+            made = WorkerLostError(f"{what} failed: {error}", error.worker or name)
+        elif isinstance(error, ShutdownError):
+            made = WorkerLostError(f"{what} failed: worker {name!r} is shutting down", name)
+        elif isinstance(error, RpcTimeoutError):
+            made = RpcTimeoutError(f"{what} did not end in time: worker {name!r} had not answered")
+        elif isinstance(error, asyncio.CancelledError | CallCancelledError):
+            made = AutogradError(f"{what} was ended on worker {name!r}")
+        else:
+            return error
+        made.__cause__ = error
+        return made

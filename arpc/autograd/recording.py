@@ -1,0 +1,107 @@
+"""Notes which tensors leave and enter this worker in a context, and so where its graph is cut.
+
+A call is recorded if a context is active and grad mode is on. Its context goes with it even if no argument requires
+grad, because its result may; except for a builtin operator, which makes nothing that requires grad out of nothing.
+"""
+
+from __future__ import annotations
+
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arpc.autograd.context import AutogradContext, Container, Send, current_context_id
+from arpc.autograd.nodes import RecvRecord, attach_recv, attach_send
+from arpc.errors import ProtocolError
+from arpc.ids import WorkerInfo
+from arpc.wire.tensors import Slot
+
+__all__ = ["Recorder"]
+
+_current = current_context_id.get
+_is_grad_enabled = torch.is_grad_enabled
+
+
+class Recorder:
+    """The interceptor that does it. What it adds to a message is the ids of the context and of the message.
+
+    A message id of 0 means that nothing was recorded.
+    """
+
+    key = "grad"
+
+    def __init__(self, container: Container) -> None:
+        self._container = container
+        self.occasions = container.contexts
+        """Calls are looked at only while there are contexts."""
+
+    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot]) -> tuple[int, int] | None:
+        context_id = _current()
+        if context_id is None or not _is_grad_enabled():
+            return None
+        context = self._container.contexts.get(context_id)
+        if context is None:
+            return None  # it has ended, and this code outlives it
+        message_id = self._record_send(context, peer, slots) if slots else 0
+        if not message_id and isinstance(function, BuiltinFunctionType):
+            return None
+        context.known_workers.add(peer.id)
+        return context_id, message_id
+
+    def request_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
+        context_id, message_id = _checked(meta)
+        context = self._container.enter(context_id)
+        if context is None:
+            return  # it ended while the call was on its way
+        current_context_id.set(context_id)
+        context.known_workers.add(peer.id)
+        if message_id:
+            self._record_recv(context, peer, message_id, slots)
+
+    def reply_sent(self, peer: WorkerInfo, meta: Any, slots: list[Slot]) -> tuple[int, int] | None:
+        context = self._container.contexts.get(meta[0])
+        if context is None or not slots:
+            return None
+        if _is_grad_enabled():
+            message_id = self._record_send(context, peer, slots)
+        else:  # a generator that is suspended inside a no_grad block
+            with torch.enable_grad():
+                message_id = self._record_send(context, peer, slots)
+        return (context.id, message_id) if message_id else None
+
+    def reply_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
+        context_id, message_id = _checked(meta)
+        context = self._container.contexts.get(context_id)
+        if context is not None and message_id:
+            self._record_recv(context, peer, message_id, slots)
+
+    def _record_send(self, context: AutogradContext, peer: WorkerInfo, slots: list[Slot]) -> int:
+        tensors = [slot for slot in slots if isinstance(slot, Tensor) and slot.requires_grad]
+        if not tensors:
+            return 0
+        message_id = self._container.new_message_id()
+        context.sends[message_id] = Send(peer.id, attach_send(tensors))
+        return message_id
+
+    def _record_recv(self, context: AutogradContext, peer: WorkerInfo, message_id: int, slots: list[Any]) -> None:
+        places = [place for place, slot in enumerate(slots) if isinstance(slot, Tensor) and slot.requires_grad]
+        if not places:
+            raise ProtocolError("gradients were announced for a message without tensors that require grad")
+        tensors = [slots[place] for place in places]
+        record = RecvRecord(message_id, peer.id, len(places))
+        if _is_grad_enabled():
+            attached = attach_recv(tensors, record)
+        else:
+            with torch.enable_grad():
+                attached = attach_recv(tensors, record)
+        for place, tensor in zip(places, attached, strict=True):
+            slots[place] = tensor
+        context.recvs[message_id] = attached[0].grad_fn
+
+
+def _checked(meta: Any) -> tuple[int, int]:
+    if not (isinstance(meta, list) and len(meta) == 2 and isinstance(meta[0], int) and isinstance(meta[1], int)):
+        raise ProtocolError("malformed ids of an autograd context")
+    return meta[0], meta[1]

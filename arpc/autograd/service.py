@@ -1,0 +1,300 @@
+"""Distributed autograd of one worker, as the agent meets it: an interceptor, handlers, and an ear for lost workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import Context
+from functools import partial
+from typing import Any, Final
+
+from torch import Tensor
+
+from arpc.agent.agent import Agent
+from arpc.agent.scope import current_scope
+from arpc.agent.threads import ThreadPool
+from arpc.autograd.context import AutogradContext, Container
+from arpc.autograd.fallback import choose_engine
+from arpc.autograd.lifetime import Lifetimes
+from arpc.autograd.pace import Pace
+from arpc.autograd.passes import BackwardPass
+from arpc.autograd.protocol import NOTHING_LIVE, PackedParcel, Parcel, pack_parcel, unpack_parcel
+from arpc.autograd.recording import Recorder
+from arpc.autograd.roots import checked_roots
+from arpc.errors import AutogradError, WorkerLostError
+from arpc.ids import WorkerInfo
+from arpc.options import UNSET, RpcOptions, Unset
+from arpc.rref.context import RRefContext
+from arpc.rref.handle import RRef
+from arpc.wire.messages import (
+    AutogradAbort,
+    AutogradBackward,
+    AutogradGradients,
+    AutogradQuery,
+    AutogradRelease,
+    Message,
+)
+
+__all__ = ["AutogradService"]
+
+_ABORT_S: Final = 5.0
+"""How long a pass that has failed waits for the others to hear of it."""
+
+
+class AutogradService:
+    """The contexts of one worker, what is recorded in them, and the passes over them."""
+
+    def __init__(self, options: RpcOptions, context: Context, rrefs: RRefContext) -> None:
+        self.info = WorkerInfo("", -1)
+        self.container = Container()
+        self.recorder = Recorder(self.container)
+        self.lifetimes = Lifetimes(self.container, options, context)
+        self.threads: ThreadPool
+        self.pace = Pace()
+        self.passes_begun = 0
+        self._agent: Agent
+        self._options = options
+        self._rrefs = rrefs
+
+    @property
+    def handlers(self) -> Mapping[type[Message], Callable[..., Any]]:
+        return {
+            AutogradGradients: self._on_gradients,
+            AutogradAbort: self._on_abort,
+            AutogradBackward: self._on_backward,
+            AutogradRelease: self.lifetimes.on_release,
+            AutogradQuery: self.lifetimes.on_query,
+        }
+
+    def attach(self, agent: Agent) -> None:
+        """The agent that messages go through. It was made with this service's handlers, so it comes later."""
+        self._agent = agent
+        self.lifetimes.agent = agent
+        self._rrefs.backward = self.backward_from
+        # not those of the executor: they may all be taken by functions that wait for a backward pass
+        self.threads = ThreadPool(agent.loop, self._options.num_worker_threads, f"{agent.info.name}-autograd")
+
+    def identify(self, info: WorkerInfo) -> None:
+        """The group has given this worker its id."""
+        self.info = info
+        self.container.worker_id = info.id
+
+    # -- told by the agent
+
+    def peer_connected(self, peer: WorkerInfo) -> None:
+        self.lifetimes.peer_connected(peer)
+
+    def peer_disconnected(self, peer: WorkerInfo, *, has_left: bool) -> None:
+        # passes need not be told: a parcel that is not answered fails them, and so does the loss of their parent
+        self.lifetimes.peer_disconnected(peer, has_left=has_left)
+
+    # -- for people
+
+    def gradients(self, context_id: int) -> dict[Tensor, Tensor]:
+        """What has been accumulated on this worker in a context."""
+        return dict(self.container.find(context_id).gradients)
+
+    async def backward(
+        self, context_id: int, roots: Sequence[Tensor], *, retain_graph: bool, timeout: float | Unset
+    ) -> None:
+        """Run a pass from the roots, over all workers that they depend on."""
+        await self._backward(context_id, self.container.new_pass_id(), roots, retain_graph, timeout)
+
+    async def _backward(
+        self, context_id: int, pass_id: int, roots: Sequence[Tensor], retain_graph: bool, timeout: float | Unset
+    ) -> None:
+        started = self._start(
+            self.container.find(context_id),
+            pass_id,
+            retain_graph=retain_graph,
+            deadline=self._deadline(timeout),
+            parent=None,
+            roots=checked_roots(roots),
+        )
+        started.start()
+        try:
+            await started.wait()
+        except asyncio.CancelledError as error:
+            started.fail(error)
+            raise
+        except Exception:
+            if started.abort_told is not None:
+                await asyncio.wait([started.abort_told], timeout=_ABORT_S)
+            raise
+
+    async def backward_from(self, rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+        """Run a pass from the value of an RRef, on its owner."""
+        if rref.is_owner():
+            value = await rref.local_value()
+            await self._backward_from_value(value, context_id, self.container.new_pass_id(), retain_graph)
+            return
+        if context_id == -1:
+            raise AutogradError("User RRefs require 'dist_autograd_ctx_id' to be specified: pass ctx_id")
+        context = self.container.find(context_id)
+        context.known_workers.add(rref.owner().id)
+        pass_id = self.container.new_pass_id()
+        args = (*rref._target(), context_id, pass_id, retain_graph)  # noqa: SLF001 - how calls name the value to its owner
+        deadline = self._deadline(UNSET)
+        timeout_s = 0.0 if deadline is None else max(0.001, deadline - self._agent.loop.time())
+        try:
+            await self.lifetimes.request(AutogradBackward, rref.owner_name(), args, timeout_s)
+        except WorkerLostError:
+            # who began the pass tells the others if it fails, and that was the owner
+            context.roll_back(pass_id)
+            if (told := self.abort(context, pass_id)) is not None:
+                await asyncio.wait([told], timeout=_ABORT_S)
+            raise
+
+    async def _backward_from_value(self, value: Any, context_id: int, pass_id: int, retain_graph: bool) -> None:
+        if not isinstance(value, Tensor):
+            raise AutogradError(f"RRef should contain a tensor for .backward(), not {type(value).__qualname__}")
+        if context_id == -1:
+            await self.threads.call(partial(value.backward, retain_graph=retain_graph))
+        else:
+            await self._backward(context_id, pass_id, [value], retain_graph, UNSET)
+
+    def _deadline(self, timeout: float | Unset) -> float | None:
+        timeout_s = self._options.rpc_timeout if isinstance(timeout, Unset) else timeout
+        if not timeout_s >= 0:
+            raise ValueError(f"a timeout is 0 (none) or more seconds, not {timeout!r}")
+        scope = current_scope.get()
+        inherited = scope.deadline if scope is not None else None
+        if not timeout_s:
+            return inherited
+        own = self._agent.loop.time() + timeout_s
+        return own if inherited is None else min(own, inherited)
+
+    def _start(
+        self,
+        context: AutogradContext,
+        pass_id: int,
+        *,
+        retain_graph: bool,
+        deadline: float | None,
+        parent: int | None,
+        roots: Sequence[Tensor] = (),
+    ) -> BackwardPass:
+        if context.active_pass is not None:
+            raise AutogradError(
+                f"a backward pass of autograd context {context.id} is under way already, on worker "
+                f"{self.info.name!r}: await it before the next one, or use a context for each"
+            )
+        self.passes_begun += 1
+        return BackwardPass(
+            self,
+            context,
+            pass_id,
+            choose_engine(),
+            retain_graph=retain_graph,
+            deadline=deadline,
+            parent=parent,
+            roots=roots,
+        )
+
+    # -- for passes
+
+    def send(self, backward_pass: BackwardPass, to: int, parcel: Parcel) -> asyncio.Future[Any]:
+        """Send a parcel; the future has the parcel that comes with the answer."""
+        timeout_s = 0.0
+        if backward_pass.deadline is not None:
+            timeout_s = max(0.001, backward_pass.deadline - self._agent.loop.time())
+        started = backward_pass
+        args = (started.context.id, started.id, started.retain_graph, *pack_parcel(parcel))
+        return self.lifetimes.request(AutogradGradients, to, args, timeout_s)
+
+    def abort(self, context: AutogradContext, pass_id: int, but: int | None = None) -> asyncio.Future[Any] | None:
+        """Tell all who know a context that a pass has failed; the future is done when they have heard."""
+        told = [
+            self.lifetimes.notify(AutogradAbort, to, (context.id, pass_id), _ABORT_S)
+            for to in context.known_workers
+            if to not in {self.info.id, but}
+        ]
+        return asyncio.gather(*told, return_exceptions=True) if told else None
+
+    def name_of(self, worker: int) -> str:
+        peer = self._agent.peer(worker)
+        return peer.info.name if peer is not None else str(worker)
+
+    # -- handlers
+
+    async def _on_gradients(
+        self, context_id: int, pass_id: int, retain_graph: bool, *packed: Any
+    ) -> PackedParcel | None:
+        parcel = unpack_parcel(*packed)
+        caller, deadline = _caller()
+        context = self.container.contexts.get(context_id)
+        if context is None:
+            if parcel.gradients:
+                self.container.find(context_id)
+            return pack_parcel(NOTHING_LIVE)  # what was sent to here has not come, or nobody wants it any more
+        if pass_id in context.aborted_passes:
+            raise AutogradError(f"the backward pass {pass_id} of autograd context {context_id} has failed")
+        active: BackwardPass | None = context.active_pass
+        if active is not None and active.id == pass_id:
+            riding = active.receive(caller, parcel, is_engaging=False)
+            if active.failure is not None:
+                raise active.failure
+            return None if riding is None else pack_parcel(riding)
+        if active is None and pass_id == context.last_pass:
+            return pack_parcel(NOTHING_LIVE)  # all that was live has been answered for
+        engaged = self._start(context, pass_id, retain_graph=retain_graph, deadline=deadline, parent=caller)
+        engaged.receive(caller, parcel, is_engaging=True)
+        try:
+            await engaged.wait()
+        except asyncio.CancelledError:
+            engaged.fail(AutogradError(f"backward pass {pass_id} was cancelled by worker {self.name_of(caller)!r}"))
+            raise
+        return None if engaged.answer is None else pack_parcel(engaged.answer)
+
+    async def _on_backward(
+        self, rref: int, is_created: bool, context_id: int, pass_id: int, retain_graph: bool
+    ) -> None:
+        value = await self._rrefs.value(rref, is_created=is_created)
+        context = self.container.enter(context_id)
+        if context is not None:
+            context.known_workers.add(_caller()[0])
+        await self._backward_from_value(value, context_id, pass_id, retain_graph)
+
+    async def _on_abort(self, context_id: int, pass_id: int) -> None:
+        context = self.container.contexts.get(context_id)
+        if context is None or pass_id in context.aborted_passes:
+            return
+        caller, _ = _caller()
+        active: BackwardPass | None = context.active_pass
+        told: asyncio.Future[Any] | None
+        if active is not None and active.id == pass_id:
+            active.fail(
+                AutogradError(f"backward pass {pass_id} was ended by worker {self.name_of(caller)!r}"), told_by=caller
+            )
+            told = active.abort_told
+        else:
+            context.roll_back(pass_id)
+            told = self.abort(context, pass_id, caller)
+        if told is not None:
+            await told
+
+    # -- the end
+
+    def close(self) -> None:
+        """Take part in nothing any more."""
+        self.lifetimes.close()
+        for context_id in list(self.container.contexts):
+            self.lifetimes.forget(context_id)
+        self.threads.close()
+
+    def statistics(self) -> dict[str, int]:
+        contexts = self.container.contexts.values()
+        return {
+            "contexts": len(contexts),
+            "passes": sum(context.active_pass is not None for context in contexts),
+            "passes_begun": self.passes_begun,
+            "sends": sum(len(context.sends) for context in contexts),
+            "recvs": sum(len(context.recvs) for context in contexts),
+        }
+
+
+def _caller() -> tuple[int, float | None]:
+    scope = current_scope.get()
+    assert scope is not None
+    assert scope.caller is not None  # these are handlers
+    return scope.caller.id, scope.deadline

@@ -1,0 +1,178 @@
+"""arpc, through its public surface alone and with its defaults, as a user would."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import arpc
+from arpc.bench import memory, payloads
+from arpc.bench.asyncio_caller import AsyncioCaller, Call, bulk_figures, latency_figures, start_memory_watch
+from arpc.bench.crowd import crowd
+from arpc.bench.functions import FUNCTIONS, Flavour, big, chained_async, new_tensor_async
+from arpc.bench.systems import BULK_MINIMUM_CALLS, WARM_UP_SHARE, Measurement
+from arpc.runtime import current
+
+__all__ = ["Arpc", "system"]
+
+CALLEE = "callee"
+
+
+class ArpcCaller(AsyncioCaller):
+    """The measurements, with arpc's calls."""
+
+    def prepare(self, function: str, flavour: str, payload: str) -> Call:
+        called = FUNCTIONS[cast("Flavour", flavour)][function]
+        return partial(arpc.rpc_sync, CALLEE, called, payloads.tensor_arguments(payload))
+
+    def prepare_started(self, function: str, flavour: str, payload: str) -> Call:
+        called = FUNCTIONS[cast("Flavour", flavour)][function]
+        return partial(arpc.rpc_async, CALLEE, called, payloads.tensor_arguments(payload))
+
+    def prepare_bulk(self, function: str, size_bytes: int) -> Call:
+        return partial(arpc.rpc_sync, CALLEE, FUNCTIONS["async"][function], (payloads.bulk_tensor(size_bytes),))
+
+    def prepare_to(self, peer: int) -> Call:
+        return partial(arpc.rpc_sync, callee_name(peer), FUNCTIONS["async"]["noop"])
+
+    def prepare_reply(self, size_bytes: int) -> Call:
+        return partial(arpc.rpc_async, CALLEE, new_tensor_async, (size_bytes,))
+
+    async def rref_latency(self, *, budget_s: float) -> Measurement:
+        """`remote`, then `to_here`, one pair after another: ``p50_us``."""
+
+        async def call() -> object:
+            return await arpc.remote(CALLEE, FUNCTIONS["async"]["noop"])
+
+        await self._one_by_one(call, budget_s * WARM_UP_SHARE)
+        return latency_figures(await self._one_by_one(call, budget_s))
+
+    async def rref_chain(self, *, length: int, budget_s: float) -> Measurement:
+        """The result of `length` calls, each of a method of the result before, in multiples of others.
+
+        ``round_trips``: of one small call. ``of_calls``: of as many small calls that are made at once.
+        """
+
+        async def call() -> object:
+            rref = arpc.remote(CALLEE, chained_async)
+            for _ in range(length - 1):
+                rref = rref.remote().next()
+            return await rref._get_type()  # noqa: SLF001 - waits for the last and fetches next to nothing
+
+        single = self.prepare("noop", "async", "none")
+        await self._one_by_one(call, budget_s * WARM_UP_SHARE)
+        chain = latency_figures(await self._one_by_one(call, budget_s))
+        round_trip = latency_figures(await self._one_by_one(single, budget_s))
+        started = self.prepare_started("noop", "async", "none")
+
+        async def at_once() -> object:
+            return [await future for future in [started() for _ in range(length + 1)]]
+
+        together = latency_figures(await self._one_by_one(at_once, budget_s))
+        return chain | {
+            "round_trips": chain["p50_us"] / round_trip["p50_us"],
+            "of_calls": chain["p50_us"] / together["p50_us"],
+        }
+
+    async def rref_fetch(self, *, size_bytes: int, budget_s: float) -> Measurement:
+        """A large tensor through an RRef, fetched again and again."""
+        rref = arpc.remote(CALLEE, big, (size_bytes,))
+        samples: list[float] = []
+        await rref
+        started = time.perf_counter()
+        while len(samples) < BULK_MINIMUM_CALLS or time.perf_counter() - started < budget_s:
+            begin = time.perf_counter()
+            await rref
+            samples.append(time.perf_counter() - begin)
+        return bulk_figures(samples, size_bytes)
+
+    async def rref_churn(self, *, rrefs: int, callee_pid: int, budget_s: float) -> Measurement:
+        """Makes many RRefs, sends each to its owner and back, and drops them all: the rate, and what memory is left."""
+        echo = FUNCTIONS["async"]["echo"]
+        await self._churn(1000, echo)
+        caller_before, callee_before = start_memory_watch(callee_pid)
+        started = time.perf_counter()
+        await self._churn(rrefs, echo)
+        elapsed_s = time.perf_counter() - started
+        gc.collect()
+        return {
+            "rrefs_per_s": rrefs / elapsed_s,
+            "caller_growth_mb": (memory.resident_bytes(os.getpid()) - caller_before) / 1e6,
+            "callee_growth_mb": (memory.resident_bytes(callee_pid) - callee_before) / 1e6,
+        }
+
+    async def _churn(self, count: int, echo: Callable[..., object]) -> None:
+        made = [arpc.remote(CALLEE, FUNCTIONS["async"]["noop"]) for _ in range(count)]
+        forked = [await arpc.rpc_sync(CALLEE, echo, (made[start : start + 1000],)) for start in range(0, count, 1000)]
+        made.clear()
+        forked.clear()
+        while await arpc.rpc_sync(CALLEE, count_owned):  # noqa: ASYNC110 - it happens in another process
+            await asyncio.sleep(0.01)
+
+
+async def count_owned() -> int:
+    """How many RRefs this worker owns."""
+    return len(current().rref_context.forks.owned)
+
+
+class Arpc:
+    """Workers that meet through a file store: a caller, and one callee or more."""
+
+    def __init__(self, listen: str, peers: int) -> None:
+        self._listen = listen
+        self._peers = peers
+
+    def run(self, main: Coroutine[object, object, None]) -> None:
+        arpc.run(main)
+
+    @asynccontextmanager
+    async def callee(self, place: Path) -> AsyncIterator[None]:
+        others = [(self._listen, self._peers, peer, place) for peer in range(1, self._peers)]
+        with crowd(_run_member, others, preload=[__name__]) as dismiss:
+            async with self._worker(CALLEE, 1, place):
+                yield
+                dismiss()  # a graceful shutdown waits for them
+
+    @asynccontextmanager
+    async def caller(self, place: Path) -> AsyncIterator[ArpcCaller]:
+        async with self._worker("caller", 0, place):
+            yield ArpcCaller()
+
+    def _worker(self, name: str, rank: int, place: Path) -> AbstractAsyncContextManager[object]:
+        return start_worker(name, rank, place, self._listen, self._peers)
+
+
+def start_worker(name: str, rank: int, place: Path, listen: str, peers: int) -> AbstractAsyncContextManager[object]:
+    """One worker of the group, with arpc's defaults but for where it listens."""
+    return arpc.init_rpc(
+        name,
+        rank=rank,
+        world_size=1 + peers,
+        init_method=f"file://{place}/rendezvous",
+        options=arpc.RpcOptions(listen=(listen,)),
+    )
+
+
+def callee_name(peer: int) -> str:
+    """The worker that is called `peer`-th."""
+    return CALLEE if peer == 0 else f"{CALLEE}{peer}"
+
+
+def _run_member(stay: Callable[[], None], listen: str, peers: int, peer: int, place: Path) -> None:
+    async def serve() -> None:
+        async with start_worker(callee_name(peer), 1 + peer, place, listen, peers):
+            await asyncio.to_thread(stay)
+
+    arpc.run(serve())
+
+
+def system(listen: str, peers: int = 1) -> Arpc:
+    """Arpc whose workers listen at the address `listen`."""
+    return Arpc(listen, peers)

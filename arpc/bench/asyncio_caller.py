@@ -1,0 +1,248 @@
+"""How anything that can be awaited is measured. A system gives it calls; the loops around them are the same for all."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import gc
+import itertools
+import os
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from arpc.bench import memory, payloads
+from arpc.bench.systems import BULK_MINIMUM_CALLS, WARM_UP_SHARE, Measurement, bulk_warm_up_calls
+
+__all__ = [
+    "GIB",
+    "REQUESTS_LEAVE_S",
+    "AsyncioCaller",
+    "Call",
+    "bulk_figures",
+    "latency_figures",
+    "start_memory_watch",
+    "stop_for_a_while",
+]
+
+GIB: Final = 1 << 30
+REQUESTS_LEAVE_S: Final = 0.01
+"""How long a slow reader runs on, so that its requests are sent, before it stops."""
+
+Call = Callable[[], Awaitable[object]]
+"""Makes one call; awaiting what it returns gives the result."""
+
+
+class AsyncioCaller(abc.ABC):
+    """The measurements of `Caller` and the rest, for a system whose calls are awaited."""
+
+    @abc.abstractmethod
+    def prepare(self, function: str, flavour: str, payload: str) -> Call:
+        """A call of `function` that is awaited at once, as cheap as a user of this system could make it."""
+
+    @abc.abstractmethod
+    def prepare_started(self, function: str, flavour: str, payload: str) -> Call:
+        """A call that is under way as soon as it is made, and awaited later."""
+
+    @abc.abstractmethod
+    def prepare_bulk(self, function: str, size_bytes: int) -> Call:
+        """The same with one array of `size_bytes` as its argument."""
+
+    def prepare_to(self, peer: int) -> Call:
+        """An empty call to one of several callees."""
+        raise NotImplementedError(f"{type(self).__name__} has one callee only")
+
+    def prepare_reply(self, size_bytes: int) -> Call:
+        """A call whose reply is a new array of `size_bytes`."""
+        raise NotImplementedError(f"{type(self).__name__} is not asked for large replies")
+
+    async def latency(self, *, function: str, flavour: str, payload: str, budget_s: float) -> Measurement:
+        call = self.prepare(function, flavour, payload)
+        if function == "echo" and not payloads.same_content(payloads.array_arguments(payload)[0], await call()):
+            raise RuntimeError(f"the echo of {payload} differs from what was sent")
+        await self._one_by_one(call, budget_s * WARM_UP_SHARE)
+        return latency_figures(await self._one_by_one(call, budget_s))
+
+    async def throughput(
+        self, *, function: str, flavour: str, payload: str, in_flight: int, budget_s: float
+    ) -> Measurement:
+        call = self.prepare(function, flavour, payload)
+        await self._window(call, in_flight, budget_s * WARM_UP_SHARE)
+        return {"calls_per_s": await self._window(call, in_flight, budget_s)}
+
+    async def bulk(self, *, function: str, size_bytes: int, budget_s: float) -> Measurement:
+        """One large transfer after another: ``gib_per_s`` of the median one. With ``keep`` the receiver is cold."""
+        call = self.prepare_bulk(function, size_bytes)
+        for _ in range(bulk_warm_up_calls(size_bytes)):
+            await call()
+        samples: list[float] = []
+        started = time.perf_counter()
+        while len(samples) < BULK_MINIMUM_CALLS or time.perf_counter() - started < budget_s:
+            begin = time.perf_counter()
+            await call()  # the result, if it is one, is freed before the next call
+            samples.append(time.perf_counter() - begin)
+        await self.prepare("forget", "async", "none")()
+        return bulk_figures(samples, size_bytes)
+
+    async def latency_under_load(self, *, flavour: str, size_bytes: int, budget_s: float) -> Measurement:
+        """`latency` of an empty call, idle and then while transfers of `size_bytes` run one after another."""
+        call = self.prepare("noop", flavour, "none")
+        transfer = self.prepare_bulk("drop", size_bytes)
+        idle = latency_figures(await self._one_by_one(call, budget_s))
+
+        async def keep_transferring() -> None:
+            while True:
+                await transfer()
+
+        load = asyncio.create_task(keep_transferring())
+        try:
+            await self._one_by_one(call, budget_s * WARM_UP_SHARE)
+            loaded = latency_figures(await self._one_by_one(call, 2 * budget_s))
+        finally:
+            load.cancel()
+            await asyncio.gather(load, return_exceptions=True)
+        return loaded | {"times_idle": loaded["p50_us"] / idle["p50_us"]}
+
+    async def flood(self, *, calls: int, callee_pid: int, budget_s: float) -> Measurement:
+        """Starts `calls` calls in one go, so that all are in flight at once, then waits for them.
+
+        The process should be fresh: memory that an earlier flood has left to the allocator would not be counted.
+        """
+        call = self.prepare_started("noop", "async", "none")
+        await self._window(call, 16, budget_s)
+        caller_before, callee_before = start_memory_watch(callee_pid)
+        started = time.perf_counter()
+        pending = [call() for _ in range(calls)]
+        issued = time.perf_counter()
+        # The sweep above is one long step of the driver's own; what counts as a stall is what the system adds to it.
+        watch = memory.StallWatch()
+        for one in pending:
+            await one
+        finished = time.perf_counter()
+        return {
+            "calls_per_s": calls / (finished - started),
+            "total_s": finished - started,
+            "issue_s": issued - started,
+            "stall_ms": watch.stop() * 1e3,
+            "caller_bytes_per_call": (memory.peak_bytes(os.getpid()) - caller_before) / calls,
+            "callee_growth_mb": (memory.peak_bytes(callee_pid) - callee_before) / 1e6,
+        }
+
+    async def soak(self, *, calls: int, in_flight: int, callee_pid: int, budget_s: float) -> Measurement:
+        """Many calls through a window: what they leave behind in resident memory, on both sides."""
+        call = self.prepare("noop", "async", "none")
+        await self._window(call, in_flight, max(1.0, budget_s))
+        caller_before, callee_before = start_memory_watch(callee_pid)
+
+        async def some_calls() -> None:
+            for _ in range(calls // in_flight):
+                await call()
+
+        started = time.perf_counter()
+        await asyncio.gather(*(some_calls() for _ in range(in_flight)))
+        elapsed_s = time.perf_counter() - started
+        gc.collect()
+        return {
+            "calls_per_s": calls / elapsed_s,
+            "caller_growth_mb": (memory.resident_bytes(os.getpid()) - caller_before) / 1e6,
+            "callee_growth_mb": (memory.resident_bytes(callee_pid) - callee_before) / 1e6,
+        }
+
+    async def slow_reader(
+        self, *, replies: int, size_bytes: int, stopped_s: float, callee_pid: int, budget_s: float
+    ) -> Measurement:
+        """Asks for many large replies, and is stopped before it reads them: what piles up at the callee."""
+        call = self.prepare_reply(size_bytes)
+        await call()
+        _, callee_before = start_memory_watch(callee_pid)
+        started = time.perf_counter()
+        pending = [asyncio.ensure_future(call()) for _ in range(replies)]
+        await asyncio.sleep(REQUESTS_LEAVE_S)
+        stop_for_a_while(stopped_s)
+        for one in pending:
+            await one
+        return {
+            "callee_growth_mb": (memory.peak_bytes(callee_pid) - callee_before) / 1e6,
+            "total_s": time.perf_counter() - started,
+        }
+
+    async def in_turn(self, *, peers: int, in_flight: int, budget_s: float) -> Measurement:
+        """An empty call to each of `peers` callees in turn: one after another, and a window of them."""
+        calls = [self.prepare_to(peer) for peer in range(peers)]
+        for call in calls:
+            await call()
+        turns = itertools.cycle(calls)
+
+        def call_next() -> Awaitable[object]:
+            return next(turns)()
+
+        await self._one_by_one(call_next, budget_s * WARM_UP_SHARE)
+        latency = latency_figures(await self._one_by_one(call_next, budget_s))
+        await self._window(call_next, in_flight, budget_s * WARM_UP_SHARE)
+        return latency | {"calls_per_s": await self._window(call_next, in_flight, budget_s)}
+
+    async def _one_by_one(self, call: Call, duration_s: float) -> list[float]:
+        clock = time.perf_counter
+        samples: list[float] = []
+        now = clock()
+        end = now + duration_s
+        while now < end:
+            begin = clock()
+            await call()
+            now = clock()
+            samples.append(now - begin)
+        return samples
+
+    async def _window(self, call: Call, in_flight: int, duration_s: float) -> float:
+        """Calls per second of `in_flight` coroutines that each call again as soon as they have their answer."""
+        running = True
+        done = 0
+
+        async def caller() -> None:
+            nonlocal done
+            while running:
+                await call()
+                done += 1
+
+        def stop() -> None:
+            nonlocal running
+            running = False
+
+        started = time.perf_counter()
+        asyncio.get_running_loop().call_later(duration_s, stop)
+        await asyncio.gather(*(caller() for _ in range(in_flight)))
+        return done / (time.perf_counter() - started)
+
+
+def latency_figures(samples_s: list[float]) -> Measurement:
+    """Sums up one call after another."""
+    ordered = sorted(samples_s)
+    return {
+        "p50_us": statistics.median(ordered) * 1e6,
+        "p99_us": ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)] * 1e6,
+        "calls": float(len(ordered)),
+    }
+
+
+def bulk_figures(samples_s: list[float], size_bytes: int) -> Measurement:
+    """Sums up one transfer after another. An echo's payload counts once, though it travels twice."""
+    median_s = statistics.median(samples_s)
+    return {"gib_per_s": size_bytes / median_s / GIB, "p50_us": median_s * 1e6, "calls": float(len(samples_s))}
+
+
+def start_memory_watch(callee_pid: int) -> tuple[int, int]:
+    """Resident bytes of caller and callee, from which their peaks are counted from now on."""
+    gc.collect()
+    for pid in (os.getpid(), callee_pid):
+        memory.forget_peak(pid)
+    return memory.resident_bytes(os.getpid()), memory.resident_bytes(callee_pid)
+
+
+def stop_for_a_while(duration_s: float) -> None:
+    """Stops this whole process, with its threads, as one that is swapped out or held in a debugger."""
+    awakener = subprocess.Popen(["/bin/sh", "-c", f"sleep {duration_s}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    awakener.wait()

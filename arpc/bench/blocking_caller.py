@@ -1,0 +1,98 @@
+"""How a system without coroutines is measured: one thread that blocks, and a sliding window of futures."""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from arpc.bench import payloads
+from arpc.bench.asyncio_caller import bulk_figures, latency_figures
+from arpc.bench.systems import BULK_MINIMUM_CALLS, WARM_UP_SHARE, Measurement, bulk_warm_up_calls
+
+__all__ = ["MINIMUM_WARM_UP_S", "BlockingCall", "BlockingCaller", "StartedCall", "Waitable", "one_by_one", "window"]
+
+MINIMUM_WARM_UP_S: Final = 0.1
+"""A system may have been stopped until now; its threads need a moment to find their places again."""
+
+
+class Waitable(Protocol):
+    """The result of a call under way."""
+
+    def wait(self) -> object: ...
+
+
+BlockingCall = Callable[[], object]
+StartedCall = Callable[[], Waitable]
+
+
+class BlockingCaller(abc.ABC):
+    """The measurements that every system has. Nothing else runs on the loop meanwhile."""
+
+    @abc.abstractmethod
+    def prepare(self, function: str, payload: str) -> BlockingCall:
+        """A call of `function` that returns with its result."""
+
+    @abc.abstractmethod
+    def prepare_started(self, function: str, payload: str) -> StartedCall:
+        """A call that returns at once with something to wait for."""
+
+    @abc.abstractmethod
+    def prepare_bulk(self, function: str, size_bytes: int) -> BlockingCall:
+        """A call with one array of `size_bytes` as its argument."""
+
+    async def latency(self, *, function: str, flavour: str, payload: str, budget_s: float) -> Measurement:
+        call = self.prepare(function, payload)
+        if function == "echo" and not payloads.same_content(payloads.array_arguments(payload)[0], call()):
+            raise RuntimeError(f"the echo of {payload} differs from what was sent")
+        one_by_one(call, max(MINIMUM_WARM_UP_S, budget_s * WARM_UP_SHARE))
+        return latency_figures(one_by_one(call, budget_s))
+
+    async def throughput(
+        self, *, function: str, flavour: str, payload: str, in_flight: int, budget_s: float
+    ) -> Measurement:
+        start = self.prepare_started(function, payload)
+        window(start, in_flight, max(MINIMUM_WARM_UP_S, budget_s * WARM_UP_SHARE))
+        return {"calls_per_s": window(start, in_flight, budget_s)}
+
+    async def bulk(self, *, function: str, size_bytes: int, budget_s: float) -> Measurement:
+        call = self.prepare_bulk(function, size_bytes)
+        for _ in range(bulk_warm_up_calls(size_bytes)):
+            call()
+        samples = one_by_one(call, budget_s, minimum=BULK_MINIMUM_CALLS)
+        self.prepare("forget", "none")()
+        return bulk_figures(samples, size_bytes)
+
+
+def one_by_one(call: BlockingCall, duration_s: float, minimum: int = 1) -> list[float]:
+    """What each call took, in seconds; at least `minimum` of them."""
+    clock = time.perf_counter
+    samples: list[float] = []
+    now = clock()
+    end = now + duration_s
+    while now < end or len(samples) < minimum:
+        begin = clock()
+        call()
+        now = clock()
+        samples.append(now - begin)
+    return samples
+
+
+def window(start: StartedCall, in_flight: int, duration_s: float) -> float:
+    """Calls per second with up to `in_flight` futures open; waiting for the oldest is the cheapest way to have that."""
+    clock = time.perf_counter
+    under_way: deque[Waitable] = deque()
+    done = 0
+    started = clock()
+    end = started + duration_s
+    while clock() < end:
+        if len(under_way) >= in_flight:
+            under_way.popleft().wait()
+            done += 1
+        under_way.append(start())
+    done += len(under_way)
+    while under_way:
+        under_way.popleft().wait()
+    return done / (clock() - started)

@@ -1,0 +1,86 @@
+"""grpc.aio: unary methods without protobuf, which would only add to its cost; tensors travel as bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+
+from arpc.bench import payloads
+from arpc.bench.asyncio_caller import Call
+from arpc.bench.meeting import leave_address, read_address
+from arpc.bench.peers.caller import PeerCaller
+
+__all__ = ["GrpcAio", "system"]
+
+SERVICE = "bench.Callee"
+UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+
+
+async def noop(_request: bytes, _context: Any) -> bytes:
+    """The empty method."""
+    return b""
+
+
+async def drop(request: bytes, _context: Any) -> bytes:
+    """Takes an array, which can use the bytes as they are."""
+    np.frombuffer(request, dtype=np.float32)
+    return b""
+
+
+class GrpcCaller(PeerCaller):
+    """The measurements, with grpc's calls."""
+
+    def __init__(self, channel: Any) -> None:
+        self._noop = channel.unary_unary(f"/{SERVICE}/noop")
+        self._drop = channel.unary_unary(f"/{SERVICE}/drop")
+
+    def prepare_noop(self) -> Call:
+        async def call() -> object:
+            return await self._noop(b"")
+
+        return call
+
+    def prepare_send(self, size_bytes: int) -> Call:
+        array = payloads.bulk_array(size_bytes)
+
+        async def call() -> object:
+            return await self._drop(array.tobytes())
+
+        return call
+
+
+class GrpcAio:
+    """A server and a channel over a unix socket."""
+
+    def run(self, main: Coroutine[object, object, None]) -> None:
+        asyncio.run(main)
+
+    @asynccontextmanager
+    async def callee(self, place: Path) -> AsyncIterator[None]:
+        server = grpc.aio.server(options=UNLIMITED)
+        methods = {one.__name__: grpc.unary_unary_rpc_method_handler(one) for one in (noop, drop)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+        address = f"unix:{place}/socket"
+        server.add_insecure_port(address)
+        await server.start()
+        leave_address(place, address)
+        try:
+            yield
+        finally:
+            await server.stop(0)
+
+    @asynccontextmanager
+    async def caller(self, place: Path) -> AsyncIterator[GrpcCaller]:
+        async with grpc.aio.insecure_channel(await read_address(place), options=UNLIMITED) as channel:
+            yield GrpcCaller(channel)
+
+
+def system() -> GrpcAio:
+    """Grpc with nothing set but the limits that 64 MB would exceed."""
+    return GrpcAio()

@@ -1,0 +1,147 @@
+"""What a row is: one figure of several systems, measured in the same way. The rows themselves are in `arpc.bench.rows`.
+
+A file of rows is a function that makes them::
+
+    def rows() -> Iterator[Row]:
+        work = workload("latency", function="noop", payload="none", flavour="async")
+        yield Row(
+            key="call/mine",
+            section="Small calls",
+            title="my call",
+            metric="p50_us",
+            unit="us",
+            better="lower",
+            cells={SUBJECT: Cell("arpc-unix", work, "same"), "torch": Cell("torch", work)},
+        )
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from arpc.bench.functions import Flavour
+from arpc.bench.placement import Placement
+
+__all__ = [
+    "FLAVOURS",
+    "FLOOR",
+    "MAIN_SESSION",
+    "MB",
+    "PINNED",
+    "SUBJECT",
+    "TRANSPORTS",
+    "Cell",
+    "Point",
+    "Row",
+    "Transport",
+    "Workload",
+    "by_flavour",
+    "fresh_workload",
+    "spoken",
+    "three",
+    "workload",
+]
+
+Setting = str | int | float
+Transport = Literal["unix", "tcp"]
+
+SUBJECT: Final = "arpc"
+"""The column that is compared with all the others."""
+
+FLOOR: Final = "floor"
+"""The column of what cannot be beaten, or hardly: compared as a plain quotient, not by speed."""
+
+MAIN_SESSION: Final = "main"
+
+MB: Final = 1_000_000
+FLAVOURS: Final[tuple[Flavour, ...]] = ("async", "def")
+TRANSPORTS: Final[tuple[Transport, ...]] = ("unix", "tcp")
+PINNED: Final[tuple[Placement, ...]] = ("same", "split")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A measurement: the name of a method of the callers, and what it is told."""
+
+    measure: str
+    settings: tuple[tuple[str, Setting], ...]
+    fresh: bool = False
+    """It needs processes that have done nothing yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One system doing one workload at one placement. Rows that share a cell share its figures."""
+
+    system: str
+    workload: Workload
+    placement: Placement = "free"
+    session: str = MAIN_SESSION
+    """The part of the run that it belongs to. Its systems are up only then; cells of a row have the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Where a row stands on one of `arpc.bench.plots.CURVES`."""
+
+    curve: str
+    x: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table: a figure, and the cells that it is read from."""
+
+    key: str
+    section: str
+    title: str
+    metric: str
+    unit: str
+    better: Literal["lower", "higher"]
+    cells: Mapping[str, Cell]
+    """By column: `SUBJECT`, `FLOOR` (compared as a plain quotient) and opponents (compared by speed)."""
+    max_rounds: int | None = None
+    in_quick: bool = True
+    long: bool = False
+    """Measured only when asked for: it takes minutes."""
+    point: Point | None = None
+
+    @property
+    def session(self) -> str:
+        return next(iter(self.cells.values())).session
+
+
+def workload(measure: str, **settings: Setting) -> Workload:
+    """The method `measure` of a caller, with these settings."""
+    return Workload(measure, tuple(sorted(settings.items())))
+
+
+def fresh_workload(measure: str, **settings: Setting) -> Workload:
+    """The same in processes that have done nothing yet."""
+    return replace(workload(measure, **settings), fresh=True)
+
+
+def by_flavour(measure: str, **settings: Setting) -> dict[Flavour, Workload]:
+    """The same of an ``async def`` and of a plain ``def``."""
+    return {flavour: workload(measure, flavour=flavour, **settings) for flavour in FLAVOURS}
+
+
+def three(
+    make: Mapping[Flavour, Workload], flavour: Flavour, transport: Transport, placement: Placement
+) -> dict[str, Cell]:
+    """Both arpc and the floor at `placement`; torch, which gains nothing from pinning, as the kernel likes."""
+    cells = {
+        SUBJECT: Cell(f"arpc-{transport}", make[flavour], placement),
+        FLOOR: Cell(f"floor-{transport}", make["def"], placement),
+        "torch": Cell("torch", make["def"]),
+    }
+    if transport == "tcp":
+        cells["torch-tcp"] = Cell("torch-tcp", make["def"])
+    return cells
+
+
+def spoken(flavour: Flavour) -> str:
+    """As Python spells it."""
+    return "async def" if flavour == "async" else "def"

@@ -1,0 +1,34 @@
+"""The table of what is compared. Each module here has a function ``rows()``; add yours to `ROWS`."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from typing import Final
+
+from arpc.bench.row import SUBJECT, Cell, Row, Workload
+from arpc.bench.rows import bulk, calls, floors, many, opponent, peers, rref, tensors, workers
+
+__all__ = ["ROWS", "SUBJECT", "Cell", "Row", "Workload", "select"]
+
+ROWS: Final[tuple[Row, ...]] = (
+    *calls.rows(),
+    *tensors.rows(),
+    *bulk.rows(),
+    *floors.rows(),
+    *rref.rows(),
+    *many.rows(),
+    *workers.rows(),
+    *opponent.rows(),
+    *peers.rows(),
+)
+
+
+def select(patterns: list[str], *, quick: bool, long: bool) -> list[Row]:
+    """The rows whose key contains a pattern or matches it as a shell would; all if there is no pattern."""
+
+    def wanted(row: Row) -> bool:
+        if patterns:
+            return any(pattern in row.key or fnmatch(row.key, pattern) for pattern in patterns)
+        return (long or not row.long) and (row.in_quick or not quick)
+
+    return [row for row in ROWS if wanted(row)]

@@ -1,0 +1,92 @@
+"""Large tensors, one transfer after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+from arpc.bench.row import (
+    FLOOR,
+    MB,
+    SUBJECT,
+    TRANSPORTS,
+    Cell,
+    Point,
+    Row,
+    Transport,
+    by_flavour,
+    workload,
+)
+
+__all__ = ["SECTION", "rows"]
+
+SECTION: Final = "Large tensors, one after another, unpinned"
+SIZES_MB: Final = (1, 4, 16, 64, 256)
+SMALL_SIZES: Final = {"64 B": 64, "1 KB": 1_000, "16 KB": 16_000, "256 KB": 256_000}
+IN_QUICK: Final = {
+    "send/1MB/unix",
+    "send/16MB/unix",
+    "send/64MB/unix",
+    "send-cold/64MB/unix",
+}
+
+
+def rows() -> Iterator[Row]:
+    """Sending, echoing, and what small calls have to bear meanwhile."""
+    for name, size_bytes in SMALL_SIZES.items():
+        row = _row(f"send/{name.replace(' ', '')}/unix", f"send {name}", "drop", size_bytes, "unix", max_rounds=5)
+        yield replace(row, metric="p50_us", unit="us", better="lower")
+    for function, word in (("drop", "send"), ("echo", "echo")):
+        for transport in TRANSPORTS:
+            for size_mb in SIZES_MB:
+                key = f"{word}/{size_mb}MB/{transport}"
+                yield _row(key, f"{word} {size_mb} MB", function, size_mb * MB, transport)
+    yield _row("send/1GB/unix", "send 1 GB", "drop", 1000 * MB, "unix", max_rounds=3)
+    for size_mb in (4, 16, 64):
+        row = _row(f"send/{size_mb}MB/socket", f"send {size_mb} MB", "drop", size_mb * MB, "unix")
+        ours = Cell("arpc-socket", row.cells[SUBJECT].workload)
+        yield replace(
+            row, title=f"{row.title}, not through shared memory", cells={**row.cells, SUBJECT: ours}, point=None
+        )
+    for transport in TRANSPORTS:
+        yield _row(f"send-cold/64MB/{transport}", "send 64 MB, cold", "keep", 64 * MB, transport)
+    loaded = by_flavour("latency_under_load", size_bytes=64 * MB)
+    for metric, unit, title in (
+        ("p50_us", "us", "small call p50 while 64 MB transfers run"),
+        ("times_idle", "x idle", "the same, in multiples of the idle one"),
+    ):
+        yield Row(
+            key=f"loaded/{metric}",
+            section=SECTION,
+            title=title,
+            metric=metric,
+            unit=unit,
+            better="lower",
+            cells={SUBJECT: Cell("arpc-unix", loaded["async"]), "torch": Cell("torch-default", loaded["def"])},
+        )
+
+
+def _row(
+    key: str, title: str, function: str, size_bytes: int, transport: Transport, max_rounds: int | None = None
+) -> Row:
+    transfer = workload("bulk", function=function, size_bytes=size_bytes)
+    cells = {
+        SUBJECT: Cell(f"arpc-{transport}", transfer),
+        FLOOR: Cell(f"floor-{transport}", transfer),
+        "torch": Cell("torch-default", transfer),
+    }
+    if transport == "tcp":
+        cells["torch-tcp"] = Cell("torch-tcp", transfer)
+    return Row(
+        key=key,
+        section=SECTION,
+        title=f"{title}, {transport}",
+        metric="gib_per_s",
+        unit="GiB/s",
+        better="higher",
+        cells=cells,
+        max_rounds=max_rounds,
+        in_quick=key in IN_QUICK,
+        point=Point("payload", size_bytes) if (function, transport) == ("drop", "unix") else None,
+    )

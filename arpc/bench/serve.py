@@ -1,0 +1,74 @@
+"""One process of a pair: ``python -m arpc.bench.serve SYSTEM callee|caller DIRECTORY``.
+
+It speaks JSON lines with the process that compares: it says ``{"ready": ...}``, then answers each measurement that it
+reads. The end of its input is the sign to shut down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import sys
+import traceback
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+from arpc.bench.processes import die_with_parent
+from arpc.bench.systems import Caller, Measurement, System, load
+
+__all__ = ["main"]
+
+
+class Control:
+    """The pipe to the process that compares. Whatever a library prints goes to the log instead of into it."""
+
+    def __init__(self) -> None:
+        self._out = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)
+
+    def say(self, message: dict[str, Any]) -> None:
+        self._out.write(json.dumps(message) + "\n")
+
+    async def hear(self) -> dict[str, Any] | None:
+        """The next command, or None when there will be no more. The loop stays free while it waits."""
+        line = await asyncio.to_thread(sys.stdin.readline)
+        return cast("dict[str, Any]", json.loads(line)) if line else None
+
+
+async def serve_callee(system: System, place: Path, control: Control) -> None:
+    async with system.callee(place):
+        control.say({"ready": os.getpid()})
+        while await control.hear() is not None:
+            pass
+
+
+async def serve_caller(system: System, place: Path, control: Control) -> None:
+    async with system.caller(place) as caller:
+        control.say({"ready": os.getpid()})
+        while (command := await control.hear()) is not None:
+            try:
+                control.say({"figures": await measure(caller, command["measure"], command["settings"])})
+            except Exception:  # noqa: BLE001 - whatever it was, the row says so and the others go on
+                control.say({"error": traceback.format_exc()})
+
+
+async def measure(caller: Caller, name: str, settings: dict[str, Any]) -> Measurement:
+    method = cast("Callable[..., Awaitable[Measurement]]", getattr(caller, name))
+    gc.collect()  # what the measurement before has left is not this one's
+    return await method(**settings)
+
+
+def main(arguments: list[str]) -> None:
+    """Runs one side of one system until its input ends."""
+    name, role, place = arguments
+    die_with_parent()  # so that nobody is left behind, however the process that compares may end
+    control = Control()
+    system = load(name)
+    system.run((serve_caller if role == "caller" else serve_callee)(system, Path(place), control))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,211 @@
+"""The systems that are compared: the contract of their code, and the registry of their configurations.
+
+A peer is a module with a function ``system(**settings)`` that makes a `System`, and an entry in `REGISTRY`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final, Protocol, cast
+
+__all__ = [
+    "BULK_MINIMUM_CALLS",
+    "GROUP_SIZES",
+    "PEERS",
+    "REGISTRY",
+    "TORCH_GROUP_SIZES",
+    "TORCH_THREADS",
+    "TORCH_THREADS_TRIED",
+    "WARM_UP_SHARE",
+    "Caller",
+    "Configuration",
+    "Measurement",
+    "System",
+    "bulk_warm_up_calls",
+    "load",
+]
+
+Measurement = dict[str, float]
+"""Figures by name, with the unit in the name: ``p50_us``, ``calls_per_s``."""
+
+WARM_UP_SHARE: Final = 0.2
+"""How long a cell is warmed up, by calls that do not count, as a part of its measured time."""
+
+BULK_MINIMUM_CALLS: Final = 2
+
+TORCH_THREADS: Final = 2
+TORCH_THREADS_TRIED: Final = (2, 3, 4)
+
+GROUP_SIZES: Final = (2, 4, 8, 16, 32, 64)
+TORCH_GROUP_SIZES: Final = (2, 4, 8)
+"""Each of its idle processes spins on a CPU: with more of them it would be the scheduler that is measured."""
+
+
+class Caller(Protocol):
+    """The measuring side. Every method named by a row's `Workload.measure` is a coroutine that returns a `Measurement`.
+
+    These two every system has; others (`bulk`, `flood`, ...) only those whose rows ask for them.
+    """
+
+    async def latency(self, *, function: str, flavour: str, payload: str, budget_s: float) -> Measurement:
+        """One call after another for `budget_s` seconds, after a warm-up: ``p50_us``, ``p99_us``."""
+        ...
+
+    async def throughput(
+        self, *, function: str, flavour: str, payload: str, in_flight: int, budget_s: float
+    ) -> Measurement:
+        """A sliding window of `in_flight` calls for `budget_s` seconds, after a warm-up: ``calls_per_s``."""
+        ...
+
+
+class System(Protocol):
+    """One peer in one configuration. Each side runs in a process of its own."""
+
+    def run(self, main: Coroutine[object, object, None]) -> None:
+        """Runs `main` on the event loop that a user of this system would choose."""
+        ...
+
+    def callee(self, place: Path) -> AbstractAsyncContextManager[None]:
+        """Serves `functions.FUNCTIONS`. The two sides find each other through the directory `place`."""
+        ...
+
+    def caller(self, place: Path) -> AbstractAsyncContextManager[Caller]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """How to make a `System`, without importing it: the process that compares must stay small and idle."""
+
+    module: str
+    about: str
+    settings: Mapping[str, object] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that its processes get in addition."""
+    requires: tuple[str, ...] = ()
+    spins_when_idle: bool = False
+    """It burns CPU while nothing is asked of it, so that it is stopped while another system is measured."""
+    timeout_s: float = 600.0
+    """After which a measurement counts as hung."""
+    transient: bool = False
+    """It is too large to stay: started for each measurement and ended after it."""
+
+    def missing(self) -> tuple[str, ...]:
+        """The packages that it needs and that are not installed."""
+        return tuple(name for name in self.requires if importlib.util.find_spec(name) is None)
+
+
+_FLOOR: Final = partial(Configuration, module="arpc.bench.floor", requires=("uvloop", "numpy"))
+_RAW: Final = partial(Configuration, module="arpc.bench.raw_sockets", requires=("numpy",))
+_ARPC: Final = partial(Configuration, module="arpc.bench.arpc_peer", requires=("arpc", "torch"))
+_TORCH: Final = partial(Configuration, module="arpc.bench.torch_rpc", requires=("torch",))
+
+
+def _groups() -> Iterator[tuple[str, Configuration]]:
+    for workers in GROUP_SIZES:
+        settings: dict[str, object] = {"peers": workers - 1}
+        about = f"a group of {workers} workers"
+        yield (
+            f"arpc-group-{workers}",
+            _ARPC(about=f"arpc, {about}", settings=settings | {"listen": "unix://"}, transient=True),
+        )
+        yield (
+            f"floor-group-{workers}",
+            _FLOOR(about=f"the floor, {about}", settings=settings | {"transport": "unix"}, transient=True),
+        )
+        if workers in TORCH_GROUP_SIZES:
+            yield (
+                f"torch-group-{workers}",
+                _TORCH(about=f"torch, {about}", settings=settings | {"threads": TORCH_THREADS}, transient=True),
+            )
+
+
+_PEER: Final = partial(Configuration, timeout_s=60.0)
+
+PEERS: Final[Mapping[str, Configuration]] = {
+    "rpyc": _PEER(
+        module="arpc.bench.peers.rpyc_service",
+        about="RPyC: a service over a unix socket, asynchronous proxies, no compression, tensors in pieces",
+        requires=("rpyc",),
+    ),
+    "grpc": _PEER(
+        module="arpc.bench.peers.grpc_aio",
+        about="grpc.aio: one unary method over a unix socket, tensors as bytes without protobuf",
+        requires=("grpc",),
+    ),
+    "xoscar": _PEER(
+        module="arpc.bench.peers.xoscar_actor",
+        about="xoscar: an actor in the second process of a pool, tensors as numpy arrays",
+        requires=("xoscar",),
+    ),
+    "ray": _PEER(
+        module="arpc.bench.peers.ray_actor",
+        about="Ray: an async actor, tensors as numpy arrays, which go through its shared memory",
+        requires=("ray",),
+    ),
+    "monarch": _PEER(
+        module="arpc.bench.peers.monarch_actor",
+        about="Monarch: an actor in a process of its own",
+        requires=("monarch",),
+    ),
+    "dask": _PEER(
+        module="arpc.bench.peers.dask_actor",
+        about="Dask: an actor on a worker process, asynchronous client, tensors as numpy arrays",
+        requires=("distributed",),
+    ),
+}
+"""What is measured if it is installed; ``make bench-peers`` installs it."""
+
+REGISTRY: Final[Mapping[str, Configuration]] = {
+    "floor-unix": _FLOOR(
+        about="a minimal uvloop protocol with C pickle and nothing else, unix socket", settings={"transport": "unix"}
+    ),
+    "floor-tcp": _FLOOR(about="the same over TCP", settings={"transport": "tcp"}),
+    "raw-unix": _RAW(about="blocking sockets and nothing else, unix", settings={"transport": "unix"}),
+    "raw-tcp": _RAW(about="the same over TCP", settings={"transport": "tcp"}),
+    "arpc-unix": _ARPC(about="arpc, unix socket", settings={"listen": "unix://"}),
+    "arpc-tcp": _ARPC(about="arpc, TCP", settings={"listen": "tcp://127.0.0.1:0"}),
+    "arpc-socket": _ARPC(
+        about="arpc, unix socket, tensors not through shared memory",
+        settings={"listen": "unix://"},
+        environment={"ARPC_SHARED_MEMORY_BYTES": "0"},
+    ),
+    "torch": _TORCH(
+        about=f"torch.distributed.rpc tuned for calls: {TORCH_THREADS} worker threads",
+        settings={"threads": TORCH_THREADS},
+        spins_when_idle=True,
+    ),
+    "torch-default": _TORCH(about="torch.distributed.rpc with nothing set", spins_when_idle=True),
+    "torch-tcp": _TORCH(
+        about=f"torch.distributed.rpc forced to TCP (transport uv, channel basic), {TORCH_THREADS} worker threads",
+        settings={"threads": TORCH_THREADS, "transports": ["uv"], "channels": ["basic"]},
+    ),
+    **{
+        f"torch-{threads}threads": _TORCH(
+            about=f"torch.distributed.rpc, {threads} worker threads",
+            settings={"threads": threads},
+            spins_when_idle=True,
+        )
+        for threads in TORCH_THREADS_TRIED
+        if threads != TORCH_THREADS
+    },
+    **dict(_groups()),
+    **PEERS,
+}
+
+
+def bulk_warm_up_calls(size_bytes: int) -> int:
+    """How many large transfers go before those that count. Of the largest, which take their time, one is enough."""
+    return 2 if size_bytes <= 100_000_000 else 1
+
+
+def load(name: str) -> System:
+    """Imports the code of a system; called only in the processes that run it."""
+    configuration = REGISTRY[name]
+    make = cast("Callable[..., System]", importlib.import_module(configuration.module).system)
+    return make(**configuration.settings)

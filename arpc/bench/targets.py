@@ -1,0 +1,126 @@
+"""The bars that arpc must pass, as data, and the verdict on what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from arpc.bench.rounds import Results
+from arpc.bench.row import SUBJECT
+
+__all__ = ["TARGETS", "Target", "Verdict", "judge"]
+
+Against = Literal["floor", "torch", "torch-tcp", "itself"]
+Outcome = Literal["pass", "miss", "stated", "not measured", "no row yet"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One bar: a quotient of figures against the floor, a speed-up against opponents, or the figure itself."""
+
+    what: str
+    row: str | None
+    """The key of the row that decides it; None while no row does."""
+    against: Against
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @property
+    def bar(self) -> str:
+        sign, limit = ("<=", self.at_most) if self.at_most is not None else (">=", self.at_least)
+        if limit is None:
+            return "stated"
+        match self.against:
+            case "floor":
+                return f"{sign} {limit:g}x the floor"
+            case "itself":
+                return f"{sign} {limit:g}"
+            case opponent:
+                return f"{sign} {limit:g}x as fast as {opponent}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a target."""
+
+    target: Target
+    measured: float | None
+    outcome: Outcome
+    disturbed: bool = False
+    """Other programs were too busy for the verdict to be believed."""
+
+
+def judge(results: Results) -> Iterator[Verdict]:
+    """A verdict on every target, in order."""
+    rows = {row.key: row for row in results.rows}
+    for target in TARGETS:
+        if target.row is None:
+            yield Verdict(target, None, "no row yet")
+            continue
+        row = rows.get(target.row)
+        # Compared with itself the quotient is 1; what is wanted then is only whether its rounds were disturbed.
+        column = SUBJECT if target.against == "itself" else target.against
+        comparison = results.comparison(row, column) if row is not None else None
+        if row is None or comparison is None:
+            yield Verdict(target, None, "not measured")
+            continue
+        measured = comparison.quotient if target.against == "floor" else comparison.speedup
+        if target.against == "itself":
+            measured = results.median(row, SUBJECT) or 0.0
+        yield Verdict(target, measured, _outcome(target, measured), comparison.disturbed)
+
+
+def _outcome(target: Target, measured: float) -> Outcome:
+    if target.at_least is not None:
+        return "pass" if measured >= target.at_least else "miss"
+    if target.at_most is not None:
+        return "pass" if measured <= target.at_most else "miss"
+    return "stated"
+
+
+TARGETS: Final[tuple[Target, ...]] = (
+    Target("small call, async def, p50, same CPU", "call/async/unix/same", "floor", at_most=1.10),
+    Target("small call, async def, p50, same CPU", "call/async/unix/same", "torch", at_least=10),
+    Target("small call, async def, p50, split CPUs", "call/async/unix/split", "torch", at_least=3),
+    Target("calls/s, 64 in flight, async def, a Task each, same", "rate/async/unix/same/64", "floor", at_least=0.95),
+    Target("calls/s, 64 in flight, async def, a Task each, split", "rate/async/unix/split/64", "floor", at_least=0.95),
+    Target("calls/s, 64 in flight, async def, carriers, same", "rate/async/unix/same/64", "floor", at_least=1.2),
+    Target("calls/s, 64 in flight, async def, carriers, split", "rate/async/unix/split/64", "floor", at_least=1.2),
+    Target("calls/s, 64 in flight, async def, same", "rate/async/unix/same/64", "torch", at_least=15),
+    Target("calls/s, 64 in flight, async def, split", "rate/async/unix/split/64", "torch", at_least=15),
+    Target("small call, def, p50, same CPU", "call/def/unix/same", "floor", at_most=1.9),
+    Target("calls/s, 64 in flight, def, same", "rate/def/unix/same/64", "floor", at_least=1.2),
+    Target("calls/s, 64 in flight, def, split", "rate/def/unix/split/64", "floor", at_least=1.2),
+    Target("echo of 16 floats, p50, same CPU", "floats16/p50/same", "torch", at_least=8),
+    Target("echo of 16 floats, p50, split CPUs", "floats16/p50/split", "torch", at_least=2.5),
+    Target("echo of 16 floats, calls/s, same", "floats16/rate/same", "torch", at_least=10),
+    Target("echo of 16 floats, calls/s, split", "floats16/rate/split", "torch", at_least=10),
+    Target("dict of 50 small tensors, echo, p50, same", "dict50/p50/same", "torch", at_least=2.5),
+    Target("dict of 50 small tensors, echo, p50, split", "dict50/p50/split", "torch", at_least=2.5),
+    Target("send, same host, warm, 1 MB", "send/1MB/unix", "torch", at_least=2.5),
+    Target("send, same host, warm, 16 MB", "send/16MB/unix", "torch", at_least=1.4),
+    Target("send, same host, warm, 64 MB", "send/64MB/unix", "torch", at_least=3.5),
+    Target("send, same host, warm, 64 MB, of libc memmove", "send-of-memmove/64MB", "floor", at_least=0.8),
+    Target("send, same host, cold, 64 MB", "send-cold/64MB/unix", "torch", at_least=1.2),
+    Target("unix socket without shared memory, 64 MB", "send/64MB/socket", "torch", at_least=1.4),
+    Target("send, TCP, 64 MB", "send/64MB/tcp", "torch-tcp", at_least=1.5),
+    Target("echo, TCP, 64 MB", "echo/64MB/tcp", "torch-tcp", at_least=1.0),
+    Target("small call p50 while 64 MB transfers run, times idle", "loaded/times_idle", "itself", at_most=10),
+    Target("blocking rpc_sync through the drop-in, def, unpinned", None, "torch", at_least=2.5),
+    Target("blocking rpc_sync through the drop-in, def, same CPU", None, "torch", at_least=8),
+    Target("remote() + to_here(), p50, same CPU", "rref/latency/same", "torch", at_least=8),
+    Target("remote() + to_here(), p50, split CPUs", "rref/latency/split", "torch", at_least=2.5),
+    Target("chain of ten remote(): one round trip and ten handlers", "rref/chain/round_trips", "itself"),
+    Target("fetch of 256 MB through an RRef, as a plain send", "rref/fetch/256MB", "floor", at_least=0.9),
+    Target("autograd, one remote op and back, p50, same CPU", None, "torch", at_least=5),
+    Target("autograd, one remote op and back, p50, split CPUs", None, "torch", at_least=2),
+    Target("100,000 calls in flight complete, calls/s", "flood/calls_per_s", "itself"),
+    Target("100,000 calls in flight, caller's bytes per call", "flood/caller_bytes_per_call", "itself"),
+    Target("100,000 calls in flight, callee's growth in MB", "flood/callee_growth_mb", "itself"),
+    Target(
+        "slow reader: callee's growth in MB, within its window", "slow-reader/callee_growth_mb", "itself", at_most=90
+    ),
+    Target("profiler off, tracing off: share of a small call", None, "itself", at_most=0.02),
+    Target("per-call cost with 64 workers, of that with 2", "workers/growth", "floor", at_most=1.25),
+)

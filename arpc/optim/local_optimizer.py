@@ -1,0 +1,168 @@
+"""The part of a `DistributedOptimizer` that is on one owner: a torch optimizer over some of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from arpc.autograd import get_gradients
+from arpc.errors import AutogradError, ConfigurationError
+from arpc.optim.locks import run_alone
+from arpc.runtime import current
+
+__all__ = ["Description", "Group", "LocalOptimizer", "StepRules", "copied", "make_local_optimizer"]
+
+Group = dict[str, Any]
+
+
+class StepRules(NamedTuple):
+    """What holds for every step of an optimizer."""
+
+    serialize_steps: bool
+    check_versions: bool
+
+
+class Description(NamedTuple):
+    """What the other side has to know of an optimizer."""
+
+    groups: list[Group]
+    """The hyperparameters of each group, without its parameters."""
+    defaults: Group
+
+
+async def make_local_optimizer(
+    optimizer_class: Callable[..., Optimizer],
+    groups: Sequence[Group],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    rules: StepRules,
+) -> LocalOptimizer:
+    """Make an optimizer over parameters of this worker, given as RRefs. Runs on their owner."""
+    found = [{**group, "params": [await rref.local_value() for rref in group["params"]]} for group in groups]
+    worker = current()
+    try:
+        made: LocalOptimizer = await worker.rref_context.call(
+            LocalOptimizer, (optimizer_class, found, args, kwargs, rules), {}
+        )
+    except Exception as error:
+        name = getattr(optimizer_class, "__name__", repr(optimizer_class))
+        error.add_note(f"while worker {worker.name!r} made the optimizer {name} over its parameters")
+        raise
+    return made
+
+
+class LocalOptimizer:
+    """A torch optimizer over *stand-ins* of parameters.
+
+    A stand-in has the memory of its parameter and a ``.grad`` of its own. So gradients of a context never appear in the
+    ``.grad`` of a parameter, where others may be accumulating theirs, and any number of optimizers can hold different
+    gradients for the same parameter at the same time.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: Callable[..., Optimizer],
+        groups: Sequence[Group],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        rules: StepRules,
+    ) -> None:
+        self._rules = rules
+        stand_ins: dict[int, Tensor] = {}  # the same for the same parameter, so that torch notices if one comes twice
+        self._parameters: list[Tensor] = []
+        for group in groups:
+            for parameter in group["params"]:
+                if id(parameter) not in stand_ins:
+                    stand_ins[id(parameter)] = _stand_in(parameter)
+                    self._parameters.append(parameter)
+        self._stand_ins = list(stand_ins.values())
+        placed = [{**group, "params": [stand_ins[id(parameter)] for parameter in group["params"]]} for group in groups]
+        self._optimizer = optimizer_class(placed, *args, **kwargs)
+
+    async def _alone(self, function: Callable[[], Any]) -> Any:
+        """Run a function in a thread, with the parameters to itself, or at least the stand-ins."""
+        return await run_alone(self._parameters if self._rules.serialize_steps else self._stand_ins, function)
+
+    # -- what the other side calls
+
+    async def step(self, context_id: int, changes: Sequence[Group]) -> None:
+        """Let the optimizer make a step with the gradients of a context, after changing its hyperparameters."""
+        try:
+            gradients = get_gradients(context_id)
+        except AutogradError:
+            gradients = {}  # whoever asks knows the context: it has not touched this worker
+        await self._alone(lambda: self._step(gradients, changes))
+
+    async def describe(self) -> Description:
+        return await self._alone(self._describe)  # type: ignore[no-any-return]
+
+    async def state_dict(self) -> dict[str, Any]:
+        """A copy of the state, as torch numbers it, between two steps."""
+        return await self._alone(lambda: copied(self._optimizer.state_dict()))  # type: ignore[no-any-return]
+
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
+        await self._alone(lambda: self._optimizer.load_state_dict(state))
+
+    # -- in a thread
+
+    def _step(self, gradients: Mapping[Tensor, Tensor], changes: Sequence[Group]) -> None:
+        for group, changed in zip(self._optimizer.param_groups, changes, strict=True):
+            for key, value in changed.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].copy_(value)  # captured graphs, and the optimizer itself, hold on to the tensor
+                else:
+                    group[key] = value
+        try:
+            for parameter, stand_in in zip(self._parameters, self._stand_ins, strict=True):
+                _follow(stand_in, parameter)
+                stand_in.grad = gradients.get(parameter)
+            self._optimizer.step()
+        finally:
+            for stand_in in self._stand_ins:
+                stand_in.grad = None
+        if self._rules.check_versions:
+            for parameter in self._parameters:
+                if parameter in gradients:
+                    torch.autograd.graph.increment_version(parameter)
+
+    def _describe(self) -> Description:
+        groups = [
+            {key: copied(value) for key, value in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        return Description(groups, copied(self._optimizer.defaults))
+
+
+def _stand_in(parameter: Any) -> Tensor:
+    if not isinstance(parameter, Tensor):
+        raise ConfigurationError(f"an optimizer takes RRefs to tensors, not to {type(parameter).__qualname__}")
+    if not parameter.is_leaf:
+        raise ConfigurationError("an optimizer cannot change a tensor that was computed from others: it is no leaf")
+    # .data and not .detach(): each has a version counter of its own, see StepRules.check_versions
+    if isinstance(parameter, Parameter):
+        return Parameter(parameter.data, requires_grad=parameter.requires_grad)
+    return parameter.data.requires_grad_(parameter.requires_grad)
+
+
+def _follow(stand_in: Tensor, parameter: Tensor) -> None:
+    """A parameter's memory is replaced when its module is moved or cast."""
+    if stand_in.data_ptr() != parameter.data_ptr() or stand_in.dtype != parameter.dtype:
+        stand_in.data = parameter.data
+
+
+def copied(value: Any) -> Any:
+    """A deep copy of plain containers and tensors, which go to the CPU: others may not have the device."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [copied(item) for item in value]
+    if type(value) is tuple:
+        return tuple(copied(item) for item in value)
+    return value

@@ -1,0 +1,177 @@
+"""The local engine alone: gradients come in any order, each node runs once."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from arpc.autograd import fallback
+from arpc.autograd.engine import RegionEngine, Source
+from arpc.autograd.fallback import GroupEngine, choose_engine, pausing_works
+from arpc.autograd.nodes import RecvRecord, attach_recv, attach_send
+from arpc.errors import AutogradError
+
+
+class Graph:
+    """A random graph with some sends, some recvs, and hooks that are not linear."""
+
+    def __init__(self, seed: int, *, with_hooks: bool = True) -> None:
+        dice = random.Random(seed)
+        self.leaves = [torch.full((3,), float(number + 1), requires_grad=True) for number in range(3)]
+        self.records = [RecvRecord(number, 1, 1) for number in range(2)]
+        self.received = [attach_recv([torch.full((3,), 2.0)], record)[0] for record in self.records]
+        self.runs: Counter[str] = Counter()
+        values = [*self.leaves, *self.received]
+        for number in range(15):
+            first, second = dice.choice(values), dice.choice(values)
+            value = first + 2 * second if dice.random() < 0.7 else first * 3 - second
+            name = str(number)
+            value.grad_fn.register_hook(lambda *_, name=name: self.runs.update([name]))
+            if with_hooks and dice.random() < 0.4:
+                value.register_hook(lambda gradient: torch.remainder(gradient * 5 + 1, 17))
+            values.append(value)
+        if with_hooks:
+            self.leaves[0].register_hook(lambda gradient: torch.remainder(gradient + 3, 13))
+        self.sent = [dice.choice(values[5:]) for _ in range(4)]
+        self.root = values[-1].sum()
+        self.order = dice.sample(range(1, 5), 4)
+        self.given = [torch.full((3,), float(number)) if dice.random() < 0.7 else None for number in range(4)]
+
+    def run(self, engine_class):
+        sources = [Source([(self.root.grad_fn, self.root.output_nr)], None)]
+        sources += [Source.of_send(attach_send([value])) for value in self.sent]
+        engine = engine_class(sources, retain_graph=False)
+        while not engine.walk(4):
+            pass
+        engine.resolve(0, [torch.ones(())])
+        engine.run()
+        for number in self.order:
+            given = self.given[number - 1]
+            engine.resolve(number, None if given is None else [given])
+            engine.run()
+        assert engine.has_run_all
+        engine.close()
+        heard = {record: gradients[0] for record, gradients in engine.delivered}
+        assert heard.keys() | set(engine.silent) == set(engine.live)
+        assert heard.keys().isdisjoint(engine.silent)
+        return engine.leaves.take(), heard
+
+    def reference(self):
+        """The same in one go, by torch's own backward."""
+        outputs = [self.root, *[value for value, given in zip(self.sent, self.given, strict=True) if given is not None]]
+        given = [torch.ones(()), *[gradient for gradient in self.given if gradient is not None]]
+        found = torch.autograd.grad(outputs, [*self.leaves, *self.received], given, allow_unused=True)
+        return found[:3], found[3:]
+
+
+@pytest.mark.parametrize("start", range(0, 200, 50))
+def test_gradients_and_runs_are_those_of_one_backward(start):
+    for seed in range(start, start + 50):
+        graph = Graph(seed)
+        leaves, heard = graph.run(RegionEngine)
+        again = Graph(seed)
+        expected_leaves, expected_heard = again.reference()
+        assert graph.runs == again.runs, seed
+        for leaf, gradient in zip(graph.leaves, expected_leaves, strict=True):
+            assert (leaf in leaves) == (gradient is not None), seed
+            assert gradient is None or torch.equal(leaves[leaf], gradient), seed
+        for record, gradient in zip(graph.records, expected_heard, strict=True):
+            assert (record in heard) == (gradient is not None), seed
+            assert gradient is None or torch.equal(heard[record], gradient), seed
+
+
+def test_the_fallback_has_the_same_gradients():
+    for seed in range(100):
+        graph = Graph(seed, with_hooks=False)
+        leaves, heard = graph.run(GroupEngine)
+        expected_leaves, expected_heard = Graph(seed, with_hooks=False).reference()
+        for leaf, gradient in zip(graph.leaves, expected_leaves, strict=True):
+            assert (leaf in leaves) == (gradient is not None), seed
+            assert gradient is None or torch.equal(leaves[leaf], gradient), seed
+        for record, gradient in zip(graph.records, expected_heard, strict=True):
+            assert (record in heard) == (gradient is not None), seed
+            assert gradient is None or torch.equal(heard[record], gradient), seed
+
+
+def test_torch_lets_itself_be_paused():
+    assert pausing_works()
+    assert choose_engine() is RegionEngine
+
+
+def test_a_torch_that_does_not_is_noticed(monkeypatch, caplog):
+    def broken(*_, **__):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr("arpc.autograd.engine._run_backward", broken)
+    pausing_works.cache_clear()
+    try:
+        assert choose_engine() is GroupEngine
+        assert "more than once" in caplog.text
+    finally:
+        monkeypatch.undo()
+        pausing_works.cache_clear()
+    assert fallback.choose_engine() is RegionEngine
+
+
+def test_the_first_node_of_a_thread_does_not_stop_a_pause():
+    # its place in the engine's queue is that of a barrier
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    early, late = (y * 3).sum(), y * 5
+    early.grad_fn._set_sequence_nr(0)
+    sources = [Source([(early.grad_fn, 0)], None), Source.of_send(attach_send([late]))]
+    engine = RegionEngine(sources, retain_graph=False)
+    assert engine.walk(100)
+    engine.resolve(0, [torch.ones(())])
+    engine.run()
+    engine.resolve(1, [torch.ones(2)])
+    engine.run()
+    assert engine.leaves.take()[x].tolist() == [16.0, 16.0]
+
+
+def test_a_graph_that_was_freed_says_so():
+    record = RecvRecord(1, 1, 1)
+    (received,) = attach_recv([torch.ones(2)], record)
+    root = received.sum()
+
+    def walk():
+        engine = RegionEngine([Source([(root.grad_fn, 0)], None)], retain_graph=False)
+        assert engine.walk(100)
+        engine.resolve(0, [torch.ones(())])
+        engine.run()
+        engine.close()
+
+    walk()
+    with pytest.raises(AutogradError, match="second time"):
+        walk()
+
+
+def test_gradients_that_somebody_else_has_are_copied():
+    x, y = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
+    kept = []
+    x.register_hook(kept.append)
+    root = (x + y).sum() + y.t().sum()
+    engine = RegionEngine([Source([(root.grad_fn, 0)], None)], retain_graph=False)
+    assert engine.walk(100)
+    engine.resolve(0, [torch.ones(())])
+    engine.run()
+    gradients = engine.leaves.take()
+    gradients[x].zero_()
+    assert kept[0].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert gradients[y].tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    assert gradients[x].stride() == x.stride()
+
+
+def test_a_gradient_that_nobody_else_has_is_not_copied():
+    x = torch.ones(1000, requires_grad=True)
+    addresses = []
+    x.register_hook(lambda gradient: addresses.append(gradient.data_ptr()))
+    root = (x * torch.full((1000,), 3.0)).sum()
+    engine = RegionEngine([Source([(root.grad_fn, 0)], None)], retain_graph=False)
+    assert engine.walk(100)
+    engine.resolve(0, [torch.ones(())])
+    engine.run()
+    assert engine.leaves.take()[x].data_ptr() == addresses[0]

@@ -1,0 +1,138 @@
+"""Regions of graphs made of nodes that are no torch at all."""
+
+from __future__ import annotations
+
+import random
+
+from arpc.autograd.graph import Planner
+
+
+class Variable:
+    def __init__(self, hooks=None) -> None:
+        self._backward_hooks = hooks
+
+
+class Node:
+    def __init__(self, *children, name="") -> None:
+        self.next_functions = tuple((child, 0) for child in children)
+        self.name = name
+
+
+class Leaf(Node):
+    def __init__(self, hooks=None) -> None:
+        super().__init__()
+        self.variable = Variable(hooks)
+
+
+class Recv(Node):
+    """Leads to something in torch too, which is not to be followed."""
+
+    def __init__(self) -> None:
+        super().__init__(Leaf())
+
+
+def plan(*sources, limit=1 << 30):
+    planner = Planner([[(node, 0) for node in source] for source in sources], Recv)
+    while not planner.walk(limit):
+        pass
+    return planner.plan()
+
+
+def test_one_source_makes_one_region():
+    leaf, recv = Leaf(), Recv()
+    root = Node(Node(leaf), Node(recv, None))
+    found = plan([root])
+    assert found.regions.keys() == {1}
+    assert list(found.regions[1].leaves) == [leaf]
+    assert found.regions[1].recvs == [recv]
+    assert found.sources_of is None
+    assert found.count == 5
+
+
+def test_a_leaf_is_shared_without_making_a_border():
+    leaf = Leaf()
+    found = plan([Node(leaf)], [Node(leaf)])
+    assert found.sources_of is None
+    assert all(list(region.leaves) == [leaf] for region in found.regions.values())
+
+
+def test_a_leaf_with_hooks_waits_for_all_that_reach_it():
+    leaf = Leaf(hooks={1: print})
+    first, second = Node(leaf), Node(leaf)
+    found = plan([first], [second])
+    assert found.sources(leaf) == 0b11
+    assert found.hooked_leaves.keys() == {leaf}
+    assert [exit_.to[0] for exit_ in found.regions[0b01].exits] == [leaf]
+    assert found.regions[0b10].leaves == {}
+
+
+def test_what_two_sources_reach_is_a_region_of_its_own():
+    leaf, recv = Leaf(), Recv()
+    shared = Node(leaf, recv)
+    first, second = Node(shared), Node(shared, leaf)
+    found = plan([first], [second])
+    assert {node: found.sources(node) for node in (first, second, shared, recv)} == {
+        first: 0b01,
+        second: 0b10,
+        shared: 0b11,
+        recv: 0b11,
+    }
+    assert found.regions[0b11].recvs == [recv]
+    assert [(exit_.node, exit_.place) for exit_ in found.regions[0b10].exits] == [(second, 0)]
+    assert list(found.regions[0b10].leaves) == [leaf]
+
+
+def test_a_source_may_be_a_leaf_or_a_recv_itself():
+    leaf, recv = Leaf(), Recv()
+    found = plan([leaf, recv])
+    assert list(found.regions[1].leaves) == [leaf]
+    assert found.regions[1].recvs == [recv]
+
+
+def test_sources_that_lead_nowhere_have_empty_regions():
+    found = plan([], [Node()])
+    assert found.regions.keys() == {1, 2}
+    assert found.regions[1].recvs == []
+
+
+def random_graph(seed):
+    dice = random.Random(seed)
+    nodes = [Leaf() if dice.random() < 0.6 else Recv() for _ in range(4)] + [Leaf(hooks={1: 1})]
+    for number in range(30):
+        children = [dice.choice([*nodes, None]) for _ in range(dice.randint(1, 3))]
+        nodes.append(Node(*children, name=str(number)))
+    sources = [[dice.choice(nodes) for _ in range(dice.randint(1, 2))] for _ in range(dice.randint(1, 5))]
+    return nodes, sources
+
+
+def reachable(nodes):
+    seen, stack = set(), list(nodes)
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if not isinstance(node, Recv):
+            stack += [child for child, _ in node.next_functions]
+    return seen
+
+
+def test_regions_are_what_reachability_says():
+    for seed in range(300):
+        _, sources = random_graph(seed)
+        reached = [reachable(source) for source in sources]
+        found = plan(*sources, limit=seed % 7 + 1)
+        plain = {leaf for leaf in set().union(*reached) if isinstance(leaf, Leaf) and not leaf.variable._backward_hooks}
+        assert found.leaves.keys() == plain
+        for node in set().union(*reached) - plain:
+            mask = sum(1 << number for number, nodes in enumerate(reached) if node in nodes)
+            assert found.sources(node) == mask, seed
+            if isinstance(node, Recv):
+                assert node in found.regions[mask].recvs
+        assert found.nodes.keys() == set().union(*reached) - plain
+        for region in found.regions.values():
+            assert len(region.recvs) == len(set(region.recvs))
+            for exit_ in region.exits:
+                assert found.sources(exit_.node) == region.sources
+                assert found.sources(exit_.to[0]) != region.sources
+                assert exit_.node.next_functions[exit_.place] == exit_.to

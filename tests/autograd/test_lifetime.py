@@ -1,0 +1,235 @@
+"""Contexts end: on every worker they touched, whatever is lost on the way, and with the worker that made them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+
+import pytest
+import torch
+
+import arpc
+from arpc.autograd.context import Container
+from arpc.testing import Fault, FaultyTransport, cluster
+from arpc.transport.memory import MemoryNetwork
+from arpc.wire.messages import MessageType
+from tests.autograd import functions
+from tests.autograd.conftest import OPTIONS, assert_nothing_is_left, until
+from tests.autograd.test_backward import leaf
+
+
+def has_contexts(group):
+    return any(worker.autograd.statistics()["contexts"] for worker in group if not worker.is_shut_down)
+
+
+async def test_leaving_releases_it_on_every_worker_it_touched(group):
+    x = leaf()
+    async with arpc.autograd.context() as ctx_id:
+        await arpc.rpc_sync("worker1", functions.nested, (x, "worker2"))  # worker0 never spoke to worker2
+        assert all(ctx_id in worker.autograd.container.contexts for worker in group)
+    assert_nothing_is_left(group)
+
+
+async def test_leaving_by_an_error_releases_it_too(group):
+    async def train():
+        async with arpc.autograd.context():
+            await arpc.rpc_sync("worker1", functions.mul, (leaf(), 2))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await train()
+    assert_nothing_is_left(group)
+
+
+async def test_a_cancelled_task_releases_it_too(group):
+    inside = asyncio.Event()
+
+    async def train():
+        async with arpc.autograd.context():
+            await arpc.rpc_sync("worker1", functions.nested, (leaf(), "worker2"))
+            inside.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(train())
+    await inside.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: not has_contexts(group))
+
+
+async def test_being_cancelled_while_leaving_does_not_keep_it(group):
+    entered = asyncio.Event()
+
+    async def train():
+        async with arpc.autograd.context():
+            await arpc.rpc_sync("worker1", functions.nested, (leaf(), "worker2"))
+            entered.set()
+
+    task = asyncio.create_task(train())
+    await entered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: not has_contexts(group))
+
+
+async def test_a_call_that_outlives_its_context_records_nothing(group):
+    gate = asyncio.Event()
+    x = leaf()
+
+    async def later():
+        await gate.wait()
+        return await arpc.rpc_sync("worker1", functions.mul, (x, 2))
+
+    async with arpc.autograd.context():
+        task = asyncio.create_task(later())
+        await asyncio.sleep(0)
+    gate.set()
+    assert (await task).tolist() == [2.0, 4.0, 6.0]
+    assert_nothing_is_left(group)
+
+
+async def test_a_call_under_way_when_its_context_ends_does_not_bring_it_back():
+    transport = FaultyTransport(MemoryNetwork())
+    async with cluster(2, options=OPTIONS, transports={"memory": transport}) as group:
+        async with arpc.autograd.context():
+            await arpc.rpc_sync("worker1", functions.mul, (leaf(), 2))
+            transport.inject(Fault(MessageType.REQUEST, "delay", count=1, delay_s=0.05))
+            late = arpc.rpc_async("worker1", functions.mul, (leaf(), 3))
+        assert (await late).tolist() == [3.0, 6.0, 9.0]
+        assert_nothing_is_left(group)
+
+
+@pytest.mark.parametrize("action", ["drop", "delay", "cut", "duplicate"])
+async def test_a_release_survives_a_bad_network(action):
+    fault = Fault(MessageType.AUTOGRAD_RELEASE, action, count=2, delay_s=0.05)
+    transport = FaultyTransport(MemoryNetwork(), [fault])
+    async with cluster(3, options=OPTIONS, transports={"memory": transport}) as group:
+        async with arpc.autograd.context():
+            await arpc.rpc_sync("worker1", functions.nested, (leaf(), "worker2"))
+        await until(lambda: not has_contexts(group))
+        assert transport.injected[MessageType.AUTOGRAD_RELEASE, action] > 0
+
+
+async def start_and_stay(inside: str, further: str) -> None:
+    x = leaf()
+    async with arpc.autograd.context():
+        await arpc.rpc_sync(inside, functions.nested, (x, further))
+        await asyncio.Event().wait()
+
+
+async def test_contexts_of_a_worker_that_leaves_are_reclaimed():
+    async with cluster(["worker0", "worker1", "worker2"], options=OPTIONS, elastic=True) as group:
+        task = arpc.rpc_async("worker2", start_and_stay, ("worker0", "worker1"))
+        await until(lambda: all(worker.autograd.container.contexts for worker in group))
+        # nobody says goodbye to worker1, which does not know worker2
+        await group[2].shutdown(graceful=False)
+        with pytest.raises((arpc.WorkerLostError, arpc.CallCancelledError, arpc.ShutdownError)):
+            await task
+        await until(lambda: not has_contexts(group))
+
+
+async def test_a_lost_connection_alone_ends_no_context():
+    transport = FaultyTransport(MemoryNetwork())
+    async with cluster(2, options=OPTIONS, transports={"memory": transport}) as group:
+        x = leaf()
+        async with arpc.autograd.context() as ctx_id:
+            y = await arpc.rpc_sync("worker1", functions.mul, (x, 2))
+            transport.inject(Fault(MessageType.REQUEST, "cut", count=1))
+            with pytest.raises(arpc.WorkerLostError):
+                await arpc.rpc_sync("worker1", functions.give_back, (1,))
+            lifetimes = group[1].autograd.lifetimes
+            await until(lambda: bool(lifetimes._doubtful))
+            await until(lambda: not lifetimes._doubtful)
+            await arpc.autograd.backward(ctx_id, [y.sum()])
+            assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [2.0] * 3
+        assert_nothing_is_left(group)
+
+
+async def test_many_passes_leave_nothing(group):
+    x = leaf()
+    kept = weakref.WeakSet()
+    for _ in range(200):
+        async with arpc.autograd.context() as ctx_id:
+            y = await arpc.rpc_sync("worker1", functions.mul, (x, 2))
+            kept.add(y)
+            z = await arpc.rpc_sync("worker2", functions.mul, (y, x))
+            await arpc.autograd.backward(ctx_id, [z.sum()])
+            assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [4.0, 8.0, 12.0]
+        del y, z
+    gc.collect()
+    assert not kept
+    for worker in group:
+        assert not worker.autograd.container.contexts
+        assert len(worker.autograd.container._ended) == 200
+        assert not worker.autograd.lifetimes._tasks
+
+
+async def test_a_graph_is_freed_with_its_context_without_the_garbage_collector(group):
+    gc.collect()
+    gc.disable()
+    try:
+        async with arpc.autograd.context() as ctx_id:
+            x = leaf()
+            y = await arpc.rpc_sync("worker1", functions.mul, (x * 1, 2))
+            await arpc.autograd.backward(ctx_id, [y.sum()])
+            freed = weakref.ref(x), weakref.ref(y)
+            del x, y
+        assert [reference() for reference in freed] == [None, None]
+    finally:
+        gc.enable()
+
+
+# -- the container
+
+
+def test_ids_are_of_the_worker_that_makes_them():
+    container = Container(5)
+    first, second = container.new(), container.new()
+    assert first.id != second.id
+    assert first.creator == second.creator == 5
+    assert container.new_message_id() not in {0, container.new_message_id()}
+    assert container.enter(first.id) is first
+
+
+def test_what_has_ended_is_not_entered_again():
+    container = Container(5)
+    foreign = 6 << 48 | 3
+    assert container.enter(foreign) is container.enter(foreign)
+    assert container.remove(foreign) is not None
+    assert container.remove(foreign) is None
+    assert container.enter(foreign) is None
+    assert container.enter(5 << 48 | 99) is None  # of its own, and it is not there
+
+
+def test_tombstones_are_bounded():
+    container = Container(5)
+    for number in range(10_000):
+        container.enter(6 << 48 | number)
+        container.remove(6 << 48 | number)
+    assert len(container._ended) <= 4096
+
+
+def test_a_pass_can_be_taken_back_until_the_next_has_ended():
+    context = Container(1).new()
+    x = torch.ones(1, requires_grad=True)
+    context.commit(1, {x: torch.tensor([1.0])})
+    context.commit(2, {x: torch.tensor([2.0])})
+    assert context.gradients[x].tolist() == [3.0]
+    context.roll_back(1)
+    assert context.gradients[x].tolist() == [3.0]
+    context.roll_back(2)
+    assert context.gradients[x].tolist() == [1.0]
+    assert context.aborted_passes == {1, 2}
+
+
+async def test_leaving_does_not_wait_for_the_dead():
+    async with cluster(3, options=OPTIONS.replace(control_backoff=30.0), elastic=True) as group:
+        async with arpc.autograd.context():
+            await arpc.rpc_sync("worker1", functions.mul, (leaf(), 2))
+            await arpc.rpc_sync("worker2", functions.mul, (leaf(), 2))
+            await group[1].shutdown(graceful=False)
+        # far from the backoff of half a minute
+        assert_nothing_is_left([group[0], group[2]])

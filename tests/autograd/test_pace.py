@@ -1,0 +1,61 @@
+"""Which runs happen on the loop, and which in a thread."""
+
+from __future__ import annotations
+
+import torch
+
+from arpc.autograd.graph import Plan, Planner
+from arpc.autograd.pace import SHORT_ELEMENTS, SHORT_NODES, SHORT_S, Pace
+
+
+def plan_of(tensor: torch.Tensor) -> Plan:
+    planner = Planner([[(tensor.grad_fn, 0)]])
+    assert planner.walk(1 << 30)
+    return planner.plan()
+
+
+def small() -> Plan:
+    return plan_of((torch.ones(2, requires_grad=True) * 2).sum())
+
+
+def test_a_new_graph_is_judged_by_its_size():
+    x = torch.ones(2, requires_grad=True)
+    long = x
+    for _ in range(SHORT_NODES + 1):
+        long = long + 1
+    pace = Pace()
+    assert pace.is_short(small(), 2)
+    assert not pace.is_short(small(), SHORT_ELEMENTS + 1)
+    assert not pace.is_short(plan_of(long), 2)
+    # neither its leaf nor its root tells
+    assert not pace.is_short(plan_of(x[:1].expand(SHORT_ELEMENTS + 1).sum()), 2)
+
+
+def test_one_that_kept_the_cpu_busy_goes_to_a_thread_at_once_and_may_come_back():
+    pace, plan = Pace(), small()
+    pace.took(plan, 2, 2 * SHORT_S, 2 * SHORT_S)
+    assert not pace.is_short(plan, 2)
+    assert pace.is_short(plan, 3)
+    pace.took(plan, 2, SHORT_S / 10, SHORT_S / 10)
+    assert pace.is_short(plan, 2)
+
+
+def test_one_that_waits_again_and_again_goes_to_a_thread():
+    pace, plan = Pace(), small()
+    for _ in range(20):
+        pace.took(plan, 2, 100 * SHORT_S, SHORT_S / 10)
+    assert not pace.is_short(plan, 2)
+
+
+def test_one_that_was_disturbed_stays():
+    pace, plan = Pace(), small()
+    for seconds in (SHORT_S / 10, 100 * SHORT_S, SHORT_S / 10, 100 * SHORT_S):
+        pace.took(plan, 2, seconds, SHORT_S / 10)
+        assert pace.is_short(plan, 2)
+
+
+def test_not_all_graphs_are_remembered():
+    pace, plan = Pace(), small()
+    for elements in range(5000):
+        pace.took(plan, elements, 0.0, 0.0)
+    assert len(pace._seconds) <= 1024

@@ -1,0 +1,46 @@
+"""Random programs cut at random places over 2 to 5 workers, against the same programs in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+import torch
+
+import arpc
+from arpc.testing import cluster
+from tests.autograd import programs
+from tests.autograd.conftest import OPTIONS, assert_nothing_is_left
+
+runs = itertools.count()
+
+
+async def check(group, seed, workers):
+    program = programs.make_program(seed, workers)
+    expected, expected_calls, has_roots = programs.run_reference(program)
+    run = next(runs)
+    async with arpc.autograd.context() as ctx_id:
+        roots = await programs.run_forward(run, program)
+        assert bool(roots) == has_roots
+        if roots:
+            async with asyncio.timeout(20):
+                await arpc.autograd.backward(ctx_id, roots)
+        found = programs.gradients_of(group, ctx_id, run, program)
+    calls = sum((programs.place_of(run, worker.name).hook_calls for worker in group), start=type(expected_calls)())
+    programs.forget(run)
+    assert calls == expected_calls, seed
+    for number, gradient in expected.items():
+        assert (gradient is None) == (found[number] is None), (seed, number)
+        if gradient is not None and program.is_exact:
+            assert torch.equal(found[number], gradient), (seed, number)
+        elif gradient is not None:
+            torch.testing.assert_close(found[number], gradient, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 5])
+async def test_gradients_are_those_of_one_process(workers):
+    async with cluster(workers, options=OPTIONS) as group:
+        for seed in range(12):
+            await check(group, seed * 10 + workers, workers)
+        assert_nothing_is_left(group)

@@ -526,6 +526,8 @@ class Executor:
         kind = FailureKind.RAISED
         if isinstance(error, asyncio.CancelledError):
             kind = FailureKind.TIMEOUT if run.expired else FailureKind.CANCELLED
+            if self._is_closed and not run.expired:
+                kind = FailureKind.LEFT
             run.cancel_nested()
         if isinstance(error, ProtocolError):
             logger.warning("a malformed request of worker %s: %s", run.inbound.caller.name, error)

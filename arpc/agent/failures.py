@@ -17,6 +17,7 @@ from arpc.errors import (
     RemoteTraceback,
     RpcTimeoutError,
     ShutdownError,
+    WorkerLostError,
 )
 from arpc.ids import WorkerInfo
 from arpc.wire.messages import FailureKind
@@ -66,6 +67,9 @@ def rebuild_failure(
         return OverloadedError(f"worker {worker!r} refused {function}: {text}")
     if kind == FailureKind.SHUTDOWN:
         return ShutdownError(f"worker {worker!r} is shutting down and did not run {function}")
+    if kind == FailureKind.LEFT:
+        text = f"worker {worker!r} has left: it was shut down while {function} ran"
+        return _caused(WorkerLostError(text, worker), worker, stack)
     if pickled is not None:
         try:
             error = loads(pickled, slots)

@@ -86,6 +86,10 @@ class ThreadPool:
         One that is quick may wait for others that are.
         """
         self._unfinished += 1
+        if self._closed:
+            # what ends late may have something to clear away still, when the others have gone
+            threading.Thread(target=self._do, args=(job,), name=f"arpc-{self._name}-late", daemon=True).start()
+            return
         self._jobs.append(job)
         if not is_quick:
             self._wanted += 1
@@ -95,6 +99,8 @@ class ThreadPool:
             self._loop.call_soon(self._ring)
 
     def _ring(self) -> None:
+        if self._closed:
+            return  # `close` has rung for all
         self._will_ring = False
         wanted = min(max(self._wanted, 1), self._size)
         self._wanted = 0
@@ -122,6 +128,8 @@ class ThreadPool:
         """End the threads as they become free. One that is stuck in user code is left behind: it is a daemon."""
         if self._closed:
             return
+        if self._jobs:
+            self._ring()  # so that there are threads to do them
         self._closed = True
         if self._helper is not None:
             self._helper.cancel()
@@ -156,7 +164,6 @@ class ThreadPool:
 
     def _work(self) -> None:
         take = self._jobs.popleft
-        done = self._done
         while True:
             try:
                 job = take()
@@ -166,26 +173,32 @@ class ThreadPool:
             if job is None:
                 self._end_thread()
                 return
+            if not self._do(job):
+                self._end_thread()
+                return
+            del job
+
+    def _do(self, job: Job) -> bool:
+        """Run a job in this thread; False if the loop is closed, so that nobody waits any more."""
+        try:
+            result = job()
+        except BaseException:
+            # Jobs report their own errors; whatever arrives here is a bug, and must not cost the pool a thread
+            logger.exception("an internal error in a worker thread")
+            result = None
+        # The blocks it was in have ended with it. Left are the two things that people switch without a block.
+        if not _is_grad_enabled() or _count_function_modes():
+            torchstate.save_and_reset()
+        self._done.append(result)
+        # Only the first result after the loop looked needs to wake it. A race costs a spare wake-up, never a lost one:
+        # the loop clears the flag before it empties the queue.
+        if not self._wake_up_sent:
+            self._wake_up_sent = True
             try:
-                result = job()
-            except BaseException:
-                # Jobs report their own errors; whatever arrives here is a bug, and must not cost the pool a thread
-                logger.exception("an internal error in a worker thread")
-                result = None
-            # The blocks it was in have ended with it. Left are the two things that people switch without a block.
-            if not _is_grad_enabled() or _count_function_modes():
-                torchstate.save_and_reset()
-            done.append(result)
-            del job, result
-            # Only the first result after the loop looked needs to wake it. A race costs a spare wake-up, never a lost
-            # one: the loop clears the flag before it empties the queue.
-            if not self._wake_up_sent:
-                self._wake_up_sent = True
-                try:
-                    self._loop.call_soon_threadsafe(self._collect)
-                except RuntimeError:
-                    self._end_thread()
-                    return  # the loop is closed, so nobody waits any more
+                self._loop.call_soon_threadsafe(self._collect)
+            except RuntimeError:
+                return False
+        return True
 
     def _end_thread(self) -> None:
         self._ended_threads.append(None)

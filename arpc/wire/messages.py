@@ -344,6 +344,9 @@ class FailureKind(IntEnum):
     CANCELLED = 2
     OVERLOADED = 3
     SHUTDOWN = 4
+    """It came too late to run."""
+    LEFT = 5
+    """The worker was shut down while it ran."""
 
 
 class Refusal(IntEnum):

@@ -211,6 +211,16 @@ async def test_a_closed_pool_finishes_what_it_has(pool):
     assert await future == 1
 
 
+async def test_what_comes_after_the_end_is_done_too():
+    for was_used in (False, True):
+        pool = ThreadPool(asyncio.get_running_loop(), 2, "test")
+        before = pool.call(max, 1, 2) if was_used else None
+        pool.close()
+        assert await pool.call(max, 3, 4) == 4
+        assert before is None or await before == 2
+        assert await pool.join(5)
+
+
 def test_a_pool_outlives_its_loop():
     """A job that ends after its loop does no harm."""
     release = threading.Event()

@@ -323,7 +323,7 @@ class Forks(Generic[U]):
             return _NOTHING
         if event.abandons and owned.state is OwnerState.EXPECTED:
             self._abandoned.add(event.rref)
-            return (*self._abandon(owned, event), *self._forget_fork(event.rref, event.fork))
+            return self._abandon(owned, event)  # its fork would have come with the creation: it is not counted
         return self._forget_fork(event.rref, event.fork)
 
     def _abandon(self, owned: Owned, event: UserDeleted | PeerLost) -> _Instructions:

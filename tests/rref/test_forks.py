@@ -359,6 +359,64 @@ def test_a_child_of_a_lost_owner_lets_its_parent_go():
 # -- the tables
 
 
+def test_a_user_that_nobody_holds_ends_with_its_owner():
+    forks = a()
+    run(forks, CreationStarted(R, F, B), HandleDropped(F))
+    assert run(forks, PeerLost(B, 1)) == [MarkLost(F), ForgetFork(F)]
+    assert forks.is_idle
+
+
+def test_a_user_of_a_lost_owner_is_kept_for_its_children():
+    forks = a()
+    run(forks, CreationStarted(R, F, B), ForkOffered(R, G, C, F), HandleDropped(F))
+    assert run(forks, PeerLost(B, 1)) == [MarkLost(F)]
+    assert run(forks, ChildAccepted(G)) == [ForgetFork(F)]
+
+
+def test_creations_of_a_worker_that_returned_are_expected_again():
+    forks = b()
+    run(forks, PeerLost(A, 0), ForkRequested(R, G, C, is_created=False))
+    assert not forks.counts(R, G)
+    run(forks, PeerReturned(A, 0), ForkRequested(R, G, C, is_created=False))
+    assert forks.counts(R, G)
+
+
+def test_a_fork_of_the_owner_needs_no_accept():
+    forks = b()
+    run(forks, ValueShared(OWN), ForkOffered(OWN, G, C, None))
+    assert run(forks, ChildAccepted(G), OwnerHandleDropped(OWN)) == []
+    assert forks.counts(OWN, G)
+
+
+def test_who_stops_waiting_for_a_creation_that_never_comes_leaves_nothing_behind():
+    forks = b()
+    assert run(forks, ValueAwaited(R, is_created=False)) == []
+    assert run(forks, OwnerHandleDropped(R)) == [DropValue(R)]
+    assert forks.is_idle
+
+
+def test_what_was_abandoned_is_not_expected_by_anyone_and_remembered_until_it_arrives():
+    forks = b()
+    run(forks, UserDeleted(R, F, abandons=True))
+    run(forks, ForkRequested(R, G, C, is_created=False), ValueAwaited(R, is_created=False))
+    assert not forks.counts(R, G)
+    assert forks.is_idle
+    assert run(forks, CreationArrived(R, F, A)) == []
+    assert run(forks, CreationArrived(R, F, A)) == [RunCreation(R)]  # delivered once: there is no second in life
+
+
+def test_what_was_refused_and_abandoned_is_forgotten_with_the_worker_it_came_from():
+    forks = b()
+    run(forks, OfferQueried(G, A), OfferQueried(H, C))
+    theirs = unique(2, 5)
+    run(forks, UserDeleted(R, F, abandons=True), UserDeleted(theirs, H, abandons=True))
+    run(forks, PeerLost(A, 0))
+    assert not forks.refuses(G)
+    assert forks.refuses(H)
+    assert run(forks, CreationArrived(theirs, H, C)) == []
+    assert run(forks, CreationArrived(R, F, A)) == [RunCreation(R)]
+
+
 @pytest.mark.parametrize(
     "event", [CreationConfirmed(F), ForkConfirmed(F), ChildAccepted(F), OfferKnown(F), HandleDropped(F)]
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ __all__ = [
     "shutdown",
     "stream",
 ]
+
+R = TypeVar("R")
 
 
 class WorkerStart:
@@ -134,6 +136,22 @@ def rpc_sync(
     return agent.call_and_wait(to, func, args, kwargs, timeout)
 
 
+@overload
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Coroutine[Any, Any, R]],
+    args: Sequence[Any] | None = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    timeout: float | Unset = ...,
+) -> RRef[R]: ...
+@overload
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., R],
+    args: Sequence[Any] | None = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    timeout: float | Unset = ...,
+) -> RRef[R]: ...
 def remote(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
@@ -147,7 +165,7 @@ def remote(
     it passes, or anything else keeps it from being known whether the value exists, every use of the RRef raises
     `RRefCreationError`.
     """
-    return create_remote(current().rref_context, to, func, args or (), kwargs, timeout)
+    return create_remote(current().rref_context, to, func, args, kwargs, timeout)
 
 
 def stream(

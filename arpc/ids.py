@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from arpc.errors import ConfigurationError
 
-__all__ = ["GloballyUniqueId", "IdAllocator", "WorkerId", "WorkerInfo", "check_worker_name"]
+__all__ = ["GloballyUniqueId", "IdAllocator", "WorkerId", "WorkerInfo", "check_worker_name", "creator_of"]
 
 WorkerId = int
 """A worker's number in its group: 16 bits, the rank in a group of fixed size."""
@@ -51,12 +51,20 @@ class IdAllocator:
     """Hands out the ids of one worker."""
 
     def __init__(self, worker_id: WorkerId) -> None:
-        self._worker_id = worker_id
-        self._numbers = count()
+        self._numbers = count(worker_id << LOCAL_BITS)
 
     def next(self) -> GloballyUniqueId:
+        return GloballyUniqueId.from_int(self.next_number())
+
+    def next_number(self) -> int:
+        """The next id as it travels, see `GloballyUniqueId.to_int`."""
         # itertools.count is one C call: safe from any thread without a lock
-        return GloballyUniqueId(self._worker_id, next(self._numbers))
+        return next(self._numbers)
+
+
+def creator_of(number: int) -> WorkerId:
+    """Which worker made the id that is this number."""
+    return number >> LOCAL_BITS
 
 
 def check_worker_name(name: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, overload
 
 import msgspec
 import torch
@@ -50,6 +50,8 @@ from arpc.wire.handshake import Identity
 __all__ = ["Worker", "current", "start_worker"]
 
 logger = logging.getLogger("arpc.runtime")
+
+R = TypeVar("R")
 
 _RELEASE_S: Final = 10.0
 """How long a graceful shutdown waits for owners to hear that their RRefs are released."""
@@ -142,6 +144,24 @@ class Worker:
         """Call a generator and iterate over its items with ``async for``."""
         return self.agent.stream(to, func, args, kwargs, timeout, window)
 
+    @overload
+    def remote(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Coroutine[Any, Any, R]],
+        args: Sequence[Any] | None = ...,
+        kwargs: Mapping[str, Any] | None = ...,
+        timeout: float | Unset = ...,
+    ) -> RRef[R]: ...
+    @overload
+    def remote(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., R],
+        args: Sequence[Any] | None = ...,
+        kwargs: Mapping[str, Any] | None = ...,
+        timeout: float | Unset = ...,
+    ) -> RRef[R]: ...
     def remote(
         self,
         to: str | int | WorkerInfo,
@@ -151,7 +171,7 @@ class Worker:
         timeout: float | Unset = UNSET,
     ) -> RRef[Any]:
         """Run a function elsewhere and return an `RRef` to its result at once."""
-        return create_remote(self.rref_context, to, func, args or (), kwargs, timeout)
+        return create_remote(self.rref_context, to, func, args, kwargs, timeout)
 
     def rrefs(self) -> list[RRefRow]:
         """Every RRef that this worker owns and others know, or that it uses."""
@@ -409,6 +429,8 @@ async def start_worker(
             transports=ways,
             resolve=rendezvous.resolve,
             handlers={**rrefs.handlers, **autograd.handlers},
+            wrappers=rrefs.wrappers,
+            shortcuts=rrefs.shortcuts,
             reducers={RRef: partial(reduce_rref, rrefs)},
             interceptors=(VariableCarrier(), autograd.recorder),
             is_elastic=rendezvous.is_elastic,

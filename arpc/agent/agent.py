@@ -54,7 +54,7 @@ from arpc.wire.pickling import Reducer
 from arpc.wire.protocol import Direct
 from arpc.wire.tensors import Slot
 
-__all__ = ["Agent"]
+__all__ = ["Agent", "as_arguments"]
 
 logger = logging.getLogger("arpc.agent")
 
@@ -85,6 +85,8 @@ class Agent:
         transports: Mapping[str, Transport],
         resolve: Callable[[str | int], Awaitable[WorkerRecord]],
         handlers: Mapping[type[Message], Callable[..., Any]] | None = None,
+        wrappers: Mapping[type[Message], Callable[..., Any]] | None = None,
+        shortcuts: Mapping[type[Message], Callable[..., Any]] | None = None,
         reducers: Mapping[type, Reducer] | None = None,
         interceptors: Sequence[Interceptor] = (),
         watchers: Sequence[PeerWatcher] = (),
@@ -139,10 +141,16 @@ class Agent:
             Credit: self._on_credit,
             Goodbye: self._on_goodbye,
         }
-        self._requests: tuple[type[Message], ...] = (Request, *(handlers or {}))
+        self._requests: tuple[type[Message], ...] = (Request, *(handlers or {}), *(wrappers or {}))
+        # those that name no function
+        self._nameless = frozenset(int(message_class.type) for message_class in handlers or {})
         for message_class, function in (handlers or {}).items():
             # A feature's own messages are calls too, of the one function that serves them
-            self._handlers[message_class] = self.executor.serve(function)
+            shortcut = (shortcuts or {}).get(message_class)
+            self._handlers[message_class] = self.executor.serve(message_class.__name__, function, shortcut)
+        for message_class, function in (wrappers or {}).items():
+            # and so are those that name a function, which is run in its own way by another
+            self._handlers[message_class] = self.executor.serve_wrapped(function)
 
     def serve(self) -> None:
         """The worker knows its group: others may connect from now on. Those who tried before try again."""
@@ -203,6 +211,11 @@ class Agent:
             return TypeError(f"a worker is given by name, id or WorkerInfo, not {type(to).__qualname__}")
         known = ", ".join(sorted(peer.info.name for peer in self.peers))
         return UnknownWorkerError(f"worker {self.info.name!r} knows no worker {to!r}; it knows {known}")
+
+    @property
+    def has_riders(self) -> bool:
+        """Whether something may ride on calls at the moment."""
+        return any(self._occasions)
 
     # -- calls
 
@@ -297,19 +310,23 @@ class Agent:
         timeout: float | Unset = UNSET,
         *,
         future: Future[Any] | None = None,
+        function: Callable[..., Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Future[Any]:
-        """Send a feature's own message; the future is for what its handler returns there. Called on the loop."""
-        begun: Future[Any] = Future(loop=self.loop) if future is None else future
+        """Send a feature's own message; the future is for what its handler returns there. Called on the loop.
 
-        def begin(peer: Peer) -> int:
-            return self.begin(peer, begun, message, args, None, timeout, type_=int(message.type))
-
+        ``function`` and ``kwargs``: for a message that names a function, as a call does.
+        """
+        if future is None:
+            future = Future(loop=self.loop)
+        begun = future
+        named = message if function is None else function
+        type_ = int(message.type)
         peer = self.peer(to)
         if peer is None:
-            self._defer(begun, to, begin)
+            self._defer(begun, to, lambda peer: self.begin(peer, begun, named, args, kwargs, timeout, 0, type_))
         else:
-            call_id = begin(peer)
-            begun.on_cancel = lambda: peer.cancel(call_id)
+            begun.on_cancel = partial(peer.cancel, self.begin(peer, begun, named, args, kwargs, timeout, 0, type_))
         return begun
 
     def stream(
@@ -375,7 +392,7 @@ class Agent:
     ) -> int:
         """Send one request; its reply completes the future. Raises before anything was sent if it cannot be.
 
-        ``type_`` is another message than REQUEST for a feature's own, which names no function.
+        ``type_`` is another message than REQUEST for a feature's own; ``function`` is its class if it names none.
         """
         if self.is_closing or get_ident() != self._thread:
             raise self._refusal(function)
@@ -396,18 +413,18 @@ class Agent:
         except TypeError:
             function_id = 0  # not hashable, so not a function of a module
         if function_id is None:
-            function_id = 1 if type_ != _REQUEST else peer.define(function)
+            function_id = 1 if type_ in self._nameless else peer.define(function)
         slots = _NO_SLOTS
         if args or kwargs or not function_id:
             if args.__class__ is not tuple:
-                args = _as_arguments(args)
+                args = as_arguments(args)
             payload, slots = self._pickle(peer, function, function_id, args, kwargs)
             size_bytes = HEADER_BYTES + len(payload)
             if kwargs:
                 flags |= RequestFlag.KWARGS
         else:
             if args != ():
-                _as_arguments(args)
+                as_arguments(args)
             payload = b""
             size_bytes = 0  # not worth counting, nor is what the peer keeps of it
         meta = self._meta(peer, function, slots, window) if window or any(self._occasions) else None
@@ -496,6 +513,20 @@ class Agent:
                 function, args, dict(kwargs) if kwargs else None, main_by_value=by_value, to=peer.info
             )
             raise unsendable(function, error) from error
+
+    def explained(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        to: str | int | WorkerInfo,
+        error: Exception,
+    ) -> SerializationError:
+        """Why a call cannot be sent, for a feature whose messages have more in them than the caller's arguments."""
+        peer = self.known_peer(to)
+        return self._pickler.explained(
+            function, args, dict(kwargs or {}), error, main_by_value=peer.main_by_value, to=peer.info
+        )
 
     def _next_default_tick(self) -> None:
         timeout_s = min(self.default_timeout, _MAX_TIMEOUT_S)
@@ -784,7 +815,7 @@ def _take_with_pristine_state(take: Direct, id_: int, arg: int, timeout_ms: int,
             torchstate.restore(outer)
 
 
-def _as_arguments(args: Any) -> tuple[Any, ...]:
+def as_arguments(args: Any) -> tuple[Any, ...]:
     """The positional arguments as a tuple. What is no list of arguments is refused: it would be taken apart."""
     if args is None:
         return ()

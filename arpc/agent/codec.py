@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -14,10 +14,17 @@ from arpc.wire.messages import Message
 from arpc.wire.pickling import Pickler, Reducer, loads
 from arpc.wire.tensors import Slot, pack, unpack
 
-__all__ = ["Codec", "Interceptor"]
+__all__ = ["Codec", "Interceptor", "Packed"]
 
 _encode_meta = msgspec.msgpack.Encoder().encode
 _decode_meta = msgspec.msgpack.Decoder(dict[str, Any]).decode
+
+
+class Packed(NamedTuple):
+    """What a handler returns if it has pickled its result itself."""
+
+    payload: bytes
+    slots: list[Slot]
 
 
 class Interceptor(Protocol):

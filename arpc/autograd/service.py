@@ -22,7 +22,7 @@ from arpc.autograd.protocol import NOTHING_LIVE, PackedParcel, Parcel, pack_parc
 from arpc.autograd.recording import Recorder
 from arpc.autograd.roots import checked_roots
 from arpc.errors import AutogradError, WorkerLostError
-from arpc.ids import GloballyUniqueId, WorkerInfo
+from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.rref.context import RRefContext
 from arpc.rref.handle import RRef
@@ -249,7 +249,7 @@ class AutogradService:
     async def _on_backward(
         self, rref: int, is_created: bool, context_id: int, pass_id: int, retain_graph: bool
     ) -> None:
-        value = await self._rrefs.value(GloballyUniqueId.from_int(rref), is_created=is_created)
+        value = await self._rrefs.value(rref, is_created=is_created)
         context = self.container.enter(context_id)
         if context is not None:
             context.known_workers.add(_caller()[0])

@@ -55,7 +55,10 @@ class ArpcCaller(AsyncioCaller):
         return latency_figures(await self._one_by_one(call, budget_s))
 
     async def rref_chain(self, *, length: int, budget_s: float) -> Measurement:
-        """The result of `length` calls, each of a method of the result before, in multiples of one round trip."""
+        """The result of `length` calls, each of a method of the result before, in multiples of others.
+
+        ``round_trips``: of one small call. ``of_calls``: of as many small calls that are made at once.
+        """
 
         async def call() -> object:
             rref = arpc.remote(CALLEE, chained_async)
@@ -67,7 +70,16 @@ class ArpcCaller(AsyncioCaller):
         await self._one_by_one(call, budget_s * WARM_UP_SHARE)
         chain = latency_figures(await self._one_by_one(call, budget_s))
         round_trip = latency_figures(await self._one_by_one(single, budget_s))
-        return chain | {"round_trips": chain["p50_us"] / round_trip["p50_us"]}
+        started = self.prepare_started("noop", "async", "none")
+
+        async def at_once() -> object:
+            return [await future for future in [started() for _ in range(length + 1)]]
+
+        together = latency_figures(await self._one_by_one(at_once, budget_s))
+        return chain | {
+            "round_trips": chain["p50_us"] / round_trip["p50_us"],
+            "of_calls": chain["p50_us"] / together["p50_us"],
+        }
 
     async def rref_fetch(self, *, size_bytes: int, budget_s: float) -> Measurement:
         """A large tensor through an RRef, fetched again and again."""

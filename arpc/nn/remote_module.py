@@ -19,8 +19,8 @@ from arpc.nn import owner
 from arpc.nn.address import Address, parse_device
 from arpc.nn.refusals import RefusingModule
 from arpc.options import UNSET, Unset
-from arpc.rref.context import OwnerFuture
 from arpc.rref.handle import RRef
+from arpc.rref.uses import OwnerFuture
 
 __all__ = ["RemoteModule", "parameter_rrefs"]
 
@@ -77,7 +77,7 @@ class RemoteModule(RefusingModule, Generic[M]):
             )
         address = Address.parse(remote_device)
         arguments = (module_cls, tuple(args or ()), dict(kwargs or {}), address.device)
-        rref = remote(address.worker, owner.create_module, arguments, timeout=timeout)
+        rref: RRef[Any] = remote(address.worker, owner.create_module, arguments, timeout=timeout)
         self._set_up(rref, address.device, timeout, name_of(module_cls))
 
     def _set_up(self, rref: RRef[M], device: torch.device, timeout: float | Unset, name: str) -> None:

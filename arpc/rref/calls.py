@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from arpc.agent.scope import current_scope
-from arpc.ids import GloballyUniqueId
+from arpc.rref.methods import bound, template_of
 
 if TYPE_CHECKING:
     from arpc.rref.context import RRefContext
@@ -23,7 +23,7 @@ def _context() -> RRefContext:
 
 async def held_value(rref: int, is_created: bool) -> Any:
     """A value of this worker as calls name it, once it is there."""
-    return await _context().value(GloballyUniqueId.from_int(rref), is_created=is_created)
+    return await _context().value(rref, is_created=is_created)
 
 
 async def run_here(function: Callable[..., Any], *args: Any) -> Any:
@@ -31,17 +31,24 @@ async def run_here(function: Callable[..., Any], *args: Any) -> Any:
     return await _context().call(function, args, {})
 
 
-async def call_method(rref: int, is_created: bool, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+async def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs: Any) -> Any:
     """Call a method of a value, once it is there, in the way its kind asks for."""
-    method = getattr(await held_value(rref, is_created), name)
-    return await _context().call(method, args, kwargs)
+    context = _context()
+    held = context.values.get(rref)
+    if held is not None and held.is_ready:
+        value = held.get_nowait()
+    else:
+        value = await context.value(rref, is_created=is_created)
+    method = getattr(value, name)
+    template = template_of(method)
+    if template.is_simple:
+        return await method(*args, **kwargs)
+    return await context.agent.executor.call(bound(method, template), args, kwargs)
 
 
-async def stream_method(
-    rref: int, is_created: bool, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+async def stream_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs: Any) -> Any:
     """The same for a method whose result is iterated over."""
-    return await call_method(rref, is_created, name, args, kwargs)
+    return await call_method(rref, is_created, name, *args, **kwargs)
 
 
 async def stream_items(rref: int, is_created: bool) -> Any:

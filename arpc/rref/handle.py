@@ -15,10 +15,13 @@ from arpc.errors import NotInitializedError, RpcTimeoutError, RRefError, Seriali
 from arpc.ids import GloballyUniqueId, WorkerInfo
 from arpc.options import UNSET, Unset
 from arpc.rref.calls import call_method, rref_typeof_on_owner, stream_items, stream_method
-from arpc.rref.context import FetchFuture, OwnerFuture, RRefContext, Use
-from arpc.rref.forks import HandleDropped, OwnerHandleDropped, OwnerState, RRefId
+from arpc.rref.context import RRefContext
+from arpc.rref.creations import Creation
+from arpc.rref.events import HandleDropped, OwnerHandleDropped, RRefId
 from arpc.rref.proxies import AsyncProxy, RemoteProxy, StreamProxy, SyncProxy
-from arpc.rref.values import Value, fresh
+from arpc.rref.states import OwnerState
+from arpc.rref.uses import FetchFuture, OwnerFuture, Use
+from arpc.rref.values import NOTHING, Value, fresh
 from arpc.wire.messages import RRefFetch
 from arpc.wire.pickling import Parcel
 
@@ -66,17 +69,24 @@ class RRef(Generic[T]):
             )
         context: RRefContext = scope.worker.rref_context
         made = _stack() if context.options.rref_creation_stacks else "RRef()"
-        self._set_up(context, context.ids.next(), Value.of(value, made), context.info)
+        self._set_up(context, context.ids.next_number(), Value.of(value, made), context.info)
         self._hint = type_hint
 
-    def _set_up(self, context: RRefContext, rref: RRefId, held: Use | Value, owner: WorkerInfo) -> None:
+    def _set_up(
+        self,
+        context: RRefContext,
+        rref: RRefId,
+        held: Use | Value,
+        owner: WorkerInfo,
+        creation: Creation | None = None,
+    ) -> None:
         self._context = context
         self._rref = rref
         self._owner = owner
         self._use = held if isinstance(held, Use) else None
         self._value = held if isinstance(held, Value) else None
         self._is_released = False
-        self._creation: Future[Any] | None = None
+        self._creation = creation
         self._type: Future[type[T]] | None = None
         self._hint = None
 
@@ -87,11 +97,10 @@ class RRef(Generic[T]):
         rref: RRefId,
         held: Use | Value,
         owner: WorkerInfo,
-        creation: Future[Any] | None = None,
+        creation: Creation | None = None,
     ) -> Self:
         made = cls.__new__(cls)
-        made._set_up(context, rref, held, owner)  # noqa: SLF001 - its own, in all but name
-        made._creation = creation  # noqa: SLF001
+        made._set_up(context, rref, held, owner, creation)  # noqa: SLF001 - its own, in all but name
         return made
 
     # -- who and where
@@ -117,7 +126,7 @@ class RRef(Generic[T]):
 
     def __repr__(self) -> str:
         if self._use is None:
-            return f"OwnerRRef({self._rref})"
+            return f"OwnerRRef({GloballyUniqueId.from_int(self._rref)})"
         return str(self._use)
 
     # -- the value
@@ -134,21 +143,40 @@ class RRef(Generic[T]):
         self._check("to_here() called")
         if self._value is not None:
             return await self._wait_here(self._value, timeout)
-        use, context = self._use, self._context
+        use, context, creation = self._use, self._context, self._creation
         assert use is not None
+        if creation is not None and creation.may_bring_value and timeout is UNSET:
+            along = creation.fetch_along()
+            if along is not None and (answer := await self._answer(use, along)) is not None:
+                return cast("T", answer[0])
         future = FetchFuture(loop=context.agent.loop)
         future.owner = self._owner.name
-        user = use.fork
-        context.agent.request(
-            RRefFetch, self._owner.name, (self._rref.to_int(), user.is_created), timeout, future=future
-        )
-        if not user.is_created:
+        is_created = use.is_created
+        context.agent.request(RRefFetch, self._owner.name, (self._rref, is_created), timeout, future=future)
+        if not is_created:
+            # it is interrupted if it turns out that there will be no value
+            if use.fetches is None:
+                use.fetches = set()
             use.fetches.add(future)
         try:
             return cast("T", await future)
         finally:
-            use.fetches.discard(future)
+            if use.fetches is not None:
+                use.fetches.discard(future)
             del future  # whose exception refers to this frame
+
+    @staticmethod
+    async def _answer(use: Use, along: asyncio.Future[tuple[Any] | None]) -> tuple[Any] | None:
+        """The value that comes with the answer to the creation, or why there is none, in the words of the RRef."""
+        try:
+            return await along
+        except Exception:
+            # the creation heard of it before, and knows best what it means
+            if use.failure is None:
+                raise
+        finally:
+            del along  # whose exception refers to this frame
+        raise fresh(use.failure)
 
     async def _wait_here(self, value: Value, timeout: float | Unset) -> T:
         if value.is_ready:
@@ -212,9 +240,9 @@ class RRef(Generic[T]):
         """How calls name the value to its owner."""
         self._check("methods called")
         if self._use is not None:
-            return self._rref.to_int(), self._use.fork.is_created
+            return self._rref, self._use.is_created
         self._share()
-        return self._rref.to_int(), False
+        return self._rref, False
 
     def _share(self) -> None:
         assert self._value is not None
@@ -230,13 +258,11 @@ class RRef(Generic[T]):
     def _keep(self, _: object) -> None:
         """Done callback of calls, which holds on to the RRef."""
 
-    def _call_method(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float | Unset
-    ) -> Future[Any]:
+    def _call_method(self, name: str, timeout: float | Unset, /, *args: Any, **kwargs: Any) -> Future[Any]:
         context = self._context
         future = OwnerFuture(loop=context.agent.loop)
-        arguments = (*self._target(), name, tuple(args), dict(kwargs))
-        context.agent.call(self._owner.name, call_method, arguments, None, timeout, depth=3, future=future)
+        arguments = (*self._target(), name, *args)
+        context.agent.call(self._owner.name, call_method, arguments, kwargs, timeout, depth=2, future=future)
         self._live_until(future)
         return future
 
@@ -248,22 +274,20 @@ class RRef(Generic[T]):
         self._context.agent.call(self._owner.name, handler, arguments, None, timeout, depth=5, future=future)
         self._live_until(future)
 
-    def _remote_method(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float | Unset
-    ) -> RRef[Any]:
-        arguments = (*self._target(), name, tuple(args), dict(kwargs))
-        return create_remote(self._context, self._owner.name, call_method, arguments, None, timeout, keep=self._keep)
+    def _remote_method(self, name: str, timeout: float | Unset, /, *args: Any, **kwargs: Any) -> RRef[Any]:
+        arguments = (*self._target(), name, *args)
+        return create_remote(self._context, self._owner.name, call_method, arguments, kwargs, timeout, anchor=self)
 
     def _stream_method(
-        self, name: str | None, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float | Unset, window: int
+        self, name: str | None, timeout: float | Unset, window: int, /, *args: Any, **kwargs: Any
     ) -> AsyncIterator[Any]:
         agent = self._context.agent
         stream: Stream[Any]
         if name is None:
             stream = agent.stream(self._owner.name, stream_items, self._target(), None, timeout, window)
         else:
-            arguments = (*self._target(), name, tuple(args), dict(kwargs))
-            stream = agent.stream(self._owner.name, stream_method, arguments, None, timeout, window)
+            arguments = (*self._target(), name, *args)
+            stream = agent.stream(self._owner.name, stream_method, arguments, kwargs, timeout, window)
         stream.anchor = self
         return stream
 
@@ -279,9 +303,20 @@ class RRef(Generic[T]):
             self._type = future
         return self._type
 
+    def _known_type(self) -> type | None:
+        """The type of the value, if that is known here without asking anybody."""
+        asked = self._type
+        if asked is not None and asked.done() and not asked.cancelled() and asked.exception() is None:
+            return asked.result()
+        if self._value is not None and self._value.content is not NOTHING:
+            return type(self._value.content)
+        if isinstance(self._hint, type):
+            return self._hint
+        return self._creation.makes if self._creation is not None else None
+
     def _get_future(self) -> Future[Any] | None:
         """The future of the creation, on the worker that called `remote`. It has no value: that stays on the owner."""
-        return self._creation
+        return self._creation.future() if self._creation is not None else None
 
     # -- the end of it
 
@@ -305,14 +340,14 @@ class RRef(Generic[T]):
         await self.release()
 
     def __del__(self) -> None:
-        # On any thread, at any time, and perhaps half made: see RRefContext.drop
+        # On any thread, at any time, and perhaps half made: see DropQueue
         if getattr(self, "_is_released", True):
             return
         context = self._context
         if self._use is not None:
-            context.drop(HandleDropped(self._use.fork.fork))
+            context.drops.add(HandleDropped(self._use.fork))
         elif context.values.get(self._rref) is self._value:
-            context.drop(OwnerHandleDropped(self._rref))
+            context.drops.add(OwnerHandleDropped(self._rref))
 
     def _pack(self, context: RRefContext, parcel: Parcel) -> tuple[Any, ...]:
         to = parcel.to
@@ -322,11 +357,11 @@ class RRef(Generic[T]):
             holder, sender = self._context.info.name, context.info.name
             raise SerializationError(f"{self!r} belongs to worker {holder!r} and cannot be sent by worker {sender!r}")
         self._check("forks made")
-        fork = context.ids.next()
+        fork = context.ids.next_number()
         use, value = self._use, self._value
         if use is not None:
-            is_created = use.fork.is_created
-            parcel.packed.append(lambda: context.offer(self._rref, fork, to.name, use.fork.fork))
+            is_created = use.is_created
+            parcel.packed.append(lambda: context.offer(self._rref, fork, to.name, use.fork))
         else:
             assert value is not None
             owned = context.forks.owned.get(self._rref)
@@ -338,7 +373,7 @@ class RRef(Generic[T]):
 
             parcel.packed.append(share_and_offer)
         owner = self.owner()
-        return _rebuild, (owner.name, owner.id, self._rref.to_int(), fork.to_int(), context.info.name, is_created)
+        return _rebuild, (owner.name, owner.id, self._rref, fork, context.info.name, is_created)
 
     def __reduce__(self) -> NoReturn:
         raise SerializationError(
@@ -364,22 +399,19 @@ def create_remote(
     context: RRefContext,
     to: str | int | WorkerInfo,
     function: Callable[..., Any],
-    args: Sequence[Any],
+    args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
     timeout: float | Unset,
     *,
-    keep: Callable[[object], None] | None = None,
+    anchor: object = None,
 ) -> RRef[Any]:
-    """An RRef to what a function returns on another worker. From any thread."""
+    """An RRef to what a function returns on another worker. From any thread. ``anchor`` lives until that has run."""
     made = _stack() if context.options.rref_creation_stacks else ""
-
-    def create() -> RRef[Any]:
-        held, rref, future = context.remote(to, function, args, kwargs, timeout, made)
-        if keep is not None:
-            future.add_done_callback(keep)
-        return RRef._make(context, rref, held, held.info if isinstance(held, Use) else context.info, future)
-
-    return context.on_loop(create)
+    if context.is_on_loop:
+        creation = Creation(context, to, function, args, kwargs, timeout, made, anchor)
+    else:
+        creation = context.on_loop(lambda: Creation(context, to, function, args, kwargs, timeout, made, anchor))
+    return RRef._make(context, creation.rref, creation.held, creation.owner, creation)
 
 
 def reduce_rref(context: RRefContext, rref: RRef[Any], parcel: Parcel) -> tuple[Any, ...]:
@@ -394,6 +426,5 @@ def _rebuild(owner_name: str, owner_id: int, rref: int, fork: int, parent: str, 
         raise SerializationError("an RRef can be unpickled by a worker that received it in a call, and nowhere else")
     context: RRefContext = scope.worker.rref_context
     owner = WorkerInfo(owner_name, owner_id)
-    id_ = GloballyUniqueId.from_int(rref)
-    held = context.receive(id_, GloballyUniqueId.from_int(fork), owner, parent, is_created=is_created)
-    return RRef._make(context, id_, held, owner)
+    held = context.receive(rref, fork, owner, parent, is_created=is_created)
+    return RRef._make(context, rref, held, owner)

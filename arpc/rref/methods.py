@@ -8,7 +8,7 @@ from typing import Any
 
 from arpc.agent.functions import Function
 
-__all__ = ["prepared"]
+__all__ = ["bound", "template_of"]
 
 
 @lru_cache(maxsize=1024)
@@ -16,18 +16,22 @@ def _template(function: Any) -> Function:
     return Function(function)
 
 
-def prepared(function: Callable[..., Any]) -> Function:
-    """A callable and how to run it. Finding that out takes longer than a short call, so it is remembered."""
-    plain = getattr(function, "__func__", function)
+def template_of(method: Callable[..., Any]) -> Function:
+    """How to run a method, or any callable. Finding that out takes longer than a short call, so it is remembered."""
     try:
-        template = _template(plain)
+        return _template(getattr(method, "__func__", method))
     except TypeError:  # not hashable, or not callable: the message is right either way
-        return Function(function)
-    if plain is function:
+        return Function(method)
+
+
+def bound(method: Callable[..., Any], template: Function) -> Function:
+    """The method itself, to be run like its template."""
+    if template.call is method:
         return template
-    bound = Function.__new__(Function)
-    bound.call = function
-    bound.mode = template.mode
-    bound.name = template.name
-    bound.returns_future = template.returns_future
-    return bound
+    made = Function.__new__(Function)
+    made.call = method
+    made.mode = template.mode
+    made.name = template.name
+    made.is_simple = template.is_simple
+    made.returns_future = template.returns_future
+    return made

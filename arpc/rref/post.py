@@ -13,7 +13,7 @@ from arpc.agent.agent import Agent
 from arpc.errors import ArpcError, CallError, ShutdownError, UnknownWorkerError
 from arpc.options import RpcOptions
 from arpc.rref.delivery import Numbers
-from arpc.rref.forks import WorkerName
+from arpc.rref.events import WorkerName
 from arpc.wire.messages import Message, RRefForkRequest, RRefUserDelete
 
 __all__ = ["Item", "Post"]

@@ -4,11 +4,14 @@ Two ways to name a method::
 
     rref.rpc_async().add(3)                    # by attribute: short, and its result is Any to a type checker
     rref.rpc_async()(Counter.add, 3)           # by the method itself: arguments and result are checked and completed
+
+Python's types have no way to say "the methods of T, each returning a Future of what it returned", so a type checker
+cannot know more of an attribute. A shell or notebook completes them by what is known of the value at run time.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -35,24 +38,17 @@ class _Proxy(Generic[T]):
         self._rref = rref
         self._timeout = timeout
 
-    def _start(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        raise NotImplementedError
-
-    def _invoke(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        return self._start(name, args, kwargs)
-
-    def _named(self, method: Callable[..., Any]) -> str:
-        return name_of(method).rpartition(".")[2]
-
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._rref!r}>"
 
     def __dir__(self) -> Iterable[str]:
-        """For completion in a shell or notebook: the methods of the value, if its type is known by now."""
-        known = self._rref._type  # noqa: SLF001 - the two belong together
-        if known is None or not known.done() or known.cancelled() or known.exception() is not None:
-            return super().__dir__()
-        return [name for name in dir(known.result()) if not name.startswith("_")]
+        """For completion in a shell or notebook: the methods of the value, as far as its type is known here."""
+        known = self._rref._known_type()  # noqa: SLF001 - the two belong together
+        return super().__dir__() if known is None else [name for name in dir(known) if not name.startswith("_")]
+
+
+def _named(method: Callable[..., Any]) -> str:
+    return name_of(method).rpartition(".")[2]
 
 
 class AsyncProxy(_Proxy[T]):
@@ -60,11 +56,8 @@ class AsyncProxy(_Proxy[T]):
 
     __slots__ = ()
 
-    def _start(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
-        return self._rref._call_method(name, args, kwargs, self._timeout)  # noqa: SLF001
-
     def __getattr__(self, name: str) -> Callable[..., Future[Any]]:
-        return partial(self._invoke, name)
+        return partial(self._rref._call_method, name, self._timeout)  # noqa: SLF001
 
     @overload
     def __call__(
@@ -73,7 +66,7 @@ class AsyncProxy(_Proxy[T]):
     @overload
     def __call__(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
     def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._start(self._named(method), args, kwargs)
+        return self._rref._call_method(_named(method), self._timeout, *args, **kwargs)  # noqa: SLF001
 
 
 class SyncProxy(_Proxy[T]):
@@ -81,11 +74,8 @@ class SyncProxy(_Proxy[T]):
 
     __slots__ = ()
 
-    def _start(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Awaitable[Any]:
-        return self._rref._call_method(name, args, kwargs, self._timeout)  # noqa: SLF001
-
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        return partial(self._invoke, name)
+        return partial(self._rref._call_method, name, self._timeout)  # noqa: SLF001
 
     @overload
     def __call__(
@@ -94,7 +84,7 @@ class SyncProxy(_Proxy[T]):
     @overload
     def __call__(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]: ...
     def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Awaitable[Any]:
-        return self._start(self._named(method), args, kwargs)
+        return self._rref._call_method(_named(method), self._timeout, *args, **kwargs)  # noqa: SLF001
 
 
 class RemoteProxy(_Proxy[T]):
@@ -102,11 +92,8 @@ class RemoteProxy(_Proxy[T]):
 
     __slots__ = ()
 
-    def _start(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RRef[Any]:
-        return self._rref._remote_method(name, args, kwargs, self._timeout)  # noqa: SLF001
-
     def __getattr__(self, name: str) -> Callable[..., RRef[Any]]:
-        return partial(self._invoke, name)
+        return partial(self._rref._remote_method, name, self._timeout)  # noqa: SLF001
 
     @overload
     def __call__(
@@ -115,7 +102,7 @@ class RemoteProxy(_Proxy[T]):
     @overload
     def __call__(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> RRef[R]: ...
     def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> RRef[Any]:
-        return self._start(self._named(method), args, kwargs)
+        return self._rref._remote_method(_named(method), self._timeout, *args, **kwargs)  # noqa: SLF001
 
 
 class StreamProxy(_Proxy[T]):
@@ -127,14 +114,11 @@ class StreamProxy(_Proxy[T]):
         super().__init__(rref, timeout)
         self._window = window
 
-    def _start(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AsyncIterator[Any]:
-        return self._rref._stream_method(name, args, kwargs, self._timeout, self._window)  # noqa: SLF001
-
     def __getattr__(self, name: str) -> Callable[..., AsyncIterator[Any]]:
-        return partial(self._invoke, name)
+        return partial(self._rref._stream_method, name, self._timeout, self._window)  # noqa: SLF001
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        return self._rref._stream_method(None, (), {}, self._timeout, self._window)  # noqa: SLF001
+        return self._rref._stream_method(None, self._timeout, self._window)  # noqa: SLF001
 
     @overload
     def __call__(
@@ -145,4 +129,4 @@ class StreamProxy(_Proxy[T]):
         self, method: Callable[Concatenate[T, P], Iterable[R]], *args: P.args, **kwargs: P.kwargs
     ) -> AsyncIterator[R]: ...
     def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        return self._start(self._named(method), args, kwargs)
+        return self._rref._stream_method(_named(method), self._timeout, self._window, *args, **kwargs)  # noqa: SLF001

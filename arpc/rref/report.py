@@ -9,7 +9,8 @@ from typing import Literal
 
 from arpc.ids import GloballyUniqueId
 from arpc.rref.context import RRefContext
-from arpc.rref.forks import UserState
+from arpc.rref.states import UserState
+from arpc.rref.values import Value
 
 __all__ = ["RRefRow", "find_survivors", "report_leaks", "report_survivors", "rref_rows", "rref_statistics"]
 
@@ -50,7 +51,7 @@ def rref_rows(context: RRefContext) -> list[RRefRow]:
         value = context.values.get(owned.rref)
         rows.append(
             RRefRow(
-                owned.rref,
+                GloballyUniqueId.from_int(owned.rref),
                 None,
                 "owner",
                 context.info.name,
@@ -58,14 +59,18 @@ def rref_rows(context: RRefContext) -> list[RRefRow]:
                 value.type_name if value is not None else "not there yet",
                 dict(Counter(owned.forks.values())),
                 owned.holds,
-                value.made if value is not None else "",
+                _made(value) if value is not None else "",
             )
         )
-    for use in context.uses.values():
-        user = use.fork
-        row = RRefRow(user.rref, user.fork, "user", user.owner, user.state.name.lower(), "", {}, user.handles, use.made)
+    for user in context.forks.users.values():
+        rref, fork = GloballyUniqueId.from_int(user.rref), GloballyUniqueId.from_int(user.fork)
+        row = RRefRow(rref, fork, "user", user.owner, user.state.name.lower(), "", {}, user.handles, user.made)
         rows.append(row)
     return rows
+
+
+def _made(value: Value) -> str:
+    return f"{value.made} for worker {value.creator}" if value.creator else value.made
 
 
 def rref_statistics(context: RRefContext) -> dict[str, int]:

@@ -7,16 +7,23 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from torch.jit import ScriptModule
+
 from arpc.agent.agent import Agent
+from arpc.agent.codec import Packed
+from arpc.agent.requests import Run
 from arpc.agent.scope import current_scope
 from arpc.errors import RRefCreationError, RRefError
 from arpc.ids import GloballyUniqueId, WorkerInfo
-from arpc.rref import forks as fork
+from arpc.rref import events, instructions
 from arpc.rref.delivery import Window
-from arpc.rref.forks import Forks, RRefId, WorkerName
-from arpc.rref.values import Value
+from arpc.rref.events import RRefId, WorkerName
+from arpc.rref.forks import Forks
+from arpc.rref.uses import Use
+from arpc.rref.values import NOTHING, Value
 from arpc.wire.messages import (
     Message,
+    RequestFlag,
     RRefChildAccept,
     RRefCreate,
     RRefFetch,
@@ -27,7 +34,7 @@ from arpc.wire.messages import (
 
 __all__ = ["ControlService"]
 
-_id = GloballyUniqueId.from_int
+_text = GloballyUniqueId.from_int
 
 
 def _caller() -> WorkerName:
@@ -46,12 +53,11 @@ class ControlService:
     """The handlers of the RRef messages; the rest of the context is in the class that inherits."""
 
     agent: Agent
-    forks: Forks
+    forks: Forks[Use]
     info: WorkerInfo
     values: dict[RRefId, Value]
-    happened: Callable[[fork.Event], Sequence[fork.Instruction]]
+    happened: Callable[[events.Event], Sequence[instructions.Instruction]]
     value: Callable[..., Awaitable[Any]]
-    call: Callable[..., Awaitable[Any]]
 
     def __init__(self) -> None:
         self._windows: dict[tuple[WorkerName, int], Window] = {}
@@ -59,13 +65,28 @@ class ControlService:
     @property
     def handlers(self) -> Mapping[type[Message], Callable[..., Any]]:
         return {
-            RRefCreate: self._on_create,
             RRefFetch: self._on_fetch,
             RRefForkRequest: self._on_fork_request,
             RRefChildAccept: self._on_child_accept,
             RRefUserDelete: self._on_user_delete,
             RRefForkQuery: self._on_fork_query,
         }
+
+    @property
+    def wrappers(self) -> Mapping[type[Message], Callable[..., Any]]:
+        """Handlers of messages that name a function, which they run."""
+        return {RRefCreate: self._on_create}
+
+    @property
+    def shortcuts(self) -> Mapping[type[Message], Callable[..., Any]]:
+        """Answers that need no handler, or NotImplemented."""
+        return {RRefFetch: self._value_at_hand}
+
+    def _value_at_hand(self, rref: int, _is_created: bool) -> Any:
+        value = self.values.get(rref)
+        if value is None or value.content is NOTHING or isinstance(value.content, ScriptModule):
+            return NotImplemented
+        return value.content
 
     def _is_new(self, caller: WorkerName, incarnation: int, number: int, oldest: int) -> bool:
         window = self._windows.get((caller, incarnation))
@@ -79,64 +100,89 @@ class ControlService:
             del self._windows[key]
 
     async def _on_create(
-        self,
-        incarnation: int,
-        number: int,
-        oldest: int,
-        rref: int,
-        id_: int,
-        made: str,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-    ) -> None:
-        """Run a function and keep what it returns, or raises. The answer says only that it has ended."""
-        caller = _caller()
-        key = _id(rref)
+        self, incarnation: int, number: int, oldest: int, rref: int, id_: int, made: str, /, *args: Any, **kwargs: Any
+    ) -> Packed | None:
+        """Run the function that the message names, and keep what it returns, or raises. The answer says that it ended.
+
+        ``made``: where in its code the caller has made it, if it tells.
+        """
+        run = current_scope.get()
+        assert isinstance(run, Run)
+        function = run.wrapped
+        assert function is not None
+        caller = run.inbound.caller.name
+        key = rref
         if not self._is_new(caller, incarnation, number, oldest):
             await self._created_before(key)
-            return
-        if not self.happened(fork.CreationArrived(key, _id(id_), caller)):
-            raise RRefError(f"the creation of RRef {key} was given up by worker {caller!r}")
-        value = self.values.setdefault(key, Value())
-        value.made = value.made or f"{made} for worker {caller}"
+            return None
+        if not self.forks.handle(events.CreationArrived(key, id_, caller)):
+            raise RRefError(f"the creation of RRef {_text(key)} was given up by worker {caller!r}")
+        value = self.values.get(key)
+        if value is None:
+            value = self.values[key] = Value()
+        value.made = value.made or made or function.name
+        value.creator = caller
         try:
-            value.set(await self.call(function, args, kwargs or {}))
+            if function.is_simple:
+                value.set(await function.call(*args, **kwargs))
+            else:
+                value.set(await self.agent.executor.call(function, args, kwargs))
         except asyncio.CancelledError:
-            value.fail(RRefCreationError(f"the creation of RRef {key} was cancelled, or ran past its deadline"))
+            value.fail(RRefCreationError(f"the creation of RRef {_text(key)} was cancelled, or ran past its deadline"))
             raise
         except BaseException as error:  # noqa: BLE001 - it is for those who use the value
             value.fail(error)
         finally:
-            self.happened(fork.CreationEnded(key))
+            self.happened(events.CreationEnded(key))
+        return self._packed(run, value.content) if run.flags & RequestFlag.VALUE else None
+
+    def _packed(self, run: Run, content: Any) -> Packed | None:
+        """The value for its creator, who wants it at once; None lets it ask for it, to be told what is wrong."""
+        if content is NOTHING:
+            return None
+        try:
+            inbound = run.inbound
+            return Packed(
+                *self.agent.codec.pickler.dumps_call(
+                    None, (content,), None, main_by_value=inbound.main_by_value, to=inbound.caller
+                )
+            )
+        except Exception:  # noqa: BLE001 - whatever a user's __reduce__ may raise
+            return None
 
     async def _created_before(self, key: RRefId) -> None:
         """Answer a message that came twice, like the first."""
         value = self.values.get(key)
         if value is None:
-            raise RRefError(f"RRef {key} was created before, and is gone")
+            raise RRefError(f"RRef {_text(key)} was created before, and is gone")
         with suppress(Exception):
             await value.get()
 
     async def _on_fetch(self, rref: int, is_created: bool) -> Any:
-        return await self.value(_id(rref), is_created=is_created)
+        value = await self.value(rref, is_created=is_created)
+        if isinstance(value, ScriptModule):
+            raise RRefError(
+                f"RRef {_text(rref)} is an RRef to a ScriptModule, which cannot leave worker {self.info.name!r}: call "
+                f"its methods there, as in `await rref.rpc_sync().forward(...)`"
+            )
+        return value
 
     async def _on_fork_request(self, incarnation: int, number: int, oldest: int, items: list[int]) -> list[int]:
         """The answer: which forks are not counted, because their value is gone."""
         caller = _caller()
         if self._is_new(caller, incarnation, number, oldest):
             for rref, id_, is_created in _in_threes(items):
-                self.happened(fork.ForkRequested(_id(rref), _id(id_), caller, bool(is_created)))
+                self.happened(events.ForkRequested(rref, id_, caller, bool(is_created)))
         # One that comes again is answered as before: a fork cannot end before this answer
-        return [id_ for rref, id_, _ in _in_threes(items) if not self.forks.counts(_id(rref), _id(id_))]
+        return [id_ for rref, id_, _ in _in_threes(items) if not self.forks.counts(rref, id_)]
 
     async def _on_child_accept(self, incarnation: int, number: int, oldest: int, items: list[int]) -> None:
         for id_ in items:
-            self.happened(fork.ChildAccepted(_id(id_)))
+            self.happened(events.ChildAccepted(id_))
 
     async def _on_user_delete(self, incarnation: int, number: int, oldest: int, items: list[int]) -> None:
         for rref, id_, abandons in _in_threes(items):
-            self.happened(fork.UserDeleted(_id(rref), _id(id_), bool(abandons)))
+            self.happened(events.UserDeleted(rref, id_, bool(abandons)))
 
     async def _on_fork_query(self, incarnation: int, number: int, oldest: int, items: list[int]) -> list[int] | None:
         """The answer: which forks are not known here, and never will be. None: ask again later."""
@@ -148,7 +194,7 @@ class ControlService:
         connection = peer.connection if peer is not None else None
         if connection is not None and (connection.owner.inbound.waiting or not connection.protocol.is_between_frames):
             return None
-        unknown = [id_ for id_ in items if not self.forks.knows(_id(id_))]
+        unknown = [id_ for id_ in items if not self.forks.knows(id_)]
         for id_ in unknown:
-            self.happened(fork.OfferQueried(_id(id_), caller))
+            self.happened(events.OfferQueried(id_, caller))
         return unknown

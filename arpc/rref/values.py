@@ -8,9 +8,10 @@ import traceback
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
-__all__ = ["Value", "fresh"]
+__all__ = ["NOTHING", "Value", "fresh"]
 
-_NOTHING: Final = object()
+NOTHING: Final = object()
+"""The content of a value that is not there, or has an error in its place."""
 
 
 E = TypeVar("E", bound=BaseException)
@@ -31,37 +32,40 @@ def fresh(error: E) -> E:
 class Value:
     """Set once; awaited by any number of coroutines, each of which may be cancelled without harm to the others."""
 
-    __slots__ = ("_error", "_traceback", "_value", "_waiters", "made")
+    __slots__ = ("_error", "_traceback", "_waiters", "content", "creator", "made")
 
     def __init__(self, made: str = "") -> None:
-        self._value: Any = _NOTHING
+        self.content: Any = NOTHING
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
-        self._waiters: list[asyncio.Future[None]] = []
+        self._waiters: list[asyncio.Future[None]] | None = None
         self.made = made
         """Where it was made, or by which function."""
+        self.creator = ""
+        """The worker that asked for it."""
 
     @classmethod
     def of(cls, value: Any, made: str = "") -> Value:
         ready = cls(made)
-        ready._value = value
+        ready.content = value
         return ready
 
     @property
     def is_ready(self) -> bool:
-        return self._value is not _NOTHING or self._error is not None
+        return self.content is not NOTHING or self._error is not None
 
     @property
     def type_name(self) -> str:
         """What kind of object it is, as far as that is known."""
         if self._error is not None:
             return f"raised {type(self._error).__qualname__}"
-        return "not there yet" if self._value is _NOTHING else type(self._value).__qualname__
+        return "not there yet" if self.content is NOTHING else type(self.content).__qualname__
 
-    def set(self, value: Any) -> None:
-        if not self.is_ready:
-            self._value = value
-            self._wake()
+    def set(self, content: Any) -> None:
+        if self.content is NOTHING and self._error is None:
+            self.content = content
+            if self._waiters is not None:
+                self._wake()
 
     def fail(self, error: BaseException) -> None:
         if not self.is_ready:
@@ -76,8 +80,8 @@ class Value:
             self._wake()
 
     def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
+        waiters, self._waiters = self._waiters, None
+        for waiter in waiters or ():
             if not waiter.done():
                 waiter.set_result(None)
 
@@ -85,11 +89,13 @@ class Value:
         """The value, once it is there; raises the error in its place."""
         if not self.is_ready:
             waiter = asyncio.get_running_loop().create_future()
+            if self._waiters is None:
+                self._waiters = []
             self._waiters.append(waiter)
             try:
                 await waiter
             except asyncio.CancelledError:
-                if waiter in self._waiters:
+                if self._waiters is not None and waiter in self._waiters:
                     self._waiters.remove(waiter)
                 raise
         return self.get_nowait()
@@ -98,4 +104,4 @@ class Value:
         """The same for one that is there."""
         if self._error is not None:
             raise fresh(self._error).with_traceback(self._traceback)
-        return self._value
+        return self.content

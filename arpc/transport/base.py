@@ -226,6 +226,19 @@ class Connection(ABC):
             out.append(data)
             self.loop.call_soon(self.flush)
 
+    def gather(self) -> None:
+        """More is about to be sent in this turn of the loop: let all of it go out in one write."""
+        self._direct_left = 0
+
+    @property
+    def last_unsent(self) -> bytes | None:
+        """The last frame of this turn of the loop, if it has not gone out yet."""
+        return self._out[-1] if self._out else None
+
+    def replace_last_unsent(self, data: bytes) -> None:
+        """Send another frame of the same size in its place."""
+        self._out[-1] = data
+
     def _refuse(self) -> None:
         # Of one that was aborted everybody is about to hear that it is lost; that is soon enough
         if self._is_closed or not self._is_aborted:

@@ -274,7 +274,7 @@ class Credit(Message):
 
 
 class RRefCreate(Message):
-    """Run a function and keep what it returns, under an id that the sender chose."""
+    """Run function ``arg``, as a `Request` does, and keep what it returns under an id that the sender chose."""
 
     type = MessageType.RREF_CREATE
 
@@ -360,6 +360,8 @@ class RequestFlag:
     """The payload is (args, kwargs) and not args alone."""
     STREAM: Final = 2
     """The caller iterates: answer with items, at first as many as the meta says under `WINDOW`, more by `Credit`."""
+    VALUE: Final = 4
+    """Of an `RRefCreate`: answer with a tuple of the value, if it can be sent."""
 
 
 class ItemFlag:

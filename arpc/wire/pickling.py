@@ -101,7 +101,7 @@ class Pickler:
         except (RRefError, WorkerLostError):
             raise  # an RRef that cannot be used says so itself
         except Exception as error:
-            raise self._explained(function, args, kwargs or {}, error, main_by_value=main_by_value, to=to) from error
+            raise self.explained(function, args, kwargs or {}, error, main_by_value=main_by_value, to=to) from error
 
     def dumps_result(
         self, value: Any, *, main_by_value: bool, to: WorkerInfo | None = None
@@ -130,7 +130,7 @@ class Pickler:
             return self.dumps(value, main_by_value=main_by_value, to=to)  # which keeps one object one
         return _dumps(cut, protocol=5, buffer_callback=not_), tensors
 
-    def _explained(
+    def explained(
         self,
         function: Any,
         args: tuple[Any, ...],
@@ -140,7 +140,7 @@ class Pickler:
         main_by_value: bool,
         to: WorkerInfo | None,
     ) -> SerializationError:
-        """Find the argument that is to blame."""
+        """Why the arguments of a call cannot be sent: finds the one that is to blame."""
         name = getattr(function, "__qualname__", type(function).__qualname__)
         for which, value in [*zip(_parameter_names(function, len(args)), args, strict=True), *kwargs.items()]:
             try:

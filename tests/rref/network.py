@@ -9,9 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from arpc.ids import GloballyUniqueId, IdAllocator
-from arpc.rref import forks as f
+from arpc.ids import IdAllocator
+from arpc.rref import events as e
+from arpc.rref import instructions as i
+from arpc.rref import states
 from arpc.rref.delivery import Numbers, Window
+from arpc.rref.forks import Forks
 
 SETTLING_ROUNDS = 50
 
@@ -38,13 +41,13 @@ class Machine:
     """One worker."""
 
     id: int
-    forks: f.Forks
+    forks: Forks[states.UserFork]
     ids: IdAllocator
     numbers: dict[int, Numbers] = field(default_factory=dict)
     windows: dict[int, Window] = field(default_factory=dict)
-    user_handles: list[GloballyUniqueId] = field(default_factory=list)
-    owner_handles: list[GloballyUniqueId] = field(default_factory=list)
-    running: list[tuple[GloballyUniqueId, Packet]] = field(default_factory=list)
+    user_handles: list[int] = field(default_factory=list)
+    owner_handles: list[int] = field(default_factory=list)
+    running: list[tuple[int, Packet]] = field(default_factory=list)
     """Creations whose function has not returned."""
     is_alive: bool = True
 
@@ -53,21 +56,21 @@ class Network:
     """Some workers, and what is between them."""
 
     def __init__(self, size: int) -> None:
-        self.machines = [Machine(i, f.Forks(f"w{i}", i), IdAllocator(i)) for i in range(size)]
+        self.machines = [Machine(id_, Forks(f"w{id_}", id_, states.UserFork), IdAllocator(id_)) for id_ in range(size)]
         self.bag: list[Packet] = []
-        self.owner_of: dict[GloballyUniqueId, int] = {}
-        self.values: set[GloballyUniqueId] = set()
-        self.creators: dict[GloballyUniqueId, GloballyUniqueId] = {}
+        self.owner_of: dict[int, int] = {}
+        self.values: set[int] = set()
+        self.creators: dict[int, int] = {}
         self.deaths = 0
 
     # -- what users do
 
     def create(self, on: int, owner: int) -> None:
         machine = self.machines[on]
-        rref, fork = machine.ids.next(), machine.ids.next()
+        rref, fork = machine.ids.next_number(), machine.ids.next_number()
         self.owner_of[rref] = owner
         self.creators[fork] = rref
-        self._happened(machine, f.CreationStarted(rref, fork, f"w{owner}"))
+        self._happened(machine, e.CreationStarted(rref, fork, f"w{owner}"))
         if on == owner:
             machine.owner_handles.append(rref)
         else:
@@ -77,48 +80,48 @@ class Network:
 
     def share(self, on: int) -> None:
         machine = self.machines[on]
-        rref = machine.ids.next()
+        rref = machine.ids.next_number()
         self.owner_of[rref] = on
-        self._happened(machine, f.ValueShared(rref))
+        self._happened(machine, e.ValueShared(rref))
         self.values.add(rref)
         machine.owner_handles.append(rref)
 
     def send_user(self, on: int, which: int, to: int) -> None:
         machine = self.machines[on]
         user = machine.forks.users[machine.user_handles[which]]
-        if user.state in {f.UserState.FAILED, f.UserState.LOST}:
+        if user.state in {states.UserState.FAILED, states.UserState.LOST}:
             return  # its handle raises
-        child = machine.ids.next()
-        self._happened(machine, f.ForkOffered(user.rref, child, f"w{to}", user.fork))
+        child = machine.ids.next_number()
+        self._happened(machine, e.ForkOffered(user.rref, child, f"w{to}", user.fork))
         self._offer(on, to, user.rref, child, user.is_created)
 
     def send_owner(self, on: int, which: int, to: int) -> None:
         machine = self.machines[on]
         rref = machine.owner_handles[which]
         owned = machine.forks.owned[rref]
-        child = machine.ids.next()
-        self._happened(machine, f.ForkOffered(rref, child, f"w{to}", None))
-        self._offer(on, to, rref, child, owned.state is not f.OwnerState.EXPECTED)
+        child = machine.ids.next_number()
+        self._happened(machine, e.ForkOffered(rref, child, f"w{to}", None))
+        self._offer(on, to, rref, child, owned.state is not states.OwnerState.EXPECTED)
 
-    def _offer(self, on: int, to: int, rref: GloballyUniqueId, child: GloballyUniqueId, is_created: bool) -> None:
+    def _offer(self, on: int, to: int, rref: int, child: int, is_created: bool) -> None:
         owner = f"w{self.owner_of[rref]}"
         self.bag.append(Packet("offer", on, to, (rref, child, owner, f"w{on}", is_created)))
 
     def drop_user(self, on: int, which: int) -> None:
         machine = self.machines[on]
-        self._happened(machine, f.HandleDropped(machine.user_handles.pop(which)))
+        self._happened(machine, e.HandleDropped(machine.user_handles.pop(which)))
 
     def drop_owner(self, on: int, which: int) -> None:
         machine = self.machines[on]
-        self._happened(machine, f.OwnerHandleDropped(machine.owner_handles.pop(which)))
+        self._happened(machine, e.OwnerHandleDropped(machine.owner_handles.pop(which)))
 
     def finish_creation(self, on: int, which: int) -> None:
         machine = self.machines[on]
         rref, request = machine.running.pop(which)
-        self._happened(machine, f.CreationEnded(rref))
+        self._happened(machine, e.CreationEnded(rref))
         self.bag.append(Packet("created", on, request.source, (request.content[1], request.number)))
 
-    def time_out_creation(self, on: int, fork: GloballyUniqueId) -> None:
+    def time_out_creation(self, on: int, fork: int) -> None:
         self._creation_settled(self.machines[on], fork, None, failed=True)
 
     # -- what the network does
@@ -172,7 +175,7 @@ class Network:
         # nothing is lost between a worker and itself but what was thrown out of the bag here
         for fork, offer in list(machine.forks.offers.items()):
             if offer.to == machine.forks.name and fork not in machine.forks.users:
-                self._happened(machine, f.OfferRefused(fork))
+                self._happened(machine, e.OfferRefused(fork))
 
     def kill(self, which: int) -> None:
         """A worker dies. Its grace period outlasts whatever is on its way between the others."""
@@ -185,7 +188,7 @@ class Network:
         self.arrive()
         for machine in self.machines:
             if machine.is_alive:
-                self._happened(machine, f.PeerLost(dead.forks.name, dead.id))
+                self._happened(machine, e.PeerLost(dead.forks.name, dead.id))
                 machine.windows.pop(which, None)
         self.settle()
 
@@ -203,14 +206,14 @@ class Network:
 
     def _create_arrived(self, target: Machine, packet: Packet) -> None:
         rref, fork = packet.content
-        if self._is_new(target, packet) and self._happened(target, f.CreationArrived(rref, fork, f"w{packet.source}")):
+        if self._is_new(target, packet) and self._happened(target, e.CreationArrived(rref, fork, f"w{packet.source}")):
             target.running.append((rref, packet))
 
     def _created_arrived(self, target: Machine, packet: Packet) -> None:
         fork, number = packet.content
         self._creation_settled(target, fork, number, failed=False)
 
-    def _creation_settled(self, machine: Machine, fork: GloballyUniqueId, number: int | None, *, failed: bool) -> None:
+    def _creation_settled(self, machine: Machine, fork: int, number: int | None, *, failed: bool) -> None:
         rref = self.creators.pop(fork, None)
         if rref is None or not machine.is_alive:
             return
@@ -218,14 +221,14 @@ class Network:
         if number is not None:
             machine.numbers[owner].settle(number)
         if owner == machine.id:
-            self._happened(machine, f.UserDeleted(rref, fork, abandons=failed))
+            self._happened(machine, e.UserDeleted(rref, fork, abandons=failed))
         else:
-            self._happened(machine, f.CreationFailed(fork) if failed else f.CreationConfirmed(fork))
+            self._happened(machine, e.CreationFailed(fork) if failed else e.CreationConfirmed(fork))
 
     def _offer_arrived(self, target: Machine, packet: Packet) -> None:
         rref, fork, owner, parent, is_created = packet.content
         refused = target.forks.refuses(fork)
-        self._happened(target, f.ForkReceived(rref, fork, owner, parent, is_created))
+        self._happened(target, e.ForkReceived(rref, fork, owner, parent, is_created))
         if owner == target.forks.name:
             if not refused and rref in target.forks.owned:
                 target.owner_handles.append(rref)
@@ -235,56 +238,56 @@ class Network:
     def _request_arrived(self, target: Machine, packet: Packet) -> None:
         rref, fork, is_created = packet.content
         if self._is_new(target, packet):
-            self._happened(target, f.ForkRequested(rref, fork, f"w{packet.source}", is_created))
+            self._happened(target, e.ForkRequested(rref, fork, f"w{packet.source}", is_created))
         is_counted = target.forks.counts(rref, fork)
         self.bag.append(Packet("reply", target.id, packet.source, (fork, is_counted, packet.number)))
 
     def _reply_arrived(self, target: Machine, packet: Packet) -> None:
         fork, is_counted, number = packet.content
         target.numbers[packet.source].settle(number)
-        self._happened(target, f.ForkConfirmed(fork) if is_counted else f.ForkRefused(fork))
+        self._happened(target, e.ForkConfirmed(fork) if is_counted else e.ForkRefused(fork))
 
     def _accept_arrived(self, target: Machine, packet: Packet) -> None:
-        self._happened(target, f.ChildAccepted(packet.content[0]))
+        self._happened(target, e.ChildAccepted(packet.content[0]))
 
     def _delete_arrived(self, target: Machine, packet: Packet) -> None:
-        self._happened(target, f.UserDeleted(*packet.content))
+        self._happened(target, e.UserDeleted(*packet.content))
 
     def _query_arrived(self, target: Machine, packet: Packet) -> None:
         fork = packet.content[0]
         is_known = target.forks.knows(fork)
-        self._happened(target, f.OfferQueried(fork, f"w{packet.source}"))
+        self._happened(target, e.OfferQueried(fork, f"w{packet.source}"))
         self.bag.append(Packet("answer", target.id, packet.source, (fork, is_known)))
 
     def _answer_arrived(self, target: Machine, packet: Packet) -> None:
         fork, is_known = packet.content
-        self._happened(target, f.OfferKnown(fork) if is_known else f.OfferRefused(fork))
+        self._happened(target, e.OfferKnown(fork) if is_known else e.OfferRefused(fork))
 
-    def _happened(self, machine: Machine, event: f.Event) -> bool:
+    def _happened(self, machine: Machine, event: e.Event) -> bool:
         runs = False
         for instruction in machine.forks.handle(event):
             match instruction:
-                case f.SendForkRequest(to, rref, fork, is_created):
+                case i.SendForkRequest(to, rref, fork, is_created):
                     numbers = machine.numbers.setdefault(int(to[1:]), Numbers())
                     packet = Packet("request", machine.id, int(to[1:]), (rref, fork, is_created), numbers.take())
                     self.bag.append(
                         Packet(packet.kind, packet.source, packet.target, packet.content, packet.number, numbers.oldest)
                     )
-                case f.SendChildAccept(to, fork):
+                case i.SendChildAccept(to, fork):
                     self.bag.append(Packet("accept", machine.id, int(to[1:]), (fork,)))
-                case f.SendUserDelete(to, rref, fork, abandons):
+                case i.SendUserDelete(to, rref, fork, abandons):
                     self.bag.append(Packet("delete", machine.id, int(to[1:]), (rref, fork, abandons)))
-                case f.DropValue(rref):
+                case i.DropValue(rref):
                     if rref in self.values:  # else it was awaited only, and may still be created
                         self.values.discard(rref)
                         self._check_nobody_uses(rref)
-                case f.RunCreation(rref):
+                case i.RunCreation(rref):
                     assert rref not in self.values, f"{rref} is created twice"
                     self.values.add(rref)
                     runs = True
         return runs
 
-    def _check_nobody_uses(self, rref: GloballyUniqueId) -> None:
+    def _check_nobody_uses(self, rref: int) -> None:
         """The promise: no value is dropped while a user lives."""
         for machine in self.machines:
             if not machine.is_alive:
@@ -292,7 +295,7 @@ class Network:
             assert rref not in machine.owner_handles, f"{rref} was dropped while its owner holds it"
             for fork in machine.user_handles:
                 user = machine.forks.users[fork]
-                counts = user.state is f.UserState.CONFIRMED or (
-                    user.state is f.UserState.REQUESTED and not self.deaths
+                counts = user.state is states.UserState.CONFIRMED or (
+                    user.state is states.UserState.REQUESTED and not self.deaths
                 )
                 assert not (user.rref == rref and counts), f"{rref} was dropped while {machine.forks.name} holds {fork}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import torch
+
 import arpc
 
 
@@ -102,3 +104,15 @@ def add_remotely_from_a_thread(owner: str, number: int) -> int:
 @arpc.inline
 def nothing() -> None:
     """Takes no time."""
+
+
+def keywords(**named: object) -> dict[str, object]:
+    return named
+
+
+async def make_behind_gate(owner: str) -> object:
+    return await arpc.remote(owner, pass_gate, ("gate", 5))
+
+
+def make_script_module() -> torch.jit.ScriptModule:
+    return torch.jit.script(torch.nn.Linear(2, 3))

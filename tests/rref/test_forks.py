@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from arpc.ids import GloballyUniqueId
-from arpc.rref.forks import (
-    OWNER_TRANSITIONS,
-    USER_TRANSITIONS,
+from arpc.rref.events import (
     ChildAccepted,
     CreationArrived,
     CreationConfirmed,
@@ -15,57 +13,69 @@ from arpc.rref.forks import (
     CreationFailed,
     CreationStarted,
     DeleteUndelivered,
-    DropValue,
     Event,
-    FailValue,
-    ForgetFork,
     ForkConfirmed,
     ForkOffered,
     ForkReceived,
     ForkRefused,
     ForkRequested,
-    Forks,
     HandleDropped,
-    Instruction,
-    MarkConfirmed,
-    MarkLost,
     OfferKnown,
     OfferQueried,
     OfferRefused,
     OwnerHandleDropped,
-    OwnerState,
     PeerLost,
     PeerReturned,
+    UserDeleted,
+    ValueAwaited,
+    ValueShared,
+)
+from arpc.rref.forks import Forks
+from arpc.rref.instructions import (
+    DropValue,
+    FailValue,
+    ForgetFork,
+    Instruction,
+    MarkConfirmed,
+    MarkLost,
     RunCreation,
     SendChildAccept,
     SendForkRequest,
     SendUserDelete,
-    UserDeleted,
+)
+from arpc.rref.states import (
+    OWNER_TRANSITIONS,
+    USER_TRANSITIONS,
+    OwnerState,
+    UserFork,
     UserState,
-    ValueAwaited,
-    ValueShared,
 )
 
+
+def unique(created_on: int, local_id: int) -> int:
+    return GloballyUniqueId(created_on, local_id).to_int()
+
+
 A, B, C = "a", "b", "c"
-R = GloballyUniqueId(0, 0)  # made by a, whose id is 0
-F, G, H = GloballyUniqueId(0, 1), GloballyUniqueId(0, 2), GloballyUniqueId(2, 0)
-OWN = GloballyUniqueId(1, 0)  # made by b, the owner, whose id is 1
+R = unique(0, 0)  # made by a, whose id is 0
+F, G, H = unique(0, 1), unique(0, 2), unique(2, 0)
+OWN = unique(1, 0)  # made by b, the owner, whose id is 1
 
 
-def run(forks: Forks, *events: Event) -> list[Instruction]:
+def run(forks: Forks[UserFork], *events: Event) -> list[Instruction]:
     return [instruction for event in events for instruction in forks.handle(event)]
 
 
-def a() -> Forks:
-    return Forks(A, 0)
+def a() -> Forks[UserFork]:
+    return Forks(A, 0, UserFork)
 
 
-def b() -> Forks:
-    return Forks(B, 1)
+def b() -> Forks[UserFork]:
+    return Forks(B, 1, UserFork)
 
 
-def c() -> Forks:
-    return Forks(C, 2)
+def c() -> Forks[UserFork]:
+    return Forks(C, 2, UserFork)
 
 
 # -- creator and owner
@@ -74,11 +84,7 @@ def c() -> Forks:
 def test_a_dropped_rref_is_deleted_once_its_creation_is_confirmed():
     forks = a()
     assert run(forks, CreationStarted(R, F, B), HandleDropped(F)) == []
-    assert run(forks, CreationConfirmed(F)) == [
-        MarkConfirmed(F),
-        ForgetFork(F),
-        SendUserDelete(B, R, F, abandons=False),
-    ]
+    assert run(forks, CreationConfirmed(F)) == [SendUserDelete(B, R, F, abandons=False)]
     assert forks.is_idle
 
 
@@ -115,7 +121,16 @@ def test_a_failed_creation_is_abandoned_on_the_owner():
     forks = a()
     run(forks, CreationStarted(R, F, B), CreationFailed(F))
     assert forks.users[F].state is UserState.FAILED
-    assert run(forks, HandleDropped(F)) == [ForgetFork(F), SendUserDelete(B, R, F, abandons=True)]
+    assert run(forks, HandleDropped(F)) == [SendUserDelete(B, R, F, abandons=True)]
+
+
+@pytest.mark.parametrize(("event", "is_created"), [(CreationConfirmed, True), (CreationFailed, False)])
+def test_only_a_confirmed_creation_is_known_to_have_reached_its_owner(event, is_created):
+    forks = a()
+    run(forks, CreationStarted(R, F, B))
+    assert not forks.users[F].is_created
+    run(forks, event(F))
+    assert forks.users[F].is_created == is_created
 
 
 def test_a_creation_that_was_abandoned_before_it_arrives_is_not_run():
@@ -141,14 +156,21 @@ def test_a_child_asks_the_owner_and_then_tells_its_parent():
     assert run(forks, ForkReceived(R, G, B, A, is_created=True)) == [SendForkRequest(B, R, G, is_created=True)]
     assert forks.users[G].state is UserState.REQUESTED
     assert run(forks, ForkConfirmed(G)) == [MarkConfirmed(G), SendChildAccept(A, G)]
-    assert run(forks, HandleDropped(G)) == [ForgetFork(G), SendUserDelete(B, R, G, abandons=False)]
+    assert run(forks, HandleDropped(G)) == [SendUserDelete(B, R, G, abandons=False)]
+
+
+@pytest.mark.parametrize("is_created", [True, False])
+def test_a_child_passes_on_what_its_parent_knew_of_the_creation(is_created):
+    forks = c()
+    assert run(forks, ForkReceived(R, G, B, A, is_created)) == [SendForkRequest(B, R, G, is_created)]
+    assert forks.users[G].is_created == is_created
 
 
 def test_a_parent_is_kept_until_its_child_is_accepted():
     forks = a()
     run(forks, CreationStarted(R, F, B), CreationConfirmed(F), ForkOffered(R, G, C, F))
     assert run(forks, HandleDropped(F)) == []
-    assert run(forks, ChildAccepted(G)) == [ForgetFork(F), SendUserDelete(B, R, F, abandons=False)]
+    assert run(forks, ChildAccepted(G)) == [SendUserDelete(B, R, F, abandons=False)]
     assert run(forks, ChildAccepted(G)) == []
 
 
@@ -159,7 +181,6 @@ def test_a_dropped_child_still_waits_for_its_confirmation():
     assert run(forks, ForkConfirmed(G)) == [
         MarkConfirmed(G),
         SendChildAccept(A, G),
-        ForgetFork(G),
         SendUserDelete(B, R, G, abandons=False),
     ]
 
@@ -169,7 +190,7 @@ def test_a_fork_that_arrives_twice_is_one_fork_with_two_handles():
     run(forks, ForkReceived(R, G, B, A, is_created=True), ForkConfirmed(G))
     assert run(forks, ForkReceived(R, G, B, A, is_created=True)) == []
     assert run(forks, HandleDropped(G)) == []
-    assert run(forks, HandleDropped(G)) == [ForgetFork(G), SendUserDelete(B, R, G, abandons=False)]
+    assert run(forks, HandleDropped(G)) == [SendUserDelete(B, R, G, abandons=False)]
 
 
 def test_a_refused_child_lets_its_parent_go():
@@ -186,7 +207,6 @@ def test_an_rref_sent_to_oneself_is_another_fork():
     assert run(forks, HandleDropped(F)) == []
     assert run(forks, ForkConfirmed(G)) == [
         MarkConfirmed(G),
-        ForgetFork(F),
         SendUserDelete(B, R, F, abandons=False),
     ]
 
@@ -256,7 +276,7 @@ def test_an_offer_that_never_arrived_lets_its_parent_go():
     forks = a()
     run(forks, CreationStarted(R, F, B), CreationConfirmed(F), ForkOffered(R, G, C, F), HandleDropped(F))
     assert run(forks, OfferKnown(G)) == []  # known, but perhaps not counted yet
-    assert run(forks, OfferRefused(G)) == [ForgetFork(F), SendUserDelete(B, R, F, abandons=False)]
+    assert run(forks, OfferRefused(G)) == [SendUserDelete(B, R, F, abandons=False)]
 
 
 def test_an_offer_of_the_owner_that_never_arrived_is_not_counted():
@@ -308,15 +328,15 @@ def test_users_of_a_lost_owner_are_marked_and_need_no_delete():
 def test_children_of_a_lost_worker_let_their_parents_go():
     forks = a()
     run(forks, CreationStarted(R, F, B), CreationConfirmed(F), ForkOffered(R, G, C, F), HandleDropped(F))
-    assert run(forks, PeerLost(C, 2)) == [ForgetFork(F), SendUserDelete(B, R, F, abandons=False)]
+    assert run(forks, PeerLost(C, 2)) == [SendUserDelete(B, R, F, abandons=False)]
 
 
 def test_a_value_whose_creator_is_lost_is_not_expected_any_more():
     forks = b()
     run(forks, ForkRequested(R, H, C, is_created=False))
     assert run(forks, PeerLost(A, 0)) == [FailValue(R)]
-    assert run(forks, ForkRequested(GloballyUniqueId(0, 9), GloballyUniqueId(2, 9), C, is_created=False)) == []
-    assert GloballyUniqueId(0, 9) not in forks.owned
+    assert run(forks, ForkRequested(unique(0, 9), unique(2, 9), C, is_created=False)) == []
+    assert unique(0, 9) not in forks.owned
 
 
 def test_an_owner_that_returns_is_told_of_the_users_that_ended_meanwhile():
@@ -337,6 +357,64 @@ def test_a_child_of_a_lost_owner_lets_its_parent_go():
 
 
 # -- the tables
+
+
+def test_a_user_that_nobody_holds_ends_with_its_owner():
+    forks = a()
+    run(forks, CreationStarted(R, F, B), HandleDropped(F))
+    assert run(forks, PeerLost(B, 1)) == [MarkLost(F), ForgetFork(F)]
+    assert forks.is_idle
+
+
+def test_a_user_of_a_lost_owner_is_kept_for_its_children():
+    forks = a()
+    run(forks, CreationStarted(R, F, B), ForkOffered(R, G, C, F), HandleDropped(F))
+    assert run(forks, PeerLost(B, 1)) == [MarkLost(F)]
+    assert run(forks, ChildAccepted(G)) == [ForgetFork(F)]
+
+
+def test_creations_of_a_worker_that_returned_are_expected_again():
+    forks = b()
+    run(forks, PeerLost(A, 0), ForkRequested(R, G, C, is_created=False))
+    assert not forks.counts(R, G)
+    run(forks, PeerReturned(A, 0), ForkRequested(R, G, C, is_created=False))
+    assert forks.counts(R, G)
+
+
+def test_a_fork_of_the_owner_needs_no_accept():
+    forks = b()
+    run(forks, ValueShared(OWN), ForkOffered(OWN, G, C, None))
+    assert run(forks, ChildAccepted(G), OwnerHandleDropped(OWN)) == []
+    assert forks.counts(OWN, G)
+
+
+def test_who_stops_waiting_for_a_creation_that_never_comes_leaves_nothing_behind():
+    forks = b()
+    assert run(forks, ValueAwaited(R, is_created=False)) == []
+    assert run(forks, OwnerHandleDropped(R)) == [DropValue(R)]
+    assert forks.is_idle
+
+
+def test_what_was_abandoned_is_not_expected_by_anyone_and_remembered_until_it_arrives():
+    forks = b()
+    run(forks, UserDeleted(R, F, abandons=True))
+    run(forks, ForkRequested(R, G, C, is_created=False), ValueAwaited(R, is_created=False))
+    assert not forks.counts(R, G)
+    assert forks.is_idle
+    assert run(forks, CreationArrived(R, F, A)) == []
+    assert run(forks, CreationArrived(R, F, A)) == [RunCreation(R)]  # delivered once: there is no second in life
+
+
+def test_what_was_refused_and_abandoned_is_forgotten_with_the_worker_it_came_from():
+    forks = b()
+    run(forks, OfferQueried(G, A), OfferQueried(H, C))
+    theirs = unique(2, 5)
+    run(forks, UserDeleted(R, F, abandons=True), UserDeleted(theirs, H, abandons=True))
+    run(forks, PeerLost(A, 0))
+    assert not forks.refuses(G)
+    assert forks.refuses(H)
+    assert run(forks, CreationArrived(theirs, H, C)) == []
+    assert run(forks, CreationArrived(R, F, A)) == [RunCreation(R)]
 
 
 @pytest.mark.parametrize(

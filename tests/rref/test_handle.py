@@ -69,9 +69,30 @@ async def test_methods_can_be_named_by_themselves(group):
     assert await counter.rpc_sync()(Counter.add_later, 1) == 2
     assert await counter.remote()(Counter.add, 1) == 3
     assert [number async for number in counter.stream()(Counter.numbers, 2)] == [0, 1]
-    assert "add" not in dir(counter.rpc_async())
-    await counter._get_type()
-    assert "add" in dir(counter.rpc_async())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+async def test_a_script_module_is_called_where_it_is_and_not_fetched(group):
+    linear = arpc.remote("worker1", objects.make_script_module)
+    assert (await linear.rpc_sync().forward(torch.ones(1, 2))).shape == (1, 3)
+    assert (await linear.remote().forward(torch.ones(1, 2))).shape == (1, 3)
+    assert issubclass(await linear._get_type(), torch.jit.ScriptModule)
+    for _ in range(2):
+        with pytest.raises(arpc.RRefError, match="is an RRef to a ScriptModule"):
+            await linear
+    with pytest.raises(arpc.RRefError, match="is an RRef to a ScriptModule"):
+        await arpc.remote("worker1", objects.make_script_module)  # nor does it come with the answer
+    assert isinstance(await arpc.RRef(objects.make_script_module()), torch.jit.ScriptModule)
+
+
+async def test_proxies_complete_what_is_known_of_the_value(group):
+    counter = arpc.remote("worker1", Counter)
+    assert {"add", "next"} <= set(dir(counter.rpc_async()))  # an object of a class is one of that class
+    following = counter.remote().next()
+    assert "add" not in dir(following.rpc_async())
+    await following._get_type()
+    assert "add" in dir(following.rpc_async())
+    assert "add" in dir(arpc.RRef(Counter()).remote())
 
 
 async def test_an_error_while_creating_is_raised_at_each_use(group):
@@ -173,7 +194,7 @@ async def test_a_value_only_its_argument_keeps(group, gate):
     """The caller lets go at once: the callee's fork must keep the value until it is done with it."""
     future = arpc.rpc_async("worker2", fetch_after_gate, (arpc.remote("worker1", int, (5,)),))
     await gate.entered.wait()
-    await until(lambda: not group[0].rref_context.uses)
+    await until(lambda: not group[0].rref_context.forks.users)
     gate.event.set()
     assert await future == 5
 
@@ -281,7 +302,7 @@ async def test_pickling_outside_of_a_call(group):
 
 
 async def test_arguments_that_cannot_travel(group):
-    with pytest.raises(arpc.SerializationError, match="Counter cannot be called remotely"):
+    with pytest.raises(arpc.SerializationError, match="argument 'total' of Counter"):
         arpc.remote("worker1", Counter, (threading.Lock(), arpc.RRef(1)))
     with pytest.raises(TypeError, match="function should be callable"):
         arpc.remote("worker1", 5)

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from arpc.ids import creator_of
 from tests.rref.network import Network
 
 CHOICE = st.integers(0, 10**6)
@@ -73,7 +74,7 @@ class Workers(RuleBasedStateMachine):
     def give_a_creation_up(self, which):
         forks = list(self.network.creators)
         fork = forks[which % len(forks)]
-        self.network.time_out_creation(fork.created_on, fork)
+        self.network.time_out_creation(creator_of(fork), fork)
 
     @precondition(lambda self: self.network.bag)
     @rule(which=CHOICE)

@@ -25,7 +25,11 @@ def rows() -> Iterator[Row]:
             better="lower",
             cells={SUBJECT: Cell("arpc-unix", pair, placement), "torch": Cell("torch", pair)},
         )
-    for metric, unit, title in (("p50_us", "us", "p50"), ("round_trips", "x", "in multiples of one small call")):
+    for metric, unit, title in (
+        ("p50_us", "us", "p50"),
+        ("round_trips", "x", "in multiples of one small call"),
+        ("of_calls", "x", "in multiples of eleven small calls made at once"),
+    ):
         yield Row(
             key=f"rref/chain/{metric}",
             section=_SECTION,

@@ -1,0 +1,231 @@
+"""What can happen to the RRefs of a worker: the events that `forks.Forks` is told of."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+from arpc.ids import WorkerId
+
+__all__ = [
+    "ChildAccepted",
+    "CreationArrived",
+    "CreationConfirmed",
+    "CreationEnded",
+    "CreationFailed",
+    "CreationStarted",
+    "DeleteUndelivered",
+    "Event",
+    "ForkConfirmed",
+    "ForkId",
+    "ForkOffered",
+    "ForkReceived",
+    "ForkRefused",
+    "ForkRequested",
+    "HandleDropped",
+    "OfferKnown",
+    "OfferQueried",
+    "OfferRefused",
+    "OwnerHandleDropped",
+    "PeerLost",
+    "PeerReturned",
+    "RRefId",
+    "UserDeleted",
+    "ValueAwaited",
+    "ValueShared",
+    "WorkerName",
+]
+
+# Numbers, as they travel: `GloballyUniqueId.from_int` tells people what they mean
+RRefId: TypeAlias = int
+ForkId: TypeAlias = int
+WorkerName: TypeAlias = str
+
+
+# -- events: what happened to this worker's users
+
+
+class CreationStarted(NamedTuple):
+    """`remote` was called here: the owner will be asked to create the value."""
+
+    rref: RRefId
+    fork: ForkId
+    owner: WorkerName
+
+
+class CreationConfirmed(NamedTuple):
+    """The owner has run the creation."""
+
+    fork: ForkId
+
+
+class CreationFailed(NamedTuple):
+    """It is not known whether the owner has, or ever will."""
+
+    fork: ForkId
+
+
+class ForkReceived(NamedTuple):
+    """An RRef was unpacked here."""
+
+    rref: RRefId
+    fork: ForkId
+    owner: WorkerName
+    parent: WorkerName
+    is_created: bool
+    """The parent knew that the owner has the value."""
+
+
+class ForkConfirmed(NamedTuple):
+    """The owner counts a fork that asked for it."""
+
+    fork: ForkId
+
+
+class ForkRefused(NamedTuple):
+    """The owner does not have the value any more, or cannot be asked."""
+
+    fork: ForkId
+
+
+class ForkOffered(NamedTuple):
+    """An RRef was packed here for another worker. ``parent``: the fork it was made from; None on the owner."""
+
+    rref: RRefId
+    fork: ForkId
+    to: WorkerName
+    parent: ForkId | None
+
+
+class ChildAccepted(NamedTuple):
+    """The child is counted by the owner."""
+
+    fork: ForkId
+
+
+class OfferKnown(NamedTuple):
+    """The worker that was offered a fork has it."""
+
+    fork: ForkId
+
+
+class OfferRefused(NamedTuple):
+    """The worker that was offered a fork never got it, and will not take it."""
+
+    fork: ForkId
+
+
+class OfferQueried(NamedTuple):
+    """A worker that offered a fork asks whether it is known here; the answer is `Forks.knows`, asked before."""
+
+    fork: ForkId
+    parent: WorkerName
+
+
+class DeleteUndelivered(NamedTuple):
+    """The owner could not be told that a user has ended."""
+
+    owner: WorkerName
+    rref: RRefId
+    fork: ForkId
+
+
+class HandleDropped(NamedTuple):
+    """A user's handle was dropped or released."""
+
+    fork: ForkId
+
+
+# -- events: what happened to this worker's own values
+
+
+class ValueShared(NamedTuple):
+    """A value of this worker got an id that others can hold; its handle here holds it too."""
+
+    rref: RRefId
+
+
+class CreationArrived(NamedTuple):
+    """A worker wants a value created here. `RunCreation` follows, unless nobody wants it any more."""
+
+    rref: RRefId
+    fork: ForkId
+    user: WorkerName
+
+
+class CreationEnded(NamedTuple):
+    """The value, or the error in its place, is there."""
+
+    rref: RRefId
+
+
+class ForkRequested(NamedTuple):
+    """A user asks to be counted. Afterwards `Forks.counts` tells whether it is."""
+
+    rref: RRefId
+    fork: ForkId
+    user: WorkerName
+    is_created: bool
+
+
+class UserDeleted(NamedTuple):
+    """A user has ended. ``abandons``: it was the creator's, who gave the creation up."""
+
+    rref: RRefId
+    fork: ForkId
+    abandons: bool
+
+
+class ValueAwaited(NamedTuple):
+    """Something here wants a value that may not have been created yet; it holds the RRef until `OwnerHandleDropped`."""
+
+    rref: RRefId
+    is_created: bool
+
+
+class OwnerHandleDropped(NamedTuple):
+    """A handle of the owner itself, or somebody who waited for the value, is gone."""
+
+    rref: RRefId
+
+
+# -- events: the others
+
+
+class PeerLost(NamedTuple):
+    """A worker died or left, and its time to come back is over."""
+
+    name: WorkerName
+    id: WorkerId
+
+
+class PeerReturned(NamedTuple):
+    """A worker that was taken for lost has been heard of again."""
+
+    name: WorkerName
+    id: WorkerId
+
+
+Event: TypeAlias = (
+    CreationStarted
+    | CreationConfirmed
+    | CreationFailed
+    | ForkReceived
+    | ForkConfirmed
+    | ForkRefused
+    | ForkOffered
+    | ChildAccepted
+    | OfferKnown
+    | OfferRefused
+    | OfferQueried
+    | DeleteUndelivered
+    | HandleDropped
+    | ValueShared
+    | CreationArrived
+    | CreationEnded
+    | ForkRequested
+    | UserDeleted
+    | ValueAwaited
+    | OwnerHandleDropped
+    | PeerLost
+    | PeerReturned
+)

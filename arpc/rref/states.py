@@ -1,0 +1,132 @@
+"""What a worker knows of one RRef, as its user and as its owner, and how that may change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, auto
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from arpc.rref.events import (
+    CreationArrived,
+    CreationConfirmed,
+    CreationEnded,
+    CreationFailed,
+    Event,
+    ForkConfirmed,
+    ForkId,
+    ForkRefused,
+    PeerLost,
+    RRefId,
+    UserDeleted,
+    WorkerName,
+)
+
+__all__ = [
+    "OWNER_TRANSITIONS",
+    "UNANSWERED",
+    "USER_TRANSITIONS",
+    "Offer",
+    "Owned",
+    "OwnerState",
+    "UserFork",
+    "UserState",
+]
+
+
+class UserState(Enum):
+    """What a user knows of its owner."""
+
+    CREATING = auto()
+    """The owner was asked to create the value, and has not answered."""
+    REQUESTED = auto()
+    """The owner was asked to count this fork, and has not answered."""
+    CONFIRMED = auto()
+    FAILED = auto()
+    """The creation may or may not have happened."""
+    LOST = auto()
+    """The owner, or the value, is gone."""
+
+    __hash__ = object.__hash__  # every member is one object, and Enum's own hash is a function in Python
+
+
+class OwnerState(Enum):
+    """How far a value is."""
+
+    EXPECTED = auto()
+    """Users know of it, but its creation has not arrived yet: theirs came by another way."""
+    CREATING = auto()
+    READY = auto()
+    ABANDONED = auto()
+    """Its creation will not arrive."""
+
+    __hash__ = object.__hash__  # as above
+
+
+UNANSWERED: Final = frozenset((UserState.CREATING, UserState.REQUESTED))
+
+# An event that is not listed for a state does not concern it: it came twice, or too late to matter.
+USER_TRANSITIONS: Final[Mapping[tuple[UserState, type[Event]], UserState]] = MappingProxyType(
+    {
+        (UserState.CREATING, CreationConfirmed): UserState.CONFIRMED,
+        (UserState.CREATING, CreationFailed): UserState.FAILED,
+        (UserState.CREATING, PeerLost): UserState.LOST,
+        (UserState.REQUESTED, ForkConfirmed): UserState.CONFIRMED,
+        (UserState.REQUESTED, ForkRefused): UserState.LOST,
+        (UserState.REQUESTED, PeerLost): UserState.LOST,
+        (UserState.CONFIRMED, PeerLost): UserState.LOST,
+        (UserState.FAILED, PeerLost): UserState.LOST,
+    }
+)
+OWNER_TRANSITIONS: Final[Mapping[tuple[OwnerState, type[Event]], OwnerState]] = MappingProxyType(
+    {
+        (OwnerState.EXPECTED, CreationArrived): OwnerState.CREATING,
+        (OwnerState.EXPECTED, UserDeleted): OwnerState.ABANDONED,  # by its creator only
+        (OwnerState.EXPECTED, PeerLost): OwnerState.ABANDONED,
+        (OwnerState.CREATING, CreationEnded): OwnerState.READY,
+    }
+)
+
+
+class UserFork:
+    """One fork held by this worker."""
+
+    __slots__ = ("children", "fork", "handles", "is_created", "owner", "parent", "rref", "state")
+
+    def __init__(
+        self, rref: RRefId, fork: ForkId, owner: WorkerName, parent: WorkerName, state: UserState, is_created: bool
+    ) -> None:
+        self.rref = rref
+        self.fork = fork
+        self.owner = owner
+        self.parent = parent
+        """Who sent it; empty if it was made here."""
+        self.state = state
+        self.is_created = is_created
+        """It is certain that the creation has reached the owner."""
+        self.handles = 1
+        self.children = 0
+        """How many forks made from this one the owner may not count yet."""
+
+
+class Offer(NamedTuple):
+    """A fork that was sent to another worker."""
+
+    rref: RRefId
+    to: WorkerName
+    parent: ForkId | None
+    """What it was made from; None on the owner."""
+
+
+class Owned:
+    """One value of this worker that others can hold."""
+
+    __slots__ = ("forks", "holds", "rref", "state")
+
+    def __init__(self, rref: RRefId, state: OwnerState) -> None:
+        self.rref = rref
+        self.state = state
+        self.forks: dict[ForkId, WorkerName] = {}
+        """Users that are counted, and who they belong to."""
+        self.holds = 0
+        """Handles on this worker, those who wait for the value, and the creation while it runs."""

@@ -1,0 +1,183 @@
+"""remote() on its way: what its answer brings, and what becomes of those who wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+import arpc
+from arpc.testing import Cluster
+from tests.rref import objects
+from tests.rref.objects import Counter
+
+
+@pytest.fixture
+def gate():
+    objects.gates["gate"] = objects.Gate()
+    yield objects.gates["gate"]
+    del objects.gates["gate"]
+
+
+def calls_handled(group: Cluster, worker: int) -> int:
+    return group[worker].statistics()["executor"]["calls_handled"]
+
+
+async def connected(group: Cluster) -> None:
+    await arpc.rpc_sync("worker1", objects.nothing)
+
+
+@pytest.mark.parametrize("value", [None, 7, "text", [1, {"a": 2.5}], (), NotImplemented])
+async def test_a_value_that_is_wanted_at_once_comes_with_the_answer(group, value):
+    await connected(group)
+    before = calls_handled(group, 1)
+    rref = arpc.remote("worker1", objects.give_back, (value,))  # held, or its delete might be counted too
+    assert await rref == value
+    assert calls_handled(group, 1) == before + 1
+
+
+async def test_a_tensor_comes_with_the_answer(group):
+    await connected(group)
+    before = calls_handled(group, 1)
+    small = arpc.remote("worker1", torch.ones, (3,))
+    assert torch.equal(await small, torch.ones(3))
+    large = arpc.remote("worker1", torch.ones, (1 << 20,))
+    assert (await large).sum() == 1 << 20
+    assert calls_handled(group, 1) == before + 2
+
+
+async def test_an_rref_in_a_value_that_comes_with_the_answer_is_a_fork_of_its_own(group):
+    await connected(group)
+    inner = await arpc.remote("worker1", objects.make_local, (5,))
+    assert await inner == 5
+    assert inner.owner_name() == "worker1"
+
+
+async def test_only_the_last_creation_of_a_turn_brings_its_value(group):
+    await connected(group)
+    before = calls_handled(group, 1)
+    first, second = arpc.remote("worker1", int, (1,)), arpc.remote("worker1", int, (2,))
+    assert await asyncio.gather(first.to_here(), second.to_here()) == [1, 2]
+    assert calls_handled(group, 1) == before + 4  # the task of the second comes when the frames have left
+    assert await first == 1
+
+
+async def test_a_later_fetch_asks_again(group):
+    await connected(group)
+    rref = arpc.remote("worker1", Counter)
+    assert (await rref).total == 0
+    await rref.rpc_sync().add(3)
+    assert (await rref).total == 3
+
+
+async def test_an_error_is_fetched_as_always(group):
+    await connected(group)
+    rref = arpc.remote("worker1", objects.fail, ("no luck",))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no luck"):
+            await rref
+    assert rref.confirmed_by_owner()
+
+
+async def test_a_value_that_cannot_travel_says_so_and_stays(group):
+    await connected(group)
+    rref = arpc.remote("worker1", threading.Lock)
+    for _ in range(2):
+        with pytest.raises(arpc.SerializationError, match="lock"):
+            await rref
+    assert rref.confirmed_by_owner()
+    assert await rref.rpc_sync().acquire() is True
+
+
+async def test_who_waits_for_the_answer_can_be_cancelled_and_the_creation_goes_on(group, gate):
+    await connected(group)
+
+    async def make_and_wait(made):
+        made.append(arpc.remote("worker1", objects.pass_gate, ("gate", 5)))
+        return await made[0]
+
+    made: list[arpc.RRef[int]] = []
+    waiting = asyncio.ensure_future(make_and_wait(made))
+    await gate.entered.wait()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not made[0].confirmed_by_owner()
+    gate.event.set()
+    assert await made[0] == 5
+    assert not gate.cancelled.is_set()
+    assert made[0].confirmed_by_owner()
+
+
+async def test_a_creation_of_a_handler_that_is_cancelled_is_cancelled_too(group, gate):
+    call = arpc.rpc_async("worker2", objects.make_behind_gate, ("worker1",))
+    await gate.entered.wait()
+    call.cancel()
+    await gate.cancelled.wait()
+
+
+async def test_who_waits_for_the_answer_hears_of_a_lost_owner(gate):
+    options = arpc.RpcOptions(gc_freeze=False, rref_grace=0.2)
+    async with arpc.testing.cluster(2, options=options, elastic=True) as group:
+        await connected(group)
+
+        async def make_and_wait() -> object:
+            return await arpc.remote("worker1", objects.pass_gate, ("gate", 5))
+
+        waiting = asyncio.ensure_future(make_and_wait())
+        await gate.entered.wait()
+        await group[1].shutdown(graceful=False)
+        with pytest.raises(arpc.OwnerLostError):
+            await waiting
+
+
+async def test_the_future_of_a_creation_has_no_value_and_can_be_asked_for_late(group):
+    rref = arpc.remote("worker1", int, (5,))
+    assert await rref == 5
+    assert rref._get_future() is rref._get_future()
+    assert await rref._get_future() is None
+
+
+async def test_cancelling_the_future_of_a_creation_cancels_the_function(group, gate):
+    rref = arpc.remote("worker1", objects.pass_gate, ("gate", 5))
+    future = rref._get_future()
+    await gate.entered.wait()
+    assert future.cancel()
+    await gate.cancelled.wait()
+    with pytest.raises(arpc.RRefCreationError, match="was cancelled"):
+        await rref
+
+
+async def test_cancelling_a_creation_interrupts_who_waits_for_its_answer(group, gate):
+    await connected(group)
+    made: list[arpc.RRef[int]] = []
+
+    async def make_and_wait() -> int:
+        made.append(arpc.remote("worker1", objects.pass_gate, ("gate", 5)))
+        return await made[0]
+
+    waiting = asyncio.ensure_future(make_and_wait())
+    await gate.entered.wait()
+    made[0]._get_future().cancel()
+    with pytest.raises(arpc.RRefCreationError, match="was cancelled"):
+        await waiting
+    await gate.cancelled.wait()
+
+
+async def test_functions_that_travel_by_value_can_create(group):
+    base = 3
+    assert await arpc.remote("worker1", lambda number: base + number, (4,)) == 7
+
+
+async def test_keyword_arguments_of_any_name(group):
+    rref = arpc.remote("worker1", objects.keywords, (), {"rref": 1, "made": 2, "number": 3, "self": 4})
+    assert await rref == {"rref": 1, "made": 2, "number": 3, "self": 4}
+
+
+async def test_a_function_the_owner_cannot_find(group):
+    with pytest.raises(TypeError, match="should be callable"):
+        arpc.remote("worker1", 5)
+    with pytest.raises(TypeError, match="args must be a tuple"):
+        arpc.remote("worker1", int, "12")

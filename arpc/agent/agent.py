@@ -675,11 +675,10 @@ class Agent:
 
     def _unpack(self, link: Link, message: Message) -> Any:
         codec = self.codec
-        if not message.table_end:
-            return codec.payload(message, [])
+        if message.meta_end == message.meta_start:
+            return codec.content(message)
         slots = codec.slots(message)
-        if message.meta_end != message.meta_start:
-            codec.receive_reply(link.peer.info, codec.meta(message), slots)
+        codec.receive_reply(link.peer.info, codec.meta(message), slots)
         return codec.payload(message, slots)
 
     def _unreadable(self, call: Call, error: BaseException) -> SerializationError:

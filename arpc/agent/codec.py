@@ -10,8 +10,9 @@ import msgspec
 from arpc.errors import ProtocolError
 from arpc.ids import WorkerInfo
 from arpc.wire.frames import frame
+from arpc.wire.lone import LONE_ARGUMENT, LONE_RESULT, lone_frame, unpack_lone
 from arpc.wire.messages import Message
-from arpc.wire.pickling import Pickler, Reducer, loads
+from arpc.wire.pickling import JUST_A_TENSOR, ONE_TENSOR, Pickler, Reducer, loads
 from arpc.wire.tensors import Slot, pack, unpack
 
 __all__ = ["Codec", "Interceptor"]
@@ -70,6 +71,11 @@ class Codec:
         meta: dict[str, Any] | None = None,
     ) -> tuple[bytes, list[memoryview]]:
         """A frame, and the memory that follows it."""
+        if (payload is ONE_TENSOR or payload is JUST_A_TENSOR) and not meta:
+            kind = LONE_ARGUMENT if payload is ONE_TENSOR else LONE_RESULT
+            data = lone_frame(kind, type_, flags, id_, arg, timeout_ms, slots[0], self._inline_limit)
+            if data is not None:
+                return data, []
         packed_meta = _encode_meta(meta) if meta else b""
         if not slots:
             return frame(type_, flags, id_, arg, timeout_ms, payload, packed_meta), []
@@ -94,6 +100,15 @@ class Codec:
             return _decode_meta(message.meta)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ProtocolError(f"malformed meta data: {error}") from error
+
+    def content(self, message: Message) -> Any:
+        """The object in a message to which nothing was added. Raises `ProtocolError`, or whatever unpickling raises."""
+        body = message.body
+        if not message.table_end:
+            return loads(body, []) if body else None
+        if 0 < body[0] <= LONE_RESULT and not message.meta_end:
+            return unpack_lone(body)
+        return self.payload(message, self.slots(message))
 
     @staticmethod
     def payload(message: Message, slots: list[Any]) -> Any:

@@ -293,16 +293,15 @@ class Executor:
         """
         codec = self.codec
         try:
-            if message.table_end:
-                slots = codec.slots(message)
-                if message.meta_end != message.meta_start:
-                    run.meta = codec.meta(message)
-                    if run.is_stream:
-                        run.credit = run.meta.pop(WINDOW, 0)
-                    codec.receive_request(run.inbound.caller, run.meta, slots)
-                payload = codec.payload(message, slots)
+            if message.meta_end == message.meta_start:
+                payload = codec.content(message)
             else:
-                payload = codec.payload(message, [])
+                slots = codec.slots(message)
+                run.meta = codec.meta(message)
+                if run.is_stream:
+                    run.credit = run.meta.pop(WINDOW, 0)
+                codec.receive_request(run.inbound.caller, run.meta, slots)
+                payload = codec.payload(message, slots)
             if not message.arg:
                 call, payload = payload
                 run.function = Function(call)

@@ -50,7 +50,7 @@ def unpack(table: bytes | memoryview, body: bytearray, buffers: Sequence[memoryv
                     tensor = _from_numpy(_ndarray(shape, numpy_dtypes[code], body, base + source))
                 else:
                     tensor = _from_numpy(_ndarray(shape, numpy_dtypes[code], buffers[~source]))
-                slots.append(tensor if code < _FIRST_STAND_IN else _finished(tensor, code))
+                slots.append(tensor if code < _FIRST_STAND_IN else finished(tensor, code))
             else:
                 if rebuilder is None:
                     rebuilder = _Rebuilder(body, base, buffers, decoded.entries)
@@ -62,7 +62,7 @@ def unpack(table: bytes | memoryview, body: bytearray, buffers: Sequence[memoryv
     return slots
 
 
-def _finished(tensor: Tensor, code: int) -> Tensor:
+def finished(tensor: Tensor, code: int) -> Tensor:
     """What numpy could not say of a tensor."""
     if code & _FIRST_STAND_IN:
         tensor = _as_dtype(tensor, code & ~Code.REQUIRES_GRAD)

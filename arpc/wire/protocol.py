@@ -24,6 +24,7 @@ from arpc.wire.messages import MESSAGE_CLASSES, Message, MessageType
 __all__ = ["SEVERAL_TAKEN", "Direct", "Lender", "Protocol", "State"]
 
 RECEIVE_BYTES: Final = 256 * 1024
+BETWEEN_CHUNKS_BYTES: Final = 4096
 _HANDSHAKE_LIMITS: Final = Limits(MAX_HANDSHAKE_BYTES, 0)
 _MAX_GOODBYE_BYTES: Final = 1024
 _DATA: Final = int(MessageType.DATA)
@@ -231,8 +232,12 @@ class Protocol:
             self._finish_target(messages)
         if self._target is not None:
             self._next = self._target
+        elif self._end:
+            self._next = self._view[self._end :]
         else:
-            self._next = self._view[self._end :] if self._end else self._view
+            # While a large tensor is under way, what comes next is most likely a chunk for it: with little more than
+            # its header read here, the rest is read where it belongs, and not copied there
+            self._next = self._small_view if self._assemblies else self._view
         # Below the smallest body that does not fit the buffer there is a limit to check for each frame
         self.is_plain = (
             self.state is State.OPEN
@@ -393,6 +398,7 @@ class Protocol:
         # A header may be looked at wherever a frame could begin: there is room for one behind the end
         self.buffer = buffer.ljust(len(buffer) + HEADER_BYTES, b"\0")
         self._next = self._view = memoryview(self.buffer)[: len(buffer)]
+        self._small_view = self._view[:BETWEEN_CHUNKS_BYTES]
 
     def _answer(self, data: bytes) -> None:
         if data:

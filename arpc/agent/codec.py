@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from arpc.agent.placement import Placement
 from arpc.errors import ProtocolError
 from arpc.ids import WorkerInfo
 from arpc.wire.frames import frame
@@ -52,12 +53,17 @@ class Codec:
     """Packs and unpacks the content of messages for one worker."""
 
     def __init__(
-        self, reducers: Mapping[type, Reducer], interceptors: Sequence[Interceptor], inline_tensor_bytes: int
+        self,
+        reducers: Mapping[type, Reducer],
+        interceptors: Sequence[Interceptor],
+        inline_tensor_bytes: int,
+        placement: Placement | None = None,
     ) -> None:
         self.pickler = Pickler(reducers)
         self.interceptors = tuple(interceptors)
         self._by_key = {interceptor.key: interceptor for interceptor in interceptors}
         self._inline_limit = inline_tensor_bytes
+        self._placement = placement
 
     def frame(
         self,
@@ -69,9 +75,15 @@ class Codec:
         payload: bytes,
         slots: list[Slot],
         meta: dict[str, Any] | None = None,
+        to: str | None = None,
     ) -> tuple[bytes, list[memoryview]]:
-        """A frame, and the memory that follows it."""
-        if (payload is ONE_TENSOR or payload is JUST_A_TENSOR) and not meta:
+        """A frame, and the memory that follows it. ``to``: the worker that is called; None for an answer."""
+        stager = None if self._placement is None else self._placement.stager(to)
+        if (
+            (payload is ONE_TENSOR or payload is JUST_A_TENSOR)
+            and not meta
+            and (stager is None or not stager.moves_host_memory)
+        ):
             kind = LONE_ARGUMENT if payload is ONE_TENSOR else LONE_RESULT
             data = lone_frame(kind, type_, flags, id_, arg, timeout_ms, slots[0], self._inline_limit)
             if data is not None:
@@ -79,10 +91,12 @@ class Codec:
         packed_meta = _encode_meta(meta) if meta else b""
         if not slots:
             return frame(type_, flags, id_, arg, timeout_ms, payload, packed_meta), []
-        packed = pack(slots, self._inline_limit)
+        packed = pack(slots, self._inline_limit, stager)
         data = frame(
             type_, flags, id_, arg, timeout_ms, payload, packed_meta, packed.table, packed.inline, packed.buffer_sizes
         )
+        if packed.waits and self._placement is not None:
+            return data, self._placement.late(packed.buffers, packed.waits)
         return data, packed.buffers
 
     def slots(self, message: Message) -> list[Any]:

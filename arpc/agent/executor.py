@@ -10,6 +10,7 @@ from asyncio.tasks import _enter_task, _leave_task
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context, copy_context
+from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from arpc.agent.carriers import Carriers
 from arpc.agent.codec import Codec
 from arpc.agent.failures import describe_failure
 from arpc.agent.functions import Function, Mode
+from arpc.agent.placement import LateBuffers
 from arpc.agent.requests import NO_CONTEXT, Inbound, Run
 from arpc.agent.scope import current_scope
 from arpc.agent.streams import Producer
@@ -476,7 +478,9 @@ class Executor:
         payload, slots = self._pickle_result(run, item)
         meta = self.codec.intercept_reply(run.inbound.caller, run.meta, slots) if run.meta else None
         data, buffers = self.codec.frame(_ITEM, 0, run.id, run.items_sent & _PLACE_MASK, 0, payload, slots, meta)
-        if buffers:
+        if buffers.__class__ is LateBuffers:
+            buffers.when_filled(partial(_send_filled_item, run.inbound.connection, data))
+        elif buffers:
             run.inbound.connection.send_bulk(data, buffers)
         else:
             run.inbound.connection.send(data)
@@ -520,6 +524,9 @@ class Executor:
             inbound.forget(run)
             if inbound.waiting:
                 self.loop.call_soon(self.readmit, inbound)
+        if buffers.__class__ is LateBuffers:
+            buffers.when_filled(partial(self._send_filled_reply, inbound, run.id, data))
+            return
         try:
             if buffers:
                 inbound.send_reply(run.id, data, buffers)
@@ -531,6 +538,22 @@ class Executor:
                 inbound.connection.send(data)
         except ConnectionClosedError:
             pass  # the caller knows: its own end of the connection is closed too
+
+    def _send_filled_reply(
+        self,
+        inbound: Inbound,
+        call_id: int,
+        data: bytes,
+        buffers: list[memoryview],
+        failure: SerializationError | None,
+    ) -> None:
+        """The buffers of a reply have been filled from devices."""
+        with suppress(ConnectionClosedError):  # then the caller knows
+            if failure is None:
+                inbound.send_reply(call_id, data, buffers)
+                return
+            payload, _ = describe_failure(failure, self._pickler, main_by_value=inbound.main_by_value)
+            inbound.connection.send(frame(_FAILURE, FailureKind.RAISED, call_id, 0, 0, payload))
 
     def _await_returned_future(self, run: Run, result: Any) -> None:
         run.inbound.register(run)
@@ -599,6 +622,17 @@ async def _future_of(result: Any, name: str, loop: asyncio.AbstractEventLoop) ->
     result.add_done_callback(completed)
     await done
     return result.result() if isinstance(result, concurrent.futures.Future) else result.value()
+
+
+def _send_filled_item(
+    connection: Connection, data: bytes, buffers: list[memoryview], failure: SerializationError | None
+) -> None:
+    """The buffers of an item of a stream have been filled from devices."""
+    with suppress(ConnectionClosedError):  # then the consumer knows
+        if failure is None:
+            connection.send_bulk(data, buffers)
+        else:
+            connection.abort(failure)  # the stream has a gap that nothing fills; a device that fails, fails for good
 
 
 def _unknown_function() -> None:

@@ -420,7 +420,7 @@ async def start_worker(
             resolve=partial(_resolve, rendezvous, name, placement),
             handlers={**rrefs.handlers, **autograd.handlers},
             reducers={RRef: partial(reduce_rref, rrefs)},
-            interceptors=(VariableCarrier(), autograd.recorder),
+            interceptors=(VariableCarrier(), autograd.recorder, placement.results),
             is_elastic=rendezvous.is_elastic,
             watchers=(rrefs, autograd),
             placement=placement if placement.is_needed else None,

@@ -429,7 +429,15 @@ class Agent:
             call_id = peer.calls.add(tick, call)
             try:
                 data, buffers = self.codec.frame(
-                    type_, flags, call_id, function_id, timeout_ms, payload, list(slots), meta, peer.info.name
+                    type_,
+                    flags,
+                    call_id,
+                    function_id,
+                    timeout_ms,
+                    payload,
+                    list(slots),
+                    meta,
+                    self.codec.stager_to(peer.info.name),
                 )
             except BaseException:
                 peer.calls.pop(call_id)

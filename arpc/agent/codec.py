@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
-from arpc.agent.placement import Placement
+from arpc.agent.placement import PLACE, Placement, ToCaller
 from arpc.errors import ProtocolError
 from arpc.ids import WorkerInfo
 from arpc.wire.frames import frame
 from arpc.wire.lone import LONE_ARGUMENT, LONE_RESULT, lone_frame, unpack_lone
 from arpc.wire.messages import Message
 from arpc.wire.pickling import JUST_A_TENSOR, ONE_TENSOR, Pickler, Reducer, loads
+from arpc.wire.staging import Stager
 from arpc.wire.tensors import Slot, pack, unpack
 
 __all__ = ["Codec", "Interceptor"]
 
+_ALL_TO_CALLER: Final = ToCaller({}, moves_host_memory=True)
 _encode_meta = msgspec.msgpack.Encoder().encode
 _decode_meta = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
@@ -75,10 +77,9 @@ class Codec:
         payload: bytes,
         slots: list[Slot],
         meta: dict[str, Any] | None = None,
-        to: str | None = None,
+        stager: Stager | None = None,
     ) -> tuple[bytes, list[memoryview]]:
-        """A frame, and the memory that follows it. ``to``: the worker that is called; None for an answer."""
-        stager = None if self._placement is None else self._placement.stager(to)
+        """A frame, and the memory that follows it. The stager is one of the two below."""
         if (
             (payload is ONE_TENSOR or payload is JUST_A_TENSOR)
             and not meta
@@ -98,6 +99,17 @@ class Codec:
         if packed.waits and self._placement is not None:
             return data, self._placement.late(packed.buffers, packed.waits)
         return data, packed.buffers
+
+    def stager_to(self, worker: str) -> Stager | None:
+        """For the arguments of calls to a worker; None if nothing but the CPU is known here."""
+        return None if self._placement is None else self._placement.stager(worker)
+
+    def stager_back(self, request_meta: dict[str, Any] | None) -> Stager | None:
+        """For the answer to a request that came with this meta data."""
+        is_asked = bool(request_meta) and PLACE in request_meta
+        if self._placement is None:
+            return _ALL_TO_CALLER if is_asked else None
+        return self._placement.all_to_caller if is_asked else self._placement.to_caller
 
     def slots(self, message: Message) -> list[Any]:
         """The tensors of a message. Raises `ProtocolError`."""

@@ -463,7 +463,7 @@ class Executor:
             meta = run.context.run(self.codec.intercept_reply, run.inbound.caller, meta, slots)
         elif not slots:
             return _pack_header(len(payload), _REPLY, 0, 0, run.id, 0, 0, 0, 0) + payload, None
-        return self.codec.frame(_REPLY, 0, run.id, 0, 0, payload, slots, meta)
+        return self.codec.frame(_REPLY, 0, run.id, 0, 0, payload, slots, meta, self.codec.stager_back(run.meta))
 
     def _pickle_result(self, run: Run, result: Any) -> tuple[bytes, list[Slot]]:
         try:
@@ -477,7 +477,9 @@ class Executor:
         """Send the next item of a stream. Called by the producer, which runs in the handler's context."""
         payload, slots = self._pickle_result(run, item)
         meta = self.codec.intercept_reply(run.inbound.caller, run.meta, slots) if run.meta else None
-        data, buffers = self.codec.frame(_ITEM, 0, run.id, run.items_sent & _PLACE_MASK, 0, payload, slots, meta)
+        place = run.items_sent & _PLACE_MASK
+        stager = self.codec.stager_back(run.meta)
+        data, buffers = self.codec.frame(_ITEM, 0, run.id, place, 0, payload, slots, meta, stager)
         if buffers.__class__ is LateBuffers:
             buffers.when_filled(partial(_send_filled_item, run.inbound.connection, data))
         elif buffers:
@@ -502,7 +504,9 @@ class Executor:
             payload, slots = describe_failure(
                 error, self._pickler, main_by_value=run.inbound.main_by_value, to=run.inbound.caller
             )
-            data, buffers = self.codec.frame(_FAILURE, kind, run.id, run.items_sent & _PLACE_MASK, 0, payload, slots)
+            place = run.items_sent & _PLACE_MASK
+            stager = self.codec.stager_back(None)
+            data, buffers = self.codec.frame(_FAILURE, kind, run.id, place, 0, payload, slots, None, stager)
         except Exception as reason:
             logger.exception("cannot describe the failure of %s", run.function.name)
             payload, _ = describe_failure(

@@ -22,14 +22,16 @@ from torch import Tensor
 from arpc.agent.threads import ThreadPool
 from arpc.devices import DeviceClaims, DeviceMap, checked_device, checked_device_map, checked_devices
 from arpc.errors import SerializationError
+from arpc.ids import WorkerInfo
 from arpc.options import RpcOptions
 from arpc.transport.base import Connection
 from arpc.wire.messages import Failure, Item, Message, Reply
 from arpc.wire.rebuilding import Misplaced
 from arpc.wire.staging import ACCELERATORS, AcceleratorBackend, DeviceBackend, Staged, Stager, placements
 from arpc.wire.table import decode_table
+from arpc.wire.tensors import Slot
 
-__all__ = ["LateBuffers", "Placement", "find_backends"]
+__all__ = ["PLACE", "LateBuffers", "Placement", "ResultPlacer", "ToCaller", "find_backends"]
 
 logger = logging.getLogger("arpc.placement")
 
@@ -37,6 +39,9 @@ _CPU: Final = torch.device("cpu")
 _ANSWERS: Final = frozenset((Reply, Item, Failure))
 # Each waits for the driver most of the time
 _THREADS: Final = 4
+
+PLACE: Final = "place"
+"""Where the meta of a request asks about tensors on the CPU."""
 
 Dispatch = Callable[[Connection, list[Message]], None]
 
@@ -99,20 +104,50 @@ class _ToPeer:
         return Staged(host, "" if target == _CPU else str(target), wait)
 
 
-class _ToCaller:
+class ToCaller:
     """Says where the tensors of a reply were; whoever asked knows where they belong."""
 
-    moves_host_memory = False
-
-    def __init__(self, backends: Mapping[str, DeviceBackend]) -> None:
+    def __init__(self, backends: Mapping[str, DeviceBackend], *, moves_host_memory: bool) -> None:
         self._backends = backends
+        self.moves_host_memory = moves_host_memory
+        """The caller has asked about the CPU, too."""
 
     def stage(self, tensor: Tensor) -> Staged | None:
+        if self.moves_host_memory and tensor.device == _CPU:
+            return Staged(tensor.contiguous(), "cpu", None)
         backend = self._backends.get(tensor.device.type)
         if backend is None:
             return None
         host, wait = backend.download(tensor)
         return Staged(host, str(tensor.device), wait)
+
+
+class ResultPlacer:
+    """The interceptor by which a caller asks where *all* tensors of the answer are, those on the CPU too.
+
+    It does so if its map turned around has another place for them.
+    """
+
+    key = PLACE
+
+    def __init__(self, back: Mapping[str, DeviceMap]) -> None:
+        self._peers = {peer for peer, places in back.items() if places.get(_CPU, _CPU) != _CPU}
+
+    @property
+    def occasions(self) -> set[str]:
+        return self._peers
+
+    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot]) -> bool | None:
+        return True if peer.name in self._peers else None
+
+    def request_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
+        """Nothing is done before the answer, see `codec.Codec.stager_back`."""
+
+    def reply_sent(self, peer: WorkerInfo, meta: Any, slots: list[Slot]) -> None:
+        """The table of the answer says it all."""
+
+    def reply_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
+        """Nothing comes back."""
 
 
 class Placement:
@@ -131,7 +166,10 @@ class Placement:
         # as they are now: the options are the user's, and may be added to
         self._maps = {to: checked_device_map(to, mapping) for to, mapping in options.device_maps.items()}
         self._back = {to: {there: here for here, there in mapping.items()} for to, mapping in self._maps.items()}
-        self._stagers: dict[str | None, Stager] = {None: _ToCaller(backends)}
+        self.results = ResultPlacer(self._back)
+        self._stagers: dict[str, Stager] = {}
+        self.to_caller = ToCaller(backends, moves_host_memory=False)
+        self.all_to_caller = ToCaller(backends, moves_host_memory=True)
         self.threads = ThreadPool(loop, _THREADS, f"{name}-devices")
         self.sent = 0
         self.placed = 0
@@ -157,11 +195,10 @@ class Placement:
 
     # -- out
 
-    def stager(self, to: str | None) -> Stager:
-        """For calls to a worker, or for answers (None)."""
+    def stager(self, to: str) -> Stager:
+        """For calls to a worker."""
         stager = self._stagers.get(to)
         if stager is None:
-            assert to is not None
             stager = self._stagers[to] = _ToPeer(self._name, to, self._map(to), self._backends)
         return stager
 

@@ -136,6 +136,30 @@ async def test_tensors_may_go_to_the_cpu_and_come_from_it():
         assert (await workers["b"].rpc_sync("a", make, args=([3.0],))).tolist() == [3.0]
 
 
+async def test_results_on_the_cpu_come_to_the_device_that_is_mapped_to_it():
+    async with group({"a": {"b": {"meta": "cpu"}}}, with_device="a") as workers:
+        sent = device.put(torch.arange(3.0))
+        answers = [
+            await workers["a"].rpc_sync("b", echo, args=(sent,)),
+            (await workers["a"].rpc_sync("b", echo, kwargs={"value": {"key": sent}}))["key"],
+            await workers["a"].rpc_sync("b", three),
+            await workers["a"].remote("b", three),
+            *[item async for item in workers["a"].stream("b", streamed)],
+        ]
+
+        for answer in answers:
+            assert answer.is_meta
+            assert device.get(answer).tolist() == [0, 1, 2]
+
+
+async def three() -> Tensor:
+    return torch.arange(3.0)
+
+
+async def streamed() -> AsyncIterator[Tensor]:
+    yield torch.arange(3.0)
+
+
 async def test_tensors_on_the_cpu_stay_there():
     async with group(BOTH_WAYS) as workers:
         assert await workers["a"].rpc_sync("b", look, args=(torch.ones(2),)) == ("cpu", [1, 1])
@@ -309,6 +333,5 @@ async def test_each_device_has_its_place():
     assert target("meta") is None
     with pytest.raises(SerializationError, match=r"tensor on cuda:3 for worker 'b'.*set_device_map\('b', {'cuda:3'"):
         target("cuda:3")
-    answers = placement.stager(None)
-    assert answers.stage(Somewhere("cuda:3")).device == "cuda:3"  # type: ignore[arg-type, union-attr]
+    assert placement.to_caller.stage(Somewhere("cuda:3")).device == "cuda:3"
     placement.close()

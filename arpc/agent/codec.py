@@ -106,7 +106,7 @@ class Codec:
 
     def stager_back(self, request_meta: dict[str, Any] | None) -> Stager | None:
         """For the answer to a request that came with this meta data."""
-        is_asked = bool(request_meta) and PLACE in request_meta
+        is_asked = request_meta is not None and PLACE in request_meta
         if self._placement is None:
             return _ALL_TO_CALLER if is_asked else None
         return self._placement.all_to_caller if is_asked else self._placement.to_caller

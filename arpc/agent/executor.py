@@ -27,6 +27,7 @@ from arpc.agent.scope import current_scope
 from arpc.agent.streams import Producer
 from arpc.agent.threads import ThreadPool
 from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError, ShutdownError
+from arpc.transport.base import Connection
 from arpc.wire.frames import BRIEF_HEADER, HEADER, brief_kind, frame
 from arpc.wire.messages import WINDOW, FailureKind, ItemFlag, Message, MessageType, Request, RequestFlag
 from arpc.wire.pickling import loads

@@ -51,7 +51,7 @@ from arpc.wire.messages import (
     Request,
     RequestFlag,
 )
-from arpc.wire.pickling import Reducer
+from arpc.wire.pickling import ONE_TENSOR, Reducer
 from arpc.wire.protocol import Direct
 from arpc.wire.tensors import Slot
 
@@ -420,6 +420,9 @@ class Agent:
             payload = b""
             size_bytes = 0  # not worth counting, nor is what the peer keeps of it
         meta = self._meta(peer, function, slots, window) if window or any(self._occasions) else None
+        if payload is ONE_TENSOR and not meta and (lone := self.codec.lone_argument(slots, peer.info.name)) is not None:
+            payload, slots = lone, _NO_SLOTS
+            size_bytes = HEADER_BYTES + len(lone)
         # the message
         if scope is not None:
             scope.call_begun(future)

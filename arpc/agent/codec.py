@@ -11,14 +11,15 @@ from arpc.agent.placement import PLACE, Placement, ToCaller
 from arpc.errors import ProtocolError
 from arpc.ids import WorkerInfo
 from arpc.wire.frames import frame
-from arpc.wire.lone import LONE_ARGUMENT, LONE_RESULT, lone_frame, unpack_lone
+from arpc.wire.lone import LONE_ARGUMENT, LONE_RESULT, lone_payload, unpack_lone
 from arpc.wire.messages import Message
-from arpc.wire.pickling import JUST_A_TENSOR, ONE_TENSOR, Pickler, Reducer, loads
+from arpc.wire.pickling import Pickler, Reducer, loads
 from arpc.wire.staging import Stager
 from arpc.wire.tensors import Slot, pack, unpack
 
 __all__ = ["Codec", "Interceptor"]
 
+_NO_SLOTS: Final[list[Any]] = []
 _ALL_TO_CALLER: Final = ToCaller({}, moves_host_memory=True)
 _encode_meta = msgspec.msgpack.Encoder().encode
 _decode_meta = msgspec.msgpack.Decoder(dict[str, Any]).decode
@@ -80,15 +81,6 @@ class Codec:
         stager: Stager | None = None,
     ) -> tuple[bytes, list[memoryview]]:
         """A frame, and the memory that follows it. The stager is one of the two below."""
-        if (
-            (payload is ONE_TENSOR or payload is JUST_A_TENSOR)
-            and not meta
-            and (stager is None or not stager.moves_host_memory)
-        ):
-            kind = LONE_ARGUMENT if payload is ONE_TENSOR else LONE_RESULT
-            data = lone_frame(kind, type_, flags, id_, arg, timeout_ms, slots[0], self._inline_limit)
-            if data is not None:
-                return data, []
         packed_meta = _encode_meta(meta) if meta else b""
         if not slots:
             return frame(type_, flags, id_, arg, timeout_ms, payload, packed_meta), []
@@ -99,6 +91,16 @@ class Codec:
         if packed.waits and self._placement is not None:
             return data, self._placement.late(packed.buffers, packed.waits)
         return data, packed.buffers
+
+    def lone_argument(self, slots: list[Slot], to: str) -> bytes | None:
+        """The payload of a call of a worker with one small tensor and nothing else; None if it takes a `frame`."""
+        if self._placement is not None and self._placement.stager(to).moves_host_memory:
+            return None
+        return lone_payload(LONE_ARGUMENT, slots[0], self._inline_limit)
+
+    def lone_result(self, slots: list[Slot]) -> bytes | None:
+        """The same for a reply to a request that has brought no meta data."""
+        return lone_payload(LONE_RESULT, slots[0], self._inline_limit)
 
     def stager_to(self, worker: str) -> Stager | None:
         """For the arguments of calls to a worker; None if nothing but the CPU is known here."""
@@ -129,12 +131,14 @@ class Codec:
 
     def content(self, message: Message) -> Any:
         """The object in a message to which nothing was added. Raises `ProtocolError`, or whatever unpickling raises."""
-        body = message.body
-        if not message.table_end:
-            return loads(body, []) if body else None
-        if 0 < body[0] <= LONE_RESULT and not message.meta_end:
-            return unpack_lone(body)
-        return self.payload(message, self.slots(message))
+        if message.table_end:
+            return self.payload(message, self.slots(message))
+        return self.plain_content(message.body) if message.body else None
+
+    @staticmethod
+    def plain_content(payload: bytes | bytearray) -> Any:
+        """The object in a payload that is not empty and has no tensors beside it. It is the object's from now on."""
+        return unpack_lone(payload) if payload[0] <= LONE_RESULT else loads(payload, _NO_SLOTS)
 
     @staticmethod
     def payload(message: Message, slots: list[Any]) -> Any:

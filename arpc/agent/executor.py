@@ -30,7 +30,7 @@ from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError
 from arpc.transport.base import Connection
 from arpc.wire.frames import BRIEF_HEADER, HEADER, brief_kind, frame
 from arpc.wire.messages import WINDOW, FailureKind, ItemFlag, Message, MessageType, Request, RequestFlag
-from arpc.wire.pickling import loads
+from arpc.wire.pickling import JUST_A_TENSOR
 from arpc.wire.tensors import Slot
 
 __all__ = ["Executor"]
@@ -49,7 +49,7 @@ _PLACE_MASK: Final = (1 << 32) - 1
 _COROUTINE: Final = Mode.COROUTINE
 _THREAD: Final = Mode.THREAD
 _INLINE: Final = Mode.INLINE
-_NO_SLOTS: Final[list[Any]] = []
+_plain_content = Codec.plain_content
 _GENERATORS: Final = frozenset((Mode.GENERATOR, Mode.ASYNC_GENERATOR))
 
 
@@ -179,7 +179,7 @@ class Executor:
 
     def _unpack_and_call(self, run: Run, payload: bytes | bytearray) -> Coroutine[Any, Any, Any]:
         try:
-            args = loads(payload, _NO_SLOTS)
+            args = _plain_content(payload)
         except (AttributeError, ImportError, LookupError) as error:
             raise self._not_unpacked(error) from error
         if run.has_prerequisites:
@@ -468,11 +468,16 @@ class Executor:
 
     def _pickle_result(self, run: Run, result: Any) -> tuple[bytes, list[Slot]]:
         try:
-            return self._pickler.dumps_result(result, main_by_value=run.inbound.main_by_value, to=run.inbound.caller)
+            payload, slots = self._pickler.dumps_result(
+                result, main_by_value=run.inbound.main_by_value, to=run.inbound.caller
+            )
         except Exception as error:
             raise SerializationError(
                 f"the result of {run.function.name} ({type(result).__qualname__}) cannot be sent: {error}"
             ) from error
+        if payload is JUST_A_TENSOR and not run.meta and (lone := self.codec.lone_result(slots)) is not None:
+            return lone, []
+        return payload, slots
 
     def _send_item(self, run: Run, item: Any) -> None:
         """Send the next item of a stream. Called by the producer, which runs in the handler's context."""

@@ -1,9 +1,10 @@
 """One small tensor and nothing else: the most frequent content of all has a way of its own, out and back.
 
-A call with a tensor as its only argument, or a tensor as the result, needs no pickle and no table. Its *label* of 16
-bytes stands in the table's place: what it is (`LONE_ARGUMENT` or `LONE_RESULT`), the dtype's code as in `wire.table`,
+A call with a tensor as its only argument, or a tensor as the result, needs no pickle and no table. In the place of the
+pickle stands a *label* of 16 bytes: what it is (`LONE_ARGUMENT` or `LONE_RESULT`), the dtype's code as in `wire.table`,
 the number of dimensions and up to three of them. The tensor's bytes follow at once, aligned because the label is. No
-table begins with a byte this small.
+pickle begins with a byte this small. So such a message is as plain as one with a number in it, and takes the same short
+way through the agents.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ import torch
 from torch import Tensor
 
 from arpc.errors import ProtocolError
-from arpc.wire.frames import HEADER
 from arpc.wire.memory import MEMORY
 from arpc.wire.rebuilding import finished
 from arpc.wire.table import COMPLEX_CODES, DTYPE_CODES, DTYPES, NUMPY_DTYPES, Code
 
-__all__ = ["LONE_ARGUMENT", "LONE_RESULT", "lone_frame", "unpack_lone"]
+__all__ = ["LONE_ARGUMENT", "LONE_RESULT", "lone_payload", "unpack_lone"]
 
 LONE_ARGUMENT: Final = 1
 """The arguments of a call are this tensor alone."""
@@ -32,8 +32,7 @@ LONE_RESULT: Final = 2
 _LABEL: Final = Struct("<BBBx3I")
 _LABEL_BYTES: Final = _LABEL.size
 _MAX_DIMENSIONS: Final = 3
-# header and label in one go
-_pack = Struct(HEADER.format + _LABEL.format[1:]).pack
+_pack_label = _LABEL.pack
 _unpack_label = _LABEL.unpack_from
 _REQUIRES_GRAD: Final = Code.REQUIRES_GRAD
 _REST: Final = ((0, 0, 0), (0, 0), (0,), ())
@@ -47,10 +46,8 @@ _dtypes = DTYPES
 _numpy_dtypes = NUMPY_DTYPES
 
 
-def lone_frame(
-    kind: int, type_: int, flags: int, id_: int, arg: int, timeout_ms: int, slot: Any, limit_bytes: int
-) -> bytes | None:
-    """The frame of a message whose content is a tensor of at most ``limit_bytes``; None if it needs a table."""
+def lone_payload(kind: int, slot: Any, limit_bytes: int) -> bytes | None:
+    """The payload of a message whose content is a tensor of at most ``limit_bytes``; None if it needs a table."""
     # Each look at a tensor takes 20 to 150 ns, and three times that when other code has run since
     try:
         if (
@@ -69,14 +66,15 @@ def lone_frame(
         return None  # it hides its memory or its shape: a sparse, a nested one, one of vmap
     if slot.requires_grad:
         code |= _REQUIRES_GRAD
-    label = kind, code, dimensions, *shape, *_REST[dimensions]
-    head = _pack(size + _LABEL_BYTES, type_, flags, 0, id_, arg, timeout_ms, 0, _LABEL_BYTES, *label)
     # the one copy it makes on its way out
-    return head + MEMORY[address : address + size]
+    return _pack_label(kind, code, dimensions, *shape, *_REST[dimensions]) + MEMORY[address : address + size]
 
 
-def unpack_lone(body: bytearray) -> Any:
-    """The content of such a message: the tensor, or a tuple of it. Raises `ProtocolError`."""
+def unpack_lone(body: bytes | bytearray) -> Any:
+    """The content of such a message: the tensor, or a tuple of it. Raises `ProtocolError`.
+
+    The tensor lies in the bytes given: they should be a bytearray, and must not be used for anything else.
+    """
     try:
         kind, code, dimensions, first, second, third = _unpack_label(body)
         if dimensions == 1 and code < _REQUIRES_GRAD:

@@ -7,6 +7,7 @@ import torch
 
 from arpc.agent.codec import Codec
 from arpc.wire.messages import Message, MessageType
+from arpc.wire.pickling import JUST_A_TENSOR, ONE_TENSOR
 from tests.wire.connections import feed, opened
 from tests.wire.exchange import assert_same
 
@@ -28,20 +29,26 @@ def received(payload: bytes, slots: list[Any]) -> Message:
 
 def test_a_small_tensor_as_the_result_takes_no_pickle():
     sent = torch.arange(16.0)
+    payload, slots = codec().pickler.dumps_result(sent, main_by_value=False)
 
-    message = received(*codec().pickler.dumps_result(sent, main_by_value=False))
+    assert payload is JUST_A_TENSOR
+    lone = codec().lone_result(slots)
 
-    assert len(message.body) == LABEL_BYTES + sent.nbytes
-    assert_same(codec().content(message), sent)
+    assert lone is not None
+    assert len(lone) == LABEL_BYTES + sent.nbytes
+    assert_same(codec().content(received(lone, [])), sent)
 
 
 def test_a_small_tensor_as_the_only_argument_takes_no_pickle():
     sent = torch.arange(16.0)
+    payload, slots = codec().pickler.dumps_call(print, (sent,), None, main_by_value=False)
 
-    message = received(*codec().pickler.dumps_call(print, (sent,), None, main_by_value=False))
+    assert payload is ONE_TENSOR
+    lone = codec().lone_argument(slots, "peer")
 
-    assert len(message.body) == LABEL_BYTES + sent.nbytes
-    (arrived,) = codec().content(message)
+    assert lone is not None
+    assert len(lone) == LABEL_BYTES + sent.nbytes
+    (arrived,) = codec().content(received(lone, []))
     assert_same(arrived, sent)
 
 
@@ -54,7 +61,15 @@ def test_none_takes_nothing():
 
 @pytest.mark.parametrize(
     "value",
-    [1, [torch.ones(2)], (torch.ones(2), torch.ones(3)), {"a": torch.ones(2)}, torch.ones(2, 2).t()[1:], torch.ones(0)],
+    [
+        1,
+        torch.ones(2),
+        [torch.ones(2)],
+        (torch.ones(2), torch.ones(3)),
+        {"a": torch.ones(2)},
+        torch.ones(2, 2).t()[1:],
+        torch.ones(0),
+    ],
 )
 def test_everything_else_arrives_as_well(value):
     arrived = codec().content(received(*codec().pickler.dumps_result(value, main_by_value=False)))

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from arpc.errors import ProtocolError
-from arpc.wire.frames import ALIGNMENT, HEADER_BYTES
-from arpc.wire.lone import LONE_ARGUMENT, LONE_RESULT, lone_frame, unpack_lone
-from arpc.wire.messages import MessageType
+from arpc.wire.frames import ALIGNMENT
+from arpc.wire.lone import LONE_ARGUMENT, LONE_RESULT, lone_payload, unpack_lone
 from arpc.wire.table import DTYPES
 from tests.wire.exchange import assert_same
 from tests.wire.test_tensors import filled
@@ -21,14 +20,14 @@ LIMIT: Final = 8192
 LABEL_BYTES: Final = 16
 
 
-def framed(tensor: Any, kind: int = LONE_RESULT, limit_bytes: int = LIMIT) -> bytes | None:
-    return lone_frame(kind, MessageType.REPLY, 0, 7, 0, 0, tensor, limit_bytes)
+def packed(tensor: Any, kind: int = LONE_RESULT) -> bytes | None:
+    return lone_payload(kind, tensor, LIMIT)
 
 
 def travel(tensor: Tensor, kind: int = LONE_RESULT) -> Any:
-    data = framed(tensor, kind)
-    assert data is not None
-    return unpack_lone(bytearray(data[HEADER_BYTES:]))
+    payload = packed(tensor, kind)
+    assert payload is not None
+    return unpack_lone(bytearray(payload))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -99,14 +98,14 @@ def _freed() -> Tensor:
     ],
 )
 def test_what_is_more_than_plain_memory_takes_a_table(make):
-    assert framed(make()) is None
+    assert packed(make()) is None
 
 
 def test_a_tensor_of_vmap_takes_a_table():
     seen: list[bytes | None] = []
 
     def look(tensor: Tensor) -> Tensor:
-        seen.append(framed(tensor))
+        seen.append(packed(tensor))
         return tensor
 
     torch.vmap(look)(torch.ones(2, 2))

@@ -157,6 +157,11 @@ class RpcOptions:
     devices: Sequence[DeviceLike] = ()
     """Devices besides the CPU that may be used here, in maps of this worker and of others. Empty: all there are."""
 
+    bulk_connections: int = 0
+    """Further TCP connections to a peer on another host, over which large tensors go side by side. 0: they share the
+    one connection with everything else. Whoever connects decides. Worth it where a single connection does not fill the
+    wire, because of latency or of what one CPU can push through it."""
+
     control_retries: int = 5
     """How often a lost control message is sent again, from `control_backoff` seconds on, times 1.5 each."""
 
@@ -206,6 +211,7 @@ class RpcOptions:
             ("inline_tensor_bytes", 0),
             ("shared_memory_bytes", 0),
             ("shared_memory_from_bytes", 1),
+            ("bulk_connections", 0),
             ("control_retries", 0),
         ):
             value = getattr(self, name)

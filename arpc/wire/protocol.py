@@ -18,6 +18,7 @@ from arpc.errors import ConnectionClosedError, HandshakeError, ProtocolError
 from arpc.wire import frames
 from arpc.wire.frames import BRIEF_HEADER, HEADER, HEADER_BYTES, Header, Limits, frame
 from arpc.wire.handshake import MAX_HANDSHAKE_BYTES, Handshake, Identity, Role
+from arpc.wire.lanes import LaneInbox, Stripe
 from arpc.wire.memory import allocate as allocate_memory
 from arpc.wire.messages import MESSAGE_CLASSES, Message, MessageType
 
@@ -142,6 +143,10 @@ class Protocol:
         self._chunk_of: _Assembly | None = None
         self._assemblies: dict[int, _Assembly] = {}
         self._assembly_count = 0
+        self._lanes: LaneInbox | None = None
+        """If this is a main connection that has lanes, or one of its lanes."""
+        self._is_lane = False
+        self._stripe: Stripe | None = None
         self.output: list[bytes] = []
         if handshake.role is Role.CONNECTOR:
             self.output.append(handshake.start())
@@ -155,6 +160,16 @@ class Protocol:
     def peer(self) -> Identity | None:
         """Who is on the other side, once the handshake is done."""
         return self._handshake.peer
+
+    def join(self, main: Protocol) -> None:
+        """Become a lane of an open connection to the same peer; see `wire.lanes`."""
+        if main._lanes is None:
+            main._lanes = LaneInbox(partial(_allocated, main._allocate))
+            main._lanes.frames_before(main._assembly_count)
+        self._lanes = main._lanes
+        self._is_lane = True
+        # what is under way there is what comes here
+        self._assemblies = main._assemblies
 
     def take_output(self) -> bytes:
         """What the protocol itself wants to send: its part of the handshake, answers to pings."""
@@ -181,6 +196,8 @@ class Protocol:
         self._next = self._view
         self._large_frame = None
         self._chunk_of = None
+        self._stripe = None
+        self._lanes = None
         self._end = 0
 
     def receive(self, size_bytes: int) -> list[Message]:
@@ -307,6 +324,10 @@ class Protocol:
             assembly, self._chunk_of = self._chunk_of, None
             self._finish_chunk(assembly, messages)
             return
+        if self._stripe is not None:
+            stripe, self._stripe = self._stripe, None
+            self._finish_stripe(stripe, messages)
+            return
         assert self._large_frame is not None
         (_, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, table_size), body = self._large_frame
         self._large_frame = None
@@ -319,11 +340,13 @@ class Protocol:
 
     # -- large tensors
 
-    def _begin_assembly(self, message: Message, n_buffers: int) -> None:
+    def _begin_assembly(self, message: Message, n_buffers: int, messages: list[Message]) -> None:
         sizes = frames.buffer_sizes_of(message.body, n_buffers, self._limits)
         number = self._assembly_count
         self._assemblies[number] = _Assembly(number, message, sizes)
         self._assembly_count += 1
+        if self._lanes is not None and (buffers := self._lanes.begun(number, sizes)) is not None:
+            self._finish_striped(number, buffers, messages)
 
     def _receive_data(self, id_: int, length: int, start: int, end: int, messages: list[Message]) -> int:
         """Bytes of a large tensor: copy what has come, have the rest read where it belongs. Returns where they end."""
@@ -331,6 +354,8 @@ class Protocol:
             raise ProtocolError("DATA is out of place in a handshake")
         if not length:
             raise ProtocolError("an empty DATA frame")
+        if self._is_lane:
+            return self._receive_stripe(id_, length, start, end, messages)
         assembly = self._assemblies.get(id_)
         if assembly is None:
             raise ProtocolError(f"DATA for frame {id_}, which waits for none")
@@ -347,8 +372,37 @@ class Protocol:
     def _finish_chunk(self, assembly: _Assembly, messages: list[Message]) -> None:
         if assembly.is_complete:
             del self._assemblies[assembly.id]
+            if self._lanes is not None:
+                self._lanes.forget(assembly.id)
             assembly.message.buffers = assembly.buffers
             messages.append(assembly.message)
+
+    def _receive_stripe(self, id_: int, length: int, start: int, end: int, messages: list[Message]) -> int:
+        """The same on a lane."""
+        assert self._lanes is not None
+        header = Header._make(_unpack_header(self.buffer, start - HEADER_BYTES))
+        stripe = self._lanes.stripe(id_, header.arg, header.timeout_ms, length)
+        available = min(end - start, length)
+        stripe.memory[:available] = self._view[start : start + available]
+        if available == length:
+            self._finish_stripe(stripe, messages)
+        else:
+            self._target = stripe.memory[available:]
+            self._stripe = stripe
+        return start + available
+
+    def _finish_stripe(self, stripe: Stripe, messages: list[Message]) -> None:
+        assert self._lanes is not None
+        buffers = self._lanes.arrived(stripe)
+        if buffers is not None:
+            self._finish_striped(stripe.id, buffers, messages)
+
+    def _finish_striped(self, id_: int, buffers: list[memoryview], messages: list[Message]) -> None:
+        assembly = self._assemblies.pop(id_, None)
+        if assembly is None:
+            raise ProtocolError("DATA of one message on lanes and beside them")
+        assembly.message.buffers = buffers
+        messages.append(assembly.message)
 
     # -- everything that is not a small message of an open connection
 
@@ -365,13 +419,15 @@ class Protocol:
         elif type_ == _DROP_DATA:
             if self._assemblies.pop(message.id, None) is None:
                 raise ProtocolError(f"DROP_DATA for frame {message.id}, which waits for none")
+            if self._lanes is not None:
+                self._lanes.forget(message.id)
         elif type_ == _GOODBYE:
             self._set_state(State.CLOSING)
             messages.append(message)
         elif type_ < _FIRST_OF_CALLS:
             self._receive_about_memory(message, n_buffers, messages)
         elif n_buffers:
-            self._begin_assembly(message, n_buffers)
+            self._begin_assembly(message, n_buffers, messages)
         else:
             messages.append(message)
 

@@ -79,10 +79,15 @@ class Lanes:
         self._is_pumping = True
         try:
             # While frames of the main connection wait, chunks would overtake them, and the peer would have to keep them
-            while self._bulk and not self._main.is_full and (lane := self._free_lane()) is not None:
+            for _ in self.connections:
+                if not self._bulk or self._main.is_full or (lane := self._free_lane()) is None:
+                    break
                 self._write_chunk(lane)
         finally:
             self._is_pumping = False
+        if self._bulk and not self.is_full:
+            # one for each in a turn: the kernel may take many of them, and what is small is not to wait for all
+            self._main.loop.call_soon(self.pump)
         if self._main.is_congested != self.is_full:
             self._main.look_for_room()
         if not self._bulk:

@@ -165,7 +165,7 @@ class Executor:
         run.context.run(_set_scope, run)
         if payload:
             try:
-                run.args = run.context.run(loads, payload, _NO_SLOTS)
+                run.args = run.context.run(_plain_content, payload)
             except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
                 not_found = isinstance(error, AttributeError | ImportError | LookupError)
                 self.raised(run, self._not_unpacked(error) if not_found else error)

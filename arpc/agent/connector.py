@@ -268,7 +268,8 @@ class Connector:
         errors: list[Exception] = []
         for address in self._usable(record):
             token = secrets.token_hex(8) if self._options.bulk_connections and address.startswith("tcp://") else ""
-            me = _with_feature(self._identity, _MAIN, token) if token else self._identity
+            features = (*self._identity.features, _MAIN + token) if token else self._identity.features
+            me = msgspec.structs.replace(self._identity, features=features)
             handshake = Handshake(Role.CONNECTOR, me, self._options.secret, admit)
             protocol = wire.Protocol(handshake, self._limits)
             try:
@@ -310,7 +311,8 @@ class Connector:
             if (identity.name, identity.id, identity.incarnation) != (peer.name, peer.id, peer.incarnation):
                 raise Refused(Refusal.STALE, f"found worker {identity.name!r} where {peer.name!r} was to be")
 
-        me = _with_feature(self._identity, _LANE, token)
+        # of what a main connection can do besides, a lane does nothing
+        me = msgspec.structs.replace(self._identity, features=(_LANE + token,))
         for _ in range(self._options.bulk_connections):
             protocol = wire.Protocol(Handshake(Role.CONNECTOR, me, self._options.secret, admit), self._limits)
             # before the handshake: the first chunk may come with its last word
@@ -498,10 +500,6 @@ def _feature(identity: Identity, name: str) -> str | None:
         if feature.startswith(name):
             return feature.removeprefix(name)
     return None
-
-
-def _with_feature(identity: Identity, name: str, value: str) -> Identity:
-    return msgspec.structs.replace(identity, features=(*identity.features, name + value))
 
 
 def _lanes_of(main: Connection) -> list[Connection]:

@@ -170,7 +170,8 @@ class Placement:
         self._stagers: dict[str, Stager] = {}
         self.to_caller = ToCaller(backends, moves_host_memory=False)
         self.all_to_caller = ToCaller(backends, moves_host_memory=True)
-        self.threads = ThreadPool(loop, _THREADS, f"{name}-devices")
+        self._loop = loop
+        self._pool: ThreadPool | None = None
         self.sent = 0
         self.placed = 0
         self.misplaced = 0
@@ -189,9 +190,16 @@ class Placement:
             {to: {str(here): str(there) for here, there in mapping.items()} for to, mapping in self._maps.items()},
         )
 
+    @property
+    def threads(self) -> ThreadPool:
+        """Those that wait for devices; there are none before there is something to wait for."""
+        if self._pool is None:
+            self._pool = ThreadPool(self._loop, _THREADS, f"{self._name}-devices")
+        return self._pool
+
     def close(self) -> None:
         """End the threads; what they are at is for nobody any more."""
-        self.threads.close()
+        self.threads.close()  # made now if never before: what comes later runs in a thread of its own
 
     # -- out
 

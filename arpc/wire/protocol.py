@@ -164,7 +164,7 @@ class Protocol:
     def join(self, main: Protocol) -> None:
         """Become a lane of an open connection to the same peer; see `wire.lanes`."""
         if main._lanes is None:
-            main._lanes = LaneInbox(partial(_allocated, main._allocate))
+            main._lanes = LaneInbox(lambda size_bytes: _allocated(main.allocate, size_bytes))
             main._lanes.frames_before(main._assembly_count)
         self._lanes = main._lanes
         self._is_lane = True
@@ -441,6 +441,8 @@ class Protocol:
         assembly = self._assemblies.pop(message.id, None)
         if assembly is None or assembly.buffers:
             raise ProtocolError(f"memory was lent for frame {message.id}, which waits for none")
+        if self._lanes is not None:
+            self._lanes.forget(message.id)
         assembly.message.buffers = self.lender.borrow(message, assembly.sizes)
         messages.append(assembly.message)
 

@@ -25,7 +25,9 @@ MIB = 1 << 20
 @asynccontextmanager
 async def pair_over_tcp(lanes: int = 2, **options: Any) -> AsyncIterator[Cluster]:
     """Two workers with lanes, connected."""
-    chosen = RpcOptions(gc_freeze=False, listen=("tcp://127.0.0.1:0",), bulk_connections=lanes, **options)
+    chosen = RpcOptions(
+        gc_freeze=False, shared_memory_bytes=0, listen=("tcp://127.0.0.1:0",), bulk_connections=lanes, **options
+    )
     async with cluster(2, options=chosen, transports={"tcp": TcpTransport()}) as group:
         await group[0].rpc_sync("worker1", echo)
         await have_lanes(group, lanes)

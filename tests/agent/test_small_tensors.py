@@ -34,7 +34,7 @@ class CountingWrites:
 
 @pytest.mark.parametrize("as_dict", [False, True])
 async def test_a_thousand_small_tensors_are_one_message_with_one_write(as_dict: bool):
-    options = RpcOptions(gc_freeze=False, listen=("tcp://127.0.0.1:0",))
+    options = RpcOptions(gc_freeze=False, shared_memory_bytes=0, listen=("tcp://127.0.0.1:0",))
     async with cluster(2, options=options, transports={"tcp": TcpTransport()}) as group:
         await group[0].rpc_sync("worker1", echo)
         counted = []

@@ -16,7 +16,7 @@ STORE_PORT = 29500  # in a namespace of its own every port is free
 
 
 async def test_a_large_tensor_is_copied_on_neither_side(processes: Processes):
-    options = QUICK.replace(listen=("tcp://127.0.0.1:0",), heartbeat_timeout=20.0)
+    options = QUICK.replace(listen=("tcp://127.0.0.1:0",), shared_memory_bytes=0, heartbeat_timeout=20.0)
     size = 256 * MIB
     async with processes.group("sender", "receiver", main=functions.serve, options=options) as worker:
         await worker.rpc_sync("sender", functions.send, args=("receiver", MIB))  # what is needed once
@@ -32,6 +32,7 @@ async def test_a_large_tensor_is_copied_on_neither_side(processes: Processes):
 @pytest.mark.usefixtures("runtime_directory")
 def test_workers_of_two_hosts_call_each_other(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ARPC_SECRET", "known on both")
+    monkeypatch.setenv("ARPC_SHARED_MEMORY_BYTES", "0")  # they are processes of one machine all the same
     with two_hosts() as hosts:
         store = f"tcp://{hosts[0].address}:{STORE_PORT}"
         commands = [[FAR_WORKER, str(rank), host.address, store, str(64 * MIB)] for rank, host in enumerate(hosts)]

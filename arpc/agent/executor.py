@@ -30,7 +30,7 @@ from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError
 from arpc.transport.base import Connection
 from arpc.wire.frames import BRIEF_HEADER, HEADER, brief_kind, frame
 from arpc.wire.messages import WINDOW, FailureKind, ItemFlag, Message, MessageType, Request, RequestFlag
-from arpc.wire.pickling import JUST_A_TENSOR
+from arpc.wire.pickling import JUST_A_TENSOR, loads
 from arpc.wire.tensors import Slot
 
 __all__ = ["Executor"]
@@ -50,6 +50,7 @@ _COROUTINE: Final = Mode.COROUTINE
 _THREAD: Final = Mode.THREAD
 _INLINE: Final = Mode.INLINE
 _plain_content = Codec.plain_content
+_NO_SLOTS: Final[list[Any]] = []
 _GENERATORS: Final = frozenset((Mode.GENERATOR, Mode.ASYNC_GENERATOR))
 
 

@@ -204,7 +204,7 @@ async def test_a_closing_worker_refuses_new_requests(stage):
             await group[0].rpc_sync("worker1", echo)
         stage.open("end")
         await shutdown
-        with pytest.raises(CallCancelledError):
+        with pytest.raises(WorkerLostError, match="shut down while end_slowly ran"):
             await slow
         await assert_nothing_left(group)
 

@@ -20,7 +20,7 @@ from arpc.agent.calls import LAST_NUMBER, SEQUENCE_BITS, Call
 from arpc.agent.codec import Codec, Interceptor
 from arpc.agent.connector import Connector, Link, PeerWatcher
 from arpc.agent.deadlines import NEVER, Deadlines
-from arpc.agent.executor import Executor
+from arpc.agent.executor import Executor, Service
 from arpc.agent.failures import rebuild_failure
 from arpc.agent.functions import name_of
 from arpc.agent.future import Future
@@ -152,15 +152,17 @@ class Agent:
             Goodbye: self._on_goodbye,
         }
         self._requests: tuple[type[Message], ...] = (Request, *(handlers or {}), *(wrappers or {}))
+        self._services: dict[type[Message], Service] = {}
         # those that name no function
         self._nameless = frozenset(int(message_class.type) for message_class in handlers or {})
         for message_class, function in (handlers or {}).items():
             # A feature's own messages are calls too, of the one function that serves them
             shortcut = (shortcuts or {}).get(message_class)
-            self._handlers[message_class] = self.executor.serve(message_class.__name__, function, shortcut)
+            self._services[message_class] = self.executor.serve(message_class, function, shortcut)
         for message_class, function in (wrappers or {}).items():
             # and so are those that name a function, which is run in its own way by another
-            self._handlers[message_class] = self.executor.serve_wrapped(function)
+            self._services[message_class] = self.executor.serve_wrapped(message_class, function)
+        self._handlers |= {message_class: service.handle for message_class, service in self._services.items()}
 
     def serve(self) -> None:
         """The worker knows its group: others may connect from now on. Those who tried before try again."""
@@ -687,6 +689,8 @@ class Agent:
             _BRIEF_REQUEST: partial(self.executor.take, link.inbound),
             _BRIEF_REPLY: partial(self._take_reply, link),
         }
+        for service in self._services.values():
+            takers |= service.direct(link)
         if self._tasks_are_isolated:
             return takers
         return {kind: partial(_take_with_pristine_state, take) for kind, take in takers.items()}

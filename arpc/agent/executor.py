@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context, copy_context
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch._C import _len_torch_function_stack as _count_function_modes
@@ -31,6 +31,7 @@ from arpc.transport.base import Connection
 from arpc.wire.frames import BRIEF_HEADER, HEADER, brief_kind, frame
 from arpc.wire.messages import WINDOW, FailureKind, ItemFlag, Message, MessageType, Request, RequestFlag
 from arpc.wire.pickling import JUST_A_TENSOR, loads
+from arpc.wire.protocol import Direct
 from arpc.wire.tensors import Slot
 
 __all__ = ["Executor"]
@@ -59,6 +60,14 @@ class HasInbound(Protocol):
 
     @property
     def inbound(self) -> Inbound: ...
+
+
+class Service(NamedTuple):
+    """How the messages of a feature are taken."""
+
+    handle: Callable[[HasInbound, Message], None]
+    direct: Callable[[HasInbound], dict[int, Direct]]
+    """Who takes the plainest of them straight from the read, by their `frames.brief_kind`."""
 
 
 class Executor:
@@ -258,44 +267,88 @@ class Executor:
             self.raised(run, TypeError(f"{run.function.name} is a generator: call it with arpc.stream"))
 
     def serve(
-        self, name: str, function: Callable[..., Any], shortcut: Callable[..., Any] | None = None
-    ) -> Callable[[HasInbound, Message], None]:
-        """A handler that runs one function for each message, whatever the message calls.
+        self, message_class: type[Message], function: Callable[..., Any], shortcut: Callable[..., Any] | None = None
+    ) -> Service:
+        """Run one function for each message of a class, whatever the message calls.
 
         ``shortcut`` is asked before: unless it returns NotImplemented, that is the answer, at a third of the price.
         """
         served = Function(function)
-        served.name = name
+        served.name = message_class.__name__
 
         def handle(link: HasInbound, message: Message) -> None:
-            run = self._run(link.inbound, served, message)
-            if shortcut is not None and not message.table_end:
+            self._launch(self._run(link.inbound, served, message))
+
+        def direct(link: HasInbound) -> dict[int, Direct]:
+            if shortcut is None:
+                return {}
+            inbound = link.inbound
+
+            def take(id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
                 try:
-                    result = shortcut(*loads(message.body, _NO_SLOTS))
-                except Exception:  # noqa: BLE001 - it is raised again, and told, where there is time for it
+                    result = shortcut(*loads(payload, _NO_SLOTS))
+                except Exception:  # noqa: BLE001 - it is raised again, and told, by the function
                     result = NotImplemented
-                if result is not NotImplemented:
-                    run.finished(result)
-                    return
-            self._launch(run)
+                if result is NotImplemented:
+                    handle(link, message_class(0, id_, arg, timeout_ms, 0, 0, 0, bytearray(payload), ()))
+                elif result is None:
+                    self._returned_none += 1
+                    inbound.connection.send(_pack_brief(0, _BRIEF_REPLY, id_, 0, 0, 0))
+                else:
+                    self.returned(Run(self, inbound, served, id_, timeout_ms, self._copy_context()), result)
 
-        return handle
+            return {brief_kind(int(message_class.type)): take}
 
-    def serve_wrapped(self, wrapper: Callable[..., Any]) -> Callable[[HasInbound, Message], None]:
-        """A handler of messages that name a function as requests do, which ``wrapper`` finds in its scope and runs."""
-        served = Function(wrapper)
+        return Service(handle, direct)
+
+    def serve_wrapped(self, message_class: type[Message], wrapper: Callable[..., Any]) -> Service:
+        """Give messages of a class, which name a function as requests do, to ``wrapper``: function, flags, arguments.
+
+        They never wait for room: others that run may wait for what they bring.
+        """
 
         def handle(link: HasInbound, message: Message) -> None:
-            function = link.inbound.functions.get(message.arg)
-            if function.__class__ is not Function and message.arg:
-                self._start_special(link.inbound, function, message)  # which says what is wrong with it
+            inbound = link.inbound
+            function = inbound.functions.get(message.arg)
+            if isinstance(function, Function):
+                self.carriers.start(self._run(inbound, _wrapped(wrapper, function, message.flags), message))
                 return
-            run = self._run(link.inbound, served, message)
-            run.wrapped = function if function.__class__ is Function else None
-            run.flags = message.flags
+            if message.arg:
+                self._start_special(inbound, function, message)  # which says what is wrong with it
+                return
+            run = self._run(inbound, _UNKNOWN, message)
+            try:
+                run.context.run(self._enter, run, message)
+            except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+                self.raised(run, error)
+                return
+            run.function = _wrapped(wrapper, run.function, message.flags)
             self.carriers.start(run)
 
-        return handle
+        def direct_with(link: HasInbound, flags: int, kind: int) -> Direct:
+            inbound = link.inbound
+            coroutines, functions, connection = inbound.coroutines, inbound.functions, inbound.connection
+            base = kind << 32  # `take` finds the wrapped function by its number with this above it
+
+            def take(id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
+                number = base | arg
+                if number not in coroutines:
+                    function = functions.get(arg)
+                    if isinstance(function, Function):
+                        coroutines[number] = _wrapped(wrapper, function, flags)
+                if number not in coroutines or inbound.is_full or connection.is_congested or not self._idle:
+                    handle(link, message_class(flags, id_, arg, timeout_ms, 0, 0, 0, bytearray(payload), ()))
+                else:
+                    self.take(inbound, id_, number, timeout_ms, payload)
+
+            return take
+
+        def direct(link: HasInbound) -> dict[int, Direct]:
+            type_ = int(message_class.type)
+            kinds = {brief_kind(type_, flags): flags for flags in (0, RequestFlag.VALUE)}
+            return {kind: direct_with(link, flags, kind) for kind, flags in kinds.items()}
+
+        return Service(handle, direct)
 
     def _start_special(self, inbound: Inbound, function: Function | Exception | None, message: Message) -> None:
         """A stream, a function that came with its arguments, or one that is not there."""
@@ -339,10 +392,7 @@ class Executor:
                 payload = codec.payload(message, slots)
             if not message.arg:
                 call, payload = payload
-                if run.function is _UNKNOWN:
-                    run.function = Function(call)
-                else:
-                    run.wrapped = Function(call)
+                run.function = Function(call)
         except (AttributeError, ImportError, LookupError) as error:
             raise self._not_unpacked(error) from error
         if message.flags & RequestFlag.KWARGS:
@@ -684,6 +734,10 @@ def _send_filled_item(
 
 def _unknown_function() -> None:
     """Stands in the error reply of a call whose function could not be found."""
+
+
+def _wrapped(wrapper: Callable[..., Any], function: Function, flags: int) -> Function:
+    return Function.of_coroutine(partial(wrapper, function, flags), function.name)
 
 
 _UNKNOWN: Final = Function(_unknown_function)

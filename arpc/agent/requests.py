@@ -72,9 +72,6 @@ class Run(msgspec.Struct):
     meta: dict[str, Any] | None = None
     args: tuple[Any, ...] | None = None
     kwargs: dict[str, Any] | None = None
-    wrapped: Function | None = None
-    """What the message calls, where another function of the worker's own runs it; and the flags of the message."""
-    flags: int = 0
     result: Any = None
     error: BaseException | None = None
     _deadline: float | None = None

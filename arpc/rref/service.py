@@ -11,6 +11,7 @@ from torch.jit import ScriptModule
 
 from arpc.agent.agent import Agent
 from arpc.agent.codec import Packed
+from arpc.agent.functions import Function
 from arpc.agent.requests import Run
 from arpc.agent.scope import current_scope
 from arpc.errors import RRefCreationError, RRefError
@@ -100,7 +101,18 @@ class ControlService:
             del self._windows[key]
 
     async def _on_create(
-        self, incarnation: int, number: int, oldest: int, rref: int, id_: int, made: str, /, *args: Any, **kwargs: Any
+        self,
+        function: Function,
+        flags: int,
+        incarnation: int,
+        number: int,
+        oldest: int,
+        rref: int,
+        id_: int,
+        made: str,
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> Packed | None:
         """Run the function that the message names, and keep what it returns, or raises. The answer says that it ended.
 
@@ -108,18 +120,15 @@ class ControlService:
         """
         run = current_scope.get()
         assert isinstance(run, Run)
-        function = run.wrapped
-        assert function is not None
         caller = run.inbound.caller.name
-        key = rref
         if not self._is_new(caller, incarnation, number, oldest):
-            await self._created_before(key)
+            await self._created_before(rref)
             return None
-        if not self.forks.handle(events.CreationArrived(key, id_, caller)):
-            raise RRefError(f"the creation of RRef {_text(key)} was given up by worker {caller!r}")
-        value = self.values.get(key)
+        if not self.forks.handle(events.CreationArrived(rref, id_, caller)):
+            raise RRefError(f"the creation of RRef {_text(rref)} was given up by worker {caller!r}")
+        value = self.values.get(rref)
         if value is None:
-            value = self.values[key] = Value()
+            value = self.values[rref] = Value()
         value.made = value.made or made or function.name
         value.creator = caller
         try:
@@ -128,13 +137,13 @@ class ControlService:
             else:
                 value.set(await self.agent.executor.call(function, args, kwargs))
         except asyncio.CancelledError:
-            value.fail(RRefCreationError(f"the creation of RRef {_text(key)} was cancelled, or ran past its deadline"))
+            value.fail(RRefCreationError(f"the creation of RRef {_text(rref)} was cancelled, or ran past its deadline"))
             raise
         except BaseException as error:  # noqa: BLE001 - it is for those who use the value
             value.fail(error)
         finally:
-            self.happened(events.CreationEnded(key))
-        return self._packed(run, value.content) if run.flags & RequestFlag.VALUE else None
+            self.happened(events.CreationEnded(rref))
+        return self._packed(run, value.content) if flags & RequestFlag.VALUE else None
 
     def _packed(self, run: Run, content: Any) -> Packed | None:
         """The value for its creator, who wants it at once; None lets it ask for it, to be told what is wrong."""

@@ -244,8 +244,7 @@ class RegionEngine(LocalEngine):
                 if places or crossings:
                     handles.append(node.register_hook(_catcher(crossings or (), places, caught, leaf_parts)))
         hooked = self._hooked_of(ready)
-        for variable in hooked:
-            handles.append(variable.register_hook(_total_catcher(variable, leaf_parts)))  # type: ignore[no-untyped-call]
+        handles += [variable.register_hook(_total_catcher(variable, leaf_parts)) for variable in hooked]  # type: ignore[no-untyped-call]
         handles += self._watch()
         variables = _variables(ready)
         inputs = (

@@ -137,7 +137,7 @@ class BackwardPass:
             self.abort_told = self._host.abort(self.context, self.id, told_by)
 
     def cancel(self, error: asyncio.CancelledError) -> None:
-        """Whoever began it is cancelled. They hear of no success, so it is taken back even if it has just ended well."""
+        """Whoever began it is cancelled. They hear of no success, so it is taken back even if it just ended well."""
         if self.is_over and self.failure is None:
             self.context.roll_back(self.id)
             self.abort_told = self._host.abort(self.context, self.id)

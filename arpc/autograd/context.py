@@ -49,9 +49,13 @@ class AutogradContext:
         """What passes that have ended here have accumulated. Replaced, never changed."""
         self.active_pass: Any = None
         """The `BackwardPass` under way, if any."""
+        self.running_thread: Any = None
+        """The future of what a pass runs in a thread, which may go on after the pass was ended."""
         self.last_pass: int = -1
         """The last pass that has ended here, and so may still fail elsewhere."""
         self.aborted_passes: set[int] = set()
+        self.aborts_told: set[int] = set()
+        """Those of them that this worker has told others of."""
         self._before_last_pass: dict[Tensor, Tensor] = self.gradients
 
     @property

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 
 from arpc.autograd.accumulation import LeafGradients
 from arpc.autograd.graph import Edge, Exit, Plan, Planner, Region
-from arpc.autograd.nodes import ANCHOR, PauseSignal, RecvRecord
+from arpc.autograd.nodes import ANCHOR, PauseSignal, RecvRecord, current_run
 from arpc.errors import AutogradError
 
 __all__ = ["Delivery", "LocalEngine", "RegionEngine", "Source"]
@@ -224,13 +224,14 @@ class RegionEngine(LocalEngine):
             token = self.sources[lowest].token
             assert token is not None  # the roots are resolved first
             barriers[lowest] = token
-        caught: list[tuple[Edge, Tensor]] = []
+        # Nodes and leaves may be shared with other contexts, whose calls of the engine meet the hooks too
+        caught: list[tuple[int, Edge, Tensor]] = []
         handles: list[Any] = []
         by_node: dict[Any, list[tuple[int, Edge]]] = {}
         for exit_ in border:
             by_node.setdefault(exit_.node, []).append((exit_.place, exit_.to))
         # Leaves get their parts from the nodes before them: one that is also behind a barrier would never be captured
-        leaf_parts: list[tuple[Tensor, Tensor]] = []
+        leaf_parts: list[tuple[int, Tensor, Tensor]] = []
         for region in ready:
             _ensure_order(region.nodes)
             for node in region.nodes:
@@ -242,17 +243,14 @@ class RegionEngine(LocalEngine):
                 crossings = by_node.get(node)
                 if places or crossings:
                     handles.append(node.register_hook(_catcher(crossings or (), places, caught, leaf_parts)))
-        hooked: list[tuple[Tensor, list[Tensor]]] = []
-        for variable in self._hooked_of(ready):
-            total: list[Tensor] = []
-            hooked.append((variable, total))
-            handles.append(variable.register_hook(total.append))  # type: ignore[no-untyped-call]
+        hooked = self._hooked_of(ready)
+        handles += [variable.register_hook(_total_catcher(variable, leaf_parts)) for variable in hooked]  # type: ignore[no-untyped-call]
         handles += self._watch()
         variables = _variables(ready)
         inputs = (
             ANCHOR,
             *variables,
-            *[variable for variable, _ in hooked],
+            *hooked,
             *[GradientEdge(*exit_.to) for exit_ in border],
         )
         for token in barriers.values():
@@ -260,19 +258,19 @@ class RegionEngine(LocalEngine):
         try:
             with _without_pause_warnings():
                 _call_engine(entering, inputs, retain_graph=self.retain_graph, barriers=list(barriers.values()))
-        except PauseSignal:
-            pass
+        except PauseSignal as pause:
+            run = pause.run
         else:
             raise AutogradError("torch's engine ran past the end of what was ready: this is a bug of arpc")
         finally:
             for handle in handles:
                 handle.remove()
-        for variable, total in hooked:
-            for gradient in total:
+        for caught_in, variable, gradient in leaf_parts:
+            if caught_in == run:
                 self.leaves.add(variable, gradient)
-        for variable, gradient in leaf_parts:
-            self.leaves.add(variable, gradient)
-        for edge, gradient in caught:
+        for caught_in, edge, gradient in caught:
+            if caught_in != run:
+                continue
             sources = plan.sources(edge[0])
             assert sources not in now
             self._pending.setdefault(sources, []).append((edge, gradient))
@@ -320,20 +318,30 @@ def _call_engine(
 def _catcher(
     crossings: Sequence[tuple[int, Edge]],
     leaves: Sequence[tuple[int, Tensor]],
-    caught: list[tuple[Edge, Tensor]],
-    leaf_parts: list[tuple[Tensor, Tensor]],
+    caught: list[tuple[int, Edge, Tensor]],
+    leaf_parts: list[tuple[int, Tensor, Tensor]],
 ) -> Callable[[tuple[Tensor | None, ...], Any], None]:
     """A hook that notes what a node hands over the border, and to leaves."""
 
     def catch(gradients: tuple[Tensor | None, ...], _: Any) -> None:
+        run = current_run()
         for place, edge in crossings:
             gradient = gradients[place]
             if gradient is not None:
-                caught.append((edge, gradient))
+                caught.append((run, edge, gradient))
         for place, variable in leaves:
             gradient = gradients[place]
             if gradient is not None:
-                leaf_parts.append((variable, gradient))
+                leaf_parts.append((run, variable, gradient))
+
+    return catch
+
+
+def _total_catcher(variable: Tensor, leaf_parts: list[tuple[int, Tensor, Tensor]]) -> Callable[[Tensor], None]:
+    """A hook that notes what a leaf gets after all hooks of people."""
+
+    def catch(gradient: Tensor) -> None:
+        leaf_parts.append((current_run(), variable, gradient))
 
     return catch
 

@@ -83,6 +83,9 @@ class Lifetimes:
         is_worth_waiting = False
         cancelled: asyncio.CancelledError | None = None
         for to, future in told:
+            if cancelled is not None and not future.done():
+                late.append(to)
+                continue
             try:
                 await future
             except asyncio.CancelledError as error:
@@ -134,7 +137,14 @@ class Lifetimes:
 
     async def on_query(self, context_ids: list[int]) -> list[int]:
         """Handler: those of these contexts, of this worker, that are not any more."""
-        return [context_id for context_id in context_ids if context_id not in self._container.contexts]
+        scope = current_scope.get()
+        caller = scope.caller if scope is not None else None
+        contexts = self._container.contexts
+        if caller is not None:
+            # who asks may have heard of it by way of a worker that is lost, and could not be told of its end by that
+            for context in filter(None, map(contexts.get, context_ids)):
+                context.known_workers.add(caller.id)
+        return [context_id for context_id in context_ids if context_id not in contexts]
 
     def peer_connected(self, peer: WorkerInfo) -> None:
         """Nothing changes: whether a context still is, is asked and not guessed."""

@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from arpc.errors import AutogradError
 
-__all__ = ["ANCHOR", "PauseSignal", "RecvNode", "RecvRecord", "attach_recv", "attach_send"]
+__all__ = ["ANCHOR", "PauseSignal", "RecvNode", "RecvRecord", "attach_recv", "attach_send", "current_run"]
 
 ANCHOR: Final = torch.empty(0, requires_grad=True)
 """A leaf below every recv node: an engine that is asked for its gradient runs them all. It never gets one."""
@@ -25,6 +25,17 @@ class PauseSignal(BaseException):
 
     A BaseException, so that no hook of a user takes it for one.
     """
+
+    def __init__(self, run: int) -> None:
+        super().__init__(run)
+        self.run = run
+        """Which call of the engine it has ended, see `current_run`."""
+
+
+def current_run() -> int:
+    """Within a node or a hook: which call of torch's engine runs it. Others may be under way in other threads."""
+    run: int = torch._C._current_graph_task_id()  # noqa: SLF001 - what torch's own hooks over several tensors go by
+    return run
 
 
 class RecvRecord:
@@ -52,7 +63,7 @@ def _send_forward(_: Any, *__: Tensor) -> Tensor:
 
 
 def _send_backward(_: Any, *__: Any) -> Any:
-    raise PauseSignal
+    raise PauseSignal(current_run())
 
 
 def _recv_forward(ctx: Any, _: Tensor, tensors: list[Tensor], record: RecvRecord) -> tuple[Tensor, ...]:

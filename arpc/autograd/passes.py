@@ -93,6 +93,9 @@ class BackwardPass:
         self._timer: asyncio.TimerHandle | None = None
         self._over: asyncio.Future[None] | None = None
         context.active_pass = self
+        if context.running_thread is not None:
+            # of a pass that was ended: in the same graph its nodes would take this one for their own
+            self._wait_for_thread(context.running_thread, self._earlier_thread_returned)
 
     # -- what happens to it
 
@@ -132,6 +135,14 @@ class BackwardPass:
             future.cancel()
         if self._parent is None or told_by is not None:
             self.abort_told = self._host.abort(self.context, self.id, told_by)
+
+    def cancel(self, error: asyncio.CancelledError) -> None:
+        """Whoever began it is cancelled. They hear of no success, so it is taken back even if it just ended well."""
+        if self.is_over and self.failure is None:
+            self.context.roll_back(self.id)
+            self.abort_told = self._host.abort(self.context, self.id)
+        else:
+            self.fail(error)
 
     # -- how it goes on
 
@@ -219,9 +230,12 @@ class BackwardPass:
     # -- threads
 
     def _run_in_thread(self, job: Callable[[], None]) -> None:
+        future = self.context.running_thread = self._host.threads.call(job)
+        self._wait_for_thread(future, self._thread_returned)
+
+    def _wait_for_thread(self, future: asyncio.Future[None], then: Callable[[asyncio.Future[None]], None]) -> None:
         self._is_busy = True
-        future = self._host.threads.call(job)
-        future.add_done_callback(self._thread_returned)
+        future.add_done_callback(then)
         if self.deadline is not None:
             # a parcel that waits for its answer has a deadline of its own; a thread has none
             self._timer = future.get_loop().call_at(self.deadline, self._expire)
@@ -229,11 +243,20 @@ class BackwardPass:
     def _expire(self) -> None:
         self.fail(RpcTimeoutError(f"the backward pass of autograd context {self.context.id} did not end in time"))
 
-    def _thread_returned(self, future: asyncio.Future[None]) -> None:
+    def _waited_for_thread(self) -> None:
         self._is_busy = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _earlier_thread_returned(self, _: asyncio.Future[None]) -> None:
+        self._waited_for_thread()
+        if not self.is_over:
+            self._call_pristine(self._advance)
+
+    def _thread_returned(self, future: asyncio.Future[None]) -> None:
+        self.context.running_thread = None
+        self._waited_for_thread()
         error = None if future.cancelled() else future.exception()
         if self.is_over:
             return

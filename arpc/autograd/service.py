@@ -21,7 +21,7 @@ from arpc.autograd.passes import BackwardPass
 from arpc.autograd.protocol import NOTHING_LIVE, PackedParcel, Parcel, pack_parcel, unpack_parcel
 from arpc.autograd.recording import Recorder
 from arpc.autograd.roots import checked_roots
-from arpc.errors import AutogradError, WorkerLostError
+from arpc.errors import AutogradError, RpcTimeoutError, WorkerLostError
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.rref.context import RRefContext
@@ -114,10 +114,10 @@ class AutogradService:
         started.start()
         try:
             await started.wait()
-        except asyncio.CancelledError as error:
-            started.fail(error)
-            raise
-        except Exception:
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError):
+                started.cancel(error)
+            # also who is cancelled: the next pass must not meet this one, nor its gradients, anywhere
             if started.abort_told is not None:
                 await asyncio.wait([started.abort_told], timeout=_ABORT_S)
             raise
@@ -138,8 +138,8 @@ class AutogradService:
         timeout_s = 0.0 if deadline is None else max(0.001, deadline - self._agent.loop.time())
         try:
             await self.lifetimes.request(AutogradBackward, rref.owner_name(), args, timeout_s)
-        except WorkerLostError:
-            # who began the pass tells the others if it fails, and that was the owner
+        except (WorkerLostError, RpcTimeoutError, asyncio.CancelledError):
+            # who began the pass tells the others if it fails: that was the owner, which is lost or may have succeeded
             context.roll_back(pass_id)
             if (told := self.abort(context, pass_id)) is not None:
                 await asyncio.wait([told], timeout=_ABORT_S)
@@ -204,6 +204,7 @@ class AutogradService:
 
     def abort(self, context: AutogradContext, pass_id: int, but: int | None = None) -> asyncio.Future[Any] | None:
         """Tell all who know a context that a pass has failed; the future is done when they have heard."""
+        context.aborts_told.add(pass_id)
         told = [
             self.lifetimes.notify(AutogradAbort, to, (context.id, pass_id), _ABORT_S)
             for to in context.known_workers
@@ -257,7 +258,8 @@ class AutogradService:
 
     async def _on_abort(self, context_id: int, pass_id: int) -> None:
         context = self.container.contexts.get(context_id)
-        if context is None or pass_id in context.aborted_passes:
+        # One that failed here is told on: only its parent has heard, and others may have finished their part
+        if context is None or pass_id in context.aborts_told:
             return
         caller, _ = _caller()
         active: BackwardPass | None = context.active_pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 
 import pytest
@@ -130,6 +131,46 @@ def test_the_first_node_of_a_thread_does_not_stop_a_pause():
     engine.resolve(1, [torch.ones(2)])
     engine.run()
     assert engine.leaves.take()[x].tolist() == [16.0, 16.0]
+
+
+def test_what_is_shared_with_other_runs_is_not_taken_for_its_own():
+    # a parameter with a hook, and a node at the border, met by another run while this one is under way
+    x, weight = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    weight.register_hook(lambda gradient: None)
+    y = x * 2
+    shared = y * 3
+
+    def engine_over(factor, value):
+        root = (value * factor).sum() + (shared * factor).sum()
+        sources = [Source([(root.grad_fn, 0)], None), Source.of_send(attach_send([y]))]
+        engine = RegionEngine(sources, retain_graph=True)
+        assert engine.walk(100)
+        engine.resolve(0, [torch.ones(())])
+        return engine
+
+    def finish(engine):
+        engine.resolve(1, [torch.ones(2)])
+        engine.run()
+        gradients = engine.leaves.take()
+        return gradients[weight].tolist(), gradients[x].tolist()
+
+    class Meanwhile(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            thread = threading.Thread(target=other.run)
+            thread.start()
+            thread.join(30)
+            return gradient
+
+    other = engine_over(5, weight * 1)
+    this = engine_over(7, Meanwhile.apply(weight * 1))
+    this.run()
+    assert finish(this) == ([7.0, 7.0], [44.0, 44.0])
+    assert finish(other) == ([5.0, 5.0], [32.0, 32.0])
 
 
 def test_a_graph_that_was_freed_says_so():

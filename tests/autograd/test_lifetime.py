@@ -75,6 +75,28 @@ async def test_being_cancelled_while_leaving_does_not_keep_it(group):
     await until(lambda: not has_contexts(group))
 
 
+async def test_being_cancelled_while_leaving_waits_for_nobody():
+    transport = FaultyTransport(MemoryNetwork())
+    async with cluster(3, options=OPTIONS, transports={"memory": transport}) as group:
+        about_to_leave = asyncio.Event()
+
+        async def train():
+            async with arpc.autograd.context():
+                await arpc.rpc_sync("worker1", functions.mul, (leaf(), 2))
+                await arpc.rpc_sync("worker2", functions.mul, (leaf(), 2))
+                transport.inject(Fault(MessageType.AUTOGRAD_RELEASE, "drop", count=2))
+                about_to_leave.set()
+
+        task = asyncio.create_task(train())
+        await about_to_leave.wait()
+        await until(lambda: transport.injected[MessageType.AUTOGRAD_RELEASE, "drop"] == 2)
+        task.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert task.cancelled()
+        await until(lambda: not has_contexts(group))
+
+
 async def test_a_call_that_outlives_its_context_records_nothing(group):
     gate = asyncio.Event()
     x = leaf()
@@ -129,6 +151,18 @@ async def test_contexts_of_a_worker_that_leaves_are_reclaimed():
         with pytest.raises((arpc.WorkerLostError, arpc.CallCancelledError, arpc.ShutdownError)):
             await task
         await until(lambda: not has_contexts(group))
+
+
+async def test_who_heard_of_a_context_by_way_of_a_lost_worker_hears_of_its_end():
+    async with cluster(3, options=OPTIONS, elastic=True) as group:
+        async with arpc.autograd.context():
+            await arpc.rpc_sync("worker1", functions.nested, (leaf(), "worker2"))
+            await group[1].shutdown(graceful=False)
+            lifetimes = group[2].autograd.lifetimes
+            await until(lambda: bool(lifetimes._doubtful))
+            await until(lambda: not lifetimes._doubtful)
+            assert has_contexts([group[2]])
+        assert_nothing_is_left(group)
 
 
 async def test_a_lost_connection_alone_ends_no_context():

@@ -1,0 +1,123 @@
+"""Passes that are ended in the middle of things: what others keep, and what the next pass meets."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+import arpc
+from tests.autograd import functions
+from tests.autograd.conftest import until
+from tests.autograd.test_backward import leaf
+
+weight = torch.full((3,), 2.0, requires_grad=True)
+
+
+@arpc.inline
+def weigh(x):
+    return x * weight
+
+
+async def boom_before(x, further):
+    return await arpc.rpc_sync(further, weigh, (functions.Boom.apply(x),))
+
+
+async def weigh_there(x, further):
+    return await arpc.rpc_sync(further, weigh, (x,))
+
+
+async def test_who_has_finished_hears_of_it_through_the_one_that_failed(group):
+    x = leaf()
+    async with arpc.autograd.context() as ctx_id:
+        # worker2 is done with its part when worker1 fails, and worker0 does not know it
+        y = await arpc.rpc_sync("worker1", boom_before, (x, "worker2"))
+        with pytest.raises(arpc.BackwardError, match="boom"):
+            await arpc.autograd.backward(ctx_id, [y.sum()])
+        assert group[2].autograd.gradients(ctx_id) == {}
+
+
+@pytest.mark.parametrize("turns", range(30))
+async def test_a_pass_after_one_that_was_cancelled_at_any_moment(group, turns):
+    x = leaf()
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", weigh_there, (x, "worker2"))
+        task = asyncio.create_task(arpc.autograd.backward(ctx_id, [y.sum()], retain_graph=True))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        if task.cancelled():
+            # also if all had been done, and only to be told
+            assert not any(worker.autograd.gradients(ctx_id) for worker in group)
+            await arpc.autograd.backward(ctx_id, [y.sum()], retain_graph=True)
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [2.0] * 3
+        assert group[2].autograd.gradients(ctx_id)[weight].tolist() == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("turns", range(0, 30, 3))
+async def test_a_pass_from_an_rref_that_was_cancelled_at_any_moment(group, turns):
+    async with arpc.autograd.context() as ctx_id:
+        root = arpc.remote("worker1", weigh_and_sum, ("worker2",))
+        await root.to_here()
+        task = asyncio.create_task(root.backward(ctx_id, retain_graph=True))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        if task.cancelled():
+            assert not any(worker.autograd.gradients(ctx_id) for worker in group)
+            await root.backward(ctx_id, retain_graph=True)
+        assert group[2].autograd.gradients(ctx_id)[weight].tolist() == [1.0, 2.0, 3.0]
+
+
+async def weigh_and_sum(further):
+    return (await arpc.rpc_sync(further, weigh, (leaf(),))).sum()
+
+
+class Hold(torch.autograd.Function):
+    """Waits, in a thread, until it may go on."""
+
+    entered = threading.Event()
+    go_on = threading.Event()
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Hold.entered.set()
+        Hold.go_on.wait(30)
+        return gradient
+
+
+@pytest.fixture
+def held():
+    Hold.entered.clear()
+    Hold.go_on.clear()
+    yield
+    Hold.go_on.set()
+
+
+async def test_a_thread_of_a_pass_that_was_cancelled_is_waited_for_by_the_next(group, held):
+    x = torch.ones(200_000, requires_grad=True)
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", functions.mul, (x, 2))
+        loss = Hold.apply(y).sum()
+        task = asyncio.create_task(arpc.autograd.backward(ctx_id, [loss], retain_graph=True))
+        await until(Hold.entered.is_set)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        Hold.entered.clear()
+        with pytest.raises(arpc.RpcTimeoutError):
+            await arpc.autograd.backward(ctx_id, [loss], retain_graph=True, timeout=0.05)
+        assert not Hold.entered.is_set()
+        again = asyncio.create_task(arpc.autograd.backward(ctx_id, [loss], retain_graph=True))
+        await until(lambda: group[0].autograd.container.find(ctx_id).active_pass is not None)
+        Hold.go_on.set()
+        await again
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == x.mul(2).tolist()

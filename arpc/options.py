@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Self, cast
 
+from arpc.devices import DeviceLike, DeviceMap, checked_device_map, checked_devices, merged_device_map
 from arpc.errors import ConfigurationError
 
 __all__ = ["UNSET", "RpcOptions", "Unset"]
@@ -88,7 +89,7 @@ def _env_secret() -> bytes | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RpcOptions:
-    """How a worker behaves. Immutable; `replace` makes a changed copy.
+    """How a worker behaves. `replace` makes a changed copy; only `set_device_map` adds to the options themselves.
 
     >>> RpcOptions(rpc_timeout=5).rpc_timeout
     5
@@ -150,6 +151,17 @@ class RpcOptions:
     """Messages with so many bytes of tensors that are not inline go through shared memory.
     ``ARPC_SHARED_MEMORY_FROM_BYTES``"""
 
+    device_maps: Mapping[str, Mapping[DeviceLike, DeviceLike]] = field(default_factory=dict, hash=False)
+    """Where on another worker tensors belong that are on a device here, by the worker's name; see `set_device_map`."""
+
+    devices: Sequence[DeviceLike] = ()
+    """Devices besides the CPU that may be used here, in maps of this worker and of others. Empty: all there are."""
+
+    bulk_connections: int = 0
+    """Further TCP connections to a peer on another host, over which large tensors go side by side. 0: they share the
+    one connection with everything else. Whoever connects decides. Worth it where a single connection does not fill the
+    wire, because of latency or of what one CPU can push through it."""
+
     control_retries: int = 5
     """How often a lost control message is sent again, from `control_backoff` seconds on, times 1.5 each."""
 
@@ -199,6 +211,7 @@ class RpcOptions:
             ("inline_tensor_bytes", 0),
             ("shared_memory_bytes", 0),
             ("shared_memory_from_bytes", 1),
+            ("bulk_connections", 0),
             ("control_retries", 0),
         ):
             value = getattr(self, name)
@@ -212,6 +225,25 @@ class RpcOptions:
             raise ConfigurationError(f"secret must be bytes, not {type(self.secret).__name__}")
         if self.secret == b"":
             raise ConfigurationError("secret must not be empty")
+
+        # what users give is theirs: it may change, and have other names for the same devices
+        maps = {to: checked_device_map(to, mapping) for to, mapping in self.device_maps.items()}
+        object.__setattr__(self, "device_maps", maps)
+        object.__setattr__(self, "devices", checked_devices(self.devices))
+
+    def set_device_map(self, to: str, device_map: Mapping[DeviceLike, DeviceLike]) -> Self:
+        """Say where on worker ``to`` tensors belong that are on a device here. Adds to what was said before.
+
+        Arguments are placed by the map, and results by the map turned around, so it must be one to one. Has no effect
+        on a worker that was started already. Returns the options, so that calls can be chained.
+
+        >>> options = RpcOptions().set_device_map("trainer", {"cuda:0": "cuda:1"})
+        >>> {str(here): str(there) for here, there in options.device_maps["trainer"].items()}
+        {'cuda:0': 'cuda:1'}
+        """
+        known = cast("dict[str, DeviceMap]", self.device_maps)
+        known[to] = merged_device_map(to, known.get(to, {}), device_map)
+        return self
 
     def replace(self, **changes: object) -> Self:
         """A copy with some options changed."""

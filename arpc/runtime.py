@@ -22,13 +22,16 @@ from arpc.agent.agent import Agent
 from arpc.agent.fingerprints import host_fingerprint, main_fingerprint
 from arpc.agent.future import Future
 from arpc.agent.membership import WorkerRecord
+from arpc.agent.placement import Placement, find_backends
 from arpc.agent.rendezvous import Rendezvous, create_rendezvous, open_store
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.streams import Stream
 from arpc.agent.variables import VariableCarrier
 from arpc.autograd.service import AutogradService
+from arpc.devices import check_device_maps
 from arpc.errors import (
     AlreadyInitializedError,
+    ConfigurationError,
     NotInitializedError,
     RendezvousError,
     RendezvousTimeoutError,
@@ -38,7 +41,8 @@ from arpc.errors import (
 from arpc.ids import WorkerInfo, check_worker_name
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.rref.context import RRefContext
-from arpc.rref.handle import RRef, create_remote, reduce_rref
+from arpc.rref.handle import RRef, create_remote
+from arpc.rref.packing import reduce_rref
 from arpc.rref.report import RRefRow, find_survivors, report_leaks, report_survivors, rref_rows, rref_statistics
 from arpc.transport.base import Transport
 from arpc.transport.memory import MemoryNetwork
@@ -46,6 +50,7 @@ from arpc.transport.shm import FEATURE, Arena, empty_shared, open_arena, shared
 from arpc.transport.stream import TcpTransport, UnixTransport
 from arpc.transport.warm import WarmMemory
 from arpc.wire.handshake import Identity
+from arpc.wire.staging import DeviceBackend
 
 __all__ = ["Worker", "current", "start_worker"]
 
@@ -394,8 +399,12 @@ async def start_worker(
     options: RpcOptions,
     network: MemoryNetwork | None = None,
     transports: Mapping[str, Transport] | None = None,
+    backends: Mapping[str, DeviceBackend] | None = None,
 ) -> Worker:
-    """Build a worker, join the group and make it current. What was started is undone if any of it fails."""
+    """Build a worker, join the group and make it current. What was started is undone if any of it fails.
+
+    ``backends`` are the devices besides the CPU, by type; those that torch finds if not given.
+    """
     scope = current_scope.get()
     if scope is not None and scope.worker is not None and not scope.worker.is_shut_down:
         raise AlreadyInitializedError(
@@ -412,6 +421,8 @@ async def start_worker(
         await group.aclose()
         raise
     worker = Worker(WorkerInfo(name, -1), options)
+    devices = find_backends() if backends is None else backends
+    placement = Placement(asyncio.get_running_loop(), name, options, devices)
     context = copy_context()
     context.run(current_scope.set, WorkerScope(worker))
     ways: dict[str, Transport] = {"memory": network} if network is not None else worker.open_transports()
@@ -427,14 +438,15 @@ async def start_worker(
             options=options,
             context=context,
             transports=ways,
-            resolve=rendezvous.resolve,
+            resolve=partial(_resolve, rendezvous, name, placement),
             handlers={**rrefs.handlers, **autograd.handlers},
             wrappers=rrefs.wrappers,
             shortcuts=rrefs.shortcuts,
             reducers={RRef: partial(reduce_rref, rrefs)},
-            interceptors=(VariableCarrier(), autograd.recorder),
+            interceptors=(VariableCarrier(), autograd.recorder, placement.results),
             is_elastic=rendezvous.is_elastic,
             watchers=(rrefs, autograd),
+            placement=placement if placement.is_needed else None,
         )
     )
     features: tuple[RRefContext | AutogradService, ...] = (rrefs, autograd)
@@ -455,21 +467,18 @@ async def start_worker(
             agent.identify(worker_id)
             for feature in features:
                 feature.identify(worker.info)
-            return WorkerRecord(name, worker_id, identity.incarnation, listening, host, identity.main)
+            return WorkerRecord(name, worker_id, identity.incarnation, listening, host, identity.main, placement.claims)
 
         record = await rendezvous.join(
             name, make_record, timeout_s=options.init_timeout, probe=agent.connector.is_alive
         )
-        for member in await rendezvous.members():
-            agent.add_peer(member)
-        agent.add_peer(record)
-        agent.serve()
-    except BaseException:
+        await _meet_members(rendezvous, record, agent)
+    except BaseException as error:
         for feature in features:
             feature.close()
         await agent.aclose("it failed to start")
         await worker.close_transports()
-        await rendezvous.aclose()
+        await _withdraw(rendezvous, error)
         raise
     if options.switch_interval is not None:
         sys.setswitchinterval(options.switch_interval)
@@ -478,3 +487,28 @@ async def start_worker(
         gc.freeze()
     current_scope.set(WorkerScope(worker))
     return worker
+
+
+async def _meet_members(rendezvous: Rendezvous, record: WorkerRecord, agent: Agent) -> None:
+    members = [*await rendezvous.members(), record]
+    claims = {member.name: member.devices for member in members}
+    check_device_maps(claims, is_complete=not rendezvous.is_elastic)
+    for member in members:
+        agent.add_peer(member)
+    agent.serve()
+
+
+async def _withdraw(rendezvous: Rendezvous, error: BaseException) -> None:
+    if isinstance(error, ConfigurationError):
+        # all of the group find the same mistake, and the host of the store waits until they have
+        with suppress(RendezvousError):
+            await rendezvous.leave(grace_s=_LEAVE_S)
+    await rendezvous.aclose()
+
+
+async def _resolve(rendezvous: Rendezvous, name: str, placement: Placement, to: str | int) -> WorkerRecord:
+    """Find a worker that may have come after this one, so that nobody has checked the device map for it."""
+    record = await rendezvous.resolve(to)
+    if rendezvous.is_elastic:
+        check_device_maps({name: placement.claims, record.name: record.devices}, is_complete=False)
+    return record

@@ -27,6 +27,7 @@ from arpc.agent.future import Future
 from arpc.agent.heartbeat import Heartbeat
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.peers import Peer, PeerState, unsendable
+from arpc.agent.placement import LateBuffers, Placement
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.streams import ItemOrder, Stream
 from arpc.errors import ProtocolError, RpcTimeoutError, SerializationError, ShutdownError, UnknownWorkerError, WireError
@@ -50,7 +51,7 @@ from arpc.wire.messages import (
     Request,
     RequestFlag,
 )
-from arpc.wire.pickling import Reducer
+from arpc.wire.pickling import ONE_TENSOR, Reducer
 from arpc.wire.protocol import Direct
 from arpc.wire.tensors import Slot
 
@@ -91,13 +92,21 @@ class Agent:
         interceptors: Sequence[Interceptor] = (),
         watchers: Sequence[PeerWatcher] = (),
         is_elastic: bool = False,
+        placement: Placement | None = None,
     ) -> None:
         self.is_elastic = is_elastic
         """Workers this one has never heard of may come."""
         self.loop = asyncio.get_running_loop()
         self.info = WorkerInfo(identity.name, identity.id)
         self.options = options
-        self.codec = Codec(reducers or {}, interceptors, options.inline_tensor_bytes)
+        self.placement = placement
+        """None if there are no devices but the CPU, here or on a peer."""
+        self.codec = Codec(reducers or {}, interceptors, options.inline_tensor_bytes, placement)
+        if placement is not None:
+            # before connections are told whom to call
+            self.messages_received = partial(  # type: ignore[method-assign]
+                placement.messages_received, self.messages_received
+            )
         self.deadlines = Deadlines(self.loop)
         self.executor = Executor(
             loop=self.loop,
@@ -380,7 +389,7 @@ class Agent:
         future.add_done_callback(ended)
         return stream
 
-    def begin(  # noqa: PLR0912, PLR0915 - the hot path: one long function instead of many calls
+    def begin(  # noqa: C901, PLR0912, PLR0915 - the hot path: one long function instead of many calls
         self,
         peer: Peer,
         future: asyncio.Future[Any],
@@ -430,6 +439,9 @@ class Agent:
             payload = b""
             size_bytes = 0  # not worth counting, nor is what the peer keeps of it
         meta = self._meta(peer, function, slots, window) if window or any(self._occasions) else None
+        if payload is ONE_TENSOR and not meta and (lone := self.codec.lone_argument(slots, peer.info.name)) is not None:
+            payload, slots = lone, _NO_SLOTS
+            size_bytes = HEADER_BYTES + len(lone)
         # the message
         if scope is not None:
             scope.call_begun(future)
@@ -439,13 +451,24 @@ class Agent:
             call_id = peer.calls.add(tick, call)
             try:
                 data, buffers = self.codec.frame(
-                    type_, flags, call_id, function_id, timeout_ms, payload, list(slots), meta
+                    type_,
+                    flags,
+                    call_id,
+                    function_id,
+                    timeout_ms,
+                    payload,
+                    list(slots),
+                    meta,
+                    self.codec.stager_to(peer.info.name),
                 )
             except BaseException:
                 peer.calls.pop(call_id)
                 raise
             call.size_bytes = len(data) + sum([buffer.nbytes for buffer in buffers])
-            peer.submit(call_id, call, data, buffers)
+            if buffers.__class__ is LateBuffers:
+                buffers.when_filled(partial(self._submit_filled, peer, call_id, call, data))
+            else:
+                peer.submit(call_id, call, data, buffers)
             return call_id
         calls = peer.calls
         if tick != calls.tick:
@@ -498,6 +521,24 @@ class Agent:
             if added is not None:
                 meta[interceptor.key] = added
         return meta
+
+    def _submit_filled(
+        self,
+        peer: Peer,
+        call_id: int,
+        call: Call,
+        data: bytes,
+        buffers: list[memoryview],
+        failure: SerializationError | None,
+    ) -> None:
+        """The buffers of a call have been filled from devices. It may have ended meanwhile."""
+        if call.future.done():
+            peer.calls.pop(call_id)
+        elif failure is not None:
+            peer.calls.pop(call_id)
+            call.future.set_exception(failure)
+        else:
+            peer.submit(call_id, call, data, buffers)
 
     def _pickle_with_function(
         self, peer: Peer, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
@@ -710,11 +751,10 @@ class Agent:
 
     def _unpack(self, link: Link, message: Message) -> Any:
         codec = self.codec
-        if not message.table_end:
-            return codec.payload(message, [])
+        if message.meta_end == message.meta_start:
+            return codec.content(message)
         slots = codec.slots(message)
-        if message.meta_end != message.meta_start:
-            codec.receive_reply(link.peer.info, codec.meta(message), slots)
+        codec.receive_reply(link.peer.info, codec.meta(message), slots)
         return codec.payload(message, slots)
 
     def _unreadable(self, call: Call, error: BaseException) -> SerializationError:
@@ -797,6 +837,8 @@ class Agent:
             await peer.aclose()
         await self.executor.aclose()
         await self.connector.aclose(reason)
+        if self.placement is not None:
+            self.placement.close()
         self.deadlines.close()
 
     def statistics(self) -> dict[str, Any]:
@@ -806,6 +848,7 @@ class Agent:
             "deadlines": self.deadlines.statistics(),
             "connector": self.connector.statistics(),
             "peers": {peer.info.name: peer.statistics() for peer in self.peers},
+            **({} if self.placement is None else {"devices": self.placement.statistics()}),
         }
 
 

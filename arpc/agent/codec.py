@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
+from arpc.agent.placement import PLACE, Placement, ToCaller
 from arpc.errors import ProtocolError
 from arpc.ids import WorkerInfo
 from arpc.wire.frames import frame
+from arpc.wire.lone import LONE_ARGUMENT, LONE_RESULT, lone_payload, unpack_lone
 from arpc.wire.messages import Message
 from arpc.wire.pickling import Pickler, Reducer, loads
+from arpc.wire.staging import Stager
 from arpc.wire.tensors import Slot, pack, unpack
 
 __all__ = ["Codec", "Interceptor", "Packed"]
 
+_NO_SLOTS: Final[list[Any]] = []
+_ALL_TO_CALLER: Final = ToCaller({}, moves_host_memory=True)
 _encode_meta = msgspec.msgpack.Encoder().encode
 _decode_meta = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
@@ -58,12 +63,17 @@ class Codec:
     """Packs and unpacks the content of messages for one worker."""
 
     def __init__(
-        self, reducers: Mapping[type, Reducer], interceptors: Sequence[Interceptor], inline_tensor_bytes: int
+        self,
+        reducers: Mapping[type, Reducer],
+        interceptors: Sequence[Interceptor],
+        inline_tensor_bytes: int,
+        placement: Placement | None = None,
     ) -> None:
         self.pickler = Pickler(reducers)
         self.interceptors = tuple(interceptors)
         self._by_key = {interceptor.key: interceptor for interceptor in interceptors}
         self._inline_limit = inline_tensor_bytes
+        self._placement = placement
 
     def frame(
         self,
@@ -75,16 +85,40 @@ class Codec:
         payload: bytes,
         slots: list[Slot],
         meta: dict[str, Any] | None = None,
+        stager: Stager | None = None,
     ) -> tuple[bytes, list[memoryview]]:
-        """A frame, and the memory that follows it."""
+        """A frame, and the memory that follows it. The stager is one of the two below."""
         packed_meta = _encode_meta(meta) if meta else b""
         if not slots:
             return frame(type_, flags, id_, arg, timeout_ms, payload, packed_meta), []
-        packed = pack(slots, self._inline_limit)
+        packed = pack(slots, self._inline_limit, stager)
         data = frame(
             type_, flags, id_, arg, timeout_ms, payload, packed_meta, packed.table, packed.inline, packed.buffer_sizes
         )
+        if packed.waits and self._placement is not None:
+            return data, self._placement.late(packed.buffers, packed.waits)
         return data, packed.buffers
+
+    def lone_argument(self, slots: list[Slot], to: str) -> bytes | None:
+        """The payload of a call of a worker with one small tensor and nothing else; None if it takes a `frame`."""
+        if self._placement is not None and self._placement.stager(to).moves_host_memory:
+            return None
+        return lone_payload(LONE_ARGUMENT, slots[0], self._inline_limit)
+
+    def lone_result(self, slots: list[Slot]) -> bytes | None:
+        """The same for a reply to a request that has brought no meta data."""
+        return lone_payload(LONE_RESULT, slots[0], self._inline_limit)
+
+    def stager_to(self, worker: str) -> Stager | None:
+        """For the arguments of calls to a worker; None if nothing but the CPU is known here."""
+        return None if self._placement is None else self._placement.stager(worker)
+
+    def stager_back(self, request_meta: dict[str, Any] | None) -> Stager | None:
+        """For the answer to a request that came with this meta data."""
+        is_asked = request_meta is not None and PLACE in request_meta
+        if self._placement is None:
+            return _ALL_TO_CALLER if is_asked else None
+        return self._placement.all_to_caller if is_asked else self._placement.to_caller
 
     def slots(self, message: Message) -> list[Any]:
         """The tensors of a message. Raises `ProtocolError`."""
@@ -101,6 +135,17 @@ class Codec:
             return _decode_meta(message.meta)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ProtocolError(f"malformed meta data: {error}") from error
+
+    def content(self, message: Message) -> Any:
+        """The object in a message to which nothing was added. Raises `ProtocolError`, or whatever unpickling raises."""
+        if message.table_end:
+            return self.payload(message, self.slots(message))
+        return self.plain_content(message.body) if message.body else None
+
+    @staticmethod
+    def plain_content(payload: bytes | bytearray) -> Any:
+        """The object in a payload that is not empty and has no tensors beside it. It is the object's from now on."""
+        return unpack_lone(payload) if payload[0] <= LONE_RESULT else loads(payload, _NO_SLOTS)
 
     @staticmethod
     def payload(message: Message, slots: list[Any]) -> Any:

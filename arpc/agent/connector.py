@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import Context
 from typing import Any, Final, Protocol
@@ -23,6 +24,7 @@ from arpc.errors import ArpcError, HandshakeError, ProtocolError, WireError
 from arpc.ids import WorkerInfo
 from arpc.options import RpcOptions
 from arpc.transport.base import Connection, Listener, Transport
+from arpc.transport.lanes import Lanes
 from arpc.transport.memory import connect_pair
 from arpc.transport.stream import is_loopback, split_tcp
 from arpc.wire import protocol as wire
@@ -127,6 +129,8 @@ class Connector:
         """Ids of workers this one is connecting to."""
         self._host = ""
         self._came: dict[int, asyncio.Future[None]] = {}
+        self._joining: dict[wire.Protocol, Connection] = {}
+        """Lanes in their handshake, each with the connection that it belongs to."""
         self.refused = 0
 
     def identify(self, worker_id: int) -> None:
@@ -153,8 +157,29 @@ class Connector:
         return transport
 
     def _accept(self) -> tuple[wire.Protocol, _Incoming]:
-        handshake = Handshake(Role.ACCEPTOR, self._identity, self._options.secret, self._admit)
-        return wire.Protocol(handshake, self._limits), _Incoming(self)
+        def admit(identity: Identity) -> None:
+            token = _feature(identity, _LANE)
+            if token is None:
+                self._admit(identity)
+            else:
+                self._admit_lane(identity, token, protocol)
+
+        protocol = wire.Protocol(Handshake(Role.ACCEPTOR, self._identity, self._options.secret, admit), self._limits)
+        return protocol, _Incoming(self)
+
+    def _admit_lane(self, identity: Identity, token: str, protocol: wire.Protocol) -> None:
+        """Whether a peer may have a further connection: only beside the very one in whose handshake it told of it."""
+        peer = self.agent.peer(WorkerInfo(identity.name, identity.id))
+        main = peer.connection if peer is not None else None
+        if (
+            main is None
+            or not main.is_open
+            or main.peer.incarnation != identity.incarnation
+            or _feature(main.peer, _MAIN) != token
+        ):
+            raise Refused(Refusal.STALE, "there is no connection that this one could belong to")
+        protocol.join(main.protocol)
+        self._joining[protocol] = main
 
     def _admit(self, identity: Identity) -> None:
         """Whether a peer that proved itself may come in. Runs before the last word of the handshake."""
@@ -242,7 +267,10 @@ class Connector:
 
         errors: list[Exception] = []
         for address in self._usable(record):
-            handshake = Handshake(Role.CONNECTOR, self._identity, self._options.secret, admit)
+            token = secrets.token_hex(8) if self._options.bulk_connections and address.startswith("tcp://") else ""
+            features = (*self._identity.features, _MAIN + token) if token else self._identity.features
+            me = msgspec.structs.replace(self._identity, features=features)
+            handshake = Handshake(Role.CONNECTOR, me, self._options.secret, admit)
             protocol = wire.Protocol(handshake, self._limits)
             try:
                 connection = await self._context.run(self._start, address, protocol)
@@ -262,6 +290,8 @@ class Connector:
                 connection.abort(WireError("the attempt was given up"))
                 raise
             else:
+                if token:
+                    await self._open_lanes(connection, address, token)
                 return connection
             finally:
                 self._handshaking.discard(connection)
@@ -272,6 +302,39 @@ class Connector:
                 "it is on another host, which is not trusted without a secret: set the same ARPC_SECRET on all workers"
             )
         raise WireError(f"none of its addresses answers ({tried}): {reasons or 'none can be reached from here'}")
+
+    async def _open_lanes(self, main: Connection, address: str, token: str) -> None:
+        """Make the further connections for large tensors. Without them it works as well, only not as fast."""
+        peer = main.peer
+
+        def admit(identity: Identity) -> None:
+            if (identity.name, identity.id, identity.incarnation) != (peer.name, peer.id, peer.incarnation):
+                raise Refused(Refusal.STALE, f"found worker {identity.name!r} where {peer.name!r} was to be")
+
+        # of what a main connection can do besides, a lane does nothing
+        me = msgspec.structs.replace(self._identity, features=(_LANE + token,))
+        for _ in range(self._options.bulk_connections):
+            protocol = wire.Protocol(Handshake(Role.CONNECTOR, me, self._options.secret, admit), self._limits)
+            # before the handshake: the first chunk may come with its last word
+            protocol.join(main.protocol)
+            self._joining[protocol] = main
+            try:
+                lane = await self._context.run(self._start, address, protocol)
+                self._handshaking.add(lane)
+                try:
+                    await lane.wait_opened()
+                except BaseException:
+                    lane.abort(WireError("the attempt was given up"))
+                    raise
+                finally:
+                    self._handshaking.discard(lane)
+            except (OSError, WireError) as error:
+                # the main connection may have been lost meanwhile, and the peer knows
+                level = logging.WARNING if main.is_open else logging.DEBUG
+                logger.log(level, "no further connection for large tensors to worker %s: %s", peer.name, error)
+                return
+            finally:
+                self._joining.pop(protocol, None)
 
     async def is_alive(self, record: WorkerRecord) -> bool:
         """Whether the worker of a record, in that very incarnation, still answers at its addresses."""
@@ -330,6 +393,10 @@ class Connector:
     # -- told by connections
 
     def opened(self, connection: Connection, *, is_mine: bool) -> None:
+        main = self._joining.pop(connection.protocol, None)
+        if main is not None:
+            _attach_lane(main, connection)
+            return
         identity = connection.peer
         peer = self.agent.peer(WorkerInfo(identity.name, identity.id))
         if peer is None:
@@ -361,6 +428,7 @@ class Connector:
                 watcher.peer_connected(peer.info)
 
     def lost(self, connection: Connection, error: Exception | None) -> None:
+        self._joining.pop(connection.protocol, None)
         link = self._links.pop(connection, None)
         if link is None:
             self.refused += 1
@@ -403,9 +471,12 @@ class Connector:
         for listener in self._listeners:
             await listener.aclose()
         connections = list(self._links)
+        lanes = [lane for connection in connections for lane in _lanes_of(connection)]
         for connection in connections:
             connection.close(reason)
         if connections:
+            # lanes close when the connection has ended that they belong to
+            connections += lanes
             closing = [asyncio.ensure_future(connection.wait_closed()) for connection in connections]
             _, late = await asyncio.wait(closing, timeout=_CLOSE_S)
             for connection in connections:
@@ -416,5 +487,29 @@ class Connector:
                 waiting.cancel()
 
 
+# Features of an identity: a token of the connection, which may have lanes, and that of the one which a lane belongs to
+_MAIN: Final = "lanes:"
+_LANE: Final = "lane-of:"
 _PREFERENCE: Final = {"memory": 0, "unix": 1, "tcp": 2}
 _CLOSE_S: Final = 2.0
+
+
+def _feature(identity: Identity, name: str) -> str | None:
+    """What a worker says of itself under that name."""
+    for feature in identity.features:
+        if feature.startswith(name):
+            return feature.removeprefix(name)
+    return None
+
+
+def _lanes_of(main: Connection) -> list[Connection]:
+    return main.bulk_route.connections if isinstance(main.bulk_route, Lanes) else []
+
+
+def _attach_lane(main: Connection, lane: Connection) -> None:
+    if not main.is_open:
+        lane.abort(WireError("the connection that it belongs to has ended"))
+        return
+    if not isinstance(main.bulk_route, Lanes):
+        main.bulk_route = Lanes(main)
+    main.bulk_route.attach(lane)

@@ -21,14 +21,16 @@ from arpc.agent.carriers import Carriers
 from arpc.agent.codec import Codec, Packed
 from arpc.agent.failures import describe_failure
 from arpc.agent.functions import Function, Mode
+from arpc.agent.placement import LateBuffers
 from arpc.agent.requests import NO_CONTEXT, Inbound, Run
 from arpc.agent.scope import current_scope
 from arpc.agent.streams import Producer
 from arpc.agent.threads import ThreadPool
 from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError, ShutdownError
+from arpc.transport.base import Connection
 from arpc.wire.frames import BRIEF_HEADER, HEADER, brief_kind, frame
 from arpc.wire.messages import WINDOW, FailureKind, ItemFlag, Message, MessageType, Request, RequestFlag
-from arpc.wire.pickling import loads
+from arpc.wire.pickling import JUST_A_TENSOR, loads
 from arpc.wire.protocol import Direct
 from arpc.wire.tensors import Slot
 
@@ -48,7 +50,7 @@ _PLACE_MASK: Final = (1 << 32) - 1
 _COROUTINE: Final = Mode.COROUTINE
 _THREAD: Final = Mode.THREAD
 _INLINE: Final = Mode.INLINE
-_NO_SLOTS: Final[list[Any]] = []
+_plain_content = Codec.plain_content
 _GENERATORS: Final = frozenset((Mode.GENERATOR, Mode.ASYNC_GENERATOR))
 
 
@@ -172,7 +174,7 @@ class Executor:
         run.context.run(_set_scope, run)
         if payload:
             try:
-                run.args = run.context.run(loads, payload, _NO_SLOTS)
+                run.args = run.context.run(_plain_content, payload)
             except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
                 not_found = isinstance(error, AttributeError | ImportError | LookupError)
                 self.raised(run, self._not_unpacked(error) if not_found else error)
@@ -186,7 +188,7 @@ class Executor:
 
     def _unpack_and_call(self, run: Run, payload: bytes | bytearray) -> Coroutine[Any, Any, Any]:
         try:
-            args = loads(payload, _NO_SLOTS)
+            args = _plain_content(payload)
         except (AttributeError, ImportError, LookupError) as error:
             raise self._not_unpacked(error) from error
         if run.has_prerequisites:
@@ -283,7 +285,7 @@ class Executor:
 
             def take(id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
                 try:
-                    result = shortcut(*loads(payload, _NO_SLOTS))
+                    result = shortcut(*loads(payload, []))
                 except Exception:  # noqa: BLE001 - it is raised again, and told, by the function
                     result = NotImplemented
                 if result is NotImplemented:
@@ -378,16 +380,15 @@ class Executor:
         """
         codec = self.codec
         try:
-            if message.table_end:
-                slots = codec.slots(message)
-                if message.meta_end != message.meta_start:
-                    run.meta = codec.meta(message)
-                    if run.is_stream:
-                        run.credit = run.meta.pop(WINDOW, 0)
-                    codec.receive_request(run.inbound.caller, run.meta, slots)
-                payload = codec.payload(message, slots)
+            if message.meta_end == message.meta_start:
+                payload = codec.content(message)
             else:
-                payload = codec.payload(message, [])
+                slots = codec.slots(message)
+                run.meta = codec.meta(message)
+                if run.is_stream:
+                    run.credit = run.meta.pop(WINDOW, 0)
+                codec.receive_request(run.inbound.caller, run.meta, slots)
+                payload = codec.payload(message, slots)
             if not message.arg:
                 call, payload = payload
                 run.function = Function(call)
@@ -547,24 +548,33 @@ class Executor:
             meta = run.context.run(self.codec.intercept_reply, run.inbound.caller, meta, slots)
         elif not slots:
             return _pack_header(len(payload), _REPLY, 0, 0, run.id, 0, 0, 0, 0) + payload, None
-        return self.codec.frame(_REPLY, 0, run.id, 0, 0, payload, slots, meta)
+        return self.codec.frame(_REPLY, 0, run.id, 0, 0, payload, slots, meta, self.codec.stager_back(run.meta))
 
     def _pickle_result(self, run: Run, result: Any) -> tuple[bytes, list[Slot]]:
         if result.__class__ is Packed:
             return result
         try:
-            return self._pickler.dumps_result(result, main_by_value=run.inbound.main_by_value, to=run.inbound.caller)
+            payload, slots = self._pickler.dumps_result(
+                result, main_by_value=run.inbound.main_by_value, to=run.inbound.caller
+            )
         except Exception as error:
             raise SerializationError(
                 f"the result of {run.function.name} ({type(result).__qualname__}) cannot be sent: {error}"
             ) from error
+        if payload is JUST_A_TENSOR and not run.meta and (lone := self.codec.lone_result(slots)) is not None:
+            return lone, []
+        return payload, slots
 
     def _send_item(self, run: Run, item: Any) -> None:
         """Send the next item of a stream. Called by the producer, which runs in the handler's context."""
         payload, slots = self._pickle_result(run, item)
         meta = self.codec.intercept_reply(run.inbound.caller, run.meta, slots) if run.meta else None
-        data, buffers = self.codec.frame(_ITEM, 0, run.id, run.items_sent & _PLACE_MASK, 0, payload, slots, meta)
-        if buffers:
+        place = run.items_sent & _PLACE_MASK
+        stager = self.codec.stager_back(run.meta)
+        data, buffers = self.codec.frame(_ITEM, 0, run.id, place, 0, payload, slots, meta, stager)
+        if buffers.__class__ is LateBuffers:
+            buffers.when_filled(partial(_send_filled_item, run.inbound.connection, data))
+        elif buffers:
             run.inbound.connection.send_bulk(data, buffers)
         else:
             run.inbound.connection.send(data)
@@ -586,7 +596,9 @@ class Executor:
             payload, slots = describe_failure(
                 error, self._pickler, main_by_value=run.inbound.main_by_value, to=run.inbound.caller
             )
-            data, buffers = self.codec.frame(_FAILURE, kind, run.id, run.items_sent & _PLACE_MASK, 0, payload, slots)
+            place = run.items_sent & _PLACE_MASK
+            stager = self.codec.stager_back(None)
+            data, buffers = self.codec.frame(_FAILURE, kind, run.id, place, 0, payload, slots, None, stager)
         except Exception as reason:
             logger.exception("cannot describe the failure of %s", run.function.name)
             payload, _ = describe_failure(
@@ -608,6 +620,9 @@ class Executor:
             inbound.forget(run)
             if inbound.waiting:
                 self.loop.call_soon(self.readmit, inbound)
+        if buffers.__class__ is LateBuffers:
+            buffers.when_filled(partial(self._send_filled_reply, inbound, run.id, data))
+            return
         try:
             if buffers:
                 inbound.send_reply(run.id, data, buffers)
@@ -619,6 +634,22 @@ class Executor:
                 inbound.connection.send(data)
         except ConnectionClosedError:
             pass  # the caller knows: its own end of the connection is closed too
+
+    def _send_filled_reply(
+        self,
+        inbound: Inbound,
+        call_id: int,
+        data: bytes,
+        buffers: list[memoryview],
+        failure: SerializationError | None,
+    ) -> None:
+        """The buffers of a reply have been filled from devices."""
+        with suppress(ConnectionClosedError):  # then the caller knows
+            if failure is None:
+                inbound.send_reply(call_id, data, buffers)
+                return
+            payload, _ = describe_failure(failure, self._pickler, main_by_value=inbound.main_by_value)
+            inbound.connection.send(frame(_FAILURE, FailureKind.RAISED, call_id, 0, 0, payload))
 
     def _await_returned_future(self, run: Run, result: Any) -> None:
         run.inbound.register(run)
@@ -687,6 +718,17 @@ async def _future_of(result: Any, name: str, loop: asyncio.AbstractEventLoop) ->
     result.add_done_callback(completed)
     await done
     return result.result() if isinstance(result, concurrent.futures.Future) else result.value()
+
+
+def _send_filled_item(
+    connection: Connection, data: bytes, buffers: list[memoryview], failure: SerializationError | None
+) -> None:
+    """The buffers of an item of a stream have been filled from devices."""
+    with suppress(ConnectionClosedError):  # then the consumer knows
+        if failure is None:
+            connection.send_bulk(data, buffers)
+        else:
+            connection.abort(failure)  # the stream has a gap that nothing fills; a device that fails, fails for good
 
 
 def _unknown_function() -> None:

@@ -11,6 +11,7 @@ from typing import Final, NoReturn, TypeAlias, TypeVar
 import msgspec
 
 from arpc.agent.group_store import GroupStore, KeyValues, deadline_after
+from arpc.devices import DeviceClaims
 from arpc.errors import ConfigurationError, RendezvousError, UnknownWorkerError
 from arpc.ids import WorkerId, WorkerInfo, check_worker_name
 
@@ -48,6 +49,8 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     """Identity of the machine: who has the same can be met over unix sockets and shared memory."""
     main: str
     """Hash of the ``__main__`` script."""
+    devices: DeviceClaims = DeviceClaims()
+    """What it has besides the CPU, and its device maps."""
 
     @property
     def info(self) -> WorkerInfo:

@@ -27,7 +27,7 @@ from arpc.wire.handshake import Identity
 from arpc.wire.messages import Message, MessageType
 from arpc.wire.protocol import SEVERAL_TAKEN, Protocol, State
 
-__all__ = ["BulkSend", "Connection", "Listener", "Receiver", "Transport"]
+__all__ = ["BulkRoute", "BulkSend", "Connection", "Listener", "Receiver", "Transport"]
 
 logger = logging.getLogger("arpc.transport")
 
@@ -81,6 +81,34 @@ class BulkSend:
     def is_sent(self) -> bool:
         return self.index == len(self.buffers)
 
+    def next_chunk(self) -> memoryview:
+        """The next bytes to be sent; they count as sent."""
+        buffer = self.buffers[self.index]
+        chunk = buffer[self.position : self.position + CHUNK_BYTES]
+        self.position += chunk.nbytes
+        if self.position == buffer.nbytes:
+            self.index += 1
+            self.position = 0
+        return chunk
+
+
+class BulkRoute(TypingProtocol):
+    """Another way for large tensors than the connection itself; see `transport.lanes`."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Something has not been written yet."""
+
+    @property
+    def is_full(self) -> bool:
+        """It cannot be written now: `Connection.look_for_room` is called when that changes."""
+
+    def take(self, bulk: BulkSend) -> bool: ...
+    def drop(self, bulk: BulkSend) -> bool: ...
+    def pump(self) -> None: ...
+    def close(self, *, on_purpose: bool) -> None: ...
+    def statistics(self) -> dict[str, int]: ...
+
 
 class Carrier(TypingProtocol):
     """Another way for large tensors than the bytes of the connection; see `transport.shm`."""
@@ -113,6 +141,9 @@ class Connection(ABC):
         """For whoever receives: what it keeps about this connection."""
         self.carrier: Carrier | None = None
         self.is_congested = False
+        """The peer does not take bytes as fast as they are sent."""
+        self.is_full = False
+        """The same, of this connection alone and without its bulk route."""
         self.bytes_sent = 0
         self.bytes_received = 0
         self.frames_sent = 0
@@ -130,6 +161,7 @@ class Connection(ABC):
         self._bulk_count = 0
         self._parked: set[BulkSend] = set()
         """Messages that wait with the carrier."""
+        self.bulk_route: BulkRoute | None = None
         self._is_reading = False
         self._is_closed = False
         self._is_greeted = False
@@ -260,8 +292,10 @@ class Connection(ABC):
     def send_in_chunks(self, data: bytes, bulk: BulkSend) -> None:
         """Send a message and its large tensors as bytes, without the carrier."""
         self._begin_bulk(data, bulk)
-        self._bulk.append(bulk)
         self._bulk_bytes += bulk.size_bytes
+        if self.bulk_route is not None and self.bulk_route.take(bulk):
+            return
+        self._bulk.append(bulk)
         if not self._out and not self._is_reading:
             self.loop.call_soon(self.flush)
 
@@ -299,9 +333,12 @@ class Connection(ABC):
         """Stop sending tensors nobody wants any more. False if all of them have gone out already."""
         if self.unpark(bulk):
             return True  # nobody has heard of it
-        if self._is_mute or bulk not in self._bulk:
+        if self._is_mute:
             return False
-        self._bulk.remove(bulk)
+        if bulk in self._bulk:
+            self._bulk.remove(bulk)
+        elif self.bulk_route is None or not self.bulk_route.drop(bulk):
+            return False
         rest = sum(buffer.nbytes for buffer in bulk.buffers[bulk.index :]) - bulk.position
         self._bulk_bytes -= rest
         self.send(frame(_DROP_DATA, 0, bulk.id, 0, 0, b""))
@@ -320,43 +357,60 @@ class Connection(ABC):
             self.bytes_sent += len(data)
             out.clear()
             self._write(data)
-        if self._bulk and not self.is_congested:
+        if self._bulk and not self.is_full:
             self._pump()
 
     def _pump(self) -> None:
         """Write chunks of the messages under way, in turns, until the peer is full."""
-        while self._bulk and not self.is_congested and not self._is_closed:
+        while self._bulk and not self.is_full and not self._is_closed:
             bulk = self._bulk.popleft()
-            buffer = bulk.buffers[bulk.index]
-            chunk = buffer[bulk.position : bulk.position + CHUNK_BYTES]
+            chunk = bulk.next_chunk()
             size = chunk.nbytes
-            bulk.position += size
-            if bulk.position == buffer.nbytes:
-                bulk.index += 1
-                bulk.position = 0
-            if bulk.index < len(bulk.buffers):
+            if not bulk.is_sent:
                 self._bulk.append(bulk)
             self._bulk_bytes -= size
-            self.bytes_sent += size + HEADER_BYTES
-            self.writes += 1
-            self._write_chunk(_pack_header(size, _DATA, 0, 0, bulk.id, 0, 0, 0, 0), chunk)
+            self.write_chunk(_pack_header(size, _DATA, 0, 0, bulk.id, 0, 0, 0, 0), chunk)
         self._end_if_last()
-
-    @property
-    def _has_bulk(self) -> bool:
-        return bool(self._bulk or self._parked)
 
     def _end_if_last(self) -> None:
         if self._is_mute and not self._has_bulk and not self._is_closed:
             self._end_writing()  # that was the last of what was sent before `close`
 
+    @property
+    def _has_bulk(self) -> bool:
+        return bool(self._bulk or self._parked) or (self.bulk_route is not None and self.bulk_route.is_busy)
+
+    # -- for the bulk route, and the connections it is made of
+
+    def write_chunk(self, header: bytes, chunk: memoryview) -> None:
+        """Write a piece of a tensor now."""
+        self.bytes_sent += chunk.nbytes + HEADER_BYTES
+        self.writes += 1
+        self._write_chunk(header, chunk)
+
+    def bulk_written(self, size_bytes: int) -> None:
+        """So much of what is unsent here has gone another way."""
+        self._bulk_bytes -= size_bytes
+
+    def route_emptied(self) -> None:
+        """All large tensors have gone another way."""
+        self._end_if_last()
+
     def _congested(self) -> None:
-        self.is_congested = True
+        self.is_full = self.is_congested = True
 
     def _drained(self) -> None:
-        self.is_congested = False
+        self.is_full = False
         self.flush()
-        if not self.is_congested and not self._is_closed:
+        if self.bulk_route is not None:
+            self.bulk_route.pump()
+        self.look_for_room()
+
+    def look_for_room(self) -> None:
+        """Tell the receiver if the peer takes bytes again."""
+        was_congested = self.is_congested
+        self.is_congested = self.is_full or (self.bulk_route is not None and self.bulk_route.is_full)
+        if was_congested and not self.is_congested and not self._is_closed:
             try:
                 self.receiver.output_drained(self)
             except Exception as error:
@@ -538,6 +592,8 @@ class Connection(ABC):
         if self.carrier is not None:
             self.carrier.closed()
         error = self._error or (None if is_on_purpose else error or self._without_goodbye())
+        if self.bulk_route is not None:
+            self.bulk_route.close(on_purpose=error is None)
         if not self._opened.done():
             self._opened.set_exception(error or ConnectionClosedError("the connection was closed in its handshake"))
         if not self._closed.done():
@@ -559,6 +615,7 @@ class Connection(ABC):
             "frames_sent": self.frames_sent,
             "writes": self.writes,
             "unsent_bytes": 0 if self._is_closed else self.unsent_bytes,
+            **({} if self.bulk_route is None else self.bulk_route.statistics()),
         }
 
 

@@ -20,7 +20,7 @@ from arpc.ids import WorkerInfo
 from arpc.wire.reducing import HOLE, HolePickler, Parcel, Reducer, importable_name
 from arpc.wire.tensors import Slot
 
-__all__ = ["Parcel", "Pickler", "Reducer", "importable_name", "loads"]
+__all__ = ["JUST_A_TENSOR", "ONE_TENSOR", "Parcel", "Pickler", "Reducer", "importable_name", "loads"]
 
 # Clearing a pickler takes time in proportion to the largest pickle it ever made. After a larger one than this it is
 # cheaper to make another, which takes 1.5 us.
@@ -33,8 +33,10 @@ _PLAIN: Final = _SCALARS | _CONTAINERS | {Tensor}
 _ONLY_TENSORS: Final = {Tensor}
 _dump = pickle.Pickler.dump  # cloudpickle's own only explains recursion errors
 _dumps = pickle.dumps
-_JUST_A_TENSOR: Final = pickle.dumps(HOLE, protocol=5, buffer_callback=not_)
-_ONE_TENSOR: Final = pickle.dumps((HOLE,), protocol=5, buffer_callback=not_)
+JUST_A_TENSOR: Final = pickle.dumps(HOLE, protocol=5, buffer_callback=not_)
+"""The pickle of a result that is a tensor. Always this very object, by which such a message is known."""
+ONE_TENSOR: Final = pickle.dumps((HOLE,), protocol=5, buffer_callback=not_)
+"""The same for the arguments of a call."""
 
 
 class Pickler:
@@ -93,7 +95,7 @@ class Pickler:
         """
         if not kwargs:
             if len(args) == 1 and type(args[0]) is Tensor:
-                return _ONE_TENSOR, [args[0]]
+                return ONE_TENSOR, [args[0]]
             if _SCALARS.issuperset(map(type, args)):
                 return _dumps(args, protocol=5), []
         try:
@@ -111,7 +113,7 @@ class Pickler:
             return b"", []
         kind = type(value)
         if kind is Tensor:
-            return _JUST_A_TENSOR, [value]
+            return JUST_A_TENSOR, [value]
         if kind in _CONTAINERS:
             return self._dumps_plain(value, main_by_value=main_by_value, to=to)
         return self.dumps(value, main_by_value=main_by_value, to=to)

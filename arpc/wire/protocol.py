@@ -18,12 +18,14 @@ from arpc.errors import ConnectionClosedError, HandshakeError, ProtocolError
 from arpc.wire import frames
 from arpc.wire.frames import BRIEF_HEADER, HEADER, HEADER_BYTES, Header, Limits, frame
 from arpc.wire.handshake import MAX_HANDSHAKE_BYTES, Handshake, Identity, Role
+from arpc.wire.lanes import LaneInbox, Stripe
 from arpc.wire.memory import allocate as allocate_memory
 from arpc.wire.messages import MESSAGE_CLASSES, Message, MessageType
 
 __all__ = ["SEVERAL_TAKEN", "Direct", "Lender", "Protocol", "State"]
 
 RECEIVE_BYTES: Final = 256 * 1024
+BETWEEN_CHUNKS_BYTES: Final = 4096
 _HANDSHAKE_LIMITS: Final = Limits(MAX_HANDSHAKE_BYTES, 0)
 _MAX_GOODBYE_BYTES: Final = 1024
 _DATA: Final = int(MessageType.DATA)
@@ -141,6 +143,10 @@ class Protocol:
         self._chunk_of: _Assembly | None = None
         self._assemblies: dict[int, _Assembly] = {}
         self._assembly_count = 0
+        self._lanes: LaneInbox | None = None
+        """If this is a main connection that has lanes, or one of its lanes."""
+        self._is_lane = False
+        self._stripe: Stripe | None = None
         self.output: list[bytes] = []
         if handshake.role is Role.CONNECTOR:
             self.output.append(handshake.start())
@@ -154,6 +160,16 @@ class Protocol:
     def peer(self) -> Identity | None:
         """Who is on the other side, once the handshake is done."""
         return self._handshake.peer
+
+    def join(self, main: Protocol) -> None:
+        """Become a lane of an open connection to the same peer; see `wire.lanes`."""
+        if main._lanes is None:
+            main._lanes = LaneInbox(lambda size_bytes: _allocated(main.allocate, size_bytes))
+            main._lanes.frames_before(main._assembly_count)
+        self._lanes = main._lanes
+        self._is_lane = True
+        # what is under way there is what comes here
+        self._assemblies = main._assemblies
 
     def take_output(self) -> bytes:
         """What the protocol itself wants to send: its part of the handshake, answers to pings."""
@@ -180,6 +196,8 @@ class Protocol:
         self._next = self._view
         self._large_frame = None
         self._chunk_of = None
+        self._stripe = None
+        self._lanes = None
         self._end = 0
 
     def receive(self, size_bytes: int) -> list[Message]:
@@ -231,8 +249,12 @@ class Protocol:
             self._finish_target(messages)
         if self._target is not None:
             self._next = self._target
+        elif self._end:
+            self._next = self._view[self._end :]
         else:
-            self._next = self._view[self._end :] if self._end else self._view
+            # While a large tensor is under way, what comes next is most likely a chunk for it: with little more than
+            # its header read here, the rest is read where it belongs, and not copied there
+            self._next = self._small_view if self._assemblies else self._view
         # Below the smallest body that does not fit the buffer there is a limit to check for each frame
         self.is_plain = (
             self.state is State.OPEN
@@ -302,6 +324,10 @@ class Protocol:
             assembly, self._chunk_of = self._chunk_of, None
             self._finish_chunk(assembly, messages)
             return
+        if self._stripe is not None:
+            stripe, self._stripe = self._stripe, None
+            self._finish_stripe(stripe, messages)
+            return
         assert self._large_frame is not None
         (_, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, table_size), body = self._large_frame
         self._large_frame = None
@@ -314,11 +340,13 @@ class Protocol:
 
     # -- large tensors
 
-    def _begin_assembly(self, message: Message, n_buffers: int) -> None:
+    def _begin_assembly(self, message: Message, n_buffers: int, messages: list[Message]) -> None:
         sizes = frames.buffer_sizes_of(message.body, n_buffers, self._limits)
         number = self._assembly_count
         self._assemblies[number] = _Assembly(number, message, sizes)
         self._assembly_count += 1
+        if self._lanes is not None and (buffers := self._lanes.begun(number, sizes)) is not None:
+            self._finish_striped(number, buffers, messages)
 
     def _receive_data(self, id_: int, length: int, start: int, end: int, messages: list[Message]) -> int:
         """Bytes of a large tensor: copy what has come, have the rest read where it belongs. Returns where they end."""
@@ -326,6 +354,8 @@ class Protocol:
             raise ProtocolError("DATA is out of place in a handshake")
         if not length:
             raise ProtocolError("an empty DATA frame")
+        if self._is_lane:
+            return self._receive_stripe(id_, length, start, end, messages)
         assembly = self._assemblies.get(id_)
         if assembly is None:
             raise ProtocolError(f"DATA for frame {id_}, which waits for none")
@@ -342,8 +372,37 @@ class Protocol:
     def _finish_chunk(self, assembly: _Assembly, messages: list[Message]) -> None:
         if assembly.is_complete:
             del self._assemblies[assembly.id]
+            if self._lanes is not None:
+                self._lanes.forget(assembly.id)
             assembly.message.buffers = assembly.buffers
             messages.append(assembly.message)
+
+    def _receive_stripe(self, id_: int, length: int, start: int, end: int, messages: list[Message]) -> int:
+        """The same on a lane."""
+        assert self._lanes is not None
+        header = Header._make(_unpack_header(self.buffer, start - HEADER_BYTES))
+        stripe = self._lanes.stripe(id_, header.arg, header.timeout_ms, length)
+        available = min(end - start, length)
+        stripe.memory[:available] = self._view[start : start + available]
+        if available == length:
+            self._finish_stripe(stripe, messages)
+        else:
+            self._target = stripe.memory[available:]
+            self._stripe = stripe
+        return start + available
+
+    def _finish_stripe(self, stripe: Stripe, messages: list[Message]) -> None:
+        assert self._lanes is not None
+        buffers = self._lanes.arrived(stripe)
+        if buffers is not None:
+            self._finish_striped(stripe.id, buffers, messages)
+
+    def _finish_striped(self, id_: int, buffers: list[memoryview], messages: list[Message]) -> None:
+        assembly = self._assemblies.pop(id_, None)
+        if assembly is None:
+            raise ProtocolError("DATA of one message on lanes and beside them")
+        assembly.message.buffers = buffers
+        messages.append(assembly.message)
 
     # -- everything that is not a small message of an open connection
 
@@ -360,13 +419,15 @@ class Protocol:
         elif type_ == _DROP_DATA:
             if self._assemblies.pop(message.id, None) is None:
                 raise ProtocolError(f"DROP_DATA for frame {message.id}, which waits for none")
+            if self._lanes is not None:
+                self._lanes.forget(message.id)
         elif type_ == _GOODBYE:
             self._set_state(State.CLOSING)
             messages.append(message)
         elif type_ < _FIRST_OF_CALLS:
             self._receive_about_memory(message, n_buffers, messages)
         elif n_buffers:
-            self._begin_assembly(message, n_buffers)
+            self._begin_assembly(message, n_buffers, messages)
         else:
             messages.append(message)
 
@@ -380,6 +441,8 @@ class Protocol:
         assembly = self._assemblies.pop(message.id, None)
         if assembly is None or assembly.buffers:
             raise ProtocolError(f"memory was lent for frame {message.id}, which waits for none")
+        if self._lanes is not None:
+            self._lanes.forget(message.id)
         assembly.message.buffers = self.lender.borrow(message, assembly.sizes)
         messages.append(assembly.message)
 
@@ -393,6 +456,7 @@ class Protocol:
         # A header may be looked at wherever a frame could begin: there is room for one behind the end
         self.buffer = buffer.ljust(len(buffer) + HEADER_BYTES, b"\0")
         self._next = self._view = memoryview(self.buffer)[: len(buffer)]
+        self._small_view = self._view[:BETWEEN_CHUNKS_BYTES]
 
     def _answer(self, data: bytes) -> None:
         if data:

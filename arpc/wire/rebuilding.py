@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arpc.errors import ProtocolError
+from arpc.errors import ProtocolError, SerializationError
 from arpc.wire.frames import ALIGNMENT
 from arpc.wire.table import DTYPE_CODES, DTYPES, NUMPY_DTYPES, Code, Entry, Flag, Kind, decode_table
 
-__all__ = ["unpack"]
+__all__ = ["Buffer", "Misplaced", "finished", "unpack"]
+
 
 _from_numpy = torch.from_numpy
 _ndarray = np.ndarray
@@ -27,8 +28,27 @@ _LAYOUTS: Final = {
 }
 
 
-def unpack(table: bytes | memoryview, body: bytearray, buffers: Sequence[memoryview]) -> list[Any]:
-    """Build what `wire.tensors.pack` described. Raises `ProtocolError` when the description does not fit the memory."""
+class Misplaced:
+    """Stands in the place of a buffer that could not be taken to its device; says why when a tensor needs it."""
+
+    __slots__ = ("reason",)
+
+    nbytes: Final = 0
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+Buffer = memoryview | Tensor | Misplaced
+"""Host memory; or what has been made of it, because it belongs on a device."""
+
+
+def unpack(table: bytes | memoryview, body: bytearray, buffers: Sequence[Buffer]) -> list[Any]:
+    """Build what `wire.tensors.pack` described.
+
+    Raises `ProtocolError` when the description does not fit the memory, `SerializationError` for a tensor that belongs
+    on a device where it cannot be.
+    """
     slots: list[Any] = []
     rebuilder: _Rebuilder | None = None
     numpy_dtypes = NUMPY_DTYPES
@@ -49,20 +69,20 @@ def unpack(table: bytes | memoryview, body: bytearray, buffers: Sequence[memoryv
                         raise ProtocolError("an inline tensor is not aligned")  # torch's operators would crash
                     tensor = _from_numpy(_ndarray(shape, numpy_dtypes[code], body, base + source))
                 else:
-                    tensor = _from_numpy(_ndarray(shape, numpy_dtypes[code], buffers[~source]))
-                slots.append(tensor if code < _FIRST_STAND_IN else _finished(tensor, code))
+                    tensor = _from_numpy(_ndarray(shape, numpy_dtypes[code], buffers[~source]))  # type: ignore[arg-type]
+                slots.append(tensor if code < _FIRST_STAND_IN else finished(tensor, code))
             else:
                 if rebuilder is None:
                     rebuilder = _Rebuilder(body, base, buffers, decoded.entries)
                 slots.append(rebuilder.build(code, source, shape))
-    except ProtocolError:
+    except (ProtocolError, SerializationError):
         raise
     except Exception as error:
         raise ProtocolError(f"tensors that cannot be built: {error}") from error
     return slots
 
 
-def _finished(tensor: Tensor, code: int) -> Tensor:
+def finished(tensor: Tensor, code: int) -> Tensor:
     """What numpy could not say of a tensor."""
     if code & _FIRST_STAND_IN:
         tensor = _as_dtype(tensor, code & ~Code.REQUIRES_GRAD)
@@ -77,7 +97,7 @@ def _as_dtype(tensor: Tensor, code: int) -> Tensor:
 class _Rebuilder:
     """Builds what takes more than one step."""
 
-    def __init__(self, body: bytearray, base: int, buffers: Sequence[memoryview], entries: Sequence[Entry]) -> None:
+    def __init__(self, body: bytearray, base: int, buffers: Sequence[Buffer], entries: Sequence[Entry]) -> None:
         self._body = memoryview(body)
         self._base = base
         self._buffers = buffers
@@ -105,6 +125,8 @@ class _Rebuilder:
     def _memory(self, source: int, size_bytes: int) -> memoryview:
         if source < 0:
             memory = self._buffers[~source]
+            if not isinstance(memory, memoryview):
+                raise ProtocolError("a buffer that belongs on a device, and in host memory as well")
             if memory.nbytes != size_bytes:
                 raise ProtocolError(f"a buffer of {memory.nbytes} bytes was announced as {size_bytes}")
             return memory
@@ -149,6 +171,18 @@ class _Rebuilder:
         dtype = DTYPES[dtype_code]
         return whole[: size_bytes - size_bytes % dtype.itemsize].view(dtype)
 
+    def _placed(self, entry: Entry) -> Tensor:
+        (part,) = entry.parts
+        memory = self._buffers[~part.source]
+        if isinstance(memory, Misplaced):
+            raise SerializationError(memory.reason)
+        if not isinstance(memory, Tensor):
+            raise SerializationError(f"a tensor for device {entry.layout} came to a worker that has no such device")
+        if memory.nbytes != part.span_bytes:
+            raise ProtocolError(f"a buffer of {memory.nbytes} bytes was announced as {part.span_bytes}")
+        # as_strided looks to it that nothing reaches beyond the storage
+        return memory.view(DTYPES[part.dtype]).as_strided(part.shape, part.strides).data
+
     def _meta(self, entry: Entry) -> Tensor:
         return torch.empty_strided(entry.shape, entry.strides, dtype=DTYPES[entry.dtype], device="meta")
 
@@ -178,4 +212,5 @@ class _Rebuilder:
         Kind.COO: _coo,
         Kind.COMPRESSED: _compressed,
         Kind.SAVED: _saved,
+        Kind.PLACED: _placed,
     }

@@ -113,6 +113,8 @@ class Kind(IntEnum):
     """Sparse, CSR and its like: the parts are compressed indices, plain indices and values."""
     SAVED = 6
     """A layout of its own (quantized, nested): in the bytes of torch.save."""
+    PLACED = 7
+    """Not in host memory: ``layout`` names the device, the part says what its bytes are. They are in a buffer."""
 
 
 class Flag:
@@ -133,7 +135,7 @@ class Entry(msgspec.Struct, array_like=True, gc=False):
     """How to build one tensor.
 
     ``source``: the offset of inline bytes, or -1 - n for buffer n; ``span_bytes`` of them count. ``strides`` are in
-    elements, ``offset`` is in bytes. ``layout`` names one of the compressed sparse layouts.
+    elements, ``offset`` is in bytes. ``layout`` names one of the compressed sparse layouts, or a device.
     """
 
     kind: int

@@ -8,7 +8,7 @@ storage must not be resized meanwhile.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
 from typing import Any, Final, TypeGuard
 
@@ -21,6 +21,7 @@ from arpc.wire.frames import ALIGNMENT, MAX_BUFFERS, PADDING
 from arpc.wire.memory import MEMORY, allocate, view_of
 from arpc.wire.rebuilding import unpack
 from arpc.wire.sharing import Span, extent, shared_spans
+from arpc.wire.staging import Staged, Stager
 from arpc.wire.table import COMPLEX_CODES, DTYPE_CODES, Code, Entry, Flag, Kind, encode_table
 
 __all__ = ["PackedTensors", "Slot", "allocate", "pack", "unpack"]
@@ -40,10 +41,14 @@ class PackedTensors(msgspec.Struct):
     inline: bytes
     buffers: list[memoryview]
     buffer_sizes: Sequence[int]
+    waits: Sequence[Callable[[], None]] = ()
+    """To be called, in a thread, before the buffers are read: they are being filled from devices."""
 
 
-def pack(slots: Sequence[Slot], inline_limit: int) -> PackedTensors:
+def pack(slots: Sequence[Slot], inline_limit: int, stager: Stager | None = None) -> PackedTensors:
     """Describe the slots of one message and collect their memory, without copying what is larger than the limit.
+
+    The stager takes care of tensors that are not in host memory, here or there. Without one they cannot travel.
 
     Raises `SerializationError` for a tensor that cannot travel.
     """
@@ -54,8 +59,11 @@ def pack(slots: Sequence[Slot], inline_limit: int) -> PackedTensors:
     buffers: list[memoryview] = []
     describer: _Describer | None = None
     position = 0
-    storages = _storages(slots)
-    spans = _shared_spans(slots, storages) if len(slots) > 1 else None
+    if stager is None or not stager.moves_host_memory:
+        storages = _storages(slots)
+        spans = _shared_spans(slots, storages) if len(slots) > 1 else None
+    else:
+        storages, spans = [None] * len(slots), None  # the stager is to see them all
     dtype_codes = DTYPE_CODES
     # This loop is what a small tensor costs: each look at one takes 40 to 80 ns
     slot: Any
@@ -88,7 +96,7 @@ def pack(slots: Sequence[Slot], inline_limit: int) -> PackedTensors:
             shapes.append(slot.shape)
         else:
             if describer is None:
-                describer = _Describer(inline, buffers, inline_limit)
+                describer = _Describer(inline, buffers, inline_limit, stager)
             describer.inline_bytes = position
             code, source, shape = describer.describe(slot, spans.get(len(codes)) if spans is not None else None)
             position = describer.inline_bytes
@@ -98,8 +106,10 @@ def pack(slots: Sequence[Slot], inline_limit: int) -> PackedTensors:
     if len(buffers) > MAX_BUFFERS:
         raise SerializationError(f"a message may have at most {MAX_BUFFERS} large tensors: send it in parts")
     entries = describer.entries if describer is not None else ()
+    waits = describer.waits if describer is not None else ()
     table = encode_table((position, bytes(codes), sources, shapes, entries))
-    return PackedTensors(table, b"".join(inline), buffers, [buffer.nbytes for buffer in buffers] if buffers else ())
+    sizes = [buffer.nbytes for buffer in buffers] if buffers else ()
+    return PackedTensors(table, b"".join(inline), buffers, sizes, waits)
 
 
 def _storages(slots: Sequence[Slot]) -> list[UntypedStorage | None]:
@@ -132,8 +142,12 @@ def _can_share(slot: Slot) -> TypeGuard[Tensor]:
 class _Describer:
     """Describes what is not simply contiguous memory of its own. Adds to the memory of a message."""
 
-    def __init__(self, inline: list[bytes], buffers: list[memoryview], inline_limit: int) -> None:
+    def __init__(
+        self, inline: list[bytes], buffers: list[memoryview], inline_limit: int, stager: Stager | None
+    ) -> None:
         self.entries: list[Entry] = []
+        self.waits: list[Callable[[], None]] = []
+        self._stager = stager
         self.inline_bytes = 0
         self._inline = inline
         self._buffers = buffers
@@ -194,15 +208,35 @@ class _Describer:
             return self._compressed(tensor.detach(), flags)
         if tensor.layout is not torch.strided or tensor.dtype not in DTYPE_CODES:
             return self._saved(tensor, flags)
+        if self._stager is not None and (staged := self._stager.stage(_undecorated(tensor))) is not None:
+            return self._staged(staged, flags)
         if tensor.is_meta:
             code = DTYPE_CODES[tensor.dtype]
             return Entry(Kind.META, code, flags, 0, tuple(tensor.shape), tuple(tensor.stride()))
         if not tensor.is_cpu:
-            raise SerializationError(
-                f"a tensor on device {tensor.device} cannot be sent: move it to the CPU first, or give the worker a "
-                f"device map that says where on the peer it belongs"
-            )
+            raise SerializationError(f"a tensor on device {tensor.device} cannot be sent: move it to the CPU first")
         return self._strided(tensor, flags)
+
+    def _staged(self, staged: Staged, flags: int) -> Entry:
+        """A contiguous tensor whose bytes may still be on their way to host memory: never inline, therefore."""
+        host = staged.host
+        if staged.wait is not None:
+            self.waits.append(staged.wait)
+        # A buffer says which device an empty one belongs on, too, so it has at least one element
+        memory = host if host.numel() else host.new_empty(1)
+        source = self._add_buffer(view_of(memory.untyped_storage(), memory.data_ptr(), memory.nbytes))
+        code = DTYPE_CODES[host.dtype]
+        is_placed = bool(staged.device)
+        part = Entry(
+            Kind.STRIDED,
+            code,
+            0 if is_placed else flags,
+            source,
+            tuple(host.shape),
+            tuple(host.stride()),
+            span_bytes=memory.nbytes,
+        )
+        return Entry(Kind.PLACED, 0, flags, 0, (), layout=staged.device, parts=(part,)) if is_placed else part
 
     def _strided(self, tensor: Tensor, flags: int) -> Entry:
         """A view, sent without what it skips over, and what it repeats only once."""
@@ -246,6 +280,11 @@ class _Describer:
         return Entry(Kind.COMPRESSED, 0, flags, 0, tuple(tensor.shape), layout=str(tensor.layout), parts=parts)
 
     def _saved(self, tensor: Tensor, flags: int) -> Entry:
+        if not tensor.is_cpu and not tensor.is_meta:
+            raise SerializationError(
+                f"a tensor with layout {tensor.layout} and dtype {tensor.dtype} on device {tensor.device} cannot be "
+                f"sent: move it to the CPU first"
+            )
         file = io.BytesIO()
         torch.save(tensor.detach(), file)
         memory = file.getbuffer()
@@ -268,7 +307,7 @@ def _undecorated(tensor: Tensor) -> Tensor:
     """The same memory without the lazy conjugate and negative bits, which travel as flags."""
     plain = tensor.detach()
     if plain._is_zerotensor():  # noqa: SLF001 - zeros that autograd did not give any memory
-        return torch.zeros(plain.shape, dtype=plain.dtype)
+        return torch.zeros(plain.shape, dtype=plain.dtype, device=plain.device)
     if plain.is_conj():
         plain = torch._conj(plain)
     return torch._neg_view(plain) if plain.is_neg() else plain

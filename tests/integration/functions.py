@@ -178,6 +178,18 @@ async def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+async def receive(_: torch.Tensor) -> None:
+    """Take a tensor, and let go of it."""
+
+
+async def send(name: str, size_bytes: int) -> int:
+    """Send a large tensor to another worker; how many bytes the peak of this process's memory has grown by."""
+    tensor = await make_tensor(size_bytes)
+    before = await peak_memory_bytes()
+    await arpc.rpc_sync(name, receive, args=(tensor,))
+    return await peak_memory_bytes() - before
+
+
 async def count_up() -> AsyncIterator[int]:
     """Items without end."""
     number = 0

@@ -16,9 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -122,16 +123,25 @@ class WorkerProcess:
         self._process.close()
 
 
-def run_scripts(*commands: list[str], limit_s: float = 50.0) -> list[subprocess.CompletedProcess[str]]:
-    """Run Python with each list of arguments, all at the same time, to their ends; none outlives this."""
+def run_scripts(
+    *commands: list[str], limit_s: float = 50.0, within: Sequence[list[str]] = ()
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run Python with each list of arguments, all at the same time, to their ends; none outlives this.
+
+    ``within``: for each of them a command that runs it, such as ``ip netns exec there``.
+    """
     # modules of the project, not of the script's folder alone
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with ExitStack() as stack:
         running = []
-        for command in commands:
+        for command, runner in zip_longest(commands, within, fillvalue=[]):
             output = stack.enter_context(tempfile.TemporaryFile("w+"))
             process = subprocess.Popen(
-                [sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, env=environment, process_group=0
+                [*runner, sys.executable, *command],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                process_group=0,
             )
             stack.callback(_end, process)
             running.append((process, output))

@@ -60,6 +60,7 @@ def test_so_are_the_kinds_of_entries():
         ("COO", 4),
         ("COMPRESSED", 5),
         ("SAVED", 6),
+        ("PLACED", 7),
     ]
 
 

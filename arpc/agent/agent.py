@@ -16,7 +16,7 @@ from threading import get_ident
 from typing import Any, Final
 
 from arpc import torchstate
-from arpc.agent.calls import SEQUENCE_BITS, Call
+from arpc.agent.calls import LAST_NUMBER, SEQUENCE_BITS, Call
 from arpc.agent.codec import Codec, Interceptor
 from arpc.agent.connector import Connector, Link, PeerWatcher
 from arpc.agent.deadlines import NEVER, Deadlines
@@ -67,6 +67,7 @@ _BRIEF_REQUEST: Final = brief_kind(_REQUEST)
 _BRIEF_REPLY: Final = brief_kind(int(MessageType.REPLY))
 _is_pristine = torchstate.is_pristine
 _set_result = asyncio.Future.set_result
+_NO_ARGS: Final = ()
 _NO_SLOTS: Final[list[Slot]] = []
 _NO_BUFFERS: Final[list[memoryview]] = []
 
@@ -276,7 +277,7 @@ class Agent:
         if (
             function_id is None
             or connection is None
-            or args
+            or args is not _NO_ARGS  # whatever else counts as false is for `begin` to judge
             or kwargs
             or timeout is not UNSET
             or current_scope.get().__class__ is not WorkerScope
@@ -292,7 +293,7 @@ class Agent:
             if self._time() >= self._default_tick_until:
                 self._next_default_tick()
             calls = peer.calls
-            if self._default_tick != calls.tick:
+            if self._default_tick != calls.tick or calls.number == LAST_NUMBER:
                 calls.turn(self._default_tick)
             calls.number = number = calls.number + 1
             call_id = calls.base + number
@@ -471,7 +472,7 @@ class Agent:
                 peer.submit(call_id, call, data, buffers)
             return call_id
         calls = peer.calls
-        if tick != calls.tick:
+        if tick != calls.tick or calls.number == LAST_NUMBER:
             calls.turn(tick)
         calls.number = number = calls.number + 1
         call_id = calls.base + number

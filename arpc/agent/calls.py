@@ -14,13 +14,14 @@ from arpc.agent.functions import name_of
 from arpc.agent.streams import ItemOrder
 from arpc.transport.base import BulkSend, Connection
 
-__all__ = ["SEQUENCE_BITS", "Call", "Calls"]
+__all__ = ["LAST_NUMBER", "SEQUENCE_BITS", "Call", "Calls"]
 
 SEQUENCE_BITS: Final = 24
 # Those of `turn` have the upper half of the numbers, those of `add` the lower
 _TURN: Final = 1 << (SEQUENCE_BITS - 1)
 _ADD_MASK: Final = _TURN - 1
 _MANY: Final = _TURN >> 1
+LAST_NUMBER: Final = _TURN - 1
 
 
 class Call(msgspec.Struct, gc=False):
@@ -49,7 +50,7 @@ class Calls:
 
     An id is ``tick << 24 | number``, so the table of pending calls is the timer wheel too. Most calls have the default
     timeout, and hundreds share a tick: for those there is `bucket`, where the next id is ``base + number``. A caller
-    that finds ``tick`` to be another calls `turn` first.
+    that finds ``tick`` to be another, or ``number`` to be `LAST_NUMBER`, calls `turn` first.
     """
 
     def __init__(
@@ -68,6 +69,8 @@ class Calls:
         """The last one taken of `bucket`."""
         self.bucket: dict[int, Call] = {}
         self._made_before = 0
+        self._old: set[int] = set()
+        """Ticks whose calls have numbers of an earlier round."""
         self._numbers = count(1)
 
     @property
@@ -76,25 +79,30 @@ class Calls:
         return self._made_before + self.number
 
     def turn(self, tick: int) -> None:
-        """Let `bucket` be that of another tick."""
-        self.tick = tick
-        self.bucket = self._bucket(tick)
-        self.base = tick << SEQUENCE_BITS | _TURN
-        if self.number > _MANY:  # before they run out. Nobody makes that many in the time of a tick.
+        """Let `bucket` be that of another tick, or begin again with the numbers of this one."""
+        if self.number > _MANY:  # before they run out
             self._made_before += self.number
             self.number = 0
+            self._old = {old for old, bucket in self.buckets.items() if bucket}
+        # A call that waits for hours may have any number by now: keep away from it, at the price of a tick or two
+        place = tick
+        while place in self._old:
+            place += 1
+        self.tick = tick
+        self.bucket = self._bucket(place, is_watched=tick != NEVER)
+        self.base = place << SEQUENCE_BITS | _TURN
 
-    def _bucket(self, tick: int) -> dict[int, Call]:
+    def _bucket(self, tick: int, *, is_watched: bool) -> dict[int, Call]:
         bucket = self.buckets.get(tick)
         if bucket is None:
             bucket = self.buckets[tick] = {}
-            if tick != NEVER:
+            if is_watched:
                 self._deadlines.watch(tick, self)
         return bucket
 
     def add(self, tick: int, call: Call) -> int:
         """Keep a call of any tick."""
-        bucket = self._bucket(tick)
+        bucket = self._bucket(tick, is_watched=tick != NEVER)
         self._made_before += 1
         call_id = tick << SEQUENCE_BITS | next(self._numbers) & _ADD_MASK
         while call_id in bucket:  # eight million later, one of them still waits
@@ -112,7 +120,7 @@ class Calls:
 
     def expire(self, tick: int) -> None:
         expired = self.buckets.pop(tick, {})
-        if tick == self.tick:
+        if tick == self.base >> SEQUENCE_BITS:
             self.tick = -1
             self.bucket = {}  # the old one holds the futures of what has expired until the next call is made
         for call_id, call in expired.items():

@@ -51,6 +51,7 @@ _COROUTINE: Final = Mode.COROUTINE
 _THREAD: Final = Mode.THREAD
 _INLINE: Final = Mode.INLINE
 _plain_content = Codec.plain_content
+_NO_SLOTS: Final[list[Any]] = []
 _GENERATORS: Final = frozenset((Mode.GENERATOR, Mode.ASYNC_GENERATOR))
 
 

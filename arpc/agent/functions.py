@@ -59,7 +59,7 @@ class Function:
         self.name = name_of(call)
         self.returns_future = hasattr(_without_partial(call), _ASYNC_EXECUTION)
         # nothing but a coroutine to be awaited, or nothing but a function to be called in a thread
-        self.is_simple = self.mode is Mode.COROUTINE and not self.returns_future
+        self.is_simple = self.mode is Mode.COROUTINE and not self.returns_future and _is_async_def(call)
         self.is_plain = self.mode is Mode.THREAD and not self.returns_future
         # It takes less time than a second thread would take to begin. See `begin_measuring`
         self.is_quick = False
@@ -97,11 +97,21 @@ def _without_partial(call: Any) -> Any:
     return call
 
 
-def _mode_of(call: Callable[..., Any]) -> Mode:
+def _inner(call: Callable[..., Any]) -> Any:
+    """What has the code that a call runs."""
     inner = _without_partial(call)
-    if not (inspect.isroutine(inner) or inspect.isclass(inner)):
-        # an object with __call__, such as an nn.Module
-        inner = type(inner).__call__
+    # an object with __call__, such as an nn.Module
+    return inner if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner).__call__
+
+
+def _is_async_def(call: Callable[..., Any]) -> bool:
+    """Whether calling it runs none of its code. One that is only marked as a coroutine function does as it likes."""
+    code = getattr(_inner(call), "__code__", None)
+    return code is not None and bool(code.co_flags & inspect.CO_COROUTINE)
+
+
+def _mode_of(call: Callable[..., Any]) -> Mode:
+    inner = _inner(call)
     if inspect.iscoroutinefunction(inner):
         return Mode.COROUTINE
     if inspect.isasyncgenfunction(inner):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from types import CodeType
 from typing import Any, Final, Generic, TypeVar
 
+from arpc import torchstate
 from arpc.errors import ShutdownError
 
 __all__ = ["Future", "collect_all", "wait_all"]
@@ -121,7 +122,8 @@ class Future(asyncio.Future[T], Generic[T]):
             if chained.done():
                 return
             try:
-                result = callback(self)
+                # what it switches without a block must not reach the task whose step is next
+                result = torchstate.run_with(torchstate.DEFAULTS, callback, self)
             except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the new future
                 chained._adopt_exception(error)
                 return

@@ -141,7 +141,7 @@ class Run(msgspec.Struct):
     def work(self) -> Callable[[], None] | None:
         """Call the function, in a thread."""
         # taken before the look: a run that ends drops them after it has said so
-        args, kwargs = self.args, self.kwargs
+        args, kwargs, context = self.args, self.kwargs, self.context
         if self.ended:
             return None  # cancelled while it waited for a thread
         self.args = self.kwargs = None
@@ -149,9 +149,9 @@ class Run(msgspec.Struct):
         begin = function.begin_measuring()
         try:
             if kwargs:
-                self.result = self.context.run(function.call, *(args or ()), **kwargs)
+                self.result = context.run(function.call, *(args or ()), **kwargs)
             else:
-                self.result = self.context.run(function.call, *(args or ()))
+                self.result = context.run(function.call, *(args or ()))
         except BaseException as error:  # noqa: BLE001 - whatever it raises is the caller's
             self.error = error
         if begin:

@@ -45,18 +45,25 @@ class _Doorbell:
             self._waits = self._rings = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
         else:
             self._waits, self._rings = os.pipe()
+            os.set_blocking(self._rings, False)
         self._size = 8 if self._waits == self._rings else 1
+        self._open = list({self._waits, self._rings})
 
     def ring(self, times: int) -> None:
-        os.write(self._rings, times.to_bytes(8, "little") if self._size > 1 else bytes(times))
+        try:  # noqa: SIM105 - a block that suppresses costs more than the write
+            os.write(self._rings, times.to_bytes(8, "little") if self._size > 1 else bytes(times))
+        except BlockingIOError:
+            pass  # the pipe is full of rings nobody has heard yet: those will do
 
     def wait(self) -> None:
         os.read(self._waits, self._size)
 
     def close(self) -> None:
-        for descriptor in {self._waits, self._rings}:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+        # Two threads may end at the same moment: each descriptor is closed by one of them. Closed twice, its number may
+        # be that of something else by then.
+        with contextlib.suppress(IndexError):
+            while True:
+                os.close(self._open.pop())
 
 
 class ThreadPool:
@@ -67,9 +74,10 @@ class ThreadPool:
         self._size = size
         self._name = name
         self._bell = _Doorbell()
-        self._jobs: deque[Job | None] = deque()
+        self._jobs: deque[Job] = deque()
         self._threads: list[threading.Thread] = []
-        self._ended_threads: list[None] = []
+        self._done_with_bell: list[None] = []
+        """One for each thread that has ended, and one for the loop, which rings no more."""
         self._unfinished = 0
         self._wanted = 0
         """Threads that the jobs submitted in this turn want for themselves."""
@@ -125,7 +133,10 @@ class ThreadPool:
         return max(0, self._size - self._unfinished)
 
     def close(self) -> None:
-        """End the threads as they become free. One that is stuck in user code is left behind: it is a daemon."""
+        """End the threads as they become free. One that is stuck in user code is left behind: it is a daemon.
+
+        What is submitted before that, or even later by a handler that could not be stopped, is still run.
+        """
         if self._closed:
             return
         if self._jobs:
@@ -133,11 +144,9 @@ class ThreadPool:
         self._closed = True
         if self._helper is not None:
             self._helper.cancel()
-        if not self._threads:
-            self._bell.close()
-            return
-        self._jobs.extend([None] * len(self._threads))
-        self._bell.ring(len(self._threads))
+        if self._threads:
+            self._bell.ring(len(self._threads))
+        self._leave_bell()
 
     async def join(self, timeout_s: float) -> bool:
         """Wait until the threads have ended; False if some are still busy."""
@@ -160,7 +169,11 @@ class ThreadPool:
         name = f"arpc-{self._name}-{len(self._threads)}"
         thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._threads.append(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            self._threads.pop()  # the system has no more: the pool must not count on this one
+            raise
 
     def _work(self) -> None:
         take = self._jobs.popleft
@@ -168,13 +181,13 @@ class ThreadPool:
             try:
                 job = take()
             except IndexError:
+                if self._closed:
+                    self._leave_bell()
+                    return
                 self._bell.wait()
                 continue
-            if job is None:
-                self._end_thread()
-                return
             if not self._do(job):
-                self._end_thread()
+                self._leave_bell()
                 return
             del job
 
@@ -200,9 +213,10 @@ class ThreadPool:
                 return False
         return True
 
-    def _end_thread(self) -> None:
-        self._ended_threads.append(None)
-        if len(self._ended_threads) == len(self._threads) and self._closed:
+    def _leave_bell(self) -> None:
+        # Closed by the last one: a number that is closed too early may be that of another file when it is used
+        self._done_with_bell.append(None)
+        if len(self._done_with_bell) > len(self._threads):
             self._bell.close()
 
     def _collect(self) -> None:
@@ -220,7 +234,9 @@ class ThreadPool:
         finally:
             if outer is not None:
                 torchstate.restore(outer)
-        if self._jobs and self._helper is None and not self._closed:
+        # With all threads at work there is nobody to wake: whoever is done takes the next job before it sleeps
+        waiting = len(self._jobs)
+        if waiting and self._unfinished - waiting < self._size and self._helper is None and not self._closed:
             # Whoever finished last may have gone to sleep before these came, or be stuck
             self._helper = self._loop.call_later(_HELP_AFTER_S, self._help)
 

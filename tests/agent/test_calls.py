@@ -9,9 +9,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 
 import arpc
-from arpc.agent.calls import Call, Calls
+from arpc.agent.calls import LAST_NUMBER, Call, Calls
 from arpc.agent.deadlines import NEVER, Deadlines
 from arpc.errors import CallCancelledError, RpcTimeoutError, ShutdownError, WireError, WorkerLostError
 from arpc.testing import Cluster, cluster
@@ -204,7 +205,7 @@ async def test_a_closing_worker_refuses_new_requests(stage):
             await group[0].rpc_sync("worker1", echo)
         stage.open("end")
         await shutdown
-        with pytest.raises(CallCancelledError):
+        with pytest.raises(WorkerLostError, match="shut down while end_slowly ran"):
             await slow
         await assert_nothing_left(group)
 
@@ -368,6 +369,62 @@ def test_an_id_still_in_use_is_not_given_out_again(table, a_call):
     first = calls.add(NEVER, a_call)
     calls._numbers = iter([first, first, 7])
     assert calls.add(NEVER, a_call) == 7
+
+
+def take_number(calls: Calls, tick: int, call: Call) -> int:
+    """What the agent does for a call with nothing special about it."""
+    if tick != calls.tick or calls.number == LAST_NUMBER:
+        calls.turn(tick)
+    calls.number += 1
+    call_id = calls.base + calls.number
+    assert call_id not in calls.bucket
+    calls.bucket[call_id] = call
+    return call_id
+
+
+@pytest.mark.parametrize("tick", [NEVER, Deadlines.tick(1000.0, 86400.0)])
+def test_numbers_that_run_out_begin_again_apart_from_those_in_use(table, a_call, tick):
+    calls, _, timed_out = table
+    waiting = [take_number(calls, tick, a_call) for _ in range(3)]
+    for round_ in range(3):
+        calls.number = LAST_NUMBER - 2
+        waiting += [take_number(calls, tick, a_call) for _ in range(5)]
+        assert len(set(waiting)) == len(calls) == 8 + 5 * round_
+    assert calls.made == 3 * LAST_NUMBER + 3
+    for call_id in waiting:
+        assert calls.get(call_id) is a_call
+    for expired in list(calls.buckets):
+        calls.expire(expired)
+    assert timed_out == waiting
+    assert calls.tick == -1
+    assert not calls.bucket
+
+
+def test_ticks_that_take_turns_do_not_share_numbers_in_use(table, a_call):
+    calls, deadlines, _ = table
+    tick = deadlines.tick(1.0, 5.0)
+    ids = [take_number(calls, which, a_call) for which in (NEVER, tick, NEVER)]
+    calls.number = LAST_NUMBER - 1
+    ids += [take_number(calls, which, a_call) for which in (tick, NEVER, tick, NEVER, tick)]
+    assert len(set(ids)) == len(calls) == 8
+
+
+async def test_calls_without_a_timeout_never_run_out_of_numbers(pair):
+    await pair[0].rpc_sync("worker1", echo, timeout=0)
+    calls = pair[0].agent.known_peer("worker1").calls
+    calls.number = LAST_NUMBER - 2
+    async with asyncio.timeout(20):  # the reply of one with a wrong id would find nobody
+        for number in range(6):
+            assert await pair[0].rpc_sync("worker1", echo, args=(number,), timeout=0) == number
+    await assert_nothing_left(pair)
+
+
+async def test_what_is_no_tuple_of_arguments_is_refused_every_time(pair):
+    for _ in range(2):
+        with pytest.raises(TypeError, match="write args="):
+            await pair[0].rpc_sync("worker1", echo, args=torch.tensor(0))
+        assert await pair[0].rpc_sync("worker1", echo) is None
+        assert await pair[0].rpc_sync("worker1", echo, args=None) is None
 
 
 def test_a_tick_that_expires_takes_its_calls_only(table, a_call):

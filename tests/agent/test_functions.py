@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import operator
 import threading
 from typing import Any
@@ -340,3 +341,24 @@ def test_inline_is_for_plain_functions():
 def test_async_execution_needs_something_to_mark():
     with pytest.raises(TypeError, match="wrap it"):
         async_execution(max)
+
+
+@pytest.mark.skipif(not hasattr(inspect, "markcoroutinefunction"), reason="functions can be marked since Python 3.12")
+def test_a_function_that_is_marked_as_a_coroutine_function_may_run_code_when_it_is_called():
+    def call() -> Any:
+        return where_a_coroutine_runs()
+
+    marked = Function(inspect.markcoroutinefunction(call))
+    assert marked.mode is Mode.COROUTINE
+    assert not marked.is_simple
+
+
+def test_a_coroutine_function_runs_no_code_when_it_is_called():
+    class Callable:
+        async def __call__(self) -> None: ...
+
+        async def method(self) -> None: ...
+
+    for function in (where_a_coroutine_runs, functools.partial(join_in_coroutine, 1), Callable(), Callable().method):
+        assert Function(function).is_simple
+    assert not Function(where_it_runs).is_simple

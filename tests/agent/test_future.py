@@ -11,6 +11,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 
 import arpc
 from arpc.agent.future import Future
@@ -404,3 +405,19 @@ async def test_one_made_by_hand_has_no_line():
     future = new()
     assert "called at" not in repr(future)
     future.cancel()
+
+
+# -- torch's state
+
+
+def test_what_a_callback_switches_off_reaches_nobody_else():
+    async def main() -> list[bool]:
+        future = new()
+        chained = future.then(lambda _: torch.set_grad_enabled(False))
+        future.set_result(None)
+        await chained
+        seen = [torch.is_grad_enabled()]
+        await asyncio.sleep(0)
+        return [*seen, torch.is_grad_enabled()]
+
+    assert arpc.run(main) == [True, True]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 import arpc
 from arpc.agent.functions import Function
+from arpc.agent.requests import NO_CONTEXT, Run
 from arpc.agent.threads import ThreadPool, _Doorbell
 from arpc.testing import cluster
 from tests.agent.leftovers import assert_nothing_left, until
@@ -115,6 +117,22 @@ async def test_a_slow_function_does_not_hold_up_the_others(pair, stage):
     assert not slow.done()
     stage.open()
     await slow
+
+
+async def test_a_function_that_is_cancelled_as_it_begins_still_has_its_context(pair, stage, monkeypatch):
+    """It may have looked just before the loop ended it; the context it would find then is everybody's."""
+    (link,) = pair[1].agent.connector.links
+    run = Run(pair[1].agent.executor, link.inbound, Function(variable.get), 1, 0, copy_context())
+    run.context.run(variable.set, "its own")
+
+    def cancelled(_: Function) -> float:
+        run.ended = True
+        run.context = NO_CONTEXT
+        return 0.0
+
+    monkeypatch.setattr(Function, "begin_measuring", cancelled)
+    assert run.work() is not None
+    assert run.result == "its own"
 
 
 # -- the pool itself
@@ -221,6 +239,39 @@ async def test_what_comes_after_the_end_is_done_too():
         assert await pool.join(5)
 
 
+async def test_nobody_is_rung_for_while_all_are_busy():
+    """A job may take hours: rings that nobody hears would pile up."""
+    pool = ThreadPool(asyncio.get_running_loop(), 1, "test")
+    started, release = threading.Event(), threading.Event()
+
+    def block() -> None:
+        started.set()
+        release.wait(10)
+
+    blocker = pool.call(block)
+    await asyncio.to_thread(started.wait, 10)
+    waiting = pool.call(max, 1, 2)
+    pool._ring()
+    assert pool._helper is None or pool._helper.cancelled()
+    release.set()
+    await blocker
+    assert await waiting == 2
+    pool.close()
+    assert await pool.join(5)
+
+
+async def test_a_thread_that_cannot_be_started_is_not_counted_on(pool, monkeypatch):
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    future = pool.call(max, 1, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            pool._ring()
+    assert await future == 2
+
+
 def test_a_pool_outlives_its_loop():
     """A job that ends after its loop does no harm."""
     release = threading.Event()
@@ -291,6 +342,33 @@ async def test_a_doorbell_wakes_as_many_as_it_is_rung_times(monkeypatch, has_eve
     for thread in waiting:
         thread.join(10)
     assert sorted(woken) == [0, 1, 2]
+    bell.close()
+
+
+@pytest.mark.parametrize("has_eventfd", [True, False])
+def test_a_doorbell_is_closed_once(monkeypatch, has_eventfd):
+    if not has_eventfd:
+        monkeypatch.delattr("os.eventfd", raising=False)
+    bell = _Doorbell()
+    numbers = {bell._waits, bell._rings}
+    bell.close()
+    # whoever comes next gets the same numbers
+    read, write = os.pipe()
+    assert numbers <= {read, write}
+    bell.close()
+    os.close(read)
+    os.close(write)
+
+
+@pytest.mark.parametrize("has_eventfd", [True, False])
+def test_a_doorbell_that_nobody_hears_blocks_nobody(monkeypatch, has_eventfd):
+    if not has_eventfd:
+        monkeypatch.delattr("os.eventfd", raising=False)
+    bell = _Doorbell()
+    for _ in range(512):
+        bell.ring(1024)
+    bell.wait()
+    assert bell._open
     bell.close()
 
 

@@ -41,7 +41,8 @@ from arpc.errors import (
 from arpc.ids import WorkerInfo, check_worker_name
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.rref.context import RRefContext
-from arpc.rref.handle import RRef, create_remote, reduce_rref
+from arpc.rref.handle import RRef, create_remote
+from arpc.rref.packing import reduce_rref
 from arpc.rref.report import RRefRow, find_survivors, report_leaks, report_survivors, rref_rows, rref_statistics
 from arpc.transport.base import Transport
 from arpc.transport.memory import MemoryNetwork

@@ -286,7 +286,7 @@ class Executor:
 
             def take(id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
                 try:
-                    result = shortcut(*loads(payload, _NO_SLOTS))
+                    result = shortcut(*loads(payload, []))
                 except Exception:  # noqa: BLE001 - it is raised again, and told, by the function
                     result = NotImplemented
                 if result is NotImplemented:

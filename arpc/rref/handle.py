@@ -19,13 +19,11 @@ from arpc.rref.context import RRefContext
 from arpc.rref.creations import Creation
 from arpc.rref.events import HandleDropped, OwnerHandleDropped, RRefId
 from arpc.rref.proxies import AsyncProxy, RemoteProxy, StreamProxy, SyncProxy
-from arpc.rref.states import OwnerState
 from arpc.rref.uses import FetchFuture, OwnerFuture, Use
 from arpc.rref.values import NOTHING, Value, fresh
 from arpc.wire.messages import RRefFetch
-from arpc.wire.pickling import Parcel
 
-__all__ = ["RRef", "create_remote", "reduce_rref"]
+__all__ = ["RRef", "create_remote"]
 
 T = TypeVar("T")
 
@@ -349,32 +347,6 @@ class RRef(Generic[T]):
         elif context.values.get(self._rref) is self._value:
             context.drops.add(OwnerHandleDropped(self._rref))
 
-    def _pack(self, context: RRefContext, parcel: Parcel) -> tuple[Any, ...]:
-        to = parcel.to
-        if to is None:
-            self.__reduce__()
-        if self._context is not context:
-            holder, sender = self._context.info.name, context.info.name
-            raise SerializationError(f"{self!r} belongs to worker {holder!r} and cannot be sent by worker {sender!r}")
-        self._check("forks made")
-        fork = context.ids.next_number()
-        use, value = self._use, self._value
-        if use is not None:
-            is_created = use.is_created
-            parcel.packed.append(lambda: context.offer(self._rref, fork, to.name, use.fork))
-        else:
-            assert value is not None
-            owned = context.forks.owned.get(self._rref)
-            is_created = owned is None or owned.state is not OwnerState.EXPECTED
-
-            def share_and_offer() -> None:
-                context.share(self._rref, value)
-                context.offer(self._rref, fork, to.name, None)
-
-            parcel.packed.append(share_and_offer)
-        owner = self.owner()
-        return _rebuild, (owner.name, owner.id, self._rref, fork, context.info.name, is_created)
-
     def __reduce__(self) -> NoReturn:
         raise SerializationError(
             f"{self!r} can be pickled as part of a call only. Whoever unpickles it must be counted by its owner, and "
@@ -412,19 +384,3 @@ def create_remote(
     else:
         creation = context.on_loop(lambda: Creation(context, to, function, args, kwargs, timeout, made, anchor))
     return RRef._make(context, creation.rref, creation.held, creation.owner, creation)
-
-
-def reduce_rref(context: RRefContext, rref: RRef[Any], parcel: Parcel) -> tuple[Any, ...]:
-    """Pack an RRef for a worker: it gets a fork of its own, which counts once the pickle is complete."""
-    return rref._pack(context, parcel)  # noqa: SLF001 - the reducer of the class
-
-
-def _rebuild(owner_name: str, owner_id: int, rref: int, fork: int, parent: str, is_created: bool) -> RRef[Any]:
-    """Unpack an RRef, in the context of the worker that received it."""
-    scope = current_scope.get()
-    if scope is None or scope.worker is None:
-        raise SerializationError("an RRef can be unpickled by a worker that received it in a call, and nowhere else")
-    context: RRefContext = scope.worker.rref_context
-    owner = WorkerInfo(owner_name, owner_id)
-    held = context.receive(rref, fork, owner, parent, is_created=is_created)
-    return RRef._make(context, rref, held, owner)

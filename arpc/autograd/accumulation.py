@@ -19,24 +19,28 @@ def summed(first: Tensor, second: Tensor) -> Tensor:
 class LeafGradients:
     """What a pass has computed for leaves so far."""
 
+    __slots__ = ("_gradients",)
+
     def __init__(self) -> None:
-        self._gradients: dict[Tensor, Tensor] = {}
+        # by identity: a tensor's hash is one too, only slower
+        self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
 
     def add(self, leaf: Tensor, gradient: Tensor) -> None:
-        before = self._gradients.get(leaf)
+        before = self._gradients.get(id(leaf))
         # not in place: one gradient may be handed to several leaves, and be memory of a message as well
-        self._gradients[leaf] = gradient if before is None else summed(before, gradient)
+        self._gradients[id(leaf)] = leaf, gradient if before is None else summed(before[1], gradient)
 
     def take(self) -> dict[Tensor, Tensor]:
         """The gradients, each in memory of its own and laid out like its leaf."""
-        taken, self._gradients = self._gradients, {}
-        for leaf in taken:
-            if taken[leaf].layout is not torch.strided:
-                taken[leaf] = taken[leaf].detach().clone()
-            elif (
-                _references(taken[leaf]) != _SOLE or taken[leaf].stride() != leaf.stride() or taken[leaf].requires_grad
-            ):
-                taken[leaf] = torch.empty_like(leaf, requires_grad=False).copy_(taken[leaf].detach())
+        taken: dict[Tensor, Tensor] = {}
+        for leaf, gradient in self._gradients.values():
+            if gradient.layout is not torch.strided:
+                taken[leaf] = gradient.detach().clone()
+            elif _references(gradient) != _SOLE or gradient.stride() != leaf.stride() or gradient.requires_grad:
+                taken[leaf] = torch.empty_like(leaf, requires_grad=False).copy_(gradient.detach())
+            else:
+                taken[leaf] = gradient
+        self._gradients = {}
         return taken
 
 
@@ -44,7 +48,7 @@ _count_storage_uses: Final = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def _references(gradient: Tensor) -> tuple[int, int]:
-    """How many there are to the object, and to its memory. For one in a dict that nobody else has it is `_SOLE`."""
+    """How many there are to the object, and to its memory. In `take`, for one that nobody else has, it is `_SOLE`."""
     if _count_storage_uses is None:
         return 0, 0
     return sys.getrefcount(gradient), _count_storage_uses(gradient.untyped_storage()._cdata)
@@ -53,8 +57,10 @@ def _references(gradient: Tensor) -> tuple[int, int]:
 def _references_of_sole_owner() -> tuple[int, int]:
     if _count_storage_uses is None:
         return -1, -1  # torch does not tell: nobody is
-    held = {0: torch.zeros(1)}
-    return _references(held[0])
+    found = 0, 0
+    for _, gradient in {0: (None, torch.zeros(1))}.values():
+        found = _references(gradient)
+    return found
 
 
 _SOLE: Final = _references_of_sole_owner()

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor
 
 from arpc.autograd.accumulation import summed
+from arpc.autograd.engine import Source
 from arpc.errors import AutogradError
 from arpc.ids import LOCAL_BITS
 
@@ -30,8 +31,8 @@ class Send(NamedTuple):
 
     to: int
     """The id of the worker that it went to."""
-    token: Tensor
-    """Its ``grad_fn`` leads to where the tensors came from."""
+    source: Source
+    """Where their gradients enter the graph."""
 
 
 class AutogradContext:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,9 +27,12 @@ from arpc.errors import AutogradError
 __all__ = ["Delivery", "LocalEngine", "RegionEngine", "Source"]
 
 Gradients: TypeAlias = "Sequence[Tensor | None]"
-Delivery: TypeAlias = "tuple[RecvRecord, tuple[Tensor | None, ...]]"
+Delivery: TypeAlias = "tuple[RecvRecord, Gradients]"
 
 _run_backward: Final = torch.autograd.Variable._execution_engine.run_backward  # noqa: SLF001 - autograd.grad's own
+_is_anomaly_enabled: Final = torch._C.is_anomaly_enabled  # what `torch.is_anomaly_enabled` calls
+_SMALL: Final = 1024
+"""Elements that are copied in less time than their strides are packed and unpacked."""
 _NO_GRADIENT: Final = torch.zeros(())
 _SPENT: Final = (
     "Trying to backward through the graph a second time, and the first pass has freed it. Pass retain_graph=True to "
@@ -37,15 +40,12 @@ _SPENT: Final = (
 )
 
 
-class Source:
+class Source(NamedTuple):
     """Where gradients enter a graph: the roots of a pass, or a message that was sent."""
 
-    __slots__ = ("edges", "token")
-
-    def __init__(self, edges: Sequence[Edge], token: Tensor | None) -> None:
-        self.edges = edges
-        self.token = token
-        """The token of the send; None for the roots, whose gradients are there from the start."""
+    edges: Sequence[Edge]
+    token: Tensor | None
+    """The token of the send; None for the roots, whose gradients are there from the start."""
 
     @classmethod
     def of_send(cls, token: Tensor) -> Source:
@@ -55,6 +55,10 @@ class Source:
 
 class LocalEngine:
     """What both engines have in common: the sources, what was resolved, and what came out."""
+
+    last_begun: Any = None
+    """In anomaly mode, the node that the engine ran last."""
+    _resolved = 0
 
     def __init__(self, sources: Sequence[Source], *, retain_graph: bool) -> None:
         self.sources = sources
@@ -67,28 +71,30 @@ class LocalEngine:
         self.plan: Plan
         self.live: list[RecvRecord] = []
         """Messages whose tensors may get gradients in this pass."""
-        self.last_begun: Any = None
-        """In anomaly mode, the node that the engine ran last."""
-        self._planner = Planner([source.edges for source in sources])
-        self._resolved = 0
+        self._unheard: set[RecvRecord] = set()
+        """Those of them that have not got any yet."""
+        self._planner = Planner(sources)
 
     def walk(self, limit: int) -> bool:
         """Look at up to ``limit`` further nodes of the graph. When it returns True the plan is there."""
         if not self._planner.walk(limit):
             return False
-        self.plan = self._planner.plan()
-        for node in self.plan.recvs:
-            record: RecvRecord = node.record
-            if record.is_spent:
-                raise AutogradError(_SPENT)
-            record.deliver = self._deliver
-            self.live.append(record)
+        self.plan = plan = self._planner.plan()
+        for region in plan.regions.values():
+            for node in region.recvs:
+                record: RecvRecord = node.record
+                if record.is_spent:
+                    raise AutogradError(_SPENT)
+                record.deliver = self._deliver
+                self.live.append(record)
+        self._unheard.update(self.live)
         return True
 
     def _deliver(self, record: RecvRecord, gradients: tuple[Tensor | None, ...]) -> None:
         if not self.retain_graph:
             record.is_spent = True
-        self.delivered.append((record, gradients))
+        self._unheard.discard(record)
+        self.delivered.append((record, [_compact(gradient) for gradient in gradients]))
 
     def close(self) -> None:
         """The pass is over: torch's own backward must not run into it."""
@@ -120,11 +126,12 @@ class LocalEngine:
 class RegionEngine(LocalEngine):
     """The engine that every pass uses, as long as torch lets it."""
 
+    _is_looked_through = True
+
     def __init__(self, sources: Sequence[Source], *, retain_graph: bool) -> None:
         super().__init__(sources, retain_graph=retain_graph)
         self._waiting: dict[int, Region] = {}
         self._ready: list[Region] = []
-        self._is_looked_through = True
         self._pending: dict[int, list[tuple[Edge, Tensor]]] = {}
 
     def walk(self, limit: int) -> bool:
@@ -137,21 +144,27 @@ class RegionEngine(LocalEngine):
         bit = 1 << source
         self._resolved |= bit
         plan = self.plan
+        is_shared = plan.sources_of is not None
         if gradients is not None:
+            leaves = plan.leaves
             for edge, gradient in zip(self.sources[source].edges, gradients, strict=True):
                 if gradient is None:
                     continue
-                leaf = plan.leaves.get(edge[0])
-                if leaf is not None:  # nothing to run
-                    self.leaves.add(leaf.variable, gradient)
+                node = edge[0]
+                if node in leaves:  # nothing to run
+                    self.leaves.add(leaves[node], gradient)
+                    continue
+                sources = plan.sources(node) if is_shared else bit
+                if sources in self._pending:
+                    self._pending[sources].append((edge, gradient))
                 else:
-                    self._pending.setdefault(plan.sources(edge[0]), []).append((edge, gradient))
-        if plan.sources_of is None:
+                    self._pending[sources] = [(edge, gradient)]
+        if is_shared:
+            self._is_looked_through = False
+        else:
             region = self._waiting.pop(bit)
             if region.recvs or bit in self._pending:
                 self._ready.append(region)
-        else:
-            self._is_looked_through = False
 
     @property
     def is_ready(self) -> bool:
@@ -169,8 +182,8 @@ class RegionEngine(LocalEngine):
     def work(self) -> int:
         elements = 0
         for region in self._ready:
-            for leaf in region.leaves.values():
-                elements += leaf.variable.numel()
+            for variable in region.leaves.values():
+                elements += variable.numel()
             for _, gradient in self._pending.get(region.sources, ()):
                 elements += gradient.numel()
         return elements
@@ -183,35 +196,41 @@ class RegionEngine(LocalEngine):
         for region in ready:
             entering += self._pending.pop(region.sources, ())
         if entering:
-            now = {region.sources for region in ready}
-            border = [exit_ for region in ready for exit_ in region.exits if self.plan.sources(exit_.to[0]) not in now]
+            border = self._border_of(ready) if self.plan.sources_of is not None else None
             if border:
                 self._run_paused(ready, entering, border)
             else:
                 self._run_plainly(ready, entering)
-        expected = [node.record for region in ready for node in region.recvs]
-        if expected:
-            heard = {record for record, _ in self.delivered}
-            self.silent += [record for record in expected if record not in heard]
+        for region in ready:
+            for node in region.recvs:
+                if node.record in self._unheard:
+                    self.silent.append(node.record)
+
+    def _border_of(self, ready: list[Region]) -> list[Exit]:
+        """The edges that lead from what is ready to what is not."""
+        now = {region.sources for region in ready}
+        return [exit_ for region in ready for exit_ in region.exits if self.plan.sources(exit_.to[0]) not in now]
 
     def _run_plainly(self, ready: list[Region], entering: list[tuple[Edge, Tensor]]) -> None:
         variables = _variables(ready)
         if self.plan.hooked_leaves:
             variables += self._hooked_of(ready)
-        watching = self._watch()
+        inputs = (ANCHOR, *variables)
+        watching = self._watch() if _is_anomaly_enabled() else ()
         try:
-            gradients = _call_engine(entering, (ANCHOR, *variables), retain_graph=self.retain_graph)
+            gradients = _call_engine(entering, inputs, retain_graph=self.retain_graph)
         finally:
             for handle in watching:
                 handle.remove()
-        for variable, gradient in zip(variables, gradients[1:], strict=True):
-            if gradient is not None:
-                self.leaves.add(variable, gradient)
+        if variables:
+            for variable, gradient in zip(inputs, gradients, strict=True):
+                if gradient is not None:
+                    self.leaves.add(variable, gradient)
 
     def _hooked_of(self, ready: list[Region]) -> list[Tensor]:
         now = {region.sources for region in ready}
         sources = self.plan.sources
-        return [leaf.variable for node, leaf in self.plan.hooked_leaves.items() if sources(node) in now]
+        return [variable for node, variable in self.plan.hooked_leaves.items() if sources(node) in now]
 
     def _run_paused(self, ready: list[Region], entering: list[tuple[Edge, Tensor]], border: list[Exit]) -> None:
         plan, unresolved = self.plan, ~self._resolved
@@ -236,7 +255,7 @@ class RegionEngine(LocalEngine):
             _ensure_order(region.nodes)
             for node in region.nodes:
                 places = [
-                    (place, plan.leaves[child].variable)
+                    (place, plan.leaves[child])
                     for place, (child, _) in enumerate(node.next_functions)
                     if child in plan.leaves
                 ]
@@ -245,7 +264,8 @@ class RegionEngine(LocalEngine):
                     handles.append(node.register_hook(_catcher(crossings or (), places, caught, leaf_parts)))
         hooked = self._hooked_of(ready)
         handles += [variable.register_hook(_total_catcher(variable, leaf_parts)) for variable in hooked]  # type: ignore[no-untyped-call]
-        handles += self._watch()
+        if _is_anomaly_enabled():
+            handles += self._watch()
         variables = _variables(ready)
         inputs = (
             ANCHOR,
@@ -276,9 +296,7 @@ class RegionEngine(LocalEngine):
             self._pending.setdefault(sources, []).append((edge, gradient))
 
     def _watch(self) -> list[Any]:
-        """In anomaly mode, note which node runs, so that an error can name it. Returns what ends that."""
-        if not torch.is_anomaly_enabled():
-            return []
+        """For anomaly mode: note which node runs, so that an error can name it. Returns what ends that."""
         hooked = self.plan.hooked_leaves
         return [node.register_prehook(self._noter(node)) for node in self.plan.nodes if node not in hooked]
 
@@ -289,13 +307,26 @@ class RegionEngine(LocalEngine):
         return note
 
 
+def _compact(gradient: Tensor | None) -> Tensor | None:
+    """A small gradient without strides of its own, a large one as it is.
+
+    To describe strides takes longer than to copy little. Of a large one that was expanded little travels.
+    """
+    if (
+        gradient is None
+        or gradient.numel() > _SMALL
+        or gradient.layout is not torch.strided
+        or gradient.is_contiguous()
+    ):
+        return gradient
+    return gradient.contiguous()
+
+
 def _variables(regions: list[Region]) -> list[Tensor]:
     """The leaves without hooks that regions lead to."""
     if len(regions) == 1:
-        return [leaf.variable for leaf in regions[0].leaves.values()]
-    return [
-        leaf.variable for leaf in {node: leaf for region in regions for node, leaf in region.leaves.items()}.values()
-    ]
+        return list(regions[0].leaves.values())
+    return list({node: variable for region in regions for node, variable in region.leaves.items()}.values())
 
 
 def _call_engine(
@@ -305,10 +336,14 @@ def _call_engine(
     retain_graph: bool,
     barriers: Sequence[Tensor] = (),
 ) -> tuple[Tensor | None, ...]:
-    roots: list[Any] = [GradientEdge(*edge) for edge, _ in entering]
-    gradients = [gradient for _, gradient in entering]
-    roots += barriers
-    gradients += [_NO_GRADIENT] * len(barriers)
+    roots: list[Any] = []
+    gradients: list[Tensor] = []
+    for (node, place), gradient in entering:
+        roots.append(GradientEdge(node, place))
+        gradients.append(gradient)
+    if barriers:
+        roots += barriers
+        gradients += [_NO_GRADIENT] * len(barriers)
     result: tuple[Tensor | None, ...] = _run_backward(
         tuple(roots), tuple(gradients), retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False
     )
@@ -356,7 +391,7 @@ def _ensure_order(nodes: Sequence[Any]) -> None:
 @contextmanager
 def _without_pause_warnings() -> Iterator[None]:
     """Anomaly mode takes a pause for an error of the send node, and says so."""
-    if not torch.is_anomaly_enabled():
+    if not _is_anomaly_enabled():
         yield
         return
     with warnings.catch_warnings():

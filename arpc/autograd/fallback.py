@@ -43,8 +43,8 @@ class GroupEngine(LocalEngine):
             for node in region.leaves:
                 reached[node] = reached.get(node, 0) | region.sources
         leaves = {**plan.leaves, **plan.hooked_leaves}
-        for node, leaf in leaves.items():
-            self._group(reached[node] if node in reached else plan.sources(node))[0].append(leaf.variable)
+        for node, variable in leaves.items():
+            self._group(reached[node] if node in reached else plan.sources(node))[0].append(variable)
         for region in plan.regions.values():
             for node in region.recvs:
                 self._group(region.sources)[1].append(node)

@@ -13,21 +13,21 @@ No torch here, but for what the nodes themselves are: the tests use their own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from arpc.autograd.nodes import RecvNode
 
-__all__ = ["Edge", "Exit", "Leaf", "Plan", "Planner", "Region"]
+__all__ = ["Edge", "Exit", "Plan", "Planner", "Region"]
 
 Edge: TypeAlias = tuple[Any, int]
 """A node, and which of its inputs. A node has ``next_functions``, the edges that it leads to."""
 
 
-class Leaf(NamedTuple):
-    """A leaf without hooks."""
+class HasEdges(Protocol):
+    """A source, as far as a walk is concerned."""
 
-    node: Any
-    variable: Any
+    @property
+    def edges(self) -> Sequence[Edge]: ...
 
 
 class Exit(NamedTuple):
@@ -49,22 +49,26 @@ class Region:
         self.nodes: list[Any] = []
         """Known only if regions share a border."""
         self.recvs: list[Any] = []
-        self.leaves: dict[Any, Leaf] = {}
-        """Those without hooks that its nodes, or its sources, lead to directly."""
+        self.leaves: dict[Any, Any] = {}
+        """Those without hooks that its nodes, or its sources, lead to directly, and the tensors that they are."""
         self.exits: list[Exit] = []
 
 
 class Plan:
     """The regions of a graph, by their sources."""
 
-    def __init__(self, nodes: dict[Any, int], leaves: dict[Any, Leaf], hooked_leaves: dict[Any, Leaf]) -> None:
+    __slots__ = ("count", "hooked_leaves", "leaves", "nodes", "regions", "sources_of")
+
+    def __init__(
+        self, nodes: dict[Any, int], leaves: dict[Any, Any], hooked_leaves: dict[Any, Any], regions: dict[int, Region]
+    ) -> None:
         self.nodes = nodes
         """Every node that can run, with a source that reaches it. Leaves without hooks are not among them."""
         self.leaves = leaves
-        """All leaves without hooks."""
+        """All leaves without hooks, and the tensors that they are."""
         self.hooked_leaves = hooked_leaves
         """Those with hooks, which are nodes of their regions too."""
-        self.regions: dict[int, Region] = {}
+        self.regions = regions
         self.sources_of: dict[Any, int] | None = None
         """The region of each node; None if no node is reached by two sources."""
         self.count = len(nodes) + len(leaves)
@@ -88,17 +92,14 @@ class Plan:
 
 
 class Planner:
-    """Walks a graph, as far at a time as it is told: a large one is better walked in a thread.
+    """Walks a graph, as far at a time as it is told: a large one is better walked in a thread."""
 
-    ``sources``: the edges that each source leads to.
-    """
-
-    def __init__(self, sources: Sequence[Sequence[Edge]], recv_class: type = RecvNode) -> None:
+    def __init__(self, sources: Sequence[HasEdges], recv_class: type = RecvNode) -> None:
         self._sources = sources
         self._recv_class = recv_class
         self._owner: dict[Any, int] = {}
-        self._leaves: dict[Any, Leaf] = {}
-        self._hooked: dict[Any, Leaf] = {}
+        self._leaves: dict[Any, Any] = {}
+        self._hooked: dict[Any, Any] = {}
         self._regions: list[Region] = []
         """One for each source, right if no source reaches nodes of another."""
         self._is_shared = False
@@ -107,14 +108,15 @@ class Planner:
     def walk(self, limit: int) -> bool:
         """Visit up to about ``limit`` further nodes; whether all have been visited."""
         # This loop is what a node costs outside of torch's own engine: it does no more than it must
-        recv_class = self._recv_class
-        owner, stack = self._owner, self._stack
-        while stack or len(self._regions) < len(self._sources):
-            if not stack:
-                source = len(self._regions)
-                self._regions.append(Region(1 << source))
-                stack.extend([node for node, _ in self._sources[source]])
-            source = len(self._regions) - 1
+        recv_class, owner, leaves, stack, regions = (
+            self._recv_class,
+            self._owner,
+            self._leaves,
+            self._stack,
+            self._regions,
+        )
+        while True:
+            source = len(regions) - 1
             while stack:
                 node = stack.pop()
                 while node is not None:
@@ -124,11 +126,14 @@ class Planner:
                         break
                     if node.__class__ is recv_class:
                         owner[node] = source
-                        self._regions[source].recvs.append(node)
+                        regions[source].recvs.append(node)
                         break
                     edges = node.next_functions
-                    if not edges and self._is_plain_leaf(node):
-                        break
+                    if not edges:
+                        variable = leaves[node] if node in leaves else self._plain_leaf(node)
+                        if variable is not None:
+                            regions[source].leaves[node] = variable
+                            break
                     owner[node] = source
                     limit -= 1
                     if len(edges) == 1 and limit > 0:  # most of a graph is chains
@@ -140,31 +145,33 @@ class Planner:
                     if limit <= 0:
                         return False
                     break
-        return True
+            source += 1
+            if source == len(self._sources):
+                return True
+            regions.append(Region(1 << source))
+            for node, _ in self._sources[source].edges:
+                stack.append(node)
 
-    def _is_plain_leaf(self, node: Any) -> bool:
-        """Whether a node that leads nowhere is a leaf without hooks; notes it if so."""
-        region = self._regions[-1]
-        leaf = self._leaves.get(node)
-        if leaf is None:
-            variable = getattr(node, "variable", None)
-            if variable is None:
-                return False
-            leaf = Leaf(node, variable)
-            if variable._backward_hooks:  # noqa: SLF001 - torch has no other way to ask
-                self._hooked[node] = leaf
-                return False
-            self._leaves[node] = leaf
-        region.leaves[node] = leaf
-        return True
+    def _plain_leaf(self, node: Any) -> Any:
+        """The tensor of a node that leads nowhere, if it is a leaf without hooks; notes it if so."""
+        variable = getattr(node, "variable", None)
+        if variable is None:
+            return None
+        if variable._backward_hooks:  # noqa: SLF001 - torch has no other way to ask
+            self._hooked[node] = variable
+            return None
+        self._leaves[node] = variable
+        return variable
 
     def plan(self) -> Plan:
         """The regions, once all has been visited."""
-        plan = Plan(self._owner, self._leaves, self._hooked)
-        if self._is_shared:
-            self._divide(plan)
-        else:
-            plan.regions = {region.sources: region for region in self._regions}
+        if not self._is_shared:
+            regions: dict[int, Region] = {}
+            for region in self._regions:
+                regions[region.sources] = region
+            return Plan(self._owner, self._leaves, self._hooked, regions)
+        plan = Plan(self._owner, self._leaves, self._hooked, {})
+        self._divide(plan)
         return plan
 
     def _divide(self, plan: Plan) -> None:
@@ -172,9 +179,9 @@ class Planner:
         leaves = self._leaves
         children = {node: self._children(node) for node in self._owner}
         masks = plan.sources_of = self._masks(children)
-        for source, edges in enumerate(self._sources):
-            region = plan.region(1 << source)
-            for node, _ in edges:
+        for number, source in enumerate(self._sources):
+            region = plan.region(1 << number)
+            for node, _ in source.edges:
                 if node in leaves:
                     region.leaves[node] = leaves[node]
         for node, sources in masks.items():
@@ -200,10 +207,10 @@ class Planner:
         leaves = self._leaves
         masks = dict.fromkeys(self._owner, 0)
         missing = dict.fromkeys(self._owner, 0)
-        for source, edges in enumerate(self._sources):
-            for node, _ in edges:
+        for number, source in enumerate(self._sources):
+            for node, _ in source.edges:
                 if node not in leaves:
-                    masks[node] |= 1 << source
+                    masks[node] |= 1 << number
         for edges in children.values():
             for child, _ in edges:
                 if child is not None and child not in leaves:

@@ -7,6 +7,8 @@ so what a graph of the same size took before is the best guess. Of a new one, wh
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from time import perf_counter, thread_time
 from typing import Any, Final
 
 from arpc.autograd.graph import Plan
@@ -27,6 +29,22 @@ class Pace:
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[int, int], float] = {}
+        self._suspects: set[tuple[int, int]] = set()
+        """Graphs that are known to be short, and that took long the last time."""
+
+    def run(self, run: Callable[[], None], plan: Plan, elements: int) -> None:
+        """Run a graph, on the loop or in a thread, and note what it took."""
+        key = plan.count, elements
+        if key not in self._suspects and self._seconds.get(key, math.inf) <= SHORT_S:
+            # Reading the time that a thread had of the CPU is slow, and tells nothing new as long as nothing changes
+            begun = perf_counter()
+            run()
+            if perf_counter() - begun > SHORT_S:
+                self._suspects.add(key)
+            return
+        begun, cpu_begun = perf_counter(), thread_time()
+        run()
+        self.took(plan, elements, perf_counter() - begun, thread_time() - cpu_begun)
 
     def is_short(self, plan: Plan, elements: int) -> bool:
         """Whether a run is to happen on the loop."""
@@ -40,11 +58,14 @@ class Pace:
         )
 
     def took(self, plan: Plan, elements: int, seconds: float, cpu_seconds: float) -> None:
-        """Note what a run took, on the loop or in a thread, and how much of that the CPU was busy with it."""
+        """Note what a run took, and how much of that the CPU was busy with it."""
+        if seconds <= SHORT_S:
+            self._suspects.discard((plan.count, elements))
         known = self._seconds.get((plan.count, elements))
         if known is None:
             if len(self._seconds) >= _REMEMBERED:
                 self._seconds.clear()
+                self._suspects.clear()
             known = cpu_seconds
         # What it waited for may be a hook that blocks, or other programs on this machine. The first comes again.
         self._seconds[plan.count, elements] = max(cpu_seconds, min(seconds, 2 * known))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from time import perf_counter, thread_time
 from typing import Any, Final, Protocol
 
 import torch
@@ -21,7 +20,7 @@ from arpc.autograd.context import AutogradContext
 from arpc.autograd.engine import LocalEngine, Source
 from arpc.autograd.failure import node_failure
 from arpc.autograd.pace import Pace
-from arpc.autograd.protocol import PackedParcel, Parcel, PassProtocol, unpack_parcel
+from arpc.autograd.protocol import PackedParcel, Parcel, PassProtocol, Resolved, unpack_parcel
 from arpc.errors import AutogradError, CallCancelledError, RpcTimeoutError, ShutdownError, WorkerLostError
 from arpc.ids import WorkerInfo
 
@@ -50,6 +49,17 @@ class Host(Protocol):
 class BackwardPass:
     """One pass on one worker. ``parent`` is the worker whose parcel came first; None on the one that began the pass."""
 
+    failure: BaseException | None = None
+    answer: Parcel | None = None
+    """What the answer to the parent carries."""
+    is_over = False
+    abort_told: asyncio.Future[Any] | None = None
+    """Done when all workers have heard of the failure."""
+    _is_planned = False
+    _is_busy = False
+    _timer: asyncio.TimerHandle | None = None
+    _over: asyncio.Future[None] | None = None
+
     def __init__(
         self,
         host: Host,
@@ -67,31 +77,24 @@ class BackwardPass:
         self.retain_graph = retain_graph
         self.deadline = deadline
         """In the loop's time."""
-        self.failure: BaseException | None = None
-        self.answer: Parcel | None = None
-        """What the answer to the parent carries."""
-        self.is_over = False
-        self.abort_told: asyncio.Future[Any] | None = None
-        """Done when all workers have heard of the failure."""
         self._host = host
         self._parent = parent
         self._roots = roots
-        self._places: dict[int, int] = {}
-        sources: list[Source] = []
-        if roots:
-            sources.append(Source([(root.grad_fn, root.output_nr) for root in roots], None))
-        for message_id, send in context.sends.items():
-            self._places[message_id] = len(sources)
-            sources.append(Source.of_send(send.token))
-        self._engine = make_engine(sources, retain_graph=retain_graph)
-        self._protocol = PassProtocol(host.info.id, {id_: send.to for id_, send in context.sends.items()})
         self._inbox: list[tuple[int, Parcel]] = []
         self._outstanding: set[asyncio.Future[PackedParcel | None]] = set()
         self._used: list[int] = []
-        self._is_planned = False
-        self._is_busy = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._over: asyncio.Future[None] | None = None
+        sources: list[Source] = []
+        if roots:
+            sources.append(Source([(root.grad_fn, root.output_nr) for root in roots], None))
+        self._places: dict[int, int] = {}
+        """Which source each send is."""
+        destinations: dict[int, int] = {}
+        for message_id, send in context.sends.items():
+            self._places[message_id] = len(sources)
+            destinations[message_id] = send.to
+            sources.append(send.source)
+        self._engine = make_engine(sources, retain_graph=retain_graph)
+        self._protocol = PassProtocol(host.info.id, destinations)
         context.active_pass = self
         if context.running_thread is not None:
             # of a pass that was ended: in the same graph its nodes would take this one for their own
@@ -169,22 +172,19 @@ class BackwardPass:
                 self._run_in_thread(self._walk_on)
                 return False
             self._take_plan()
+        pace = self._host.pace
         while True:
-            self._open_inbox()
+            if self._inbox:
+                self._open_inbox()
             if not engine.is_ready:
                 return True
             elements = engine.work()
             # anomaly mode changes warning filters, which are the process's: that stays on the loop
-            if not (self._host.pace.is_short(engine.plan, elements) or torch.is_anomaly_enabled()):
-                self._run_in_thread(partial(self._run_timed, elements))
+            if not (pace.is_short(engine.plan, elements) or torch.is_anomaly_enabled()):
+                self._run_in_thread(partial(pace.run, engine.run, engine.plan, elements))
                 return False
-            self._run_timed(elements)
+            pace.run(engine.run, engine.plan, elements)
             self._take_results()
-
-    def _run_timed(self, elements: int) -> None:
-        begun, cpu_begun = perf_counter(), thread_time()
-        self._engine.run()
-        self._host.pace.took(self._engine.plan, elements, perf_counter() - begun, thread_time() - cpu_begun)
 
     def _walk_on(self) -> None:
         while not self._engine.walk(WALK_NODES):
@@ -195,7 +195,7 @@ class BackwardPass:
         engine = self._engine
         if self._roots:
             engine.resolve(0, [torch.ones_like(root) for root in self._roots])
-        self._resolve(self._protocol.planned([(record.message_id, record.sender) for record in engine.live]))
+        self._resolve(self._protocol.planned(engine.live))
 
     def _open_inbox(self) -> None:
         inbox, self._inbox = self._inbox, []
@@ -210,7 +210,7 @@ class BackwardPass:
                 ) from None
             self._resolve(resolved)
 
-    def _resolve(self, resolved: list[tuple[int, Sequence[Any] | None]]) -> None:
+    def _resolve(self, resolved: Resolved) -> None:
         for message_id, gradients in resolved:
             if gradients is not None:
                 self._used.append(message_id)
@@ -220,12 +220,7 @@ class BackwardPass:
         engine = self._engine
         delivered, engine.delivered = engine.delivered, []
         silent, engine.silent = engine.silent, []
-        self._resolve(
-            self._protocol.ran(
-                [(record.message_id, record.sender, gradients) for record, gradients in delivered],
-                [(record.message_id, record.sender) for record in silent],
-            )
-        )
+        self._resolve(self._protocol.ran(delivered, silent))
 
     # -- threads
 
@@ -327,7 +322,7 @@ class BackwardPass:
         self._protocol.acknowledged()
         answer = future.result()
         if answer is not None:
-            self._inbox.append((peer, unpack_parcel(*answer)))
+            self._inbox.append((peer, unpack_parcel(answer)[0]))
         self._call_pristine(self._advance)
 
     # -- the end

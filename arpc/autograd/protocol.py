@@ -21,9 +21,28 @@ backwards, each is resolved.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
-__all__ = ["NOTHING_LIVE", "PackedParcel", "Parcel", "PassProtocol", "pack_parcel", "unpack_parcel"]
+import msgspec
+
+from arpc.errors import ProtocolError
+
+__all__ = ["NOTHING_LIVE", "PackedParcel", "Parcel", "PassProtocol", "Recv", "Resolved", "pack_parcel", "unpack_parcel"]
+
+Resolved: TypeAlias = "Sequence[tuple[int, Sequence[Any] | None]]"
+"""Sends by their message id, with their gradients; None if they get none."""
+_NOTHING: Final[Resolved] = ()
+_Letter: TypeAlias = "tuple[list[tuple[int, Sequence[Any]]], list[int]]"
+"""Gradients and nulls."""
+
+
+class Recv(Protocol):
+    """A message that was received, as far as the protocol is concerned."""
+
+    @property
+    def message_id(self) -> int: ...
+    @property
+    def sender(self) -> int: ...
 
 
 class Parcel(NamedTuple):
@@ -38,32 +57,52 @@ class Parcel(NamedTuple):
     """The receiver has yet to announce, and its sender has unresolved sends that wait for that."""
 
 
-PackedParcel = tuple[list[int], list[Any]]
-"""A parcel as it travels: as plain and flat as can be, which is what pickles quickly."""
+PackedParcel: TypeAlias = list[Any]
+"""A parcel as it travels: all numbers in one piece, then the gradients. It is as flat as can be, so pickles quickly."""
 
 _IS_FIRST: Final = 1
 _ASKS: Final = 2
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder(list[int]).decode
 
 
-def pack_parcel(parcel: Parcel) -> PackedParcel:
-    """Make a parcel ready to travel."""
-    numbers = [_IS_FIRST * parcel.is_first | _ASKS * parcel.asks, len(parcel.ids), *parcel.ids]
-    tensors: list[Any] = []
-    for send, gradients in parcel.gradients:
-        numbers += (send, len(gradients))
-        tensors += gradients
-    return numbers, tensors
+def pack_parcel(parcel: Parcel, *heading: int) -> PackedParcel:
+    """Make a parcel ready to travel, with some numbers before it."""
+    gradients, is_first, ids, asks = parcel
+    numbers = [*heading, (_IS_FIRST if is_first else 0) | (_ASKS if asks else 0), len(ids), *ids]
+    if len(gradients) == 1:  # as most are
+        ((send, tensors),) = gradients
+        numbers.append(send)
+        return [_encode(numbers), *tensors]
+    flat: list[Any] = []
+    for send, tensors in gradients:
+        numbers += (send, len(tensors))
+        flat += tensors
+    return [_encode(numbers), *flat]
 
 
-def unpack_parcel(numbers: list[int], tensors: list[Any]) -> Parcel:
-    """The parcel that was packed."""
-    end = 2 + numbers[1]
-    gradients: list[tuple[int, Sequence[Any]]] = []
-    place = 0
-    for send, count in zip(numbers[end::2], numbers[end + 1 :: 2], strict=True):
-        gradients.append((send, tensors[place : place + count]))
-        place += count
-    return Parcel(gradients, bool(numbers[0] & _IS_FIRST), numbers[2:end], bool(numbers[0] & _ASKS))
+def unpack_parcel(packed: PackedParcel, heading: int = 0) -> tuple[Parcel, list[int]]:
+    """The parcel that was packed, and all its numbers, which begin with those of the heading.
+
+    What was packed is emptied: whoever takes the gradients shall be the only one that has them.
+    """
+    try:
+        numbers = _decode(packed[0])
+        bits = numbers[heading]
+        end = heading + 2 + numbers[heading + 1]
+        ids = numbers[heading + 2 : end] if numbers[heading + 1] else ()
+        gradients: list[tuple[int, Sequence[Any]]] = []
+        if len(numbers) == end + 1:
+            gradients.append((numbers[end], packed[1:]))
+        elif len(numbers) > end:
+            place = 1
+            for send, count in zip(numbers[end::2], numbers[end + 1 :: 2], strict=True):
+                gradients.append((send, packed[place : place + count]))
+                place += count
+    except (msgspec.MsgspecError, LookupError, TypeError, ValueError) as error:
+        raise ProtocolError(f"a malformed parcel of gradients: {error}") from error
+    packed.clear()
+    return Parcel(gradients, bits & _IS_FIRST != 0, ids, bits & _ASKS != 0), numbers
 
 
 NOTHING_LIVE = Parcel(is_first=True)
@@ -78,7 +117,7 @@ class PassProtocol:
 
     def __init__(self, me: int, sends: Mapping[int, int]) -> None:
         self._me = me
-        self.unresolved = dict(sends)
+        self.unresolved = {**sends}
         """The sends that wait, and where they went."""
         self._open: dict[int, dict[int, None]] = {}
         """Live recvs that have not been answered for, by sender."""
@@ -87,48 +126,55 @@ class PassProtocol:
         self._asked_by: set[int] = set()
         self._unacknowledged = 0
         self._is_planned = False
-        self._outbox: dict[int, tuple[list[tuple[int, Sequence[Any]]], list[int]]] = {}
+        self._outbox: dict[int, _Letter] = {}
 
     # -- events; each returns the sends that it resolves, with their gradients or None
 
-    def planned(self, live: Iterable[tuple[int, int]]) -> list[tuple[int, Sequence[Any] | None]]:
-        """The graph has been looked at: message id and sender of each live recv."""
+    def planned(self, live: Iterable[Recv]) -> Resolved:
+        """The graph has been looked at, and these are the live recvs."""
         self._is_planned = True
-        for message_id, sender in live:
-            self._open.setdefault(sender, {})[message_id] = None
-        mine = self._open.get(self._me, {})
-        return self._resolve([], [send for send, to in self.unresolved.items() if to == self._me and send not in mine])
+        open_, me = self._open, self._me
+        for recv in live:
+            if recv.sender in open_:
+                open_[recv.sender][recv.message_id] = None
+            else:
+                open_[recv.sender] = {recv.message_id: None}
+        if me not in self.unresolved.values():
+            return _NOTHING
+        mine = open_.get(me, ())
+        return self._resolve((), [send for send, to in self.unresolved.items() if to == me and send not in mine])
 
-    def received(self, sender: int, parcel: Parcel) -> list[tuple[int, Sequence[Any] | None]]:
+    def received(self, sender: int, parcel: Parcel) -> Resolved:
         """A parcel has come. Raises `KeyError` with the id of a message that is not among the sends."""
-        nulls: Iterable[int] = parcel.ids
-        if parcel.asks:
+        gradients, is_first, nulls, asks = parcel
+        if asks:
             self._asked_by.add(sender)
-        if parcel.is_first:
+        if is_first:
             self._announced_by.add(sender)
-            alive = {*parcel.ids, *[send for send, _ in parcel.gradients]}
-            nulls = [send for send, to in self.unresolved.items() if to == sender and send not in alive]
-        return self._resolve(parcel.gradients, nulls)
+            if len(gradients) == len(self.unresolved):
+                nulls = ()  # all that wait get theirs
+            else:
+                alive = {*nulls, *[send for send, _ in gradients]}
+                nulls = [send for send, to in self.unresolved.items() if to == sender and send not in alive]
+        return self._resolve(gradients, nulls)
 
-    def ran(
-        self, delivered: Iterable[tuple[int, int, Sequence[Any]]], silent: Iterable[tuple[int, int]]
-    ) -> list[tuple[int, Sequence[Any] | None]]:
-        """Nodes have run: message id, sender and gradients of the recvs they reached; those that stay without any."""
+    def ran(self, delivered: Iterable[tuple[Recv, Sequence[Any]]], silent: Iterable[Recv]) -> Resolved:
+        """Nodes have run: the recvs that they reached with their gradients, and those that stay without any."""
         own_gradients: list[tuple[int, Sequence[Any]]] = []
         own_nulls: list[int] = []
-        for message_id, sender, gradients in delivered:
-            self._close(message_id, sender)
-            if sender == self._me:
-                own_gradients.append((message_id, gradients))
+        for recv, gradients in delivered:
+            self._close(recv)
+            if recv.sender == self._me:
+                own_gradients.append((recv.message_id, gradients))
             else:
-                self._letter(sender)[0].append((message_id, gradients))
-        for message_id, sender in silent:
-            self._close(message_id, sender)
-            if sender == self._me:
-                own_nulls.append(message_id)
+                self._letter(recv.sender)[0].append((recv.message_id, gradients))
+        for recv in silent:
+            self._close(recv)
+            if recv.sender == self._me:
+                own_nulls.append(recv.message_id)
             else:
-                self._letter(sender)[1].append(message_id)
-        return self._resolve(own_gradients, own_nulls)
+                self._letter(recv.sender)[1].append(recv.message_id)
+        return self._resolve(own_gradients, own_nulls) if own_gradients or own_nulls else _NOTHING
 
     def acknowledged(self) -> None:
         """One of this worker's parcels has been answered."""
@@ -141,23 +187,25 @@ class PassProtocol:
 
         To be called when nothing more can run here before something else happens.
         """
-        outbox = self._outbox
-        for peer in self._asked_by:
-            self._letter(peer)
-        self._asked_by.clear()
-        for peer in self.unresolved.values():
-            if peer != self._me and peer not in self._announced_by and peer not in self._announced_to:
+        if self._asked_by:
+            for peer in self._asked_by:
                 self._letter(peer)
-        self._outbox = {}
-        posted = []
-        for peer, (gradients, nulls) in outbox.items():
-            if peer not in self._announced_to:
-                self._announced_to.add(peer)
-                open_ = list(self._open.get(peer, ()))
-                posted.append((peer, Parcel(gradients, True, open_, self._wants_announcement(peer))))
-            elif gradients or nulls:
-                posted.append((peer, Parcel(gradients, False, nulls)))
-        self._unacknowledged += len(posted)
+            self._asked_by.clear()
+        announced_to = self._announced_to
+        for peer in self.unresolved.values():
+            if peer != self._me and peer not in self._announced_by and peer not in announced_to:
+                self._letter(peer)
+        posted: list[tuple[int, Parcel]] = []
+        if self._outbox:
+            outbox, self._outbox = self._outbox, {}
+            for peer, (gradients, nulls) in outbox.items():
+                if peer not in announced_to:
+                    announced_to.add(peer)
+                    asks = peer not in self._announced_by and peer in self.unresolved.values()
+                    posted.append((peer, Parcel(gradients, True, list(self._open.get(peer, ())), asks)))
+                elif gradients or nulls:
+                    posted.append((peer, Parcel(gradients, False, nulls)))
+            self._unacknowledged += len(posted)
         return posted
 
     def ride(self) -> None:
@@ -168,15 +216,12 @@ class PassProtocol:
         """One of them that was to ride has been sent by itself after all."""
         self._unacknowledged += 1
 
-    def _wants_announcement(self, peer: int) -> bool:
-        return peer not in self._announced_by and peer in self.unresolved.values()
-
     # -- the end
 
     @property
     def is_done(self) -> bool:
         """Nothing is left to be done or waited for here, once what has been posted is under way."""
-        return self.is_resolved and not self._unacknowledged
+        return not self._unacknowledged and self.is_resolved
 
     @property
     def is_resolved(self) -> bool:
@@ -185,25 +230,22 @@ class PassProtocol:
 
     # -- inner workings
 
-    def _letter(self, peer: int) -> tuple[list[tuple[int, Sequence[Any]]], list[int]]:
+    def _letter(self, peer: int) -> _Letter:
         letter = self._outbox.get(peer)
         if letter is None:
             letter = self._outbox[peer] = ([], [])
         return letter
 
-    def _close(self, message_id: int, sender: int) -> None:
-        waiting = self._open[sender]
-        del waiting[message_id]
+    def _close(self, recv: Recv) -> None:
+        waiting = self._open[recv.sender]
+        del waiting[recv.message_id]
         if not waiting:
-            del self._open[sender]
+            del self._open[recv.sender]
 
-    def _resolve(
-        self, gradients: Iterable[tuple[int, Sequence[Any]]], nulls: Iterable[int]
-    ) -> list[tuple[int, Sequence[Any] | None]]:
-        resolved: list[tuple[int, Sequence[Any] | None]] = []
-        for send, given in gradients:
+    def _resolve(self, gradients: Sequence[tuple[int, Sequence[Any]]], nulls: Iterable[int]) -> Resolved:
+        for send, _ in gradients:
             del self.unresolved[send]
-            resolved.append((send, given))
+        if not nulls:
+            return gradients
         # the forward may go on meanwhile: of a send made since the pass began nothing is known here, nor needed
-        resolved += [(send, None) for send in nulls if self.unresolved.pop(send, None) is not None]
-        return resolved
+        return [*gradients, *[(send, None) for send in nulls if self.unresolved.pop(send, None) is not None]]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from arpc.autograd.context import AutogradContext, Container, Send, current_context_id
+from arpc.autograd.engine import Source
 from arpc.autograd.nodes import RecvRecord, attach_recv, attach_send
 from arpc.errors import ProtocolError
 from arpc.ids import WorkerInfo
@@ -82,7 +83,7 @@ class Recorder:
         if not tensors:
             return 0
         message_id = self._container.new_message_id()
-        context.sends[message_id] = Send(peer.id, attach_send(tensors))
+        context.sends[message_id] = Send(peer.id, Source.of_send(attach_send(tensors)))
         return message_id
 
     def _record_recv(self, context: AutogradContext, peer: WorkerInfo, message_id: int, slots: list[Any]) -> None:

@@ -199,7 +199,7 @@ class AutogradService:
         if backward_pass.deadline is not None:
             timeout_s = max(0.001, backward_pass.deadline - self._agent.loop.time())
         started = backward_pass
-        args = (started.context.id, started.id, started.retain_graph, *pack_parcel(parcel))
+        args = (pack_parcel(parcel, started.context.id, started.id, int(started.retain_graph)),)
         return self.lifetimes.request(AutogradGradients, to, args, timeout_s)
 
     def abort(self, context: AutogradContext, pass_id: int, but: int | None = None) -> asyncio.Future[Any] | None:
@@ -218,10 +218,8 @@ class AutogradService:
 
     # -- handlers
 
-    async def _on_gradients(
-        self, context_id: int, pass_id: int, retain_graph: bool, *packed: Any
-    ) -> PackedParcel | None:
-        parcel = unpack_parcel(*packed)
+    async def _on_gradients(self, packed: PackedParcel) -> PackedParcel | None:
+        parcel, (context_id, pass_id, retain_graph, *_) = unpack_parcel(packed, heading=3)
         caller, deadline = _caller()
         context = self.container.contexts.get(context_id)
         if context is None:
@@ -238,7 +236,7 @@ class AutogradService:
             return None if riding is None else pack_parcel(riding)
         if active is None and pass_id == context.last_pass:
             return pack_parcel(NOTHING_LIVE)  # all that was live has been answered for
-        engaged = self._start(context, pass_id, retain_graph=retain_graph, deadline=deadline, parent=caller)
+        engaged = self._start(context, pass_id, retain_graph=bool(retain_graph), deadline=deadline, parent=caller)
         engaged.receive(caller, parcel, is_engaging=True)
         try:
             await engaged.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from arpc.autograd.engine import Source
 from arpc.autograd.graph import Planner
 
 
@@ -32,7 +33,7 @@ class Recv(Node):
 
 
 def plan(*sources, limit=1 << 30):
-    planner = Planner([[(node, 0) for node in source] for source in sources], Recv)
+    planner = Planner([Source([(node, 0) for node in source], None) for source in sources], Recv)
     while not planner.walk(limit):
         pass
     return planner.plan()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from arpc.autograd.engine import Source
 from arpc.autograd.graph import Plan, Planner
 from arpc.autograd.pace import SHORT_ELEMENTS, SHORT_NODES, SHORT_S, Pace
 
 
 def plan_of(tensor: torch.Tensor) -> Plan:
-    planner = Planner([[(tensor.grad_fn, 0)]])
+    planner = Planner([Source([(tensor.grad_fn, 0)], None)])
     assert planner.walk(1 << 30)
     return planner.plan()
 

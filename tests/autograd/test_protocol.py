@@ -7,7 +7,9 @@ from collections import Counter
 
 import pytest
 
+from arpc.autograd.nodes import RecvRecord
 from arpc.autograd.protocol import NOTHING_LIVE, Parcel, PassProtocol, pack_parcel, unpack_parcel
+from arpc.errors import ProtocolError
 
 
 class Worker:
@@ -71,7 +73,7 @@ class Model:
         worker.protocol = PassProtocol(worker.number, worker.sends)
         # what the plan finds: all that some source may reach
         live = [recv for recv in worker.senders if worker.depends[recv] or recv in worker.rooted]
-        self.take(worker, worker.protocol.planned([(recv, worker.senders[recv]) for recv in live]))
+        self.take(worker, worker.protocol.planned([RecvRecord(recv, worker.senders[recv], 1) for recv in live]))
         worker.waiting = {recv: set(worker.depends[recv]) for recv in live}
 
     def take(self, worker: Worker, resolved) -> None:
@@ -91,8 +93,8 @@ class Model:
                 sends = worker.waiting.pop(recv)
                 worker.answered_for[recv] += 1
                 has_gradient = recv in worker.rooted or any(worker.resolved[send] for send in sends)
-                (delivered if has_gradient else silent).append((recv, worker.senders[recv]))
-            self.take(worker, worker.protocol.ran([(*one, [object()]) for one in delivered], silent))
+                (delivered if has_gradient else silent).append(RecvRecord(recv, worker.senders[recv], 1))
+            self.take(worker, worker.protocol.ran([(one, [object()]) for one in delivered], silent))
 
     def advance(self, worker: Worker, answering: int | None) -> Parcel | None:
         protocol = worker.protocol
@@ -122,7 +124,7 @@ class Model:
     def send(self, kind: str, sender: int, to: int, parcel: Parcel | None) -> None:
         if parcel is not None:
             self.parcels += 1
-            parcel = unpack_parcel(*pack_parcel(parcel))
+            parcel, _ = unpack_parcel(pack_parcel(parcel))
         self.network.append((kind, sender, to, parcel))
 
     def deliver(self) -> None:
@@ -179,15 +181,15 @@ def test_every_pass_ends_with_every_send_resolved_as_it_must_be(start):
 
 def test_a_request_and_its_reply_take_one_parcel_each_way():
     caller, callee = PassProtocol(0, {1: 1}), PassProtocol(1, {2: 0})
-    assert caller.planned([(2, 1)]) == []
-    assert caller.ran([(2, 1, ["g"])], []) == []
+    assert caller.planned([RecvRecord(2, 1, 1)]) == ()
+    assert caller.ran([(RecvRecord(2, 1, 1), ["g"])], []) == ()
     ((to, parcel),) = caller.post()
     assert to == 1
     assert parcel == Parcel([(2, ["g"])], True, [], True)
     assert not caller.is_done
-    assert callee.planned([(1, 0)]) == []
+    assert callee.planned([RecvRecord(1, 0, 1)]) == ()
     assert callee.received(0, parcel) == [(2, ["g"])]
-    assert callee.ran([(1, 0, ["h"])], []) == []
+    assert callee.ran([(RecvRecord(1, 0, 1), ["h"])], []) == ()
     ((to, back),) = callee.post()
     assert (to, back) == (0, Parcel([(1, ["h"])], True, [], False))
     callee.ride()
@@ -212,14 +214,14 @@ def test_an_announcement_that_is_overtaken_takes_nothing_back():
     protocol = PassProtocol(0, {1: 1, 2: 1})
     protocol.planned([])
     assert protocol.received(1, Parcel([(1, ["g"])])) == [(1, ["g"])]
-    assert protocol.received(1, Parcel(is_first=True, ids=[1, 2])) == []
+    assert protocol.received(1, Parcel(is_first=True, ids=[1, 2])) == ()
     assert protocol.received(1, Parcel([(2, ["h"])])) == [(2, ["h"])]
 
 
 def test_messages_to_oneself_need_no_parcel():
     protocol = PassProtocol(0, {1: 0, 2: 0})
-    assert protocol.planned([(1, 0)]) == [(2, None)]
-    assert protocol.ran([(1, 0, ["g"])], []) == [(1, ["g"])]
+    assert protocol.planned([RecvRecord(1, 0, 1)]) == [(2, None)]
+    assert protocol.ran([(RecvRecord(1, 0, 1), ["g"])], []) == [(1, ["g"])]
     assert protocol.post() == []
     assert protocol.is_done
 
@@ -239,6 +241,20 @@ def test_gradients_for_an_unknown_message_are_an_error():
 
 
 def test_parcels_survive_packing():
-    parcel = Parcel([(5, ["a", None]), (6, ["b"])], True, [7, 8], True)
-    assert unpack_parcel(*pack_parcel(parcel)) == parcel
-    assert unpack_parcel(*pack_parcel(NOTHING_LIVE)) == Parcel([], True, [], False)
+    for parcel in (
+        Parcel([(5, ["a", None]), (6, ["b"])], True, [7, 8], True),
+        Parcel([(1 << 63, ["a", None])], False, [7]),
+        Parcel([], True, [9]),
+    ):
+        unpacked, numbers = unpack_parcel(pack_parcel(parcel, 3, 4), heading=2)
+        assert unpacked._replace(ids=list(unpacked.ids)) == parcel._replace(ids=list(parcel.ids))
+        assert numbers[:2] == [3, 4]
+    assert unpack_parcel(pack_parcel(NOTHING_LIVE))[0] == Parcel([], True, (), False)
+
+
+@pytest.mark.parametrize(
+    "packed", [[], [b""], [5], [b"\x91\x01"], [b"\x92\xc3\x00"], [b"\x95\x00\x00\x01\x02\x03", "a"]]
+)
+def test_a_malformed_parcel_is_refused(packed):
+    with pytest.raises(ProtocolError):
+        unpack_parcel(packed)

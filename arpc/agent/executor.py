@@ -20,7 +20,7 @@ from arpc import torchstate
 from arpc.agent.carriers import Carriers
 from arpc.agent.codec import Codec, Packed
 from arpc.agent.failures import describe_failure
-from arpc.agent.functions import Function, Mode
+from arpc.agent.functions import Function, Mode, Prompt
 from arpc.agent.placement import LateBuffers
 from arpc.agent.requests import NO_CONTEXT, Inbound, Run
 from arpc.agent.scope import current_scope
@@ -273,11 +273,12 @@ class Executor:
 
         ``shortcut`` is asked before: unless it returns NotImplemented, that is the answer, at a third of the price.
         """
-        served = Function(function)
+        served = Function(function.call if isinstance(function, Prompt) else function)
         served.name = message_class.__name__
+        launch = self._answer if isinstance(function, Prompt) else self._launch
 
         def handle(link: HasInbound, message: Message) -> None:
-            self._launch(self._run(link.inbound, served, message))
+            launch(self._run(link.inbound, served, message))
 
         def direct(link: HasInbound) -> dict[int, Direct]:
             if shortcut is None:
@@ -349,6 +350,27 @@ class Executor:
             return {kind: direct_with(link, flags, kind) for kind, flags in kinds.items()}
 
         return Service(handle, direct)
+
+    def _answer(self, run: Run) -> None:
+        """Run a `Prompt` function here and now. Torch's state must be pristine."""
+        try:
+            result = run.context.run(run.begin)
+        except BaseException as error:  # noqa: BLE001 - whatever it raises is the caller's
+            torchstate.save_and_reset()
+            self.raised(run, error)
+            return
+        if not _is_grad_enabled() or _count_function_modes():
+            torchstate.save_and_reset()
+        if isinstance(result, Coroutine):
+            run.returned_coroutine = result
+            self._carry(run, lambda: result)
+        elif result is None:
+            run.context = NO_CONTEXT
+            self._calls_ended += 1
+            with suppress(ConnectionClosedError):  # then the caller knows
+                run.inbound.connection.send(_pack_brief(0, _BRIEF_REPLY, run.id, 0, 0, 0))
+        else:
+            self.returned(run, result)
 
     def _start_special(self, inbound: Inbound, function: Function | Exception | None, message: Message) -> None:
         """A stream, a function that came with its arguments, or one that is not there."""

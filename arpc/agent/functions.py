@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
-__all__ = ["Function", "Mode", "async_execution", "inline", "name_of"]
+__all__ = ["Function", "Mode", "Prompt", "async_execution", "inline", "name_of"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -89,6 +89,18 @@ class Function:
         made.is_plain = False
         made.name = name
         return made
+
+
+class Prompt(NamedTuple):
+    """A handler of a feature's own message that can be answered at once more often than not.
+
+    It is a plain function, called on the loop; if it returns a coroutine, that goes on like any handler.
+    """
+
+    call: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*args)
 
 
 def _without_partial(call: Any) -> Any:

@@ -12,6 +12,8 @@ from collections.abc import Coroutine, Iterable
 from contextvars import Context
 from typing import Any, Final
 
+from torch import Tensor
+
 from arpc.agent.agent import Agent
 from arpc.agent.scope import current_scope
 from arpc.autograd.context import AutogradContext, Container
@@ -19,6 +21,7 @@ from arpc.errors import ArpcError, AutogradError, CallError, RpcTimeoutError, Sh
 from arpc.ids import LOCAL_BITS, WorkerInfo
 from arpc.options import RpcOptions
 from arpc.wire.messages import AutogradQuery, AutogradRelease, Message
+from arpc.wire.pickling import dumps_flat_call
 
 __all__ = ["Lifetimes"]
 
@@ -29,6 +32,7 @@ _RELEASE_S: Final = 5.0
 _ATTEMPT: Final = 10
 """How long one attempt may take, in units of the backoff."""
 _BACKOFF_FACTOR: Final = 1.5
+_ONLY_TENSORS: Final = frozenset((Tensor,))
 
 
 class Lifetimes:
@@ -49,12 +53,32 @@ class Lifetimes:
     ) -> asyncio.Future[Any]:
         """Send a message of autograd itself: in no context, and within no handler's deadline. Never raises."""
         future: asyncio.Future[Any]
+        agent = self.agent
+        peer = agent.peer(to)
         try:
-            future = self._context.copy().run(self.agent.request, message, to, args, timeout_s)
+            if peer is None:
+                return self._context.copy().run(agent.request, message, to, args, timeout_s)
+            payload, slots = agent.codec.pickler.dumps_call(
+                message, args, None, main_by_value=peer.main_by_value, to=peer.info
+            )
+            return agent.request_packed(message, peer, payload, slots, timeout_s)
         except ArpcError as error:
             future = self.agent.loop.create_future()
             future.set_exception(error)
         return future
+
+    def send_tensors(self, message: type[Message], to: int, packed: list[Any], timeout_s: float) -> asyncio.Future[Any]:
+        """The same for one argument, a list of bytes and of tensors after it."""
+        head, *tensors = packed
+        peer = self.agent.peer(to)
+        if peer is None or not _ONLY_TENSORS.issuperset(map(type, tensors)):
+            return self.request(message, to, (packed,), timeout_s)
+        try:
+            return self.agent.request_packed(message, peer, *dumps_flat_call(head, tensors), timeout_s)
+        except ArpcError as error:
+            future: asyncio.Future[Any] = self.agent.loop.create_future()
+            future.set_exception(error)
+            return future
 
     def notify(
         self, message: type[Message], to: int | str, args: tuple[Any, ...], timeout_s: float
@@ -66,19 +90,17 @@ class Lifetimes:
 
     # -- the end of a context
 
-    async def release(self, context_id: int, told_by: int | None = None) -> None:
+    async def release(self, context_id: int) -> None:
         """Forget a context here and wherever it is known. Returns once that is done, or after a bounded time.
 
         Whoever is cancelled meanwhile need not wait: the others are told all the same.
         """
         context = self.forget(context_id)
-        if context is None:
-            return
-        told = [
-            (to, self._tell(to, context_id))
-            for to in context.known_workers
-            if to not in {self._container.worker_id, told_by}
-        ]
+        if context is not None:
+            await self._tell_all(context.known_workers - {self._container.worker_id}, context_id)
+
+    async def _tell_all(self, workers: Iterable[int], context_id: int) -> None:
+        told = [(to, self._tell(to, context_id)) for to in workers]
         late: list[int] = []
         is_worth_waiting = False
         cancelled: asyncio.CancelledError | None = None
@@ -127,11 +149,16 @@ class Lifetimes:
                 return
         logger.info("workers %s did not hear of the end of autograd context %d", waiting, context_id)
 
-    async def on_release(self, context_id: int) -> None:
+    def on_release(self, context_id: int) -> Coroutine[Any, Any, None] | None:
         """Handler: a context has ended."""
         scope = current_scope.get()
-        caller = scope.caller if scope is not None else None
-        await self.release(context_id, None if caller is None else caller.id)
+        assert scope is not None
+        assert scope.caller is not None  # this is a handler
+        context = self.forget(context_id)
+        if context is None:
+            return None
+        others = context.known_workers - {self._container.worker_id, scope.caller.id}
+        return self._tell_all(others, context_id) if others else None
 
     # -- workers that are lost
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import Context
 from functools import partial
 from typing import Any, Final
@@ -11,6 +11,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from arpc.agent.agent import Agent
+from arpc.agent.functions import Prompt
 from arpc.agent.scope import current_scope
 from arpc.agent.threads import ThreadPool
 from arpc.autograd.context import AutogradContext, Container
@@ -59,10 +60,10 @@ class AutogradService:
     @property
     def handlers(self) -> Mapping[type[Message], Callable[..., Any]]:
         return {
-            AutogradGradients: self._on_gradients,
+            AutogradGradients: Prompt(self._on_gradients),
             AutogradAbort: self._on_abort,
             AutogradBackward: self._on_backward,
-            AutogradRelease: self.lifetimes.on_release,
+            AutogradRelease: Prompt(self.lifetimes.on_release),
             AutogradQuery: self.lifetimes.on_query,
         }
 
@@ -199,8 +200,8 @@ class AutogradService:
         if backward_pass.deadline is not None:
             timeout_s = max(0.001, backward_pass.deadline - self._agent.loop.time())
         started = backward_pass
-        args = (pack_parcel(parcel, started.context.id, started.id, int(started.retain_graph)),)
-        return self.lifetimes.request(AutogradGradients, to, args, timeout_s)
+        packed = pack_parcel(parcel, started.context.id, started.id, int(started.retain_graph))
+        return self.lifetimes.send_tensors(AutogradGradients, to, packed, timeout_s)
 
     def abort(self, context: AutogradContext, pass_id: int, but: int | None = None) -> asyncio.Future[Any] | None:
         """Tell all who know a context that a pass has failed; the future is done when they have heard."""
@@ -218,7 +219,7 @@ class AutogradService:
 
     # -- handlers
 
-    async def _on_gradients(self, packed: PackedParcel) -> PackedParcel | None:
+    def _on_gradients(self, packed: PackedParcel) -> PackedParcel | Coroutine[Any, Any, PackedParcel | None] | None:
         parcel, (context_id, pass_id, retain_graph, *_) = unpack_parcel(packed, heading=3)
         caller, deadline = _caller()
         context = self.container.contexts.get(context_id)
@@ -238,12 +239,15 @@ class AutogradService:
             return pack_parcel(NOTHING_LIVE)  # all that was live has been answered for
         engaged = self._start(context, pass_id, retain_graph=bool(retain_graph), deadline=deadline, parent=caller)
         engaged.receive(caller, parcel, is_engaging=True)
+        return _answer_of(engaged) if engaged.is_over else self._wait_for_answer(engaged, caller)
+
+    async def _wait_for_answer(self, engaged: BackwardPass, caller: int) -> PackedParcel | None:
         try:
             await engaged.wait()
         except asyncio.CancelledError:
-            engaged.fail(AutogradError(f"backward pass {pass_id} was cancelled by worker {self.name_of(caller)!r}"))
+            engaged.fail(AutogradError(f"backward pass {engaged.id} was cancelled by worker {self.name_of(caller)!r}"))
             raise
-        return None if engaged.answer is None else pack_parcel(engaged.answer)
+        return _answer_of(engaged)
 
     async def _on_backward(
         self, rref: int, is_created: bool, context_id: int, pass_id: int, retain_graph: bool
@@ -291,6 +295,13 @@ class AutogradService:
             "sends": sum(len(context.sends) for context in contexts),
             "recvs": sum(len(context.recvs) for context in contexts),
         }
+
+
+def _answer_of(ended: BackwardPass) -> PackedParcel | None:
+    """What the worker that engaged this one is told at the end. Raises why the pass failed."""
+    if ended.failure is not None:
+        raise ended.failure
+    return None if ended.answer is None else pack_parcel(ended.answer)
 
 
 def _caller() -> tuple[int, float | None]:

@@ -20,7 +20,16 @@ from arpc.ids import WorkerInfo
 from arpc.wire.reducing import HOLE, HolePickler, Parcel, Reducer, importable_name
 from arpc.wire.tensors import Slot
 
-__all__ = ["JUST_A_TENSOR", "ONE_TENSOR", "Parcel", "Pickler", "Reducer", "importable_name", "loads"]
+__all__ = [
+    "JUST_A_TENSOR",
+    "ONE_TENSOR",
+    "Parcel",
+    "Pickler",
+    "Reducer",
+    "dumps_flat_call",
+    "importable_name",
+    "loads",
+]
 
 # Clearing a pickler takes time in proportion to the largest pickle it ever made. After a larger one than this it is
 # cheaper to make another, which takes 1.5 us.
@@ -205,6 +214,11 @@ def _parameter_names(function: Any, count: int) -> list[str]:
             break
         names[number] = parameter.name
     return names
+
+
+def dumps_flat_call(head: Any, tensors: list[Slot]) -> tuple[bytes, list[Slot]]:
+    """`Pickler.dumps_call` for one argument, a list of something plain and of plain tensors after it."""
+    return _dumps(([head, *[HOLE] * len(tensors)],), protocol=5, buffer_callback=not_), tensors
 
 
 def loads(payload: bytes | bytearray | memoryview, slots: list[Any]) -> Any:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 __all__ = ["Function", "Mode", "Prompt", "async_execution", "inline", "name_of"]
 
@@ -91,13 +91,16 @@ class Function:
         return made
 
 
-class Prompt(NamedTuple):
+class Prompt:
     """A handler of a feature's own message that can be answered at once more often than not.
 
     It is a plain function, called on the loop; if it returns a coroutine, that goes on like any handler.
     """
 
-    call: Callable[..., Any]
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
 
     def __call__(self, *args: Any) -> Any:
         return self.call(*args)

@@ -100,7 +100,7 @@ class Planner:
         self._owner: dict[Any, int] = {}
         self._leaves: dict[Any, Any] = {}
         self._hooked: dict[Any, Any] = {}
-        self._regions: list[Region] = []
+        self._regions: dict[int, Region] = {}
         """One for each source, right if no source reaches nodes of another."""
         self._is_shared = False
         self._stack: list[Any] = []
@@ -115,8 +115,10 @@ class Planner:
             self._stack,
             self._regions,
         )
+        sources = self._sources
+        source = len(regions) - 1
+        region: Any = regions[1 << source] if regions else None
         while True:
-            source = len(regions) - 1
             while stack:
                 node = stack.pop()
                 while node is not None:
@@ -126,13 +128,13 @@ class Planner:
                         break
                     if node.__class__ is recv_class:
                         owner[node] = source
-                        regions[source].recvs.append(node)
+                        region.recvs.append(node)
                         break
                     edges = node.next_functions
                     if not edges:
                         variable = leaves[node] if node in leaves else self._plain_leaf(node)
                         if variable is not None:
-                            regions[source].leaves[node] = variable
+                            region.leaves[node] = variable
                             break
                     owner[node] = source
                     limit -= 1
@@ -146,10 +148,10 @@ class Planner:
                         return False
                     break
             source += 1
-            if source == len(self._sources):
+            if source == len(sources):
                 return True
-            regions.append(Region(1 << source))
-            for node, _ in self._sources[source].edges:
+            region = regions[1 << source] = Region(1 << source)
+            for node, _ in sources[source].edges:
                 stack.append(node)
 
     def _plain_leaf(self, node: Any) -> Any:
@@ -166,10 +168,7 @@ class Planner:
     def plan(self) -> Plan:
         """The regions, once all has been visited."""
         if not self._is_shared:
-            regions: dict[int, Region] = {}
-            for region in self._regions:
-                regions[region.sources] = region
-            return Plan(self._owner, self._leaves, self._hooked, regions)
+            return Plan(self._owner, self._leaves, self._hooked, self._regions)
         plan = Plan(self._owner, self._leaves, self._hooked, {})
         self._divide(plan)
         return plan

@@ -66,7 +66,7 @@ def _send_backward(_: Any, *__: Any) -> Any:
     raise PauseSignal(current_run())
 
 
-def _recv_forward(ctx: Any, _: Tensor, tensors: list[Tensor], record: RecvRecord) -> tuple[Tensor, ...]:
+def _recv_forward(ctx: Any, _: Tensor, tensors: Sequence[Tensor], record: RecvRecord) -> tuple[Tensor, ...]:
     ctx.record = record
     # like local autograd: no gradient is None, not zeros
     ctx.set_materialize_grads(False)
@@ -113,10 +113,10 @@ def attach_send(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def attach_recv(tensors: Sequence[Tensor], record: RecvRecord) -> tuple[Tensor, ...]:
-    """The same tensors with one recv node as their history. Grad mode must be on.
+    """The same tensors with one recv node as their history. They must have none yet, and grad mode must be on.
 
-    They are no views and no leaves, so they may be changed in place, and each counts its own versions.
+    They are no views and no leaves, so they may be changed in place, and each counts its own versions if it did before.
     """
-    # In a list: as direct inputs they would be copied. `data`: `detach()` would have them share a version counter
-    attached: tuple[Tensor, ...] = _apply_recv(ANCHOR, [tensor.data for tensor in tensors], record)
+    # In a list: as direct inputs they would be copied
+    attached: tuple[Tensor, ...] = _apply_recv(ANCHOR, tensors, record)
     return attached

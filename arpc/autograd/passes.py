@@ -59,6 +59,8 @@ class BackwardPass:
     _is_busy = False
     _timer: asyncio.TimerHandle | None = None
     _over: asyncio.Future[None] | None = None
+    _unwatched: list[tuple[int, asyncio.Future[PackedParcel | None]]] | None = None
+    """Parcels that were sent when it began, until somebody waits."""
 
     def __init__(
         self,
@@ -103,7 +105,8 @@ class BackwardPass:
     # -- what happens to it
 
     def start(self) -> None:
-        """Begin, on the worker that has the roots."""
+        """Begin, on the worker that has the roots. To be followed by `wait` at once."""
+        self._unwatched = []
         self._advance()
 
     def receive(self, sender: int, parcel: Parcel, *, is_engaging: bool) -> Parcel | None:
@@ -116,11 +119,30 @@ class BackwardPass:
 
     async def wait(self) -> None:
         """Until it is over here. Raises why it failed."""
+        if self._unwatched is not None:
+            unwatched, self._unwatched = self._unwatched, None
+            if len(unwatched) == 1:
+                await self._wait_for_answer(*unwatched[0])
+            else:
+                for peer, future in unwatched:
+                    future.add_done_callback(partial(self._answered, peer))
         if not self.is_over:
             self._over = asyncio.get_running_loop().create_future()
             await self._over
         if self.failure is not None:
             raise self.failure
+
+    async def _wait_for_answer(self, peer: int, future: asyncio.Future[PackedParcel | None]) -> None:
+        """Take the only answer there is to wait for here, and not in a turn of the loop of its own."""
+        task = asyncio.current_task()
+        cancelled_before = task.cancelling() if task is not None else 0
+        try:
+            await future
+        except (Exception, asyncio.CancelledError):
+            # the future of a pass that fails meanwhile is cancelled, which is not to cancel who waits for it
+            if not future.done() or (task is not None and task.cancelling() > cancelled_before):
+                raise
+        self._answered(peer, future)
 
     def fail(self, error: BaseException, *, told_by: int | None = None) -> None:
         """End it here with an error, and take back what it computed.
@@ -195,7 +217,9 @@ class BackwardPass:
         engine = self._engine
         if self._roots:
             engine.resolve(0, [torch.ones_like(root) for root in self._roots])
-        self._resolve(self._protocol.planned(engine.live))
+        resolved = self._protocol.planned(engine.live)
+        if resolved:
+            self._resolve(resolved)
 
     def _open_inbox(self) -> None:
         inbox, self._inbox = self._inbox, []
@@ -220,7 +244,9 @@ class BackwardPass:
         engine = self._engine
         delivered, engine.delivered = engine.delivered, []
         silent, engine.silent = engine.silent, []
-        self._resolve(self._protocol.ran(delivered, silent))
+        resolved = self._protocol.ran(delivered, silent)
+        if resolved:
+            self._resolve(resolved)
 
     # -- threads
 
@@ -309,7 +335,10 @@ class BackwardPass:
     def _send(self, to: int, parcel: Parcel) -> None:
         future = self._host.send(self, to, parcel)
         self._outstanding.add(future)
-        future.add_done_callback(partial(self._answered, to))
+        if self._unwatched is not None:
+            self._unwatched.append((to, future))
+        else:
+            future.add_done_callback(partial(self._answered, to))
 
     def _answered(self, peer: int, future: asyncio.Future[PackedParcel | None]) -> None:
         self._outstanding.discard(future)

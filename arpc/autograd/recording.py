@@ -87,10 +87,15 @@ class Recorder:
         return message_id
 
     def _record_recv(self, context: AutogradContext, peer: WorkerInfo, message_id: int, slots: list[Any]) -> None:
-        places = [place for place, slot in enumerate(slots) if isinstance(slot, Tensor) and slot.requires_grad]
+        places: list[int] = []
+        tensors: list[Tensor] = []
+        for place, slot in enumerate(slots):
+            if isinstance(slot, Tensor) and slot.requires_grad:
+                places.append(place)
+                # `data`: `detach()` would have them share a version counter
+                tensors.append(slot.data)
         if not places:
             raise ProtocolError("gradients were announced for a message without tensors that require grad")
-        tensors = [slots[place] for place in places]
         record = RecvRecord(message_id, peer.id, len(places))
         if _is_grad_enabled():
             attached = attach_recv(tensors, record)

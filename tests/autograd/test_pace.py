@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from arpc.autograd.engine import Source
@@ -53,6 +55,31 @@ def test_one_that_was_disturbed_stays():
     for seconds in (SHORT_S / 10, 100 * SHORT_S, SHORT_S / 10, 100 * SHORT_S):
         pace.took(plan, 2, seconds, SHORT_S / 10)
         assert pace.is_short(plan, 2)
+
+
+def test_one_that_is_known_is_looked_at_again_only_if_it_takes_long(monkeypatch):
+    clock, cpu_reads = [0.0], [0]
+
+    def thread_time() -> float:
+        cpu_reads[0] += 1
+        return clock[0]
+
+    def take(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr("arpc.autograd.pace.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("arpc.autograd.pace.thread_time", thread_time)
+    pace, plan = Pace(), small()
+    for seconds in (SHORT_S / 10, SHORT_S / 10, 2 * SHORT_S):
+        pace.run(partial(take, seconds), plan, 2)
+        assert pace.is_short(plan, 2)
+    assert cpu_reads[0] == 2
+    pace.run(partial(take, SHORT_S / 10), plan, 2)  # it was disturbed
+    pace.run(partial(take, SHORT_S / 10), plan, 2)
+    assert cpu_reads[0] == 4
+    for _ in range(2):  # it has become longer
+        pace.run(partial(take, 2 * SHORT_S), plan, 2)
+    assert not pace.is_short(plan, 2)
 
 
 def test_not_all_graphs_are_remembered():

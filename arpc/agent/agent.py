@@ -344,17 +344,20 @@ class Agent:
     def request_packed(
         self, message: type[Message], peer: Peer, payload: bytes, slots: list[Slot], timeout_s: float | Unset
     ) -> Future[Any]:
-        """`request` for what has been pickled already. It belongs to no caller, and interceptors do not see it."""
+        """`request` for what has been pickled already. It belongs to no caller, and interceptors do not see it.
+
+        So it is not for a worker that has a `placement`.
+        """
         if self.is_closing or get_ident() != self._thread:
             raise self._refusal(message)
-        self._check_size(message, payload)
+        if len(payload) > self._max_payload_bytes:
+            raise self._too_large(message, payload)
         tick, timeout_ms = self._deadline(timeout_s, None, message)
         future: Future[Any] = Future(loop=self.loop)
         call = Call(future, message, 0)
         call_id = peer.calls.add(tick, call)
         try:
-            stager = self.codec.stager_to(peer.info.name)
-            data, buffers = self.codec.frame(int(message.type), 0, call_id, 1, timeout_ms, payload, slots, None, stager)
+            data, buffers = self.codec.frame(int(message.type), 0, call_id, 1, timeout_ms, payload, slots)
         except BaseException:
             peer.calls.pop(call_id)
             raise
@@ -362,10 +365,7 @@ class Agent:
         for buffer in buffers:
             call.size_bytes += buffer.nbytes
         future.on_cancel = partial(peer.cancel, call_id)
-        if buffers.__class__ is LateBuffers:
-            buffers.when_filled(partial(self._submit_filled, peer, call_id, call, data))
-        else:
-            peer.submit(call_id, call, data, buffers)
+        peer.submit(call_id, call, data, buffers)
         return future
 
     def stream(
@@ -534,15 +534,15 @@ class Agent:
             payload, slots = self._pickler.dumps_call(
                 function, args, dict(kwargs) if kwargs else None, main_by_value=peer.main_by_value, to=peer.info
             )
-        self._check_size(function, payload)
+        if len(payload) > self._max_payload_bytes:
+            raise self._too_large(function, payload)
         return payload, slots
 
-    def _check_size(self, function: Any, payload: bytes) -> None:
-        if len(payload) > self._max_payload_bytes:
-            raise SerializationError(
-                f"the arguments of {name_of(function)} make a pickle of {len(payload)} bytes, and at most "
-                f"{self._max_payload_bytes} are taken: pass large data as tensors, or raise RpcOptions.max_body_bytes"
-            )
+    def _too_large(self, function: Any, payload: bytes) -> SerializationError:
+        return SerializationError(
+            f"the arguments of {name_of(function)} make a pickle of {len(payload)} bytes, and at most "
+            f"{self._max_payload_bytes} are taken: pass large data as tensors, or raise RpcOptions.max_body_bytes"
+        )
 
     def _meta(self, peer: Peer, function: Any, slots: list[Slot], window: int) -> dict[str, Any]:
         """What rides on a call."""

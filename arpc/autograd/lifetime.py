@@ -12,16 +12,15 @@ from collections.abc import Coroutine, Iterable
 from contextvars import Context
 from typing import Any, Final
 
-from torch import Tensor
-
 from arpc.agent.agent import Agent
 from arpc.agent.scope import current_scope
 from arpc.autograd.context import AutogradContext, Container
+from arpc.autograd.protocol import ONLY_TENSORS
 from arpc.errors import ArpcError, AutogradError, CallError, RpcTimeoutError, ShutdownError, UnknownWorkerError
 from arpc.ids import LOCAL_BITS, WorkerInfo
 from arpc.options import RpcOptions
 from arpc.wire.messages import AutogradQuery, AutogradRelease, Message
-from arpc.wire.pickling import dumps_flat_call
+from arpc.wire.pickling import dumps_flat
 
 __all__ = ["Lifetimes"]
 
@@ -32,7 +31,6 @@ _RELEASE_S: Final = 5.0
 _ATTEMPT: Final = 10
 """How long one attempt may take, in units of the backoff."""
 _BACKOFF_FACTOR: Final = 1.5
-_ONLY_TENSORS: Final = frozenset((Tensor,))
 
 
 class Lifetimes:
@@ -56,7 +54,7 @@ class Lifetimes:
         agent = self.agent
         peer = agent.peer(to)
         try:
-            if peer is None:
+            if peer is None or agent.placement is not None:
                 return self._context.copy().run(agent.request, message, to, args, timeout_s)
             payload, slots = agent.codec.pickler.dumps_call(
                 message, args, None, main_by_value=peer.main_by_value, to=peer.info
@@ -71,10 +69,10 @@ class Lifetimes:
         """The same for one argument, a list of bytes and of tensors after it."""
         head, *tensors = packed
         peer = self.agent.peer(to)
-        if peer is None or not _ONLY_TENSORS.issuperset(map(type, tensors)):
+        if peer is None or self.agent.placement is not None or not ONLY_TENSORS.issuperset(map(type, tensors)):
             return self.request(message, to, (packed,), timeout_s)
         try:
-            return self.agent.request_packed(message, peer, *dumps_flat_call(head, tensors), timeout_s)
+            return self.agent.request_packed(message, peer, *dumps_flat(head, tensors, is_call=True), timeout_s)
         except ArpcError as error:
             future: asyncio.Future[Any] = self.agent.loop.create_future()
             future.set_exception(error)

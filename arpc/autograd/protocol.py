@@ -24,10 +24,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import msgspec
+from torch import Tensor
 
 from arpc.errors import ProtocolError
 
-__all__ = ["NOTHING_LIVE", "PackedParcel", "Parcel", "PassProtocol", "Recv", "Resolved", "pack_parcel", "unpack_parcel"]
+__all__ = [
+    "NOTHING_LIVE",
+    "ONLY_TENSORS",
+    "PackedParcel",
+    "Parcel",
+    "PassProtocol",
+    "Recv",
+    "Resolved",
+    "pack_parcel",
+    "unpack_parcel",
+]
 
 Resolved: TypeAlias = "Sequence[tuple[int, Sequence[Any] | None]]"
 """Sends by their message id, with their gradients; None if they get none."""
@@ -60,6 +71,8 @@ class Parcel(NamedTuple):
 PackedParcel: TypeAlias = list[Any]
 """A parcel as it travels: all numbers in one piece, then the gradients. It is as flat as can be, so pickles quickly."""
 
+ONLY_TENSORS: Final = frozenset((Tensor,))
+"""The types in a parcel in which every tensor has a gradient, and all are plain: these can be pickled quickly."""
 _IS_FIRST: Final = 1
 _ASKS: Final = 2
 _encode: Final = msgspec.msgpack.Encoder().encode

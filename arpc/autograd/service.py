@@ -11,6 +11,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from arpc.agent.agent import Agent
+from arpc.agent.codec import Packed
 from arpc.agent.functions import Prompt
 from arpc.agent.scope import current_scope
 from arpc.agent.threads import ThreadPool
@@ -19,7 +20,7 @@ from arpc.autograd.fallback import choose_engine
 from arpc.autograd.lifetime import Lifetimes
 from arpc.autograd.pace import Pace
 from arpc.autograd.passes import BackwardPass
-from arpc.autograd.protocol import NOTHING_LIVE, PackedParcel, Parcel, pack_parcel, unpack_parcel
+from arpc.autograd.protocol import NOTHING_LIVE, ONLY_TENSORS, PackedParcel, Parcel, pack_parcel, unpack_parcel
 from arpc.autograd.recording import Recorder
 from arpc.autograd.roots import checked_roots
 from arpc.errors import AutogradError, RpcTimeoutError, WorkerLostError
@@ -35,6 +36,7 @@ from arpc.wire.messages import (
     AutogradRelease,
     Message,
 )
+from arpc.wire.pickling import dumps_flat
 
 __all__ = ["AutogradService"]
 
@@ -219,7 +221,7 @@ class AutogradService:
 
     # -- handlers
 
-    def _on_gradients(self, packed: PackedParcel) -> PackedParcel | Coroutine[Any, Any, PackedParcel | None] | None:
+    def _on_gradients(self, packed: PackedParcel) -> Packed | PackedParcel | Coroutine[Any, Any, Any] | None:
         parcel, (context_id, pass_id, retain_graph, *_) = unpack_parcel(packed, heading=3)
         caller, deadline = _caller()
         context = self.container.contexts.get(context_id)
@@ -241,7 +243,7 @@ class AutogradService:
         engaged.receive(caller, parcel, is_engaging=True)
         return _answer_of(engaged) if engaged.is_over else self._wait_for_answer(engaged, caller)
 
-    async def _wait_for_answer(self, engaged: BackwardPass, caller: int) -> PackedParcel | None:
+    async def _wait_for_answer(self, engaged: BackwardPass, caller: int) -> Packed | PackedParcel | None:
         try:
             await engaged.wait()
         except asyncio.CancelledError:
@@ -297,11 +299,17 @@ class AutogradService:
         }
 
 
-def _answer_of(ended: BackwardPass) -> PackedParcel | None:
+def _answer_of(ended: BackwardPass) -> Packed | PackedParcel | None:
     """What the worker that engaged this one is told at the end. Raises why the pass failed."""
     if ended.failure is not None:
         raise ended.failure
-    return None if ended.answer is None else pack_parcel(ended.answer)
+    if ended.answer is None:
+        return None
+    packed = pack_parcel(ended.answer)
+    head, *tensors = packed
+    if not ONLY_TENSORS.issuperset(map(type, tensors)):
+        return packed
+    return Packed(*dumps_flat(head, tensors, is_call=False))
 
 
 def _caller() -> tuple[int, float | None]:

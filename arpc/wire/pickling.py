@@ -26,7 +26,7 @@ __all__ = [
     "Parcel",
     "Pickler",
     "Reducer",
-    "dumps_flat_call",
+    "dumps_flat",
     "importable_name",
     "loads",
 ]
@@ -216,9 +216,13 @@ def _parameter_names(function: Any, count: int) -> list[str]:
     return names
 
 
-def dumps_flat_call(head: Any, tensors: list[Slot]) -> tuple[bytes, list[Slot]]:
-    """`Pickler.dumps_call` for one argument, a list of something plain and of plain tensors after it."""
-    return _dumps(([head, *[HOLE] * len(tensors)],), protocol=5, buffer_callback=not_), tensors
+def dumps_flat(head: bytes, tensors: list[Slot], *, is_call: bool) -> tuple[bytes, list[Slot]]:
+    """`Pickler.dumps` for a list of bytes and of plain tensors after it, or for the one argument of a call that it is.
+
+    A tensor that is in it twice will be two.
+    """
+    flat = [head, *[HOLE] * len(tensors)]
+    return _dumps((flat,) if is_call else flat, protocol=5, buffer_callback=not_), tensors
 
 
 def loads(payload: bytes | bytearray | memoryview, slots: list[Any]) -> Any:

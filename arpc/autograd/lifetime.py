@@ -190,6 +190,12 @@ class Lifetimes:
     async def _resolve_doubt(self, peer: WorkerInfo, grace_s: float) -> None:
         """A peer was lost: ask the creators of the contexts that came by way of it, once it had time to come back."""
         await asyncio.sleep(grace_s)
+        while not await self._ask_creators(peer):  # noqa: ASYNC110 - it asks others, who set no event here
+            await asyncio.sleep(self._attempt_s)
+
+    async def _ask_creators(self, peer: WorkerInfo) -> bool:
+        """Drop what has ended of the contexts that came by way of a peer; whether all creators have answered."""
+        have_answered = True
         doubtful: dict[int, list[int]] = {}
         for context in self._container.contexts.values():
             if self._depends_on(context, peer):
@@ -198,13 +204,15 @@ class Lifetimes:
             try:
                 ended = await self.request(AutogradQuery, creator, (context_ids,), self._attempt_s)
             except RpcTimeoutError:
-                continue  # it is there, and busy
+                have_answered = False  # it is there, and busy
+                continue
             except (ArpcError, OSError):
                 ended = context_ids
                 logger.info("%d autograd contexts of lost worker %d are dropped", len(ended), creator)
             for context_id in ended:
                 if context_id >> LOCAL_BITS == creator:
                     await self.release(context_id)
+        return have_answered
 
     # -- tasks
 

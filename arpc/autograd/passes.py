@@ -130,7 +130,12 @@ class BackwardPass:
             self._over = asyncio.get_running_loop().create_future()
             await self._over
         if self.failure is not None:
-            raise self.failure
+            # given away: its traceback leads to frames that have this pass, and so the whole graph would be in a cycle
+            failure, self.failure = self.failure, None
+            try:
+                raise failure
+            finally:
+                del failure
 
     async def _wait_for_answer(self, peer: int, future: asyncio.Future[PackedParcel | None]) -> None:
         """Take the only answer there is to wait for here, and not in a turn of the loop of its own."""
@@ -161,13 +166,13 @@ class BackwardPass:
         if self._parent is None or told_by is not None:
             self.abort_told = self._host.abort(self.context, self.id, told_by)
 
-    def cancel(self, error: asyncio.CancelledError) -> None:
+    def cancel(self) -> None:
         """Whoever began it is cancelled. They hear of no success, so it is taken back even if it just ended well."""
         if self.is_over and self.failure is None:
             self.context.roll_back(self.id)
             self.abort_told = self._host.abort(self.context, self.id)
         else:
-            self.fail(error)
+            self.fail(AutogradError(f"backward pass {self.id} was cancelled"))
 
     # -- how it goes on
 

@@ -119,7 +119,7 @@ class AutogradService:
             await started.wait()
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
-                started.cancel(error)
+                started.cancel()
             # also who is cancelled: the next pass must not meet this one, nor its gradients, anywhere
             if started.abort_told is not None:
                 await asyncio.wait([started.abort_told], timeout=_ABORT_S)

@@ -155,13 +155,26 @@ async def test_contexts_of_a_worker_that_leaves_are_reclaimed():
 
 async def test_who_heard_of_a_context_by_way_of_a_lost_worker_hears_of_its_end():
     async with cluster(3, options=OPTIONS, elastic=True) as group:
-        async with arpc.autograd.context():
+        async with arpc.autograd.context() as ctx_id:
             await arpc.rpc_sync("worker1", functions.nested, (leaf(), "worker2"))
+            context = group[0].autograd.container.find(ctx_id)
+            assert group[2].id not in context.known_workers
             await group[1].shutdown(graceful=False)
-            lifetimes = group[2].autograd.lifetimes
-            await until(lambda: bool(lifetimes._doubtful))
-            await until(lambda: not lifetimes._doubtful)
+            await until(lambda: group[2].id in context.known_workers)
             assert has_contexts([group[2]])
+        assert_nothing_is_left(group)
+
+
+async def test_a_creator_that_does_not_answer_is_asked_again():
+    transport = FaultyTransport(MemoryNetwork())
+    async with cluster(3, options=OPTIONS, elastic=True, transports={"memory": transport}) as group:
+        async with arpc.autograd.context() as ctx_id:
+            await arpc.rpc_sync("worker1", functions.nested, (leaf(), "worker2"))
+            transport.inject(Fault(MessageType.AUTOGRAD_QUERY, "drop", count=1))
+            await group[1].shutdown(graceful=False)
+            context = group[0].autograd.container.find(ctx_id)
+            await until(lambda: group[2].id in context.known_workers)
+            assert transport.injected[MessageType.AUTOGRAD_QUERY, "drop"] == 1
         assert_nothing_is_left(group)
 
 

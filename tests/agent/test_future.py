@@ -17,7 +17,7 @@ import arpc
 from arpc.agent.future import Future
 from arpc.errors import SerializationError, ShutdownError
 from arpc.futures import collect_all, wait_all
-from tests.agent.stage import echo, echo_in_thread, hold
+from tests.agent.stage import echo, hold
 
 
 async def fail(text: str = "failed") -> None:
@@ -164,9 +164,9 @@ async def test_what_is_wrong_with_a_call_of_a_thread_is_in_its_future(pair):
     assert [type(error) for error in errors] == [SerializationError, ValueError, arpc.UnknownWorkerError, TypeError]
 
 
-async def test_a_thread_cancels_a_call_before_it_begins(pair):
+async def test_a_thread_cancels_a_call_before_it_begins_or_soon_after(pair, stage):
     def call_and_cancel() -> Future[Any]:
-        future = pair[0].rpc_async("worker1", echo)
+        future = pair[0].rpc_async("worker1", hold)
         assert future.cancel()
         return future
 

@@ -17,7 +17,7 @@ import arpc
 from arpc.agent.future import Future
 from arpc.errors import SerializationError, ShutdownError
 from arpc.futures import collect_all, wait_all
-from tests.agent.stage import echo, hold
+from tests.agent.stage import echo, echo_in_thread, hold
 
 
 async def fail(text: str = "failed") -> None:

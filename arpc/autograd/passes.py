@@ -126,6 +126,8 @@ class BackwardPass:
             else:
                 for peer, future in unwatched:
                     future.add_done_callback(partial(self._answered, peer))
+                    del future
+            del unwatched
         if not self.is_over:
             self._over = asyncio.get_running_loop().create_future()
             await self._over
@@ -147,7 +149,11 @@ class BackwardPass:
             # the future of a pass that fails meanwhile is cancelled, which is not to cancel who waits for it
             if not future.done() or (task is not None and task.cancelling() > cancelled_before):
                 raise
-        self._answered(peer, future)
+            self._answered(peer, future)
+        else:
+            self._answered(peer, future)
+        finally:
+            del future  # whose error has this frame in its traceback: the whole graph would be in a cycle
 
     def fail(self, error: BaseException, *, told_by: int | None = None) -> None:
         """End it here with an error, and take back what it computed.

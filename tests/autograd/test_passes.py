@@ -79,21 +79,17 @@ async def weigh_and_sum(further):
     return (await arpc.rpc_sync(further, weigh, (leaf(),))).sum()
 
 
-@pytest.mark.parametrize("how", ["worker0", "worker1", "cancelled"])
-async def test_the_graph_of_a_failed_pass_is_freed_without_the_garbage_collector(group, how):
+async def test_the_graph_of_a_pass_that_failed_here_is_freed_without_the_garbage_collector(group):
     gc.collect()
     gc.disable()
     try:
         async with arpc.autograd.context() as ctx_id:
             x = leaf()
             y = await arpc.rpc_sync("worker1", functions.mul, (x * 1, 2))
-            z = await arpc.rpc_sync("worker1" if how == "cancelled" else how, functions.boom, (y,))
+            z = await arpc.rpc_sync("worker0", functions.boom, (y,))
             task = asyncio.create_task(arpc.autograd.backward(ctx_id, [z.sum()]))
-            await asyncio.sleep(0)
-            if how == "cancelled":
-                task.cancel()
             await asyncio.wait([task])
-            assert task.cancelled() or isinstance(task.exception(), arpc.BackwardError)
+            assert isinstance(task.exception(), arpc.BackwardError)
             freed = weakref.ref(x), weakref.ref(y)
             del x, y, z, task
         await until(lambda: [reference() for reference in freed] == [None, None])

@@ -13,7 +13,7 @@ from arpc.agent.future import Future
 from arpc.api import remote
 from arpc.autograd import get_gradients
 from arpc.errors import ConfigurationError, NotReadyError, UnsupportedError, WorkersFailedError
-from arpc.optim.local_optimizer import Description, Group, StepRules, copied, make_local_optimizer
+from arpc.optim.local_optimizer import TWICE, Description, Group, StepRules, copied, make_local_optimizer
 from arpc.optim.parts import Part, check_state, joined_state, part_of_state
 from arpc.options import UNSET, Unset
 from arpc.rref.handle import RRef
@@ -91,7 +91,8 @@ class DistributedOptimizer(Optimizer):
         parts: list[Part] = []
         for owner, share_of in shares.items():
             local = [{**groups[number - first], "params": rrefs} for number, (rrefs, _) in share_of.items()]
-            arguments = (self._optimizer_class, local, self._args, self._kwargs, self._rules)
+            earlier = [part.rref for part in self._parts if part.owner == owner]
+            arguments = (self._optimizer_class, local, self._args, self._kwargs, self._rules, earlier)
             rref = remote(owner, make_local_optimizer, arguments)
             parts.append(Part(owner, rref, list(share_of), [indices for _, indices in share_of.values()]))
         # all or none: `remote` may refuse what cannot be sent
@@ -173,9 +174,15 @@ class DistributedOptimizer(Optimizer):
     def add_param_group(self, param_group: Mapping[str, Any]) -> None:
         """One more group, of RRefs and the hyperparameters that differ. Nothing is waited for, as in the beginning.
 
-        It appears in ``param_groups`` with the next step, or when the optimizer is awaited again.
+        It appears in ``param_groups`` with the next step, or when the optimizer is awaited again. A parameter that is
+        in another group already is refused: at once if it is the same RRef, and with the next step if only the owner
+        can tell.
         """
-        self._add([_checked(param_group)])
+        group = _checked(param_group)
+        known = {id(rref) for rrefs in self._rrefs for rref in rrefs}
+        if any(id(rref) in known for rref in group["params"]):
+            raise ConfigurationError(TWICE)
+        self._add([group])
 
     async def _on_owners(
         self,

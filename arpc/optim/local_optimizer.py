@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,11 +13,14 @@ from torch.optim import Optimizer
 from arpc.autograd import get_gradients
 from arpc.errors import AutogradError, ConfigurationError
 from arpc.optim.locks import run_alone
+from arpc.rref.handle import RRef
 from arpc.runtime import current
 
-__all__ = ["Description", "Group", "LocalOptimizer", "StepRules", "copied", "make_local_optimizer"]
+__all__ = ["TWICE", "Description", "Group", "LocalOptimizer", "StepRules", "copied", "make_local_optimizer"]
 
 Group = dict[str, Any]
+
+TWICE: Final = "some parameters appear in more than one parameter group: each would make two steps at once"
 
 
 class StepRules(NamedTuple):
@@ -41,9 +44,16 @@ async def make_local_optimizer(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     rules: StepRules,
+    earlier: Sequence[RRef[LocalOptimizer]] = (),
 ) -> LocalOptimizer:
-    """Make an optimizer over parameters of this worker, given as RRefs. Runs on their owner."""
+    """Make an optimizer over parameters of this worker, given as RRefs. Runs on their owner.
+
+    ``earlier`` are those that the same optimizer has here for other groups, which must not have the same parameters.
+    """
     found = [{**group, "params": [await rref.local_value() for rref in group["params"]]} for group in groups]
+    taken = {id(parameter) for rref in earlier for parameter in (await rref.local_value()).parameters}
+    if any(id(parameter) in taken for group in found for parameter in group["params"]):
+        raise ConfigurationError(TWICE)
     worker = current()
     try:
         made: LocalOptimizer = await worker.rref_context.call(
@@ -74,19 +84,19 @@ class LocalOptimizer:
     ) -> None:
         self._rules = rules
         stand_ins: dict[int, Tensor] = {}  # the same for the same parameter, so that torch notices if one comes twice
-        self._parameters: list[Tensor] = []
+        self.parameters: list[Tensor] = []
         for group in groups:
             for parameter in group["params"]:
                 if id(parameter) not in stand_ins:
                     stand_ins[id(parameter)] = _stand_in(parameter)
-                    self._parameters.append(parameter)
+                    self.parameters.append(parameter)
         self._stand_ins = list(stand_ins.values())
         placed = [{**group, "params": [stand_ins[id(parameter)] for parameter in group["params"]]} for group in groups]
         self._optimizer = optimizer_class(placed, *args, **kwargs)
 
     async def _alone(self, function: Callable[[], Any]) -> Any:
         """Run a function in a thread, with the parameters to itself, or at least the stand-ins."""
-        return await run_alone(self._parameters if self._rules.serialize_steps else self._stand_ins, function)
+        return await run_alone(self.parameters if self._rules.serialize_steps else self._stand_ins, function)
 
     # -- what the other side calls
 
@@ -118,7 +128,7 @@ class LocalOptimizer:
                 else:
                     group[key] = value
         try:
-            for parameter, stand_in in zip(self._parameters, self._stand_ins, strict=True):
+            for parameter, stand_in in zip(self.parameters, self._stand_ins, strict=True):
                 _follow(stand_in, parameter)
                 stand_in.grad = gradients.get(parameter)
             self._optimizer.step()
@@ -126,7 +136,7 @@ class LocalOptimizer:
             for stand_in in self._stand_ins:
                 stand_in.grad = None
         if self._rules.check_versions:
-            for parameter in self._parameters:
+            for parameter in self.parameters:
                 if parameter in gradients:
                     torch.autograd.graph.increment_version(parameter)
 

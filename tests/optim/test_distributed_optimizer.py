@@ -209,6 +209,25 @@ async def test_a_group_can_be_added_while_others_wait(group):
     assert all_equal(await values_of(rrefs), [value - 1 for value in tensors(4)])
 
 
+async def test_a_parameter_that_is_in_another_group_is_refused(group):
+    rrefs = place(tensors(2), OWNERS)
+    opt = DistributedOptimizer(torch.optim.SGD, rrefs, lr=1.0)
+    with pytest.raises(arpc.ConfigurationError, match="more than one parameter group"):
+        opt.add_param_group({"params": rrefs[:1]})
+    await opt
+    assert len(opt.param_groups) == 1
+    # the same parameter by another RRef: only its owner can tell
+    again = arpc.remote(rrefs[0].owner_name(), give_back, (rrefs[0],))
+    opt.add_param_group({"params": [again]})
+    with pytest.raises(arpc.WorkersFailedError) as failed:
+        await opt
+    assert any("more than one parameter group" in str(error) for error in failed.value.exceptions)
+
+
+async def give_back(rref):
+    return await rref.local_value()
+
+
 async def test_a_group_that_cannot_be_sent_is_not_added(group):
     rrefs = place(tensors(2), OWNERS)
     opt = DistributedOptimizer(torch.optim.SGD, rrefs[:1], lr=1.0)

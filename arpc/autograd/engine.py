@@ -11,6 +11,7 @@ Nothing here waits, and nothing here knows of other workers.
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -53,7 +54,7 @@ class Source(NamedTuple):
         return cls(token.grad_fn.next_functions, token)
 
 
-class LocalEngine:
+class LocalEngine(ABC):
     """What both engines have in common: the sources, what was resolved, and what came out."""
 
     last_begun: Any = None
@@ -101,26 +102,26 @@ class LocalEngine:
         for record in self.live:
             record.deliver = None
 
+    @abstractmethod
     def resolve(self, source: int, gradients: Gradients | None) -> None:
         """The gradients of a source have come; None if there are none and never will be."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def is_ready(self) -> bool:
         """Whether there is anything to run."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self) -> None:
         """Run what is ready. What comes out is in `delivered`, `silent` and `leaves`."""
-        raise NotImplementedError
 
     @property
-    def has_run_all(self) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def has_run_all(self) -> bool: ...
 
+    @abstractmethod
     def work(self) -> int:
         """How many elements of gradients and leaves the next run is about, more or less."""
-        raise NotImplementedError
 
 
 class RegionEngine(LocalEngine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -14,18 +15,22 @@ import arpc
 STAGES = 3
 
 
+_making = threading.Lock()
+
+
 def make_stage(number: int) -> nn.Module:
     """One third of the model; always the same."""
     generator_state = torch.random.get_rng_state()
-    torch.manual_seed(number)
-    try:
-        if number == 0:
-            return nn.Sequential(nn.Conv2d(1, 8, 5, stride=2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
-        if number == 1:
-            return nn.Sequential(OrderedDict(hidden=nn.Linear(288, 64), relu=nn.ReLU()))
-        return nn.Linear(64, 10)
-    finally:
-        torch.random.set_rng_state(generator_state)
+    with _making:  # workers of one process have threads of their own, and one generator
+        torch.manual_seed(number)
+        try:
+            if number == 0:
+                return nn.Sequential(nn.Conv2d(1, 8, 5, stride=2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+            if number == 1:
+                return nn.Sequential(OrderedDict(hidden=nn.Linear(288, 64), relu=nn.ReLU()))
+            return nn.Linear(64, 10)
+        finally:
+            torch.random.set_rng_state(generator_state)
 
 
 def batches(count: int, size: int = 16) -> list[tuple[Tensor, Tensor]]:

@@ -40,16 +40,17 @@ from arpc.errors import (
 )
 from arpc.ids import WorkerInfo, check_worker_name
 from arpc.options import UNSET, RpcOptions, Unset
-from arpc.rref.context import RRefContext
+from arpc.rref.context import RRefContext, Skin
 from arpc.rref.handle import RRef, create_remote
 from arpc.rref.packing import reduce_rref
-from arpc.rref.report import RRefRow, find_survivors, report_leaks, report_survivors, rref_rows, rref_statistics
+from arpc.rref.report import RRefRow, find_held, find_survivors, report_leaks, report_survivors, rref_rows, rref_statistics
 from arpc.transport.base import Transport
 from arpc.transport.memory import MemoryNetwork
 from arpc.transport.shm import FEATURE, Arena, empty_shared, open_arena, shared
 from arpc.transport.stream import TcpTransport, UnixTransport
 from arpc.transport.warm import WarmMemory
 from arpc.wire.handshake import Identity
+from arpc.wire.pickling import Reducer
 from arpc.wire.staging import DeviceBackend
 
 __all__ = ["Worker", "current", "start_worker"]
@@ -92,6 +93,8 @@ class Worker:
         self.autograd: AutogradService
         self.leaked_rrefs: tuple[RRefRow, ...] = ()
         """After a graceful shutdown: values of this worker that others still held when all had let go."""
+        self.surviving_rrefs: tuple[RRefRow, ...] = ()
+        """After a graceful shutdown: values of this worker that others still held when nothing was under way."""
         self.arena: Arena | None = None
         """Memory that others of this host can see; None if there is none."""
         self.receive_memory: WarmMemory | None = None
@@ -336,6 +339,7 @@ class Worker:
                 )
             # before anyone lets go: the last to hear that all agree would find nothing
             survivors = find_survivors(self.rref_context)
+            held = find_held(self.rref_context)
             if self.rendezvous.is_elastic:
                 break  # there is no fixed set of workers to wait for
             counts = _encode((self.agent.calls_made, self.agent.executor.calls_handled))
@@ -346,6 +350,7 @@ class Worker:
             before = now
             number += 1
         report_survivors(self.rref_context, survivors)
+        self.surviving_rrefs = held
         await self._release_rrefs(deadline)
 
     async def _release_rrefs(self, deadline: float | None) -> None:
@@ -400,10 +405,12 @@ async def start_worker(
     network: MemoryNetwork | None = None,
     transports: Mapping[str, Transport] | None = None,
     backends: Mapping[str, DeviceBackend] | None = None,
+    skin: Skin | None = None,
 ) -> Worker:
     """Build a worker, join the group and make it current. What was started is undone if any of it fails.
 
-    ``backends`` are the devices besides the CPU, by type; those that torch finds if not given.
+    ``backends`` are the devices besides the CPU, by type; those that torch finds if not given. ``skin`` is another
+    class in which the worker's code sees RRefs.
     """
     scope = current_scope.get()
     if scope is not None and scope.worker is not None and not scope.worker.is_shut_down:
@@ -430,6 +437,11 @@ async def start_worker(
     known = (FEATURE,) if worker.arena is not None else ()
     identity = Identity(name, 0, secrets.randbits(63), main_fingerprint(), known)
     rrefs = worker.rref_context = RRefContext(options, context, name, identity.incarnation)
+    rrefs.skin = skin
+    reducers: dict[type, Reducer] = {RRef: partial(reduce_rref, rrefs)}
+    if skin is not None:
+        unwrap = skin.unwrap
+        reducers[skin.cls] = lambda handle, parcel: reduce_rref(rrefs, unwrap(handle), parcel)
     autograd = worker.autograd = AutogradService(options, context, rrefs)
     agent = worker.agent = context.run(
         lambda: Agent(
@@ -442,7 +454,7 @@ async def start_worker(
             handlers={**rrefs.handlers, **autograd.handlers},
             wrappers=rrefs.wrappers,
             shortcuts=rrefs.shortcuts,
-            reducers={RRef: partial(reduce_rref, rrefs)},
+            reducers=reducers,
             interceptors=(VariableCarrier(), autograd.recorder, placement.results),
             is_elastic=rendezvous.is_elastic,
             watchers=(rrefs, autograd),

@@ -7,13 +7,14 @@ The agent knows no feature. What rides on calls (autograd, profiling) comes in a
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import Context, copy_context
 from functools import partial
 from threading import get_ident
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeVar
 
 from arpc import torchstate
 from arpc.agent.calls import LAST_NUMBER, SEQUENCE_BITS, Call
@@ -55,7 +56,7 @@ from arpc.wire.pickling import ONE_TENSOR, Reducer
 from arpc.wire.protocol import Direct
 from arpc.wire.tensors import Slot
 
-__all__ = ["Agent", "as_arguments"]
+__all__ = ["Agent", "Prepared", "as_arguments"]
 
 logger = logging.getLogger("arpc.agent")
 
@@ -72,6 +73,18 @@ _NO_SLOTS: Final[list[Slot]] = []
 _NO_BUFFERS: Final[list[memoryview]] = []
 
 _Handler = Callable[[Link, Message], None]
+
+T = TypeVar("T")
+
+
+class Prepared(NamedTuple):
+    """The arguments of a call that have been pickled for one peer, see `Agent.prepare`."""
+
+    payload: bytes
+    slots: list[Slot]
+    is_named: bool
+    """The function goes by its number, and not with the arguments."""
+    args: tuple[Any, ...]
 
 
 class Agent:
@@ -455,9 +468,10 @@ class Agent:
             function_id = 1 if type_ in self._nameless else peer.define(function)
         slots = _NO_SLOTS
         if args or kwargs or not function_id:
-            if args.__class__ is not tuple:
-                args = as_arguments(args)
-            payload, slots = self._pickle(peer, function, function_id, args, kwargs)
+            if args.__class__ is tuple:
+                payload, slots = self._pickle(peer, function, function_id, args, kwargs)
+            else:
+                payload, slots = self._pickle_other(peer, function, function_id, args, kwargs)
             size_bytes = HEADER_BYTES + len(payload)
             if kwargs:
                 flags |= RequestFlag.KWARGS
@@ -537,6 +551,66 @@ class Agent:
         if len(payload) > self._max_payload_bytes:
             raise self._too_large(function, payload)
         return payload, slots
+
+    def _pickle_other(
+        self, peer: Peer, function: Any, function_id: int, args: Any, kwargs: Mapping[str, Any] | None
+    ) -> tuple[bytes, list[Slot]]:
+        """The same for arguments that are no tuple: a list, nothing, or what has been pickled already."""
+        if args.__class__ is not Prepared:
+            return self._pickle(peer, function, function_id, as_arguments(args), kwargs)
+        if bool(function_id) is not args.is_named:
+            # since then the peer has come back as another, to which functions travel in another way
+            return self._pickle(peer, function, function_id, args.args, kwargs)
+        return args.payload, args.slots
+
+    def prepare(
+        self,
+        peer: Peer,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+    ) -> Prepared | tuple[()]:
+        """Pickle the arguments of a call, to be given to `begin` in their place. From any thread.
+
+        Raises what cannot travel at once, where the call is made, and leaves the loop to others meanwhile.
+        """
+        arguments = args if args.__class__ is tuple else as_arguments(args)
+        assert isinstance(arguments, tuple)
+        try:
+            function_id = peer.function_ids.get(function)
+        except TypeError:
+            function_id = 0
+        if function_id is None:
+            function_id = self.on_loop(lambda: peer.define(function))
+        if function_id and not arguments and not kwargs:
+            return ()
+        payload, slots = self._pickle(peer, function, function_id, arguments, kwargs)
+        return Prepared(payload, slots, bool(function_id), arguments)
+
+    def on_loop(self, work: Callable[[], T]) -> T:
+        """Do something on the loop, from whatever thread this is, in the context of the caller."""
+        if get_ident() == self._thread:
+            return work()
+        done: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - it is raised in the thread that asked
+                done.set_exception(error)
+
+        try:
+            self.loop.call_soon_threadsafe(run, context=copy_context())
+        except RuntimeError:
+            raise ShutdownError(f"the event loop of worker {self.info.name!r} is closed") from None
+        return done.result()
+
+    def set_default_timeout(self, timeout_s: float) -> None:
+        """Seconds for calls that do not say, from now on; 0 for none. Called on the loop."""
+        if not timeout_s >= 0:
+            raise ValueError(f"a timeout is 0 (none) or more seconds, not {timeout_s!r}")
+        self.default_timeout = timeout_s
+        self._default_tick_until = 0.0
 
     def _too_large(self, function: Any, payload: bytes) -> SerializationError:
         return SerializationError(

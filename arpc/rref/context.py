@@ -6,12 +6,11 @@ Everything belongs to the loop, but for `drop`, which may be called from any thr
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextvars import Context, copy_context
+from contextvars import Context
 from threading import get_ident
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from arpc.agent.agent import Agent
 from arpc.agent.scope import current_scope
@@ -19,7 +18,6 @@ from arpc.errors import (
     OwnerLostError,
     RRefCreationError,
     RRefError,
-    ShutdownError,
 )
 from arpc.ids import GloballyUniqueId, IdAllocator, WorkerInfo
 from arpc.options import RpcOptions
@@ -37,7 +35,7 @@ from arpc.rref.uses import Use
 from arpc.rref.values import Value
 from arpc.wire.messages import Message, RRefChildAccept, RRefForkQuery, RRefForkRequest, RRefUserDelete
 
-__all__ = ["RRefContext"]
+__all__ = ["RRefContext", "Skin"]
 
 logger = logging.getLogger("arpc.rref")
 
@@ -45,6 +43,16 @@ T = TypeVar("T")
 
 _POLL_S: Final = 0.002
 _text = GloballyUniqueId.from_int
+
+
+class Skin(NamedTuple):
+    """Another class in which the code of a worker sees its RRefs, whoever sends them."""
+
+    cls: type
+    wrap: Callable[[Any], Any]
+    """Makes one of an RRef."""
+    unwrap: Callable[[Any], Any]
+    """The RRef in one."""
 
 
 class RRefContext(ControlService):
@@ -63,6 +71,8 @@ class RRefContext(ControlService):
         self.drops: DropQueue
         self.backward: Callable[[Any, int, bool], Awaitable[None]]
         """Runs a backward pass from the value of a handle; set by the runtime, since autograd knows RRefs already."""
+        self.skin: Skin | None = None
+        """None: the code of this worker sees RRefs as they are."""
         self._context = context
         self.incarnation = incarnation
         self._lost: set[WorkerName] = set()
@@ -238,22 +248,7 @@ class RRefContext(ControlService):
 
     def on_loop(self, function: Callable[[], T]) -> T:
         """Run something on the loop, from whatever thread this is."""
-        if get_ident() == self._thread:
-            return function()
-        loop = self.agent.loop
-        done: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-        def run() -> None:
-            try:
-                done.set_result(function())
-            except BaseException as error:  # noqa: BLE001 - it is raised in the thread that asked
-                done.set_exception(error)
-
-        try:
-            loop.call_soon_threadsafe(run, context=copy_context())
-        except RuntimeError:
-            raise ShutdownError(f"the event loop of worker {self.info.name!r} is closed") from None
-        return done.result()
+        return function() if get_ident() == self._thread else self.agent.on_loop(function)
 
     # -- letting go of them
 

@@ -122,6 +122,16 @@ class RRef(Generic[T]):
         """Whether the owner is known to count this RRef. It can be used long before."""
         return self._use is None or self._use.is_confirmed
 
+    def ids(self) -> tuple[GloballyUniqueId, GloballyUniqueId | None]:
+        """The id that all RRefs to the value have, and the one of this user of it; None on the owner."""
+        fork = None if self._use is None else GloballyUniqueId.from_int(self._use.fork)
+        return GloballyUniqueId.from_int(self._rref), fork
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why it cannot be used, as far as is known here; None if nothing is in the way."""
+        return self._use.failure if self._use is not None else None
+
     def __repr__(self) -> str:
         if self._use is None:
             return f"OwnerRRef({GloballyUniqueId.from_int(self._rref)})"

@@ -12,7 +12,7 @@ from arpc.rref.handle import RRef
 from arpc.rref.states import OwnerState
 from arpc.wire.pickling import Parcel
 
-__all__ = ["reduce_rref"]
+__all__ = ["bare", "reduce_rref"]
 
 # The two halves of what is `__reduce__` for other classes, so they may look into a handle
 # ruff: noqa: SLF001
@@ -31,7 +31,7 @@ def reduce_rref(context: RRefContext, rref: RRef[Any], parcel: Parcel) -> tuple[
     use, value = rref._use, rref._value
     if use is not None:
         is_created = use.is_created
-        parcel.packed.append(lambda: context.offer(number, fork, to.name, use.fork))
+        parcel.packed.append(lambda: context.on_loop(lambda: context.offer(number, fork, to.name, use.fork)))
     else:
         assert value is not None
         owned = context.forks.owned.get(number)
@@ -41,12 +41,12 @@ def reduce_rref(context: RRefContext, rref: RRef[Any], parcel: Parcel) -> tuple[
             context.share(number, value)
             context.offer(number, fork, to.name, None)
 
-        parcel.packed.append(share_and_offer)
+        parcel.packed.append(lambda: context.on_loop(share_and_offer))
     owner = rref.owner()
     return _rebuild, (owner.name, owner.id, number, fork, context.info.name, is_created)
 
 
-def _rebuild(owner_name: str, owner_id: int, rref: int, fork: int, parent: str, is_created: bool) -> RRef[Any]:
+def _rebuild(owner_name: str, owner_id: int, rref: int, fork: int, parent: str, is_created: bool) -> Any:
     """Unpack an RRef, in the context of the worker that received it."""
     scope = current_scope.get()
     if scope is None or scope.worker is None:
@@ -54,4 +54,17 @@ def _rebuild(owner_name: str, owner_id: int, rref: int, fork: int, parent: str, 
     context: RRefContext = scope.worker.rref_context
     owner = WorkerInfo(owner_name, owner_id)
     held = context.receive(rref, fork, owner, parent, is_created=is_created)
-    return RRef._make(context, rref, held, owner)
+    made: RRef[Any] = RRef._make(context, rref, held, owner)
+    return made if context.skin is None else context.skin.wrap(made)
+
+
+def bare(handle: Any) -> RRef[Any]:
+    """The RRef itself, of one that may come in the `Skin` of its worker."""
+    if isinstance(handle, RRef):
+        return handle
+    scope = current_scope.get()
+    skin = scope.worker.rref_context.skin if scope is not None and scope.worker is not None else None
+    if skin is None or not isinstance(handle, skin.cls):
+        raise TypeError(f"an RRef is needed here, not {type(handle).__qualname__}")
+    unwrapped: RRef[Any] = skin.unwrap(handle)
+    return unwrapped

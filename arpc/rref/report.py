@@ -12,7 +12,7 @@ from arpc.rref.context import RRefContext
 from arpc.rref.states import UserState
 from arpc.rref.values import Value
 
-__all__ = ["RRefRow", "find_survivors", "report_leaks", "report_survivors", "rref_rows", "rref_statistics"]
+__all__ = ["RRefRow", "find_held", "find_survivors", "report_leaks", "report_survivors", "rref_rows", "rref_statistics"]
 
 logger = logging.getLogger("arpc.rref")
 
@@ -104,9 +104,14 @@ def _survivor_level(context: RRefContext) -> int:
     return logging.WARNING if context.options.rref_creation_stacks else logging.DEBUG
 
 
+def find_held(context: RRefContext) -> tuple[RRefRow, ...]:
+    """Values of this worker that others hold."""
+    return tuple(row for row in rref_rows(context) if row.role == "owner" and row.forks)
+
+
 def report_leaks(context: RRefContext) -> tuple[RRefRow, ...]:
     """After everyone has let go: values of this worker that others still hold all the same."""
-    rows = tuple(row for row in rref_rows(context) if row.role == "owner" and row.forks)
+    rows = find_held(context)
     _log(logging.WARNING, context, rows, "RRefs leak: their users were never heard of again")
     return rows
 

@@ -1,0 +1,124 @@
+"""The object that scripts know as the RPC agent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from arpc.compat.calls import call_async
+from arpc.compat.drop_in import DropIn
+from arpc.compat.rref import RRef
+from arpc.ids import WorkerInfo
+from arpc.rref.report import RRefRow, rref_statistics
+
+__all__ = ["TensorPipeAgent"]
+
+
+def _rref_typeof_on_owner(rref: RRef[Any], blocking: bool = True) -> Any:
+    """The type of the value of an RRef, on its owner."""
+    kind = type(rref.local_value())
+    if blocking:
+        return kind
+    future: torch.futures.Future[type] = torch.futures.Future()
+    future.set_result(kind)
+    return future
+
+
+class TensorPipeAgent:
+    """A worker of arpc under the name that scripts look for. Made by the backend, not by hand."""
+
+    def __init__(self, drop_in: DropIn, store: Store, *, is_static_group: bool) -> None:
+        self.drop_in = drop_in
+        self.store = store
+        self.is_static_group = is_static_group
+        self.is_gil_profiled = False
+        self.blocking_names: set[str] = {drop_in.info.name}
+        """Those of the group that run on this skin too, and so meet in `_all_gather`."""
+
+    @property
+    def name(self) -> str:
+        return self.drop_in.info.name
+
+    # -- who is there
+
+    def get_worker_info(self, worker: str | int | None = None) -> WorkerInfo:
+        """Name and id of a worker; of this one if none is given."""
+        return self.drop_in.info if worker is None else self.drop_in.peer(worker).info
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        return self.drop_in.infos()
+
+    def _get_device_map(self, to: WorkerInfo) -> dict[torch.device, torch.device]:
+        return dict(self.drop_in.worker.options.device_maps.get(to.name, {}))
+
+    # -- what it does
+
+    def type_of(self, rref: RRef[Any], timeout: float) -> torch.futures.Future[type]:
+        """Ask the owner of an RRef for the type of its value."""
+        if rref.is_owner():
+            future: torch.futures.Future[type] = _rref_typeof_on_owner(rref, blocking=False)
+            return future
+        peer = self.drop_in.peer(rref.owner_name())
+        return call_async(self.drop_in, peer, _rref_typeof_on_owner, (rref,), None, timeout, anchor=rref)
+
+    @property
+    def rpc_timeout(self) -> float:
+        return self.drop_in.agent.default_timeout
+
+    def set_rpc_timeout(self, timeout_s: float) -> None:
+        agent = self.drop_in.agent
+        self.drop_in.thread.call(lambda: agent.set_default_timeout(timeout_s))
+
+    # -- figures
+
+    def get_debug_info(self) -> dict[str, str]:
+        """Counters, named as those of torch."""
+        figures = self.drop_in.thread.call(self._figures)
+        return {f"agent.{name}": str(value) for name, value in figures.items()}
+
+    get_metrics = get_debug_info
+
+    def _figures(self) -> dict[str, Any]:
+        agent = self.drop_in.agent
+        executor = agent.executor
+        running = sum(len(link.inbound.running) for link in agent.connector.links)
+        figures: dict[str, Any] = {
+            "thread_pool_size": self.drop_in.worker.options.num_worker_threads,
+            "num_idle_threads": executor.threads.idle_threads,
+            "client_active_calls": sum(len(peer.calls) for peer in agent.peers),
+            "server_active_calls": running,
+            "server_active_async_calls": sum(
+                run.function.returns_future
+                for link in agent.connector.links
+                for run in link.inbound.running.values()
+            ),
+        }
+        if self.is_gil_profiled:
+            figures["gil_average_wait_time_us"] = 0
+        return figures
+
+    def get_rref_debug_info(self) -> dict[str, str]:
+        """The same for RRefs."""
+        found = self.drop_in.thread.call(lambda: rref_statistics(self.drop_in.worker.rref_context))
+        names = ("num_owner_rrefs", "num_pending_users", "num_pending_futures", "num_forks")
+        return {name: str(found[name]) for name in names}
+
+    # -- the end
+
+    def leaked_rrefs(self) -> tuple[RRefRow, ...]:
+        """Values of this worker that others still held when all were to let go."""
+        return self.drop_in.worker.surviving_rrefs
+
+    def join(self, shutdown: bool = False, timeout: float = 0) -> None:
+        """Wait until nothing is under way in the group; with ``shutdown``, leave it."""
+        if shutdown:
+            self.drop_in.shutdown(graceful=True, timeout_s=timeout)
+        else:
+            self.drop_in.run(lambda: self.drop_in.agent.drain(timeout or None))
+
+    def shutdown(self) -> None:
+        """Leave the group without waiting for anybody."""
+        if not self.drop_in.worker.is_shut_down:
+            self.drop_in.shutdown(graceful=False, timeout_s=0)

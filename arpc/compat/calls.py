@@ -1,0 +1,153 @@
+"""Calls from threads that block: packed where they are made, sent and answered on the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from arpc import torchstate
+from arpc.agent.peers import Peer
+from arpc.compat.drop_in import DropIn
+from arpc.compat.failures import as_torch_error
+from arpc.compat.loop_thread import Outcome, refuse_loop_thread
+from arpc.options import UNSET, Unset
+
+__all__ = ["arpc_timeout", "call", "call_async", "torch_future_of"]
+
+_UNSET_S: Final = -1.0
+_is_pristine = torchstate.is_pristine
+
+
+def arpc_timeout(timeout: float) -> float | Unset:
+    """A timeout of torch, which says with -1 that it is not set."""
+    return UNSET if timeout == _UNSET_S else timeout
+
+
+def _seconds(drop_in: DropIn, timeout: float) -> float:
+    return drop_in.agent.default_timeout if timeout == _UNSET_S else timeout
+
+
+class _Call:
+    """One call on its way: called on the loop to begin it, in the context of the thread that made it."""
+
+    __slots__ = ("_call_id", "_drop_in", "_fail", "_function", "_kwargs", "_packed", "_peer", "_succeed", "_timeout", "anchor")
+
+    def __init__(
+        self,
+        drop_in: DropIn,
+        peer: Peer,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+    ) -> None:
+        self._drop_in = drop_in
+        self._peer = peer
+        self._function = function
+        self._packed = drop_in.agent.prepare(peer, function, args, kwargs)
+        self._kwargs = kwargs
+        self._timeout = arpc_timeout(timeout)
+        self._call_id = 0
+        self.anchor: object = None
+
+    def start(self, succeed: Callable[[Any], None], fail: Callable[[BaseException], None]) -> None:
+        """Begin it soon. One of the two is called on the loop in the end."""
+        self._succeed = succeed
+        self._fail = fail
+        thread = self._drop_in.thread
+        if _is_pristine():
+            thread.submit(thread.caller_context(), self._begin)
+        else:
+            # whether the thread wants gradients is for those to know who look at the arguments
+            thread.submit(thread.caller_context(), partial(torchstate.run_with, torchstate.capture(), self._begin))
+
+    def _begin(self) -> None:
+        agent = self._drop_in.agent
+        future = agent.loop.create_future()
+        try:
+            self._call_id = agent.begin(
+                self._peer, future, self._function, self._packed, self._kwargs, self._timeout
+            )
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is waited for
+            self._fail(error)
+        else:
+            future.add_done_callback(self._done)
+
+    def _done(self, future: asyncio.Future[Any]) -> None:
+        if future.cancelled():
+            # with the handler that made it
+            self._peer.cancel(self._call_id)
+            self._fail(asyncio.CancelledError())
+        elif (error := future.exception()) is not None:
+            self._fail(error)
+        else:
+            self._succeed(future.result())
+
+
+def call(
+    drop_in: DropIn,
+    peer: Peer,
+    function: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout: float,
+) -> Any:
+    """The result of a call. Raises in torch's words."""
+    refuse_loop_thread("await arpc.rpc_sync(...)")
+    outcome: Outcome[Any] = Outcome()
+    _Call(drop_in, peer, function, args, kwargs, timeout).start(outcome.set, outcome.fail)
+    try:
+        return outcome.wait()
+    except Exception as error:  # noqa: BLE001 - it is translated
+        raised = as_torch_error(error, peer.info, _seconds(drop_in, timeout))
+    except asyncio.CancelledError as error:
+        raised = as_torch_error(error, peer.info, _seconds(drop_in, timeout))
+    raise raised
+
+
+def call_async(
+    drop_in: DropIn,
+    peer: Peer,
+    function: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout: float,
+    *,
+    anchor: object = None,
+) -> torch.futures.Future[Any]:
+    """A call that is not waited for: a future of torch, completed where its callbacks may block.
+
+    ``anchor`` lives until it has ended.
+    """
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    completions = drop_in.completions
+    timeout_s = _seconds(drop_in, timeout)
+
+    def fail(error: BaseException) -> None:
+        completions.fail(future, as_torch_error(error, peer.info, timeout_s))
+
+    started = _Call(drop_in, peer, function, args, kwargs, timeout)
+    started.anchor = anchor
+    started.start(partial(completions.complete, future), fail)
+    return future
+
+
+def torch_future_of(
+    drop_in: DropIn, future: asyncio.Future[Any], translate: Callable[[BaseException], BaseException]
+) -> torch.futures.Future[Any]:
+    """A future of torch that is completed as one of the loop is. Called on the loop."""
+    made: torch.futures.Future[Any] = torch.futures.Future()
+
+    def done(ended: asyncio.Future[Any]) -> None:
+        error = asyncio.CancelledError() if ended.cancelled() else ended.exception()
+        if error is not None:
+            drop_in.completions.fail(made, translate(error))
+        else:
+            drop_in.completions.complete(made, ended.result())
+
+    future.add_done_callback(done)
+    return made

@@ -1,0 +1,120 @@
+"""The worker of a process that was written for torch.distributed.rpc: there is one at a time, with its loop thread."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from typing import Any, TypeVar
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from arpc.agent.peers import Peer
+from arpc.agent.scope import WorkerScope
+from arpc.compat.completions import Completions
+from arpc.compat.loop_thread import LoopThread
+from arpc.errors import UnknownWorkerError
+from arpc.ids import WorkerInfo
+from arpc.options import RpcOptions
+from arpc.rref.context import Skin
+from arpc.runtime import Worker, start_worker
+
+__all__ = ["DropIn"]
+
+T = TypeVar("T")
+
+
+class DropIn:
+    """An `arpc.Worker` whose code blocks. Used from any thread but that of its loop."""
+
+    def __init__(self, thread: LoopThread, worker: Worker) -> None:
+        self.thread = thread
+        self.worker = worker
+        self.agent = worker.agent
+        self.completions: Completions = thread.call(lambda: Completions(thread.loop, worker.name))
+        thread.scope = WorkerScope(worker)
+        atexit.register(self._stop)
+
+    @classmethod
+    def start(
+        cls, name: str, *, store: Store, rank: int | None, world_size: int | None, options: RpcOptions, skin: Skin
+    ) -> DropIn:
+        """Join the group that meets in a store."""
+        thread = LoopThread(name)
+        try:
+            worker = thread.run(
+                lambda: start_worker(
+                    name,
+                    rank=rank,
+                    world_size=world_size,
+                    init_method="env://",
+                    store=store,
+                    options=options,
+                    skin=skin,
+                ),
+                context=Context(),
+            )
+            return cls(thread, worker)
+        except BaseException:
+            thread.stop()
+            raise
+
+    @property
+    def info(self) -> WorkerInfo:
+        return self.worker.info
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.worker.rendezvous.is_elastic
+
+    def run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What a coroutine returns, run on the loop in the name of this thread."""
+        return self.thread.run(make)
+
+    # -- who is there
+
+    def peer(self, to: str | int | WorkerInfo) -> Peer:
+        """Who calls go to. Raises RuntimeError in torch's words."""
+        peer = self.agent.peer(to)
+        if peer is None and self.is_elastic:
+            peer = self._resolved(to)
+        if peer is None:
+            kind = "name" if isinstance(to, str) else "id"
+            where = f"name:{self.info.name},rank:{self.info.id}"
+            raise RuntimeError(f"{where} could not find destination {kind} {to}")
+        return peer
+
+    def _resolved(self, to: str | int | WorkerInfo) -> Peer | None:
+        """One that has come since, if there is such a worker."""
+        asked = to.name if isinstance(to, WorkerInfo) else to
+
+        async def resolve() -> Peer:
+            return self.agent.add_peer(await self.agent.resolve(asked))
+
+        try:
+            return self.run(resolve)
+        except UnknownWorkerError:
+            return None
+
+    def infos(self) -> list[WorkerInfo]:
+        """All workers of the group, by id."""
+
+        async def members() -> list[WorkerInfo]:
+            records = await self.worker.rendezvous.members()
+            return sorted({self.info, *(record.info for record in records)}, key=lambda info: info.id)
+
+        return self.run(members)
+
+    # -- the end
+
+    def shutdown(self, *, graceful: bool, timeout_s: float) -> None:
+        """Leave the group, and end the loop. Raises what kept it from being graceful, after it has ended all the same."""
+        try:
+            self.thread.run(lambda: self.worker.shutdown(graceful, timeout_s), context=Context())
+        finally:
+            self.thread.call(self.completions.close)
+            self._stop()
+
+    def _stop(self) -> None:
+        atexit.unregister(self._stop)
+        self.thread.stop()

@@ -1,0 +1,84 @@
+"""Errors of arpc in the words of torch.distributed.rpc, which people match on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from arpc.errors import (
+    ArpcError,
+    CallCancelledError,
+    RemoteError,
+    RemoteTraceback,
+    RpcTimeoutError,
+    RRefCreationError,
+    SerializationError,
+)
+from arpc.ids import WorkerInfo
+
+__all__ = ["as_torch_error", "creation_error", "timeout_error"]
+
+_NOT_ON_CALLEE: Final = "the function is not on worker"
+
+
+def timeout_error(timeout_s: float) -> RuntimeError:
+    """The error of a call that took too long."""
+    milliseconds = int(timeout_s * 1000)
+    return RuntimeError(
+        f"RPCErr:1:RPC ran for more than set timeout ({milliseconds} ms) and will now be marked with an error"
+    )
+
+
+def creation_error() -> RuntimeError:
+    """The error of every use of an RRef whose creation is not known to have succeeded."""
+    return RuntimeError(
+        "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node does not exist."
+    )
+
+
+def as_torch_error(error: BaseException, to: WorkerInfo, timeout_s: float) -> BaseException:
+    """What torch raises where arpc raised ``error`` in a call of worker ``to``."""
+    if isinstance(error, asyncio.CancelledError):
+        return RuntimeError(f"the call of worker {to.name} was cancelled")
+    remote = error.__cause__
+    if isinstance(error, RemoteError):
+        made = RuntimeError(
+            f"Failed to create original exception type. Original exception on remote side was "
+            f"{_described(error, to, error.stack)}"
+        )
+    elif isinstance(error, RpcTimeoutError):
+        made = timeout_error(timeout_s)
+    elif isinstance(error, RRefCreationError):
+        made = creation_error()
+    elif isinstance(error, CallCancelledError):
+        made = RuntimeError(str(error))
+    elif isinstance(remote, RemoteTraceback):
+        return _rebuilt(error, to, remote.stack)
+    elif isinstance(error, ArpcError) and not isinstance(error, RuntimeError | TypeError | ValueError):
+        made = RuntimeError(str(error))
+    else:
+        return error
+    made.__cause__ = error
+    return made
+
+
+def _described(error: BaseException, to: WorkerInfo, stack: str) -> str:
+    return f"On {to!r}:\n{error!r}\n{stack}"
+
+
+def _rebuilt(error: BaseException, to: WorkerInfo, stack: str) -> BaseException:
+    """An exception of the same type whose text tells where it was raised, and how."""
+    if isinstance(error, SerializationError) and _NOT_ON_CALLEE in str(error):
+        text = f"{error}. Default RPC pickler does not serialize function code"
+        made: BaseException = RuntimeError(_described(AttributeError(text), to, stack))
+    else:
+        text = _described(error, to, stack).encode("utf-8").decode("unicode_escape")
+        try:
+            made = type(error)(text)
+        except BaseException as reason:  # noqa: BLE001 - the class is a user's, and may do anything
+            made = RuntimeError(
+                f"Failed to create original exception type. Error msg was {reason} "
+                f"Original exception on remote side was {text}"
+            )
+    made.__cause__ = error
+    return made

@@ -1,0 +1,205 @@
+"""The event loop in a thread of its own, and the door through which all other threads enter it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from _thread import allocate_lock
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context, copy_context
+from threading import get_ident
+from typing import Any, Generic, TypeVar, cast
+
+from arpc import torchstate
+from arpc.agent.scope import Scope, current_scope
+from arpc.errors import ShutdownError
+from arpc.runner import new_event_loop
+
+__all__ = ["LoopThread", "Outcome", "refuse_loop_thread"]
+
+logger = logging.getLogger("arpc.compat")
+
+T = TypeVar("T")
+
+_END_S = 5.0
+"""How long the loop may take to end what still runs on it."""
+
+
+def refuse_loop_thread(awaitable: str) -> None:
+    """Raise if this thread runs an event loop: to block it could be to wait for oneself, for ever."""
+    if asyncio._get_running_loop() is not None:  # noqa: SLF001 - get_running_loop would raise where it is None
+        raise RuntimeError(
+            f"a blocking function of arpc.compat was called on the thread of an event loop, which nobody else could "
+            f"use meanwhile: write `{awaitable}` in an async function"
+        )
+
+
+class Outcome(Generic[T]):
+    """What one thread waits for and another one sets: the cheapest there is, for one waiter."""
+
+    __slots__ = ("_error", "_lock", "_value")
+
+    def __init__(self) -> None:
+        self._lock = allocate_lock()
+        self._lock.acquire()
+        self._value: T | None = None
+        self._error: BaseException | None = None
+
+    def set(self, value: T) -> None:
+        self._value = value
+        self._lock.release()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._lock.release()
+
+    def wait(self) -> T:
+        """Block until it is set. Ctrl-C interrupts it."""
+        self._lock.acquire()
+        error = self._error
+        if error is None:
+            return cast("T", self._value)
+        try:
+            raise error
+        finally:
+            self._error = error = None  # an error refers to this frame
+
+
+class LoopThread:
+    """A running loop. Everything but `stop` may be called from any other thread."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = new_event_loop()
+        self.loop.set_task_factory(torchstate.rooted_task_factory)
+        self.scope: Scope | None = None
+        """That of code which runs for no caller: of the script, and of the threads it started."""
+        self._jobs: deque[tuple[Context, Callable[[], None]]] = deque()
+        self._is_called = False
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name=f"arpc-loop-{name}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        with torchstate.pristine_thread():
+            try:
+                self.loop.run_forever()
+                self.loop.run_until_complete(self._end())
+            finally:
+                self.loop.close()
+
+    async def _end(self) -> None:
+        self._take_jobs()  # what came after the loop was told to stop
+        left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=_END_S)
+        await self.loop.shutdown_asyncgens()
+
+    # -- the door
+
+    @property
+    def is_this(self) -> bool:
+        """Whether the code that asks runs on the loop."""
+        return get_ident() == self._thread.ident
+
+    def caller_context(self) -> Context:
+        """The context variables of this thread, for what is done on the loop in its name.
+
+        They are its own: what a thread sets, such as an autograd context, no other thread sees. In a handler they are
+        those of the handler.
+        """
+        context = copy_context()
+        if current_scope not in context or context[current_scope] is None:
+            context.run(current_scope.set, self.scope)
+        return context
+
+    def submit(self, context: Context, job: Callable[[], None]) -> None:
+        """Run a job on the loop, soon. It must not raise."""
+        if self._is_closed:
+            raise ShutdownError("the worker has been shut down")
+        self._jobs.append((context, job))
+        # All jobs that are there when the loop looks come with one wake-up. A race costs a spare one, never a lost one:
+        # the loop clears the flag before it empties the queue.
+        if not self._is_called:
+            self._is_called = True
+            try:
+                self.loop.call_soon_threadsafe(self._take_jobs)
+            except RuntimeError:
+                raise ShutdownError("the worker has been shut down") from None
+
+    def _take_jobs(self) -> None:
+        self._is_called = False
+        jobs = self._jobs
+        while jobs:
+            context, job = jobs.popleft()
+            try:
+                context.run(job)
+            except BaseException:
+                logger.exception("an internal error on the event loop")
+
+    def call(self, function: Callable[[], T]) -> T:
+        """What a function returns that is called on the loop."""
+        outcome: Outcome[T] = Outcome()
+
+        def job() -> None:
+            try:
+                result = function()
+            except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
+                outcome.fail(error)
+            else:
+                outcome.set(result)
+
+        self.submit(self.caller_context(), job)
+        return outcome.wait()
+
+    def run(self, make: Callable[[], Coroutine[Any, Any, T]], context: Context | None = None) -> T:
+        """What a coroutine returns that runs on the loop, in the context of this thread and with its state of torch.
+
+        Interrupting the wait cancels it.
+        """
+        outcome: Outcome[T] = Outcome()
+        state = None if torchstate.is_pristine() else torchstate.capture()
+        tasks: list[asyncio.Task[T]] = []
+
+        def done(task: asyncio.Task[T]) -> None:
+            if task.cancelled():
+                outcome.fail(ShutdownError("the worker was shut down meanwhile"))
+            elif (error := task.exception()) is not None:
+                outcome.fail(error)
+            else:
+                outcome.set(task.result())
+            tasks.clear()
+
+        def start() -> None:
+            try:
+                tasks.append(self.loop.create_task(make()))
+            except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
+                outcome.fail(error)
+            else:
+                tasks[0].add_done_callback(done)
+
+        def start_with_state() -> None:
+            if state is None:
+                start()
+            else:
+                torchstate.run_with(state, start)
+
+        self.submit(self.caller_context() if context is None else context, start_with_state)
+        try:
+            return outcome.wait()
+        except KeyboardInterrupt:
+            self.submit(copy_context(), lambda: [task.cancel() for task in tasks] and None)
+            raise
+
+    def stop(self) -> None:
+        """End the loop, and what is left on it. Not from a thread that the loop waits for."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        if not self.is_this:
+            self._thread.join(_END_S)

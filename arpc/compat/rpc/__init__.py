@@ -1,0 +1,168 @@
+"""torch.distributed.rpc, on arpc. See `arpc.compat`."""
+
+from __future__ import annotations
+
+import logging
+import numbers
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_rpc import _set_profiler_node_id
+
+from arpc.compat import autograd as dist_autograd
+from arpc.compat.agents import TensorPipeAgent
+from arpc.compat.rpc import api, backend_registry, constants, functions, internal, options
+from arpc.compat.rpc.api import (
+    RRef,
+    _get_current_rpc_agent,
+    _is_current_rpc_agent_set,
+    _set_rpc_timeout,
+    get_rpc_timeout,
+    get_worker_info,
+    remote,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
+from arpc.compat.rpc.backend_registry import BackendType
+from arpc.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from arpc.ids import WorkerInfo
+
+__all__ = [
+    "BackendType",
+    "PyRRef",
+    "RRef",
+    "RpcBackendOptions",
+    "TensorPipeAgent",
+    "TensorPipeRpcBackendOptions",
+    "WorkerInfo",
+    "api",
+    "backend_registry",
+    "constants",
+    "enable_gil_profiling",
+    "functions",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_rpc",
+    "internal",
+    "is_available",
+    "options",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+logger = logging.getLogger("arpc.compat")
+
+PyRRef = RRef
+
+_rendezvous: list[Any] = []
+"""Kept, because the store ends with it."""
+
+
+def is_available() -> bool:
+    """Always."""
+    return True
+
+
+def init_rpc(
+    name: str,
+    backend: Any = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: Any = None,
+) -> None:
+    """Join a group of workers under a name; from then on this process makes calls and answers them."""
+    if backend is not None and not isinstance(backend, backend_registry.BackendType):
+        raise TypeError("Argument backend must be a member of BackendType")
+    if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
+        raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
+    if backend is None:
+        backend = _backend_of(rpc_backend_options)
+    if rpc_backend_options is None:
+        rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
+    store = _open_store(rpc_backend_options, rank, world_size)
+    dist_autograd._init(rank)  # noqa: SLF001 - torch's name, which tests replace
+    _set_profiler_node_id(rank)
+    _init_rpc_backend(backend, store, name, rank, world_size, rpc_backend_options)
+
+
+def _backend_of(chosen: Any) -> Any:
+    """The backend whose options these are."""
+    if chosen is None:
+        return backend_registry.BackendType.TENSORPIPE
+    for candidate in backend_registry.BackendType:
+        if isinstance(chosen, type(backend_registry.construct_rpc_backend_options(candidate))):
+            if candidate.name != "TENSORPIPE":
+                logger.warning("the options are those of %r, so that backend is used", candidate)
+            return candidate
+    raise TypeError(f"Could not infer backend for options {chosen}")
+
+
+def _open_store(chosen: RpcBackendOptions, rank: int, world_size: int | None) -> Any:
+    if not world_size:
+        store = dist._create_store_from_options(chosen, rank)  # type: ignore[attr-defined]  # noqa: SLF001
+    else:
+        meeting = dist.rendezvous(chosen.init_method, rank=rank, world_size=world_size)  # type: ignore[attr-defined]
+        _rendezvous[:] = [meeting]
+        store, _, _ = next(meeting)
+    store.set_timeout(timedelta(seconds=chosen.rpc_timeout))
+    return store
+
+
+def _init_rpc_backend(
+    backend: Any = None,
+    store: Any = None,
+    name: str | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: Any = None,
+) -> None:
+    backend = backend_registry.BackendType.TENSORPIPE if backend is None else backend
+    for given, kind in (
+        (backend, backend_registry.BackendType),
+        (store, dist.Store),  # type: ignore[attr-defined]
+        (name, str),
+        (rank, numbers.Integral),
+        (world_size, (numbers.Integral, type(None))),
+        (rpc_backend_options, RpcBackendOptions),
+    ):
+        if not isinstance(given, kind):
+            raise RuntimeError(f"Argument {given} must be of type {kind} but got type {type(given)}")
+    if _is_current_rpc_agent_set():
+        raise RuntimeError("RPC is already initialized")
+    agent = backend_registry.init_backend(
+        backend,
+        store=store,
+        name=name,
+        rank=rank,
+        world_size=world_size,
+        rpc_backend_options=rpc_backend_options,
+    )
+    api._init_rpc_states(agent)  # noqa: SLF001 - torch's name
+
+
+# -- figures
+
+
+@api._require_initialized
+def enable_gil_profiling(flag: bool) -> None:
+    """Have the debug information tell how long handlers waited for the interpreter."""
+    _get_current_rpc_agent().is_gil_profiled = flag
+
+
+@api._require_initialized
+def _rref_context_get_debug_info() -> dict[str, str]:
+    found: dict[str, str] = _get_current_rpc_agent().get_rref_debug_info()
+    return found
+
+
+@api._require_initialized
+def _get_debug_info() -> dict[str, str]:
+    return {
+        **_rref_context_get_debug_info(),
+        **_get_current_rpc_agent().get_debug_info(),
+        **dist_autograd._get_debug_info(),  # noqa: SLF001 - torch's name
+    }

@@ -1,0 +1,158 @@
+"""Backends by name, as torch has them. There is one behind them all: arpc."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from arpc.compat.agents import TensorPipeAgent
+from arpc.compat.drop_in import DropIn
+from arpc.compat.rpc import api
+from arpc.compat.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC
+from arpc.compat.rpc.options import TensorPipeRpcBackendOptions
+from arpc.compat.rref import SKIN
+from arpc.errors import ConfigurationError, NameTakenError
+from arpc.options import RpcOptions
+
+__all__ = [
+    "BackendType",
+    "BackendValue",
+    "backend_registered",
+    "construct_rpc_backend_options",
+    "init_backend",
+    "register_backend",
+]
+
+
+class BackendValue(NamedTuple):
+    """What a backend is."""
+
+    construct_rpc_backend_options_handler: Callable[..., Any]
+    init_backend_handler: Callable[..., Any]
+
+
+_backends: dict[str, BackendValue] = {}
+
+
+def _make_backend_type() -> Any:
+    made = enum.Enum(value="BackendType", names=_backends)  # type: ignore[misc]
+    made.__repr__ = lambda self: f"BackendType.{self.name}"  # type: ignore[method-assign]
+    made.__doc__ = "The backends that there are."
+    return made
+
+
+BackendType: Any = _make_backend_type()
+
+
+def backend_registered(backend_name: str) -> bool:
+    """Whether there is a backend of that name."""
+    return backend_name in _backends
+
+
+def register_backend(
+    backend_name: str,
+    construct_rpc_backend_options_handler: Callable[..., Any],
+    init_backend_handler: Callable[..., Any],
+) -> Any:
+    """Add a backend. `BackendType` is another class from then on, as it is in torch."""
+    global BackendType  # noqa: PLW0603 - people look it up in this module
+    if backend_registered(backend_name):
+        raise RuntimeError(f"RPC backend {backend_name}: already registered")
+    _backends[backend_name] = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
+    BackendType = _make_backend_type()
+    return BackendType[backend_name]
+
+
+def construct_rpc_backend_options(
+    backend: Any,
+    rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+    init_method: str = DEFAULT_INIT_METHOD,
+    **kwargs: Any,
+) -> Any:
+    """The options of a backend."""
+    return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
+
+
+def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
+    """Start a backend; returns its agent."""
+    return backend.value.init_backend_handler(*args, **kwargs)
+
+
+def start_agent(
+    store: Any, name: str, rank: int, world_size: int | None, options: RpcOptions, kind: type[TensorPipeAgent]
+) -> TensorPipeAgent:
+    """Start a worker of arpc, and make it the one of this process."""
+    if not isinstance(store, Store):
+        raise TypeError(f"`store` must be a c10d::Store. {store}")
+    # Shutting down waits for those that wait in the same way, which not all of the group need to do
+    names = _Names(store)
+    names.add(name)
+    try:
+        drop_in = DropIn.start(
+            name,
+            store=store,
+            rank=rank if rank >= 0 else None,
+            world_size=world_size or None,
+            options=options,
+            skin=SKIN,
+        )
+    except NameTakenError as error:
+        raise RuntimeError(f"RPC worker name {name} is not unique: {error}") from error
+    except ConfigurationError as error:
+        raise RuntimeError(str(error)) from error
+    agent = kind(drop_in, store, is_static_group=bool(world_size))
+    agent.blocking_names = names.among([info.name for info in drop_in.infos()])
+    api._init_rpc_states(agent)  # noqa: SLF001 - torch's name
+    return agent
+
+
+class _Names:
+    """The workers of a group that are drop-ins."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @staticmethod
+    def _key(name: str) -> str:
+        return f"arpc.compat/{name}"
+
+    def add(self, name: str) -> None:
+        self._store.set(self._key(name), b"1")
+
+    def among(self, names: list[str]) -> set[str]:
+        if self._store.check([self._key(name) for name in names]):
+            return set(names)
+        return {name for name in names if self._store.check([self._key(name)])}
+
+
+def _tensorpipe_construct_rpc_backend_options_handler(
+    rpc_timeout: float,
+    init_method: str,
+    num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+    _transports: list[str] | None = None,
+    _channels: list[str] | None = None,
+    **_: Any,
+) -> TensorPipeRpcBackendOptions:
+    return TensorPipeRpcBackendOptions(
+        rpc_timeout=rpc_timeout,
+        init_method=init_method,
+        num_worker_threads=num_worker_threads,
+        _transports=_transports,
+        _channels=_channels,
+    )
+
+
+def _tensorpipe_init_backend_handler(
+    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
+) -> TensorPipeAgent:
+    if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
+        raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}")
+    return start_agent(store, name, rank, world_size, rpc_backend_options.as_arpc(), TensorPipeAgent)
+
+
+register_backend(
+    "TENSORPIPE", _tensorpipe_construct_rpc_backend_options_handler, _tensorpipe_init_backend_handler
+)

@@ -1,0 +1,247 @@
+"""RRef as torch has it: the methods of an `arpc.RRef`, blocking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Generic, NoReturn, TypeVar
+
+import torch
+
+from arpc.agent.future import Future
+from arpc.compat import current
+from arpc.compat.calls import arpc_timeout, call, call_async, torch_future_of
+from arpc.compat.drop_in import DropIn
+from arpc.compat.failures import as_torch_error, creation_error
+from arpc.compat.loop_thread import refuse_loop_thread
+from arpc.errors import RRefCreationError, ShutdownError
+from arpc.ids import WorkerInfo
+from arpc.rref.calls import call_method
+from arpc.rref.context import Skin
+from arpc.rref.handle import RRef as Handle
+
+__all__ = ["SKIN", "RRef"]
+
+# This is the skin of `arpc.RRef`, and the parts of it know each other
+# ruff: noqa: SLF001
+
+T = TypeVar("T")
+
+
+def _drop_in() -> DropIn:
+    drop_in: DropIn = current.get_agent().drop_in
+    return drop_in
+
+
+class RRef(Generic[T]):
+    """A reference to a value on some worker, its owner. ``RRef(value)`` makes one to an object of this process.
+
+    Its methods block the thread that calls them; `handle` is the same as an `arpc.RRef`, for coroutines.
+    """
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        if type_hint is None and isinstance(value, torch.jit.ScriptModule):
+            raise RuntimeError(
+                "The RRef being created contains a ScriptModule, must provide its ModuleInterface type hint. "
+            )
+        drop_in = _drop_in()
+        self.handle: Handle[T] = drop_in.thread.caller_context().run(Handle, value, type_hint)
+        self._prepare(drop_in)
+
+    def _prepare(self, drop_in: DropIn) -> None:
+        self._drop_in = drop_in
+        self._type: torch.futures.Future[type] | None = None
+        self._profiling_future: torch.futures.Future[Any] | None = None
+
+    @classmethod
+    def of(cls, handle: Handle[T]) -> RRef[T]:
+        """An RRef of arpc in the form that the code of this process knows."""
+        made = cls.__new__(cls)
+        made.handle = handle
+        made._prepare(_drop_in())
+        return made
+
+    # -- who and where
+
+    def owner(self) -> WorkerInfo:
+        """The worker that has the value."""
+        return self.handle.owner()
+
+    def owner_name(self) -> str:
+        return self.handle.owner_name()
+
+    def is_owner(self) -> bool:
+        """Whether the value is in this process."""
+        return self.handle.is_owner()
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner is known to count this RRef."""
+        return self.handle.confirmed_by_owner()
+
+    def __str__(self) -> str:
+        return repr(self.handle)
+
+    __repr__ = __str__
+
+    # -- the value
+
+    def to_here(self, timeout: float = -1.0) -> T:
+        """A copy of the value, once it is there; on the owner, the value itself."""
+        refuse_loop_thread("await rref.handle.to_here()")
+        self._refuse_if_over("call to_here() on it")
+        return self._run(partial(self.handle.to_here, arpc_timeout(timeout)), timeout)
+
+    def local_value(self) -> T:
+        """The value itself. On its owner only."""
+        if not self.is_owner():
+            rref, fork = self.handle.ids()
+            raise RuntimeError(
+                f"For UserRRef(rref_id={rref}, fork_id={fork}), can't call localValue() on user "
+                f"{self._drop_in.info}. Call it on owner {self.owner()}"
+            )
+        refuse_loop_thread("await rref.handle.local_value()")
+        return self._run(self.handle.local_value, -1.0)
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Run a backward pass from the value, on its owner."""
+        refuse_loop_thread("await rref.handle.backward(...)")
+        self._run(partial(self.handle.backward, dist_autograd_ctx_id, retain_graph), -1.0)
+
+    def _run(self, make: Callable[[], Any], timeout: float) -> Any:
+        drop_in = self._drop_in
+        try:
+            return drop_in.run(make)
+        except ShutdownError as error:
+            raise RuntimeError(str(error)) from error
+        except Exception as error:  # noqa: BLE001 - it is translated
+            timeout_s = drop_in.agent.default_timeout if timeout == -1.0 else timeout
+            raised = as_torch_error(error, self.owner(), timeout_s)
+        raise raised
+
+    def _refuse_if_over(self, what: str) -> None:
+        """Raise if there is no worker any more for which this RRef is counted."""
+        if not self.is_owner() and self._drop_in.worker.is_shut_down:
+            rref, fork = self.handle.ids()
+            raise RuntimeError(
+                f"UserRRef(rref_id={rref}, fork_id={fork}) has been deleted. Cannot {what} after deletion."
+            )
+
+    # -- calls on the value
+
+    def rpc_sync(self, timeout: float = -1.0) -> SyncProxy:
+        """``rref.rpc_sync().method(...)`` calls a method of the value, where it is."""
+        return SyncProxy(self, timeout)
+
+    def rpc_async(self, timeout: float = -1.0) -> AsyncProxy:
+        """``rref.rpc_async().method(...)`` starts a call of a method of the value: a future."""
+        return AsyncProxy(self, timeout)
+
+    def remote(self, timeout: float = -1.0) -> RemoteProxy:
+        """``rref.remote().method(...)`` is an RRef to what a method of the value returns."""
+        return RemoteProxy(self, timeout)
+
+    # -- what it is
+
+    def _get_type(self, timeout: float = -1.0, blocking: bool = True) -> Any:
+        """The type of the value, or a future of it. It is asked once."""
+        if self._type is None:
+            self._type = self._ask_type(timeout)
+        return self._type.wait() if blocking else self._type
+
+    def _ask_type(self, timeout: float) -> torch.futures.Future[type]:
+        ask: Callable[[RRef[T], float], torch.futures.Future[type]] = current.get_agent().type_of
+        return ask(self, timeout)
+
+    def _get_future(self) -> torch.futures.Future[Any]:
+        """Done when the function that `remote` called has ended."""
+
+        def watch() -> torch.futures.Future[Any]:
+            creation: Future[Any] | None = self.handle._get_future()
+            if creation is None:
+                raise RuntimeError("Creating future for an RRef that was not created by rpc.remote() here")
+            return torch_future_of(
+                self._drop_in, creation, lambda error: as_torch_error(error, self.owner(), 0.0)
+            )
+
+        return self._drop_in.thread.call(watch)
+
+    def _get_profiling_future(self) -> torch.futures.Future[Any]:
+        if self._profiling_future is None:
+            raise RuntimeError("Profiling future has not been set!")
+        return self._profiling_future
+
+    def _set_profiling_future(self, future: torch.futures.Future[Any]) -> None:
+        self._profiling_future = future
+
+    # -- pickles
+
+    def _serialize(self) -> NoReturn:
+        """An RRef is packed for one worker, which its owner then counts: there is no pickle for anybody."""
+        self._check_creation()
+        raise RuntimeError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
+
+    def _check_creation(self) -> None:
+        failure = self.handle.failure
+        if isinstance(failure, RRefCreationError):
+            raise creation_error()
+
+    def __reduce__(self) -> NoReturn:
+        raise RuntimeError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
+
+
+class _Proxy:
+    """Names of methods to calls of them."""
+
+    def __init__(self, rref: RRef[Any], timeout: float) -> None:
+        self._rref = rref
+        self._timeout = timeout
+
+    def _arguments(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        self._rref._check_creation()
+        return (*self._rref.handle._target(), name, *args)
+
+
+class SyncProxy(_Proxy):
+    """Calls methods and waits for what they return."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._call, name)
+
+    def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        rref = self._rref
+        drop_in = rref._drop_in
+        peer = drop_in.peer(rref.owner_name())
+        return call(drop_in, peer, call_method, self._arguments(name, args), kwargs, self._timeout)
+
+
+class AsyncProxy(_Proxy):
+    """Calls methods and returns futures."""
+
+    def __getattr__(self, name: str) -> Callable[..., torch.futures.Future[Any]]:
+        return partial(self._call, name)
+
+    def _call(self, name: str, /, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
+        rref = self._rref
+        drop_in = rref._drop_in
+        peer = drop_in.peer(rref.owner_name())
+        arguments = self._arguments(name, args)
+        return call_async(drop_in, peer, call_method, arguments, kwargs, self._timeout, anchor=rref)
+
+
+class RemoteProxy(_Proxy):
+    """Calls methods; their results stay on the owner."""
+
+    def __getattr__(self, name: str) -> Callable[..., RRef[Any]]:
+        return partial(self._call, name)
+
+    def _call(self, name: str, /, *args: Any, **kwargs: Any) -> RRef[Any]:
+        rref = self._rref
+        rref._check_creation()
+        getattr(rref._get_type(self._timeout), name)  # a name that is wrong is wrong here and now
+        timeout = arpc_timeout(self._timeout)
+        context = rref._drop_in.thread.caller_context()
+        made = context.run(rref.handle._remote_method, name, timeout, *args, **kwargs)
+        return RRef.of(made)
+
+
+SKIN = Skin(RRef, RRef.of, lambda rref: rref.handle)

@@ -73,7 +73,6 @@ def _init_rpc_states(agent: Any) -> None:
     """Take an agent for the one of this process."""
     global _ALL_WORKER_NAMES
     _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
-    _gatherings.clear()
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
 
@@ -314,6 +313,7 @@ def _finalize_shutdown() -> None:
     try:
         _get_current_rpc_agent().shutdown()
     finally:
+        _gatherings.clear()
         _reset_current_rpc_agent()
 
 

@@ -98,6 +98,11 @@ class RpcOptions:
     rpc_timeout: float = field(default_factory=lambda: _env_float("ARPC_TIMEOUT", 60.0))
     """Seconds a call may take when it does not say; 0 means no limit. ``ARPC_TIMEOUT``"""
 
+    timeouts_travel: bool = True
+    """Whether a callee hears of the deadline of a call: it then cancels what passes it, and calls that a handler makes
+    end with it. False keeps timeouts to the caller: a function that it has given up runs to its end all the same, as
+    users of torch.distributed.rpc know it."""
+
     init_timeout: float = field(default_factory=lambda: _env_float("ARPC_INIT_TIMEOUT", 60.0))
     """Seconds to wait for the whole group at the start. ``ARPC_INIT_TIMEOUT``"""
 

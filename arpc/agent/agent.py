@@ -198,6 +198,7 @@ class Agent:
                 deadlines=self.deadlines,
                 window_bytes=self.options.window_bytes,
                 connect=self.connector.connect,
+                timeouts_travel=self.options.timeouts_travel,
             )
         if peer.connection is not None and peer.connection.peer.incarnation != record.incarnation:
             peer.connection.abort(WireError("the worker was started again"))
@@ -682,7 +683,7 @@ class Agent:
             self._default_tick, self._default_timeout_ms, self._default_tick_until = NEVER, 0, float("inf")
             return
         self._default_tick = tick = self.deadlines.tick(self._time(), timeout_s)
-        self._default_timeout_ms = max(1, int(timeout_s * 1000))
+        self._default_timeout_ms = max(1, int(timeout_s * 1000)) if self.options.timeouts_travel else 0
         self._default_tick_until = self.deadlines.time_of(tick) - timeout_s
 
     def _deadline(self, timeout: float | Unset, inherited: float | None, function: Any) -> tuple[int, int]:
@@ -705,7 +706,8 @@ class Agent:
         if not timeout_s:
             return NEVER, 0
         timeout_s = min(timeout_s, _MAX_TIMEOUT_S)
-        return self.deadlines.tick(now, timeout_s), max(1, int(timeout_s * 1000))
+        tick = self.deadlines.tick(now, timeout_s)
+        return tick, max(1, int(timeout_s * 1000)) if self.options.timeouts_travel else 0
 
     def _call_from_thread(self, future: Future[Any], *arguments: Any) -> None:
         context = copy_context()

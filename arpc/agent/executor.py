@@ -103,6 +103,8 @@ class Executor:
         self._window_bytes = window_bytes
         self._pickler = codec.pickler
         self._is_closed = False
+        self.tell_failure: Callable[[str, BaseException], None] | None = None
+        """Told the name of each function that fails here, and what it raised."""
 
     @property
     def calls_handled(self) -> int:
@@ -607,6 +609,8 @@ class Executor:
         if run.ended:
             return
         self.calls_failed += 1
+        if self.tell_failure is not None:
+            self.tell_failure(run.function.name, error)
         kind = FailureKind.RAISED
         if isinstance(error, asyncio.CancelledError):
             kind = FailureKind.TIMEOUT if run.expired else FailureKind.CANCELLED
@@ -689,7 +693,7 @@ class Executor:
 
         if isinstance(result, asyncio.Future):
             result.add_done_callback(settle)
-        elif isinstance(result, torch.futures.Future | concurrent.futures.Future):
+        elif isinstance(result, torch._C.Future | concurrent.futures.Future):
             # completed on a thread of its own
             def settle_on_loop(future: Any) -> None:
                 self.loop.call_soon_threadsafe(settle, future)
@@ -724,7 +728,7 @@ async def _future_of(result: Any, name: str, loop: asyncio.AbstractEventLoop) ->
     """The value of what a function marked with `async_execution` returned."""
     if isinstance(result, asyncio.Future):
         return await result
-    if not isinstance(result, torch.futures.Future | concurrent.futures.Future):
+    if not isinstance(result, torch._C.Future | concurrent.futures.Future):
         raise TypeError(
             f"a function marked with async_execution must return a Future, and {name} returned "
             f"{type(result).__qualname__}"

@@ -63,6 +63,7 @@ class Peer:
         deadlines: Deadlines,
         window_bytes: int,
         connect: Callable[[Peer], Awaitable[Connection]],
+        timeouts_travel: bool = True,
     ) -> None:
         self.info = info
         self.state = PeerState.IDLE
@@ -72,7 +73,7 @@ class Peer:
         self.function_ids: dict[Any, int] = {}
         """Functions the peer knows on this connection, by identity."""
         self.in_flight_bytes = 0
-        self.calls = Calls(deadlines, self._timed_out, self._abandon)
+        self.calls = Calls(deadlines, self._timed_out, self._abandon if timeouts_travel else self._leave)
         self.backlog: deque[tuple[int, Call, bytes, list[memoryview]]] = deque()
         """Calls that wait for a connection, or for room in the window."""
         self.connects = 0
@@ -175,6 +176,10 @@ class Peer:
                 logger.debug("call %d to %s was cancelled while it was sent", call_id, self.info.name)
             else:
                 connection.send(frame(_CANCEL, 0, call_id, 0, 0, b""))
+        self.release(call)
+
+    def _leave(self, _: int, call: Call) -> None:
+        """Nobody here waits for a call any more, but the peer is not told."""
         self.release(call)
 
     def _timed_out(self, _: int, call: Call) -> None:

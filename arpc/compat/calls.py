@@ -48,7 +48,10 @@ class _Call:
         self._drop_in = drop_in
         self._peer = peer
         self._function = function
-        self._packed = drop_in.agent.prepare(peer, function, args, kwargs)
+        try:
+            self._packed = drop_in.agent.prepare(peer, function, args, kwargs)
+        except Exception as error:
+            raise as_torch_error(error, peer.info, 0.0) from error
         self._kwargs = kwargs
         self._timeout = arpc_timeout(timeout)
         self._call_id = 0

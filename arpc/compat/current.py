@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
+from threading import get_ident
 from typing import Any
 
-__all__ = ["get_agent", "has_agent", "reset_agent", "set_agent"]
+__all__ = ["get_agent", "has_agent", "reset_agent", "set_agent", "starting"]
 
 _agents: list[Any] = []
+_starts: list[tuple[int, threading.Event]] = []
 
-_NO_AGENT = (
-    "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
-)
+_NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """An agent is being started by this thread. Others may call it before the start is over, and handlers wait."""
+    start = (get_ident(), threading.Event())
+    _starts.append(start)
+    try:
+        yield
+    finally:
+        _starts.remove(start)
+        start[1].set()
+
+
+def has_agent() -> bool:
+    if not _agents:
+        for starter, is_over in list(_starts):
+            if starter != get_ident():
+                is_over.wait()
+    return bool(_agents)
 
 
 def get_agent() -> Any:
     """The agent. Raises RuntimeError if there is none."""
-    if not _agents:
+    if not _agents and not has_agent():
         raise RuntimeError(_NO_AGENT)
     return _agents[0]
-
-
-def has_agent() -> bool:
-    return bool(_agents)
 
 
 def set_agent(agent: Any) -> None:

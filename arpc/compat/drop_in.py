@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import sys
+import traceback
 from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any, TypeVar
@@ -33,6 +35,7 @@ class DropIn:
         self.agent = worker.agent
         self.completions: Completions = thread.call(lambda: Completions(thread.loop, worker.name))
         thread.scope = WorkerScope(worker)
+        thread.call(self._show_failures)
         atexit.register(self._stop)
 
     @classmethod
@@ -58,6 +61,15 @@ class DropIn:
         except BaseException:
             thread.stop()
             raise
+
+    def _show_failures(self) -> None:
+        self.agent.executor.tell_failure = self._show_failure
+
+    def _show_failure(self, function: str, error: BaseException) -> None:
+        """What a function raised is printed here too: its caller may be somebody else's."""
+        if isinstance(error, Exception):
+            stack = "".join(traceback.format_exception(error))
+            print(f"On {self.info!r}:\n{error!r}\n{stack}", file=sys.stderr)
 
     @property
     def info(self) -> WorkerInfo:

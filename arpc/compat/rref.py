@@ -19,6 +19,7 @@ from arpc.ids import WorkerInfo
 from arpc.rref.calls import call_method
 from arpc.rref.context import Skin
 from arpc.rref.handle import RRef as Handle
+from arpc.rref.values import fresh
 
 __all__ = ["SKIN", "RRef"]
 
@@ -244,4 +245,12 @@ class RemoteProxy(_Proxy):
         return RRef.of(made)
 
 
-SKIN = Skin(RRef, RRef.of, lambda rref: rref.handle)
+def _sendable(rref: RRef[Any]) -> Handle[Any]:
+    """The handle that is packed in a call: not one of a value that may not exist."""
+    failure = rref.handle.failure
+    if isinstance(failure, RRefCreationError):
+        raise fresh(failure)
+    return rref.handle
+
+
+SKIN = Skin(RRef, RRef.of, _sendable)

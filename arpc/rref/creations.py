@@ -245,7 +245,9 @@ class Creation:
         if isinstance(held, Use):
             if held.failure is None:
                 held.fail(failure)
-            context.happened(CreationFailed(self._fork))
+            goes_on = isinstance(self._error, RpcTimeoutError) and not context.options.timeouts_travel
+            # the owner makes the value all the same, for as long as there is a handle here that nobody can use
+            context.happened(CreationConfirmed(self._fork) if goes_on else CreationFailed(self._fork))
         else:
             held.fail(failure)
             context.happened(UserDeleted(self.rref, self._fork, abandons=True))

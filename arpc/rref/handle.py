@@ -128,9 +128,11 @@ class RRef(Generic[T]):
         return GloballyUniqueId.from_int(self._rref), fork
 
     @property
-    def failure(self) -> Exception | None:
-        """Why it cannot be used, as far as is known here; None if nothing is in the way."""
-        return self._use.failure if self._use is not None else None
+    def failure(self) -> BaseException | None:
+        """Why there is no value, or it cannot be used, as far as is known here; None if nothing is in the way."""
+        if self._use is not None:
+            return self._use.failure
+        return self._value.error if self._value is not None else None
 
     def __repr__(self) -> str:
         if self._use is None:

@@ -61,6 +61,11 @@ class Value:
             return f"raised {type(self._error).__qualname__}"
         return "not there yet" if self.content is NOTHING else type(self.content).__qualname__
 
+    @property
+    def error(self) -> BaseException | None:
+        """What is in its place."""
+        return self._error
+
     def set(self, content: Any) -> None:
         if self.content is NOTHING and self._error is None:
             self.content = content

@@ -22,6 +22,7 @@ from arpc.compat.current import has_agent as _is_current_rpc_agent_set
 from arpc.compat.current import reset_agent as _reset_current_rpc_agent
 from arpc.compat.drop_in import DropIn
 from arpc.compat.failures import as_torch_error
+from arpc.compat.futures import wait_all
 from arpc.compat.loop_thread import refuse_loop_thread
 from arpc.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from arpc.compat.rpc.gathering import Gatherings
@@ -160,7 +161,7 @@ def _wait_all() -> Iterator[None]:
         yield
     finally:
         try:
-            torch.futures.wait_all(_thread_local_var.future_list)
+            wait_all(_thread_local_var.future_list)
         finally:
             del _thread_local_var.future_list
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from arpc.compat import current
 from arpc.compat.agents import TensorPipeAgent
 from arpc.compat.drop_in import DropIn
 from arpc.compat.rpc import api
@@ -90,22 +91,23 @@ def start_agent(
     # Shutting down waits for those that wait in the same way, which not all of the group need to do
     names = _Names(store)
     names.add(name)
-    try:
-        drop_in = DropIn.start(
-            name,
-            store=store,
-            rank=rank if rank >= 0 else None,
-            world_size=world_size or None,
-            options=options,
-            skin=SKIN,
-        )
-    except NameTakenError as error:
-        raise RuntimeError(f"RPC worker name {name} is not unique: {error}") from error
-    except ConfigurationError as error:
-        raise RuntimeError(str(error)) from error
-    agent = kind(drop_in, store, is_static_group=bool(world_size))
-    agent.blocking_names = names.among([info.name for info in drop_in.infos()])
-    api._init_rpc_states(agent)  # noqa: SLF001 - torch's name
+    with current.starting():
+        try:
+            drop_in = DropIn.start(
+                name,
+                store=store,
+                rank=rank if rank >= 0 else None,
+                world_size=world_size or None,
+                options=options,
+                skin=SKIN,
+            )
+        except NameTakenError as error:
+            raise RuntimeError(f"RPC worker name {name} is not unique: {error}") from error
+        except ConfigurationError as error:
+            raise RuntimeError(str(error)) from error
+        agent = kind(drop_in, store, is_static_group=bool(world_size))
+        agent.blocking_names = names.among([info.name for info in drop_in.infos()])
+        api._init_rpc_states(agent)  # noqa: SLF001 - torch's name
     return agent
 
 

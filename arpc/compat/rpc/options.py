@@ -85,6 +85,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         """The same, as arpc has it."""
         return RpcOptions(
             rpc_timeout=self.rpc_timeout,
+            timeouts_travel=False,
             num_worker_threads=self.num_worker_threads,
             device_maps=self.device_maps,  # type: ignore[arg-type]  # invariant keys
             devices=tuple(self.devices),

@@ -1,0 +1,133 @@
+"""Requests that are lost or late on purpose, named as torch names its messages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+import torch
+from torch.jit._builtins import _find_builtin  # type: ignore[attr-defined]
+
+from arpc.agent.agent import Agent
+from arpc.agent.functions import name_of
+from arpc.agent.peers import Peer
+from arpc.errors import RpcTimeoutError
+from arpc.options import Unset
+from arpc.wire.messages import MessageType
+
+__all__ = ["MESSAGE_NAMES", "Faults"]
+
+_CALLS: Final = {MessageType.REQUEST: "CALL", MessageType.RREF_CREATE: "REMOTE_CALL"}
+_FETCHES: Final = ("SCRIPT_RREF_FETCH_CALL", "PYTHON_RREF_FETCH_CALL")
+_CONTROL: Final = {
+    MessageType.RREF_FORK_REQUEST: "RREF_FORK_REQUEST",
+    MessageType.RREF_CHILD_ACCEPT: "RREF_CHILD_ACCEPT",
+    MessageType.RREF_USER_DELETE: "RREF_USER_DELETE",
+    MessageType.AUTOGRAD_RELEASE: "CLEANUP_AUTOGRAD_CONTEXT_REQ",
+}
+"""What is sent again when it was lost."""
+
+MESSAGE_NAMES: Final = frozenset(
+    (*(f"{kind}_{name}" for kind in ("PYTHON", "SCRIPT") for name in _CALLS.values()), *_FETCHES, *_CONTROL.values())
+)
+
+
+def _is_script(function: Any) -> bool:
+    """Whether torch sends it as an operator or a script function, and not as a function of Python."""
+    return isinstance(function, torch.jit.ScriptFunction) or _find_builtin(function) is not None
+
+
+class Faults:
+    """Stands between an agent and what it sends. Belongs to the loop."""
+
+    def __init__(self, agent: Agent, lost: Iterable[str], delays_s: Mapping[str, float], losses: int) -> None:
+        self._agent = agent
+        self._lost = frozenset(lost)
+        self._delays_s = dict(delays_s)
+        self._losses = losses
+        self._sends: Counter[tuple[Any, ...]] = Counter()
+        self._begin: Callable[..., int] = agent.begin
+        agent.begin = self._begin_or_fail  # type: ignore[method-assign]
+
+    def _begin_or_fail(
+        self,
+        peer: Peer,
+        future: asyncio.Future[Any],
+        function: Any,
+        args: Any,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float | Unset,
+        flags: int = 0,
+        type_: int = int(MessageType.REQUEST),
+        **more: Any,
+    ) -> int:
+        names = _names_of(type_, function)
+        if not self._lost.isdisjoint(names) and self._is_lost(peer, type_, args):
+            text = f"{name_of(function)} to worker {peer.info.name!r} was lost on purpose"
+            future.set_exception(RpcTimeoutError(text))
+            return 0
+
+        def begin(answered: asyncio.Future[Any], timeout: float | Unset) -> int:
+            return self._begin(peer, answered, function, args, kwargs, timeout, flags, type_, **more)
+
+        delay_s = max((self._delays_s.get(name, 0.0) for name in names), default=0.0)
+        if not delay_s:
+            return begin(future, timeout)
+        self._begin_late(begin, future, delay_s, timeout)
+        return 0
+
+    def _is_lost(self, peer: Peer, type_: int, args: Any) -> bool:
+        if type_ not in _CONTROL:
+            return self._losses > 0  # these are never sent again
+        # the same message again has the same items, which are the last that is in it
+        key = (peer.info.name, type_, repr(args[-1]))
+        self._sends[key] += 1
+        return self._sends[key] <= self._losses
+
+    def _begin_late(
+        self,
+        begin: Callable[[asyncio.Future[Any], float | Unset], int],
+        future: asyncio.Future[Any],
+        delay_s: float,
+        timeout: float | Unset,
+    ) -> None:
+        """The caller's time runs from now on; the request is sent later, whether or not anybody still waits."""
+        loop = self._agent.loop
+        answered: asyncio.Future[Any] = loop.create_future()
+
+        def copy(ended: asyncio.Future[Any]) -> None:
+            error = ended.exception() if not ended.cancelled() else asyncio.CancelledError()
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(ended.result())
+
+        def send() -> None:
+            try:
+                begin(answered, 0.0)
+            except Exception as error:  # noqa: BLE001 - it is the caller's
+                answered.set_exception(error)
+
+        def give_up() -> None:
+            if not future.done():
+                future.set_exception(RpcTimeoutError("the request was late on purpose"))
+
+        answered.add_done_callback(copy)
+        loop.call_later(delay_s, send)
+        timeout_s = self._agent.default_timeout if isinstance(timeout, Unset) else timeout
+        if timeout_s:
+            timer = loop.call_later(timeout_s, give_up)
+            future.add_done_callback(lambda _: timer.cancel())
+
+
+def _names_of(type_: int, function: Any) -> tuple[str, ...]:
+    if type_ in _CALLS:
+        kind = "SCRIPT" if _is_script(function) else "PYTHON"
+        return (f"{kind}_{_CALLS[MessageType(type_)]}",)
+    if type_ == MessageType.RREF_FETCH:
+        return _FETCHES  # which of the two it would be in torch nobody here knows
+    return (_CONTROL[MessageType(type_)],) if type_ in _CONTROL else ()

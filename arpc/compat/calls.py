@@ -105,10 +105,8 @@ def call(
     _Call(drop_in, peer, function, args, kwargs, timeout).start(outcome.set, outcome.fail)
     try:
         return outcome.wait()
-    except Exception as error:  # noqa: BLE001 - it is translated
-        raised = as_torch_error(error, peer.info, _seconds(drop_in, timeout))
-    except asyncio.CancelledError as error:
-        raised = as_torch_error(error, peer.info, _seconds(drop_in, timeout))
+    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - it is translated
+        raised = as_torch_error(error, peer.info, _seconds(drop_in, timeout), function)
     raise raised
 
 
@@ -131,7 +129,7 @@ def call_async(
     timeout_s = _seconds(drop_in, timeout)
 
     def fail(error: BaseException) -> None:
-        completions.fail(future, as_torch_error(error, peer.info, timeout_s))
+        completions.fail(future, as_torch_error(error, peer.info, timeout_s, function))
 
     started = _Call(drop_in, peer, function, args, kwargs, timeout)
     started.anchor = anchor

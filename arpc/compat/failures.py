@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from typing import Any, Final
+
+from torch.jit._builtins import _find_builtin  # type: ignore[attr-defined]
 
 from arpc.errors import (
     ArpcError,
@@ -18,6 +20,7 @@ from arpc.ids import WorkerInfo
 
 __all__ = ["as_torch_error", "creation_error", "timeout_error"]
 
+_NO_SCHEMA: Final = "Overloaded torch operator invoked from Python failed to match any schema"
 _NOT_ON_CALLEE: Final = "the function is not on worker"
 
 
@@ -36,8 +39,10 @@ def creation_error() -> RuntimeError:
     )
 
 
-def as_torch_error(error: BaseException, to: WorkerInfo, timeout_s: float) -> BaseException:
-    """What torch raises where arpc raised ``error`` in a call of worker ``to``."""
+def as_torch_error(
+    error: BaseException, to: WorkerInfo, timeout_s: float, function: Any = None
+) -> BaseException:
+    """What torch raises where arpc raised ``error`` in a call of a function of worker ``to``."""
     if isinstance(error, asyncio.CancelledError):
         return RuntimeError(f"the call of worker {to.name} was cancelled")
     remote = error.__cause__
@@ -52,6 +57,10 @@ def as_torch_error(error: BaseException, to: WorkerInfo, timeout_s: float) -> Ba
         made = creation_error()
     elif isinstance(error, CallCancelledError):
         made = RuntimeError(str(error))
+    elif isinstance(remote, RemoteTraceback) and _is_operator(function):
+        # torch runs these without Python, so that all they raise is a RuntimeError
+        reason = f"{_NO_SCHEMA}: {error}" if isinstance(error, TypeError) else str(error)
+        made = RuntimeError(f"On {to!r}:\n{reason}\n{remote.stack}")
     elif isinstance(remote, RemoteTraceback):
         return _rebuilt(error, to, remote.stack)
     elif isinstance(error, ArpcError) and not isinstance(error, RuntimeError | TypeError | ValueError):
@@ -60,6 +69,10 @@ def as_torch_error(error: BaseException, to: WorkerInfo, timeout_s: float) -> Ba
         return error
     made.__cause__ = error
     return made
+
+
+def _is_operator(function: Any) -> bool:
+    return function is not None and _find_builtin(function) is not None
 
 
 def _described(error: BaseException, to: WorkerInfo, stack: str) -> str:

@@ -108,6 +108,9 @@ def start_agent(
         agent = kind(drop_in, store, is_static_group=bool(world_size))
         agent.blocking_names = names.among([info.name for info in drop_in.infos()])
         api._init_rpc_states(agent)  # noqa: SLF001 - torch's name
+    if world_size:
+        # as torch does: from here on all can be called, and the first calls find connections
+        api._all_gather(None, agent.blocking_names, timeout=options.rpc_timeout)  # noqa: SLF001
     return agent
 
 

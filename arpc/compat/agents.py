@@ -10,7 +10,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from arpc.compat.calls import call_async
 from arpc.compat.drop_in import DropIn
 from arpc.compat.rref import RRef
-from arpc.ids import WorkerInfo
+from arpc.compat.workers import WorkerInfo
 from arpc.rref.report import RRefRow, rref_statistics
 
 __all__ = ["TensorPipeAgent"]
@@ -45,10 +45,10 @@ class TensorPipeAgent:
 
     def get_worker_info(self, worker: str | int | None = None) -> WorkerInfo:
         """Name and id of a worker; of this one if none is given."""
-        return self.drop_in.info if worker is None else self.drop_in.peer(worker).info
+        return WorkerInfo.of(self.drop_in.info if worker is None else self.drop_in.peer(worker).info)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
-        return self.drop_in.infos()
+        return [WorkerInfo.of(info) for info in self.drop_in.infos()]
 
     def _get_device_map(self, to: WorkerInfo) -> dict[torch.device, torch.device]:
         return dict(self.drop_in.worker.options.device_maps.get(to.name, {}))

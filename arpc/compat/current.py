@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ def starting() -> Iterator[None]:
 
 
 def has_agent() -> bool:
-    if not _agents:
+    if not _agents and asyncio._get_running_loop() is None:  # noqa: SLF001 - get_running_loop would raise
         for starter, is_over in list(_starts):
             if starter != get_ident():
                 is_over.wait()

@@ -14,8 +14,8 @@ from arpc.compat.calls import arpc_timeout, call, call_async, torch_future_of
 from arpc.compat.drop_in import DropIn
 from arpc.compat.failures import as_torch_error, creation_error
 from arpc.compat.loop_thread import refuse_loop_thread
+from arpc.compat.workers import WorkerInfo
 from arpc.errors import RRefCreationError, ShutdownError
-from arpc.ids import WorkerInfo
 from arpc.rref.calls import call_method
 from arpc.rref.context import Skin
 from arpc.rref.handle import RRef as Handle
@@ -49,24 +49,31 @@ class RRef(Generic[T]):
         self.handle: Handle[T] = drop_in.thread.caller_context().run(Handle, value, type_hint)
         self._prepare(drop_in)
 
-    def _prepare(self, drop_in: DropIn) -> None:
-        self._drop_in = drop_in
+    def _prepare(self, drop_in: DropIn | None) -> None:
+        self._known_drop_in = drop_in
         self._type: torch.futures.Future[type] | None = None
         self._profiling_future: torch.futures.Future[Any] | None = None
 
     @classmethod
-    def of(cls, handle: Handle[T]) -> RRef[T]:
+    def of(cls, handle: Handle[T], drop_in: DropIn | None = None) -> RRef[T]:
         """An RRef of arpc in the form that the code of this process knows."""
         made = cls.__new__(cls)
         made.handle = handle
-        made._prepare(_drop_in())
+        made._prepare(drop_in)
         return made
+
+    @property
+    def _drop_in(self) -> DropIn:
+        # Not looked for when it is unpacked: that is done on the loop, perhaps before this process is ready
+        if self._known_drop_in is None:
+            self._known_drop_in = _drop_in()
+        return self._known_drop_in
 
     # -- who and where
 
     def owner(self) -> WorkerInfo:
         """The worker that has the value."""
-        return self.handle.owner()
+        return WorkerInfo.of(self.handle.owner())
 
     def owner_name(self) -> str:
         return self.handle.owner_name()
@@ -242,7 +249,7 @@ class RemoteProxy(_Proxy):
         timeout = arpc_timeout(self._timeout)
         context = rref._drop_in.thread.caller_context()
         made = context.run(rref.handle._remote_method, name, timeout, *args, **kwargs)
-        return RRef.of(made)
+        return RRef.of(made, rref._drop_in)
 
 
 def _sendable(rref: RRef[Any]) -> Handle[Any]:

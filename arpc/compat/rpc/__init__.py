@@ -27,7 +27,7 @@ from arpc.compat.rpc.api import (
 )
 from arpc.compat.rpc.backend_registry import BackendType
 from arpc.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
-from arpc.ids import WorkerInfo
+from arpc.compat.workers import WorkerInfo
 
 __all__ = [
     "BackendType",

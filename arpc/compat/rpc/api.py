@@ -150,7 +150,7 @@ def remote(
         )
     except Exception as error:  # noqa: BLE001 - it is translated
         raise as_torch_error(error, peer.info, drop_in.agent.default_timeout) from error
-    return RRef.of(handle)
+    return RRef.of(handle, drop_in)
 
 
 @contextlib.contextmanager

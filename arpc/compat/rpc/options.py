@@ -86,6 +86,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         return RpcOptions(
             rpc_timeout=self.rpc_timeout,
             timeouts_travel=False,
+            gc_freeze=False,  # what the script makes of its garbage is its own affair
             num_worker_threads=self.num_worker_threads,
             device_maps=self.device_maps,  # type: ignore[arg-type]  # invariant keys
             devices=tuple(self.devices),

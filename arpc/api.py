@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "empty_shared",
     "get_worker_info",
+    "get_worker_infos",
     "init_rpc",
     "remaining_time",
     "remote",
@@ -217,6 +218,11 @@ def empty_shared(*size: int, dtype: torch.dtype | None = None) -> Tensor:
 def get_worker_info(name: str | int | WorkerInfo | None = None) -> WorkerInfo:
     """Name and id of a worker of the group; of the current one if no name is given. Raises `UnknownWorkerError`."""
     return current().get_worker_info(name)
+
+
+def get_worker_infos() -> list[WorkerInfo]:
+    """All workers of the group that the current one knows, itself among them, in the order of their ids."""
+    return current().get_worker_infos()
 
 
 def remaining_time() -> float | None:

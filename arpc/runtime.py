@@ -186,6 +186,10 @@ class Worker:
         """Name and id of a worker of the group; of this one if no name is given. Raises `UnknownWorkerError`."""
         return self.info if name is None else self.agent.known_peer(name).info
 
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """All workers of the group that this one knows, itself among them, in the order of their ids."""
+        return sorted((peer.info for peer in self.agent.peers), key=lambda info: info.id)
+
     def keep(self, kind: type[T]) -> T:
         """The one object of a class that belongs to this worker, made when it is first asked for.
 

@@ -194,6 +194,7 @@ async def test_the_functions_are_those_of_the_current_worker():
         assert [number async for number in arpc.stream("worker1", count_up, (3,), window=1)] == [0, 1, 2]
         assert arpc.get_worker_info("worker1") == arpc.get_worker_info(1) == group[1].info
         assert arpc.get_worker_info() == group[0].info
+        assert arpc.get_worker_infos() == [worker.info for worker in group]
 
 
 async def test_arguments_in_the_order_that_people_know():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from arpc.agent.agent import Agent
 from arpc.agent.future import Future
-from arpc.agent.scope import current_scope
+from arpc.agent.scope import current_scope, find_scope
 from arpc.agent.streams import Stream
 from arpc.errors import NotInitializedError
 from arpc.ids import WorkerInfo
@@ -236,7 +236,7 @@ def remaining_time() -> float | None:
 
 async def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Shut the current worker down, see `Worker.shutdown`."""
-    scope = current_scope.get()
+    scope = find_scope()
     if scope is None or scope.worker is None:
         raise NotInitializedError("there is no worker to shut down in this context")
     worker: Worker = scope.worker

@@ -9,6 +9,7 @@ from arpc.agent.variables import propagate
 from arpc.api import (
     empty_shared,
     get_worker_info,
+    get_worker_infos,
     init_rpc,
     remaining_time,
     remote,
@@ -104,6 +105,7 @@ __all__ = [
     "functions",
     "futures",
     "get_worker_info",
+    "get_worker_infos",
     "inference_mode",
     "init_rpc",
     "inline",

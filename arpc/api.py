@@ -11,7 +11,7 @@ from torch import Tensor
 
 from arpc.agent.agent import Agent
 from arpc.agent.future import Future
-from arpc.agent.scope import current_scope
+from arpc.agent.scope import current_scope, find_scope
 from arpc.agent.streams import Stream
 from arpc.errors import NotInitializedError
 from arpc.ids import WorkerInfo
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "empty_shared",
     "get_worker_info",
+    "get_worker_infos",
     "init_rpc",
     "remaining_time",
     "remote",
@@ -219,6 +220,11 @@ def get_worker_info(name: str | int | WorkerInfo | None = None) -> WorkerInfo:
     return current().get_worker_info(name)
 
 
+def get_worker_infos() -> list[WorkerInfo]:
+    """All workers of the group that the current one knows, itself among them, in the order of their ids."""
+    return current().get_worker_infos()
+
+
 def remaining_time() -> float | None:
     """Seconds until the deadline of the call this handler runs for; None if it has none. Never less than 0."""
     scope = current_scope.get()
@@ -230,7 +236,7 @@ def remaining_time() -> float | None:
 
 async def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Shut the current worker down, see `Worker.shutdown`."""
-    scope = current_scope.get()
+    scope = find_scope()
     if scope is None or scope.worker is None:
         raise NotInitializedError("there is no worker to shut down in this context")
     worker: Worker = scope.worker

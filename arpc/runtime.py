@@ -24,7 +24,7 @@ from arpc.agent.future import Future
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.placement import Placement, find_backends
 from arpc.agent.rendezvous import Rendezvous, create_rendezvous, open_store
-from arpc.agent.scope import WorkerScope, current_scope
+from arpc.agent.scope import WorkerScope, current_scope, find_scope, worker_began, worker_ended
 from arpc.agent.streams import Stream
 from arpc.agent.variables import VariableCarrier
 from arpc.autograd.service import AutogradService
@@ -70,8 +70,12 @@ T = TypeVar("T")
 
 
 def current() -> Worker:
-    """The worker of this context: the one whose handler runs, or that `init_rpc` made. Raises `NotInitializedError`."""
-    scope = current_scope.get()
+    """The worker of this context: the one whose handler runs, or that `init_rpc` made. Raises `NotInitializedError`.
+
+    A context that has none takes the only worker of its loop, if there is just one: cells of a notebook do not share
+    their context.
+    """
+    scope = find_scope()
     if scope is None or scope.worker is None:
         raise NotInitializedError(
             "RPC has not been initialized in this context. Call `await arpc.init_rpc(...)` first, "
@@ -189,6 +193,10 @@ class Worker:
         """Name and id of a worker of the group; of this one if no name is given. Raises `UnknownWorkerError`."""
         return self.info if name is None else self.agent.known_peer(name).info
 
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """All workers of the group that this one knows, itself among them, in the order of their ids."""
+        return sorted((peer.info for peer in self.agent.peers), key=lambda info: info.id)
+
     def keep(self, kind: type[T]) -> T:
         """The one object of a class that belongs to this worker, made when it is first asked for.
 
@@ -294,6 +302,7 @@ class Worker:
             raise cancelled
 
     async def _close(self, *, graceful: bool) -> None:
+        worker_ended(self, self.agent.loop)
         self.rref_context.close()
         self.autograd.close()
         await self.agent.aclose()
@@ -497,7 +506,7 @@ async def start_worker(
     if options.gc_freeze:
         gc.collect()
         gc.freeze()
-    current_scope.set(WorkerScope(worker))
+    worker_began(worker, agent.loop)
     return worker
 
 

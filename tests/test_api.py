@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Awaitable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed import HashStore
 
 import arpc
 from arpc import api
+from arpc.agent.scope import current_scope
 from arpc.errors import AlreadyInitializedError, ConfigurationError, NotInitializedError, ShutdownError
 from arpc.options import RpcOptions
 from arpc.testing import cluster
@@ -194,6 +196,7 @@ async def test_the_functions_are_those_of_the_current_worker():
         assert [number async for number in arpc.stream("worker1", count_up, (3,), window=1)] == [0, 1, 2]
         assert arpc.get_worker_info("worker1") == arpc.get_worker_info(1) == group[1].info
         assert arpc.get_worker_info() == group[0].info
+        assert arpc.get_worker_infos() == [worker.info for worker in group]
 
 
 async def test_arguments_in_the_order_that_people_know():
@@ -238,3 +241,30 @@ def test_every_public_name_is_there():
     for module in (functions, futures):
         for name in module.__all__:
             assert getattr(module, name)
+
+
+async def test_a_context_without_a_worker_takes_the_only_one_of_its_loop():
+    """As the cells of a notebook do, each of which runs in a context of its own."""
+    start = arpc.init_rpc("solo", rank=0, world_size=1, store=HashStore())
+    worker = await asyncio.create_task(worker_of(start))
+    assert current_scope.get() is None
+    assert arpc.get_worker_info() == worker.info
+    assert await arpc.rpc_sync("solo", whoami) == worker.info
+    assert arpc.RRef(1).owner() == worker.info
+    async with arpc.autograd.context() as context_id:
+        assert context_id >> 48 == worker.id
+    await asyncio.create_task(arpc.shutdown())
+    with pytest.raises(arpc.NotInitializedError):
+        arpc.get_worker_info()
+
+
+async def worker_of(start: Awaitable[arpc.Worker]) -> arpc.Worker:
+    return await start
+
+
+async def test_a_context_without_a_worker_has_none_if_there_are_several():
+    group = cluster(2)
+    await asyncio.create_task(group.__aenter__())
+    with pytest.raises(arpc.NotInitializedError):
+        arpc.get_worker_info()
+    await asyncio.create_task(group.__aexit__(None, None, None))

@@ -27,6 +27,7 @@ from arpc.agent.functions import name_of
 from arpc.agent.future import Future
 from arpc.agent.heartbeat import Heartbeat
 from arpc.agent.membership import WorkerRecord
+from arpc.agent.observers import Observer, Observers, kind_of
 from arpc.agent.peers import Peer, PeerState, unsendable
 from arpc.agent.placement import LateBuffers, Placement
 from arpc.agent.scope import WorkerScope, current_scope
@@ -104,6 +105,7 @@ class Agent:
         shortcuts: Mapping[type[Message], Callable[..., Any]] | None = None,
         reducers: Mapping[type, Reducer] | None = None,
         interceptors: Sequence[Interceptor] = (),
+        observers: Sequence[Observer] = (),
         watchers: Sequence[PeerWatcher] = (),
         is_elastic: bool = False,
         placement: Placement | None = None,
@@ -115,6 +117,9 @@ class Agent:
         self.options = options
         self.placement = placement
         """None if there are no devices but the CPU, here or on a peer."""
+        self.observers = Observers(observers)
+        """Those that were passed stand by; see `observe`."""
+        interceptors = (*interceptors, self.observers)
         self.codec = Codec(reducers or {}, interceptors, options.inline_tensor_bytes, placement)
         if placement is not None:
             # before connections are told whom to call
@@ -131,6 +136,7 @@ class Agent:
             threads=options.num_worker_threads,
             max_handlers_per_peer=options.max_handlers_per_peer,
             window_bytes=options.window_bytes,
+            observers=self.observers,
         )
         self.default_timeout = options.rpc_timeout
         self.is_closing = False
@@ -147,7 +153,10 @@ class Agent:
         self._deferred: set[asyncio.Task[None]] = set()
         self._pickler = self.codec.pickler
         self._interceptors = self.codec.interceptors
-        self._occasions = tuple(interceptor.occasions for interceptor in self._interceptors)
+        self._occasions = (
+            *(interceptor.occasions for interceptor in self._interceptors),
+            *(observer.occasions for observer in observers),
+        )
         # The tick of the default timeout changes every half second or so
         self._default_tick = 0
         self._default_tick_until = 0.0
@@ -228,6 +237,10 @@ class Agent:
             raise self._unknown(to)
         return peer
 
+    def _name_of(self, to: Any) -> str:
+        peer = self.peer(to)
+        return peer.info.name if peer is not None else str(to)
+
     @property
     def peers(self) -> tuple[Peer, ...]:
         return tuple(dict.fromkeys(self._peers.values()))
@@ -237,6 +250,37 @@ class Agent:
             return TypeError(f"a worker is given by name, id or WorkerInfo, not {type(to).__qualname__}")
         known = ", ".join(sorted(peer.info.name for peer in self.peers))
         return UnknownWorkerError(f"worker {self.info.name!r} knows no worker {to!r}; it knows {known}")
+
+    # -- observers
+
+    def observe(self, observer: Observer) -> None:
+        """Tell an observer of every call and every handler that begins from now on."""
+        if observer in self.observers.installed:
+            return
+        self.observers.installed.append(observer)
+        if len(self.observers.installed) == 1:
+            self._set_observed(True)
+
+    def unobserve(self, observer: Observer) -> None:
+        """Tell it of nothing that begins from now on; it still hears how what has begun ends."""
+        if observer not in self.observers.installed:
+            return
+        self.observers.installed.remove(observer)
+        if not self.observers.installed:
+            self._set_observed(False)
+            self.observers.forget_waiting()
+
+    def _set_observed(self, is_observed: bool) -> None:
+        self.executor.set_observed(is_observed)
+        answers: dict[type[Message], _Handler] = {
+            Reply: self._on_reply,
+            Failure: self._on_failure,
+            Item: self._on_item,
+        }
+        for message_class, handle in answers.items():
+            self._handlers[message_class] = partial(self.observers.answered, handle) if is_observed else handle
+        for link in self.connector.links:
+            link.connection.protocol.direct = self.direct(link)
 
     @property
     def has_riders(self) -> bool:
@@ -366,8 +410,26 @@ class Agent:
             raise self._refusal(message)
         if len(payload) > self._max_payload_bytes:
             raise self._too_large(message, payload)
-        tick, timeout_ms = self._deadline(timeout_s, None, message)
         future: Future[Any] = Future(loop=self.loop)
+        send = partial(self._send_packed, message, peer, payload, slots, timeout_s, future)
+        if any(self._occasions) and (observers := self.observers.concerned()):
+            kind = kind_of(int(message.type), 0)
+            call_id = self.observers.begin(observers, peer, message, future, kind, is_awaited=False, send=send)
+        else:
+            call_id = send()
+        future.on_cancel = partial(peer.cancel, call_id)
+        return future
+
+    def _send_packed(
+        self,
+        message: type[Message],
+        peer: Peer,
+        payload: bytes,
+        slots: list[Slot],
+        timeout_s: float | Unset,
+        future: Future[Any],
+    ) -> int:
+        tick, timeout_ms = self._deadline(timeout_s, None, message)
         call = Call(future, message, 0)
         call_id = peer.calls.add(tick, call)
         try:
@@ -378,9 +440,8 @@ class Agent:
         call.size_bytes = len(data)
         for buffer in buffers:
             call.size_bytes += buffer.nbytes
-        future.on_cancel = partial(peer.cancel, call_id)
         peer.submit(call_id, call, data, buffers)
-        return future
+        return call_id
 
     def stream(
         self,
@@ -442,6 +503,7 @@ class Agent:
         flags: int = 0,
         type_: int = _REQUEST,
         window: int = 0,
+        riders: bool | None = None,
     ) -> int:
         """Send one request; its reply completes the future. Raises before anything was sent if it cannot be.
 
@@ -449,6 +511,17 @@ class Agent:
         """
         if self.is_closing or get_ident() != self._thread:
             raise self._refusal(function)
+        if riders is None and (riders := any(self._occasions)) and (observers := self.observers.concerned()):
+            arguments = (peer, future, function, args, kwargs, timeout, flags, type_, window)
+            return self.observers.begin(
+                observers,
+                peer,
+                function,
+                future,
+                kind_of(type_, flags),
+                is_awaited=not isinstance(future, Future),
+                send=lambda: self.begin(*arguments, riders=True),
+            )
         # the deadline
         scope = current_scope.get()
         if scope.__class__ is WorkerScope:
@@ -481,7 +554,7 @@ class Agent:
                 as_arguments(args)
             payload = b""
             size_bytes = 0  # not worth counting, nor is what the peer keeps of it
-        meta = self._meta(peer, function, slots, window) if window or any(self._occasions) else None
+        meta = self._meta(peer, function, slots, window) if window or riders else None
         if payload is ONE_TENSOR and not meta and (lone := self.codec.lone_argument(slots, peer.info.name)) is not None:
             payload, slots = lone, _NO_SLOTS
             size_bytes = HEADER_BYTES + len(lone)
@@ -623,7 +696,8 @@ class Agent:
         """What rides on a call."""
         meta: dict[str, Any] = {WINDOW: window} if window else {}
         for interceptor in self._interceptors:
-            added = interceptor.request_sent(peer.info, function, slots) if interceptor.occasions else None
+            has_say = interceptor.occasions or interceptor is self.observers  # some of whom stand by
+            added = interceptor.request_sent(peer.info, function, slots) if has_say else None
             if added is not None:
                 meta[interceptor.key] = added
         return meta
@@ -712,6 +786,9 @@ class Agent:
     def _call_from_thread(self, future: Future[Any], *arguments: Any) -> None:
         context = copy_context()
         state = torchstate.capture()
+        if any(self._occasions):
+            to, function, *_ = arguments
+            self.observers.thread_calls(context, self._name_of(to), function)
 
         def start() -> None:
             if future.done():
@@ -778,10 +855,15 @@ class Agent:
             if outer is not None:
                 torchstate.restore(outer)
 
+    def link_lost(self, link: Link) -> None:
+        """A connection has ended: what it asked for and waits will not run."""
+        self.observers.dropped(link.inbound)
+
     def _on_function(self, link: Link, message: Message) -> None:
         self.executor.define(link.inbound, message)
 
     def _on_cancel(self, link: Link, message: Message) -> None:
+        self.observers.dropped(link.inbound, message.id)
         link.inbound.cancel(message.id)
 
     def _on_credit(self, link: Link, message: Message) -> None:
@@ -789,7 +871,7 @@ class Agent:
 
     def direct(self, link: Link) -> Mapping[int, Direct]:
         """Who takes the plainest messages of a connection."""
-        if self.is_closing:
+        if self.is_closing or self.observers.installed:
             return {}
         takers: dict[int, Direct] = {
             _BRIEF_REQUEST: partial(self.executor.take, link.inbound),

@@ -21,12 +21,14 @@ from arpc.agent.carriers import Carriers
 from arpc.agent.codec import Codec, Packed
 from arpc.agent.failures import describe_failure
 from arpc.agent.functions import Function, Mode, Prompt
+from arpc.agent.observers import Observers
 from arpc.agent.placement import LateBuffers
 from arpc.agent.requests import NO_CONTEXT, Inbound, Run
 from arpc.agent.scope import current_scope
 from arpc.agent.streams import Producer
 from arpc.agent.threads import ThreadPool
 from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError, ShutdownError
+from arpc.torchstate import call_stepped, current_steps
 from arpc.transport.base import Connection
 from arpc.wire.frames import BRIEF_HEADER, HEADER, brief_kind, frame
 from arpc.wire.messages import WINDOW, FailureKind, ItemFlag, Message, MessageType, Request, RequestFlag
@@ -84,6 +86,7 @@ class Executor:
         threads: int,
         max_handlers_per_peer: int,
         window_bytes: int,
+        observers: Observers | None = None,
     ) -> None:
         self.loop = loop
         self.worker = worker
@@ -105,10 +108,26 @@ class Executor:
         self._is_closed = False
         self.tell_failure: Callable[[str, BaseException], None] | None = None
         """Told the name of each function that fails here, and what it raised."""
+        self._observers = observers or Observers()
 
     @property
     def calls_handled(self) -> int:
         return self._calls_ended + self._returned_none
+
+    # -- observers
+
+    def set_observed(self, is_observed: bool) -> None:
+        """Tell observers of every request from now on, or only of those that bring a header for one."""
+        if is_observed:
+            self._admit = partial(self._observers.admit, self._admit)  # type: ignore[method-assign]
+            self._run = self._observed_run  # type: ignore[method-assign]
+        else:
+            del self._admit, self._run  # what is in the class comes to light again
+
+    def _observed_run(self, inbound: Inbound, function: Function, message: Message) -> Run:
+        run = Run(self, inbound, function, message.id, message.timeout_ms, self._copy_context(), message)
+        self._observers.watch(run, message)
+        return run
 
     # -- the start of a request
 
@@ -366,7 +385,7 @@ class Executor:
         if isinstance(result, Coroutine):
             run.returned_coroutine = result
             self._carry(run, lambda: result)
-        elif result is None:
+        elif result is None and run.handling is None:
             run.context = NO_CONTEXT
             self._calls_ended += 1
             with suppress(ConnectionClosedError):  # then the caller knows
@@ -425,6 +444,8 @@ class Executor:
             run.args = payload
         if run.has_prerequisites:
             run.function = self._after(run.prerequisites, run.function)
+        if run.handling is not None:
+            run.function = self._observers.begin_handler(run, message)
 
     def _after(self, prerequisites: list[Awaitable[object]], function: Function) -> Function:
         """A function that waits first."""
@@ -443,7 +464,10 @@ class Executor:
         """
         if function.mode is _THREAD:
             context = copy_context()
-            result = await self.threads.call(lambda: context.run(function.call, *args, **kwargs))
+            call = (
+                function.call if (steps := current_steps.get()) is None else partial(call_stepped, steps, function.call)
+            )
+            result = await self.threads.call(lambda: context.run(call, *args, **kwargs))
         else:
             result = function.call(*args, **kwargs)
         if function.returns_future:
@@ -634,10 +658,12 @@ class Executor:
                 main_by_value=True,
             )
             data, buffers = frame(_FAILURE, kind, run.id, run.items_sent & _PLACE_MASK, 0, payload), []
-        self._end(run, data, buffers)
+        self._end(run, data, buffers, error)
 
-    def _end(self, run: Run, data: bytes, buffers: list[memoryview] | None) -> None:
+    def _end(self, run: Run, data: bytes, buffers: list[memoryview] | None, error: BaseException | None = None) -> None:
         run.ended = True
+        if run.handling is not None:
+            self._observers.ended(run, len(data) + sum([buffer.nbytes for buffer in buffers or ()]), error)
         run.nested = None  # a timer may keep the run's context for long, and their exceptions keep the handler's frames
         run.context = NO_CONTEXT
         run.task = run.args = run.kwargs = None  # it may wait for a thread for a long time still

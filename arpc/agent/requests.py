@@ -74,6 +74,8 @@ class Run(msgspec.Struct):
     kwargs: dict[str, Any] | None = None
     result: Any = None
     error: BaseException | None = None
+    handling: Any = None
+    """What observers know of it, an `observers.Handling`; None if nobody observes."""
     _deadline: float | None = None
     _prerequisites: list[Awaitable[object]] | None = None
 

@@ -9,10 +9,11 @@ import asyncio
 from collections.abc import Awaitable
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 from arpc.ids import WorkerInfo
 
-__all__ = ["Scope", "WorkerScope", "current_scope"]
+__all__ = ["Scope", "WorkerScope", "current_scope", "find_scope", "worker_began", "worker_ended"]
 
 
 class Scope(Protocol):
@@ -51,3 +52,34 @@ class WorkerScope(NamedTuple):
 
 
 current_scope: ContextVar[Scope | None] = ContextVar("arpc.scope", default=None)
+
+_living: WeakKeyDictionary[asyncio.AbstractEventLoop, list[Any]] = WeakKeyDictionary()
+"""The workers of each loop."""
+
+
+def worker_began(worker: Any, loop: asyncio.AbstractEventLoop) -> None:
+    """A worker can be used from now on, and is the one of this context."""
+    current_scope.set(WorkerScope(worker))
+    _living.setdefault(loop, []).append(worker)
+
+
+def worker_ended(worker: Any, loop: asyncio.AbstractEventLoop) -> None:
+    """It cannot be used any more."""
+    workers = _living.get(loop, [])
+    if worker in workers:
+        workers.remove(worker)
+
+
+def find_scope() -> Scope | None:
+    """The scope of this context; in a context that has none, that of the running loop's only worker.
+
+    A notebook runs every cell in a context of its own: what `init_rpc` made current in one is not so in the next.
+    """
+    scope = current_scope.get()
+    if scope is not None:
+        return scope
+    try:
+        workers = _living.get(asyncio.get_running_loop(), [])
+    except RuntimeError:
+        return None
+    return WorkerScope(workers[0]) if len(workers) == 1 else None

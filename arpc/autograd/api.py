@@ -8,7 +8,7 @@ from types import TracebackType
 
 from torch import Tensor
 
-from arpc.agent.scope import current_scope
+from arpc.agent.scope import find_scope
 from arpc.autograd.context import current_context_id
 from arpc.autograd.service import AutogradService
 from arpc.errors import AutogradError, NotInitializedError
@@ -18,7 +18,7 @@ __all__ = ["backward", "context", "get_gradients"]
 
 
 def _service() -> AutogradService:
-    scope = current_scope.get()
+    scope = find_scope()
     if scope is None or scope.worker is None:
         raise NotInitializedError(
             "distributed autograd belongs to a worker, and this context has none: call arpc.init_rpc first"

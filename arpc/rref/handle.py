@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Final, Generic, NoReturn, Self, TypeVar, cast
 
 from arpc.agent.future import Future
-from arpc.agent.scope import current_scope
+from arpc.agent.scope import find_scope
 from arpc.agent.streams import Stream
 from arpc.errors import NotInitializedError, RpcTimeoutError, RRefError, SerializationError
 from arpc.ids import GloballyUniqueId, WorkerInfo
@@ -60,7 +60,7 @@ class RRef(Generic[T]):
     )
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
-        scope = current_scope.get()
+        scope = find_scope()
         if scope is None or scope.worker is None:
             raise NotInitializedError(
                 "an RRef belongs to a worker, and this context has none: call arpc.init_rpc first"

@@ -110,7 +110,8 @@ async def cluster(
         raise ConfigurationError(f"a cluster needs at least one worker, and names that differ, not {names}")
     group = Cluster(options or RpcOptions(gc_freeze=False), transports, elastic=elastic)
     await group.start(names)
-    token = current_scope.set(WorkerScope(group[0]))
+    before, scope = current_scope.get(), WorkerScope(group[0])
+    current_scope.set(scope)
     try:
         yield group
     except BaseException:
@@ -119,4 +120,5 @@ async def cluster(
     else:
         await group.shutdown()
     finally:
-        current_scope.reset(token)
+        if current_scope.get() is scope:  # a notebook leaves it in another cell, and so in another context
+            current_scope.set(before)

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from arpc.torchstate.isolated import Isolated, Rooted, isolate
 from arpc.torchstate.state import capture, restore, save_and_reset
+from arpc.torchstate.steps import Stepped, current_steps
 
 __all__ = ["install_task_factory", "isolates_all_tasks", "pristine_thread", "rooted_task_factory", "task_factory"]
 
@@ -30,7 +31,7 @@ def rooted_task_factory(loop: asyncio.AbstractEventLoop, coro: _CoroutineLike[T]
     """The same for a loop that runs on a `pristine_thread`, where it costs less."""
     if not isinstance(coro, Coroutine) or isinstance(coro, Isolated) or kwargs.get("eager_start"):
         return task_factory(loop, coro, **kwargs)
-    return asyncio.Task(Rooted(coro, capture()), loop=loop, **_without_unset(kwargs))
+    return asyncio.Task(Rooted(_in_steps(coro), capture()), loop=loop, **_without_unset(kwargs))
 
 
 @contextlib.contextmanager
@@ -90,4 +91,10 @@ def _without_unset(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _isolate_if_coroutine(coro: _CoroutineLike[T]) -> _CoroutineLike[T]:
     # What is no coroutine goes on as it is, for asyncio to refuse in its own words.
-    return isolate(coro, inherit=True) if asyncio.iscoroutine(coro) else coro
+    return isolate(_in_steps(coro), inherit=True) if asyncio.iscoroutine(coro) else coro
+
+
+def _in_steps(coro: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+    """What the work that creates a task has around its steps, the task has around its own."""
+    steps = current_steps.get()
+    return coro if steps is None or isinstance(coro, Isolated) else Stepped(coro, steps)

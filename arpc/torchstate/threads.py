@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from arpc.torchstate.state import SavedState, capture, is_pristine, restore, save_and_reset
+from arpc.torchstate.steps import call_stepped, current_steps
 
 __all__ = ["call_isolated", "run_with", "to_thread"]
 
@@ -39,5 +40,7 @@ def run_with(state: SavedState, func: Callable[P, T], /, *args: P.args, **kwargs
 async def to_thread(func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Like :func:`asyncio.to_thread`, but ``func`` finds the caller's torch state there too, not only its context."""
     context = contextvars.copy_context()
+    if (steps := current_steps.get()) is not None:
+        func = functools.partial(call_stepped, steps, func)
     call = functools.partial(context.run, run_with, capture(), func, *args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(None, call)

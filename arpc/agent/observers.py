@@ -1,0 +1,406 @@
+"""Who watches the calls of a worker: profilers, metrics, tracing.
+
+An `Observer` hears of the calls that this worker makes and of the handlers that it runs, may send a header of its own
+along with a request and with its reply, and may put something around every step of a handler, on the loop and in
+threads. `Agent.observe` installs one, at any time; `Agent.unobserve` takes it away. An observer that is passed to the
+agent when it is made *stands by*: it hears of a call only if its `occasions` say so, and of a handler only if the
+request brought its header.
+
+While nobody observes, calls take the ways they always take, and pay for none of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import Context
+from enum import Enum
+from functools import partial
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from arpc.agent.functions import Function, Mode, name_of
+from arpc.agent.requests import Inbound, Run
+from arpc.agent.scope import current_scope
+from arpc.errors import RpcTimeoutError
+from arpc.ids import WorkerInfo
+from arpc.torchstate import AllSteps, Stepped, Steps, call_stepped, current_steps, step_result
+from arpc.wire.frames import HEADER_BYTES
+from arpc.wire.messages import MESSAGE_CLASSES, Message, MessageType, RequestFlag
+from arpc.wire.tensors import Slot
+
+__all__ = ["Handling", "Kind", "Observer", "Observers", "Outcome", "Outgoing", "kind_of"]
+
+_now = time.perf_counter_ns
+_NOTHING: Final[tuple[()]] = ()
+
+
+class Kind(Enum):
+    """What a request is for."""
+
+    CALL = "call"
+    STREAM = "stream"
+    REMOTE = "remote"
+    """The creation of an RRef's value."""
+    FETCH = "fetch"
+    """The copy of an RRef's value."""
+    BACKWARD = "backward"
+    """Part of a backward pass."""
+    CONTROL = "control"
+    """Counting references and the like: nobody asked for it in so many words."""
+
+
+class Outcome(Enum):
+    """How a request ended."""
+
+    OK = "ok"
+    ERROR = "error"
+    CANCELLED = "cancelled"
+    TIMED_OUT = "timed out"
+
+
+class Outgoing(msgspec.Struct, eq=False):
+    """A request of this worker. Times are those of ``time.perf_counter_ns``."""
+
+    peer: WorkerInfo
+    function: str
+    kind: Kind
+    is_awaited: bool
+    """Made by `rpc_sync`, whose caller waits for it at once."""
+    target: Any = None
+    """The function itself; for a feature's own message its class."""
+    id: int = 0
+    """Unique among those to this peer that are under way; the peer's `Handling` has the same. Set once it is sent."""
+    began_ns: int = 0
+    ended_ns: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    headers: dict[str, Any] = msgspec.field(default_factory=dict)
+    """What travels along, by the `key` of its observer, as msgpack. May be added to while it begins."""
+    outcome: Outcome | None = None
+    error: BaseException | None = None
+
+
+class Handling(msgspec.Struct, eq=False):
+    """A request of a peer. Times are those of ``time.perf_counter_ns``."""
+
+    peer: WorkerInfo
+    function: str
+    kind: Kind
+    id: int
+    accepted_ns: int
+    began_ns: int = 0
+    """When its function began to run, after it may have waited for others and for a thread; 0 if it never did."""
+    ended_ns: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    headers: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    """What observers of the caller sent along."""
+    outcome: Outcome | None = None
+    error: BaseException | None = None
+    observers: tuple[Observer, ...] = ()
+    """Who hears of it."""
+
+
+class Observer:
+    """Hears of calls. All methods do nothing here: define those that you need. None of them may raise.
+
+    They are called on the loop, except where it says otherwise.
+    """
+
+    key = ""
+    """The name of its headers; the same on all workers."""
+
+    @property
+    def occasions(self) -> Any:
+        """While this is false, one that stands by does not hear of requests. Always the same object."""
+        return _NOTHING
+
+    def thread_calls(self, context: Context, peer: str, function: Any) -> None:
+        """A thread that is not the loop's makes a call, which begins on the loop in this context. In that thread."""
+
+    def request_begins(self, request: Outgoing) -> None:
+        """In the caller's context, before arguments are packed."""
+
+    def request_ends(self, request: Outgoing) -> None:
+        """Exactly once for each that began. It may have failed before it was sent."""
+
+    def reply_came(self, peer: WorkerInfo, header: Any) -> None:
+        """A reply has brought a header, see `reply_leaves`. The request ends after that."""
+
+    def handler_accepted(self, handling: Handling) -> None:
+        """A request has come. It may have to wait for others."""
+
+    def handler_begins(self, handling: Handling) -> Steps | None:
+        """In the handler's own context; what is set there, it sees. Returns what belongs around each of its steps."""
+
+    def reply_leaves(self, handling: Handling) -> Any:
+        """In the handler's context: a header for the reply, None for none. Only if the request brought a header."""
+
+    def handler_ends(self, handling: Handling) -> None:
+        """Exactly once for each that was accepted, unless the observer was taken away while it waited.
+
+        It may never have begun.
+        """
+
+
+class Observers:
+    """The observers of one worker, and the interceptor that carries their headers."""
+
+    key = "observe"
+
+    def __init__(self, standing: Sequence[Observer] = ()) -> None:
+        self.installed: list[Observer] = []
+        self.standing = tuple(standing)
+        self._headers: dict[str, Any] | None = None
+        """Those of the request that is being made."""
+        self._pending: dict[tuple[Any, int], Outgoing] = {}
+        self._waiting: WeakKeyDictionary[Inbound, dict[int, Handling]] = WeakKeyDictionary()
+        """Requests that have been accepted and have not begun."""
+
+    @property
+    def occasions(self) -> list[Observer]:
+        return self.installed
+
+    # -- requests of this worker
+
+    def concerned(self) -> list[Observer]:
+        """Who wants to hear of a request that begins now."""
+        return [*self.installed, *[observer for observer in self.standing if observer.occasions]]
+
+    def thread_calls(self, context: Context, peer: str, function: Any) -> None:
+        for observer in self.concerned():
+            observer.thread_calls(context, peer, function)
+
+    def begin(
+        self,
+        concerned: Iterable[Observer],
+        peer: Any,
+        function: Any,
+        future: asyncio.Future[Any],
+        kind: Kind,
+        *,
+        is_awaited: bool,
+        send: Callable[[], int],
+    ) -> int:
+        """Make a request by ``send``, which returns its id, and tell observers of it."""
+        request = Outgoing(peer.info, name_of(function), kind, is_awaited, function, began_ns=_now())
+        observers = tuple(concerned)
+        for observer in observers:
+            observer.request_begins(request)
+        self._headers = request.headers or None
+        try:
+            request.id = call_id = send()
+        except BaseException as error:
+            self._end(request, observers, Outcome.ERROR, error)
+            raise
+        finally:
+            self._headers = None
+        call = peer.calls.get(call_id)
+        request.sent_bytes = max(HEADER_BYTES, call.size_bytes if call is not None else 0)
+        self._pending[peer, call_id] = request
+        future.add_done_callback(partial(self._future_done, request, observers, (peer, call_id)))
+        return call_id
+
+    def _future_done(
+        self, request: Outgoing, observers: tuple[Observer, ...], place: tuple[Any, int], future: asyncio.Future[Any]
+    ) -> None:
+        if self._pending.get(place) is request:
+            del self._pending[place]
+        if future.cancelled():
+            self._end(request, observers, Outcome.CANCELLED, None)
+            return
+        # not `exception`, which would count as looked at
+        error = getattr(future, "_exception", None)
+        outcome = Outcome.OK if error is None else _outcome_of(error)
+        self._end(request, observers, outcome, error)
+
+    def _end(
+        self, request: Outgoing, observers: Iterable[Observer], outcome: Outcome, error: BaseException | None
+    ) -> None:
+        request.ended_ns = request.ended_ns or _now()
+        request.outcome = outcome
+        request.error = error
+        for observer in observers:
+            observer.request_ends(request)
+        request.error = None  # it refers to frames, and they to what they hold
+
+    def answered(self, handle: Callable[[Any, Message], None], link: Any, message: Message) -> None:
+        """An answer has come: note when, and how large it is, and let ``handle`` have it."""
+        request = self._pending.get((link.peer, message.id))
+        if request is not None:
+            request.ended_ns = _now()
+            request.received_bytes += HEADER_BYTES + message.size_bytes
+        handle(link, message)
+
+    # -- headers, as an interceptor
+
+    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot]) -> dict[str, Any] | None:
+        return self._headers
+
+    def request_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
+        run = current_scope.get()
+        if not isinstance(run, Run) or not isinstance(meta, dict):
+            return
+        if run.handling is None:
+            observers = tuple(observer for observer in self.standing if observer.key in meta)
+            if observers:
+                run.handling = Handling(
+                    peer, run.function.name, Kind.CALL, run.id, _now(), headers=meta, observers=observers
+                )
+                for observer in observers:
+                    observer.handler_accepted(run.handling)
+        else:
+            run.handling.headers = meta
+            run.handling.observers += tuple(observer for observer in self.standing if observer.key in meta)
+
+    def reply_sent(self, peer: WorkerInfo, meta: Any, slots: list[Slot]) -> dict[str, Any] | None:
+        run = current_scope.get()
+        handling = run.handling if isinstance(run, Run) else None
+        if handling is None:
+            return None
+        headers = {}
+        for observer in handling.observers:
+            if observer.key in handling.headers and (header := observer.reply_leaves(handling)) is not None:
+                headers[observer.key] = header
+        return headers or None
+
+    def reply_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
+        if not isinstance(meta, dict):
+            return
+        for observer in (*self.installed, *self.standing):
+            if observer.key in meta:
+                observer.reply_came(peer, meta[observer.key])
+
+    # -- requests of peers
+
+    def _accept(self, inbound: Inbound, message: Message) -> Handling:
+        handling = Handling(
+            inbound.caller,
+            "",
+            kind_of(message.type, message.flags),
+            message.id,
+            _now(),
+            received_bytes=HEADER_BYTES + message.size_bytes,
+            observers=tuple(self.installed),
+        )
+        function = inbound.functions.get(message.arg)
+        handling.function = function.name if isinstance(function, Function) else MESSAGE_CLASSES[message.type].__name__
+        for observer in handling.observers:
+            observer.handler_accepted(handling)
+        return handling
+
+    def admit(self, admit: Callable[[Inbound, Message], None], inbound: Inbound, message: Message) -> None:
+        """A request has come, which ``admit`` lets run or wait."""
+        self._waiting.setdefault(inbound, {})[message.id] = self._accept(inbound, message)
+        admit(inbound, message)
+
+    def watch(self, run: Run, message: Message) -> None:
+        """A request is about to run."""
+        waiting = self._waiting.get(run.inbound)
+        handling = waiting.pop(message.id, None) if waiting else None
+        run.handling = handling or self._accept(run.inbound, message)
+        run.handling.function = run.function.name
+        if not message.body:
+            # it will not be unpacked
+            run.function = run.context.run(self.begin_handler, run, message)
+
+    def forget_waiting(self) -> None:
+        """Nobody is told any more of what has not begun."""
+        self._waiting.clear()
+
+    def dropped(self, inbound: Inbound, message_id: int | None = None) -> None:
+        """A request that waited will not run, or none of those of a connection."""
+        waiting = self._waiting.get(inbound)
+        if not waiting:
+            return
+        ids = list(waiting) if message_id is None else [message_id]
+        for id_ in ids:
+            if (handling := waiting.pop(id_, None)) is not None:
+                self._end_handler(handling, Outcome.CANCELLED, None, 0)
+
+    def begin_handler(self, run: Run, message: Message) -> Function:
+        """The function of a request whose arguments are there, with what observers put around it. In its context."""
+        handling = run.handling
+        assert handling is not None
+        function = run.function
+        if isinstance(function, _Watched):
+            return function  # it has begun already
+        handling.function = function.name
+        handling.kind = kind_of(message.type, message.flags)
+        handling.received_bytes = HEADER_BYTES + message.size_bytes
+        found = [observer.handler_begins(handling) for observer in handling.observers]
+        parts = [steps for steps in found if steps is not None]
+        if not parts:
+            return _Watched(function, handling, None)
+        steps = parts[0] if len(parts) == 1 else AllSteps(parts)
+        current_steps.set(steps)
+        return _Watched(function, handling, steps)
+
+    def ended(self, run: Run, sent_bytes: int, error: BaseException | None) -> None:
+        """A request is answered."""
+        handling = run.handling
+        assert handling is not None
+        run.handling = None
+        outcome = Outcome.OK
+        if isinstance(error, asyncio.CancelledError):
+            outcome = Outcome.TIMED_OUT if run.expired else Outcome.CANCELLED
+        elif error is not None:
+            outcome = _outcome_of(error)
+        self._end_handler(handling, outcome, error, sent_bytes)
+
+    def _end_handler(self, handling: Handling, outcome: Outcome, error: BaseException | None, sent_bytes: int) -> None:
+        handling.ended_ns = _now()
+        handling.outcome = outcome
+        handling.error = error
+        handling.sent_bytes = sent_bytes
+        for observer in handling.observers:
+            observer.handler_ends(handling)
+        handling.error = None
+
+
+class _Watched(Function):
+    """A function for one request, in which observers have put something around each step."""
+
+    __slots__ = ()
+
+    def __init__(self, function: Function, handling: Handling, steps: Steps | None) -> None:
+        self.mode = function.mode
+        self.name = function.name
+        self.returns_future = function.returns_future
+        self.is_quick = function.is_quick
+        self.is_simple = self.is_plain = False  # whose short ways pass observers by
+        self._quick_calls = self._calls = 0
+        inner = function.call
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            handling.began_ns = _now()
+            if steps is None:
+                return inner(*args, **kwargs)
+            result = call_stepped(steps, inner, *args, **kwargs)
+            return Stepped(result, steps) if self.mode is Mode.COROUTINE else step_result(steps, result)
+
+        self.call = call
+
+
+_KINDS: Final = {
+    MessageType.REQUEST: Kind.CALL,
+    MessageType.RREF_CREATE: Kind.REMOTE,
+    MessageType.RREF_FETCH: Kind.FETCH,
+    MessageType.AUTOGRAD_GRADIENTS: Kind.BACKWARD,
+    MessageType.AUTOGRAD_BACKWARD: Kind.BACKWARD,
+}
+
+
+def kind_of(type_: int, flags: int) -> Kind:
+    """What a request of this type is for."""
+    if type_ == MessageType.REQUEST and flags & RequestFlag.STREAM:
+        return Kind.STREAM
+    return _KINDS.get(MessageType(type_), Kind.CONTROL)
+
+
+def _outcome_of(error: BaseException) -> Outcome:
+    return Outcome.TIMED_OUT if isinstance(error, RpcTimeoutError) else Outcome.ERROR

@@ -1,0 +1,127 @@
+"""Something around each step of a piece of work, wherever its steps run.
+
+A profiler of torch belongs to a thread, and the steps of many coroutines take turns on one. So it is switched on before
+each step of the work that it is for and off after it: in the work's own coroutine, in the tasks that it starts and in
+the threads that it sends functions to.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
+from contextvars import ContextVar
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+__all__ = ["AllSteps", "Stepped", "Steps", "call_stepped", "current_steps", "step_result"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Steps(Protocol):
+    """What happens around each step. Two steps of the same work may run at once, in different threads."""
+
+    def enter(self) -> Any:
+        """A step begins on this thread. Must not raise."""
+
+    def leave(self, entered: Any) -> None:
+        """It has ended, on the same thread; ``entered`` is what `enter` returned. Must not raise."""
+
+
+current_steps: ContextVar[Steps | None] = ContextVar("arpc.steps", default=None)
+"""What belongs around the steps of the current work. Tasks that it creates, and `to_thread`, go by it."""
+
+
+class AllSteps:
+    """Several in one: the first is the outermost."""
+
+    def __init__(self, parts: Sequence[Steps]) -> None:
+        self._parts = tuple(parts)
+
+    def enter(self) -> list[Any]:
+        return [part.enter() for part in self._parts]
+
+    def leave(self, entered: list[Any]) -> None:
+        for part, token in zip(reversed(self._parts), reversed(entered), strict=True):
+            part.leave(token)
+
+
+def call_stepped(steps: Steps, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function as one step."""
+    entered = steps.enter()
+    try:
+        return function(*args, **kwargs)
+    finally:
+        steps.leave(entered)
+
+
+class Stepped(Coroutine[Any, Any, T]):
+    """A coroutine around another, each of whose steps is one of ``steps``.
+
+    What tools read of a coroutine is that of the one inside.
+    """
+
+    __slots__ = ("__weakref__", "_coro", "_steps")
+
+    def __init__(self, coro: Coroutine[Any, Any, T], steps: Steps) -> None:
+        self._coro = coro
+        self._steps = steps
+
+    def send(self, value: Any) -> Any:
+        return call_stepped(self._steps, self._coro.send, value)
+
+    def __next__(self) -> Any:
+        return self.send(None)
+
+    def throw(self, *exception: Any) -> Any:
+        return call_stepped(self._steps, self._coro.throw, *exception)
+
+    def close(self) -> None:
+        call_stepped(self._steps, self._coro.close)
+
+    def __await__(self) -> Stepped[T]:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name in Stepped.__slots__:  # not initialised: __init__ was called wrongly
+            raise AttributeError(name)
+        return getattr(self._coro, name)
+
+    def __repr__(self) -> str:
+        return f"<Stepped {self._coro!r}>"
+
+
+def step_result(steps: Steps, result: Any) -> Any:
+    """What a function returned: if it goes on running, in the same steps."""
+    if inspect.isgenerator(result):
+        return _stepped_generator(result, steps)
+    if inspect.isasyncgen(result):
+        return _stepped_async_generator(result, steps)
+    if isinstance(result, Coroutine):
+        return Stepped(result, steps)
+    return result
+
+
+def _stepped_generator(items: Generator[Any, Any, Any], steps: Steps) -> Generator[Any, None, None]:
+    end = object()
+    try:
+        while (item := call_stepped(steps, next, items, end)) is not end:
+            yield item
+    finally:
+        call_stepped(steps, items.close)
+
+
+async def _stepped_async_generator(items: AsyncGenerator[Any, Any], steps: Steps) -> AsyncGenerator[Any, None]:
+    try:
+        while True:
+            try:
+                item = await Stepped(_awaited(items.__anext__()), steps)
+            except StopAsyncIteration:
+                return
+            yield item
+    finally:
+        await Stepped(_awaited(items.aclose()), steps)
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable

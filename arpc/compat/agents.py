@@ -101,9 +101,15 @@ class TensorPipeAgent:
 
     def get_rref_debug_info(self) -> dict[str, str]:
         """The same for RRefs."""
-        found = self.drop_in.thread.call(lambda: rref_statistics(self.drop_in.worker.rref_context))
-        names = ("num_owner_rrefs", "num_pending_users", "num_pending_futures", "num_forks")
-        return {name: str(found[name]) for name in names}
+        return {name: str(number) for name, number in self.drop_in.thread.call(self._rref_figures).items()}
+
+    def _rref_figures(self) -> dict[str, int]:
+        context = self.drop_in.worker.rref_context
+        names = ("num_pending_users", "num_pending_futures", "num_forks")
+        found = rref_statistics(context)
+        # a value that nobody else uses is not counted, although there may be an RRef to it in this process
+        owned = sum(bool(owned.forks) for owned in context.forks.owned.values())
+        return {"num_owner_rrefs": owned, **{name: found[name] for name in names}}
 
     # -- the end
 

@@ -12,7 +12,7 @@ import torch
 from arpc import torchstate
 from arpc.agent.peers import Peer
 from arpc.compat.drop_in import DropIn
-from arpc.compat.failures import as_torch_error
+from arpc.compat.failures import as_torch_error, packing_error
 from arpc.compat.loop_thread import Outcome, refuse_loop_thread
 from arpc.options import UNSET, Unset
 
@@ -51,7 +51,7 @@ class _Call:
         try:
             self._packed = drop_in.agent.prepare(peer, function, args, kwargs)
         except Exception as error:
-            raise as_torch_error(error, peer.info, 0.0) from error
+            raise packing_error(error, peer.info) from error
         self._kwargs = kwargs
         self._timeout = arpc_timeout(timeout)
         self._call_id = 0

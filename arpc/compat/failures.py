@@ -18,7 +18,7 @@ from arpc.errors import (
 )
 from arpc.ids import WorkerInfo
 
-__all__ = ["as_torch_error", "creation_error", "timeout_error"]
+__all__ = ["as_torch_error", "creation_error", "packing_error", "timeout_error"]
 
 _NO_SCHEMA: Final = "Overloaded torch operator invoked from Python failed to match any schema"
 _NOT_ON_CALLEE: Final = "the function is not on worker"
@@ -71,6 +71,14 @@ def as_torch_error(
     return made
 
 
+def packing_error(error: Exception, to: WorkerInfo) -> BaseException:
+    """What torch raises where the arguments of a call cannot be pickled: what their pickling raised."""
+    reason = error.__cause__
+    if isinstance(error, SerializationError) and isinstance(reason, Exception):
+        return reason
+    return as_torch_error(error, to, 0.0)
+
+
 def _is_operator(function: Any) -> bool:
     return function is not None and _find_builtin(function) is not None
 
@@ -81,9 +89,9 @@ def _described(error: BaseException, to: WorkerInfo, stack: str) -> str:
 
 def _rebuilt(error: BaseException, to: WorkerInfo, stack: str) -> BaseException:
     """An exception of the same type whose text tells where it was raised, and how."""
-    if isinstance(error, SerializationError) and _NOT_ON_CALLEE in str(error):
-        text = f"{error}. Default RPC pickler does not serialize function code"
-        made: BaseException = RuntimeError(_described(AttributeError(text), to, stack))
+    if isinstance(error, SerializationError):
+        hint = ". Default RPC pickler does not serialize function code" if _NOT_ON_CALLEE in str(error) else ""
+        made: BaseException = RuntimeError(f"On {to!r}:\n{error}{hint}\n{stack}")
     else:
         text = _described(error, to, stack).encode("utf-8").decode("unicode_escape")
         try:

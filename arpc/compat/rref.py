@@ -194,6 +194,7 @@ class RRef(Generic[T]):
             raise creation_error()
 
     def __reduce__(self) -> NoReturn:
+        self._refuse_if_over("call fork an UserRRef")
         raise RuntimeError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
 
 

@@ -139,6 +139,10 @@ def _can_share(slot: Slot) -> TypeGuard[Tensor]:
     return isinstance(slot, Tensor) and slot.is_cpu and slot.dtype in DTYPE_CODES and not slot.is_nested
 
 
+_LITTLE_BYTES: Final = 8 * 1024
+"""To send so many bytes that nobody asked for costs less than to copy those that somebody did."""
+
+
 class _Describer:
     """Describes what is not simply contiguous memory of its own. Adds to the memory of a message."""
 
@@ -239,7 +243,10 @@ class _Describer:
         return Entry(Kind.PLACED, 0, flags, 0, (), layout=staged.device, parts=(part,)) if is_placed else part
 
     def _strided(self, tensor: Tensor, flags: int) -> Entry:
-        """A view, sent without what it skips over, and what it repeats only once."""
+        """A view, sent without what it skips over if that is much, and what it repeats only once.
+
+        One that skips little stays the view it is: at the other end, too, it is not contiguous.
+        """
         code = DTYPE_CODES[tensor.dtype]
         shape, strides = tuple(tensor.shape), tuple(tensor.stride())
         if 0 in shape:
@@ -249,7 +256,7 @@ class _Describer:
             once = [1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True)]
             core = core.as_strided(once, strides)
         start, end = extent(core)
-        if end - start > core.nbytes:
+        if end - start > max(2 * core.nbytes, _LITTLE_BYTES):
             _require_memory(core.untyped_storage(), end)
             core = core.contiguous()
             start, end = extent(core)

@@ -21,7 +21,7 @@ from arpc.compat.current import get_agent as _get_current_rpc_agent
 from arpc.compat.current import has_agent as _is_current_rpc_agent_set
 from arpc.compat.current import reset_agent as _reset_current_rpc_agent
 from arpc.compat.drop_in import DropIn
-from arpc.compat.failures import as_torch_error
+from arpc.compat.failures import packing_error
 from arpc.compat.futures import wait_all
 from arpc.compat.loop_thread import refuse_loop_thread
 from arpc.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
@@ -149,7 +149,7 @@ def remote(
             create_remote, rrefs, peer.info, func, args or (), kwargs, arpc_timeout(timeout)
         )
     except Exception as error:  # noqa: BLE001 - it is translated
-        raise as_torch_error(error, peer.info, drop_in.agent.default_timeout) from error
+        raise packing_error(error, peer.info) from error
     return RRef.of(handle, drop_in)
 
 
@@ -219,6 +219,11 @@ def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> No
     gathering.is_complete.set()
 
 
+def _call_here(name: str, *args: Any) -> Any:
+    """Call a function of this module by its name of the moment: people replace these."""
+    return globals()[name](*args)
+
+
 @_require_initialized
 def _all_gather(
     obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
@@ -232,7 +237,7 @@ def _all_gather(
     if own == leader:
         _gather_to_leader(sequence_id, own, obj, names)
     else:
-        rpc_sync(leader, _gather_to_leader, args=(sequence_id, own, obj, names), timeout=call_timeout)
+        rpc_sync(leader, _call_here, args=("_gather_to_leader", sequence_id, own, obj, names), timeout=call_timeout)
     gathering = _gatherings.get(sequence_id)
     gathering.is_complete.wait(signal_timeout)
     if own == leader:
@@ -242,7 +247,7 @@ def _all_gather(
 
 def _tell_followers(sequence_id: str, objects: dict[str, Any], followers: list[str], timeout_s: float) -> None:
     told = {
-        name: rpc_async(name, _broadcast_to_followers, args=(sequence_id, objects), timeout=timeout_s)
+        name: rpc_async(name, _call_here, args=("_broadcast_to_followers", sequence_id, objects), timeout=timeout_s)
         for name in followers
     }
     failed: dict[str, RuntimeError] = {}

@@ -43,7 +43,15 @@ from arpc.options import UNSET, RpcOptions, Unset
 from arpc.rref.context import RRefContext, Skin
 from arpc.rref.handle import RRef, create_remote
 from arpc.rref.packing import reduce_rref
-from arpc.rref.report import RRefRow, find_held, find_survivors, report_leaks, report_survivors, rref_rows, rref_statistics
+from arpc.rref.report import (
+    RRefRow,
+    find_held,
+    find_survivors,
+    report_leaks,
+    report_survivors,
+    rref_rows,
+    rref_statistics,
+)
 from arpc.transport.base import Transport
 from arpc.transport.memory import MemoryNetwork
 from arpc.transport.shm import FEATURE, Arena, empty_shared, open_arena, shared

@@ -31,7 +31,7 @@ def main(given: Sequence[str] | None = None) -> None:
     install()
     install_in_children()
     if not arguments.quiet:
-        print(f"arpc.compat: torch.distributed.rpc is arpc in {arguments.script} and its children", file=sys.stderr)
+        sys.stderr.write(f"arpc.compat: torch.distributed.rpc is arpc in {arguments.script} and its children\n")
     run = run_module if arguments.is_module else run_script
     run(arguments.script, arguments.args)
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 
 from arpc import torchstate
+from arpc.agent.future import Future
 from arpc.agent.peers import Peer
 from arpc.compat.drop_in import DropIn
 from arpc.compat.failures import as_torch_error, packing_error
@@ -34,7 +35,19 @@ def _seconds(drop_in: DropIn, timeout: float) -> float:
 class _Call:
     """One call on its way: called on the loop to begin it, in the context of the thread that made it."""
 
-    __slots__ = ("_call_id", "_drop_in", "_fail", "_function", "_kwargs", "_packed", "_peer", "_succeed", "_timeout", "anchor")
+    __slots__ = (
+        "_call_id",
+        "_drop_in",
+        "_fail",
+        "_function",
+        "_is_awaited",
+        "_kwargs",
+        "_packed",
+        "_peer",
+        "_succeed",
+        "_timeout",
+        "anchor",
+    )
 
     def __init__(
         self,
@@ -44,8 +57,11 @@ class _Call:
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
         timeout: float,
+        *,
+        is_awaited: bool,
     ) -> None:
         self._drop_in = drop_in
+        self._is_awaited = is_awaited
         self._peer = peer
         self._function = function
         try:
@@ -61,20 +77,23 @@ class _Call:
         """Begin it soon. One of the two is called on the loop in the end."""
         self._succeed = succeed
         self._fail = fail
-        thread = self._drop_in.thread
+        drop_in = self._drop_in
+        context = drop_in.thread.caller_context()
+        if drop_in.agent.has_riders:
+            drop_in.agent.observers.thread_calls(context, self._peer.info.name, self._function)
         if _is_pristine():
-            thread.submit(thread.caller_context(), self._begin)
+            drop_in.thread.submit(context, self._begin)
         else:
             # whether the thread wants gradients is for those to know who look at the arguments
-            thread.submit(thread.caller_context(), partial(torchstate.run_with, torchstate.capture(), self._begin))
+            drop_in.thread.submit(context, partial(torchstate.run_with, torchstate.capture(), self._begin))
 
     def _begin(self) -> None:
         agent = self._drop_in.agent
-        future = agent.loop.create_future()
+        future: asyncio.Future[Any]
+        # those who watch calls know by its kind whether somebody waits for it already
+        future = agent.loop.create_future() if self._is_awaited else Future(loop=agent.loop)
         try:
-            self._call_id = agent.begin(
-                self._peer, future, self._function, self._packed, self._kwargs, self._timeout
-            )
+            self._call_id = agent.begin(self._peer, future, self._function, self._packed, self._kwargs, self._timeout)
         except BaseException as error:  # noqa: BLE001 - it is raised where the result is waited for
             self._fail(error)
         else:
@@ -102,7 +121,7 @@ def call(
     """The result of a call. Raises in torch's words."""
     refuse_loop_thread("await arpc.rpc_sync(...)")
     outcome: Outcome[Any] = Outcome()
-    _Call(drop_in, peer, function, args, kwargs, timeout).start(outcome.set, outcome.fail)
+    _Call(drop_in, peer, function, args, kwargs, timeout, is_awaited=True).start(outcome.set, outcome.fail)
     try:
         return outcome.wait()
     except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - it is translated
@@ -131,7 +150,7 @@ def call_async(
     def fail(error: BaseException) -> None:
         completions.fail(future, as_torch_error(error, peer.info, timeout_s, function))
 
-    started = _Call(drop_in, peer, function, args, kwargs, timeout)
+    started = _Call(drop_in, peer, function, args, kwargs, timeout, is_awaited=False)
     started.anchor = anchor
     started.start(partial(completions.complete, future), fail)
     return future

@@ -30,8 +30,9 @@ def starting() -> Iterator[None]:
 
 
 def has_agent() -> bool:
+    """Whether there is one, after a start that is under way in another thread."""
     if not _agents and asyncio._get_running_loop() is None:  # noqa: SLF001 - get_running_loop would raise
-        for starter, is_over in list(_starts):
+        for starter, is_over in tuple(_starts):
             if starter != get_ident():
                 is_over.wait()
     return bool(_agents)
@@ -45,8 +46,10 @@ def get_agent() -> Any:
 
 
 def set_agent(agent: Any) -> None:
+    """Let it be the one that threads find."""
     _agents[:] = [agent]
 
 
 def reset_agent() -> None:
+    """Let there be none."""
     _agents.clear()

@@ -69,7 +69,7 @@ class DropIn:
         """What a function raised is printed here too: its caller may be somebody else's."""
         if isinstance(error, Exception):
             stack = "".join(traceback.format_exception(error))
-            print(f"On {self.info!r}:\n{error!r}\n{stack}", file=sys.stderr)
+            sys.stderr.write(f"On {self.info!r}:\n{error!r}\n{stack}\n")
 
     @property
     def info(self) -> WorkerInfo:
@@ -120,7 +120,7 @@ class DropIn:
     # -- the end
 
     def shutdown(self, *, graceful: bool, timeout_s: float) -> None:
-        """Leave the group, and end the loop. Raises what kept it from being graceful, after it has ended all the same."""
+        """Leave the group, and end the loop. Raises what kept it from being graceful, once it has ended."""
         try:
             self.thread.run(lambda: self.worker.shutdown(graceful, timeout_s), context=Context())
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
-from torch.jit._builtins import _find_builtin  # type: ignore[attr-defined]
+from torch.jit._builtins import _find_builtin
 
 from arpc.errors import (
     ArpcError,
@@ -39,9 +39,7 @@ def creation_error() -> RuntimeError:
     )
 
 
-def as_torch_error(
-    error: BaseException, to: WorkerInfo, timeout_s: float, function: Any = None
-) -> BaseException:
+def as_torch_error(error: BaseException, to: WorkerInfo, timeout_s: float, function: Any = None) -> BaseException:
     """What torch raises where arpc raised ``error`` in a call of a function of worker ``to``."""
     if isinstance(error, asyncio.CancelledError):
         return RuntimeError(f"the call of worker {to.name} was cancelled")
@@ -80,7 +78,7 @@ def packing_error(error: Exception, to: WorkerInfo) -> BaseException:
 
 
 def _is_operator(function: Any) -> bool:
-    return function is not None and _find_builtin(function) is not None
+    return function is not None and _find_builtin(function) is not None  # type: ignore[no-untyped-call]
 
 
 def _described(error: BaseException, to: WorkerInfo, stack: str) -> str:

@@ -182,6 +182,10 @@ class LoopThread:
             else:
                 tasks[0].add_done_callback(done)
 
+        def cancel() -> None:
+            for task in tasks:
+                task.cancel()
+
         def start_with_state() -> None:
             if state is None:
                 start()
@@ -192,7 +196,7 @@ class LoopThread:
         try:
             return outcome.wait()
         except KeyboardInterrupt:
-            self.submit(copy_context(), lambda: [task.cancel() for task in tasks] and None)
+            self.submit(copy_context(), cancel)
             raise
 
     def stop(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -27,6 +27,7 @@ __all__ = ["SKIN", "RRef"]
 # ruff: noqa: SLF001
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 
 def _drop_in() -> DropIn:
@@ -115,7 +116,7 @@ class RRef(Generic[T]):
         refuse_loop_thread("await rref.handle.backward(...)")
         self._run(partial(self.handle.backward, dist_autograd_ctx_id, retain_graph), -1.0)
 
-    def _run(self, make: Callable[[], Any], timeout: float) -> Any:
+    def _run(self, make: Callable[[], Coroutine[Any, Any, S]], timeout: float) -> S:
         drop_in = self._drop_in
         try:
             return drop_in.run(make)
@@ -167,9 +168,7 @@ class RRef(Generic[T]):
             creation: Future[Any] | None = self.handle._get_future()
             if creation is None:
                 raise RuntimeError("Creating future for an RRef that was not created by rpc.remote() here")
-            return torch_future_of(
-                self._drop_in, creation, lambda error: as_torch_error(error, self.owner(), 0.0)
-            )
+            return torch_future_of(self._drop_in, creation, lambda error: as_torch_error(error, self.owner(), 0.0))
 
         return self._drop_in.thread.call(watch)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
 
 from arpc.compat import rpc
+from arpc.compat.futures import wait_all
 from arpc.compat.rpc.functions import async_execution
 
 
@@ -18,7 +20,8 @@ def add(a: int, b: int = 0) -> int:
 
 
 def call_on(a: int) -> int:
-    return rpc.rpc_sync("alone", add, args=(a, 1))
+    total: int = rpc.rpc_sync("alone", add, args=(a, 1))
+    return total
 
 
 def fail(text: str) -> None:
@@ -77,7 +80,9 @@ def test_a_callback_may_block_and_call_on(alone: str) -> None:
 
 def test_many_callbacks_may_block_at_once(alone: str) -> None:
     meeting = threading.Barrier(8)
-    futures = [rpc.rpc_async(alone, add, args=(n, 0)).then(lambda done: meeting.wait() and done.value()) for n in range(8)]
+    futures = [
+        rpc.rpc_async(alone, add, args=(n, 0)).then(lambda done: meeting.wait() and done.value()) for n in range(8)
+    ]
     assert len(torch.futures.wait_all(futures)) == 8
 
 
@@ -135,7 +140,7 @@ def sleep_and_tell() -> None:
 
 def test_async_execution_answers_with_the_value_of_the_future(alone: str) -> None:
     assert rpc.rpc_sync(alone, add_later, args=(1, 2)) == 4
-    with pytest.raises(RuntimeError, match="must return a torch.futures.Future"):
+    with pytest.raises(RuntimeError, match=r"must return a torch\.futures\.Future"):
         rpc.rpc_sync(alone, no_future)
 
 
@@ -158,25 +163,25 @@ def test_the_loop_thread_is_never_blocked(alone: str) -> None:
         ("alone", 1, TypeError, "function should be callable."),
     ],
 )
-def test_a_call_that_cannot_be_is_refused_at_once(alone: str, to: object, function: object, kind: type, text: str) -> None:
+def test_a_call_that_cannot_be_is_refused_at_once(
+    alone: str, to: Any, function: Any, kind: type[Exception], text: str
+) -> None:
     for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
         with pytest.raises(kind, match=text):
-            call(to, function)  # type: ignore[operator]
+            call(to, function)
 
 
 def test_wait_all_ends_with_the_first_error(alone: str) -> None:
-    held = threading.Event()
-    futures = [rpc.rpc_async(alone, fail, args=("first",)), torch.futures.Future()]
-    from arpc.compat.futures import wait_all
-
+    futures: list[torch.futures.Future[None]] = [rpc.rpc_async(alone, fail, args=("first",)), torch.futures.Future()]
     with pytest.raises(ValueError, match="first"):
         wait_all(futures)
-    held.set()
     assert wait_all([]) == []
 
 
 def test_without_a_worker_there_are_no_calls() -> None:
-    with pytest.raises(RuntimeError, match=r"^RPC has not been initialized\. Call torch\.distributed\.rpc\.init_rpc first\."):
+    with pytest.raises(
+        RuntimeError, match=r"^RPC has not been initialized\. Call torch\.distributed\.rpc\.init_rpc first\."
+    ):
         rpc.rpc_sync("alone", add)
     with pytest.raises(RuntimeError, match="Current RPC agent is not set!"):
         rpc.RRef(1)

@@ -12,11 +12,12 @@ from torch._C._distributed_rpc import _set_profiler_node_id
 
 from arpc.compat import autograd as dist_autograd
 from arpc.compat.agents import TensorPipeAgent
+from arpc.compat.current import get_agent as _get_current_rpc_agent
+from arpc.compat.current import has_agent as _is_current_rpc_agent_set
 from arpc.compat.rpc import api, backend_registry, constants, functions, internal, options
 from arpc.compat.rpc.api import (
     RRef,
-    _get_current_rpc_agent,
-    _is_current_rpc_agent_set,
+    _require_initialized,
     _set_rpc_timeout,
     get_rpc_timeout,
     get_worker_info,
@@ -37,6 +38,9 @@ __all__ = [
     "TensorPipeAgent",
     "TensorPipeRpcBackendOptions",
     "WorkerInfo",
+    "_get_current_rpc_agent",
+    "_is_current_rpc_agent_set",
+    "_set_rpc_timeout",
     "api",
     "backend_registry",
     "constants",
@@ -103,7 +107,7 @@ def _backend_of(chosen: Any) -> Any:
 
 def _open_store(chosen: RpcBackendOptions, rank: int, world_size: int | None) -> Any:
     if not world_size:
-        store = dist._create_store_from_options(chosen, rank)  # type: ignore[attr-defined]  # noqa: SLF001
+        store = dist._create_store_from_options(chosen, rank)  # type: ignore[no-untyped-call, attr-defined]  # noqa: SLF001
     else:
         meeting = dist.rendezvous(chosen.init_method, rank=rank, world_size=world_size)  # type: ignore[attr-defined]
         _rendezvous[:] = [meeting]
@@ -130,7 +134,9 @@ def _init_rpc_backend(
         (rpc_backend_options, RpcBackendOptions),
     ):
         if not isinstance(given, kind):
-            raise RuntimeError(f"Argument {given} must be of type {kind} but got type {type(given)}")
+            raise RuntimeError(  # noqa: TRY004 - torch's own, which people catch
+                f"Argument {given} must be of type {kind} but got type {type(given)}"
+            )
     if _is_current_rpc_agent_set():
         raise RuntimeError("RPC is already initialized")
     agent = backend_registry.init_backend(
@@ -147,19 +153,19 @@ def _init_rpc_backend(
 # -- figures
 
 
-@api._require_initialized
+@_require_initialized
 def enable_gil_profiling(flag: bool) -> None:
     """Have the debug information tell how long handlers waited for the interpreter."""
     _get_current_rpc_agent().is_gil_profiled = flag
 
 
-@api._require_initialized
+@_require_initialized
 def _rref_context_get_debug_info() -> dict[str, str]:
     found: dict[str, str] = _get_current_rpc_agent().get_rref_debug_info()
     return found
 
 
-@api._require_initialized
+@_require_initialized
 def _get_debug_info() -> dict[str, str]:
     return {
         **_rref_context_get_debug_info(),

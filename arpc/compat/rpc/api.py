@@ -1,7 +1,6 @@
-"""The functions of torch.distributed.rpc. Those that begin with ``_`` are torch's too, and looked up when they are used.
+"""The functions of torch.distributed.rpc. Those that begin with ``_`` are torch's too: people replace them."""
 
-ruff: noqa: PLW0603, PLW0602
-"""
+# ruff: noqa: PLW0603 - people look the globals up here, and replace them
 
 from __future__ import annotations
 
@@ -85,9 +84,7 @@ def _drop_in() -> DropIn:
     try:
         drop_in: DropIn = current.get_agent().drop_in
     except RuntimeError:
-        raise RuntimeError(
-            "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
-        ) from None
+        raise RuntimeError("RPC has not been initialized. Call torch.distributed.rpc.init_rpc first.") from None
     return drop_in
 
 
@@ -145,10 +142,8 @@ def remote(
     context = drop_in.thread.caller_context()
     rrefs = drop_in.worker.rref_context
     try:
-        handle = context.run(
-            create_remote, rrefs, peer.info, func, args or (), kwargs, arpc_timeout(timeout)
-        )
-    except Exception as error:  # noqa: BLE001 - it is translated
+        handle = context.run(create_remote, rrefs, peer.info, func, args or (), kwargs, arpc_timeout(timeout))
+    except Exception as error:
         raise packing_error(error, peer.info) from error
     return RRef.of(handle, drop_in)
 
@@ -200,9 +195,7 @@ def _set_rpc_timeout(timeout_s: float) -> None:
 # -- all together
 
 
-def _gather_to_leader(
-    sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None
-) -> None:
+def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None) -> None:
     """Runs on the leader: a worker brings its object."""
     expected = worker_names or _ALL_WORKER_NAMES
     if worker_name not in expected:
@@ -225,9 +218,7 @@ def _call_here(name: str, *args: Any) -> Any:
 
 
 @_require_initialized
-def _all_gather(
-    obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
-) -> dict[str, Any]:
+def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
     """What each of the workers has brought, by name. Blocks until all of them have come."""
     names = set(worker_names or _ALL_WORKER_NAMES)
     leader, own = min(names), _get_current_rpc_agent().get_worker_info().name

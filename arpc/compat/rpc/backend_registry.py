@@ -36,11 +36,16 @@ class BackendValue(NamedTuple):
 
 
 _backends: dict[str, BackendValue] = {}
+_enum_of: Callable[..., Any] = enum.Enum
+
+
+def _name_backend(backend: Any) -> str:
+    return f"BackendType.{backend.name}"
 
 
 def _make_backend_type() -> Any:
-    made = enum.Enum(value="BackendType", names=_backends)  # type: ignore[misc]
-    made.__repr__ = lambda self: f"BackendType.{self.name}"  # type: ignore[method-assign]
+    made: Any = _enum_of("BackendType", _backends)
+    made.__repr__ = _name_backend
     made.__doc__ = "The backends that there are."
     return made
 
@@ -125,7 +130,7 @@ class _Names:
         return f"arpc.compat/{name}"
 
     def add(self, name: str) -> None:
-        self._store.set(self._key(name), b"1")
+        self._store.set(self._key(name), "1")
 
     def among(self, names: list[str]) -> set[str]:
         if self._store.check([self._key(name) for name in names]):
@@ -158,6 +163,4 @@ def _tensorpipe_init_backend_handler(
     return start_agent(store, name, rank, world_size, rpc_backend_options.as_arpc(), TensorPipeAgent)
 
 
-register_backend(
-    "TENSORPIPE", _tensorpipe_construct_rpc_backend_options_handler, _tensorpipe_init_backend_handler
-)
+register_backend("TENSORPIPE", _tensorpipe_construct_rpc_backend_options_handler, _tensorpipe_init_backend_handler)

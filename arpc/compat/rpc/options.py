@@ -20,9 +20,7 @@ DeviceType = int | str | torch.device
 class RpcBackendOptions:
     """What every backend knows: where the group meets, and how long calls may take."""
 
-    def __init__(
-        self, rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC, init_method: str = DEFAULT_INIT_METHOD
-    ) -> None:
+    def __init__(self, rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC, init_method: str = DEFAULT_INIT_METHOD) -> None:
         if isinstance(rpc_timeout, timedelta) or not isinstance(rpc_timeout, int | float):
             raise TypeError(
                 f"{type(self).__name__}(): incompatible constructor arguments: rpc_timeout is a number of seconds, "
@@ -67,7 +65,8 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         """Say where on worker ``to`` tensors belong that are on a device here. Adds to what was said before."""
         try:
             checked = checked_device_map(to, device_map)
-            self.device_maps[to] = dict(merged_device_map(to, self.device_maps.get(to, {}), checked))
+            merged = merged_device_map(to, self.device_maps.get(to, {}), dict(checked.items()))
+            self.device_maps[to] = dict(merged)
         except ConfigurationError as error:
             raise ValueError(f"`device_map` only supports 1-to-1 mapping: {error}") from error
 
@@ -76,9 +75,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         found = [torch.device(device) for device in devices]
         for device in found:
             if device.type != "cuda":
-                raise ValueError(
-                    f"`set_devices` expect a list of CUDA devices, but got device type {device.type}."
-                )
+                raise ValueError(f"`set_devices` expect a list of CUDA devices, but got device type {device.type}.")
         self.devices = found
 
     def as_arpc(self) -> RpcOptions:

@@ -31,9 +31,7 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
         messages_to_delay: dict[str, float],
         num_fail_sends: int = 0,
     ) -> None:
-        super().__init__(
-            num_worker_threads=num_worker_threads, rpc_timeout=rpc_timeout, init_method=init_method
-        )
+        super().__init__(num_worker_threads=num_worker_threads, rpc_timeout=rpc_timeout, init_method=init_method)
         unknown = {*messages_to_fail, *messages_to_delay} - MESSAGE_NAMES
         if unknown:
             raise ValueError(f"no such messages: {', '.join(sorted(unknown))}")
@@ -65,9 +63,7 @@ def _construct(
     )
 
 
-def _init(
-    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
-) -> TensorPipeAgent:
+def _init(store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any) -> TensorPipeAgent:
     options = rpc_backend_options
     if not isinstance(options, FaultyTensorPipeRpcBackendOptions):
         raise TypeError(f"`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`. {options}")

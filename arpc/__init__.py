@@ -1,6 +1,6 @@
 """arpc: the asyncio-native RPC runtime for PyTorch."""
 
-from arpc import autograd, functions, futures, nn, optim
+from arpc import autograd, functions, futures, nn, optim, torchscript
 from arpc._version import __version__
 from arpc.agent.functions import inline
 from arpc.agent.future import Future
@@ -43,6 +43,7 @@ from arpc.errors import (
     RpcTimeoutError,
     RRefCreationError,
     RRefError,
+    ScriptError,
     SerializationError,
     ShutdownError,
     TorchStateError,
@@ -87,6 +88,7 @@ __all__ = [
     "RendezvousTimeoutError",
     "RpcOptions",
     "RpcTimeoutError",
+    "ScriptError",
     "SerializationError",
     "ShutdownError",
     "Stream",
@@ -124,4 +126,5 @@ __all__ = [
     "shutdown",
     "stream",
     "to_thread",
+    "torchscript",
 ]

@@ -26,6 +26,7 @@
     │   └── RRefCreationError                  it is not known whether its value was ever created
     ├── AutogradError (RuntimeError)           no such context, or roots that gradients cannot start from
     │   └── BackwardError                      a node raised in a backward pass; names the worker and the node
+    ├── ScriptError (RuntimeError)             a TorchScript function that raised, or cannot be called like that
     ├── RemoteError                            the function raised something that cannot be rebuilt here
     └── WireError (ConnectionError)            what a peer sent, or a connection that cannot be used
         ├── ProtocolError                      bytes that are no arpc, or not at this time
@@ -69,6 +70,7 @@ __all__ = [
     "RendezvousError",
     "RendezvousTimeoutError",
     "RpcTimeoutError",
+    "ScriptError",
     "SerializationError",
     "ShutdownError",
     "TorchStateError",
@@ -231,6 +233,13 @@ class BackwardError(AutogradError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return BackwardError, (str(self), self.worker, self.worker_id, self.node, self.forward_stack)
+
+
+class ScriptError(ArpcError, RuntimeError):
+    """A TorchScript function raised, or does not take the arguments that it was called with.
+
+    The text is torch's own. Where ``torch.jit.Error`` is no RuntimeError, this is one.
+    """
 
 
 class RemoteError(ArpcError):

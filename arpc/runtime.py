@@ -44,6 +44,7 @@ from arpc.rref.context import RRefContext
 from arpc.rref.handle import RRef, create_remote
 from arpc.rref.packing import reduce_rref
 from arpc.rref.report import RRefRow, find_survivors, report_leaks, report_survivors, rref_rows, rref_statistics
+from arpc.torchscript import kinds
 from arpc.transport.base import Transport
 from arpc.transport.memory import MemoryNetwork
 from arpc.transport.shm import FEATURE, Arena, empty_shared, open_arena, shared
@@ -451,7 +452,9 @@ async def start_worker(
             handlers={**rrefs.handlers, **autograd.handlers},
             wrappers=rrefs.wrappers,
             shortcuts=rrefs.shortcuts,
-            reducers={RRef: partial(reduce_rref, rrefs)},
+            reducers={**kinds.REDUCERS, RRef: partial(reduce_rref, rrefs)},
+            families=kinds.FAMILIES,
+            preparations=kinds.PREPARATIONS,
             interceptors=(VariableCarrier(), autograd.recorder, placement.results),
             is_elastic=rendezvous.is_elastic,
             watchers=(rrefs, autograd),

@@ -715,7 +715,7 @@ class Executor:
 
         if isinstance(result, asyncio.Future):
             result.add_done_callback(settle)
-        elif isinstance(result, torch.futures.Future | concurrent.futures.Future):
+        elif isinstance(result, torch._C.Future | concurrent.futures.Future):
             # completed on a thread of its own
             def settle_on_loop(future: Any) -> None:
                 self.loop.call_soon_threadsafe(settle, future)
@@ -750,7 +750,7 @@ async def _future_of(result: Any, name: str, loop: asyncio.AbstractEventLoop) ->
     """The value of what a function marked with `async_execution` returned."""
     if isinstance(result, asyncio.Future):
         return await result
-    if not isinstance(result, torch.futures.Future | concurrent.futures.Future):
+    if not isinstance(result, torch._C.Future | concurrent.futures.Future):
         raise TypeError(
             f"a function marked with async_execution must return a Future, and {name} returned "
             f"{type(result).__qualname__}"

@@ -19,12 +19,14 @@ from arpc.api import (
     shutdown,
     stream,
 )
+from arpc.batching import batched
 from arpc.errors import (
     AlreadyInitializedError,
     ArpcError,
     AuthenticationError,
     AutogradError,
     BackwardError,
+    BatchError,
     CallCancelledError,
     CallError,
     ConfigurationError,
@@ -67,6 +69,7 @@ __all__ = [
     "AuthenticationError",
     "AutogradError",
     "BackwardError",
+    "BatchError",
     "CallCancelledError",
     "CallError",
     "ConfigurationError",
@@ -102,6 +105,7 @@ __all__ = [
     "WorkersFailedError",
     "__version__",
     "autograd",
+    "batched",
     "empty_shared",
     "enable_grad",
     "functions",

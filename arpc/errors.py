@@ -27,6 +27,7 @@
     ├── AutogradError (RuntimeError)           no such context, or roots that gradients cannot start from
     │   └── BackwardError                      a node raised in a backward pass; names the worker and the node
     ├── ScriptError (RuntimeError)             a TorchScript function that raised, or cannot be called like that
+    ├── BatchError (ValueError)                a batched function returned what is no result for each of its calls
     ├── RemoteError                            the function raised something that cannot be rebuilt here
     └── WireError (ConnectionError)            what a peer sent, or a connection that cannot be used
         ├── ProtocolError                      bytes that are no arpc, or not at this time
@@ -52,6 +53,7 @@ __all__ = [
     "AuthenticationError",
     "AutogradError",
     "BackwardError",
+    "BatchError",
     "CallCancelledError",
     "CallError",
     "ConfigurationError",
@@ -240,6 +242,10 @@ class ScriptError(ArpcError, RuntimeError):
 
     The text is torch's own. Where ``torch.jit.Error`` is no RuntimeError, this is one.
     """
+
+
+class BatchError(ArpcError, ValueError):
+    """A batched function returned something of which it cannot be told what is for which of its calls."""
 
 
 class RemoteError(ArpcError):

@@ -66,6 +66,6 @@ def scatter(result: Any, count: int, name: str) -> list[Any]:
         columns = {key: scatter(part, count, name) for key, part in result.items()}
         return [{key: column[place] for key, column in columns.items()} for place in range(count)]
     raise BatchError(
-        f"{name} was called for {count} calls, and returned {type(result).__qualname__}: return a tensor whose rows, or "
-        f"a list whose items are the results of the calls, or a tuple or dict of such"
+        f"{name} was called for {count} calls, and returned {type(result).__qualname__}: return a tensor whose rows, "
+        f"or a list whose items are the results of the calls, or a tuple or dict of such"
     )

@@ -183,8 +183,7 @@ async def test_a_batch_does_not_wait_longer_than_its_calls_have_time(group, size
     (queue,) = group[1].keep(Queues).queues.values()
     (batch,) = queue._open.values()
     assert len(batch.slots) == 3
-    assert batch.timer.when() == batch.due < asyncio.get_running_loop().time() + 20
-    batch.timer.cancel()
+    assert batch.due <= asyncio.get_running_loop().time() + 20
     queue._set_due(batch)  # as the timer would have done
     assert rows(await asyncio.gather(*calls)) == [[2]] * 3
     assert sizes == [3]

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from torch.jit import ScriptModule
-
 from arpc.agent.functions import async_execution, name_of, returns_futures
-from arpc.errors import RRefError, ScriptError, SerializationError
+from arpc.errors import ScriptError, SerializationError
 from arpc.torchscript.signatures import signature_of
 from arpc.torchscript.types import text_of
 
-__all__ = ["ScriptCall", "check_type_hint", "prepare_script_function", "refuse_script_method"]
+__all__ = ["ScriptCall", "prepare_script_function", "refuse_script_method"]
 
 
 class ScriptCall:
@@ -59,9 +57,3 @@ def refuse_script_method(function: Any, _: tuple[Any, ...], __: Mapping[str, Any
         f"{name_of(function)} is a method of a ScriptModule, which cannot be pickled apart from it: make the module on "
         f"the worker with arpc.remote, and call its method through the RRef"
     )
-
-
-def check_type_hint(value: Any, hint: Any) -> None:
-    """Raise `RRefError` for an RRef to a ScriptModule that does not say what can be called on it, as torch does."""
-    if hint is None and isinstance(value, ScriptModule):
-        raise RRefError("The RRef being created contains a ScriptModule, must provide its ModuleInterface type hint.")

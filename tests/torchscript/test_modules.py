@@ -64,13 +64,6 @@ async def fetch(rref):
     return await rref
 
 
-def test_torch_asks_for_a_hint():
-    with pytest.raises(arpc.RRefError, match="must provide its ModuleInterface type hint"):
-        arpc.torchscript.check_type_hint(functions.Spinner(), None)
-    arpc.torchscript.check_type_hint(functions.Spinner(), functions.Spinning)
-    arpc.torchscript.check_type_hint(torch.ones(1), None)
-
-
 async def test_a_method_of_a_module_that_is_here_cannot_be_called_elsewhere(group):
     with pytest.raises(TypeError, match="pickle") as caught:
         arpc.rpc_async("worker1", functions.Spinner().spin)

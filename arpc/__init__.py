@@ -1,6 +1,6 @@
 """arpc: the asyncio-native RPC runtime for PyTorch."""
 
-from arpc import autograd, functions, futures, nn, optim
+from arpc import autograd, functions, futures, nn, optim, torchscript
 from arpc._version import __version__
 from arpc.agent.functions import inline
 from arpc.agent.future import Future
@@ -19,12 +19,14 @@ from arpc.api import (
     shutdown,
     stream,
 )
+from arpc.batching import batched
 from arpc.errors import (
     AlreadyInitializedError,
     ArpcError,
     AuthenticationError,
     AutogradError,
     BackwardError,
+    BatchError,
     CallCancelledError,
     CallError,
     ConfigurationError,
@@ -43,6 +45,7 @@ from arpc.errors import (
     RpcTimeoutError,
     RRefCreationError,
     RRefError,
+    ScriptError,
     SerializationError,
     ShutdownError,
     TorchStateError,
@@ -66,6 +69,7 @@ __all__ = [
     "AuthenticationError",
     "AutogradError",
     "BackwardError",
+    "BatchError",
     "CallCancelledError",
     "CallError",
     "ConfigurationError",
@@ -87,6 +91,7 @@ __all__ = [
     "RendezvousTimeoutError",
     "RpcOptions",
     "RpcTimeoutError",
+    "ScriptError",
     "SerializationError",
     "ShutdownError",
     "Stream",
@@ -100,6 +105,7 @@ __all__ = [
     "WorkersFailedError",
     "__version__",
     "autograd",
+    "batched",
     "empty_shared",
     "enable_grad",
     "functions",
@@ -124,4 +130,5 @@ __all__ = [
     "shutdown",
     "stream",
     "to_thread",
+    "torchscript",
 ]

@@ -26,6 +26,8 @@
     │   └── RRefCreationError                  it is not known whether its value was ever created
     ├── AutogradError (RuntimeError)           no such context, or roots that gradients cannot start from
     │   └── BackwardError                      a node raised in a backward pass; names the worker and the node
+    ├── ScriptError (RuntimeError)             a TorchScript function that raised, or cannot be called like that
+    ├── BatchError (ValueError)                a batched function returned what is no result for each of its calls
     ├── RemoteError                            the function raised something that cannot be rebuilt here
     └── WireError (ConnectionError)            what a peer sent, or a connection that cannot be used
         ├── ProtocolError                      bytes that are no arpc, or not at this time
@@ -51,6 +53,7 @@ __all__ = [
     "AuthenticationError",
     "AutogradError",
     "BackwardError",
+    "BatchError",
     "CallCancelledError",
     "CallError",
     "ConfigurationError",
@@ -69,6 +72,7 @@ __all__ = [
     "RendezvousError",
     "RendezvousTimeoutError",
     "RpcTimeoutError",
+    "ScriptError",
     "SerializationError",
     "ShutdownError",
     "TorchStateError",
@@ -231,6 +235,17 @@ class BackwardError(AutogradError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return BackwardError, (str(self), self.worker, self.worker_id, self.node, self.forward_stack)
+
+
+class ScriptError(ArpcError, RuntimeError):
+    """A TorchScript function raised, or does not take the arguments that it was called with.
+
+    The text is torch's own. Where ``torch.jit.Error`` is no RuntimeError, this is one.
+    """
+
+
+class BatchError(ArpcError, ValueError):
+    """A batched function returned something of which it cannot be told what is for which of its calls."""
 
 
 class RemoteError(ArpcError):

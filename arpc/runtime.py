@@ -52,6 +52,7 @@ from arpc.rref.report import (
     rref_rows,
     rref_statistics,
 )
+from arpc.torchscript import kinds
 from arpc.transport.base import Transport
 from arpc.transport.memory import MemoryNetwork
 from arpc.transport.shm import FEATURE, Arena, empty_shared, open_arena, shared
@@ -455,7 +456,7 @@ async def start_worker(
     identity = Identity(name, 0, secrets.randbits(63), main_fingerprint(), known)
     rrefs = worker.rref_context = RRefContext(options, context, name, identity.incarnation)
     rrefs.skin = skin
-    reducers: dict[type, Reducer] = {RRef: partial(reduce_rref, rrefs)}
+    reducers: dict[type, Reducer] = {**kinds.REDUCERS, RRef: partial(reduce_rref, rrefs)}
     if skin is not None:
         unwrap = skin.unwrap
         reducers[skin.cls] = lambda handle, parcel: reduce_rref(rrefs, unwrap(handle), parcel)
@@ -472,6 +473,8 @@ async def start_worker(
             wrappers=rrefs.wrappers,
             shortcuts=rrefs.shortcuts,
             reducers=reducers,
+            families=kinds.FAMILIES,
+            preparations=kinds.PREPARATIONS,
             interceptors=(VariableCarrier(), autograd.recorder, placement.results),
             is_elastic=rendezvous.is_elastic,
             watchers=(rrefs, autograd),

@@ -34,7 +34,7 @@ LAYERS: Final = (
     (4, {"autograd", "profiler", "rref", "torchscript"}),
     (5, {"runtime"}),
     (6, {"functions", "futures", "runner"}),
-    (6, {"api"}),
+    (6, {"api", "batching"}),
     (6, {"optim"}),
     (6, {"nn"}),
     (6, {"__init__"}),  # re-exports what is above; the rows below are users of `import arpc`

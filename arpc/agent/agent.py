@@ -23,7 +23,7 @@ from arpc.agent.connector import Connector, Link, PeerWatcher
 from arpc.agent.deadlines import NEVER, Deadlines
 from arpc.agent.executor import Executor, Service
 from arpc.agent.failures import rebuild_failure
-from arpc.agent.functions import name_of
+from arpc.agent.functions import Preparation, name_of
 from arpc.agent.future import Future
 from arpc.agent.heartbeat import Heartbeat
 from arpc.agent.membership import WorkerRecord
@@ -104,6 +104,8 @@ class Agent:
         wrappers: Mapping[type[Message], Callable[..., Any]] | None = None,
         shortcuts: Mapping[type[Message], Callable[..., Any]] | None = None,
         reducers: Mapping[type, Reducer] | None = None,
+        families: Mapping[type, Reducer] | None = None,
+        preparations: Mapping[type, Preparation] | None = None,
         interceptors: Sequence[Interceptor] = (),
         observers: Sequence[Observer] = (),
         watchers: Sequence[PeerWatcher] = (),
@@ -120,7 +122,8 @@ class Agent:
         self.observers = Observers(observers)
         """Those that were passed stand by; see `observe`."""
         interceptors = (*interceptors, self.observers)
-        self.codec = Codec(reducers or {}, interceptors, options.inline_tensor_bytes, placement)
+        self.codec = Codec(reducers or {}, interceptors, options.inline_tensor_bytes, placement, families)
+        self._preparations = dict(preparations or {})
         if placement is not None:
             # before connections are told whom to call
             self.messages_received = partial(  # type: ignore[method-assign]
@@ -184,6 +187,8 @@ class Agent:
         for message_class, function in (wrappers or {}).items():
             # and so are those that name a function, which is run in its own way by another
             self._services[message_class] = self.executor.serve_wrapped(message_class, function)
+        # of those, how many arguments come before the function's own
+        self._leading = {int(message_class.type): message_class.leading for message_class in wrappers or {}}
         self._handlers |= {message_class: service.handle for message_class, service in self._services.items()}
 
     def serve(self) -> None:
@@ -540,6 +545,9 @@ class Agent:
             function_id = 0  # not hashable, so not a function of a module
         if function_id is None:
             function_id = 1 if type_ in self._nameless else peer.define(function)
+            if not function_id and (prepare := self._preparations.get(type(function))) is not None:
+                function, args = self._prepared(prepare, function, args, kwargs, self._leading.get(type_, 0), future)
+                kwargs = None
         slots = _NO_SLOTS
         if args or kwargs or not function_id:
             if args.__class__ is tuple:
@@ -599,6 +607,21 @@ class Agent:
             calls.bucket[call_id] = Call(future, function, 0, connection)
             connection.send(data)
         return call_id
+
+    @staticmethod
+    def _prepared(
+        prepare: Preparation,
+        function: Any,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        leading: int,
+        future: asyncio.Future[Any],
+    ) -> tuple[Any, tuple[Any, ...]]:
+        arguments = as_arguments(args)
+        function, own = prepare(function, arguments[leading:], kwargs)
+        if isinstance(future, Future):
+            future.script_type = getattr(function, "returns", None)
+        return function, (*arguments[:leading], *own)
 
     def _refusal(self, function: Any) -> Exception:
         if self.is_closing:

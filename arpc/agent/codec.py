@@ -68,8 +68,9 @@ class Codec:
         interceptors: Sequence[Interceptor],
         inline_tensor_bytes: int,
         placement: Placement | None = None,
+        families: Mapping[type, Reducer] | None = None,
     ) -> None:
-        self.pickler = Pickler(reducers)
+        self.pickler = Pickler(reducers, families)
         self.interceptors = tuple(interceptors)
         self._by_key = {interceptor.key: interceptor for interceptor in interceptors}
         self._inline_limit = inline_tensor_bytes

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from functools import partial
 from typing import Any, Final, TypeVar
 
-__all__ = ["Function", "Mode", "Prompt", "async_execution", "inline", "name_of"]
+from torch.jit import ScriptFunction
+
+__all__ = ["Function", "Mode", "Preparation", "Prompt", "async_execution", "inline", "name_of", "returns_futures"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -17,6 +19,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 _QUICK_S: Final = 20e-6
 _QUICK_CALLS: Final = 8
 _MEASURED: Final = 16
+
+Preparation = Callable[[Any, tuple[Any, ...], Mapping[str, Any] | None], "tuple[Any, tuple[Any, ...]]"]
+"""What makes a call of something that is no function of Python's own ready to be sent: function and arguments.
+
+It returns what is sent in its place, with positional arguments alone, or raises why it cannot be called like that.
+"""
 
 _INLINE = "__arpc_inline__"
 _ASYNC_EXECUTION = "_wrapped_async_rpc_function"
@@ -57,7 +65,7 @@ class Function:
         self.call = call
         self.mode = _mode_of(call)
         self.name = name_of(call)
-        self.returns_future = hasattr(_without_partial(call), _ASYNC_EXECUTION)
+        self.returns_future = returns_futures(call)
         # nothing but a coroutine to be awaited, or nothing but a function to be called in a thread
         self.is_simple = self.mode is Mode.COROUTINE and not self.returns_future and _is_async_def(call)
         self.is_plain = self.mode is Mode.THREAD and not self.returns_future
@@ -138,10 +146,17 @@ def _mode_of(call: Callable[..., Any]) -> Mode:
     return Mode.THREAD
 
 
+def returns_futures(call: Any) -> bool:
+    """Whether it is marked with `async_execution`."""
+    return hasattr(_without_partial(call), _ASYNC_EXECUTION)
+
+
 def name_of(call: Any) -> str:
     """How people call it."""
     if isinstance(call, partial):
         return name_of(call.func)
+    if isinstance(call, ScriptFunction):
+        return str(call.qualified_name)  # the others are the same for all of them
     name = getattr(call, "__qualname__", None) or getattr(call, "__name__", None)
     return str(name) if name else type(call).__qualname__
 

@@ -35,6 +35,8 @@ class Future(asyncio.Future[T], Generic[T]):
     An error nobody looks at is logged once, when the future is dropped, with the line that made the call.
     """
 
+    script_type: Any = None
+    """Of the call of a TorchScript function: the type of its value, as the function's schema has it."""
     on_cancel: Callable[[], None] | None = None
     _code: CodeType | None = None
     _lasti = -1

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequenc
 from types import TracebackType
 from typing import Any, Final, Generic, NoReturn, Self, TypeVar, cast
 
+from torch.jit import ScriptModule
+
 from arpc.agent.future import Future
 from arpc.agent.scope import find_scope
 from arpc.agent.streams import Stream
@@ -67,7 +69,9 @@ class RRef(Generic[T]):
             )
         context: RRefContext = scope.worker.rref_context
         made = _stack() if context.options.rref_creation_stacks else "RRef()"
-        self._set_up(context, context.ids.next_number(), Value.of(value, made), context.info)
+        held = Value.of(value, made)
+        held.stays = type_hint is not None and isinstance(value, ScriptModule)
+        self._set_up(context, context.ids.next_number(), held, context.info)
         self._hint = type_hint
 
     def _set_up(

@@ -85,7 +85,7 @@ class ControlService:
 
     def _value_at_hand(self, rref: int, _is_created: bool) -> Any:
         value = self.values.get(rref)
-        if value is None or value.content is NOTHING or isinstance(value.content, ScriptModule):
+        if value is None or value.content is NOTHING or value.stays:
             return NotImplemented
         return value.content
 
@@ -135,7 +135,10 @@ class ControlService:
             if function.is_simple:
                 value.set(await function.call(*args, **kwargs))
             else:
-                value.set(await self.agent.executor.call(function, args, kwargs))
+                made_here = await self.agent.executor.call(function, args, kwargs)
+                # before it is there for all to see
+                value.stays = isinstance(made_here, ScriptModule) and getattr(function.call, "keeps_modules", False)
+                value.set(made_here)
         except asyncio.CancelledError:
             value.fail(RRefCreationError(f"the creation of RRef {_text(rref)} was cancelled, or ran past its deadline"))
             raise
@@ -143,7 +146,7 @@ class ControlService:
             value.fail(error)
         finally:
             self.happened(events.CreationEnded(rref))
-        return self._packed(run, value.content) if flags & RequestFlag.VALUE else None
+        return self._packed(run, value.content) if flags & RequestFlag.VALUE and not value.stays else None
 
     def _packed(self, run: Run, content: Any) -> Packed | None:
         """The value for its creator, who wants it at once; None lets it ask for it, to be told what is wrong."""
@@ -169,10 +172,12 @@ class ControlService:
 
     async def _on_fetch(self, rref: int, is_created: bool) -> Any:
         value = await self.value(rref, is_created=is_created)
-        if isinstance(value, ScriptModule):
+        held = self.values.get(rref)
+        if held is not None and held.stays:
             raise RRefError(
-                f"RRef {_text(rref)} is an RRef to a ScriptModule, which cannot leave worker {self.info.name!r}: call "
-                f"its methods there, as in `await rref.rpc_sync().forward(...)`"
+                f"RRef {_text(rref)} is an RRef to a ScriptModule. It can't be sent through RPC from owner, "
+                f"{self.info}, to user {_caller()!r}: call its methods there, as in "
+                f"`await rref.rpc_sync().forward(...)`"
             )
         return value
 

@@ -32,7 +32,7 @@ def fresh(error: E) -> E:
 class Value:
     """Set once; awaited by any number of coroutines, each of which may be cancelled without harm to the others."""
 
-    __slots__ = ("_error", "_traceback", "_waiters", "content", "creator", "made")
+    __slots__ = ("_error", "_traceback", "_waiters", "content", "creator", "made", "stays")
 
     def __init__(self, made: str = "") -> None:
         self.content: Any = NOTHING
@@ -43,6 +43,8 @@ class Value:
         """Where it was made, or by which function."""
         self.creator = ""
         """The worker that asked for it."""
+        self.stays = False
+        """It is a ScriptModule by its type, not only in fact: it is used where it is, and never copied elsewhere."""
 
     @classmethod
     def of(cls, value: Any, made: str = "") -> Value:

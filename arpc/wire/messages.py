@@ -102,6 +102,8 @@ class Message(msgspec.Struct, gc=False):
     """
 
     type: ClassVar[MessageType]
+    leading: ClassVar[int] = 0
+    """Of one that names a function: how many of the arguments come before those of the function."""
 
     flags: int
     id: int
@@ -277,6 +279,7 @@ class RRefCreate(Message):
     """Run function ``arg``, as a `Request` does, and keep what it returns under an id that the sender chose."""
 
     type = MessageType.RREF_CREATE
+    leading = 6
 
 
 class RRefFetch(Message):

@@ -32,12 +32,14 @@ class Parcel(Protocol):
 
     to: WorkerInfo | None
     """Who will unpack it; None if that is not a worker."""
+    main_by_value: bool
+    """Whoever unpacks it does not run this script, and so lacks what its ``__main__`` defines."""
     packed: list[Callable[[], None]]
     """Called once the pickle is complete, but not if it fails."""
 
 
 Reducer = Callable[[Any, Parcel], tuple[Any, ...] | str]
-"""Like ``__reduce__``, but a function of the object and the parcel. `NotImplemented` may not be returned."""
+"""Like ``__reduce__``, but a function of the object and the parcel. `NotImplemented` leaves it to the usual way."""
 
 MAIN_NAMES: Final = ("__main__", "__mp_main__")
 """The script, and what multiprocessing calls it in a spawned child."""
@@ -73,13 +75,15 @@ class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     dispatch_table = _DispatchTable(cloudpickle.Pickler.dispatch_table.maps[0])
 
-    def __init__(self, reducers: Mapping[type, Reducer]) -> None:
+    def __init__(self, reducers: Mapping[type, Reducer], families: Mapping[type, Reducer]) -> None:
         self.chunks: list[bytes] = []
         self.slots: list[Slot] = []
         self.main_by_value = False
         self.to: WorkerInfo | None = None
         self.packed: list[Callable[[], None]] = []
         self._reducers = reducers
+        self._families = families
+        self._heads = tuple(families)
         super().__init__(_Sink(self.chunks.append), protocol=5, buffer_callback=self._memory_found)
 
     def _memory_found(self, buffer: PickleBuffer) -> None:
@@ -96,17 +100,20 @@ class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if obj is _fill:
             return NotImplemented  # the most common function of all: by name, and without a closer look
         reducer = self._reducers.get(kind)
-        if reducer is not None:
-            return reducer(obj, self)
+        if reducer is not None and (reduced := reducer(obj, self)) is not NotImplemented:
+            return reduced
         if isinstance(obj, Tensor):
             return self._reduce_subclass(obj)
-        if getattr(obj, "__qualname__", None) is None:
-            return NotImplemented  # nothing that has a name
+        if getattr(obj, "__qualname__", None) is None:  # nothing that has a name
+            return self._reduce_of_family(obj) if isinstance(obj, self._heads) else NotImplemented
         if getattr(obj, "__module__", None) in MAIN_NAMES:
             return self._reduce_of_main(obj)
         if kind is FunctionType or isinstance(obj, type):
             return super().reducer_override(obj)
         return NotImplemented
+
+    def _reduce_of_family(self, obj: Any) -> Any:
+        return next(reducer for head, reducer in self._families.items() if isinstance(obj, head))(obj, self)
 
     def _reduce_subclass(self, obj: Tensor) -> Any:
         cls = type(obj)

@@ -1,0 +1,136 @@
+"""`batched`: a function that is called once for many calls."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any, overload
+
+from arpc.agent.functions import name_of
+from arpc.batching.queue import Limits, Queue
+from arpc.errors import ConfigurationError, SerializationError
+from arpc.runtime import Worker, current
+from arpc.wire.pickling import importable_name
+
+__all__ = ["Batched", "Queues", "batched"]
+
+
+class Queues:
+    """The calls of one worker that wait, by function and object. There are none while nobody calls."""
+
+    def __init__(self) -> None:
+        self.queues: dict[tuple[Batched, int], Queue] = {}
+        self._batches = 0
+        self._calls = 0
+
+    def of(self, worker: Worker, batched: Batched, owner: Any) -> Queue:
+        key = batched, id(owner)
+        queue = self.queues.get(key)
+        if queue is None:
+            function = batched.function if owner is None else MethodType(batched.function, owner)
+            retire = partial(self._retire, key)
+            queue = self.queues[key] = Queue(worker, function, name_of(batched), batched.limits, retire)
+        return queue
+
+    def _retire(self, key: tuple[Batched, int]) -> None:
+        queue = self.queues.pop(key, None)
+        if queue is not None:
+            self._batches += queue.batches_run
+            self._calls += queue.calls_run
+
+    def statistics(self) -> dict[str, int]:
+        """How many calls there were, and how many times functions were called for them."""
+        queues = self.queues.values()
+        return {
+            "batches": self._batches + sum(queue.batches_run for queue in queues),
+            "batched_calls": self._calls + sum(queue.calls_run for queue in queues),
+        }
+
+
+class Batched:
+    """What `batched` makes of a function. Calling it takes the arguments of one call, and has to be awaited."""
+
+    def __init__(self, function: Callable[..., Any], limits: Limits) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.limits = limits
+        self._is_method = False
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._is_method = True
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<batched {name_of(self)}>"
+
+    def __reduce__(self) -> str:
+        if importable_name(self) is None:
+            raise SerializationError(
+                f"{name_of(self)} is batched, and no module has it under its name: calls can only meet in a function "
+                f"that the callee has of its own, so define it at the top level of a module"
+            )
+        return str(self.__qualname__)  # type: ignore[attr-defined]
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owner = None
+        if self._is_method:
+            owner, *rest = args
+            args = tuple(rest)
+        if not args and not kwargs:
+            raise TypeError(f"{name_of(self)} is batched, and was called without arguments: nothing could be gathered")
+        worker = current()
+        return await worker.keep(Queues).of(worker, self, owner).call(args, kwargs)
+
+
+@overload
+def batched(function: Callable[..., Any], /) -> Batched: ...
+@overload
+def batched(
+    *, max_size: int = ..., max_wait_ms: float = ..., max_concurrent: int = ...
+) -> Callable[[Callable[..., Any]], Batched]: ...
+def batched(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    max_size: int = 32,
+    max_wait_ms: float = 2.0,
+    max_concurrent: int = 1,
+) -> Batched | Callable[[Callable[..., Any]], Batched]:
+    """Gather concurrent calls of a function, from any callers, into one call of it.
+
+    ::
+
+        @arpc.batched(max_size=32, max_wait_ms=2)
+        def predict(images: Tensor) -> Tensor:  # called with a batch
+            return model(images)
+
+        scores = await arpc.rpc_sync("server", predict, args=(image,))  # called for one image
+
+    The function gets each tensor stacked along a new first dimension, and of each other argument a list. It returns a
+    tensor whose rows, or a list whose items are the results of the calls in their order; or a tuple or dict of such.
+    Plain functions and ``async def``, and methods of objects that RRefs refer to.
+
+    A batch is called when it has ``max_size`` calls, or ``max_wait_ms`` after the first of them; and never while
+    ``max_concurrent`` other batches of the function are running, during which calls gather. Calls whose tensors differ
+    in shape, dtype or device go into different batches, and so do calls of different autograd contexts.
+    """
+    if max_size < 1 or max_concurrent < 1 or not max_wait_ms >= 0:
+        raise ConfigurationError(
+            f"a batch has at least one call, one runs at a time, and none waits for less than 0 ms: not max_size="
+            f"{max_size}, max_concurrent={max_concurrent}, max_wait_ms={max_wait_ms}"
+        )
+    limits = Limits(max_size, max_wait_ms / 1000, max_concurrent)
+
+    def decorate(decorated: Callable[..., Any]) -> Batched:
+        if not inspect.isfunction(decorated) or inspect.isgeneratorfunction(decorated):
+            raise TypeError(f"batched is for plain functions and async def, and {name_of(decorated)} is neither")
+        if inspect.isasyncgenfunction(decorated):
+            raise TypeError(f"batched is for functions that return, and {name_of(decorated)} is a generator")
+        return Batched(decorated, limits)
+
+    return decorate if function is None else decorate(function)

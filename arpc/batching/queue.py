@@ -1,0 +1,261 @@
+"""The calls that wait to become one, for one function on one worker. Everything here belongs to the worker's loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from arpc import torchstate
+from arpc.agent.functions import Function, Mode
+from arpc.agent.scope import current_scope
+from arpc.autograd.context import current_context_id
+from arpc.batching.gathering import gather, kind_of, scatter
+from arpc.rref.values import fresh
+from arpc.runtime import Worker
+
+__all__ = ["Limits", "Queue"]
+
+
+class Limits:
+    """How large a batch may be, how long it waits for more, and how many run at once."""
+
+    __slots__ = ("max_concurrent", "max_size", "max_wait_s")
+
+    def __init__(self, max_size: int, max_wait_s: float, max_concurrent: int) -> None:
+        self.max_size = max_size
+        self.max_wait_s = max_wait_s
+        self.max_concurrent = max_concurrent
+
+
+class _Slot:
+    """One call."""
+
+    __slots__ = ("args", "deadline", "future", "kwargs")
+
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], deadline: float | None, future: asyncio.Future[Any]
+    ) -> None:
+        self.args = args
+        self.kwargs = kwargs
+        self.deadline = deadline
+        self.future = future
+
+
+class _Batch:
+    """Calls that will be, or are, one."""
+
+    __slots__ = ("context_id", "due", "is_due", "key", "slots", "task", "timer")
+
+    def __init__(self, key: tuple[Any, ...], context_id: int | None) -> None:
+        self.key = key
+        self.context_id = context_id
+        self.slots: list[_Slot] = []
+        self.due = float("inf")
+        self.is_due = False
+        """It has waited long enough, and starts as soon as fewer others run."""
+        self.timer: asyncio.TimerHandle | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+class _BatchScope:
+    """A batch as a `Scope`: it has the time of the caller that has most, and belongs to none of them."""
+
+    __slots__ = ("calls", "deadline", "worker")
+
+    caller = None
+    prerequisites = None
+
+    def __init__(self, worker: Worker, deadline: float | None) -> None:
+        self.worker = worker
+        self.deadline = deadline
+        self.calls: list[asyncio.Future[Any]] = []
+
+    def call_begun(self, future: asyncio.Future[Any]) -> None:
+        self.calls = [call for call in self.calls if not call.done()]
+        self.calls.append(future)
+
+    def cancel_calls(self) -> None:
+        for call in self.calls:
+            call.cancel()
+
+
+class Queue:
+    """Gathers the calls of one function, of one object if it is a method, and runs them together.
+
+    It is there while there are calls. ``retire`` is called when there are none left.
+    """
+
+    def __init__(
+        self, worker: Worker, function: Callable[..., Any], name: str, limits: Limits, retire: Callable[[], None]
+    ) -> None:
+        self.batches_run = 0
+        self.calls_run = 0
+        self._worker = worker
+        self._loop = worker.agent.loop
+        self._executor = worker.agent.executor
+        self._function = function
+        self._mode = Function(function).mode
+        self._name = name
+        self._limits = limits
+        self._retire = retire
+        self._open: dict[tuple[Any, ...], _Batch] = {}
+        """Those that more calls may join, by what they have in common."""
+        self._due: deque[_Batch] = deque()
+        self._running: set[_Batch] = set()
+
+    async def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of one call, which is part of a batch."""
+        scope = current_scope.get()
+        slot = _Slot(args, kwargs, None if scope is None else scope.deadline, self._loop.create_future())
+        batch = self._join(slot)
+        try:
+            return await slot.future
+        except asyncio.CancelledError:
+            # After an await, as always, it may be waiting, running, or over
+            task = self._leave(batch, slot)
+            if task is not None:
+                await asyncio.wait([task])
+            raise
+        finally:
+            del slot  # whose future's exception refers to this frame
+
+    # -- gathering
+
+    def _join(self, slot: _Slot) -> _Batch:
+        # Passes of different contexts take their graphs apart on their own: no graph may belong to two of them
+        context_id = current_context_id.get()
+        key = (context_id, *kind_of(slot.args, slot.kwargs))
+        batch = self._open.get(key)
+        if batch is None:
+            batch = self._open[key] = _Batch(key, context_id)
+        batch.slots.append(slot)
+        if len(batch.slots) >= self._limits.max_size:
+            del self._open[key]
+            self._set_due(batch)
+        elif not batch.is_due:
+            self._set_timer(batch, slot)
+        return batch
+
+    def _set_timer(self, batch: _Batch, slot: _Slot) -> None:
+        """Wait for more calls, but never for so long that one of them has no time left to run."""
+        now = self._loop.time()
+        wait_s = self._limits.max_wait_s
+        if slot.deadline is not None:
+            wait_s = min(wait_s, max(0.0, slot.deadline - now) / 2)
+        if now + wait_s < batch.due:
+            batch.stop_timer()
+            batch.due = now + wait_s
+            batch.timer = self._loop.call_at(batch.due, self._set_due, batch)
+
+    def _set_due(self, batch: _Batch) -> None:
+        batch.stop_timer()
+        if not batch.is_due:
+            batch.is_due = True
+            self._due.append(batch)
+        self._start_due()
+
+    def _leave(self, batch: _Batch, slot: _Slot) -> asyncio.Task[None] | None:
+        """A caller does not wait any more. Returns the task of the batch if that has been cancelled with it."""
+        if slot in batch.slots:
+            batch.slots.remove(slot)
+        if batch.slots:
+            return None
+        if batch.task is not None:
+            batch.task.cancel()
+            return batch.task if batch in self._running else None
+        batch.stop_timer()
+        self._close(batch)
+        if batch.is_due:
+            self._due.remove(batch)
+        self._look_for_end()
+        return None
+
+    def _close(self, batch: _Batch) -> None:
+        if self._open.get(batch.key) is batch:
+            del self._open[batch.key]
+
+    # -- running
+
+    def _start_due(self) -> None:
+        while self._due and len(self._running) < self._limits.max_concurrent:
+            batch = self._due.popleft()
+            self._close(batch)
+            self._running.add(batch)
+            deadlines = [slot.deadline for slot in batch.slots]
+            latest = None if None in deadlines else max(deadline for deadline in deadlines if deadline is not None)
+            scope = _BatchScope(self._worker, latest)
+            # nobody's: what one caller has set in its context is not for the others
+            context = self._executor.context.copy()
+            context.run(_enter, scope, batch.context_id)
+            batch.task = self._loop.create_task(torchstate.isolate(self._run(batch, scope)), context=context)
+            # not at the end of it: one that is cancelled before its first step has none
+            batch.task.add_done_callback(partial(self._ended, batch))
+
+    async def _run(self, batch: _Batch, scope: _BatchScope) -> None:
+        slots = list(batch.slots)  # those that leave from now on are served all the same, and not heard
+        self.batches_run += 1
+        self.calls_run += len(slots)
+        try:
+            results = await self._results([(slot.args, slot.kwargs) for slot in slots])
+        except asyncio.CancelledError:
+            scope.cancel_calls()
+            for slot in slots:
+                slot.future.cancel()
+            raise
+        except BaseException as error:  # noqa: BLE001 - it is for those who have called
+            for slot in slots:
+                _fail(slot.future, error)
+        else:
+            for slot, result in zip(slots, results, strict=True):
+                if isinstance(result, BaseException):
+                    _fail(slot.future, result)
+                elif not slot.future.done():
+                    slot.future.set_result(result)
+        finally:
+            batch.slots.clear()
+
+    def _ended(self, batch: _Batch, _: object) -> None:
+        self._running.discard(batch)
+        self._start_due()
+        self._look_for_end()
+
+    async def _results(self, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+        count = len(calls)
+        if self._mode is Mode.COROUTINE:
+            args, kwargs = gather(calls)
+            return scatter(await self._function(*args, **kwargs), count, self._name)
+
+        def run() -> list[Any]:
+            # stacking copies: it belongs in the thread as well
+            args, kwargs = gather(calls)
+            return scatter(self._function(*args, **kwargs), count, self._name)
+
+        results: list[Any] = await self._executor.call(Function(run), (), {})
+        return results
+
+    def _look_for_end(self) -> None:
+        if not (self._open or self._due or self._running):
+            self._retire()
+
+
+def _enter(scope: Any, context_id: int | None) -> None:
+    current_scope.set(scope)
+    current_context_id.set(context_id)
+
+
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    """One each: an exception collects the traceback of whoever raises it."""
+    if future.done():
+        return
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        future.set_exception(fresh(error).with_traceback(error.__traceback__))
+    else:
+        future.cancel()

@@ -1,0 +1,82 @@
+"""Operators of torch by name: those of ``torch.ops``, and builtins as TorchScript finds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.jit import _builtins
+
+from arpc.errors import SerializationError
+from arpc.wire.pickling import Parcel
+
+__all__ = ["Operator", "builtin_operator", "reduce_overload", "reduce_packet"]
+
+
+class Operator:
+    """A builtin operator of torch, called with any of its overloads that fits, as TorchScript does it.
+
+    >>> Operator("aten::add")(torch.ones(2), 1)
+    tensor([2., 2.])
+
+    Where none fits, torch says so for each: ``Overloaded torch operator invoked from Python failed to match any
+    schema``, a RuntimeError.
+    """
+
+    def __init__(self, name: str) -> None:
+        call, _ = torch._C._jit_get_operation(name)  # noqa: SLF001 - what torch.ops itself is made of
+        if call is None:
+            raise SerializationError(f"torch has no operator {name!r} in this process: import what registers it")
+        self._call = call
+        self.__name__ = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Operator, (self.__name__,)
+
+    def __repr__(self) -> str:
+        return f"Operator({self.__name__!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Operator) and other.__name__ == self.__name__
+
+    def __hash__(self) -> int:
+        return hash((Operator, self.__name__))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+
+def builtin_operator(function: Any) -> Operator | None:
+    """The operator behind a function such as ``torch.add``; None if TorchScript knows none.
+
+    >>> builtin_operator(torch.add)
+    Operator('aten::add')
+    """
+    find: Any = _builtins._find_builtin  # noqa: SLF001 - the table that TorchScript itself goes by
+    name = find(function)
+    return None if name is None else Operator(name)
+
+
+def reduce_packet(packet: Any, _: Parcel) -> tuple[Any, ...]:
+    """By its name in ``torch.ops``."""
+    return _packet, (packet._qualified_op_name,)  # noqa: SLF001 - the name by which torch.ops has it
+
+
+def reduce_overload(overload: Any, _: Parcel) -> tuple[Any, ...]:
+    """The same, and the name of the overload."""
+    return _overload, (overload.overloadpacket._qualified_op_name, overload._overloadname)  # noqa: SLF001 - the same
+
+
+def _packet(name: str) -> OpOverloadPacket[Any, Any]:
+    namespace, _, operator = name.partition("::")
+    try:
+        found: OpOverloadPacket[Any, Any] = getattr(getattr(torch.ops, namespace), operator)
+    except AttributeError:
+        raise SerializationError(f"torch has no operator {name!r} in this process: import what registers it") from None
+    return found
+
+
+def _overload(name: str, overload: str) -> OpOverload[Any, Any]:
+    found: OpOverload[Any, Any] = getattr(_packet(name), overload)
+    return found

@@ -1,0 +1,148 @@
+"""What replaces TorchScript: programs of torch.export, and functions of torch.compile, as callables and as values."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pickle import PickleBuffer
+from types import FunctionType
+from typing import Any, Final
+
+import torch
+from torch.export import ExportedProgram
+
+from arpc.torchscript.references import named_in_module, place_of
+from arpc.wire.pickling import Parcel, importable_name
+
+__all__ = ["ProgramCall", "module_of", "prepare_program", "reduce_function", "reduce_program"]
+
+_MODULES: Final = 8
+"""How many programs that came as functions are kept, so that the next call need not load them again."""
+_COMPILED: Final = 64
+"""The same for functions that were compiled here because a caller's was: its compiled code is what takes time."""
+
+
+def module_of(program: ExportedProgram) -> torch.nn.Module:
+    """The module that a program of `torch.export` can be called as.
+
+    Made remotely, it stays there and is called through its RRef, as often as one likes::
+
+        model = arpc.remote("worker1", arpc.torchscript.module_of, args=(program,))
+        await model.rpc_sync().forward(x)
+    """
+    return program.module()
+
+
+# -- programs
+
+
+def reduce_program(program: ExportedProgram, _: Parcel) -> tuple[Any, ...]:
+    """By value: graph, parameters and all."""
+    return _program, (PickleBuffer(_save(program)),)
+
+
+def _save(program: ExportedProgram) -> memoryview:
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    return file.getbuffer()
+
+
+def _program(saved: Any) -> ExportedProgram:
+    return torch.export.load(io.BytesIO(saved))
+
+
+class ProgramCall:
+    """A program as what is called remotely. It is loaded in the thread that runs it, not on the loop."""
+
+    def __init__(self, saved: Any) -> None:
+        self._saved = saved
+        self.__name__ = "ExportedProgram"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ProgramCall, (PickleBuffer(self._saved),)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return _modules.get(self._saved)(*args, **kwargs)
+
+
+def prepare_program(
+    program: ExportedProgram, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+) -> tuple[ProgramCall, tuple[Any, ...]]:
+    """The program goes with the call."""
+    return ProgramCall(_save(program)), (args, dict(kwargs or {}))
+
+
+class _Modules:
+    """The modules of the programs that were called last, by their content; used from any thread."""
+
+    def __init__(self) -> None:
+        self._loaded: OrderedDict[bytes, torch.nn.Module] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, saved: Any) -> torch.nn.Module:
+        key = hashlib.sha256(saved).digest()
+        with self._lock:
+            module = self._loaded.get(key)
+            if module is not None:
+                self._loaded.move_to_end(key)
+                return module
+        # outside of the lock: two may load the same one, and one of them is used
+        made = module_of(_program(saved))
+        with self._lock:
+            module = self._loaded.setdefault(key, made)
+            while len(self._loaded) > _MODULES:
+                self._loaded.popitem(last=False)
+        return module
+
+
+# What was loaded depends on its content alone, and so belongs to no worker
+_modules: Final = _Modules()
+
+
+# -- compiled functions
+
+
+def reduce_function(function: FunctionType, parcel: Parcel) -> Any:
+    """A function of `torch.compile`: by its name, or as what was compiled, to be compiled again.
+
+    Other functions, and compiled ones that are found under the name of what was compiled, go the usual way.
+    """
+    original = getattr(function, "_torchdynamo_orig_callable", None)
+    if original is None or not hasattr(function, "_is_torch_compile") or importable_name(function) is not None:
+        return NotImplemented
+    place = place_of(function, original, parcel)
+    if place is not None:
+        return named_in_module, place
+    variables = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    if "self" not in variables:
+        return NotImplemented  # a version of torch that makes them otherwise
+    context = variables["self"].cell_contents
+    return _compiled, (original, _backend_of(context.callback), bool(context.fullgraph), context._dynamic)  # noqa: SLF001 - kept nowhere else
+
+
+def _backend_of(callback: Any) -> Any:
+    from torch._dynamo.eval_frame import innermost_backend  # slow, and there already: something was compiled
+
+    return innermost_backend(callback)
+
+
+_again: Final[OrderedDict[tuple[Any, ...], tuple[Any, Callable[..., Any]]]] = OrderedDict()
+
+
+def _compiled(original: Callable[..., Any], backend: Any, fullgraph: bool, dynamic: bool | None) -> Callable[..., Any]:
+    key = (original, fullgraph, dynamic)
+    known = _again.get(key)
+    if known is not None and known[0] == backend:
+        _again.move_to_end(key)
+        return known[1]
+    # what torch.compile comes down to; that would wrap the backend once more
+    from torch._dynamo import optimize  # slow, and needed by what is compiled alone
+
+    made: Callable[..., Any] = optimize(backend=backend, nopython=fullgraph, dynamic=dynamic)(original)
+    _again[key] = backend, made
+    while len(_again) > _COMPILED:
+        _again.popitem(last=False)
+    return made

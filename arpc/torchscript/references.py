@@ -1,0 +1,132 @@
+"""How what torch has compiled travels: by the name under which the peer finds its own, by value where there is none."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import lru_cache
+from pickle import PickleBuffer
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.jit import ScriptFunction, _state
+from torch.jit._recursive import wrap_cpp_module
+
+from arpc.errors import ScriptError, SerializationError
+from arpc.wire.pickling import Parcel
+from arpc.wire.reducing import MAIN_NAMES
+
+__all__ = ["named_in_module", "place_of", "reduce_script_error", "reduce_script_function", "reduce_script_module"]
+
+_LOADED: Final = 64
+"""How many functions that came by value are kept, so that the next call need not load them again."""
+
+_saved: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
+
+
+# -- where something is that a module has under a name
+
+
+def place_of(obj: Any, origin: Any, parcel: Parcel) -> tuple[str, str] | None:
+    """Module and name by which the peer finds its own ``obj``; None if it has none.
+
+    ``origin`` is the function it was made of. Its own name comes first, then any other of that module: what is made as
+    in ``fast = torch.jit.script(slow)`` has one that it does not know of.
+    """
+    module_name = getattr(origin, "__module__", None)
+    module = sys.modules.get(module_name or "")
+    if module is None or module_name is None or (module_name in MAIN_NAMES and parcel.main_by_value):
+        return None
+    qualname = getattr(origin, "__qualname__", "")
+    if _walk(module, qualname) is obj:
+        return module_name, qualname
+    for name, value in list(vars(module).items()):
+        if value is obj:
+            return module_name, name
+    return None
+
+
+def _walk(module: Any, qualname: str) -> Any:
+    found = module
+    for name in qualname.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def named_in_module(module_name: str, qualname: str) -> Any:
+    """What this process has under a name. Raises `SerializationError` if that is nothing."""
+    module = sys.modules["__main__"] if module_name in MAIN_NAMES else importlib.import_module(module_name)
+    found = _walk(module, qualname)
+    if found is None:
+        raise SerializationError(f"module {module_name!r} of this worker has no {qualname!r}")
+    return found
+
+
+# -- functions
+
+
+def reduce_script_function(function: Any, parcel: Parcel) -> tuple[Any, ...]:
+    """By its place in a module; else by its code, for which the peer may have the same function under that name."""
+    origin = getattr(function, "_torchdynamo_inline", None)
+    place = place_of(function, origin, parcel)
+    if place is not None:
+        return _script_function, (function.qualified_name, *place)
+    saved = _saved.get(function)
+    if saved is None:
+        saved = _saved[function] = function.save_to_buffer()
+    return _script_function_by_value, (function.qualified_name, function.code, saved)
+
+
+def _script_function(qualified_name: str, module_name: str, qualname: str) -> Any:
+    found = named_in_module(module_name, qualname)
+    if not isinstance(found, ScriptFunction):
+        raise SerializationError(
+            f"{qualified_name} is a TorchScript function where it was called, and {module_name}.{qualname} of this "
+            f"worker is {type(found).__qualname__}"
+        )
+    return found
+
+
+@lru_cache(maxsize=_LOADED)
+def _script_function_by_value(qualified_name: str, code: str, saved: bytes) -> Any:
+    own: Any = _state._python_cu.find_function(qualified_name)  # noqa: SLF001 - where torch keeps what it has compiled
+    if own is not None and own.code == code:
+        return own  # whose classes are those of this process
+    return _Loaded(load_module(saved), qualified_name)
+
+
+class _Loaded:
+    """A function that came by value. TorchScript saves it as a module that has it as its method."""
+
+    def __init__(self, module: Any, qualified_name: str) -> None:
+        self._module = module  # whom the method does not keep alive
+        self.qualified_name = qualified_name
+        self.name = qualified_name.rpartition(".")[2]
+        self.schema = module.forward.schema
+
+    def __call__(self, *args: Any) -> Any:
+        return self._module.forward(*args)
+
+
+# -- modules
+
+
+def reduce_script_module(module: Any, _: Parcel) -> tuple[Any, ...]:
+    """By value: code, parameters and all."""
+    return load_module, (PickleBuffer(module.save_to_buffer()),)
+
+
+def load_module(saved: Any) -> Any:
+    """The module that was saved."""
+    # what torch.jit.load comes down to; that warns whoever happens to receive a module of what its sender uses
+    load: Any = torch._C.import_ir_module_from_buffer
+    return wrap_cpp_module(load(torch._C.CompilationUnit(), bytes(saved), None, {}, False))  # type: ignore[no-untyped-call]
+
+
+# -- errors
+
+
+def reduce_script_error(error: Any, _: Parcel) -> tuple[Any, ...]:
+    """As a `ScriptError`, which people can catch as a RuntimeError."""
+    return ScriptError, (str(error),)

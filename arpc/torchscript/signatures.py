@@ -1,0 +1,139 @@
+"""What a TorchScript function takes and returns, and whether arguments fit, in torch's own words."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from arpc.errors import NotReadyError, ScriptError
+from arpc.torchscript.types import to_python
+
+__all__ = ["Completed", "Signature", "signature_of"]
+
+
+class Completed(NamedTuple):
+    """The value of a future, on its way to where another future is made of it."""
+
+    value: Any
+
+
+class Signature:
+    """The schema of one function.
+
+    Arguments are checked by a function of the same name and parameters that does nothing: torch looks at them as it
+    would when it calls the real one, and says the same of them.
+    """
+
+    def __init__(self, function: Any) -> None:
+        schema = function.schema
+        arguments = [argument for argument in schema.arguments if argument.name != "self"]
+        if len(schema.returns) != 1:
+            raise ScriptError(
+                f"{function.name} returns {len(schema.returns)} values, and a TorchScript function that is called "
+                f"remotely returns one: {schema}"
+            )
+        self.names = tuple(argument.name for argument in arguments)
+        self.defaults = {item.name: item.default_value for item in arguments if item.has_default_value()}
+        self.returns = schema.returns[0].type
+        self.returns_future = self.returns.kind() == "FutureType"
+        self._declaration = str(schema)
+        # of a future there travels the value
+        types = [_awaited(argument.type) for argument in arguments]
+        self._futures = {
+            place: _future_maker(type_)
+            for place, (type_, argument) in enumerate(zip(types, arguments, strict=True))
+            if argument.type.kind() == "FutureType"
+        }
+        self._check = _function(function.name, zip(self.names, types, strict=True), None)
+        self._to_python = to_python(self.returns)
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> tuple[Any, ...]:
+        """All arguments, in their order, defaults among them. Raises `ScriptError` if they do not fit."""
+        missing = self.names[len(args) :]
+        named = {**{name: self.defaults[name] for name in missing if name in self.defaults}, **(kwargs or {})}
+        if self._futures:
+            args = tuple(_value_of(arg) if place in self._futures else arg for place, arg in enumerate(args))
+            places = [self.names[place] for place in self._futures]
+            named = {name: _value_of(arg) if name in places else arg for name, arg in named.items()}
+        try:
+            self._check(*args, **named)
+        except RuntimeError as error:
+            raise ScriptError(str(error).replace(str(self._check.schema), self._declaration)) from None
+        bound = (*args, *(named[name] for name in missing))
+        if self._futures:
+            bound = tuple(Completed(arg) if place in self._futures else arg for place, arg in enumerate(bound))
+        return bound
+
+    def received(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The arguments of `bind` where the function runs."""
+        if not self._futures:
+            return args
+        return [self._futures[place](arg.value) if place in self._futures else arg for place, arg in enumerate(args)]
+
+    def result(self, value: Any) -> Any:
+        """What the function returned, in the classes of the user."""
+        return value if self._to_python is None else self._to_python(value)
+
+
+def _awaited(type_: Any) -> Any:
+    return type_.getElementType() if type_.kind() == "FutureType" else type_
+
+
+def _function(name: str, parameters: Any, build: Callable[[Any, list[Any]], Any] | None) -> Any:
+    """A function of TorchScript with these parameters; ``build`` makes the value it returns, which is else None."""
+    graph: Any = torch._C.Graph()
+    inputs = []
+    for parameter, type_ in parameters:
+        value = graph.addInput(parameter)
+        value.setType(type_)
+        inputs.append(value)
+    if build is None:
+        node = graph.create("prim::Constant")
+        node.output().setType(torch._C.NoneType.get())
+        graph.appendNode(node)
+        graph.registerOutput(node.output())
+    else:
+        graph.registerOutput(build(graph, inputs))
+    return torch._C.CompilationUnit().create_function(name, graph, False)
+
+
+def _future_maker(type_: Any) -> Callable[[Any], Any]:
+    """A function from a value to a future of that type which has it. Torch makes them nowhere but in TorchScript."""
+
+    def fork(graph: Any, inputs: list[Any]) -> Any:
+        inner: Any = torch._C.Graph()
+        value = inner.addInput("value")
+        value.setType(type_)
+        inner.registerOutput(value)
+        node = graph.create("prim::fork", inputs, 1)
+        node.g_("Subgraph", inner)
+        node.output().setType(torch._C.FutureType(type_))
+        graph.appendNode(node)
+        return node.output()
+
+    made: Callable[[Any], Any] = _function("completed", [("value", type_)], fork)
+    return made
+
+
+def _value_of(future: Any) -> Any:
+    """The value of a future that is an argument."""
+    if not isinstance(future, asyncio.Future | torch._C.Future):
+        return future  # for the check to complain of, unless it is the value itself
+    if not future.done():
+        raise NotReadyError("a future that is an argument of a TorchScript function is not done: await it first")
+    return future.result() if isinstance(future, asyncio.Future) else future.value()
+
+
+_known: WeakKeyDictionary[Any, Signature] = WeakKeyDictionary()
+
+
+def signature_of(function: Any) -> Signature:
+    """The signature of a function, made once."""
+    known = _known.get(function)
+    if known is None:
+        known = _known[function] = Signature(function)
+    return known

@@ -1,0 +1,109 @@
+"""A model that answers many callers at once: the same calls, one forward each and gathered by `arpc.batched`.
+
+    python examples/batched_model.py --callers 64
+
+This process, the client, starts another that has the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import arpc
+
+INPUTS = 256
+torch.manual_seed(0)
+model = nn.Sequential(
+    nn.Linear(INPUTS, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
+).requires_grad_(requires_grad=False)
+
+
+def one_by_one(x: Tensor) -> Tensor:
+    """The model for one input."""
+    return model(x)  # type: ignore[no-any-return]
+
+
+@arpc.batched(max_size=32, max_wait_ms=2)
+def together(x: Tensor) -> Tensor:
+    """The model for as many inputs as there are callers."""
+    return model(x)  # type: ignore[no-any-return]
+
+
+async def processor_time_s() -> float:
+    """What this process has used so far."""
+    return time.process_time()
+
+
+async def measure(function: Callable[..., Any], callers: int, calls: int) -> str:
+    """Let callers call a function side by side, each one call after another."""
+    x = torch.randn(INPUTS)
+
+    async def caller() -> None:
+        for _ in range(calls):
+            await arpc.rpc_sync("server", function, args=(x,))
+
+    used_s = await arpc.rpc_sync("server", processor_time_s)
+    begin = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(callers):
+            group.create_task(caller())
+    rate = callers * calls / (time.perf_counter() - begin)
+    used_s = await arpc.rpc_sync("server", processor_time_s) - used_s
+    return f"{rate:8,.0f} calls/s, {used_s / (callers * calls) * 1e6:6,.0f} us of the server's processor for each"
+
+
+async def run_client(init_method: str, callers: int, calls: int) -> None:
+    """Compare the two."""
+    async with arpc.init_rpc("client", rank=0, world_size=2, init_method=init_method):
+        x = torch.randn(INPUTS)
+        alone = await arpc.rpc_sync("server", one_by_one, args=(x,))
+        batch = await asyncio.gather(*[arpc.rpc_async("server", together, args=(x * n,)) for n in range(5)])
+        print("the same answer:", torch.allclose(alone, batch[1], atol=1e-5))
+        for _ in range(2):  # the first is to warm up
+            lines = [await measure(function, callers, calls) for function in (one_by_one, together)]
+        print(f"{callers} callers, one by one:  {lines[0]}")
+        print(f"{callers} callers, together:    {lines[1]}")
+
+
+async def run_server(init_method: str) -> None:
+    """Have the model until the client is done."""
+    async with arpc.init_rpc("server", rank=1, world_size=2, init_method=init_method):
+        pass  # leaving waits until nobody has work left
+
+
+def main() -> None:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description="Compare a batched model with one that is called for each input.")
+    parser.add_argument("--callers", type=int, default=64)
+    parser.add_argument("--calls", type=int, default=30, help="of each caller")
+    parser.add_argument("--server", metavar="INIT_METHOD", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.server:
+        arpc.run(run_server(options.server))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        init_method = f"file://{folder}/group"
+        os.environ.setdefault("ARPC_SECRET", secrets.token_hex())
+        with subprocess.Popen([sys.executable, __file__, "--server", init_method]) as server:
+            try:
+                arpc.run(run_client(init_method, options.callers, options.calls))
+            except BaseException:
+                server.terminate()
+                raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """arpc: the asyncio-native RPC runtime for PyTorch."""
 
-from arpc import autograd, functions, futures, nn, optim
+from arpc import autograd, functions, futures, nn, optim, profiler
 from arpc._version import __version__
 from arpc.agent.functions import inline
 from arpc.agent.future import Future
@@ -35,6 +35,7 @@ from arpc.errors import (
     NotReadyError,
     OverloadedError,
     OwnerLostError,
+    ProfilerError,
     ProtocolError,
     RemoteError,
     RemoteTraceback,
@@ -77,6 +78,7 @@ __all__ = [
     "NotReadyError",
     "OverloadedError",
     "OwnerLostError",
+    "ProfilerError",
     "ProtocolError",
     "RRef",
     "RRefCreationError",
@@ -113,6 +115,7 @@ __all__ = [
     "nn",
     "no_grad",
     "optim",
+    "profiler",
     "propagate",
     "remaining_time",
     "remote",

@@ -26,6 +26,7 @@
     │   └── RRefCreationError                  it is not known whether its value was ever created
     ├── AutogradError (RuntimeError)           no such context, or roots that gradients cannot start from
     │   └── BackwardError                      a node raised in a backward pass; names the worker and the node
+    ├── ProfilerError (RuntimeError)           a profile, or a profiling key, that is used out of turn
     ├── RemoteError                            the function raised something that cannot be rebuilt here
     └── WireError (ConnectionError)            what a peer sent, or a connection that cannot be used
         ├── ProtocolError                      bytes that are no arpc, or not at this time
@@ -61,6 +62,7 @@ __all__ = [
     "NotReadyError",
     "OverloadedError",
     "OwnerLostError",
+    "ProfilerError",
     "ProtocolError",
     "RRefCreationError",
     "RRefError",
@@ -231,6 +233,10 @@ class BackwardError(AutogradError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return BackwardError, (str(self), self.worker, self.worker_id, self.node, self.forward_stack)
+
+
+class ProfilerError(ArpcError, RuntimeError):
+    """A profile, or a profiling key, was used out of turn."""
 
 
 class RemoteError(ArpcError):

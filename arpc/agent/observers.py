@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import Context
 from enum import Enum
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -32,10 +32,24 @@ from arpc.wire.frames import HEADER_BYTES
 from arpc.wire.messages import MESSAGE_CLASSES, Message, MessageType, RequestFlag
 from arpc.wire.tensors import Slot
 
-__all__ = ["Handling", "Kind", "Observer", "Observers", "Outcome", "Outgoing", "kind_of"]
+__all__ = [
+    "Handling",
+    "Kind",
+    "Observer",
+    "Observers",
+    "Outcome",
+    "Outgoing",
+    "call_name",
+    "is_named_by_arguments",
+    "kind_of",
+    "named_by",
+]
 
 _now = time.perf_counter_ns
 _NOTHING: Final[tuple[()]] = ()
+_DESCRIBE: Final = "__arpc_describe__"
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Kind(Enum):
@@ -180,6 +194,7 @@ class Observers:
         concerned: Iterable[Observer],
         peer: Any,
         function: Any,
+        args: Sequence[Any] | None,
         future: asyncio.Future[Any],
         kind: Kind,
         *,
@@ -187,7 +202,7 @@ class Observers:
         send: Callable[[], int],
     ) -> int:
         """Make a request by ``send``, which returns its id, and tell observers of it."""
-        request = Outgoing(peer.info, name_of(function), kind, is_awaited, function, began_ns=_now())
+        request = Outgoing(peer.info, call_name(function, args), kind, is_awaited, function, began_ns=_now())
         observers = tuple(concerned)
         for observer in observers:
             observer.request_begins(request)
@@ -329,7 +344,7 @@ class Observers:
         function = run.function
         if isinstance(function, _Watched):
             return function  # it has begun already
-        handling.function = function.name
+        handling.function = call_name(function.call, run.args, function.name)
         handling.kind = kind_of(message.type, message.flags)
         handling.received_bytes = HEADER_BYTES + message.size_bytes
         found = [observer.handler_begins(handling) for observer in handling.observers]
@@ -400,6 +415,32 @@ def kind_of(type_: int, flags: int) -> Kind:
     if type_ == MessageType.REQUEST and flags & RequestFlag.STREAM:
         return Kind.STREAM
     return _KINDS.get(MessageType(type_), Kind.CONTROL)
+
+
+def named_by(describe: Callable[..., str]) -> Callable[[F], F]:
+    """Let calls of a function be named by what they are called with: ``describe`` makes the name of the arguments."""
+
+    def mark(function: F) -> F:
+        setattr(function, _DESCRIBE, describe)
+        return function
+
+    return mark
+
+
+def call_name(function: Any, args: Sequence[Any] | None, name: str = "") -> str:
+    """What people call a call."""
+    describe = getattr(function, _DESCRIBE, None)
+    if describe is not None and isinstance(args, tuple | list):
+        try:
+            return str(describe(*args))
+        except Exception:  # noqa: BLE001 - the call itself will say what is wrong with its arguments
+            return name or name_of(function)
+    return name or name_of(function)
+
+
+def is_named_by_arguments(function: Any) -> bool:
+    """Whether `named_by` was used on it."""
+    return hasattr(function, _DESCRIBE)
 
 
 def _outcome_of(error: BaseException) -> Outcome:

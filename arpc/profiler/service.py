@@ -1,0 +1,56 @@
+"""Profiling of one worker, as the agent meets it: observers that stand by."""
+
+from __future__ import annotations
+
+from arpc.agent.agent import Agent
+from arpc.agent.observers import Observer
+from arpc.agent.scope import current_scope
+from arpc.errors import NotInitializedError
+from arpc.ids import WorkerInfo
+from arpc.profiler.keys import RemoteProfilerManager
+from arpc.profiler.remote import RemoteProfiler
+from arpc.profiler.sessions import listen_to_torch
+
+__all__ = ["ProfilerService", "current"]
+
+
+def current() -> ProfilerService:
+    """The profiling of the worker of this context. Raises `NotInitializedError`."""
+    scope = current_scope.get()
+    if scope is None or scope.worker is None:
+        raise NotInitializedError("profiling belongs to a worker, and this context has none: call arpc.init_rpc first")
+    service: ProfilerService = scope.worker.profiler
+    return service
+
+
+class ProfilerService:
+    """What this worker knows of profiles: its own and those of its callers."""
+
+    def __init__(self) -> None:
+        self.remote = RemoteProfiler()
+        """What torch's own profiles see of calls."""
+        self.agent: Agent
+        listen_to_torch()
+
+    @property
+    def observers(self) -> tuple[Observer, ...]:
+        return (self.remote,)
+
+    def attach(self, agent: Agent) -> None:
+        """The agent that calls go through. It was made with this service's observers, so it comes later."""
+        self.agent = agent
+
+    def identify(self, info: WorkerInfo) -> None:
+        """The group has given this worker its id."""
+        self.remote.identify(info)
+
+    @property
+    def manager(self) -> RemoteProfilerManager:
+        """Keys of profiled calls."""
+        return self.remote.manager
+
+    def close(self) -> None:
+        self.remote.close()
+
+    def statistics(self) -> dict[str, int]:
+        return self.remote.statistics()

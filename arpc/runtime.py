@@ -453,14 +453,14 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
             context=context,
             transports=ways,
             resolve=partial(_resolve, rendezvous, name, placement),
-            handlers={**rrefs.handlers, **autograd.handlers},
+            handlers={**rrefs.handlers, **autograd.handlers, **profiler.handlers},
             wrappers=rrefs.wrappers,
             shortcuts=rrefs.shortcuts,
             reducers={RRef: partial(reduce_rref, rrefs)},
             interceptors=(VariableCarrier(), autograd.recorder, placement.results),
             observers=profiler.observers,
             is_elastic=rendezvous.is_elastic,
-            watchers=(rrefs, autograd),
+            watchers=(rrefs, autograd, profiler.tracer),
             placement=placement if placement.is_needed else None,
         )
     )

@@ -33,6 +33,7 @@ from arpc.wire.messages import MESSAGE_CLASSES, Message, MessageType, RequestFla
 from arpc.wire.tensors import Slot
 
 __all__ = [
+    "Activity",
     "Handling",
     "Kind",
     "Observer",
@@ -48,8 +49,11 @@ __all__ = [
 _now = time.perf_counter_ns
 _NOTHING: Final[tuple[()]] = ()
 _DESCRIBE: Final = "__arpc_describe__"
+_CREATION_ARGS: Final = 6
+"""What is before the function's own arguments in the creation of an RRef's value."""
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 class Kind(Enum):
@@ -117,6 +121,35 @@ class Handling(msgspec.Struct, eq=False):
     error: BaseException | None = None
     observers: tuple[Observer, ...] = ()
     """Who hears of it."""
+    shared: dict[type, Any] = msgspec.field(default_factory=dict)
+    """What observers of one kind share."""
+
+
+class Activity:
+    """Something that this worker does over several steps and that is no handler: its part of a backward pass, say."""
+
+    def __init__(self, name: str, kind: Kind, observers: tuple[Observer, ...]) -> None:
+        self.name = name
+        self.kind = kind
+        self.began_ns = _now()
+        self.ended_ns = 0
+        self.shared: dict[type, Any] = {}
+        self._observers = observers
+        found = [observer.activity_begins(self) for observer in observers]
+        parts = [steps for steps in found if steps is not None]
+        self.steps: Steps | None = AllSteps(parts) if len(parts) > 1 else parts[0] if parts else None
+        """What belongs around each of its steps."""
+
+    def step(self, function: Callable[[], T]) -> Callable[[], T]:
+        """A function as one step of it."""
+        return function if self.steps is None else partial(call_stepped, self.steps, function)
+
+    def end(self) -> None:
+        """It is over. Only the first time counts."""
+        if not self.ended_ns:
+            self.ended_ns = _now()
+            for observer in self._observers:
+                observer.activity_ends(self)
 
 
 class Observer:
@@ -160,6 +193,12 @@ class Observer:
         It may never have begun.
         """
 
+    def activity_begins(self, activity: Activity) -> Steps | None:
+        """This worker begins something that is no handler. Returns what belongs around each of its steps."""
+
+    def activity_ends(self, activity: Activity) -> None:
+        """Exactly once for each that began."""
+
 
 class Observers:
     """The observers of one worker, and the interceptor that carries their headers."""
@@ -178,6 +217,10 @@ class Observers:
     @property
     def occasions(self) -> list[Observer]:
         return self.installed
+
+    def begin_activity(self, name: str, kind: Kind) -> Activity | None:
+        """Tell observers of something that is no handler; None if there are none."""
+        return Activity(name, kind, tuple(self.installed)) if self.installed else None
 
     # -- requests of this worker
 
@@ -202,7 +245,8 @@ class Observers:
         send: Callable[[], int],
     ) -> int:
         """Make a request by ``send``, which returns its id, and tell observers of it."""
-        request = Outgoing(peer.info, call_name(function, args), kind, is_awaited, function, began_ns=_now())
+        named_args = args[_CREATION_ARGS:] if args and kind is Kind.REMOTE else args
+        request = Outgoing(peer.info, call_name(function, named_args), kind, is_awaited, function, began_ns=_now())
         observers = tuple(concerned)
         for observer in observers:
             observer.request_begins(request)
@@ -344,8 +388,11 @@ class Observers:
         function = run.function
         if isinstance(function, _Watched):
             return function  # it has begun already
-        handling.function = call_name(function.call, run.args, function.name)
         handling.kind = kind_of(message.type, message.flags)
+        if handling.kind is Kind.REMOTE and isinstance(function.call, partial):
+            handling.function = call_name(function.call.args[0].call, (run.args or ())[_CREATION_ARGS:], function.name)
+        else:
+            handling.function = call_name(function.call, run.args, function.name)
         handling.received_bytes = HEADER_BYTES + message.size_bytes
         found = [observer.handler_begins(handling) for observer in handling.observers]
         parts = [steps for steps in found if steps is not None]

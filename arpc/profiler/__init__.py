@@ -1,6 +1,26 @@
-"""Profiles that reach over calls."""
+"""Profiles that reach over calls.
 
+Inside ``torch.profiler.profile()`` and its older siblings, calls are recorded with all that they ran elsewhere.
+`profile` makes one trace over all workers that a block touches.
+"""
+
+from arpc.profiler.clocks import Clock
 from arpc.profiler.keys import RemoteProfilerManager
+from arpc.profiler.operators import Operator
+from arpc.profiler.profile import profile, record_group
 from arpc.profiler.service import current
+from arpc.profiler.spans import Span, WorkerRecord
+from arpc.profiler.trace import Arrow, Trace
 
-__all__ = ["RemoteProfilerManager", "current"]
+__all__ = [
+    "Arrow",
+    "Clock",
+    "Operator",
+    "RemoteProfilerManager",
+    "Span",
+    "Trace",
+    "WorkerRecord",
+    "current",
+    "profile",
+    "record_group",
+]

@@ -96,6 +96,8 @@ def call_key(request: Outgoing, caller: str) -> str:
     """What a profile calls a request."""
     if request.kind is Kind.FETCH:
         return f"to_here#({caller})->({request.peer.name})"
+    if request.kind is Kind.BACKWARD:
+        return f"gradients#({caller})->({request.peer.name})"
     if request.kind is Kind.CALL:
         mode = "rpc_sync" if request.is_awaited else "rpc_async"
         if isinstance(request.target, torch.jit.ScriptFunction):

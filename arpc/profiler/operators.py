@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 from torch._C._autograd import _disable_profiler_legacy as _disable
@@ -20,7 +20,17 @@ from torch._C._autograd import _profiler_enabled as _is_enabled
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch.autograd.profiler_util import _filter_name, _rewrite_name
 
-__all__ = ["Operator", "OperatorRecorder", "RecorderConfig", "pause_on_thread", "resume_on_thread"]
+from arpc.agent.observers import Handling
+
+__all__ = [
+    "Operator",
+    "OperatorRecorder",
+    "RecorderConfig",
+    "is_recording_thread",
+    "pause_on_thread",
+    "recorder_of",
+    "resume_on_thread",
+]
 
 _now = time.perf_counter_ns
 
@@ -80,30 +90,51 @@ _on_thread = _OnThread()
 class OperatorRecorder:
     """Records what runs in the steps of one piece of work; it is what `torchstate.Steps` asks for.
 
-    A step in which something else profiles the thread already leaves nothing here: that profile has it.
+    Several may want to know what it records: each has a list of its own. Steps of another recorder in the middle of a
+    step of this one belong to the other. A step on a thread that torch profiles already leaves nothing here: that
+    profile has it.
     """
 
-    def __init__(self, config: RecorderConfig, node_id: int) -> None:
-        self._config = _torch_config(config)
+    def __init__(self, node_id: int) -> None:
         self._node_id = node_id
+        self._config = RecorderConfig()
+        self._torch_config: ProfilerConfig | None = None
         self._pieces: list[_Piece] = []
+        self._listeners: list[list[Operator]] = []
         self.is_closed = False
 
-    def enter(self) -> bool:
-        if self.is_closed or _on_thread.recorder is not None or _is_enabled():
-            return False
+    def subscribe(self, config: RecorderConfig) -> list[Operator]:
+        """A list for what is recorded, as of the next `collect`. What one wants to know, all get to know."""
+        self._config = RecorderConfig(*(a or b for a, b in zip(self._config, config, strict=True)))
+        self._torch_config = _torch_config(self._config)
+        operators: list[Operator] = []
+        self._listeners.append(operators)
+        return operators
+
+    def enter(self) -> tuple[OperatorRecorder | None] | None:
+        outer = _on_thread.recorder
+        if self.is_closed or outer is self or self._torch_config is None:
+            return None
+        if outer is not None and _on_thread.began_ns:
+            outer.pause()
+        elif _is_enabled():
+            return None
         _on_thread.recorder = self
         self.resume()
-        return True
+        return (outer,)
 
-    def leave(self, entered: bool) -> None:
-        if entered:
-            self.pause()
-            _on_thread.recorder = None
+    def leave(self, entered: tuple[OperatorRecorder | None] | None) -> None:
+        if entered is None or _on_thread.recorder is not self:
+            return
+        self.pause()
+        (outer,) = entered
+        _on_thread.recorder = None if outer is None or outer.is_closed else outer
+        resume_on_thread()
 
     def resume(self) -> None:
         """Record, on this thread."""
-        _enable(self._config)
+        assert self._torch_config is not None
+        _enable(self._torch_config)
         _on_thread.began_ns = _now()
 
     def pause(self) -> None:
@@ -114,19 +145,35 @@ class OperatorRecorder:
             self._pieces.append(_Piece(_on_thread.began_ns, ended_ns, records))
             _on_thread.began_ns = 0
 
-    def close(self) -> list[Operator]:
-        """Record no more, and tell what there was and has not been told."""
+    def close(self) -> None:
+        """Record no more. What there was is in the lists."""
         self.is_closed = True
-        return self.drain()
+        self.collect()
 
-    def drain(self) -> list[Operator]:
-        """What there was since the last time, in the order of its beginnings."""
-        # by other threads, while this goes on
+    def collect(self) -> None:
+        """Put what there was since the last time in the lists, in the order of its beginnings."""
+        # threads may add to it meanwhile
         count = len(self._pieces)
-        pieces, self._pieces[:count] = self._pieces[:count], ()
-        operators = list(_operators(pieces, self._node_id))
-        operators.sort(key=lambda operator: (operator.start_ns, -operator.end_ns))
-        return operators
+        pieces = self._pieces[:count]
+        del self._pieces[:count]
+        operators = sorted(
+            _operators(pieces, self._node_id), key=lambda operator: (operator.start_ns, -operator.end_ns)
+        )
+        for listener in self._listeners:
+            listener.extend(operators)
+
+
+def recorder_of(handling: Handling, node_id: int) -> OperatorRecorder:
+    """The one recorder of a handler, which all share who want to know what it runs."""
+    recorder = handling.shared.get(OperatorRecorder)
+    if recorder is None:
+        recorder = handling.shared[OperatorRecorder] = OperatorRecorder(node_id)
+    return cast("OperatorRecorder", recorder)
+
+
+def is_recording_thread() -> bool:
+    """Whether a step on this thread is being recorded."""
+    return _on_thread.recorder is not None
 
 
 def pause_on_thread() -> None:
@@ -137,7 +184,8 @@ def pause_on_thread() -> None:
 
 def resume_on_thread() -> None:
     """It has done."""
-    if (recorder := _on_thread.recorder) is not None and not _is_enabled():
+    recorder = _on_thread.recorder
+    if recorder is not None and not _on_thread.began_ns and not recorder.is_closed and not _is_enabled():
         recorder.resume()
 
 

@@ -13,7 +13,7 @@ import msgspec
 from arpc.agent.observers import Handling, Kind, Observer, Outgoing
 from arpc.ids import WorkerInfo
 from arpc.profiler.keys import REMOTE_OP, RemoteProfilerManager, call_key
-from arpc.profiler.operators import Operator, OperatorRecorder, RecorderConfig
+from arpc.profiler.operators import Operator, OperatorRecorder, RecorderConfig, recorder_of
 from arpc.profiler.sessions import Session, current_session, open_sessions
 
 __all__ = ["RemoteProfiler"]
@@ -38,6 +38,7 @@ class _Call(NamedTuple):
 class _Handler(NamedTuple):
     session: Session
     recorder: OperatorRecorder
+    operators: list[Operator]
 
 
 class RemoteProfiler(Observer):
@@ -121,17 +122,19 @@ class RemoteProfiler(Observer):
             logger.warning("worker %s wants a malformed profile: %s", handling.peer.name, error)
             return None
         config = RecorderConfig(*flags)
-        handler = _Handler(Session(config), OperatorRecorder(config, self.info.id))
-        self._handlers[handling] = handler
+        recorder = recorder_of(handling, self.info.id)
+        handler = self._handlers[handling] = _Handler(Session(config), recorder, recorder.subscribe(config))
         handler.session.open()  # calls that it makes in turn are part of it
-        return handler.recorder
+        return recorder
 
     def reply_leaves(self, handling: Handling) -> list[Any] | None:
         handler = self._handlers.get(handling)
         if handler is None:
             return None
-        nested, handler.session.operators = handler.session.operators, []
-        operators = [*handler.recorder.drain(), *nested]
+        handler.recorder.collect()
+        operators = [*handler.operators, *handler.session.operators]
+        handler.operators.clear()
+        handler.session.operators.clear()
         return [handling.headers[self.key][0], handling.began_ns, _now(), operators]
 
     def handler_ends(self, handling: Handling) -> None:

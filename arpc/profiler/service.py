@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from arpc.agent.agent import Agent
 from arpc.agent.observers import Observer
 from arpc.agent.scope import current_scope
@@ -10,6 +13,8 @@ from arpc.ids import WorkerInfo
 from arpc.profiler.keys import RemoteProfilerManager
 from arpc.profiler.remote import RemoteProfiler
 from arpc.profiler.sessions import listen_to_torch
+from arpc.profiler.tracer import Tracer
+from arpc.wire.messages import Message
 
 __all__ = ["ProfilerService", "current"]
 
@@ -29,20 +34,26 @@ class ProfilerService:
     def __init__(self) -> None:
         self.remote = RemoteProfiler()
         """What torch's own profiles see of calls."""
-        self.agent: Agent
+        self.tracer = Tracer()
+        """What `arpc.profiler.profile` sees, here and elsewhere."""
         listen_to_torch()
 
     @property
     def observers(self) -> tuple[Observer, ...]:
-        return (self.remote,)
+        return (self.remote, self.tracer)
+
+    @property
+    def handlers(self) -> Mapping[type[Message], Callable[..., Any]]:
+        return self.tracer.handlers
 
     def attach(self, agent: Agent) -> None:
         """The agent that calls go through. It was made with this service's observers, so it comes later."""
-        self.agent = agent
+        self.tracer.agent = agent
 
     def identify(self, info: WorkerInfo) -> None:
         """The group has given this worker its id."""
         self.remote.identify(info)
+        self.tracer.identify(info)
 
     @property
     def manager(self) -> RemoteProfilerManager:
@@ -51,6 +62,7 @@ class ProfilerService:
 
     def close(self) -> None:
         self.remote.close()
+        self.tracer.close()
 
     def statistics(self) -> dict[str, int]:
-        return self.remote.statistics()
+        return {**self.remote.statistics(), "traces": len(self.tracer.recorders)}

@@ -15,7 +15,6 @@ import arpc
 from arpc.profiler.sessions import open_sessions
 from arpc.testing import Cluster, cluster
 
-
 legacy_profile: Any = profiler_legacy.profile
 
 

@@ -90,8 +90,6 @@ class profile:  # noqa: N801 - used like a function, as torch's own
         tracer, recorder = self._tracer, self._recorder
         assert tracer is not None
         assert recorder is not None
-        recorder.end_own()
-        # it stays for those who are still to be asked, but hears of nothing any more
         tracer.leave(recorder.header.trace_id)
         here = recorder.record()
         others, clocks, missing = await _collect(tracer, here, recorder.header.trace_id)

@@ -17,6 +17,7 @@ from torch.autograd import profiler as kineto
 from torch.autograd import profiler_legacy as legacy
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
+from arpc.agent.scope import current_scope
 from arpc.profiler.keys import REMOTE_OP
 from arpc.profiler.operators import Operator, RecorderConfig, pause_on_thread, resume_on_thread
 
@@ -27,6 +28,7 @@ _CLOCK: Final = "arpc::clock"
 _CLOCK_READINGS: Final = 3
 _ATTRIBUTE: Final = "_arpc_session"
 _MARK: Final = "_arpc_wraps"
+_NOBODY: Final = -1
 
 
 class Session:
@@ -35,6 +37,9 @@ class Session:
     def __init__(self, config: RecorderConfig, *, is_kineto: bool = False) -> None:
         self.config = config
         self.is_kineto = is_kineto
+        scope = current_scope.get()
+        self.node_id: int = scope.worker.info.id if scope is not None and scope.worker is not None else _NOBODY
+        """The worker of the context that it was begun in."""
         self.operators: list[Operator] = []
         """Spans of calls, and what they ran elsewhere."""
         self.is_open = False
@@ -84,6 +89,10 @@ def as_function_event(operator: Operator, origin_ns: int, *, is_legacy: bool) ->
 
 
 def _merge(events: list[FunctionEvent], session: Session, origin_ns: int, *, is_legacy: bool) -> None:
+    for event in events:
+        if event.node_id == _NOBODY:
+            # torch has one id for a whole process, which may have several workers
+            event.node_id = session.node_id
     operators = [as_function_event(operator, origin_ns, is_legacy=is_legacy) for operator in session.operators]
     added = EventList(operators)  # type: ignore[no-untyped-call]
     # its own tree: what ran elsewhere is nobody's child here
@@ -160,7 +169,7 @@ def _exit_legacy(leave: Any, profile: Any, *exception: Any) -> Any:
 def _parse_kineto(parse: Any, profile: Any, result: Any, **options: Any) -> Any:
     events = parse(profile, result, **options)
     session: Session | None = getattr(profile, _ATTRIBUTE, None)
-    if session is not None and session.operators:
+    if session is not None:
         origin_ns = session.started_ns + result.trace_start_ns() - session.started_at_ns
         _merge(events, session, origin_ns, is_legacy=False)
     return events

@@ -70,6 +70,7 @@ class Tracer(Observer):
         if recorder is not None:
             self._timers.pop(trace_id).cancel()
             self.agent.unobserve(recorder)
+            recorder.end_own()
         return recorder
 
     def _on_control(self, command: str, *arguments: Any) -> Any:

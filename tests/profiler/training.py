@@ -30,15 +30,17 @@ async def train_step(first: arpc.RRef[Stage], second: arpc.RRef[Stage], batch: T
         loss = torch.cat(outputs).pow(2).mean()
         await arpc.autograd.backward(context_id, [loss])
     weight = await first.remote().statistics()
-    return float(loss) + float(weight)
+    return float(loss.item() + weight.item())
 
 
 async def forward(stage: arpc.RRef[Stage], value: Tensor) -> Tensor:
     module = await stage.local_value()
-    return module(value)
+    result: Tensor = module(value)
+    return result
 
 
 async def forward_both(stage: arpc.RRef[Stage], value: arpc.RRef[Tensor]) -> Tensor:
     """Fetch what the first stage has made, from where it is, and go on with it."""
     module = await stage.local_value()
-    return module(await value.to_here())
+    result: Tensor = module(await value.to_here())
+    return result

@@ -10,7 +10,7 @@ from arpc.profiler.keys import RemoteProfilerManager
 from arpc.profiler.operators import Operator
 from arpc.profiler.profile import profile, record_group
 from arpc.profiler.server import server_profile
-from arpc.profiler.service import current
+from arpc.profiler.service import current, use_opentelemetry
 from arpc.profiler.spans import Span, WorkerRecord
 from arpc.profiler.trace import Arrow, Trace
 
@@ -26,4 +26,5 @@ __all__ = [
     "profile",
     "record_group",
     "server_profile",
+    "use_opentelemetry",
 ]

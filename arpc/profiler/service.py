@@ -13,10 +13,11 @@ from arpc.ids import WorkerInfo
 from arpc.profiler.keys import RemoteProfilerManager
 from arpc.profiler.remote import RemoteProfiler
 from arpc.profiler.sessions import listen_to_torch
+from arpc.profiler.telemetry import Telemetry, TraceContextRelay, is_configured
 from arpc.profiler.tracer import Tracer
 from arpc.wire.messages import Message
 
-__all__ = ["ProfilerService", "current"]
+__all__ = ["ProfilerService", "current", "use_opentelemetry"]
 
 
 def current() -> ProfilerService:
@@ -36,11 +37,13 @@ class ProfilerService:
         """What torch's own profiles see of calls."""
         self.tracer = Tracer()
         """What `arpc.profiler.profile` sees, here and elsewhere."""
+        self._relay = TraceContextRelay()
+        self._telemetry: Telemetry | None = None
         listen_to_torch()
 
     @property
     def observers(self) -> tuple[Observer, ...]:
-        return (self.remote, self.tracer)
+        return (self.remote, self.tracer, self._relay)
 
     @property
     def handlers(self) -> Mapping[type[Message], Callable[..., Any]]:
@@ -49,11 +52,23 @@ class ProfilerService:
     def attach(self, agent: Agent) -> None:
         """The agent that calls go through. It was made with this service's observers, so it comes later."""
         self.tracer.agent = agent
+        if is_configured():
+            self.use_opentelemetry()
 
     def identify(self, info: WorkerInfo) -> None:
         """The group has given this worker its id."""
         self.remote.identify(info)
         self.tracer.identify(info)
+
+    def use_opentelemetry(self, enabled: bool = True) -> None:
+        """Make OpenTelemetry's spans of the calls and handlers of this worker, or no more."""
+        agent = self.tracer.agent
+        if enabled and self._telemetry is None:
+            self._telemetry = Telemetry(agent)
+            agent.observe(self._telemetry)
+        elif not enabled and self._telemetry is not None:
+            agent.unobserve(self._telemetry)
+            self._telemetry = None
 
     @property
     def manager(self) -> RemoteProfilerManager:
@@ -66,3 +81,12 @@ class ProfilerService:
 
     def statistics(self) -> dict[str, int]:
         return {**self.remote.statistics(), "traces": len(self.tracer.recorders)}
+
+
+def use_opentelemetry(enabled: bool = True) -> None:
+    """Make OpenTelemetry's spans of the calls and handlers of this worker, or no more.
+
+    A worker does so by itself if a tracer provider was set before it started. Raises `ConfigurationError` if
+    opentelemetry-api is not installed.
+    """
+    current().use_opentelemetry(enabled)

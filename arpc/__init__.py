@@ -1,6 +1,6 @@
 """arpc: the asyncio-native RPC runtime for PyTorch."""
 
-from arpc import autograd, functions, futures, nn, optim, torchscript
+from arpc import autograd, functions, futures, nn, optim, profiler, torchscript
 from arpc._version import __version__
 from arpc.agent.functions import inline
 from arpc.agent.future import Future
@@ -37,6 +37,7 @@ from arpc.errors import (
     NotReadyError,
     OverloadedError,
     OwnerLostError,
+    ProfilerError,
     ProtocolError,
     RemoteError,
     RemoteTraceback,
@@ -81,6 +82,7 @@ __all__ = [
     "NotReadyError",
     "OverloadedError",
     "OwnerLostError",
+    "ProfilerError",
     "ProtocolError",
     "RRef",
     "RRefCreationError",
@@ -119,6 +121,7 @@ __all__ = [
     "nn",
     "no_grad",
     "optim",
+    "profiler",
     "propagate",
     "remaining_time",
     "remote",

@@ -28,6 +28,7 @@
     │   └── BackwardError                      a node raised in a backward pass; names the worker and the node
     ├── ScriptError (RuntimeError)             a TorchScript function that raised, or cannot be called like that
     ├── BatchError (ValueError)                a batched function returned what is no result for each of its calls
+    ├── ProfilerError (RuntimeError)           a profile, or a profiling key, that is used out of turn
     ├── RemoteError                            the function raised something that cannot be rebuilt here
     └── WireError (ConnectionError)            what a peer sent, or a connection that cannot be used
         ├── ProtocolError                      bytes that are no arpc, or not at this time
@@ -64,6 +65,7 @@ __all__ = [
     "NotReadyError",
     "OverloadedError",
     "OwnerLostError",
+    "ProfilerError",
     "ProtocolError",
     "RRefCreationError",
     "RRefError",
@@ -246,6 +248,8 @@ class ScriptError(ArpcError, RuntimeError):
 
 class BatchError(ArpcError, ValueError):
     """A batched function returned something of which it cannot be told what is for which of its calls."""
+class ProfilerError(ArpcError, RuntimeError):
+    """A profile, or a profiling key, was used out of turn."""
 
 
 class RemoteError(ArpcError):

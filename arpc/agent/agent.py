@@ -85,7 +85,10 @@ class Prepared(NamedTuple):
     slots: list[Slot]
     is_named: bool
     """The function goes by its number, and not with the arguments."""
+    function: Any
+    """What is called: not the function that was given, if that is no function of Python's own."""
     args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] | None
 
 
 class Agent:
@@ -546,7 +549,11 @@ class Agent:
             function_id = 0  # not hashable, so not a function of a module
         if function_id is None:
             function_id = 1 if type_ in self._nameless else peer.define(function)
-            if not function_id and (prepare := self._preparations.get(type(function))) is not None:
+            if (
+                not function_id
+                and args.__class__ is not Prepared
+                and (prepare := self._preparations.get(type(function))) is not None
+            ):
                 function, args = self._prepared(prepare, function, args, kwargs, self._leading.get(type_, 0), future)
                 kwargs = None
         slots = _NO_SLOTS
@@ -668,7 +675,7 @@ class Agent:
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
     ) -> Prepared | tuple[()]:
-        """Pickle the arguments of a call, to be given to `begin` in their place. From any thread.
+        """Pickle the arguments of a call, to be given to `begin` with the function and kwargs in it. From any thread.
 
         Raises what cannot travel at once, where the call is made, and leaves the loop to others meanwhile.
         """
@@ -680,10 +687,13 @@ class Agent:
             function_id = 0
         if function_id is None:
             function_id = self.on_loop(lambda: peer.define(function))
+            if not function_id and (prepare := self._preparations.get(type(function))) is not None:
+                function, arguments = prepare(function, arguments, kwargs)
+                kwargs = None
         if function_id and not arguments and not kwargs:
             return ()
         payload, slots = self._pickle(peer, function, function_id, arguments, kwargs)
-        return Prepared(payload, slots, bool(function_id), arguments)
+        return Prepared(payload, slots, bool(function_id), function, arguments, kwargs)
 
     def on_loop(self, work: Callable[[], T]) -> T:
         """Do something on the loop, from whatever thread this is, in the context of the caller."""

@@ -63,12 +63,13 @@ class _Call:
         self._drop_in = drop_in
         self._is_awaited = is_awaited
         self._peer = peer
-        self._function = function
         try:
-            self._packed = drop_in.agent.prepare(peer, function, args, kwargs)
+            packed = drop_in.agent.prepare(peer, function, args, kwargs)
         except Exception as error:
             raise packing_error(error, peer.info) from error
-        self._kwargs = kwargs
+        self._packed = packed
+        self._function = packed.function if packed else function
+        self._kwargs = packed.kwargs if packed else None
         self._timeout = arpc_timeout(timeout)
         self._call_id = 0
         self.anchor: object = None

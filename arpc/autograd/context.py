@@ -78,6 +78,12 @@ class AutogradContext:
             total[leaf] = gradient if before is None else summed(before, gradient)
         self.gradients = total
 
+    def clear(self) -> None:
+        """It has ended: whoever still has it shall not keep the graph, or the gradients, alive."""
+        self.sends.clear()
+        self.recvs.clear()
+        self.gradients = self._before_last_pass = {}
+
     def roll_back(self, pass_id: int) -> None:
         """A pass has failed: no gradient of it stays."""
         self.aborted_passes.add(pass_id)

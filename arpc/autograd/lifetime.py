@@ -130,6 +130,8 @@ class Lifetimes:
             context.active_pass.fail(
                 AutogradError(f"autograd context {context_id} was left while a backward pass of it was under way")
             )
+        if context is not None:
+            context.clear()
         return context
 
     def _tell(self, to: int, context_id: int) -> asyncio.Future[Any]:

@@ -97,6 +97,14 @@ class Lifetimes:
         if context is not None:
             await self._tell_all(context.known_workers - {self._container.worker_id}, context_id)
 
+    def release_nowait(self, context_id: int) -> None:
+        """The same without waiting for others to hear of it. Raises `AutogradError` if it is not known here."""
+        self._container.find(context_id)
+        context = self.forget(context_id)
+        others = context.known_workers - {self._container.worker_id} if context is not None else ()
+        if others:
+            self._own(self._tell_all(others, context_id))
+
     async def _tell_all(self, workers: Iterable[int], context_id: int) -> None:
         told = [(to, self._tell(to, context_id)) for to in workers]
         late: list[int] = []

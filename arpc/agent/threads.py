@@ -255,7 +255,7 @@ class _Call:
     __slots__ = ("_args", "_function", "_future")
 
     def __init__(self, future: asyncio.Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self._future: asyncio.Future[Any] | None = future
+        self._future = future
         self._function = function
         self._args = args
 
@@ -270,7 +270,8 @@ class _Call:
     def _failed(self, error: BaseException) -> Callable[[], None]:
         # The error's traceback leads to this job, which must not lead to the future that has the error: all that the
         # frames in between have, graphs and tensors, would be in a cycle
-        future, self._future = self._future, None
+        future = self._future
+        del self._future
         failure = error if not isinstance(error, StopIteration) else RuntimeError(repr(error))
         return partial(_set_exception, future, failure)
 

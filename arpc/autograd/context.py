@@ -57,6 +57,8 @@ class AutogradContext:
         self.aborted_passes: set[int] = set()
         self.aborts_told: set[int] = set()
         """Those of them that this worker has told others of."""
+        self.sends_used = 0
+        """How often gradients have come for a message, in all passes."""
         self._before_last_pass: dict[Tensor, Tensor] = self.gradients
 
     @property

@@ -41,6 +41,11 @@ _ALONE: Final = _Group(())
 _groups: Final = WeakTensorKeyDictionary()
 
 
+def _group_of(leaf: Tensor) -> _Group:
+    group: _Group = _groups.get(leaf, _ALONE)  # type: ignore[no-untyped-call]
+    return group
+
+
 def heed_accumulate_hooks(parameters: Iterable[Tensor]) -> None:
     """Say that leaves have hooks which torch runs when it writes ``.grad``, so that backward passes run them too.
 
@@ -85,7 +90,7 @@ def _look_only(*_: Any) -> None:
 def accumulate_heeded(heeded: Mapping[Any, Tensor], gradients: LeafGradients) -> None:
     """Let torch accumulate what a pass has computed for heeded leaves, and take what comes of it. Hooks may block."""
     leaves = [leaf for leaf in heeded.values() if leaf in gradients]
-    groups = {id(group): group for leaf in leaves for group in [_groups.get(leaf, _ALONE)]}
+    groups = {id(group): group for leaf in leaves for group in [_group_of(leaf)]}
     others = {id(member): member for group in groups.values() for member in group.members}
     for leaf in leaves:
         others.pop(id(leaf), None)

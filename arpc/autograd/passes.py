@@ -409,6 +409,7 @@ class BackwardPass:
             self._timer.cancel()
         context = self.context
         context.active_pass = None
+        context.sends_used += len(self._used)
         if not self.retain_graph:  # what was gone through is freed
             for message_id in self._used:
                 context.sends.pop(message_id, None)

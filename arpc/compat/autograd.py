@@ -17,7 +17,6 @@ from arpc.compat import current, reducers
 from arpc.compat.drop_in import DropIn
 from arpc.compat.loop_thread import refuse_loop_thread
 from arpc.compat.passes import run_pass
-from arpc.errors import AutogradError
 from arpc.ids import LOCAL_BITS
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
@@ -138,13 +137,13 @@ def _get_debug_info() -> dict[str, str]:
 # -- passes
 
 
-@torch.jit.ignore
+@torch.jit.ignore  # type: ignore[untyped-decorator]
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
     """The gradients that backward passes of a context have accumulated on this worker, by leaf."""
     return _service().gradients(context_id)
 
 
-@torch.jit.ignore
+@torch.jit.ignore  # type: ignore[untyped-decorator]
 def dist_backward(context_id: int, roots: list[Tensor], retain_graph: bool) -> None:
     """`backward`, for the interpreter of TorchScript to call."""
     is_id = isinstance(context_id, int) and not isinstance(context_id, bool)

@@ -6,24 +6,27 @@ So nodes and hooks find what belongs to that thread, its profiler for one, and m
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from arpc.autograd.nodes import SEND_NAME
 from arpc.autograd.service import AutogradService
 from arpc.compat.drop_in import DropIn
 from arpc.compat.failures import as_torch_error
 from arpc.compat.loop_thread import Outcome, refuse_loop_thread
-from arpc.errors import BackwardError
+from arpc.errors import ArpcError, BackwardError, CallError, RpcTimeoutError
 from arpc.rref.handle import RRef
 
 __all__ = ["run_pass", "run_pass_from"]
 
-_NAME = "torch::distributed::autograd::backward"
+_NAME: Final = "torch::distributed::autograd::backward"
+_is_profiled = torch._C._autograd._profiler_enabled  # noqa: SLF001 - torch has no other way to ask
 
 
 class _ServingOutcome(Outcome[None]):
@@ -76,6 +79,25 @@ def _settle(future: asyncio.Future[Any], error: Exception | None) -> None:
 
 def run_pass(drop_in: DropIn, context_id: int, roots: Sequence[Tensor], retain_graph: bool) -> None:
     """`arpc.autograd.backward`, raising in torch's words."""
+    if _is_profiled():
+        with torch.profiler.record_function(_NAME), _sends_shown(drop_in, context_id):
+            _run_pass(drop_in, context_id, roots, retain_graph)
+    else:
+        _run_pass(drop_in, context_id, roots, retain_graph)
+
+
+@contextmanager
+def _sends_shown(drop_in: DropIn, context_id: int) -> Iterator[None]:
+    """A profile shows where gradients came in for what was sent. No node runs there, so it is told."""
+    context = drop_in.worker.autograd.container.find(context_id)
+    before = context.sends_used
+    yield
+    for _ in range(context.sends_used - before):
+        with torch.profiler.record_function(SEND_NAME):
+            pass
+
+
+def _run_pass(drop_in: DropIn, context_id: int, roots: Sequence[Tensor], retain_graph: bool) -> None:
 
     def start(service: AutogradService, outcome: _ServingOutcome) -> Coroutine[Any, Any, None]:
         timeout_s = drop_in.agent.default_timeout
@@ -93,25 +115,24 @@ def run_pass_from(drop_in: DropIn, rref: RRef[Any], context_id: int, retain_grap
     _wait(drop_in, start)
 
 
-def _wait(
-    drop_in: DropIn, start: Callable[[AutogradService, _ServingOutcome], Coroutine[Any, Any, None]]
-) -> None:
+def _wait(drop_in: DropIn, start: Callable[[AutogradService, _ServingOutcome], Coroutine[Any, Any, None]]) -> None:
     refuse_loop_thread("await arpc.autograd.backward(...)")
     outcome = _ServingOutcome(drop_in.thread.loop)
     try:
-        with torch.profiler.record_function(_NAME):
-            drop_in.thread.run(partial(start, drop_in.worker.autograd, outcome), outcome=outcome)
-    except BackwardError as error:
-        raised: BaseException = _in_torchs_words(error)
-    except Exception as error:  # noqa: BLE001 - it is translated
-        raised = as_torch_error(error, drop_in.info, drop_in.agent.default_timeout)
+        drop_in.thread.run(partial(start, drop_in.worker.autograd, outcome), outcome=outcome)
+    except ArpcError as error:
+        raised = _in_torchs_words(error, drop_in)
     else:
         return
     raise raised
 
 
-def _in_torchs_words(error: BackwardError) -> RuntimeError:
-    """Torch names every worker that an error came by."""
-    made = RuntimeError("".join(f"Error on Node {worker}: " for worker in error.path) + error.reason)
+def _in_torchs_words(error: ArpcError, drop_in: DropIn) -> BaseException:
+    if isinstance(error, BackwardError):  # torch names every worker that it came by
+        made = RuntimeError("".join(f"Error on Node {worker}: " for worker in error.path) + error.reason)
+    elif isinstance(error, CallError) and not isinstance(error, RpcTimeoutError):
+        made = RuntimeError(str(error))
+    else:
+        return as_torch_error(error, drop_in.info, drop_in.agent.default_timeout)
     made.__cause__ = error
     return made

@@ -55,6 +55,10 @@ class Pickler:
         self._reducers = dict(reducers or {})
         self._free = [HolePickler(self._reducers)]
 
+    def add_reducer(self, cls: type, reducer: Reducer) -> None:
+        """Let objects of a class, and of this very class, travel in another way than they are pickled."""
+        self._reducers[cls] = reducer
+
     def dumps(
         self, obj: Any, *, main_by_value: bool = False, to: WorkerInfo | None = None, is_rehearsal: bool = False
     ) -> tuple[bytes, list[Slot]]:

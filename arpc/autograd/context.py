@@ -80,6 +80,14 @@ class AutogradContext:
             total[leaf] = gradient if before is None else summed(before, gradient)
         self.gradients = total
 
+    def has_sends_to(self, worker: int) -> bool:
+        return any(send.to == worker for send in self.sends.values())
+
+    def drop_sends_to(self, worker: int) -> None:
+        """A worker is lost. What was sent to it keeps no graph any more, and no pass waits for its gradients."""
+        for message_id in [message_id for message_id, send in self.sends.items() if send.to == worker]:
+            del self.sends[message_id]
+
     def clear(self) -> None:
         """It has ended: whoever still has it shall not keep the graph, or the gradients, alive."""
         self.sends.clear()

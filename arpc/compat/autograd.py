@@ -144,7 +144,7 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
 
 
 @torch.jit.ignore  # type: ignore[untyped-decorator]
-def dist_backward(context_id: int, roots: list[Tensor], retain_graph: bool) -> None:
+def _backward(context_id: int, roots: list[Tensor], retain_graph: bool) -> None:
     """`backward`, for the interpreter of TorchScript to call."""
     is_id = isinstance(context_id, int) and not isinstance(context_id, bool)
     if not is_id or not isinstance(roots, list | tuple) or not all(isinstance(root, Tensor) for root in roots):
@@ -155,10 +155,13 @@ def dist_backward(context_id: int, roots: list[Tensor], retain_graph: bool) -> N
     run_pass(_drop_in(), context_id, roots, retain_graph)
 
 
-# TorchScript compiles it, and an ignored function could not have a default
-def backward(context_id: int, roots: list[Tensor], retain_graph: bool = False) -> None:
+# TorchScript compiles it, and so it is in scripts by this name; an ignored function could not have a default
+def dist_backward(context_id: int, roots: list[Tensor], retain_graph: bool = False) -> None:
     """Run a backward pass from scalar roots, over all workers that they depend on. Blocks until it is over.
 
     Raises RuntimeError, with the text of the error and the ids of the workers that it came by.
     """
-    dist_backward(context_id, roots, retain_graph)
+    _backward(context_id, roots, retain_graph)
+
+
+backward = dist_backward

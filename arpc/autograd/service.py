@@ -56,7 +56,7 @@ class AutogradService:
         self.lifetimes = Lifetimes(self.container, options, context)
         self.threads: ThreadPool
         self.pace = Pace()
-        self.is_heeded = is_heeded
+        self.is_heeded: Callable[[Any, Any], bool] = is_heeded
         """Of a leaf, and its node: whether torch is to accumulate its gradients, with all hooks. See `heeded`."""
         self.passes_begun = 0
         self._agent: Agent

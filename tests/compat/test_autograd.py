@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ class Boom(torch.autograd.Function):
 class CallOn(torch.autograd.Function):
     """Makes a call in the middle of a backward pass, which only a thread other than the loop's can."""
 
-    threads: list[int] = []
+    threads: ClassVar[list[int]] = []
 
     @staticmethod
     def forward(ctx, x):
@@ -139,7 +140,7 @@ def test_errors_in_torchs_words(alone):
             with pytest.raises(RuntimeError, match=text):
                 dist_autograd.backward(context_id, roots)
         loss = rpc.rpc_sync(alone, boom, (x,)).sum()
-        with pytest.raises(RuntimeError, match="^Error on Node 0: boom$"):
+        with pytest.raises(RuntimeError, match=r"^Error on Node 0: boom$"):
             dist_autograd.backward(context_id, [loss])
         assert dist_autograd.get_gradients(context_id) == {}
 
@@ -172,7 +173,7 @@ def test_backward_of_an_rref(alone):
         assert dist_autograd.get_gradients(context_id)[x].tolist() == [2.0] * 3
     rpc.RRef(double(x).sum()).backward()
     assert x.grad.tolist() == [2.0] * 3
-    with pytest.raises(RuntimeError, match="RRef should contain a tensor for .backward()"):
+    with pytest.raises(RuntimeError, match=r"RRef should contain a tensor for .backward\(\)"):
         rpc.RRef("no tensor").backward()
 
 

@@ -223,20 +223,39 @@ class BackwardError(AutogradError):
     """Something raised while a backward pass ran its nodes on some worker; that error is the ``__cause__``.
 
     ``worker`` is the name of that worker, ``worker_id`` its id, ``node`` the node of the graph as far as it is known,
-    ``forward_stack`` where its forward ran, if torch's anomaly mode was on there then.
+    ``forward_stack`` where its forward ran, if torch's anomaly mode was on there then. ``reason`` is the text of that
+    error alone, and ``path`` the ids of the workers that it came by: first the one that began the pass, last the one
+    where it was raised.
     """
 
     def __init__(
-        self, message: str, worker: str = "", worker_id: int = -1, node: str = "", forward_stack: str = ""
+        self,
+        message: str,
+        worker: str = "",
+        worker_id: int = -1,
+        node: str = "",
+        forward_stack: str = "",
+        reason: str = "",
+        path: tuple[int, ...] = (),
     ) -> None:
         super().__init__(message)
         self.worker = worker
         self.worker_id = worker_id
         self.node = node
         self.forward_stack = forward_stack
+        self.reason = reason
+        self.path = path
 
     def __reduce__(self) -> tuple[object, ...]:
-        return BackwardError, (str(self), self.worker, self.worker_id, self.node, self.forward_stack)
+        return BackwardError, (
+            str(self),
+            self.worker,
+            self.worker_id,
+            self.node,
+            self.forward_stack,
+            self.reason,
+            self.path,
+        )
 
 
 class ScriptError(ArpcError, RuntimeError):

@@ -18,6 +18,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -203,6 +204,7 @@ class ThreadPool:
         if not _is_grad_enabled() or _count_function_modes():
             torchstate.save_and_reset()
         self._done.append(result)
+        del job, result  # an error's traceback may lead to this frame: it must not lead back to the error
         # Only the first result after the loop looked needs to wake it. A race costs a spare wake-up, never a lost one:
         # the loop clears the flag before it empties the queue.
         if not self._wake_up_sent:
@@ -243,15 +245,42 @@ class ThreadPool:
     def call(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         """A future for ``function(*args)`` run in a thread."""
         future: asyncio.Future[Any] = self._loop.create_future()
-
-        def job() -> Callable[[], None]:
-            try:
-                # a step of a generator may end in the middle of a block
-                result = torchstate.call_isolated(function, *args)
-            except BaseException as error:  # noqa: BLE001 - it is raised where the future is awaited
-                failure = error if not isinstance(error, StopIteration) else RuntimeError(repr(error))
-                return lambda: None if future.done() else future.set_exception(failure)
-            return lambda: None if future.done() else future.set_result(result)
-
-        self.submit(job)
+        self.submit(_Call(future, function, args))
         return future
+
+
+class _Call:
+    """The job of a function whose result is waited for."""
+
+    __slots__ = ("_args", "_function", "_future")
+
+    def __init__(self, future: asyncio.Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._future = future
+        self._function = function
+        self._args = args
+
+    def __call__(self) -> Callable[[], None]:
+        try:
+            # a step of a generator may end in the middle of a block
+            result = torchstate.call_isolated(self._function, *self._args)
+        except BaseException as error:  # noqa: BLE001 - it is raised where the future is awaited
+            return self._failed(error)
+        return partial(_set_result, self._future, result)
+
+    def _failed(self, error: BaseException) -> Callable[[], None]:
+        # The error's traceback leads to this job, which must not lead to the future that has the error: all that the
+        # frames in between have, graphs and tensors, would be in a cycle
+        future = self._future
+        del self._future
+        failure = error if not isinstance(error, StopIteration) else RuntimeError(repr(error))
+        return partial(_set_exception, future, failure)
+
+
+def _set_result(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

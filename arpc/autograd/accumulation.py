@@ -30,12 +30,22 @@ class LeafGradients:
         # not in place: one gradient may be handed to several leaves, and be memory of a message as well
         self._gradients[id(leaf)] = leaf, gradient if before is None else summed(before[1], gradient)
 
+    def __contains__(self, leaf: Tensor) -> bool:
+        return id(leaf) in self._gradients
+
+    def pop(self, leaf: Tensor) -> Tensor:
+        return self._gradients.pop(id(leaf))[1]
+
+    def put(self, leaf: Tensor, gradient: Tensor) -> None:
+        self._gradients[id(leaf)] = leaf, gradient
+
     def take(self) -> dict[Tensor, Tensor]:
         """The gradients, each in memory of its own and laid out like its leaf."""
         taken: dict[Tensor, Tensor] = {}
         for leaf, gradient in self._gradients.values():
             if gradient.layout is not torch.strided:
-                taken[leaf] = gradient.detach().clone()
+                is_own = _object_references(gradient) == _SOLE[0] and _is_plain_sparse(gradient)
+                taken[leaf] = gradient if is_own else gradient.detach().clone()
             elif _references(gradient) != _SOLE or gradient.stride() != leaf.stride() or gradient.requires_grad:
                 taken[leaf] = torch.empty_like(leaf, requires_grad=False).copy_(gradient.detach())
             else:
@@ -52,6 +62,21 @@ def _references(gradient: Tensor) -> tuple[int, int]:
     if _count_storage_uses is None:
         return 0, 0
     return sys.getrefcount(gradient), _count_storage_uses(gradient.untyped_storage()._cdata)
+
+
+def _object_references(gradient: Tensor) -> int:
+    """The first of `_references`, for tensors whose memory is in parts."""
+    return sys.getrefcount(gradient)
+
+
+def _is_plain_sparse(gradient: Tensor) -> bool:
+    """Whether it can be kept as it is, if nobody else has it. Its parts have no owner but it."""
+    return (
+        gradient.layout is torch.sparse_coo
+        and not gradient.requires_grad
+        and gradient._indices().is_contiguous()  # indices() is for coalesced ones alone
+        and gradient._values().is_contiguous()
+    )
 
 
 def _references_of_sole_owner() -> tuple[int, int]:

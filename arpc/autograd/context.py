@@ -57,6 +57,8 @@ class AutogradContext:
         self.aborted_passes: set[int] = set()
         self.aborts_told: set[int] = set()
         """Those of them that this worker has told others of."""
+        self.sends_used = 0
+        """How often gradients have come for a message, in all passes."""
         self._before_last_pass: dict[Tensor, Tensor] = self.gradients
 
     @property
@@ -77,6 +79,20 @@ class AutogradContext:
             # not in place: what people hold of the gradients so far stays what it was, and can be gone back to
             total[leaf] = gradient if before is None else summed(before, gradient)
         self.gradients = total
+
+    def has_sends_to(self, worker: int) -> bool:
+        return any(send.to == worker for send in self.sends.values())
+
+    def drop_sends_to(self, worker: int) -> None:
+        """A worker is lost. What was sent to it keeps no graph any more, and no pass waits for its gradients."""
+        for message_id in [message_id for message_id, send in self.sends.items() if send.to == worker]:
+            del self.sends[message_id]
+
+    def clear(self) -> None:
+        """It has ended: whoever still has it shall not keep the graph, or the gradients, alive."""
+        self.sends.clear()
+        self.recvs.clear()
+        self.gradients = self._before_last_pass = {}
 
     def roll_back(self, pass_id: int) -> None:
         """A pass has failed: no gradient of it stays."""

@@ -22,7 +22,8 @@ from torch.autograd.graph import GradientEdge
 
 from arpc.autograd.accumulation import LeafGradients
 from arpc.autograd.graph import Edge, Exit, Plan, Planner, Region
-from arpc.autograd.nodes import ANCHOR, PauseSignal, RecvRecord, current_run
+from arpc.autograd.heeded import accumulate_heeded, is_heeded
+from arpc.autograd.nodes import ANCHOR, PauseSignal, RecvRecord, current_run, run_backward
 from arpc.errors import AutogradError
 
 __all__ = ["Delivery", "LocalEngine", "RegionEngine", "Source"]
@@ -30,7 +31,6 @@ __all__ = ["Delivery", "LocalEngine", "RegionEngine", "Source"]
 Gradients: TypeAlias = "Sequence[Tensor | None]"
 Delivery: TypeAlias = "tuple[RecvRecord, Gradients]"
 
-_run_backward: Final = torch.autograd.Variable._execution_engine.run_backward  # noqa: SLF001 - autograd.grad's own
 _is_anomaly_enabled: Final = torch._C.is_anomaly_enabled  # what `torch.is_anomaly_enabled` calls
 _SMALL: Final = 1024
 """Elements that are copied in less time than their strides are packed and unpacked."""
@@ -61,7 +61,13 @@ class LocalEngine(ABC):
     """In anomaly mode, the node that the engine ran last."""
     _resolved = 0
 
-    def __init__(self, sources: Sequence[Source], *, retain_graph: bool) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        retain_graph: bool,
+        is_heeded: Callable[[Any, Any], bool] = is_heeded,
+    ) -> None:
         self.sources = sources
         self.retain_graph = retain_graph
         self.delivered: list[Delivery] = []
@@ -74,7 +80,8 @@ class LocalEngine(ABC):
         """Messages whose tensors may get gradients in this pass."""
         self._unheard: set[RecvRecord] = set()
         """Those of them that have not got any yet."""
-        self._planner = Planner(sources)
+        self._planner = Planner(sources, is_heeded=is_heeded)
+        self._is_accumulated = False
 
     def walk(self, limit: int) -> bool:
         """Look at up to ``limit`` further nodes of the graph. When it returns True the plan is there."""
@@ -96,6 +103,17 @@ class LocalEngine(ABC):
             record.is_spent = True
         self._unheard.discard(record)
         self.delivered.append((record, [_compact(gradient) for gradient in gradients]))
+
+    @property
+    def is_to_accumulate(self) -> bool:
+        """Whether `accumulate` has something to do, once all has run."""
+        heeded = self.plan.heeded_leaves
+        return bool(heeded) and not self._is_accumulated and any(leaf in self.leaves for leaf in heeded.values())
+
+    def accumulate(self) -> None:
+        """Run the hooks of leaves that wait for the gradients of the whole pass. They may block."""
+        self._is_accumulated = True
+        accumulate_heeded(self.plan.heeded_leaves, self.leaves)
 
     def close(self) -> None:
         """The pass is over: torch's own backward must not run into it."""
@@ -129,8 +147,14 @@ class RegionEngine(LocalEngine):
 
     _is_looked_through = True
 
-    def __init__(self, sources: Sequence[Source], *, retain_graph: bool) -> None:
-        super().__init__(sources, retain_graph=retain_graph)
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        retain_graph: bool,
+        is_heeded: Callable[[Any, Any], bool] = is_heeded,
+    ) -> None:
+        super().__init__(sources, retain_graph=retain_graph, is_heeded=is_heeded)
         self._waiting: dict[int, Region] = {}
         self._ready: list[Region] = []
         self._pending: dict[int, list[tuple[Edge, Tensor]]] = {}
@@ -345,7 +369,7 @@ def _call_engine(
     if barriers:
         roots += barriers
         gradients += [_NO_GRADIENT] * len(barriers)
-    result: tuple[Tensor | None, ...] = _run_backward(
+    result: tuple[Tensor | None, ...] = run_backward(
         tuple(roots), tuple(gradients), retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False
     )
     return result

@@ -32,7 +32,7 @@ def node_failure(error: Exception, worker: WorkerInfo, context_id: int, last_beg
     )
     if stack:
         text += f"\nIts forward ran on worker {worker.name!r} here:\n{stack}"
-    failure = BackwardError(text, worker.name, worker.id, name, stack)
+    failure = BackwardError(text, worker.name, worker.id, name, stack, str(error), (worker.id,))
     failure.__cause__ = error
     return failure
 

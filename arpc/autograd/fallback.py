@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from arpc.autograd.engine import Gradients, LocalEngine, RegionEngine, Source
 from arpc.autograd.graph import Edge
+from arpc.autograd.heeded import is_heeded
 from arpc.autograd.nodes import attach_send
 
 __all__ = ["GroupEngine", "choose_engine", "pausing_works"]
@@ -28,8 +29,14 @@ logger = logging.getLogger("arpc.autograd")
 class GroupEngine(LocalEngine):
     """Leaves and recvs in groups that depend on the same sources, each group computed in one go."""
 
-    def __init__(self, sources: Sequence[Source], *, retain_graph: bool) -> None:
-        super().__init__(sources, retain_graph=retain_graph)
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        retain_graph: bool,
+        is_heeded: Callable[[Any, Any], bool] = is_heeded,
+    ) -> None:
+        super().__init__(sources, retain_graph=retain_graph, is_heeded=is_heeded)
         self._gradients: list[Gradients | None] = [None] * len(sources)
         self._waiting: dict[int, tuple[list[Tensor], list[Any]]] = {}
         self._ready: list[tuple[int, list[Tensor], list[Any]]] = []

@@ -12,7 +12,7 @@ No torch here, but for what the nodes themselves are: the tests use their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from arpc.autograd.nodes import RecvNode
@@ -57,10 +57,15 @@ class Region:
 class Plan:
     """The regions of a graph, by their sources."""
 
-    __slots__ = ("count", "hooked_leaves", "leaves", "nodes", "regions", "sources_of")
+    __slots__ = ("count", "heeded_leaves", "hooked_leaves", "leaves", "nodes", "regions", "sources_of")
 
     def __init__(
-        self, nodes: dict[Any, int], leaves: dict[Any, Any], hooked_leaves: dict[Any, Any], regions: dict[int, Region]
+        self,
+        nodes: dict[Any, int],
+        leaves: dict[Any, Any],
+        hooked_leaves: dict[Any, Any],
+        regions: dict[int, Region],
+        heeded_leaves: dict[Any, Any],
     ) -> None:
         self.nodes = nodes
         """Every node that can run, with a source that reaches it. Leaves without hooks are not among them."""
@@ -69,6 +74,8 @@ class Plan:
         self.hooked_leaves = hooked_leaves
         """Those with hooks, which are nodes of their regions too."""
         self.regions = regions
+        self.heeded_leaves = heeded_leaves
+        """Those of either kind that are to be accumulated by torch in the end."""
         self.sources_of: dict[Any, int] | None = None
         """The region of each node; None if no node is reached by two sources."""
         self.count = len(nodes) + len(leaves)
@@ -94,12 +101,19 @@ class Plan:
 class Planner:
     """Walks a graph, as far at a time as it is told: a large one is better walked in a thread."""
 
-    def __init__(self, sources: Sequence[HasEdges], recv_class: type = RecvNode) -> None:
+    def __init__(
+        self,
+        sources: Sequence[HasEdges],
+        recv_class: type = RecvNode,
+        is_heeded: Callable[[Any, Any], bool] = lambda _node, _leaf: False,
+    ) -> None:
         self._sources = sources
+        self._is_heeded = is_heeded
         self._recv_class = recv_class
         self._owner: dict[Any, int] = {}
         self._leaves: dict[Any, Any] = {}
         self._hooked: dict[Any, Any] = {}
+        self._heeded: dict[Any, Any] = {}
         self._regions: dict[int, Region] = {}
         """One for each source, right if no source reaches nodes of another."""
         self._is_shared = False
@@ -159,6 +173,8 @@ class Planner:
         variable = getattr(node, "variable", None)
         if variable is None:
             return None
+        if self._is_heeded(node, variable):
+            self._heeded[node] = variable
         if variable._backward_hooks:  # noqa: SLF001 - torch has no other way to ask
             self._hooked[node] = variable
             return None
@@ -168,8 +184,8 @@ class Planner:
     def plan(self) -> Plan:
         """The regions, once all has been visited."""
         if not self._is_shared:
-            return Plan(self._owner, self._leaves, self._hooked, self._regions)
-        plan = Plan(self._owner, self._leaves, self._hooked, {})
+            return Plan(self._owner, self._leaves, self._hooked, self._regions, self._heeded)
+        plan = Plan(self._owner, self._leaves, self._hooked, {}, self._heeded)
         self._divide(plan)
         return plan
 

@@ -97,6 +97,14 @@ class Lifetimes:
         if context is not None:
             await self._tell_all(context.known_workers - {self._container.worker_id}, context_id)
 
+    def release_nowait(self, context_id: int) -> None:
+        """The same without waiting for others to hear of it. Raises `AutogradError` if it is not known here."""
+        self._container.find(context_id)
+        context = self.forget(context_id)
+        others = context.known_workers - {self._container.worker_id} if context is not None else ()
+        if others:
+            self._own(self._tell_all(others, context_id))
+
     async def _tell_all(self, workers: Iterable[int], context_id: int) -> None:
         told = [(to, self._tell(to, context_id)) for to in workers]
         late: list[int] = []
@@ -130,6 +138,8 @@ class Lifetimes:
             context.active_pass.fail(
                 AutogradError(f"autograd context {context_id} was left while a backward pass of it was under way")
             )
+        if context is not None:
+            context.clear()
         return context
 
     def _tell(self, to: int, context_id: int) -> asyncio.Future[Any]:
@@ -177,7 +187,8 @@ class Lifetimes:
     def peer_disconnected(self, peer: WorkerInfo, *, has_left: bool) -> None:
         if self._is_closed or self.agent.is_closing or peer.name in self._doubtful:
             return
-        if any(self._depends_on(context, peer) for context in self._container.contexts.values()):
+        contexts = self._container.contexts.values()
+        if any(self._depends_on(context, peer) or context.has_sends_to(peer.id) for context in contexts):
             doubt = self._own(self._resolve_doubt(peer, 0.0 if has_left else self._options.rref_grace))
             self._doubtful[peer.name] = doubt
             doubt.add_done_callback(lambda _: self._doubtful.pop(peer.name, None))
@@ -190,8 +201,21 @@ class Lifetimes:
     async def _resolve_doubt(self, peer: WorkerInfo, grace_s: float) -> None:
         """A peer was lost: ask the creators of the contexts that came by way of it, once it had time to come back."""
         await asyncio.sleep(grace_s)
+        if not await self._is_there(peer):
+            # gradients for what was sent to it will never come
+            for context in self._container.contexts.values():
+                context.drop_sends_to(peer.id)
         while not await self._ask_creators(peer):  # noqa: ASYNC110 - it asks others, who set no event here
             await asyncio.sleep(self._attempt_s)
+
+    async def _is_there(self, peer: WorkerInfo) -> bool:
+        try:
+            await self.request(AutogradQuery, peer.id, ([],), self._attempt_s)
+        except RpcTimeoutError:
+            return True  # and busy
+        except (ArpcError, OSError):
+            return False
+        return True
 
     async def _ask_creators(self, peer: WorkerInfo) -> bool:
         """Drop what has ended of the contexts that came by way of a peer; whether all creators have answered."""

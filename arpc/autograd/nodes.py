@@ -1,4 +1,4 @@
-"""The two nodes at which a graph is cut: where tensors left this worker, and where they came in.
+"""The two nodes at which a graph is cut: where tensors left this worker, and where they came in. And one to go on from.
 
 Torch's own names are kept, since people know them from graphs and profiles.
 """
@@ -14,7 +14,21 @@ from torch.autograd import Function
 
 from arpc.errors import AutogradError
 
-__all__ = ["ANCHOR", "PauseSignal", "RecvNode", "RecvRecord", "attach_recv", "attach_send", "current_run"]
+__all__ = [
+    "ANCHOR",
+    "SEND_NAME",
+    "PauseSignal",
+    "RecvNode",
+    "RecvRecord",
+    "accumulate_at",
+    "attach_recv",
+    "attach_send",
+    "current_run",
+    "run_backward",
+]
+
+run_backward: Final = torch.autograd.Variable._execution_engine.run_backward  # noqa: SLF001 - autograd.grad's own
+SEND_NAME: Final = "torch::distributed::autograd::SendRpcBackward"
 
 ANCHOR: Final = torch.empty(0, requires_grad=True)
 """A leaf below every recv node: an engine that is asked for its gradient runs them all. It never gets one."""
@@ -94,6 +108,25 @@ _RecvRpc: Any = type(
     (Function,),
     {"forward": staticmethod(_recv_forward), "backward": staticmethod(_recv_backward)},
 )
+
+
+def _source_forward(ctx: Any, gradients: list[Tensor], *_: Tensor) -> Tensor:
+    ctx.gradients = gradients
+    return _TOKEN.data
+
+
+def _source_backward(ctx: Any, *_: Any) -> Any:
+    # given away: torch takes over a gradient that nobody else has, and copies any other
+    gradients = tuple(ctx.gradients)
+    ctx.gradients.clear()
+    return None, *gradients
+
+
+_SourceRpc: Any = type(
+    "arpc::autograd::Source",
+    (Function,),
+    {"forward": staticmethod(_source_forward), "backward": staticmethod(_source_backward)},
+)
 RecvNode: Final[type] = _RecvRpc._backward_cls  # noqa: SLF001 - the class of the node in the graph
 """The class of recv nodes; their ``record`` is a `RecvRecord`."""
 
@@ -120,3 +153,10 @@ def attach_recv(tensors: Sequence[Tensor], record: RecvRecord) -> tuple[Tensor, 
     # In a list: as direct inputs they would be copied
     attached: tuple[Tensor, ...] = _apply_recv(ANCHOR, tensors, record)
     return attached
+
+
+def accumulate_at(leaves: Sequence[Tensor], gradients: list[Tensor]) -> None:
+    """Let torch accumulate gradients into ``.grad`` of leaves, with all the hooks there are. Empties the list."""
+    with torch.enable_grad():
+        token: Tensor = _SourceRpc.apply(gradients, *leaves)
+    run_backward((token,), (_TOKEN,), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from time import perf_counter, thread_time
 from typing import Any, Final
 
+import torch
+
 from arpc.autograd.graph import Plan
 
-__all__ = ["Pace"]
+__all__ = ["Pace", "ThreadsOnly"]
 
 SHORT_S: Final = 0.001
 """How long the loop may stand still."""
@@ -48,6 +50,8 @@ class Pace:
 
     def is_short(self, plan: Plan, elements: int) -> bool:
         """Whether a run is to happen on the loop."""
+        if torch.is_anomaly_enabled():
+            return True  # it changes warning filters, which are the process's: two threads must not
         seconds = self._seconds.get((plan.count, elements))
         if seconds is not None:
             return seconds <= SHORT_S
@@ -69,6 +73,16 @@ class Pace:
             known = cpu_seconds
         # What it waited for may be a hook that blocks, or other programs on this machine. The first comes again.
         self._seconds[plan.count, elements] = max(cpu_seconds, min(seconds, 2 * known))
+
+
+class ThreadsOnly(Pace):
+    """For workers whose nodes and hooks may block, and wait for what the loop does: nothing runs there."""
+
+    def is_short(self, plan: Plan, elements: int) -> bool:
+        return False
+
+    def run(self, run: Callable[[], None], plan: Plan, elements: int) -> None:
+        run()
 
 
 def _elements(node: Any) -> int:

@@ -16,27 +16,42 @@ from torch import Tensor
 
 from arpc import torchstate
 from arpc.agent.observers import Activity
-from arpc.agent.threads import ThreadPool
 from arpc.autograd.context import AutogradContext
 from arpc.autograd.engine import LocalEngine, Source
 from arpc.autograd.failure import node_failure
 from arpc.autograd.pace import Pace
 from arpc.autograd.protocol import PackedParcel, Parcel, PassProtocol, Resolved, unpack_parcel
-from arpc.errors import AutogradError, CallCancelledError, RpcTimeoutError, ShutdownError, WorkerLostError
+from arpc.errors import (
+    AutogradError,
+    BackwardError,
+    CallCancelledError,
+    RpcTimeoutError,
+    ShutdownError,
+    WorkerLostError,
+)
 from arpc.ids import WorkerInfo
 
-__all__ = ["BackwardPass", "Host"]
+__all__ = ["BackwardPass", "Host", "Threads"]
 
 # Walking goes on in a thread after this many nodes, which take about a millisecond
 WALK_NODES: Final = 2000
+
+
+class Threads(Protocol):
+    """Where nodes run that do not run on the loop."""
+
+    def call(self, function: Callable[..., Any], /) -> asyncio.Future[Any]:
+        """A future of the loop for a function run in some thread."""
 
 
 class Host(Protocol):
     """What a pass needs of its worker."""
 
     info: WorkerInfo
-    threads: ThreadPool
     pace: Pace
+
+    @property
+    def threads(self) -> Threads: ...
 
     def send(self, backward_pass: BackwardPass, to: int, parcel: Parcel) -> asyncio.Future[PackedParcel | None]:
         """Send a parcel; the future has the parcel that comes with the answer."""
@@ -58,6 +73,7 @@ class BackwardPass:
     """What observers know of it."""
     abort_told: asyncio.Future[Any] | None = None
     """Done when all workers have heard of the failure."""
+    _last_begun: Any = None
     _is_planned = False
     _is_busy = False
     _timer: asyncio.TimerHandle | None = None
@@ -76,6 +92,7 @@ class BackwardPass:
         deadline: float | None,
         parent: int | None,
         roots: Sequence[Tensor] = (),
+        threads: Threads | None = None,
     ) -> None:
         self.id = pass_id
         self.context = context
@@ -83,6 +100,7 @@ class BackwardPass:
         self.deadline = deadline
         """In the loop's time."""
         self._host = host
+        self._threads = threads or host.threads
         self._parent = parent
         self._roots = roots
         self._inbox: list[tuple[int, Parcel]] = []
@@ -134,6 +152,10 @@ class BackwardPass:
         if not self.is_over:
             self._over = asyncio.get_running_loop().create_future()
             await self._over
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise why it failed, if it has. Only once: who began the pass here is told, by whichever way it ends."""
         if self.failure is not None:
             # given away: its traceback leads to frames that have this pass, and so the whole graph would be in a cycle
             failure, self.failure = self.failure, None
@@ -216,8 +238,7 @@ class BackwardPass:
             if not engine.is_ready:
                 return True
             elements = engine.work()
-            # anomaly mode changes warning filters, which are the process's: that stays on the loop
-            if not (pace.is_short(engine.plan, elements) or torch.is_anomaly_enabled()):
+            if not pace.is_short(engine.plan, elements):
                 self._run_in_thread(partial(pace.run, run, engine.plan, elements))
                 return False
             pace.run(run, engine.plan, elements)
@@ -266,7 +287,7 @@ class BackwardPass:
     # -- threads
 
     def _run_in_thread(self, job: Callable[[], None]) -> None:
-        future = self.context.running_thread = self._host.threads.call(job)
+        future = self.context.running_thread = self._threads.call(job)
         self._wait_for_thread(future, self._thread_returned)
 
     def _wait_for_thread(self, future: asyncio.Future[None], then: Callable[[asyncio.Future[None]], None]) -> None:
@@ -344,7 +365,10 @@ class BackwardPass:
                 protocol.sent()
                 self._send(self._parent, for_parent)
         if protocol.is_done:
-            self._finish()
+            if self._engine.is_to_accumulate:
+                self._run_in_thread(self._engine.accumulate)
+            else:
+                self._finish()
         return riding
 
     def _send(self, to: int, parcel: Parcel) -> None:
@@ -372,18 +396,26 @@ class BackwardPass:
     # -- the end
 
     def _finish(self) -> None:
+        leaves = self._engine.leaves
         self._end()
-        self.context.commit(self.id, self._engine.leaves.take())
+        self.context.commit(self.id, leaves.take())
 
     def _end(self) -> None:
         self.is_over = True
-        self._engine.close()
         if self.activity is not None:
             self.activity.end()
+        engine = self._engine
+        engine.close()
+        self._last_begun = engine.last_begun
+        # An error's traceback leads here, and may be kept for long: not the graph with it
+        del self._engine
+        self._roots = ()
+        self._inbox = []
         if self._timer is not None:
             self._timer.cancel()
         context = self.context
         context.active_pass = None
+        context.sends_used += len(self._used)
         if not self.retain_graph:  # what was gone through is freed
             for message_id in self._used:
                 context.sends.pop(message_id, None)
@@ -393,13 +425,17 @@ class BackwardPass:
     def _described(self, error: BaseException) -> BaseException:
         if not isinstance(error, Exception):
             return error
-        return node_failure(error, self._host.info, self.context.id, self._engine.last_begun)
+        last_begun = self._last_begun if self.is_over else self._engine.last_begun
+        return node_failure(error, self._host.info, self.context.id, last_begun)
 
     def _peer_failure(self, peer: int, error: BaseException) -> BaseException:
         """Why a parcel was not answered, as the failure of the pass."""
         what = f"the backward pass of autograd context {self.context.id}"
         name = self._host.name_of(peer)
         made: Exception
+        if isinstance(error, BackwardError):
+            error.path = (self._host.info.id, *error.path)
+            return error
         if str(error).startswith(what):
             return error
         if isinstance(error, WorkerLostError):

@@ -18,9 +18,10 @@ from arpc.agent.scope import current_scope
 from arpc.agent.threads import ThreadPool
 from arpc.autograd.context import AutogradContext, Container
 from arpc.autograd.fallback import choose_engine
+from arpc.autograd.heeded import is_heeded
 from arpc.autograd.lifetime import Lifetimes
 from arpc.autograd.pace import Pace
-from arpc.autograd.passes import BackwardPass
+from arpc.autograd.passes import BackwardPass, Threads
 from arpc.autograd.protocol import NOTHING_LIVE, ONLY_TENSORS, PackedParcel, Parcel, pack_parcel, unpack_parcel
 from arpc.autograd.recording import Recorder
 from arpc.autograd.roots import checked_roots
@@ -29,6 +30,7 @@ from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.rref.context import RRefContext
 from arpc.rref.handle import RRef
+from arpc.rref.values import fresh
 from arpc.wire.messages import (
     AutogradAbort,
     AutogradBackward,
@@ -55,6 +57,8 @@ class AutogradService:
         self.lifetimes = Lifetimes(self.container, options, context)
         self.threads: ThreadPool
         self.pace = Pace()
+        self.is_heeded: Callable[[Any, Any], bool] = is_heeded
+        """Of a leaf, and its node: whether torch is to accumulate its gradients, with all hooks. See `heeded`."""
         self.passes_begun = 0
         self._agent: Agent
         self._options = options
@@ -99,13 +103,28 @@ class AutogradService:
         return dict(self.container.find(context_id).gradients)
 
     async def backward(
-        self, context_id: int, roots: Sequence[Tensor], *, retain_graph: bool, timeout: float | Unset
+        self,
+        context_id: int,
+        roots: Sequence[Tensor],
+        *,
+        retain_graph: bool,
+        timeout: float | Unset = UNSET,
+        threads: Threads | None = None,
     ) -> None:
-        """Run a pass from the roots, over all workers that they depend on."""
-        await self._backward(context_id, self.container.new_pass_id(), roots, retain_graph, timeout)
+        """Run a pass from the roots, over all workers that they depend on.
+
+        ``threads``: where nodes of this worker run that do not run on the loop.
+        """
+        await self._backward(context_id, self.container.new_pass_id(), roots, retain_graph, timeout, threads)
 
     async def _backward(
-        self, context_id: int, pass_id: int, roots: Sequence[Tensor], retain_graph: bool, timeout: float | Unset
+        self,
+        context_id: int,
+        pass_id: int,
+        roots: Sequence[Tensor],
+        retain_graph: bool,
+        timeout: float | Unset,
+        threads: Threads | None = None,
     ) -> None:
         started = self._start(
             self.container.find(context_id),
@@ -114,6 +133,7 @@ class AutogradService:
             deadline=self._deadline(timeout),
             parent=None,
             roots=checked_roots(roots),
+            threads=threads,
         )
         started.start()
         try:
@@ -126,11 +146,24 @@ class AutogradService:
                 await asyncio.wait([started.abort_told], timeout=_ABORT_S)
             raise
 
-    async def backward_from(self, rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
-        """Run a pass from the value of an RRef, on its owner."""
+    async def backward_from(
+        self,
+        rref: RRef[Any],
+        context_id: int,
+        retain_graph: bool,
+        timeout: float | Unset = UNSET,
+        threads: Threads | None = None,
+    ) -> None:
+        """Run a pass from the value of an RRef, on its owner. ``threads`` is that of `backward`, for an own value."""
+        deadline = self._deadline(timeout)
         if rref.is_owner():
-            value = await rref.local_value()
-            await self._backward_from_value(value, context_id, self.container.new_pass_id(), retain_graph)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    value = await rref.local_value()
+            except TimeoutError as error:
+                raise RpcTimeoutError(f"{rref!r} had no value in time for a backward pass from it") from error
+            pass_id = self.container.new_pass_id()
+            await self._backward_from_value(value, context_id, pass_id, retain_graph, timeout, threads)
             return
         if context_id == -1:
             raise AutogradError("User RRefs require 'dist_autograd_ctx_id' to be specified: pass ctx_id")
@@ -138,7 +171,6 @@ class AutogradService:
         context.known_workers.add(rref.owner().id)
         pass_id = self.container.new_pass_id()
         args = (*rref._target(), context_id, pass_id, retain_graph)  # noqa: SLF001 - how calls name the value to its owner
-        deadline = self._deadline(UNSET)
         timeout_s = 0.0 if deadline is None else max(0.001, deadline - self._agent.loop.time())
         try:
             await self.lifetimes.request(AutogradBackward, rref.owner_name(), args, timeout_s)
@@ -149,13 +181,21 @@ class AutogradService:
                 await asyncio.wait([told], timeout=_ABORT_S)
             raise
 
-    async def _backward_from_value(self, value: Any, context_id: int, pass_id: int, retain_graph: bool) -> None:
+    async def _backward_from_value(
+        self,
+        value: Any,
+        context_id: int,
+        pass_id: int,
+        retain_graph: bool,
+        timeout: float | Unset,
+        threads: Threads | None = None,
+    ) -> None:
         if not isinstance(value, Tensor):
             raise AutogradError(f"RRef should contain a tensor for .backward(), not {type(value).__qualname__}")
         if context_id == -1:
-            await self.threads.call(partial(value.backward, retain_graph=retain_graph))
+            await (threads or self.threads).call(partial(value.backward, retain_graph=retain_graph))
         else:
-            await self._backward(context_id, pass_id, [value], retain_graph, UNSET)
+            await self._backward(context_id, pass_id, [value], retain_graph, timeout, threads)
 
     def _deadline(self, timeout: float | Unset) -> float | None:
         timeout_s = self._options.rpc_timeout if isinstance(timeout, Unset) else timeout
@@ -177,6 +217,7 @@ class AutogradService:
         deadline: float | None,
         parent: int | None,
         roots: Sequence[Tensor] = (),
+        threads: Threads | None = None,
     ) -> BackwardPass:
         if context.active_pass is not None:
             raise AutogradError(
@@ -188,11 +229,12 @@ class AutogradService:
             self,
             context,
             pass_id,
-            choose_engine(),
+            partial(choose_engine(), is_heeded=self.is_heeded),
             retain_graph=retain_graph,
             deadline=deadline,
             parent=parent,
             roots=roots,
+            threads=threads,
         )
         begun.activity = self._agent.observers.begin_activity("backward", Kind.BACKWARD)
         return begun
@@ -238,7 +280,7 @@ class AutogradService:
         if active is not None and active.id == pass_id:
             riding = active.receive(caller, parcel, is_engaging=False)
             if active.failure is not None:
-                raise active.failure
+                raise fresh(active.failure)  # the parent is told as well
             return None if riding is None else pack_parcel(riding)
         if active is None and pass_id == context.last_pass:
             return pack_parcel(NOTHING_LIVE)  # all that was live has been answered for
@@ -261,7 +303,8 @@ class AutogradService:
         context = self.container.enter(context_id)
         if context is not None:
             context.known_workers.add(_caller()[0])
-        await self._backward_from_value(value, context_id, pass_id, retain_graph)
+        # who asked has set the deadline of this handler, if any
+        await self._backward_from_value(value, context_id, pass_id, retain_graph, timeout=0)
 
     async def _on_abort(self, context_id: int, pass_id: int) -> None:
         context = self.container.contexts.get(context_id)
@@ -304,8 +347,7 @@ class AutogradService:
 
 def _answer_of(ended: BackwardPass) -> Packed | PackedParcel | None:
     """What the worker that engaged this one is told at the end. Raises why the pass failed."""
-    if ended.failure is not None:
-        raise ended.failure
+    ended.raise_failure()
     if ended.answer is None:
         return None
     packed = pack_parcel(ended.answer)

@@ -1,11 +1,31 @@
-"""Distributed autograd with torch's names."""
+"""Distributed autograd with torch's names.
 
-from __future__ import annotations
+The context of a thread is a context variable, which in a thread that nobody gave a context is the thread's own.
+"""
 
-__all__ = ["is_available"]
+# Without postponed annotations: TorchScript reads those of functions that it leaves to Python
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arpc.autograd.context import AutogradContext, current_context_id
+from arpc.autograd.service import AutogradService
+from arpc.compat import current, reducers
+from arpc.compat.drop_in import DropIn
+from arpc.compat.loop_thread import refuse_loop_thread
+from arpc.compat.passes import run_pass
+from arpc.ids import LOCAL_BITS
+
+__all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
+
+reducers.install()
 
 
 def is_available() -> bool:
+    """Always."""
     return True
 
 
@@ -13,5 +33,135 @@ def _init(worker_id: int) -> None:
     """A worker of arpc brings distributed autograd with it."""
 
 
+def _drop_in() -> DropIn:
+    drop_in: DropIn = current.get_agent().drop_in
+    return drop_in
+
+
+def _service() -> AutogradService:
+    return _drop_in().worker.autograd
+
+
+class DistAutogradContext:
+    """What this worker has recorded in a context."""
+
+    def __init__(self, context: AutogradContext) -> None:
+        self._context = context
+
+    def _context_id(self) -> int:
+        return self._context.id
+
+    def _send_functions(self) -> dict[int, Any]:
+        """The nodes where tensors left, by message, in their order."""
+        return {
+            number: send.source.token.grad_fn
+            for number, send in list(self._context.sends.items())
+            if send.source.token is not None
+        }
+
+    def _recv_functions(self) -> dict[int, Any]:
+        """The nodes where tensors came in, by message, in their order."""
+        return dict(self._context.recvs)
+
+    def _known_worker_ids(self) -> set[int]:
+        return {worker for worker in self._context.known_workers if worker != _drop_in().info.id}
+
+
+# -- contexts
+
+
+class context:  # noqa: N801 - torch's name
+    """``with context() as context_id:`` records the calls that this thread makes inside, for `backward`."""
+
+    def __enter__(self) -> int:
+        self.autograd_context = _new_context()
+        return self.autograd_context._context_id()  # noqa: SLF001 - torch's name
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _release_context(self.autograd_context._context_id())  # noqa: SLF001 - torch's name
+
+
+def _new_context() -> DistAutogradContext:
+    """A context that this thread records in from now on."""
+    refuse_loop_thread("async with arpc.autograd.context() as context_id:")
+    service = _service()
+    outer = current_context_id.get()
+    if outer is not None and outer in service.container.contexts:
+        raise RuntimeError(f"Already have an autograd context id for this thread, cannot create a new one. id: {outer}")
+    made = _drop_in().thread.call(service.container.new)
+    current_context_id.set(made.id)
+    return DistAutogradContext(made)
+
+
+def _release_context(context_id: int) -> None:
+    """End a context here; all others who know it are told, and not waited for."""
+    refuse_loop_thread("async with arpc.autograd.context() as context_id:")
+    service = _service()
+    if current_context_id.get() == context_id:
+        current_context_id.set(None)
+    _drop_in().thread.call(lambda: service.lifetimes.release_nowait(context_id))
+
+
+def _retrieve_context(context_id: int) -> DistAutogradContext:
+    return DistAutogradContext(_service().container.find(context_id))
+
+
+def _current_context() -> DistAutogradContext:
+    context_id = current_context_id.get()
+    if context_id is None:
+        raise RuntimeError(
+            "Current thread doesn't have a valid autograd context. Please wrap your code using: "
+            "`with torch.distributed.autograd.context() as context_id` to generate a valid context"
+        )
+    return _retrieve_context(context_id)
+
+
+def _is_valid_context(context_id: int) -> None:
+    """Raises if there is no such context."""
+    _service().container.find(context_id)
+
+
+def _get_max_id() -> int:
+    """The last id that a context of this worker can have."""
+    return (_drop_in().info.id << LOCAL_BITS) + (1 << LOCAL_BITS) - 1
+
+
 def _get_debug_info() -> dict[str, str]:
-    return {"num_current_backward_passes": "0", "num_autograd_contexts": "0"}
+    """Counters, named as those of torch."""
+    found = _drop_in().thread.call(_service().statistics)
+    return {"num_current_backward_passes": str(found["passes"]), "num_autograd_contexts": str(found["contexts"])}
+
+
+# -- passes
+
+
+@torch.jit.ignore  # type: ignore[untyped-decorator]
+def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
+    """The gradients that backward passes of a context have accumulated on this worker, by leaf."""
+    return _service().gradients(context_id)
+
+
+@torch.jit.ignore  # type: ignore[untyped-decorator]
+def _backward(context_id: int, roots: list[Tensor], retain_graph: bool) -> None:
+    """`backward`, for the interpreter of TorchScript to call."""
+    is_id = isinstance(context_id, int) and not isinstance(context_id, bool)
+    if not is_id or not isinstance(roots, list | tuple) or not all(isinstance(root, Tensor) for root in roots):
+        raise TypeError(
+            "backward(): incompatible function arguments. The following argument types are supported: "
+            "(context_id: int, roots: list[torch.Tensor], retain_graph: bool = False) -> None"
+        )
+    run_pass(_drop_in(), context_id, roots, retain_graph)
+
+
+# TorchScript compiles it, and so it is in scripts by this name; an ignored function could not have a default
+def dist_backward(context_id: int, roots: list[Tensor], retain_graph: bool = False) -> None:
+    """Run a backward pass from scalar roots, over all workers that they depend on. Blocks until it is over.
+
+    Raises RuntimeError, with the text of the error and the ids of the workers that it came by.
+    """
+    _backward(context_id, roots, retain_graph)
+
+
+backward = dist_backward

@@ -13,6 +13,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from arpc.agent.peers import Peer
 from arpc.agent.scope import WorkerScope
+from arpc.autograd.heeded import has_node_hooks
+from arpc.autograd.pace import ThreadsOnly
 from arpc.compat.completions import Completions
 from arpc.compat.loop_thread import LoopThread
 from arpc.errors import UnknownWorkerError
@@ -36,6 +38,8 @@ class DropIn:
         self.completions: Completions = thread.call(lambda: Completions(thread.loop, worker.name))
         thread.scope = WorkerScope(worker)
         thread.call(self._show_failures)
+        worker.autograd.pace = ThreadsOnly()
+        worker.autograd.is_heeded = has_node_hooks
         atexit.register(self._stop)
 
     @classmethod

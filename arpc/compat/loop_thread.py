@@ -156,12 +156,17 @@ class LoopThread:
         self.submit(self.caller_context(), job)
         return outcome.wait()
 
-    def run(self, make: Callable[[], Coroutine[Any, Any, T]], context: Context | None = None) -> T:
+    def run(
+        self,
+        make: Callable[[], Coroutine[Any, Any, T]],
+        context: Context | None = None,
+        outcome: Outcome[T] | None = None,
+    ) -> T:
         """What a coroutine returns that runs on the loop, in the context of this thread and with its state of torch.
 
-        Interrupting the wait cancels it.
+        Interrupting the wait cancels it. ``outcome``, if given, is where its result is waited for.
         """
-        outcome: Outcome[T] = Outcome()
+        outcome = Outcome() if outcome is None else outcome
         state = None if torchstate.is_pristine() else torchstate.capture()
         tasks: list[asyncio.Task[T]] = []
 

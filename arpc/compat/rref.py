@@ -14,6 +14,7 @@ from arpc.compat.calls import arpc_timeout, call, call_async, torch_future_of
 from arpc.compat.drop_in import DropIn
 from arpc.compat.failures import as_torch_error, creation_error
 from arpc.compat.loop_thread import refuse_loop_thread
+from arpc.compat.passes import run_pass_from
 from arpc.compat.workers import WorkerInfo
 from arpc.errors import RRefCreationError, ShutdownError
 from arpc.rref.calls import call_method
@@ -113,8 +114,7 @@ class RRef(Generic[T]):
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run a backward pass from the value, on its owner."""
-        refuse_loop_thread("await rref.handle.backward(...)")
-        self._run(partial(self.handle.backward, dist_autograd_ctx_id, retain_graph), -1.0)
+        run_pass_from(self._drop_in, self.handle, dist_autograd_ctx_id, retain_graph)
 
     def _run(self, make: Callable[[], Coroutine[Any, Any, S]], timeout: float) -> S:
         drop_in = self._drop_in

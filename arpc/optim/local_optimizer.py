@@ -14,6 +14,7 @@ from arpc.autograd import get_gradients
 from arpc.errors import AutogradError, ConfigurationError
 from arpc.optim.locks import run_alone
 from arpc.rref.handle import RRef
+from arpc.rref.packing import bare
 from arpc.runtime import current
 
 __all__ = ["TWICE", "Description", "Group", "LocalOptimizer", "StepRules", "copied", "make_local_optimizer"]
@@ -50,8 +51,8 @@ async def make_local_optimizer(
 
     ``earlier`` are those that the same optimizer has here for other groups, which must not have the same parameters.
     """
-    found = [{**group, "params": [await rref.local_value() for rref in group["params"]]} for group in groups]
-    taken = {id(parameter) for rref in earlier for parameter in (await rref.local_value()).parameters}
+    found = [{**group, "params": [await bare(rref).local_value() for rref in group["params"]]} for group in groups]
+    taken = {id(parameter) for rref in earlier for parameter in (await bare(rref).local_value()).parameters}
     if any(id(parameter) in taken for group in found for parameter in group["params"]):
         raise ConfigurationError(TWICE)
     worker = current()

@@ -20,7 +20,7 @@ from arpc.errors import (
     RRefError,
 )
 from arpc.ids import GloballyUniqueId, IdAllocator, WorkerInfo
-from arpc.options import RpcOptions
+from arpc.options import RpcOptions, Unset
 from arpc.rref import events, instructions
 from arpc.rref.drops import DropQueue
 from arpc.rref.events import ForkId, RRefId, WorkerName
@@ -69,7 +69,7 @@ class RRefContext(ControlService):
         self.offer_watch: OfferWatch
         self.leases: Leases
         self.drops: DropQueue
-        self.backward: Callable[[Any, int, bool], Awaitable[None]]
+        self.backward: Callable[[Any, int, bool, float | Unset], Awaitable[None]]
         """Runs a backward pass from the value of a handle; set by the runtime, since autograd knows RRefs already."""
         self.skin: Skin | None = None
         """None: the code of this worker sees RRefs as they are."""

@@ -213,13 +213,14 @@ class RRef(Generic[T]):
         self._check("local_value() called")
         return cast("T", await self._value.get())
 
-    async def backward(self, ctx_id: int = -1, retain_graph: bool = False) -> None:
+    async def backward(self, ctx_id: int = -1, retain_graph: bool = False, *, timeout: float | Unset = UNSET) -> None:
         """Run a backward pass from the value, a scalar tensor, on its owner: in the autograd context ``ctx_id``.
 
-        Without a context, which is for the owner only, it is the value's own ``backward()``.
+        Without a context, which is for the owner only, it is the value's own ``backward()``. ``timeout`` is that of
+        `arpc.autograd.backward`.
         """
         self._check("backward() called")
-        await self._context.backward(self, ctx_id, retain_graph)
+        await self._context.backward(self, ctx_id, retain_graph, timeout)
 
     def _check(self, what: str) -> None:
         if self._is_released:

@@ -59,6 +59,10 @@ class Pickler:
         self._families = dict(families or {})
         self._free = [HolePickler(self._reducers, self._families)]
 
+    def add_reducer(self, cls: type, reducer: Reducer) -> None:
+        """Let objects of a class, and of this very class, travel in another way than they are pickled."""
+        self._reducers[cls] = reducer
+
     def dumps(
         self, obj: Any, *, main_by_value: bool = False, to: WorkerInfo | None = None, is_rehearsal: bool = False
     ) -> tuple[bytes, list[Slot]]:

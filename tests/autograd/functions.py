@@ -115,6 +115,10 @@ class Boom(torch.autograd.Function):
 
 
 @arpc.inline
+def raise_boom(*_: Any) -> None:
+    raise ValueError("boom")
+
+
 def boom(x: Tensor) -> Tensor:
     return Boom.apply(x)
 

@@ -44,6 +44,8 @@ async def test_a_node_that_raises(group, to):
         assert caught.value.worker == to
         assert caught.value.worker_id == int(to[-1])
         assert caught.value.node == "BoomBackward"
+        assert caught.value.reason == "boom"
+        assert caught.value.path == tuple(dict.fromkeys((0, caught.value.worker_id)))
         assert isinstance(caught.value, RuntimeError)
         assert_no_pass(group)
         for worker, gradients in zip(group, before, strict=True):

@@ -280,3 +280,18 @@ async def test_leaving_does_not_wait_for_the_dead():
             await group[1].shutdown(graceful=False)
         # far from the backoff of half a minute
         assert_nothing_is_left([group[0], group[2]])
+
+
+async def test_what_was_sent_to_a_worker_that_is_lost_is_in_nobodys_way():
+    x = leaf()
+    async with cluster(3, options=OPTIONS, elastic=True) as group, arpc.autograd.context() as ctx_id:
+        lost = await arpc.rpc_sync("worker1", functions.mul, (x, 2))
+        kept = await arpc.rpc_sync("worker2", functions.mul, (x, 3))
+        await group[1].shutdown(graceful=False)
+        context = group[0].autograd.container.find(ctx_id)
+        await until(lambda: [send.to for send in context.sends.values()] == [group[2].id])
+        # a pass that does not need it goes through
+        await arpc.autograd.backward(ctx_id, [kept.sum()])
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [3.0] * 3
+        with pytest.raises(arpc.WorkerLostError):
+            await arpc.autograd.backward(ctx_id, [lost.sum()])

@@ -41,6 +41,19 @@ async def test_who_has_finished_hears_of_it_through_the_one_that_failed(group):
         assert group[2].autograd.gradients(ctx_id) == {}
 
 
+async def boom_there(x, further):
+    return await arpc.rpc_sync(further, functions.boom, (x,))
+
+
+async def test_an_error_tells_by_which_workers_it_came(group):
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker2", boom_there, (leaf(), "worker1"))
+        with pytest.raises(arpc.BackwardError) as caught:
+            await arpc.autograd.backward(ctx_id, [y.sum()])
+    assert caught.value.path == (0, 2, 1)
+    assert caught.value.reason == "boom"
+
+
 @pytest.mark.parametrize("turns", range(30))
 async def test_a_pass_after_one_that_was_cancelled_at_any_moment(group, turns):
     x = leaf()
@@ -79,6 +92,34 @@ async def weigh_and_sum(further):
     return (await arpc.rpc_sync(further, weigh, (leaf(),))).sum()
 
 
+async def test_a_pass_from_an_rref_has_a_timeout(group, held):
+    async with arpc.autograd.context() as ctx_id:
+        root = arpc.remote("worker1", hold_up_and_sum)
+        with pytest.raises(arpc.RpcTimeoutError):
+            await root.backward(ctx_id, timeout=0.1)
+        Hold.go_on.set()
+        await until(lambda: group[1].autograd.container.find(ctx_id).running_thread is None)
+
+
+async def test_a_value_that_never_comes_ends_a_pass_from_it_in_time(group):
+    late = arpc.remote("worker0", wait_for_the_end)
+    async with arpc.autograd.context() as ctx_id:
+        with pytest.raises(arpc.RpcTimeoutError, match="had no value in time"):
+            await late.backward(ctx_id, timeout=0.05)
+    the_end.set()
+
+
+the_end = threading.Event()
+
+
+def wait_for_the_end():
+    the_end.wait(30)
+
+
+def hold_up_and_sum():
+    return hold_up(leaf()).sum()
+
+
 async def test_the_graph_of_a_pass_that_failed_here_is_freed_without_the_garbage_collector(group):
     gc.collect()
     gc.disable()
@@ -95,6 +136,45 @@ async def test_the_graph_of_a_pass_that_failed_here_is_freed_without_the_garbage
         await until(lambda: [reference() for reference in freed] == [None, None])
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("how", ["failed on a peer", "was cancelled", "timed out"])
+async def test_the_graph_of_a_pass_that_ended_early_is_freed_without_the_garbage_collector(group, how, held):
+    gc.collect()
+    gc.disable()
+    try:
+        async with arpc.autograd.context() as ctx_id:
+            x = leaf()
+            received.clear()
+            y = await arpc.rpc_sync("worker1", noted, (x * 1, functions.mul, 2))
+            z = await arpc.rpc_sync("worker2", noted, (y, functions.boom if how == "failed on a peer" else hold_up))
+            timeout = 0.1 if how == "timed out" else 10
+            task = asyncio.create_task(arpc.autograd.backward(ctx_id, [z.sum()], timeout=timeout))
+            if how == "was cancelled":
+                await until(Hold.entered.is_set)
+                task.cancel()
+            with pytest.raises((asyncio.CancelledError, arpc.ArpcError)):
+                await task
+            freed = [weakref.ref(x), weakref.ref(y), *received]
+            del x, y, z, task
+        Hold.go_on.set()
+        await until(lambda: not any(reference() is not None for reference in freed))
+    finally:
+        gc.enable()
+
+
+received: list[weakref.ref[torch.Tensor]] = []
+
+
+def noted(x, function, *args):
+    """Call a function and remember, weakly, what it got and a leaf of the graph."""
+    own = torch.ones(3, requires_grad=True)
+    received.extend([weakref.ref(x), weakref.ref(own)])
+    return function(x * own, *args)
+
+
+def hold_up(x):
+    return Hold.apply(x.expand(100_000, 3))
 
 
 class Hold(torch.autograd.Function):

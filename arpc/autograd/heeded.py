@@ -1,0 +1,126 @@
+"""Hooks that torch runs when it writes ``.grad``: those of DDP, of ``AccumulateGrad`` nodes, and after an accumulation.
+
+A pass keeps gradients with its context, so nothing is written to ``.grad`` and such hooks would never run. Leaves that
+have some are *heeded*: once a pass has their gradients on this worker, their ``.grad`` is taken away, torch accumulates
+into it, hooks and all, and what is there then is the gradient of the context. After that each has its own ``.grad``
+back. Who else uses ``.grad`` of such a leaf during a pass would meet that, so it is done for no other leaf.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from arpc.autograd.accumulation import LeafGradients
+from arpc.autograd.nodes import accumulate_at
+from arpc.errors import AutogradError
+
+__all__ = ["accumulate_heeded", "has_node_hooks", "heed_accumulate_hooks", "is_heeded"]
+
+
+class _Group:
+    """Leaves whose hooks belong together: those of one may write to ``.grad`` of another, as DDP's do."""
+
+    def __init__(self, members: Iterable[Tensor]) -> None:
+        self.lock = threading.Lock()
+        self._members = [TensorWeakRef(member) for member in members]
+
+    @property
+    def members(self) -> list[Tensor]:
+        return [member for reference in self._members if (member := reference()) is not None]
+
+
+_ALONE: Final = _Group(())
+"""That of all leaves that are in none: one of them at a time."""
+_groups: Final = WeakTensorKeyDictionary()
+
+
+def _group_of(leaf: Tensor) -> _Group:
+    group: _Group = _groups.get(leaf, _ALONE)  # type: ignore[no-untyped-call]
+    return group
+
+
+def heed_accumulate_hooks(parameters: Iterable[Tensor]) -> None:
+    """Say that leaves have hooks which torch runs when it writes ``.grad``, so that backward passes run them too.
+
+    DDP is what it is for: its hooks cannot be seen from outside. The gradients of a context are the averages then::
+
+        model = DistributedDataParallel(model)
+        arpc.autograd.heed_accumulate_hooks(model.parameters())
+
+    Not needed for `torch.Tensor.register_post_accumulate_grad_hook`, and hooks of a leaf itself run in any case.
+    During a pass ``.grad`` of these leaves is not for others: at its end it holds, for a moment, what the hooks see.
+    These run in a thread, one pass at a time, and may wait for other workers.
+    """
+    leaves = list(parameters)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) or not leaf.is_leaf:
+            raise AutogradError("only leaves, such as parameters, have hooks that run when their .grad is written")
+    group = _Group(leaves)
+    for leaf in leaves:
+        _groups[leaf] = group
+
+
+def is_heeded(_: Any, leaf: Any) -> bool:
+    """Whether hooks at the accumulation of a leaf's gradient are to run."""
+    return bool(leaf._post_accumulate_grad_hooks) or (len(_groups) > 0 and leaf in _groups)  # noqa: SLF001
+
+
+def has_node_hooks(node: Any, leaf: Any) -> bool:
+    """`is_heeded`, also if hooks written in Python are registered at the node itself. Torch makes that slow to tell."""
+    if is_heeded(node, leaf):
+        return True
+    handle = node.register_hook(_look_only)
+    try:
+        return len(handle.hooks_dict_ref()) > 1
+    finally:
+        handle.remove()
+
+
+def _look_only(*_: Any) -> None:
+    """A hook that is never called: registering it shows the others."""
+
+
+def accumulate_heeded(heeded: Mapping[Any, Tensor], gradients: LeafGradients) -> None:
+    """Let torch accumulate what a pass has computed for heeded leaves, and take what comes of it. Hooks may block."""
+    leaves = [leaf for leaf in heeded.values() if leaf in gradients]
+    groups = {id(group): group for leaf in leaves for group in [_group_of(leaf)]}
+    others = {id(member): member for group in groups.values() for member in group.members}
+    for leaf in leaves:
+        others.pop(id(leaf), None)
+    with ExitStack() as stack:
+        for _, group in sorted(groups.items()):  # in one order: nobody waits in a circle
+            stack.enter_context(group.lock)
+        results = _accumulate_apart(leaves, list(others.values()), [gradients.pop(leaf) for leaf in leaves])
+    for leaf, gradient in results:
+        if gradient is not None:
+            gradients.put(leaf, gradient)
+
+
+def _accumulate_apart(
+    leaves: Sequence[Tensor], others: Sequence[Tensor], gradients: list[Tensor]
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Run it all with no ``.grad`` in any of the leaves; what each has then."""
+    all_leaves = [*leaves, *others]
+    before = [leaf.grad for leaf in all_leaves]
+    # their own hooks have had a look at these gradients already
+    silenced = [(hooks, dict(hooks)) for leaf in leaves if (hooks := leaf._backward_hooks)]  # noqa: SLF001
+    try:
+        for leaf in all_leaves:
+            leaf.grad = None
+        for hooks, _ in silenced:
+            hooks.clear()
+        accumulate_at(leaves, gradients)
+        return [(leaf, leaf.grad) for leaf in all_leaves]
+    finally:
+        for hooks, own in silenced:
+            hooks.update(own)
+        with torch.no_grad():
+            for leaf, gradient in zip(all_leaves, before, strict=True):
+                leaf.grad = gradient

@@ -6,6 +6,8 @@ VENV ?= .venv
 INSTALL_ARGS ?=
 # Handed to the bench, for example --quick.
 BENCH_ARGS ?=
+# Handed to the conformance run, for example --sample.
+CONFORMANCE_ARGS ?=
 # What arpc is compared with. It goes into an environment of its own: none of it is needed to work on arpc.
 PEERS_VENV ?= .venv-peers
 PEERS := ray grpcio xoscar torchmonarch distributed rpyc
@@ -17,7 +19,7 @@ peers_installed := $(PEERS_VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench bench-peers format clean
+.PHONY: help demo test check bench bench-peers conformance format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +40,9 @@ bench: $(installed) ## measure arpc against torch.distributed.rpc and the bare f
 
 bench-peers: $(peers_installed) ## measure arpc against Ray, grpc.aio, xoscar, Monarch, Dask and RPyC
 	$(peers_python) -m scripts.bench --rows peers/ --json build/bench-peers.json --plot build $(BENCH_ARGS)
+
+conformance: $(installed) ## run torch's own RPC tests on arpc.compat, and show what passes
+	$(python) -m scripts.conformance $(CONFORMANCE_ARGS)
 
 format: $(installed) ## format the code and apply the safe fixes
 	$(python) -m ruff check --fix-only .

@@ -27,12 +27,18 @@ _END_S = 5.0
 """How long the loop may take to end what still runs on it."""
 
 
+_loop_threads: set[int] = set()
+
+
 def refuse_loop_thread(awaitable: str) -> None:
-    """Raise if this thread runs an event loop: to block it could be to wait for oneself, for ever."""
-    if asyncio._get_running_loop() is not None:  # noqa: SLF001 - get_running_loop would raise where it is None
+    """Raise if this thread runs the loop of a drop-in: to block it would be to wait for oneself, for ever.
+
+    A loop of the script's own is not meant: a notebook has one, and may block it as it likes.
+    """
+    if get_ident() in _loop_threads:
         raise RuntimeError(
-            f"a blocking function of arpc.compat was called on the thread of an event loop, which nobody else could "
-            f"use meanwhile: write `{awaitable}` in an async function"
+            f"a blocking function of arpc.compat was called on the thread of the event loop, which would wait for "
+            f"itself: write `{awaitable}` in an async function"
         )
 
 
@@ -83,11 +89,13 @@ class LoopThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
+        _loop_threads.add(get_ident())
         with torchstate.pristine_thread():
             try:
                 self.loop.run_forever()
                 self.loop.run_until_complete(self._end())
             finally:
+                _loop_threads.discard(get_ident())
                 self.loop.close()
 
     async def _end(self) -> None:

@@ -1,0 +1,84 @@
+"""torch's own RPC tests as classes that can be run, on `arpc.compat` or, to compare, on torch itself.
+
+The wheel of torch has the tests, written for any backend; what is missing are the classes that join them with one. Each
+rank of a test is a process that imports this module, so what it has to know comes in the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, Final
+
+FAMILY: Final = os.environ.get("ARPC_CONFORMANCE_FAMILY", "tp")
+"""``tp``, or ``faulty`` for the tests that lose messages: these register a backend, of which the others must not know."""
+
+if os.environ.get("ARPC_CONFORMANCE_BACKEND", "arpc") == "arpc":
+    from arpc.compat.modules import install
+
+    install()  # before the tests look up what they test
+
+import torch
+import torch.multiprocessing
+from torch.testing._internal.distributed import rpc_utils  # type: ignore[import-untyped, unused-ignore]
+
+torch.set_num_threads(1)
+
+_UNHEARD: Final = frozenset(("test_rpc_barrier_multithreaded", "test_async_dist_autograd"))
+"""Tests that work in threads, whose errors nobody would hear of."""
+_FAILED_IN_THREAD: Final = 11
+
+
+class _Strict:
+    """Ranks that fork from a server that has torch loaded, and no error that goes unnoticed."""
+
+    processes: list[Any]
+
+    def run_test(self, test_name: str, parent_pipe: Any) -> None:
+        failures: list[threading.ExceptHookArgs] = []
+        if test_name in _UNHEARD:
+            threading.excepthook = failures.append
+        super().run_test(test_name, parent_pipe)  # type: ignore[misc]
+        if failures:
+            sys.exit(_FAILED_IN_THREAD)
+
+    def _check_return_codes(self, fn: Any, elapsed_time: float) -> None:
+        super()._check_return_codes(fn, elapsed_time)  # type: ignore[misc]
+        codes = {process.exitcode for process in self.processes}
+        if len(codes) > 1:
+            raise RuntimeError(f"the ranks ended with different codes: {sorted(map(str, codes))}")
+
+    def _spawn_processes(self) -> None:
+        context = torch.multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self._start_processes(context.Process)  # type: ignore[attr-defined]
+
+
+def _joined() -> Iterator[tuple[str, type]]:
+    if FAMILY == "faulty":
+        from torch.testing._internal.distributed.rpc import faulty_rpc_agent_test_fixture as faulty
+
+        yield from _with("Faulty", rpc_utils.FAULTY_AGENT_TESTS, faulty.FaultyRpcAgentTestFixture)
+        return
+    from torch.testing._internal.distributed.rpc import tensorpipe_rpc_agent_test_fixture as plain
+
+    fixture = plain.TensorPipeRpcAgentTestFixture
+    yield from _with("TP", rpc_utils.GENERIC_TESTS + rpc_utils.TENSORPIPE_TESTS, fixture)
+    yield from _with("TPCuda", rpc_utils.GENERIC_CUDA_TESTS + rpc_utils.TENSORPIPE_CUDA_TESTS, fixture)
+
+
+def _with(prefix: str, suites: list[type], fixture: type) -> Iterator[tuple[str, type]]:
+    for suite in suites:
+        name = f"{prefix}_{suite.__name__}"
+        yield name, type(name, (_Strict, suite, fixture, rpc_utils.SpawnHelper), {"__module__": __name__})
+
+
+CASES: Final[dict[str, Any]] = dict(_joined())
+globals().update(CASES)  # ranks unpickle them by name
+
+
+def names() -> list[str]:
+    """All tests, as ``class.test``."""
+    return [f"{case}.{test}" for case, made in CASES.items() for test in sorted(dir(made)) if test.startswith("test")]

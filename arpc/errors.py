@@ -267,6 +267,8 @@ class ScriptError(ArpcError, RuntimeError):
 
 class BatchError(ArpcError, ValueError):
     """A batched function returned something of which it cannot be told what is for which of its calls."""
+
+
 class ProfilerError(ArpcError, RuntimeError):
     """A profile, or a profiling key, was used out of turn."""
 

@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
+    """What to run."""
     parser = argparse.ArgumentParser(description="Run torch's own RPC tests on arpc.compat.")
     parser.add_argument("-k", dest="patterns", action="append", default=[], help="only tests that match (or another)")
     parser.add_argument("--sample", action="store_true", help="a fixed sample over all capabilities")
@@ -38,7 +39,9 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", choices=("arpc", "torch"), default="arpc")
     parser.add_argument("--repeat", type=int, default=1, help="so many times, one run after the other")
     parser.add_argument("--limit", type=int, default=90, help="seconds for one test")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "conformance.jsonl", help="one line of JSON a test")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build" / "conformance.jsonl", help="one line of JSON a test"
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="show what failed")
     parser.add_argument("--family", choices=FAMILIES, help=argparse.SUPPRESS)
     return parser.parse_args(given)
@@ -85,6 +88,7 @@ def run_family(options: argparse.Namespace) -> int:
 
 
 def is_chosen(options: argparse.Namespace, name: str) -> bool:
+    """Whether a test is to be run."""
     if options.sample:
         return name in SAMPLE
     if options.patterns and not any(re.search(pattern, name) for pattern in options.patterns):
@@ -93,6 +97,7 @@ def is_chosen(options: argparse.Namespace, name: str) -> bool:
 
 
 def run_test(cases: dict[str, Any], name: str) -> dict[str, Any]:
+    """Run one, and tell how it ended."""
     case, _, test = name.partition(".")
     outcome = unittest.TestResult()
     begin = time.perf_counter()

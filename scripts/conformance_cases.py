@@ -9,20 +9,20 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 FAMILY: Final = os.environ.get("ARPC_CONFORMANCE_FAMILY", "tp")
-"""``tp``, or ``faulty`` for the tests that lose messages: these register a backend, of which the others must not know."""
+"""``tp``, or ``faulty`` for tests that lose messages: these register a backend, of which the others must not know."""
 
 if os.environ.get("ARPC_CONFORMANCE_BACKEND", "arpc") == "arpc":
     from arpc.compat.modules import install
 
     install()  # before the tests look up what they test
 
-import torch
-import torch.multiprocessing
-from torch.testing._internal.distributed import rpc_utils  # type: ignore[import-untyped, unused-ignore]
+import torch  # noqa: E402 - see above
+import torch.multiprocessing  # noqa: E402
+from torch.testing._internal.distributed import rpc_utils  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -69,7 +69,7 @@ def _joined() -> Iterator[tuple[str, type]]:
     yield from _with("TPCuda", rpc_utils.GENERIC_CUDA_TESTS + rpc_utils.TENSORPIPE_CUDA_TESTS, fixture)
 
 
-def _with(prefix: str, suites: list[type], fixture: type) -> Iterator[tuple[str, type]]:
+def _with(prefix: str, suites: Sequence[type], fixture: type) -> Iterator[tuple[str, type]]:
     for suite in suites:
         name = f"{prefix}_{suite.__name__}"
         yield name, type(name, (_Strict, suite, fixture, rpc_utils.SpawnHelper), {"__module__": __name__})

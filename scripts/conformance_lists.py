@@ -24,8 +24,7 @@ _CAPABILITIES: Final = (
     ("shutdown, barriers, failures", r"shutdown|barrier|wait_all_workers|handle_send|deadlock|all_gather|uneven"),
     (
         "start, registry, options",
-        r"init|register|duplicate|invalid_names|infer_backend|options|world_size|device_map|worker_threads|worker_info"
-        r"|worker_id|get_worker|wrong_types|default_timeout",
+        r"init|register|duplicate|invalid_names|infer_backend|options|world_size|device_map|worker_|get_worker|wrong_types",
     ),
     ("RRefs", r"rref|remote|owner_equality|nested_remote"),
     ("calls", r""),

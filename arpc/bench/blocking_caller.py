@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -12,7 +13,16 @@ from arpc.bench import payloads
 from arpc.bench.asyncio_caller import bulk_figures, latency_figures
 from arpc.bench.systems import BULK_MINIMUM_CALLS, WARM_UP_SHARE, Measurement, bulk_warm_up_calls
 
-__all__ = ["MINIMUM_WARM_UP_S", "BlockingCall", "BlockingCaller", "StartedCall", "Waitable", "one_by_one", "window"]
+__all__ = [
+    "MINIMUM_WARM_UP_S",
+    "BlockingCall",
+    "BlockingCaller",
+    "StartedCall",
+    "Waitable",
+    "in_threads",
+    "one_by_one",
+    "window",
+]
 
 MINIMUM_WARM_UP_S: Final = 0.1
 """A system may have been stopped until now; its threads need a moment to find their places again."""
@@ -57,6 +67,13 @@ class BlockingCaller(abc.ABC):
         window(start, in_flight, max(MINIMUM_WARM_UP_S, budget_s * WARM_UP_SHARE))
         return {"calls_per_s": window(start, in_flight, budget_s)}
 
+    async def many_threads(
+        self, *, function: str, flavour: str, payload: str, threads: int, budget_s: float
+    ) -> Measurement:
+        call = self.prepare(function, payload)
+        in_threads(call, threads, max(MINIMUM_WARM_UP_S, budget_s * WARM_UP_SHARE))
+        return {"calls_per_s": in_threads(call, threads, budget_s)}
+
     async def bulk(self, *, function: str, size_bytes: int, budget_s: float) -> Measurement:
         call = self.prepare_bulk(function, size_bytes)
         for _ in range(bulk_warm_up_calls(size_bytes)):
@@ -78,6 +95,26 @@ def one_by_one(call: BlockingCall, duration_s: float, minimum: int = 1) -> list[
         now = clock()
         samples.append(now - begin)
     return samples
+
+
+def in_threads(call: BlockingCall, threads: int, duration_s: float) -> float:
+    """Calls per second of so many threads, each of which makes one call after the other."""
+    clock = time.perf_counter
+    made = [0] * threads
+    started = clock()
+    end = started + duration_s
+
+    def work(number: int) -> None:
+        while clock() < end:
+            call()
+            made[number] += 1
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return sum(made) / (clock() - started)
 
 
 def window(start: StartedCall, in_flight: int, duration_s: float) -> float:

@@ -175,6 +175,11 @@ REGISTRY: Final[Mapping[str, Configuration]] = {
         settings={"listen": "unix://"},
         environment={"ARPC_SHARED_MEMORY_BYTES": "0"},
     ),
+    "arpc-compat": Configuration(
+        module="arpc.bench.drop_in",
+        requires=("arpc", "torch"),
+        about="arpc.compat, the drop-in for torch.distributed.rpc, as it comes",
+    ),
     "torch": _TORCH(
         about=f"torch.distributed.rpc tuned for calls: {TORCH_THREADS} worker threads",
         settings={"threads": TORCH_THREADS},

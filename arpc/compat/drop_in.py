@@ -37,7 +37,7 @@ class DropIn:
         self.agent = worker.agent
         self.completions: Completions = thread.call(lambda: Completions(thread.loop, worker.name))
         thread.scope = WorkerScope(worker)
-        thread.call(self._show_failures)
+        thread.call(self._set_up)
         worker.autograd.pace = ThreadsOnly()
         worker.autograd.is_heeded = has_node_hooks
         atexit.register(self._stop)
@@ -66,8 +66,10 @@ class DropIn:
             thread.stop()
             raise
 
-    def _show_failures(self) -> None:
+    def _set_up(self) -> None:
         self.agent.executor.tell_failure = self._show_failure
+        # profiles of the newer kind do not see calls in torch, and scripts that look for names may be misled by them
+        self.worker.profiler.remote.includes_kineto = False
 
     def _show_failure(self, function: str, error: BaseException) -> None:
         """What a function raised is printed here too: its caller may be somebody else's."""

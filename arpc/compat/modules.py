@@ -17,6 +17,7 @@ REPLACED: Final = {
     "torch.distributed.rpc.functions": "arpc.compat.rpc.functions",
     "torch.distributed.rpc.internal": "arpc.compat.rpc.internal",
     "torch.distributed.rpc.options": "arpc.compat.rpc.options",
+    "torch.distributed.rpc.server_process_global_profiler": "arpc.compat.rpc.server_process_global_profiler",
     "torch.distributed.autograd": "arpc.compat.autograd",
     "torch.distributed.optim.optimizer": "arpc.compat.optim",
     "torch.distributed.nn.api.remote_module": "arpc.compat.remote_module",

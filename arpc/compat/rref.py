@@ -173,9 +173,8 @@ class RRef(Generic[T]):
         return self._drop_in.thread.call(watch)
 
     def _get_profiling_future(self) -> torch.futures.Future[Any]:
-        if self._profiling_future is None:
-            raise RuntimeError("Profiling future has not been set!")
-        return self._profiling_future
+        # arpc tells profiles of a creation before those who wait for it
+        return self._get_future() if self._profiling_future is None else self._profiling_future
 
     def _set_profiling_future(self, future: torch.futures.Future[Any]) -> None:
         self._profiling_future = future

@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 from typing import Final
 
 from arpc.bench.row import SUBJECT, Cell, Row, Workload
-from arpc.bench.rows import bulk, calls, floors, many, opponent, peers, profiling, rref, tensors, workers
+from arpc.bench.rows import bulk, calls, drop_in, floors, many, opponent, peers, profiling, rref, tensors, workers
 
 __all__ = ["ROWS", "SUBJECT", "Cell", "Row", "Workload", "select"]
 
@@ -16,6 +16,7 @@ ROWS: Final[tuple[Row, ...]] = (
     *bulk.rows(),
     *floors.rows(),
     *rref.rows(),
+    *drop_in.rows(),
     *many.rows(),
     *workers.rows(),
     *profiling.rows(),

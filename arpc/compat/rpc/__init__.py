@@ -28,6 +28,7 @@ from arpc.compat.rpc.api import (
 )
 from arpc.compat.rpc.backend_registry import BackendType
 from arpc.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from arpc.compat.rpc.server_process_global_profiler import _server_process_global_profile
 from arpc.compat.workers import WorkerInfo
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "WorkerInfo",
     "_get_current_rpc_agent",
     "_is_current_rpc_agent_set",
+    "_server_process_global_profile",
     "_set_rpc_timeout",
     "api",
     "backend_registry",

@@ -1,0 +1,60 @@
+"""The drop-in for torch.distributed.rpc: blocking calls on arpc, measured as torch's own are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+from arpc.bench import payloads
+from arpc.bench.blocking_caller import BlockingCall, BlockingCaller, StartedCall
+from arpc.bench.functions import FUNCTIONS
+from arpc.compat import rpc
+
+__all__ = ["DropInRpc", "system"]
+
+CALLEE = "callee"
+
+
+class DropInCaller(BlockingCaller):
+    """The measurements with calls of the drop-in."""
+
+    def prepare(self, function: str, payload: str) -> BlockingCall:
+        return partial(rpc.rpc_sync, CALLEE, FUNCTIONS["def"][function], payloads.tensor_arguments(payload))
+
+    def prepare_started(self, function: str, payload: str) -> StartedCall:
+        return partial(rpc.rpc_async, CALLEE, FUNCTIONS["def"][function], payloads.tensor_arguments(payload))
+
+    def prepare_bulk(self, function: str, size_bytes: int) -> BlockingCall:
+        return partial(rpc.rpc_sync, CALLEE, FUNCTIONS["def"][function], (payloads.bulk_tensor(size_bytes),))
+
+
+class DropInRpc:
+    """Two drop-ins that meet through a file store."""
+
+    def run(self, main: Coroutine[object, object, None]) -> None:
+        asyncio.run(main)
+
+    @asynccontextmanager
+    async def callee(self, place: Path) -> AsyncIterator[None]:
+        _start_worker(CALLEE, 1, place)
+        yield
+        rpc.shutdown()
+
+    @asynccontextmanager
+    async def caller(self, place: Path) -> AsyncIterator[DropInCaller]:
+        _start_worker("caller", 0, place)
+        yield DropInCaller()
+        rpc.shutdown()
+
+
+def _start_worker(name: str, rank: int, place: Path) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{place}/rendezvous")
+    rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
+
+
+def system() -> DropInRpc:
+    """The drop-in as it comes."""
+    return DropInRpc()

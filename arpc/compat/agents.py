@@ -10,8 +10,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from arpc.compat.calls import call_async
 from arpc.compat.drop_in import DropIn
+from arpc.compat.goodbye import Goodbye
 from arpc.compat.rref import RRef
 from arpc.compat.workers import WorkerInfo
+from arpc.rref.handle import RRef as Handle
 from arpc.rref.report import RRefRow, rref_statistics
 
 __all__ = ["TensorPipeAgent"]
@@ -19,8 +21,14 @@ __all__ = ["TensorPipeAgent"]
 _ATTEMPTS: Final = 8
 
 
-def _rref_typeof_on_owner(rref: RRef[Any], blocking: bool = True) -> Any:
-    """The type of the value of an RRef, on its owner."""
+async def _type_of_value(rref: Handle[Any]) -> type:
+    return type(await rref.local_value())
+
+
+def _rref_typeof_on_owner(rref: RRef[Any] | Handle[Any], blocking: bool = True) -> Any:
+    """The type of the value of an RRef, on its owner, which need not be a drop-in."""
+    if isinstance(rref, Handle):
+        return _type_of_value(rref)
     kind = type(rref.local_value())
     if blocking:
         return kind
@@ -47,6 +55,7 @@ class TensorPipeAgent:
         self.store = store
         self.is_static_group = is_static_group
         self.is_gil_profiled = False
+        self.goodbye: Goodbye | None = None
         self.blocking_names: set[str] = {drop_in.info.name}
         """Those of the group that run on this skin too, and so meet in `_all_gather`."""
 
@@ -133,6 +142,8 @@ class TensorPipeAgent:
         """Wait until nothing is under way in the group; with ``shutdown``, leave it."""
         if shutdown:
             self.drop_in.shutdown(graceful=True, timeout_s=timeout)
+            if self.goodbye is not None:
+                self.goodbye.say()
         else:
             self.drop_in.run(lambda: self.drop_in.agent.drain(timeout or None))
 

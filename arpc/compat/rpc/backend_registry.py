@@ -11,6 +11,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from arpc.compat import current
 from arpc.compat.agents import TensorPipeAgent
 from arpc.compat.drop_in import DropIn
+from arpc.compat.goodbye import Goodbye
 from arpc.compat.rpc import api
 from arpc.compat.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC
 from arpc.compat.rpc.options import TensorPipeRpcBackendOptions
@@ -114,6 +115,7 @@ def start_agent(
         agent.blocking_names = names.among([info.name for info in drop_in.infos()])
         api._init_rpc_states(agent)  # noqa: SLF001 - torch's name
     if world_size:
+        agent.goodbye = Goodbye(store, rank, len(agent.blocking_names))
         # as torch does: from here on all can be called, and the first calls find connections
         api._all_gather(None, agent.blocking_names, timeout=options.rpc_timeout)  # noqa: SLF001
     return agent

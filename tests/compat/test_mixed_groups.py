@@ -1,0 +1,90 @@
+"""A worker written with the async API and a drop-in are peers in one group."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import arpc
+from arpc.compat import rpc
+
+SCRIPT, NATIVE = "script", "native"
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.total = 0
+
+    def add(self, n: int) -> int:
+        self.total += n
+        return self.total
+
+
+def blocking_sum(counter: rpc.RRef[Counter], n: int) -> int:
+    """Runs on the drop-in: it blocks, and calls back."""
+    total: int = counter.rpc_sync().add(n)
+    two: int = rpc.rpc_sync(NATIVE, len, args=([1, 2],))
+    return total + two
+
+
+async def awaiting_sum(counter: arpc.RRef[Counter], n: int) -> int:
+    """Runs on the other one: it awaits."""
+    assert type(counter) is arpc.RRef
+    total: int = await counter.rpc_sync().add(n)
+    two: int = await arpc.rpc_sync(SCRIPT, len, args=([1, 2],))
+    return total + two
+
+
+def fail() -> None:
+    raise KeyError("not here")
+
+
+class Native(threading.Thread):
+    """The worker with the async API, with its own loop, in a thread."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self._place = place
+        self.found: list[object] = []
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            arpc.run(self._main)
+        except BaseException as error:  # noqa: BLE001 - the test raises it
+            self.error = error
+
+    async def _main(self) -> None:
+        options = arpc.RpcOptions(gc_freeze=False)
+        async with arpc.init_rpc(NATIVE, rank=1, world_size=2, init_method=self._place, options=options):
+            counter = arpc.remote(NATIVE, Counter)
+            self.found.append(await arpc.rpc_sync(SCRIPT, blocking_sum, args=(counter, 5)))
+            self.found.append(await arpc.rpc_sync(SCRIPT, torch.add, args=(torch.ones(1), 1)))
+            try:
+                await arpc.rpc_sync(SCRIPT, fail)
+            except KeyError as error:
+                self.found.append(type(error.__cause__))
+
+
+def test_both_call_each_other_and_leave_together(tmp_path: Path) -> None:
+    place = f"file://{tmp_path}/group"
+    native = Native(place)
+    native.start()
+    options = rpc.TensorPipeRpcBackendOptions(init_method=place)
+    rpc.init_rpc(SCRIPT, rank=0, world_size=2, rpc_backend_options=options)
+    counter = rpc.remote(SCRIPT, Counter)
+    assert rpc.rpc_sync(NATIVE, awaiting_sum, args=(counter, 3)) == 5
+    elsewhere = rpc.remote(NATIVE, Counter)
+    assert elsewhere.rpc_sync().add(2) == 2
+    assert elsewhere.remote().add(2).to_here() == 4
+    with pytest.raises(KeyError, match="On WorkerInfo"):
+        rpc.rpc_sync(NATIVE, fail)
+    del elsewhere
+    rpc.shutdown()
+    native.join(30)
+    assert not native.is_alive()
+    assert native.error is None
+    assert native.found == [7, torch.tensor([2.0]), arpc.RemoteTraceback]

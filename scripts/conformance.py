@@ -26,7 +26,7 @@ from typing import Any
 
 from scripts.conformance_lists import EXCLUDED, SAMPLE, capability_of
 
-FAMILIES = ("tp", "faulty")
+FAMILIES = ("tp", "faulty", "both")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -56,7 +56,7 @@ def main(given: list[str] | None = None) -> int:
     options.out.unlink(missing_ok=True)
     own = [sys.executable, "-m", "scripts.conformance", *(sys.argv[1:] if given is None else given)]
     for _ in range(options.repeat):
-        for family in FAMILIES:
+        for family in ("both",) if options.sample else ("tp", "faulty"):
             environment = os.environ | {
                 "ARPC_CONFORMANCE_FAMILY": family,
                 "ARPC_CONFORMANCE_BACKEND": options.backend,

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 FAMILY: Final = os.environ.get("ARPC_CONFORMANCE_FAMILY", "tp")
-"""``tp``, or ``faulty`` for tests that lose messages: these register a backend, of which the others must not know."""
+"""``tp``, or ``faulty`` for tests that lose messages: these register a backend, of which a few others must not know.
+``both`` for those that do not mind."""
 
 if os.environ.get("ARPC_CONFORMANCE_BACKEND", "arpc") == "arpc":
     from arpc.compat.modules import install
@@ -57,16 +58,16 @@ class _Strict:
 
 
 def _joined() -> Iterator[tuple[str, type]]:
-    if FAMILY == "faulty":
+    if FAMILY != "faulty":
+        from torch.testing._internal.distributed.rpc import tensorpipe_rpc_agent_test_fixture as plain
+
+        fixture = plain.TensorPipeRpcAgentTestFixture
+        yield from _with("TP", rpc_utils.GENERIC_TESTS + rpc_utils.TENSORPIPE_TESTS, fixture)
+        yield from _with("TPCuda", rpc_utils.GENERIC_CUDA_TESTS + rpc_utils.TENSORPIPE_CUDA_TESTS, fixture)
+    if FAMILY != "tp":
         from torch.testing._internal.distributed.rpc import faulty_rpc_agent_test_fixture as faulty
 
         yield from _with("Faulty", rpc_utils.FAULTY_AGENT_TESTS, faulty.FaultyRpcAgentTestFixture)
-        return
-    from torch.testing._internal.distributed.rpc import tensorpipe_rpc_agent_test_fixture as plain
-
-    fixture = plain.TensorPipeRpcAgentTestFixture
-    yield from _with("TP", rpc_utils.GENERIC_TESTS + rpc_utils.TENSORPIPE_TESTS, fixture)
-    yield from _with("TPCuda", rpc_utils.GENERIC_CUDA_TESTS + rpc_utils.TENSORPIPE_CUDA_TESTS, fixture)
 
 
 def _with(prefix: str, suites: Sequence[type], fixture: type) -> Iterator[tuple[str, type]]:

@@ -129,7 +129,7 @@ SAMPLE: Final = (
     "Faulty_FaultyAgentRpcTest.test_rref_to_here_timeout",
     "Faulty_FaultyAgentRpcTest.test_remote_message_dropped_pickle_to_self",
 )
-"""Some of each capability, and none that takes long."""
+"""Some of each capability, none that takes long, and none that minds a backend that loses messages."""
 
 
 def capability_of(test: str) -> str:

@@ -15,6 +15,7 @@ from arpc.agent.functions import name_of
 from arpc.agent.peers import Peer
 from arpc.errors import RpcTimeoutError
 from arpc.options import Unset
+from arpc.torchscript.calls import ScriptCall
 from arpc.wire.messages import MessageType
 
 __all__ = ["MESSAGE_NAMES", "Faults"]
@@ -36,7 +37,7 @@ MESSAGE_NAMES: Final = frozenset(
 
 def _is_script(function: Any) -> bool:
     """Whether torch sends it as an operator or a script function, and not as a function of Python."""
-    return isinstance(function, torch.jit.ScriptFunction) or _find_builtin(function) is not None  # type: ignore[no-untyped-call]
+    return isinstance(function, torch.jit.ScriptFunction | ScriptCall) or _find_builtin(function) is not None  # type: ignore[no-untyped-call]
 
 
 class Faults:

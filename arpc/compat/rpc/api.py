@@ -88,11 +88,15 @@ def _drop_in() -> DropIn:
     return drop_in
 
 
-def _checked(to: Any, func: Any) -> None:
+def _check(to: Any, func: Any, args: Sequence[Any] | None) -> None:
     if not callable(func):
         raise TypeError("function should be callable.")
     if not isinstance(to, str | int | WorkerInfo):
         raise ValueError(f"Cannot get WorkerInfo from name {to}")  # noqa: TRY004 - torch's own, which people catch
+    if isinstance(func, torch.jit.ScriptFunction):
+        for arg in args or ():
+            if isinstance(arg, RRef):
+                arg._check_creation()  # before its type is found to be wrong  # noqa: SLF001
 
 
 def rpc_sync(
@@ -107,7 +111,7 @@ def rpc_sync(
     ``timeout`` is in seconds, 0 for none; if it is not given, that of the options counts.
     """
     drop_in = _drop_in()
-    _checked(to, func)
+    _check(to, func, args)
     return call(drop_in, drop_in.peer(to), func, args or (), kwargs, timeout)
 
 
@@ -120,7 +124,7 @@ def rpc_async(
 ) -> torch.futures.Future[Any]:
     """Start a call of ``func(*args, **kwargs)`` on worker ``to``; its result will be in the future."""
     drop_in = _drop_in()
-    _checked(to, func)
+    _check(to, func, args)
     future = call_async(drop_in, drop_in.peer(to), func, args or (), kwargs, timeout)
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
@@ -137,7 +141,7 @@ def remote(
     """Run ``func(*args, **kwargs)`` on worker ``to`` and leave the result there; an RRef to it at once."""
     refuse_loop_thread("arpc.remote(...)")
     drop_in = _drop_in()
-    _checked(to, func)
+    _check(to, func, args)
     peer = drop_in.peer(to)
     context = drop_in.thread.caller_context()
     rrefs = drop_in.worker.rref_context

@@ -42,3 +42,7 @@ class _server_process_global_profile(profile):  # noqa: N801 - torch's name
             server.stop()
             self.function_events = server.function_events
             self.process_global_function_events = server.by_request
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What it has found may go elsewhere; what looks for more stays here."""
+        return {**self.__dict__, "_server": None}

@@ -1,0 +1,70 @@
+"""For torch.distributed.rpc: data parallel trainers whose embedding is on a parameter server."""
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+from torch import nn, optim
+from torch.distributed.nn import RemoteModule
+from torch.distributed.optim import DistributedOptimizer
+from torch.distributed.rpc import RRef
+from torch.nn.parallel import DistributedDataParallel
+
+TRAINERS = (0, 1)
+
+
+class HybridModel(nn.Module):
+    def __init__(self, table):
+        super().__init__()
+        torch.manual_seed(11)
+        self.table = table
+        self.linear = DistributedDataParallel(nn.Linear(4, 1))
+
+    def forward(self, indices, offsets):
+        return self.linear(self.table.forward(indices, offsets))
+
+
+def train(rank):
+    """Runs on both trainers, called by the server."""
+    table = _tables[0] if _tables else None
+    model = HybridModel(table)
+    parameters = [*table.remote_parameters(), *(RRef(parameter) for parameter in model.linear.parameters())]
+    optimizer = DistributedOptimizer(optim.SGD, parameters, lr=0.01)
+    indices, offsets, losses = torch.arange(6), torch.tensor([0, 3]), []
+    for _ in range(3):
+        with dist_autograd.context() as context_id:
+            loss = model(indices, offsets).pow(2).sum()
+            dist_autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
+            losses.append(loss.item())
+    return losses, model.linear.module.weight.detach()
+
+
+_tables = []
+
+
+def set_table(table):
+    _tables[:] = [table]
+
+
+def run(rank, world_size):
+    """Trainers 0 and 1, and the server with the table."""
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size)
+    if rank in TRAINERS:
+        store = f"tcp://{os.environ['MASTER_ADDR']}:{int(os.environ['MASTER_PORT']) + 1}"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=len(TRAINERS))
+    else:
+        table = RemoteModule(f"worker{rank}", nn.EmbeddingBag, args=(6, 4), kwargs={"mode": "sum"})
+        for trainer in TRAINERS:
+            rpc.rpc_sync(f"worker{trainer}", set_table, args=(table,))
+        futures = [rpc.rpc_async(f"worker{trainer}", train, args=(trainer,)) for trainer in TRAINERS]
+        (losses, weight), (_, other) = torch.futures.wait_all(futures)
+        assert losses[-1] < losses[0], losses
+        assert torch.allclose(weight, other)  # all of their steps were those of both
+        print("in parallel", flush=True)
+    rpc.shutdown()
+    _tables.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,5 +1,7 @@
 """A script for torch.distributed.rpc: trainers under torchrun, gradients gathered by an async_execution function."""
 
+# ruff: noqa: PLR0402, T201 - as people write them
+
 import os
 import threading
 

@@ -1,5 +1,7 @@
 """For torch.distributed.rpc: data parallel trainers whose embedding is on a parameter server."""
 
+# ruff: noqa: PLR0402, T201 - as people write them
+
 import os
 
 import torch

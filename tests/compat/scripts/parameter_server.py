@@ -1,5 +1,7 @@
 """A script for torch.distributed.rpc: trainers fetch a model, send gradients, and the server updates in batches."""
 
+# ruff: noqa: PLR0402, T201 - as people write them
+
 import sys
 
 import torch

@@ -1,5 +1,7 @@
 """A script for torch.distributed.rpc: a model in two stages on two workers, micro-batches through both at once."""
 
+# ruff: noqa: PLR0402, T201 - as people write them
+
 import sys
 
 import torch

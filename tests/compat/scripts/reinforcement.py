@@ -1,5 +1,7 @@
 """For torch.distributed.rpc: observers that run episodes and report to the agent that called them."""
 
+# ruff: noqa: PLR0402, T201 - as people write them
+
 import torch
 import torch.distributed.rpc as rpc
 from torch.distributed.rpc import RRef, remote, rpc_async, rpc_sync

@@ -76,11 +76,15 @@ def has_node_hooks(node: Any, leaf: Any) -> bool:
     """`is_heeded`, also if hooks written in Python are registered at the node itself. Torch makes that slow to tell."""
     if is_heeded(node, leaf):
         return True
-    handle = node.register_hook(_look_only)
-    try:
-        return len(handle.hooks_dict_ref()) > 1
-    finally:
-        handle.remove()
+    with _looking:  # another one who looks would be taken for a hook
+        handle = node.register_hook(_look_only)
+        try:
+            return len(handle.hooks_dict_ref()) > 1
+        finally:
+            handle.remove()
+
+
+_looking: Final = threading.Lock()
 
 
 def _look_only(*_: Any) -> None:

@@ -64,6 +64,9 @@ class _ServingOutcome(Outcome[None]):
             function()
         except Exception as error:  # noqa: BLE001 - it fails the pass, and so is raised here in the end
             self._loop.call_soon_threadsafe(_settle, future, error)
+        except BaseException as error:  # whoever waits is interrupted, and not the loop
+            self._loop.call_soon_threadsafe(_settle, future, RuntimeError(f"interrupted by {error!r}"))
+            raise
         else:
             self._loop.call_soon_threadsafe(_settle, future, None)
 

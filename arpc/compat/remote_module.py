@@ -143,6 +143,10 @@ class _RemoteModule(nn.Module):
         arguments = (*self.module_rref.handle._target(), function, args)
         return call(drop_in, peer, owner.do_with_module, arguments, None, -1.0)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """``forward``, and no hooks: there can be none."""
+        return self.forward(*args, **kwargs)
+
     def get_module_rref(self) -> RRef[nn.Module]:
         """The RRef to the module."""
         return self.module_rref

@@ -155,6 +155,26 @@ def test_nodes_run_in_the_thread_that_waits_and_may_call_on(alone):
     assert CallOn.threads == [threading.get_ident()] * 2
 
 
+class Interrupt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise KeyboardInterrupt
+
+
+def test_a_pass_can_be_interrupted_and_the_context_used_on(alone):
+    x = leaf()
+    with dist_autograd.context() as context_id:
+        loss = rpc.rpc_sync(alone, double, (x,)).sum()
+        with pytest.raises(KeyboardInterrupt):
+            dist_autograd.backward(context_id, [Interrupt.apply(loss)], retain_graph=True)
+        dist_autograd.backward(context_id, [loss])
+        assert dist_autograd.get_gradients(context_id)[x].tolist() == [2.0] * 3
+
+
 def test_a_profile_shows_the_cut(alone):
     with dist_autograd.context() as context_id:
         loss = rpc.rpc_sync(alone, double, (leaf(),)).sum()

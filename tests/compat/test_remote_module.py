@@ -22,7 +22,7 @@ def attributes_of(module: RemoteModule) -> list[str]:
 
 
 def forward_there(module: RemoteModule, x: torch.Tensor) -> torch.Tensor:
-    return module.forward(x)
+    return module(x)
 
 
 def is_training(rref: rpc.RRef[nn.Module]) -> bool:

@@ -14,6 +14,7 @@ from typing import Final
 
 from arpc import __version__
 from arpc.bench import command as bench
+from arpc.launch import command as launch
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -29,6 +30,12 @@ class Command:
 
 
 COMMANDS: Final = (
+    Command(
+        "launch",
+        "run a script as a group of workers, in processes of this machine",
+        launch.add_arguments,
+        launch.run,
+    ),
     Command(
         "bench",
         "measure arpc against torch.distributed.rpc and the bare floor, on this machine",

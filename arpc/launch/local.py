@@ -131,8 +131,8 @@ class LocalGroup:
                 if problem:
                     self._screen.say(f"worker {self._slots[rank].name!r}: {problem}", is_bad=True)
                 traceback = ""
-                if exit_code:
-                    await self._drained(rank)
+                if exit_code and not self.life.is_ending:
+                    await asyncio.wait(self._pumps[rank], timeout=DRAIN_S)
                     traceback = self.tails[rank].traceback
                 decisions = self.life.exited(rank, exit_code, lost_another=lost_another(traceback))
                 if self._screen.is_closed:
@@ -219,9 +219,6 @@ class LocalGroup:
                     show(line)
         for line in splitter.end():
             show(line)
-
-    async def _drained(self, rank: int) -> None:
-        await asyncio.wait(self._pumps[rank], timeout=DRAIN_S)
 
     async def _close_incarnation(self) -> None:
         """All workers have ended: wait for the last that they wrote, and close the store."""

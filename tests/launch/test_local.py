@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import io
 import os
-import signal
 import stat
 import textwrap
 from collections.abc import Callable, Iterator

@@ -29,7 +29,9 @@ def test_without_roles_all_are_workers():
     assert [slot.name for slot in as_group(2)] == ["worker0", "worker1"]
 
 
-@pytest.mark.parametrize("workers", [0, -1, True, {}, {"ps": 0}, {"ps": 1.5}, {"p s": 1}, {"ps": 11, "ps1": 1}, 1 << 17])
+@pytest.mark.parametrize(
+    "workers", [0, -1, True, {}, {"ps": 0}, {"ps": 1.5}, {"p s": 1}, {"ps": 11, "ps1": 1}, 1 << 17]
+)
 def test_what_is_no_group(workers):
     with pytest.raises(ConfigurationError):
         as_group(workers)

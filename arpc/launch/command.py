@@ -7,20 +7,23 @@ import asyncio
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
-from arpc.errors import ArpcError, ConfigurationError
+from arpc.errors import ConfigurationError, LaunchError
 from arpc.launch.life import exit_status
 from arpc.launch.local import LocalGroup, Settings
+from arpc.launch.meeting import choose_http
 from arpc.launch.output import Screen
-from arpc.launch.plan import Group, Slot, as_group, parse_roles
+from arpc.launch.plan import Group, as_group, parse_resources, parse_roles
 from arpc.launch.programs import Module, Program, command_for
+from arpc.launch.ray_cluster import ray
+from arpc.runner import run as run_to_its_end
 
 __all__ = ["add_arguments", "run"]
 
-DASHBOARD = "127.0.0.1:8265"
-USAGE_STATUS = 2
+USAGE_STATUS: Final = 2
+STRATEGIES: Final = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,10 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dashboard",
         nargs="?",
-        const=DASHBOARD,
+        const="",
         metavar="HOST:PORT",
-        help=f"have the worker of rank 0 serve the group's dashboard, at {DASHBOARD} if not said",
+        help="the worker of rank 0 serves the group's dashboard, here or on a port of this machine",
     )
+    parser.add_argument(
+        "--on", choices=("local", "ray"), default="local", help="this machine, or a Ray cluster (local)"
+    )
+    parser.add_argument("--resources", metavar="NEEDS", default="CPU=1", help="on Ray: what a worker takes (CPU=1)")
+    parser.add_argument("--strategy", choices=STRATEGIES, default="PACK", help="on Ray: which nodes it chooses (PACK)")
     parser.add_argument("program", metavar="PROGRAM", help="the script that every worker runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="what follows is for the script")
 
@@ -48,38 +56,57 @@ def run(options: argparse.Namespace) -> int:
     """Launches what was asked for; returns the exit status of the worker that failed first, or 0."""
     try:
         group: Group = options.workers if options.role is None else parse_roles(options.role)
-        slots = as_group(group)
-        settings = Settings(options.max_restarts, options.grace, {}, options.dashboard)
         program: Program = Module(options.program) if options.module else options.program
-        with tempfile.TemporaryDirectory(prefix="arpc-launch-") as directory:
-            return asyncio.run(_launch(slots, program, options.arguments, settings, Path(directory)))
+        if options.on == "ray":
+            run_to_its_end(_launch_on_ray(program, group, options))
+        else:
+            return asyncio.run(_launch_here(program, group, options))
     except ConfigurationError as error:
-        print(f"arpc launch: {error}", file=sys.stderr)  # noqa: T201 - it talks to a person
+        _complain(error)
         return USAGE_STATUS
+    except LaunchError as error:
+        _complain(error)
+        return exit_status(error.exit_code or 1)
+    except KeyboardInterrupt:
+        return exit_status(-signal.SIGINT)
+    return 0
 
 
-async def _launch(
-    slots: Sequence[Slot], program: Program, arguments: Sequence[str], settings: Settings, directory: Path
-) -> int:
+def _complain(error: Exception) -> None:
+    print(f"arpc launch: {error}", file=sys.stderr)  # noqa: T201 - it talks to a person
+
+
+async def _launch_here(program: Program, group: Group, options: argparse.Namespace) -> int:
+    slots = as_group(group)
+    http = None if options.dashboard is None else choose_http(options.dashboard)
+    settings = Settings(options.max_restarts, options.grace, {}, http)
     screen = Screen(slots)
-    group = LocalGroup(slots, command_for(program, arguments, directory), settings, directory, screen)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, group.interrupt, number)
-    if settings.http is not None:
-        screen.say(f"dashboard: http://{settings.http}")
-    try:
-        outcome = await group.run()
-    except ArpcError as error:
-        screen.say(f"arpc launch: {error}", is_bad=True)
-        return 1
-    if outcome.is_success:
-        return 0
+    with tempfile.TemporaryDirectory(prefix="arpc-launch-") as name:
+        command = command_for(program, options.arguments, Path(name))
+        launch = LocalGroup(slots, command, settings, Path(name), screen)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, launch.interrupt, number)
+        outcome = await launch.run()
     if outcome.interrupted_by is not None:
         return exit_status(-outcome.interrupted_by)
-    failure = group.failure_of(outcome)
-    if failure.traceback:
-        screen.say(f"\n{failure.traceback}")
-    screen.say(f"\narpc launch: {failure}", is_bad=True)
-    assert outcome.failure is not None
-    return exit_status(outcome.failure.exit_code)
+    if outcome.failure is not None:
+        failure = launch.failure_of(outcome)
+        if failure.traceback:
+            screen.say(f"\n{failure.traceback}")
+        screen.say(f"\narpc launch: {failure}", is_bad=True)
+        return exit_status(outcome.failure.exit_code)
+    return 0
+
+
+async def _launch_on_ray(program: Program, group: Group, options: argparse.Namespace) -> None:
+    """Ray brings the workers' output here by itself, with their names before it, the traceback of a failure too."""
+    await ray(
+        program,
+        options.arguments,
+        workers=group,
+        max_restarts=options.max_restarts,
+        resources=parse_resources(options.resources),
+        strategy=options.strategy,
+        http=options.dashboard or None,
+    )

@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TextIO, TypeAlias, TypeVar, assert_never, overload
@@ -16,8 +16,8 @@ from typing import Any, Final, TextIO, TypeAlias, TypeVar, assert_never, overloa
 from arpc.errors import ConfigurationError, LaunchError
 from arpc.launch.keeping import Exited, Keeper, KeeperLost, News, Started
 from arpc.launch.life import Arm, Decision, Ended, GroupLife, Kill, Outcome, Start, Terminate, describe_exit
-from arpc.launch.meeting import StoreServer, write_secret
-from arpc.launch.output import LineSplitter, Screen, Stream, Tail, lost_another
+from arpc.launch.meeting import StoreServer, answers, write_secret
+from arpc.launch.output import LineSplitter, Screen, Stream, Tail, lost_another, reading
 from arpc.launch.plan import Group, Meeting, Slot, as_group, environment_of
 from arpc.launch.programs import Module, Program, command_for, extend_path, result_of
 from arpc.launch.result import Launched
@@ -29,6 +29,7 @@ R = TypeVar("R")
 DRAIN_S: Final = 1.0
 """How long to wait for what a worker wrote before it ended. Processes that it started may keep its output open."""
 STATUS_S: Final = 1.0
+ANNOUNCE_S: Final = 0.1
 READ_BYTES: Final = 1 << 16
 
 
@@ -108,15 +109,16 @@ class LocalGroup:
 
     async def _run(self) -> Outcome:
         keeper = await Keeper.open(self._events.put_nowait)
-        ticking = asyncio.create_task(self._tick())
+        helpers = [asyncio.create_task(self._tick()), asyncio.create_task(self._announce())]
         try:
             outcome = await self._carry_out(keeper, self.life.start())
             while outcome is None:
                 outcome = await self._carry_out(keeper, await self._decide(await self._events.get()))
             return outcome
         finally:
-            ticking.cancel()
-            await asyncio.wait([ticking])
+            for helper in helpers:
+                helper.cancel()
+            await asyncio.wait(helpers)
             if self._alarm is not None:
                 self._alarm.cancel()
             await keeper.aclose()
@@ -213,7 +215,7 @@ class LocalGroup:
             if self._screen.is_closed and not self.life.is_ending:
                 self.interrupt(signal.SIGPIPE)
 
-        async with _reading(descriptor) as reader:
+        async with reading(descriptor) as reader:
             while data := await reader.read(READ_BYTES):
                 for line in splitter.feed(data):
                     show(line)
@@ -250,6 +252,14 @@ class LocalGroup:
             self._screen.show_status("  ".join(words))
             await asyncio.sleep(STATUS_S)
 
+    async def _announce(self) -> None:
+        """Say where the dashboard is, once it is there."""
+        http = self._settings.http
+        if http is not None:
+            while not await answers(http):  # noqa: ASYNC110 - it is another process that comes up
+                await asyncio.sleep(ANNOUNCE_S)
+            self._screen.say(f"dashboard: http://{http}")
+
     def failure_of(self, outcome: Outcome) -> LaunchError:
         """What to raise, or to say, about an outcome that is no success."""
         if outcome.failure is None:
@@ -261,22 +271,6 @@ class LocalGroup:
         if self.life.incarnation:
             text += f", after the group was started again {self.life.incarnation} times"
         return LaunchError(text, slot.name, outcome.failure.exit_code, traceback)
-
-
-@contextlib.asynccontextmanager
-async def _reading(descriptor: int) -> AsyncIterator[asyncio.StreamReader]:
-    reader = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    pipe = os.fdopen(descriptor, "rb", buffering=0)
-    try:
-        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-    except BaseException:
-        pipe.close()
-        raise
-    try:
-        yield reader
-    finally:
-        transport.close()
 
 
 @overload
@@ -342,7 +336,7 @@ async def local(
         launched.values["trainer1"]  # 'hello from trainer1'
 
     ``workers`` is how many, or how many of each role; ``environment`` is added to theirs. What they print appears in
-    ``out`` and ``err``, or stdout and stderr, with their names before it.
+    ``out`` and ``err``, or stdout and stderr, with their names before it. ``http`` is where rank 0 serves a dashboard.
 
     The first worker that fails ends the group: the others are asked to end (SIGTERM) and after ``grace_s`` seconds
     made to. Then the group is started again, up to ``max_restarts`` times, with a new place to meet; or `LaunchError`

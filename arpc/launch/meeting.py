@@ -1,17 +1,21 @@
-"""Where a local group meets: a store that the launcher serves, and a secret in a file that only this user can read."""
+"""Where a local group meets: a store that the launcher serves, a secret that only this user can read, a dashboard."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import socket
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["StoreServer", "write_secret"]
+from arpc.errors import ConfigurationError
+
+__all__ = ["StoreServer", "answers", "choose_http", "write_secret"]
 
 BACKLOG: Final = 4096
+HTTP_PORT: Final = 8265
 LOOPBACK: Final = "127.0.0.1"
 
 
@@ -61,3 +65,35 @@ def write_secret(directory: Path) -> Path:
     path.touch(mode=0o600, exist_ok=False)
     path.write_text(secrets.token_hex(32))
     return path
+
+
+def choose_http(wish: str) -> str:
+    """Where the dashboard shall be: a free address of this machine, the wanted one if there is a wish.
+
+    Another worker of this machine may have the usual port; one that was asked for must be free.
+    """
+    host, _, port = wish.rpartition(":")
+    if wish and not (host and port.isdecimal()):
+        raise ConfigurationError(
+            f"the dashboard's address is given as HOST:PORT, such as {LOOPBACK}:{HTTP_PORT}, not {wish!r}"
+        )
+    for number in (int(port),) if wish else (HTTP_PORT, 0):
+        try:
+            with socket.create_server((host or LOOPBACK, number)) as free:
+                return f"{host or LOOPBACK}:{free.getsockname()[1]}"
+        except OSError as error:
+            problem = error
+    raise ConfigurationError(f"the dashboard cannot be at {wish}: {problem.strerror}")
+
+
+async def answers(address: str) -> bool:
+    """Whether somebody listens at ``host:port``."""
+    host, _, port = address.rpartition(":")
+    try:
+        _, writer = await asyncio.open_connection(LOOPBACK if host == "0.0.0.0" else host.strip("[]"), int(port))  # noqa: S104
+    except OSError:
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return True

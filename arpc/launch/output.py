@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import os
 import re
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Final, Literal, TextIO, TypeAlias
 
 from arpc.launch.plan import Slot
 
-__all__ = ["LineSplitter", "Screen", "Tail", "last_traceback", "lost_another", "wants_colour"]
+__all__ = ["LineSplitter", "Screen", "Tail", "last_traceback", "lost_another", "reading", "wants_colour"]
 
 Stream: TypeAlias = Literal["stdout", "stderr"]
 
@@ -66,6 +68,23 @@ class Tail:
     def traceback(self) -> str:
         """The traceback that it ended with; empty if there is none."""
         return last_traceback(tuple(self._lines))
+
+
+@contextlib.asynccontextmanager
+async def reading(descriptor: int) -> AsyncIterator[asyncio.StreamReader]:
+    """The read end of a pipe, on the running loop; it is closed at the end."""
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    pipe = os.fdopen(descriptor, "rb", buffering=0)
+    try:
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    except BaseException:
+        pipe.close()
+        raise
+    try:
+        yield reader
+    finally:
+        transport.close()
 
 
 def last_traceback(lines: Sequence[str]) -> str:

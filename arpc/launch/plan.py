@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -11,7 +12,7 @@ from typing import Final, TypeAlias
 from arpc.errors import ConfigurationError
 from arpc.ids import MAX_WORKER_ID, check_worker_name
 
-__all__ = ["Group", "Meeting", "Slot", "as_group", "environment_of", "parse_roles"]
+__all__ = ["Group", "Meeting", "Slot", "as_group", "environment_of", "on_nodes", "parse_resources", "parse_roles"]
 
 DEFAULT_ROLE: Final = "worker"
 
@@ -57,6 +58,24 @@ def parse_roles(text: str) -> dict[str, int]:
             raise ConfigurationError(f"the role {role!r} is given twice")
         roles[role] = int(count)
     return roles
+
+
+def parse_resources(text: str) -> dict[str, float]:
+    """Read ``--resources``.
+
+    >>> parse_resources("CPU=2,GPU=0.5")
+    {'CPU': 2.0, 'GPU': 0.5}
+    """
+    resources: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, amount = (word.strip() for word in part.partition("="))
+        try:
+            resources[name] = float(amount)
+        except ValueError:
+            raise ConfigurationError(
+                f"resources are given as CPU=2,GPU=1; {part!r} is not a name and a number"
+            ) from None
+    return resources
 
 
 def as_group(workers: Group) -> tuple[Slot, ...]:
@@ -115,3 +134,26 @@ def environment_of(slot: Slot, meeting: Meeting, inherited: Mapping[str, str]) -
         # each process would take all CPUs for itself, and n of them would fight for these
         made["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // slot.world_size))
     return made
+
+
+def on_nodes(nodes: Sequence[str]) -> list[dict[str, str]]:
+    """What the environment of each rank has about its node, for ranks that are on these nodes.
+
+    >>> [place["LOCAL_RANK"] for place in on_nodes(["a", "b", "a"])]
+    ['0', '0', '1']
+    """
+    sizes = Counter(nodes)
+    numbers = {node: number for number, node in enumerate(sizes)}
+    seen: Counter[str] = Counter()
+    places = []
+    for node in nodes:
+        places.append(
+            {
+                "LOCAL_RANK": str(seen[node]),
+                "LOCAL_WORLD_SIZE": str(sizes[node]),
+                "GROUP_RANK": str(numbers[node]),
+                "GROUP_WORLD_SIZE": str(len(sizes)),
+            }
+        )
+        seen[node] += 1
+    return places

@@ -15,7 +15,7 @@ import cloudpickle
 
 from arpc.errors import ConfigurationError, LaunchError, SerializationError
 
-__all__ = ["Function", "Module", "Program", "command_for", "pack_function", "result_of", "run_packed"]
+__all__ = ["Function", "Module", "Program", "command_for", "pack_function", "result_of", "run_packed", "words"]
 
 FUNCTION_WORKER: Final = "arpc.launch.function_worker"
 
@@ -37,10 +37,10 @@ def command_for(program: Program, args: Sequence[object], directory: Path) -> Ca
         path = Path(program)
         if not path.is_file():
             raise ConfigurationError(f"there is no script {str(path)!r} to launch; a module goes with -m")
-        command = [sys.executable, str(path), *_words(args)]
+        command = [sys.executable, str(path), *words(args)]
         return lambda _rank: command
     if isinstance(program, Module):
-        command = [sys.executable, "-m", program.name, *_words(args)]
+        command = [sys.executable, "-m", program.name, *words(args)]
         return lambda _rank: command
     if not callable(program):
         raise ConfigurationError(f"a script, a launch.Module or a function can be launched, not {program!r}")
@@ -55,7 +55,8 @@ def command_for(program: Program, args: Sequence[object], directory: Path) -> Ca
     ]
 
 
-def _words(args: Sequence[object]) -> list[str]:
+def words(args: Sequence[object]) -> list[str]:
+    """The arguments of a script."""
     for word in args:
         if not isinstance(word, str):
             raise ConfigurationError(f"the arguments of a script are strings, not {type(word).__name__}: {word!r}")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from arpc.errors import ConfigurationError
-from arpc.launch.plan import Meeting, as_group, environment_of, parse_roles
+from arpc.launch.plan import Meeting, as_group, environment_of, on_nodes, parse_resources, parse_roles
 
 
 def test_roles_are_read_as_written():
@@ -68,3 +68,17 @@ def test_processes_share_the_cpus():
     assert int(environment_of(slot, Meeting("127.0.0.1", 1), {})["OMP_NUM_THREADS"]) >= 1
     crowd = as_group(1000)[0]
     assert environment_of(crowd, Meeting("127.0.0.1", 1), {})["OMP_NUM_THREADS"] == "1"
+
+
+def test_what_a_worker_takes():
+    assert parse_resources("CPU=2, GPU=0.5,") == {"CPU": 2.0, "GPU": 0.5}
+    with pytest.raises(ConfigurationError, match="CPU=2,GPU=1"):
+        parse_resources("CPU")
+
+
+def test_ranks_are_numbered_on_each_node():
+    places = on_nodes(["b", "a", "b"])
+    assert [place["LOCAL_RANK"] for place in places] == ["0", "0", "1"]
+    assert [place["LOCAL_WORLD_SIZE"] for place in places] == ["2", "1", "2"]
+    assert [place["GROUP_RANK"] for place in places] == ["0", "1", "0"]
+    assert {place["GROUP_WORLD_SIZE"] for place in places} == {"2"}

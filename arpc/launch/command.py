@@ -23,6 +23,8 @@ from arpc.runner import run as run_to_its_end
 __all__ = ["add_arguments", "run"]
 
 USAGE_STATUS: Final = 2
+FILES: Final = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
+"""How shells complete what is a file."""
 STRATEGIES: Final = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
@@ -48,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--resources", metavar="NEEDS", default="CPU=1", help="on Ray: what a worker takes (CPU=1)")
     parser.add_argument("--strategy", choices=STRATEGIES, default="PACK", help="on Ray: which nodes it chooses (PACK)")
-    parser.add_argument("program", metavar="PROGRAM", help="the script that every worker runs")
+    program = parser.add_argument("program", metavar="PROGRAM", help="the script that every worker runs")
+    program.complete = FILES  # type: ignore[attr-defined]  # shtab looks for it there
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="what follows is for the script")
 
 

@@ -22,10 +22,9 @@ ROOT = Path(__file__).parents[3]
 RESTARTING = Path(__file__).with_name("restarting.py")
 
 
-async def where_it_runs() -> tuple[str, str, str]:
-    async with arpc.init_rpc():
-        node = ray.get_runtime_context().get_node_id()
-        return node, os.environ["LOCAL_RANK"], os.environ["GROUP_RANK"]
+async def greet_and_say_where() -> tuple[list[str], str, str, str]:
+    heard = await main_of_each("hello")
+    return heard, ray.get_runtime_context().get_node_id(), os.environ["LOCAL_RANK"], os.environ["GROUP_RANK"]
 
 
 async def die_in_the_first_attempt() -> str:
@@ -62,11 +61,9 @@ async def lose_a_node(cluster: Cluster, nodes: list, marker: Path) -> None:
 
 
 async def main(cluster: Cluster, nodes: list, directory: Path) -> None:
-    launched = await arpc.launch.ray(main_of_each, ("hello",), workers={"ps": 1, "trainer": 1})
-    print("function:", launched.values, launched.restarts)
-
-    placed = (await arpc.launch.ray(where_it_runs, workers=2, strategy="STRICT_SPREAD")).values
-    print("spread:", len({node for node, _, _ in placed.values()}), [place[1:] for place in placed.values()])
+    placed = await arpc.launch.ray(greet_and_say_where, workers={"ps": 1, "trainer": 1}, strategy="STRICT_SPREAD")
+    print("function:", [heard for heard, *_ in placed.values.values()], placed.restarts)
+    print("spread:", len({node for _, node, *_ in placed.values.values()}), [end[2:] for end in placed.values.values()])
 
     launched = await arpc.launch.ray(die_in_the_first_attempt, workers=2, max_restarts=1)
     print("restarted:", launched.values, launched.restarts)
@@ -75,9 +72,6 @@ async def main(cluster: Cluster, nodes: list, directory: Path) -> None:
         await arpc.launch.ray(fail, workers=1)
     except arpc.LaunchError as error:
         print("failed:", error, "|", error.traceback.splitlines()[-1])
-
-    launched = await arpc.launch.ray(RESTARTING, (str(directory / "once"),), workers=2, max_restarts=1)
-    print("script:", launched.values, launched.restarts)
 
     await lose_a_node(cluster, nodes, directory / "lost")
     while (await asyncio.to_thread(ray.available_resources)).get("CPU") != 2:  # noqa: ASYNC110 - Ray takes its time

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self, TypeAlias
 
+from arpc.errors import ConfigurationError
+
 __all__ = ["Exited", "Keeper", "KeeperLost", "News", "Started"]
 
 SCRIPT: Final = Path(__file__).with_name("keeper.py")
@@ -60,6 +62,10 @@ class Keeper:
     @classmethod
     async def open(cls, listener: Callable[[News], None]) -> Self:
         """Start a keeper. The listener is called with what happens; after `KeeperLost` nothing will."""
+        if not hasattr(socket, "send_fds"):
+            raise ConfigurationError(
+                f"launching takes unix sockets, which {sys.platform} lacks: start the workers by hand"
+            )
         ours, theirs = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -99,6 +105,8 @@ class Keeper:
 
     async def end_all(self) -> None:
         """End every process that workers have left behind. Returns when there is none."""
+        if self._reading.done():
+            return  # the keeper is no more, nor is anybody whom it kept
         self._ended.clear()
         await self._order({"end": True})
         await self._ended.wait()

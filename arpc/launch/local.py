@@ -59,7 +59,14 @@ class _Interrupted:
     by: signal.Signals
 
 
-_Event: TypeAlias = News | _TimeIsUp | _Interrupted
+@dataclass(frozen=True, slots=True)
+class _NotServed:
+    """There is no store, so the workers will never meet."""
+
+    reason: Exception
+
+
+_Event: TypeAlias = News | _TimeIsUp | _Interrupted | _NotServed
 
 
 class LocalGroup:
@@ -144,6 +151,8 @@ class LocalGroup:
                 return self.life.time_is_up(number)
             case _Interrupted(by):
                 return self.life.interrupted(by)
+            case _NotServed(reason):
+                raise LaunchError(f"the group has no store to meet in: {reason}") from reason
             case KeeperLost():
                 raise LaunchError("the process that keeps the workers was killed, and all workers with it")
             case _:
@@ -201,7 +210,13 @@ class LocalGroup:
                     directory=None,
                     output=(ends[0], ends[1]),
                 )
-        self._serving = asyncio.create_task(server.serve())
+        self._serving = asyncio.create_task(self._serve(server))
+
+    async def _serve(self, server: StoreServer) -> None:
+        try:
+            await server.serve()
+        except Exception as error:  # noqa: BLE001 - torch has many, and each of them ends the launch
+            self._events.put_nowait(_NotServed(error))
 
     async def _pump(self, descriptor: int, rank: int, stream: Stream) -> None:
         """Show what a worker writes, until nobody can write there any more."""
@@ -233,7 +248,6 @@ class LocalGroup:
             await asyncio.wait(pumps)
         if self._serving is not None:
             await asyncio.wait([self._serving])
-            self._serving.result()
         if self._server is not None:
             await self._server.aclose()
         self._server = self._serving = None

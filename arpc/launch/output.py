@@ -165,13 +165,21 @@ class Screen:
                 self._err.write("\r\x1b[K")
                 if to is not self._err:
                     self._err.flush()
-            to.write(text)
-            to.flush()
+            _write_all(to, text)
             if self._is_live and self._status:
                 self._err.write(f"\x1b[2m{self._status}\x1b[0m" if wants_colour(self._err) else self._status)
                 self._err.flush()
         except (BrokenPipeError, ValueError):
             self.is_closed = True
+
+
+def _write_all(to: TextIO, text: str) -> None:
+    try:
+        to.write(text)
+    except UnicodeEncodeError:
+        encoding = to.encoding or "ascii"
+        to.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    to.flush()
 
 
 def _width(stream: TextIO) -> int:

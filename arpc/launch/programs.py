@@ -15,7 +15,17 @@ import cloudpickle
 
 from arpc.errors import ConfigurationError, LaunchError, SerializationError
 
-__all__ = ["Function", "Module", "Program", "command_for", "pack_function", "result_of", "run_packed", "words"]
+__all__ = [
+    "Function",
+    "Module",
+    "Program",
+    "command_for",
+    "extend_path",
+    "pack_function",
+    "result_of",
+    "run_packed",
+    "words",
+]
 
 FUNCTION_WORKER: Final = "arpc.launch.function_worker"
 
@@ -107,15 +117,11 @@ def result_of(directory: Path, rank: int, name: str) -> Any:
 
 
 def extend_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """What makes workers find the arpc that launches them, also when it is not installed but on this process's path."""
-    root = str(Path(__file__).resolve().parents[2])
-    known = environment.get("PYTHONPATH", "")
-    if root in known.split(os.pathsep) or root in (str(Path(path).resolve()) for path in _site_packages()):
+    """What makes workers find the arpc that launches them if it is not installed but in the directory of this program.
+
+    Workers run another program, and so look elsewhere.
+    """
+    root = Path(__file__).resolve().parents[2]
+    if not sys.path or Path(sys.path[0]).resolve() != root:
         return {}
-    return {"PYTHONPATH": os.pathsep.join(filter(None, (known, root)))}
-
-
-def _site_packages() -> list[str]:
-    import site
-
-    return [*site.getsitepackages(), site.getusersitepackages()]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), str(root))))}

@@ -19,6 +19,7 @@ from arpc.launch import Launched, Module
 from arpc.launch.keeping import SCRIPT as KEEPER
 from arpc.launch.life import Failure
 from arpc.launch.local import LocalGroup, Settings
+from arpc.launch.meeting import StoreServer
 from arpc.launch.output import Screen
 from arpc.launch.plan import as_group
 
@@ -301,3 +302,13 @@ async def test_a_program_that_cannot_run(tmp_path: Path):
     outcome = await group.run()
     assert outcome.failure == Failure(0, 127)
     assert "worker 'worker0': cannot run /no/such/program" in err.getvalue()
+
+
+async def test_without_a_store_nobody_waits(script: MakeScript, monkeypatch: pytest.MonkeyPatch):
+    def serve(_: StoreServer) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(StoreServer, "serve_blocking", serve)
+    error = await Launch(script("time.sleep(1000)")).fails()
+    assert str(error) == "the group has no store to meet in: no room"
+    assert error.worker is None

@@ -133,3 +133,11 @@ def test_a_reader_that_left_is_noticed():
     screen.line(0, "stdout", "hello")
     assert screen.is_closed
     screen.line(0, "stdout", "hello")
+
+
+def test_what_the_terminal_has_no_letters_for_is_spelt_out():
+    raw = io.BytesIO()
+    screen = Screen(as_group(1), io.TextIOWrapper(raw, encoding="ascii"), io.StringIO())
+    screen.line(0, "stdout", "grün")
+    assert raw.getvalue() == b"[worker0] gr\\xfcn\n"
+    assert not screen.is_closed

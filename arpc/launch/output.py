@@ -20,6 +20,7 @@ Stream: TypeAlias = Literal["stdout", "stderr"]
 
 LONGEST_LINE_BYTES: Final = 1 << 16
 TAIL_LINES: Final = 2000
+DEFAULT_WIDTH: Final = 80
 COLOURS: Final = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 """Of the terminal's own palette, so that they are legible on its background; red is left for failures."""
 
@@ -184,6 +185,6 @@ def _write_all(to: TextIO, text: str) -> None:
 
 def _width(stream: TextIO) -> int:
     try:
-        return os.get_terminal_size(stream.fileno()).columns
+        return os.get_terminal_size(stream.fileno()).columns or DEFAULT_WIDTH  # 0 if the terminal does not know
     except (OSError, ValueError):
-        return 80
+        return DEFAULT_WIDTH

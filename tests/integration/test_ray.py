@@ -24,7 +24,7 @@ def test_groups_on_a_cluster_of_several_nodes(tmp_path: Path, monkeypatch: pytes
     assert ended.returncode == 0
     lines = ended.stdout.splitlines()
     heard = ["hello from ps0", "hello from trainer0"]
-    assert f"function: { ({'ps0': heard, 'trainer0': heard}) } 0" in lines
+    assert f"function: {[heard, heard]} 0" in lines
     assert "spread: 2 [('0', '0'), ('0', '1')]" in lines
     assert "restarted: {'worker0': '1', 'worker1': '1'} 1" in lines
     assert "failed: worker 'worker0' (rank 0) ended with exit code 1 | ValueError: on purpose" in lines

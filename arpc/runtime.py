@@ -468,9 +468,7 @@ async def start_worker(
     host = host_fingerprint()
     try:
         addresses = options.listen or (
-            ("memory://",)
-            if network is not None
-            else await default_addresses(options, group.host, is_store_here=group.access.is_host)
+            ("memory://",) if network is not None else await default_addresses(options, group.host)
         )
         refuse_open_doors(addresses, options)
         taken = await agent.connector.listen(addresses, host)

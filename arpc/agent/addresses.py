@@ -22,16 +22,14 @@ _EVERYWHERE: Final = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}  # noqa: S104
 _DISCARD_PORT: Final = 9
 
 
-async def default_addresses(
-    options: RpcOptions, store_host: str | None, *, is_store_here: bool = False
-) -> tuple[str, ...]:
+async def default_addresses(options: RpcOptions, store_host: str | None) -> tuple[str, ...]:
     """A unix socket, and TCP as far as the group reaches.
 
     Within this machine the unix socket is enough, and only this user gets through it; on loopback TCP all users of the
-    machine would. ``is_store_here``: this worker serves the store, under a name that may not lead here yet.
+    machine would.
     """
     unix = ("unix://",) if hasattr(socket, "AF_UNIX") else ()
-    interface = None if store_host is None else await _interface_to(store_host, is_here=is_store_here)
+    interface = None if store_host is None else await _interface_to(store_host)
     if interface is None or is_loopback(interface):
         return unix if unix and options.secret is None else (*unix, "tcp://127.0.0.1:0")
     if options.secret is None and not options.insecure:
@@ -70,12 +68,13 @@ def refuse_open_doors(addresses: Sequence[str], options: RpcOptions) -> None:
             logger.warning("listening on %s WITHOUT A SECRET: whoever reaches that port can run code here", address)
 
 
-async def _interface_to(host: str, *, is_here: bool = False) -> str:
+async def _interface_to(host: str) -> str:
     """The address that this machine has towards another. Raises `ConfigurationError` if there is no way."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)
     except OSError as error:
-        # a pod of Kubernetes is up before its name is known, and then is reached by the interface that leads out
+        # the name of a pod of Kubernetes leads there some time after the pod is up; for others it is the way out
+        is_here = host.partition(".")[0] == socket.gethostname().partition(".")[0]
         outwards = _interface_towards(_EVERYWHERE["0.0.0.0"], socket.AF_INET) if is_here else None  # noqa: S104
         if outwards is not None:
             return outwards

@@ -47,10 +47,15 @@ async def test_a_host_that_cannot_be_found_or_reached_is_an_error(monkeypatch):
         await default_addresses(SECRET, "no-such-host.invalid")
 
 
-async def test_the_host_of_the_store_need_not_find_its_own_name(monkeypatch):
-    monkeypatch.setattr("arpc.agent.addresses._interface_towards", lambda address, family: "10.0.0.5")
-    found = await default_addresses(SECRET, "not-known-yet.invalid", is_store_here=True)
-    assert found == ("unix://", "tcp://10.0.0.5:0")
+async def test_a_host_need_not_find_its_own_name(interface, monkeypatch):
+    def unknown(*_: Any, **__: Any) -> Any:
+        raise socket.gaierror("not yet")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(socket, "gethostname", lambda: "train-0")
+    assert await default_addresses(SECRET, "train-0.train") == ("unix://", "tcp://10.0.0.5:0")
+    with pytest.raises(ConfigurationError, match="cannot be found"):
+        await default_addresses(SECRET, "train-1.train")
 
 
 async def test_all_interfaces_are_called_by_the_one_that_others_can_reach(interface):

@@ -89,7 +89,8 @@ async def _launch_here(program: Program, group: Group, options: argparse.Namespa
         launch = LocalGroup(slots, command, settings, Path(name), screen)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, launch.interrupt, number)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                loop.add_signal_handler(number, launch.interrupt, number)
         outcome = await launch.run()
     if outcome.interrupted_by is not None:
         return exit_status(-outcome.interrupted_by)

@@ -29,6 +29,8 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 LAST_WORDS_S = 3.0
 """What workers get to end in good order when the launcher is gone, and strays when it is done."""
+STUCK_S = 30.0
+"""A process that SIGKILL does not end for so long is stuck in the kernel, and not waited for."""
 POLL_S = 0.01
 CANNOT_START = 127
 
@@ -92,8 +94,10 @@ class Keeper:
             for rank in order["ranks"]:
                 worker = self._workers.get(rank)
                 if worker is not None:  # it is not reaped yet, so the number is its own
-                    with contextlib.suppress(ProcessLookupError):
+                    try:
                         os.killpg(worker.pid, order["signal"])
+                    except ProcessLookupError:
+                        os.kill(worker.pid, order["signal"])  # it has moved to another group
         else:
             self.end_all()
             self._tell({"ended": True})
@@ -141,6 +145,8 @@ class Keeper:
         asked: set[int] = set()
         while found := set(self._everyone()):
             is_late = time.monotonic() > deadline
+            if time.monotonic() > deadline + STUCK_S:
+                return
             for pid in found if is_late else found - asked:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL if is_late else signal.SIGTERM)

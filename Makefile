@@ -17,7 +17,7 @@ peers_installed := $(PEERS_VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench bench-peers format clean
+.PHONY: help demo test check bench bench-peers wheel format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ bench: $(installed) ## measure arpc against torch.distributed.rpc and the bare f
 
 bench-peers: $(peers_installed) ## measure arpc against Ray, grpc.aio, xoscar, Monarch, Dask and RPyC
 	$(peers_python) -m scripts.bench --rows peers/ --json build/bench-peers.json --plot build $(BENCH_ARGS)
+
+wheel: $(installed) ## build the distributions and try the wheel in an environment of its own
+	$(python) -m scripts.check_wheel
 
 format: $(installed) ## format the code and apply the safe fixes
 	$(python) -m ruff check --fix-only .

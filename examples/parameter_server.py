@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import functools
 import math
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 import torch
@@ -139,19 +138,6 @@ def evaluate(pushes: int, weights: Tensor) -> Report:
     return Report(pushes, cross_entropy(scores, arm).item(), (scores.argmax(dim=1) == arm).double().mean().item())
 
 
-@contextlib.contextmanager
-def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
-    """A function to tell how far things have come. Without rich, or a terminal, nobody looks."""
-    try:
-        from rich.progress import Progress  # optional
-    except ImportError:
-        yield lambda _: None
-        return
-    with Progress(disable=not sys.stdout.isatty()) as progress:
-        bar = progress.add_task("training", total=total)
-        yield lambda completed: progress.update(bar, completed=completed)
-
-
 async def drive(steps: int) -> None:
     """Let the trainers train, and show how it goes."""
     trainers = arpc.get_worker_infos()[SERVER + 1 :]
@@ -161,12 +147,10 @@ async def drive(steps: int) -> None:
     async with asyncio.TaskGroup() as calls:  # if one of them fails, the others are cancelled
         for trainer in trainers:
             calls.create_task(arpc.rpc_sync(trainer, train, args=(steps, trainer.id), timeout=0))
-        with progress_bar(total) as advance:
-            async for pushes, weights in arpc.stream(SERVER, watch, args=(total,), timeout=0, window=1):
-                advance(pushes)
-                if not reports or 10 * pushes // total > 10 * reports[-1].pushes // total:
-                    reports.append(evaluate(pushes, weights))
-                    print(reports[-1], flush=True)
+        async for pushes, weights in arpc.stream(SERVER, watch, args=(total,), timeout=0, window=1):
+            if not reports or 10 * pushes // total > 10 * reports[-1].pushes // total:
+                reports.append(evaluate(pushes, weights))
+                print(reports[-1], flush=True)
     seconds = time.perf_counter() - started
     first, last = reports[0], reports[-1]
     print(f"loss {first.loss:.3f} -> {last.loss:.3f}, accuracy {first.accuracy:.1%} -> {last.accuracy:.1%}")

@@ -129,7 +129,7 @@ def draw(rows: Sequence[dict[str, float]], directory: Path) -> Path:
     for name, label, colour in (("up_ms", "all workers are up", "#d9480f"), ("barrier_ms", "a barrier", "#5c6bc0")):
         time_panel.plot(sizes, [row[name] for row in rows], "o-", color=colour, label=label)
     time_panel.set_title("for the whole group", fontsize=10)
-    time_panel.set_ylabel("milliseconds, two cores")
+    time_panel.set_ylabel("milliseconds")
     for name, label, colour in (
         ("cpu_ms", "CPU time, ms", "#d9480f"),
         ("operations", "operations on the store", "#5c6bc0"),
@@ -141,10 +141,14 @@ def draw(rows: Sequence[dict[str, float]], directory: Path) -> Path:
         panel.set_xscale("log", base=2)
         panel.set_xticks(sizes, [f"{size:.0f}" for size in sizes])
         panel.set_xlabel("workers")
-        panel.set_ylim(bottom=0)
         panel.grid(color="#d0d7de", linewidth=0.5)
         panel.legend(frameon=False, fontsize=8)
         panel.spines[["top", "right"]].set_visible(False)
+    time_panel.set_yscale(
+        "log"
+    )  # what grows with the group is a straight line, what grows with its square a steeper one
+    time_panel.set_xlabel(f"workers, on {os.cpu_count()} CPUs")
+    work_panel.set_ylim(bottom=0)
     path = directory / "rendezvous-growth.png"
     figure.savefig(path)
     return path

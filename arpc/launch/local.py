@@ -28,6 +28,8 @@ R = TypeVar("R")
 
 DRAIN_S: Final = 1.0
 """How long to wait for what a worker wrote before it ended. Processes that it started may keep its output open."""
+LAST_DRAIN_S: Final = 30.0
+"""The same once all processes have ended: only one that is stuck in the kernel can keep it open now."""
 STATUS_S: Final = 1.0
 ANNOUNCE_S: Final = 0.1
 READ_BYTES: Final = 1 << 16
@@ -91,6 +93,7 @@ class LocalGroup:
         self._server: StoreServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._alarm: asyncio.TimerHandle | None = None
+        self._is_unread = False
         self._started_at = time.monotonic()
         has_secret = os.environ.get("ARPC_SECRET") or os.environ.get("ARPC_SECRET_FILE")
         self._secret_file = None if has_secret else write_secret(directory)
@@ -143,10 +146,7 @@ class LocalGroup:
                 if exit_code and not self.life.is_ending:
                     await asyncio.wait(self._pumps[rank], timeout=DRAIN_S)
                     traceback = self.tails[rank].traceback
-                decisions = self.life.exited(rank, exit_code, lost_another=lost_another(traceback))
-                if self._screen.is_closed:
-                    decisions += self.life.interrupted(signal.SIGPIPE)
-                return decisions
+                return self.life.exited(rank, exit_code, lost_another=lost_another(traceback))
             case _TimeIsUp(number):
                 return self.life.time_is_up(number)
             case _Interrupted(by):
@@ -227,7 +227,8 @@ class LocalGroup:
             if stream == "stderr":
                 tail.add(line)
             self._screen.line(rank, stream, line)
-            if self._screen.is_closed and not self.life.is_ending:
+            if self._screen.is_closed and not self._is_unread:
+                self._is_unread = True  # saying it twice would mean not to wait
                 self.interrupt(signal.SIGPIPE)
 
         async with reading(descriptor) as reader:
@@ -242,7 +243,7 @@ class LocalGroup:
         pumps = [pump for pumps in self._pumps.values() for pump in pumps]
         self._pumps.clear()
         if pumps:
-            await asyncio.wait(pumps, timeout=DRAIN_S)
+            await asyncio.wait(pumps, timeout=LAST_DRAIN_S)
             for pump in pumps:
                 pump.cancel()
             await asyncio.wait(pumps)

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import io
 import os
+import signal
 import stat
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -312,3 +314,28 @@ async def test_without_a_store_nobody_waits(script: MakeScript, monkeypatch: pyt
     error = await Launch(script("time.sleep(1000)")).fails()
     assert str(error) == "the group has no store to meet in: no room"
     assert error.worker is None
+
+
+async def test_when_nobody_reads_any_more_workers_are_asked_to_end(script: MakeScript, tmp_path: Path):
+    class Reader(io.StringIO):
+        def write(self, text: str) -> int:
+            if "enough" in text:
+                raise BrokenPipeError
+            return super().write(text)
+
+    path = script(
+        """
+        def bye(*_):
+            open(sys.argv[1], "w").close()
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, bye)
+        while True:
+            print("enough")
+        """
+    )
+    slots = as_group(1)
+    screen = Screen(slots, Reader(), io.StringIO())
+    command = [sys.executable, str(path), str(tmp_path / "said goodbye")]
+    outcome = await LocalGroup(slots, lambda _: command, Settings(), tmp_path, screen).run()
+    assert outcome.interrupted_by is signal.SIGPIPE
+    assert (tmp_path / "said goodbye").exists()

@@ -19,13 +19,13 @@ peers_installed := $(PEERS_VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench bench-peers conformance format clean
+.PHONY: help demo test check bench bench-peers conformance wheel format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(installed) ## train with a parameter server over local processes and watch the loss fall
-	$(python) examples/parameter_server.py
+	$(VENV)/bin/arpc launch --dashboard --role driver=1,server=1,trainer=3 examples/parameter_server.py
 
 test: $(installed) ## run the tests: warnings are errors, asyncio runs in debug mode
 	$(python) -m pytest --durations=10
@@ -43,6 +43,9 @@ bench-peers: $(peers_installed) ## measure arpc against Ray, grpc.aio, xoscar, M
 
 conformance: $(installed) ## run torch's own RPC tests on arpc.compat, and show what passes
 	$(python) -m scripts.conformance $(CONFORMANCE_ARGS)
+
+wheel: $(installed) ## build the distributions and try the wheel in an environment of its own
+	$(python) -m scripts.check_wheel
 
 format: $(installed) ## format the code and apply the safe fixes
 	$(python) -m ruff check --fix-only .

@@ -1,6 +1,6 @@
 """arpc: the asyncio-native RPC runtime for PyTorch."""
 
-from arpc import autograd, functions, futures, nn, optim, profiler, torchscript
+from arpc import autograd, functions, futures, launch, nn, optim, profiler, torchscript
 from arpc._version import __version__
 from arpc.agent.functions import inline
 from arpc.agent.future import Future
@@ -32,6 +32,7 @@ from arpc.errors import (
     ConfigurationError,
     ConnectionClosedError,
     HandshakeError,
+    LaunchError,
     NameTakenError,
     NotInitializedError,
     NotReadyError,
@@ -77,6 +78,7 @@ __all__ = [
     "ConnectionClosedError",
     "Future",
     "HandshakeError",
+    "LaunchError",
     "NameTakenError",
     "NotInitializedError",
     "NotReadyError",
@@ -117,6 +119,7 @@ __all__ = [
     "inference_mode",
     "init_rpc",
     "inline",
+    "launch",
     "new_event_loop",
     "nn",
     "no_grad",

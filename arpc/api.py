@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from arpc.agent.agent import Agent
+from arpc.agent.engines import default_name
 from arpc.agent.future import Future
 from arpc.agent.scope import current_scope, find_scope
 from arpc.agent.streams import Stream
@@ -69,7 +70,7 @@ class WorkerStart:
 
 
 def init_rpc(
-    name: str,
+    name: str | None = None,
     *,
     rank: int | None = None,
     world_size: int | Unset | None = UNSET,
@@ -84,8 +85,9 @@ def init_rpc(
         async with arpc.init_rpc("trainer0", rank=0, world_size=3) as worker:
             await arpc.rpc_sync("ps", torch.add, args=(torch.ones(2), 1))
 
-    ``rank`` and ``world_size`` default to the variables RANK and WORLD_SIZE, which torchrun, Slurm and the launcher
-    set. ``world_size=None`` makes an elastic group, which workers join and leave at any time. The group meets at
+    The name defaults to the variable ARPC_NAME, which ``arpc launch`` sets, or else to ``worker<rank>``. ``rank`` and
+    ``world_size`` default to RANK and WORLD_SIZE, which the launcher and torchrun set, or to what Slurm has for
+    them. ``world_size=None`` makes an elastic group, which workers join and leave at any time. The group meets at
     ``init_method`` (``env://`` with MASTER_ADDR and MASTER_PORT, ``tcp://host:port``, ``file:///path``) or in a ready
     ``store``.
 
@@ -94,7 +96,12 @@ def init_rpc(
     chosen = options if options is not None else RpcOptions()
     return WorkerStart(
         lambda: start_worker(
-            name, rank=rank, world_size=world_size, init_method=init_method, store=store, options=chosen
+            default_name(rank) if name is None else name,
+            rank=rank,
+            world_size=world_size,
+            init_method=init_method,
+            store=store,
+            options=chosen,
         )
     )
 

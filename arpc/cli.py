@@ -8,12 +8,13 @@ command needs beyond that it asks for itself.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from arpc import __version__
 from arpc.bench import command as bench
+from arpc.launch import command as launch
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -30,6 +31,12 @@ class Command:
 
 COMMANDS: Final = (
     Command(
+        "launch",
+        "run a script as a group of workers, in processes of this machine",
+        launch.add_arguments,
+        launch.run,
+    ),
+    Command(
         "bench",
         "measure arpc against torch.distributed.rpc and the bare floor, on this machine",
         bench.add_arguments,
@@ -38,10 +45,34 @@ COMMANDS: Final = (
 )
 
 
+class _PrintCompletion(argparse.Action):
+    """``--print-completion SHELL``: writes what a shell needs to complete commands and options, and stops."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[object] | None,
+        option_string: str | None = None,
+    ) -> None:
+        try:
+            import shtab
+        except ImportError:
+            parser.error("completion takes shtab: pip install 'arpc[cli]'")
+        print(shtab.complete(parser, shell=str(values)))  # noqa: T201 - that is what it is for
+        parser.exit()
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command that `arguments`, or else the process's own, ask for; returns the exit status."""
     parser = argparse.ArgumentParser(prog="arpc", description="An asyncio-native RPC runtime for PyTorch.")
     parser.add_argument("--version", action="version", version=f"arpc {__version__}")
+    parser.add_argument(
+        "--print-completion",
+        choices=("bash", "zsh", "tcsh"),
+        action=_PrintCompletion,
+        help="print what makes the shell complete commands and options; takes shtab",
+    )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         one = commands.add_parser(command.name, help=command.about, description=command.about)

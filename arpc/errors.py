@@ -12,6 +12,7 @@
     │   └── RendezvousTimeoutError (TimeoutError)  some ranks never came
     ├── NotReadyError (RuntimeError)           asked for what is still being made remotely: await it first
     ├── UnsupportedError (ValueError)          what makes no sense for an object that is elsewhere
+    ├── LaunchError (RuntimeError)             a group of processes that was launched did not end well
     ├── WorkersFailedError (ExceptionGroup)    something done on several workers failed on some of them
     ├── TorchStateError (RuntimeError)         a grad mode that would leak from its coroutine to others
     ├── ShutdownError (RuntimeError)           this worker is shutting down, or has shut down
@@ -60,6 +61,7 @@ __all__ = [
     "ConfigurationError",
     "ConnectionClosedError",
     "HandshakeError",
+    "LaunchError",
     "NameTakenError",
     "NotInitializedError",
     "NotReadyError",
@@ -154,6 +156,25 @@ class WorkersFailedError(ArpcError, ExceptionGroup[Exception]):
         made.failed = tuple(by_error.get(id(error), "") for error in excs)
         made.succeeded = self.succeeded
         return made
+
+
+class LaunchError(ArpcError, RuntimeError):
+    """A group of processes that was launched did not end well.
+
+    ``worker`` is the name of the worker that failed first and so ended the group, ``exit_code`` how its process ended
+    (negative for a signal), ``traceback`` what it wrote last. Without a worker, the launcher itself could not go on.
+    """
+
+    def __init__(
+        self, message: str, worker: str | None = None, exit_code: int | None = None, traceback: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.exit_code = exit_code
+        self.traceback = traceback
+
+    def __reduce__(self) -> tuple[type[Self], tuple[object, ...]]:
+        return type(self), (self.args[0], self.worker, self.exit_code, self.traceback)
 
 
 class TorchStateError(ArpcError, RuntimeError):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from arpc import torchstate
+from arpc.errors import ShutdownError, WorkerLostError
 
 __all__ = ["new_event_loop", "run"]
 
@@ -40,6 +41,7 @@ def run(main: Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]], *, 
     """Run a coroutine, or a function that makes one, to its end. Like `asyncio.run`, on `new_event_loop`.
 
     SIGTERM cancels it, as SIGINT does: workers leave their group instead of being lost. A second one ends the process.
+    A coroutine that ends of that, or because the rest of its group left at the same time, does so without a traceback.
 
     >>> async def main():
     ...     return 42
@@ -57,10 +59,17 @@ def run(main: Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]], *, 
     try:
         with torchstate.pristine_thread(), asyncio.Runner(debug=debug, loop_factory=_new_rooted_loop) as runner:
             return runner.run(rooted)
-    except asyncio.CancelledError:
-        if termination.came:
+    except BaseException as error:
+        if termination.came and _is_departure(error):
             signal.raise_signal(signal.SIGTERM)  # whoever waits for this process shall see what ended it
         raise
+
+
+def _is_departure(error: BaseException) -> bool:
+    """Whether an exception is what becomes of a worker that is told to go, or of its calls when all are."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(_is_departure, error.exceptions))
+    return isinstance(error, asyncio.CancelledError | WorkerLostError | ShutdownError)
 
 
 class _Termination:

@@ -1,24 +1,22 @@
 """Asynchronous training with a parameter server: a network learns to tell the arms of a spiral apart.
 
-    python examples/parameter_server.py --trainers 3
+    arpc launch --role driver=1,server=1,trainer=3 examples/parameter_server.py
 
-This process, the driver, starts the others: a server, which keeps the parameters, and trainers. Each trainer draws data
-of its own, pushes gradients to the server and goes on with the parameters that come back. None waits for another.
+The server keeps the parameters. Each trainer draws data of its own, pushes gradients to the server and goes on with the
+parameters that come back; none waits for another. The driver starts it all and shows how it goes. Every process runs
+this file, and its rank says what it is, so that torchrun and srun do as well. Without any of them it launches itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
+import functools
 import math
 import os
-import secrets
-import signal
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 import torch
@@ -29,7 +27,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import arpc
 
 ARMS = 3
-SERVER_RANK = 1  # after the driver, which has rank 0; the trainers follow
+DRIVER, SERVER = 0, 1  # their ranks; all others are trainers
 
 
 def make_model() -> nn.Module:
@@ -76,21 +74,25 @@ class ParameterServer:
         self.published = self.weights.detach().clone()
 
 
-server: ParameterServer  # there is one in the server's process only; the functions below run there, and find it
+@functools.cache
+def the_server() -> ParameterServer:
+    """The one of this process. The functions below run in the server's."""
+    return ParameterServer()
 
 
 async def pull() -> Tensor:
     """The parameters as they are now."""
-    return server.published
+    return the_server().published
 
 
 async def push(gradient: Tensor) -> Tensor:
     """Hand in a gradient; the parameters that go on with it."""
-    return await server.push(gradient)
+    return await the_server().push(gradient)
 
 
 async def watch(total: int) -> AsyncIterator[tuple[int, Tensor]]:
     """How many gradients have come, and the parameters, several times a second until all have come."""
+    server = the_server()
     while server.pushes < total:
         yield server.pushes, server.published
         await asyncio.sleep(0.1)
@@ -103,49 +105,13 @@ async def watch(total: int) -> AsyncIterator[tuple[int, Tensor]]:
 async def train(steps: int, seed: int) -> None:
     """What the driver asks every trainer to do."""
     model, dice = make_model(), torch.Generator().manual_seed(seed)
-    weights = await arpc.rpc_sync("server", pull)
+    weights = await arpc.rpc_sync(SERVER, pull)
     for _ in range(steps):
         vector_to_parameters(weights, model.parameters())
         points, arm = draw_spiral(128, dice)
         loss = cross_entropy(model(points), arm)
         gradient = parameters_to_vector(torch.autograd.grad(loss, list(model.parameters())))
-        weights = await arpc.rpc_sync("server", push, args=(gradient,))
-
-
-# -- processes --------------------------------------------------------------------------------------------------------
-
-
-async def serve_group(place: str) -> None:
-    """The life of the server and of the trainers: do what is asked for, until nobody in the group has work left."""
-    me = asyncio.current_task()
-    assert me is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
-    number = int(os.environ["RANK"]) - SERVER_RANK
-    if number == 0:
-        global server  # noqa: PLW0603 - one process, one server
-        server = ParameterServer()
-    # RANK and WORLD_SIZE say the rest, as under torchrun; there the place would be "env://", the default
-    async with arpc.init_rpc("server" if number == 0 else f"trainer{number}", init_method=place):
-        pass  # leaving the block waits for the whole group, and serves it meanwhile
-
-
-async def run_process(rank: int, place: str) -> None:
-    """Start a process and own it: however this coroutine ends, the process has ended before."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        __file__,
-        "--worker",
-        place,
-        env={**os.environ, "RANK": str(rank)},
-        start_new_session=True,  # out of reach of the terminal's Ctrl-C: the driver alone reacts to that
-    )
-    try:
-        if code := await process.wait():
-            raise ChildProcessError(f"the process of rank {rank} ended with exit code {code}")
-    finally:
-        if process.returncode is None:
-            process.terminate()
-            await process.wait()
+        weights = await arpc.rpc_sync(SERVER, push, args=(gradient,))
 
 
 # -- the driver -------------------------------------------------------------------------------------------------------
@@ -172,64 +138,50 @@ def evaluate(pushes: int, weights: Tensor) -> Report:
     return Report(pushes, cross_entropy(scores, arm).item(), (scores.argmax(dim=1) == arm).double().mean().item())
 
 
-@contextlib.contextmanager
-def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
-    """A function to tell how far things have come. Without rich, or a terminal, nobody looks."""
-    try:
-        from rich.progress import Progress  # optional
-    except ImportError:
-        yield lambda _: None
-        return
-    with Progress(disable=not sys.stdout.isatty()) as progress:
-        bar = progress.add_task("training", total=total)
-        yield lambda completed: progress.update(bar, completed=completed)
-
-
-async def drive(trainers: int, steps: int, place: str) -> None:
-    """Start the processes, let them train, and show how it goes."""
-    total = trainers * steps
-    # what all workers find in their environment, this one too
-    os.environ |= {"WORLD_SIZE": str(trainers + 2), "ARPC_SECRET": secrets.token_hex(), "OMP_NUM_THREADS": "1"}
+async def drive(steps: int) -> None:
+    """Let the trainers train, and show how it goes."""
+    trainers = arpc.get_worker_infos()[SERVER + 1 :]
+    total = len(trainers) * steps
     reports: list[Report] = []
-    print(f"starting {trainers + 1} processes: the server and its trainers", flush=True)
-    # whatever fails first, a process or a call, ends all the others; so does Ctrl-C
-    async with asyncio.TaskGroup() as group:
-        for rank in range(SERVER_RANK, trainers + 2):
-            group.create_task(run_process(rank, place))
-        async with arpc.init_rpc("driver", rank=0, init_method=place), asyncio.TaskGroup() as calls:
-            started = time.perf_counter()
-            for n in range(1, trainers + 1):
-                calls.create_task(arpc.rpc_sync(f"trainer{n}", train, args=(steps, n), timeout=0))
-            with progress_bar(total) as advance:
-                async for pushes, weights in arpc.stream("server", watch, args=(total,), timeout=0, window=1):
-                    advance(pushes)
-                    if not reports or 10 * pushes // total > 10 * reports[-1].pushes // total:
-                        reports.append(evaluate(pushes, weights))
-                        print(reports[-1], flush=True)
-            seconds = time.perf_counter() - started
+    started = time.perf_counter()
+    async with asyncio.TaskGroup() as calls:  # if one of them fails, the others are cancelled
+        for trainer in trainers:
+            calls.create_task(arpc.rpc_sync(trainer, train, args=(steps, trainer.id), timeout=0))
+        async for pushes, weights in arpc.stream(SERVER, watch, args=(total,), timeout=0, window=1):
+            if not reports or 10 * pushes // total > 10 * reports[-1].pushes // total:
+                reports.append(evaluate(pushes, weights))
+                print(reports[-1], flush=True)
+    seconds = time.perf_counter() - started
     first, last = reports[0], reports[-1]
     print(f"loss {first.loss:.3f} -> {last.loss:.3f}, accuracy {first.accuracy:.1%} -> {last.accuracy:.1%}")
     megabytes = 2 * total * weights.nbytes / 1e6  # gradients one way, parameters the other
     print(f"{total / seconds:,.0f} calls/s, {megabytes / seconds:,.0f} MB/s")
 
 
+async def work(steps: int) -> None:
+    """The life of every process: do what is asked for, until nobody in the group has work left."""
+    async with arpc.init_rpc() as worker:  # name, rank, secret and where to meet are in the environment
+        if worker.id == DRIVER:
+            await drive(steps)
+
+
 def main() -> None:
-    """Read the command line, and run the driver or one of its workers."""
+    """Read the command line, and be a worker of a group, or launch one."""
     parser = argparse.ArgumentParser(description="Train a small network with a parameter server.")
-    parser.add_argument("--trainers", type=int, default=3, help="how many processes train (3)")
-    parser.add_argument("--steps", type=int, default=300, help="how many gradients each of them pushes (300)")
-    parser.add_argument("--worker", metavar="PLACE", help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=300, help="how many gradients each trainer pushes (300)")
+    parser.add_argument("--trainers", type=int, default=3, help="how many processes train, if this launches them (3)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.worker:
-        with contextlib.suppress(asyncio.CancelledError):
-            arpc.run(serve_group(arguments.worker))
+    if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
+        arpc.run(work(arguments.steps))
         return
+    roles = {"driver": 1, "server": 1, "trainer": arguments.trainers}
     try:
-        with tempfile.TemporaryDirectory() as folder:  # on one host a group can meet in a file, and needs no port
-            arpc.run(drive(arguments.trainers, arguments.steps, f"file://{folder}/group"))
+        arpc.run(arpc.launch.local(__file__, ("--steps", str(arguments.steps)), workers=roles))
     except KeyboardInterrupt:
         sys.exit(130)
+    except arpc.LaunchError as error:
+        sys.exit(f"\n{error.traceback}\n\n{error}")
 
 
 if __name__ == "__main__":

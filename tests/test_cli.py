@@ -42,3 +42,30 @@ def test_every_command_explains_itself(command: cli.Command, capsys: pytest.Capt
 def test_a_command_returns_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "--list", "--rows", "peers/"]) == 0
     assert capsys.readouterr().out.splitlines() == ["peers/call", "peers/rate", "peers/send"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_shells_complete_commands_and_options(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--print-completion", shell])
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    assert "launch" in printed
+    assert "max-restarts" in printed
+
+
+def test_bash_takes_its_completion(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--print-completion", "bash"])
+    completion = capsys.readouterr().out
+    asked = 'COMP_WORDS=(arpc la); COMP_CWORD=1; COMP_LINE="arpc la"; COMP_POINT=7; _shtab_arpc; echo "${COMPREPLY[@]}"'
+    done = subprocess.run(["bash", "-c", f"{completion}\n{asked}"], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["launch"]
+
+
+def test_completion_says_what_it_takes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--print-completion", "bash"])
+    assert stopped.value.code == 2
+    assert "pip install 'arpc[cli]'" in capsys.readouterr().err

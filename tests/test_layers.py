@@ -37,8 +37,9 @@ LAYERS: Final = (
     (6, {"api", "batching"}),
     (6, {"optim"}),
     (6, {"nn"}),
+    (6, {"launch"}),
     (6, {"__init__"}),  # re-exports what is above; the rows below are users of `import arpc`
-    (6, {"bench", "compat", "http", "launch", "testing"}),
+    (6, {"bench", "compat", "http", "testing"}),
     (6, {"cli"}),
     (6, {"__main__"}),
 )

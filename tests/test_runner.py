@@ -153,3 +153,28 @@ def test_a_block_around_the_run_is_around_its_coroutine_and_the_tasks_it_makes_o
         "task in a block",
         "task in a block, later",
     }
+
+
+@pytest.mark.parametrize(
+    ("error", "is_quiet"),
+    [
+        (arpc.WorkerLostError("it left as well", "worker1"), True),
+        (ExceptionGroup("calls", [arpc.WorkerLostError("gone", "ps"), arpc.ShutdownError("closed")]), True),
+        (ExceptionGroup("calls", [arpc.WorkerLostError("gone", "ps"), ValueError("a mistake")]), False),
+        (ValueError("a mistake"), False),
+    ],
+)
+def test_when_a_whole_group_is_told_to_go_lost_peers_are_no_news(error, is_quiet, monkeypatch):
+    log: list[Any] = []
+    monkeypatch.setattr(signal, "raise_signal", log.append)
+
+    async def main() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise error from None
+
+    with pytest.raises(type(error)):
+        arpc.run(main)
+    assert log == ([signal.SIGTERM] if is_quiet else [])

@@ -73,6 +73,11 @@ async def _interface_to(host: str) -> str:
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)
     except OSError as error:
+        # the name of a pod of Kubernetes leads there some time after the pod is up; for others it is the way out
+        is_here = host.partition(".")[0] == socket.gethostname().partition(".")[0]
+        outwards = _interface_towards(_EVERYWHERE["0.0.0.0"], socket.AF_INET) if is_here else None  # noqa: S104
+        if outwards is not None:
+            return outwards
         raise ConfigurationError(f"the group's store is on {host!r}, which cannot be found: {error}") from error
     for family, _, _, _, destination in found:
         interface = _interface_towards(str(destination[0]), socket.AddressFamily(family))

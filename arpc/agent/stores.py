@@ -10,6 +10,7 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch says no __all__
 
+from arpc.agent.engines import variable
 from arpc.agent.group_store import Access, GroupStore, KeyValues, StoreThread, deadline_after
 from arpc.agent.tcp_stores import open_tcp, tcp_place
 from arpc.errors import ConfigurationError
@@ -30,7 +31,7 @@ async def open_store(
     """Open a store, or wrap a ready one, and find out this worker's place in the group.
 
     A rank or size that is not given comes from the query of `init_method` (``tcp://host:port?rank=0&world_size=2``) or
-    from ``RANK`` and ``WORLD_SIZE``. ``world_size=None`` says that the group is elastic.
+    from ``RANK`` and ``WORLD_SIZE``, or what Slurm has for them. ``world_size=None`` says that the group is elastic.
 
     Over TCP, rank 0 serves the store, unless torchrun does. An elastic worker of no rank serves it if the address is of
     this machine and the port is free. A ``timeout_s`` of 0 means no limit.
@@ -98,7 +99,7 @@ def _number(name: str, given: int | Unset, query: Mapping[str, str]) -> int | No
         return given
     text, source = query.get(name), f"{name} in init_method"
     if text is None:
-        text, source = os.environ.get(name.upper()) or None, f"environment variable {name.upper()}"
+        text, source = variable(name.upper()), f"environment variable {name.upper()}"
     return None if text is None else _to_int(text, source)
 
 

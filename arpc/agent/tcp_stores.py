@@ -22,6 +22,7 @@ from urllib.parse import SplitResult
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # torch says no __all__
 
+from arpc.agent.engines import variable
 from arpc.agent.group_store import Access, GroupStore, KeyValues, StoreThread
 from arpc.errors import ConfigurationError, RendezvousError, RendezvousTimeoutError
 
@@ -65,11 +66,11 @@ def tcp_place(url: SplitResult, query: Mapping[str, str]) -> TcpPlace:
 
 
 def _variable(name: str) -> str:
-    text = os.environ.get(name)
+    text = variable(name)
     if not text:
         raise ConfigurationError(
             f"init_method 'env://' needs the environment variable {name}, which is not set "
-            "(torchrun sets it; tcp://host:port and file:///path do without)"
+            "(arpc launch and torchrun set it; tcp://host:port and file:///path do without)"
         )
     return text
 

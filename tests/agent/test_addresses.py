@@ -47,6 +47,17 @@ async def test_a_host_that_cannot_be_found_or_reached_is_an_error(monkeypatch):
         await default_addresses(SECRET, "no-such-host.invalid")
 
 
+async def test_a_host_need_not_find_its_own_name(interface, monkeypatch):
+    def unknown(*_: Any, **__: Any) -> Any:
+        raise socket.gaierror("not yet")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(socket, "gethostname", lambda: "train-0")
+    assert await default_addresses(SECRET, "train-0.train") == ("unix://", "tcp://10.0.0.5:0")
+    with pytest.raises(ConfigurationError, match="cannot be found"):
+        await default_addresses(SECRET, "train-1.train")
+
+
 async def test_all_interfaces_are_called_by_the_one_that_others_can_reach(interface):
     assert await as_others_call_it("tcp://0.0.0.0:7", "10.0.0.9") == "tcp://10.0.0.5:7"
     assert await as_others_call_it("tcp://0.0.0.0:7", None) == "tcp://10.0.0.5:7"

@@ -12,6 +12,7 @@ from tests.integration.processes import QUICK, Processes, run_scripts
 
 MIB = 1 << 20
 FAR_WORKER = str(Path(__file__).parent / "scripts" / "far_worker.py")
+DEMO = str(Path(__file__).parents[2] / "examples" / "parameter_server.py")
 STORE_PORT = 29500  # in a namespace of its own every port is free
 
 
@@ -40,3 +41,24 @@ def test_workers_of_two_hosts_call_each_other(monkeypatch: pytest.MonkeyPatch):
     assert (left.returncode, right.returncode) == (0, 0)
     assert f"talked over tcp://{hosts[1].address}:" in left.stdout
     assert f"talked over tcp://{hosts[0].address}:" in right.stdout
+
+
+@pytest.mark.timeout(120)  # three processes import torch
+@pytest.mark.usefixtures("runtime_directory")
+def test_the_demo_runs_over_two_hosts_with_tls_as_slurm_would_start_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nothing but what ``srun`` sets says who is who and where to meet."""
+    certs = pytest.importorskip("arpc.certs", reason="this arpc makes no certificates")
+    pytest.importorskip("cryptography", reason="certificates are made with cryptography: pip install 'arpc[certs]'")
+    made = certs.Authority(tmp_path).issue("worker*")
+    for name, value in (("CERT", made.cert), ("KEY", made.key), ("CA", made.ca)):
+        monkeypatch.setenv(f"ARPC_TLS_{name}", str(value))
+    monkeypatch.setenv("ARPC_SHARED_MEMORY_BYTES", "0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with two_hosts() as hosts:
+        left, right = (host.runner for host in hosts)
+        job = ["SLURM_JOB_ID=4242", "SLURM_STEP_ID=0", "SLURM_NTASKS=3", "SLURM_JOB_NODELIST=10.213.77.[1-2]"]
+        tasks = [[*there, "env", *job, f"SLURM_PROCID={rank}"] for rank, there in enumerate((left, right, right))]
+        driver, server, trainer = run_scripts(*[[DEMO, "--steps", "20"]] * 3, limit_s=100.0, within=tasks)
+    # without TLS, and with no secret, they would have refused to listen beyond their hosts
+    assert [one.returncode for one in (driver, server, trainer)] == [0, 0, 0]
+    assert "    20 gradients   loss " in driver.stdout

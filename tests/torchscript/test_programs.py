@@ -39,20 +39,16 @@ async def test_a_program_is_held_and_called_where_it_is(group, program):
     assert torch.equal(await model.rpc_sync().forward(X), program.module()(X))
 
 
-def test_programs_that_were_called_are_kept_but_not_forever(program):
+def test_programs_that_were_called_are_kept_but_not_forever(program, monkeypatch):
+    monkeypatch.setattr(programs, "_MODULES", 1)
     modules = programs._Modules()
     saved = programs._save(program)
-    assert modules.get(saved) is modules.get(bytes(saved))
-    for number in range(programs._MODULES):
-        modules._loaded[bytes([number])] = torch.nn.Identity()
-    first = next(iter(modules._loaded))
-    modules.get(saved)  # used last, so kept
-    modules._loaded[b"another"] = torch.nn.Identity()
-    modules.get(saved)
-    assert first in modules._loaded  # nothing was loaded, so nothing was let go of
-    del modules._loaded[first]
-    modules.get(saved)
-    assert len(modules._loaded) <= programs._MODULES
+    first = modules.get(saved)
+    assert modules.get(bytes(saved)) is first  # by its content
+    other = torch.export.export(torch.nn.Identity(), (X,))
+    modules.get(programs._save(other))
+    assert len(modules._loaded) == 1
+    assert modules.get(saved) is not first
 
 
 async def test_compiled_functions_are_found_under_their_names(group):

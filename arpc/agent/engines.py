@@ -1,0 +1,130 @@
+"""What the engine that started this process says in its environment: torchrun and the launcher, or Slurm.
+
+All speak of ranks, of a size and of a place to meet. torchrun's names for them are the ones that are looked up; where
+they are missing under ``srun``, they are made from what Slurm sets.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from arpc.errors import ConfigurationError
+
+__all__ = ["default_name", "first_host", "hosts", "slurm_environment", "slurm_port", "variable"]
+
+FIRST_PORT: Final = 15_000
+PORTS: Final = 16_384
+"""Below the ports that systems hand out by themselves (32768 and up on Linux)."""
+
+_SLURM: Final = ("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_JOB_ID")
+"""Set for every task of a step, which is what ``srun`` starts; a batch script itself has no step."""
+
+
+def variable(name: str, environment: Mapping[str, str] | None = None) -> str | None:
+    """One of ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ... of this process; None if neither engine says."""
+    environment = os.environ if environment is None else environment
+    return environment.get(name) or slurm_environment(environment).get(name)
+
+
+def default_name(rank: int | None, environment: Mapping[str, str] | None = None) -> str:
+    """The name of a worker whose program does not say one: ``ARPC_NAME``, or else ``worker`` and its rank."""
+    name = variable("ARPC_NAME", environment)
+    if name:
+        return name
+    number = variable("RANK", environment) if rank is None else str(rank)
+    if number is None:
+        raise ConfigurationError(
+            "this worker has no name: pass one to init_rpc, or set ARPC_NAME, as `arpc launch` does; "
+            "with a rank it would be called worker<rank>"
+        )
+    return f"worker{number}"
+
+
+def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """What torchrun would have set, in a task that ``srun`` started; else nothing."""
+    if any(not environment.get(name) for name in _SLURM):
+        return {}
+    size = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS")
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
+    if not size or not nodes:
+        return {}
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+        "MASTER_ADDR": first_host(nodes),
+        "MASTER_PORT": str(slurm_port(environment["SLURM_JOB_ID"], environment["SLURM_STEP_ID"])),
+    }
+
+
+def slurm_port(job_id: str, step_id: str = "0") -> int:
+    """A port that all tasks of a step agree on, and that other jobs of the host have not, most likely.
+
+    >>> slurm_port("4242") == slurm_port("4242"), slurm_port("4242") == slurm_port("4243")
+    (True, False)
+    """
+    try:
+        job, step = int(job_id), int(step_id)
+    except ValueError:
+        raise ConfigurationError(f"SLURM_JOB_ID={job_id!r} and SLURM_STEP_ID={step_id!r} must be numbers") from None
+    return FIRST_PORT + (job + 257 * step) % PORTS  # jobs of one host have ids that are close to each other
+
+
+def first_host(nodelist: str) -> str:
+    """Where rank 0 runs."""
+    for host in hosts(nodelist):
+        return host
+    raise ConfigurationError(f"Slurm's list of nodes, {nodelist!r}, has none")
+
+
+def hosts(nodelist: str) -> Iterator[str]:
+    """The hosts that one of Slurm's lists stands for, in order.
+
+    >>> list(hosts("gpu[08-10,12],login1"))
+    ['gpu08', 'gpu09', 'gpu10', 'gpu12', 'login1']
+    """
+    for part in _split(nodelist):
+        yield from _expand(part)
+
+
+def _split(nodelist: str) -> Iterator[str]:
+    """The parts between the commas that are outside of brackets."""
+    depth, start = 0, 0
+    for index, character in enumerate(nodelist):
+        if character == "[":
+            depth += 1
+        elif character == "]":
+            depth -= 1
+        elif character == "," and depth == 0:
+            yield nodelist[start:index].strip()
+            start = index + 1
+        if depth not in {0, 1}:
+            break
+    if depth != 0:
+        raise ConfigurationError(f"Slurm's list of nodes, {nodelist!r}, has brackets that do not match")
+    if last := nodelist[start:].strip():
+        yield last
+
+
+def _expand(part: str) -> Iterator[str]:
+    """``rack[1-2]node[3,5]`` has two pairs of brackets: the last number runs fastest."""
+    head, bracket, rest = part.partition("[")
+    if not bracket:
+        yield part
+        return
+    numbers, _, tail = rest.partition("]")
+    tails = list(_expand(tail))
+    for number in _numbers(numbers, part):
+        for end in tails:
+            yield f"{head}{number}{end}"
+
+
+def _numbers(text: str, part: str) -> Iterator[str]:
+    for item in text.split(","):
+        first, dash, last = item.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ConfigurationError(f"{part!r} in Slurm's list of nodes has {item!r} where numbers belong")
+        for number in range(int(first), int(last if dash else first) + 1):
+            yield f"{number:0{len(first)}}"  # with the zeros that the first one has

@@ -1,0 +1,12 @@
+"""Groups of workers in processes: on this machine with `local`, over a Ray cluster with `ray`.
+
+``arpc launch`` is the same from a shell. Under torchrun, Slurm and Kubernetes nothing of this is needed: workers find
+their places in the environment, see `arpc.init_rpc`.
+"""
+
+from arpc.launch.local import local
+from arpc.launch.programs import Module
+from arpc.launch.ray_cluster import ray
+from arpc.launch.result import Launched
+
+__all__ = ["Launched", "Module", "local", "ray"]

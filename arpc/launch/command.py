@@ -1,0 +1,116 @@
+"""What ``arpc launch`` runs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from arpc.errors import ConfigurationError, LaunchError
+from arpc.launch.life import exit_status
+from arpc.launch.local import LocalGroup, Settings
+from arpc.launch.meeting import choose_http
+from arpc.launch.output import Screen
+from arpc.launch.plan import Group, as_group, parse_resources, parse_roles
+from arpc.launch.programs import Module, Program, command_for
+from arpc.launch.ray_cluster import ray
+from arpc.runner import run as run_to_its_end
+
+__all__ = ["add_arguments", "run"]
+
+USAGE_STATUS: Final = 2
+FILES: Final = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
+"""How shells complete what is a file."""
+STRATEGIES: Final = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be asked of a launch."""
+    how_many = parser.add_mutually_exclusive_group(required=True)
+    how_many.add_argument("-n", "--workers", type=int, metavar="N", help="workers named worker0, worker1, ...")
+    how_many.add_argument("--role", metavar="ROLES", help="workers by role: ps=1,trainer=3 are ps0, trainer0, ...")
+    parser.add_argument("-m", "--module", action="store_true", help="PROGRAM is a module, as for python -m")
+    parser.add_argument("--max-restarts", type=int, default=0, metavar="N", help="start a group that failed again (0)")
+    parser.add_argument(
+        "--grace", type=float, default=10.0, metavar="SECONDS", help="what workers get to end in good order (10)"
+    )
+    parser.add_argument(
+        "--dashboard",
+        nargs="?",
+        const="",
+        metavar="HOST:PORT",
+        help="the worker of rank 0 serves the group's dashboard, here or on a port of this machine",
+    )
+    parser.add_argument(
+        "--on", choices=("local", "ray"), default="local", help="this machine, or a Ray cluster (local)"
+    )
+    parser.add_argument("--resources", metavar="NEEDS", default="CPU=1", help="on Ray: what a worker takes (CPU=1)")
+    parser.add_argument("--strategy", choices=STRATEGIES, default="PACK", help="on Ray: which nodes it chooses (PACK)")
+    program = parser.add_argument("program", metavar="PROGRAM", help="the script that every worker runs")
+    program.complete = FILES  # type: ignore[attr-defined]  # shtab looks for it there
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="what follows is for the script")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Launches what was asked for; returns the exit status of the worker that failed first, or 0."""
+    try:
+        group: Group = options.workers if options.role is None else parse_roles(options.role)
+        program: Program = Module(options.program) if options.module else options.program
+        if options.on == "ray":
+            run_to_its_end(_launch_on_ray(program, group, options))
+        else:
+            return asyncio.run(_launch_here(program, group, options))
+    except ConfigurationError as error:
+        _complain(error)
+        return USAGE_STATUS
+    except LaunchError as error:
+        _complain(error)
+        return exit_status(error.exit_code or 1)
+    except KeyboardInterrupt:
+        return exit_status(-signal.SIGINT)
+    return 0
+
+
+def _complain(error: Exception) -> None:
+    print(f"arpc launch: {error}", file=sys.stderr)  # noqa: T201 - it talks to a person
+
+
+async def _launch_here(program: Program, group: Group, options: argparse.Namespace) -> int:
+    slots = as_group(group)
+    http = None if options.dashboard is None else choose_http(options.dashboard)
+    settings = Settings(options.max_restarts, options.grace, {}, http)
+    screen = Screen(slots)
+    with tempfile.TemporaryDirectory(prefix="arpc-launch-") as name:
+        command = command_for(program, options.arguments, Path(name))
+        launch = LocalGroup(slots, command, settings, Path(name), screen)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                loop.add_signal_handler(number, launch.interrupt, number)
+        outcome = await launch.run()
+    if outcome.interrupted_by is not None:
+        return exit_status(-outcome.interrupted_by)
+    if outcome.failure is not None:
+        failure = launch.failure_of(outcome)
+        if failure.traceback:
+            screen.say(f"\n{failure.traceback}")
+        screen.say(f"\narpc launch: {failure}", is_bad=True)
+        return exit_status(outcome.failure.exit_code)
+    return 0
+
+
+async def _launch_on_ray(program: Program, group: Group, options: argparse.Namespace) -> None:
+    """Ray brings the workers' output here by itself, with their names before it, the traceback of a failure too."""
+    await ray(
+        program,
+        options.arguments,
+        workers=group,
+        max_restarts=options.max_restarts,
+        resources=parse_resources(options.resources),
+        strategy=options.strategy,
+        http=options.dashboard or None,
+    )

@@ -1,0 +1,217 @@
+"""The life of a group of processes, decided without any: events in, decisions out.
+
+::
+
+    RUNNING --- a worker fails --------------------------> ENDING --- all have exited ---> RUNNING again, or ENDED
+       |  `---- one fails because it lost another --> WAITING  ^
+       |                                                 `-----'  the other fails too, or time is up
+       `------- all exited with 0 ---> ENDED
+
+When one worker dies, others that had calls under way there die of that, and may well be quicker. `WAITING` gives the
+one that was first a moment to be heard of: it is the one whose traceback helps.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+__all__ = [
+    "Arm",
+    "Decision",
+    "Ended",
+    "Failure",
+    "GroupLife",
+    "Kill",
+    "Outcome",
+    "Start",
+    "Terminate",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The end of a worker that ended the group."""
+
+    rank: int
+    exit_code: int
+    """As Python has it: negative for a signal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How it all ended: well, by the failure of a worker, or because somebody wanted it to."""
+
+    failure: Failure | None = None
+    interrupted_by: signal.Signals | None = None
+
+    @property
+    def is_success(self) -> bool:
+        return self.failure is None and self.interrupted_by is None
+
+
+# -- decisions --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start all workers, to meet at a place of their own."""
+
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Terminate:
+    """Ask these workers to end."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End these workers."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """Call `GroupLife.time_is_up` with this number in so many seconds. An earlier alarm does not count any more."""
+
+    number: int
+    after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Nobody is left and nobody will be started."""
+
+    outcome: Outcome
+
+
+Decision: TypeAlias = Start | Terminate | Kill | Arm | Ended
+
+
+class _Phase(enum.Enum):
+    NEW = enum.auto()
+    RUNNING = enum.auto()
+    WAITING = enum.auto()
+    ENDING = enum.auto()
+    ENDED = enum.auto()
+
+
+class GroupLife:
+    """Decides what becomes of a group. Whoever calls it carries out what it returns, in that order."""
+
+    def __init__(self, size: int, *, max_restarts: int = 0, grace_s: float = 10.0, blame_s: float = 2.0) -> None:
+        self.incarnation = 0
+        self.alive: set[int] = set()
+        self.failure: Failure | None = None
+        """The one that ends, or has ended, this incarnation."""
+        self._size = size
+        self._max_restarts = max_restarts
+        self._grace_s = grace_s
+        self._blame_s = blame_s
+        self._phase = _Phase.NEW
+        self._alarm = 0
+        self._interrupted_by: signal.Signals | None = None
+
+    @property
+    def is_ending(self) -> bool:
+        return self._phase in {_Phase.ENDING, _Phase.ENDED}
+
+    def start(self) -> list[Decision]:
+        assert self._phase is _Phase.NEW
+        return self._begin()
+
+    def exited(self, rank: int, exit_code: int, *, lost_another: bool = False) -> list[Decision]:
+        """A worker has ended; `lost_another` if it seems to have done so because another did."""
+        if rank not in self.alive:
+            return []
+        self.alive.discard(rank)
+        decisions: list[Decision] = []
+        if exit_code != 0:
+            failure = Failure(rank, exit_code)
+            if self._phase is _Phase.RUNNING and lost_another and self.alive:
+                self.failure = failure
+                self._phase = _Phase.WAITING
+                decisions.append(self._set_alarm(self._blame_s))
+            elif self._phase is _Phase.RUNNING or (self._phase is _Phase.WAITING and not lost_another):
+                self.failure = failure
+                decisions += self._end_the_rest()
+        if not self.alive:
+            decisions += self._all_have_exited()
+        return decisions
+
+    def interrupted(self, by: signal.Signals) -> list[Decision]:
+        """Somebody wants all of it to end. Who says so twice does not want to wait."""
+        if self._phase is _Phase.ENDED:
+            return []
+        again = self._interrupted_by is not None
+        self._interrupted_by = self._interrupted_by or by
+        if not self.alive:
+            return self._all_have_exited()
+        if again:
+            return [Kill(self._ranks())]
+        return self._end_the_rest()
+
+    def time_is_up(self, number: int) -> list[Decision]:
+        """The alarm of that number went off."""
+        if number != self._alarm or not self.alive:
+            return []
+        if self._phase is _Phase.WAITING:
+            return self._end_the_rest()
+        if self._phase is _Phase.ENDING:
+            return [Kill(self._ranks())]
+        return []
+
+    def _begin(self) -> list[Decision]:
+        self._phase = _Phase.RUNNING
+        self.failure = None
+        self.alive = set(range(self._size))
+        return [Start(self.incarnation)]
+
+    def _end_the_rest(self) -> list[Decision]:
+        self._phase = _Phase.ENDING
+        if not self.alive:
+            return []
+        return [Terminate(self._ranks()), self._set_alarm(self._grace_s)]
+
+    def _all_have_exited(self) -> list[Decision]:
+        if self.failure is not None and self._interrupted_by is None and self.incarnation < self._max_restarts:
+            self.incarnation += 1
+            return self._begin()
+        self._phase = _Phase.ENDED
+        failure = None if self._interrupted_by is not None else self.failure
+        return [Ended(Outcome(failure, self._interrupted_by))]
+
+    def _set_alarm(self, after_s: float) -> Arm:
+        self._alarm += 1
+        return Arm(self._alarm, after_s)
+
+    def _ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(self.alive))
+
+
+def describe_exit(exit_code: int) -> str:
+    """Words for how a process ended.
+
+    >>> describe_exit(3), describe_exit(-9)
+    ('ended with exit code 3', 'was killed by SIGKILL')
+    """
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    known: Iterable[int] = [number.value for number in signal.Signals]
+    return f"was killed by {signal.Signals(-exit_code).name if -exit_code in known else f'signal {-exit_code}'}"
+
+
+def exit_status(exit_code: int) -> int:
+    """What a shell calls the exit code of a process.
+
+    >>> exit_status(3), exit_status(-15)
+    (3, 143)
+    """
+    return exit_code if exit_code >= 0 else 128 - exit_code

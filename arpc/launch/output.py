@@ -1,0 +1,190 @@
+"""What workers print: whole lines with the worker's name before them, and the traceback that ends a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import re
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Final, Literal, TextIO, TypeAlias
+
+from arpc.launch.plan import Slot
+
+__all__ = ["LineSplitter", "Screen", "Tail", "last_traceback", "lost_another", "reading", "wants_colour"]
+
+Stream: TypeAlias = Literal["stdout", "stderr"]
+
+LONGEST_LINE_BYTES: Final = 1 << 16
+TAIL_LINES: Final = 2000
+DEFAULT_WIDTH: Final = 80
+COLOURS: Final = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+"""Of the terminal's own palette, so that they are legible on its background; red is left for failures."""
+
+_START: Final = re.compile(r"(?:  \+ Exception Group )?Traceback \(most recent call last\):$")
+_CHAIN: Final = ("The above exception was the direct cause", "During handling of the above exception")
+_LOST: Final = re.compile(r"(?:arpc\.errors\.)?(?:WorkerLostError|OwnerLostError|ConnectionClosedError)\b")
+
+
+class LineSplitter:
+    """Makes lines of what comes in pieces. What a carriage return overwrote is not shown."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[str]:
+        """The lines that are complete now. One that does not end is cut when it is long enough."""
+        *lines, rest = (self._rest + data).split(b"\n")
+        while len(rest) > LONGEST_LINE_BYTES:
+            lines.append(rest[:LONGEST_LINE_BYTES])
+            rest = rest[LONGEST_LINE_BYTES:]
+        self._rest = rest
+        yield from map(_shown, lines)
+
+    def end(self) -> Iterator[str]:
+        """The last line, if it lacks its end."""
+        rest, self._rest = self._rest, b""
+        if rest:
+            yield _shown(rest)
+
+
+def _shown(line: bytes) -> str:
+    # a progress bar writes over itself: what it wrote last is what a terminal would show
+    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+
+
+class Tail:
+    """The last lines of a worker's stderr."""
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=TAIL_LINES)
+
+    def add(self, line: str) -> None:
+        self._lines.append(line)
+
+    @property
+    def traceback(self) -> str:
+        """The traceback that it ended with; empty if there is none."""
+        return last_traceback(tuple(self._lines))
+
+
+@contextlib.asynccontextmanager
+async def reading(descriptor: int) -> AsyncIterator[asyncio.StreamReader]:
+    """The read end of a pipe, on the running loop; it is closed at the end."""
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    pipe = os.fdopen(descriptor, "rb", buffering=0)
+    try:
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    except BaseException:
+        pipe.close()
+        raise
+    try:
+        yield reader
+    finally:
+        transport.close()
+
+
+def last_traceback(lines: Sequence[str]) -> str:
+    """The last traceback of some output, with those of the exceptions that led to it, and all that follows.
+
+    >>> print(last_traceback(["hello", "Traceback (most recent call last):", "  File ...", "ValueError: no"]))
+    Traceback (most recent call last):
+      File ...
+    ValueError: no
+    """
+    starts = [index for index, line in enumerate(lines) if _START.match(line)]
+    if not starts:
+        return ""
+    first = starts.pop()
+    while starts and any(line.startswith(_CHAIN) for line in lines[max(starts[-1], first - 3) : first]):
+        first = starts.pop()
+    return "\n".join(lines[first:]).rstrip()
+
+
+def lost_another(traceback: str) -> bool:
+    r"""Whether an exception says that another worker is gone: then that one is to blame.
+
+    >>> lost_another("Traceback ...\narpc.errors.WorkerLostError: worker 'ps0' was lost")
+    True
+    """
+    unindented = [line for line in traceback.splitlines() if line[:1].strip()]
+    return bool(unindented) and _LOST.match(unindented[-1]) is not None
+
+
+def wants_colour(stream: TextIO) -> bool:
+    """Whether colours are seen there, and wanted: https://no-color.org."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+class Screen:
+    """Where the launcher writes: the workers' lines, and on a terminal one line below them that says how things are."""
+
+    def __init__(self, slots: Sequence[Slot], out: TextIO | None = None, err: TextIO | None = None) -> None:
+        self._out = sys.stdout if out is None else out
+        self._err = sys.stderr if err is None else err
+        self._is_live = self._err.isatty() and os.environ.get("TERM") != "dumb"
+        self._status = ""
+        colours = itertools.cycle(COLOURS)
+        self._prefixes = {slot.rank: (f"[{slot.name}]", next(colours)) for slot in slots}
+        self.is_closed = False
+        """Whoever read this has gone."""
+
+    def line(self, rank: int, stream: Stream, text: str) -> None:
+        """Show a line of a worker."""
+        to = self._out if stream == "stdout" else self._err
+        prefix, colour = self._prefixes[rank]
+        if wants_colour(to):
+            prefix = f"\x1b[{colour}m{prefix}\x1b[0m"
+        self._write(to, f"{prefix} {text}\n")
+
+    def say(self, text: str, *, is_bad: bool = False) -> None:
+        """Something of the launcher's own, on stderr."""
+        if is_bad and wants_colour(self._err):
+            text = f"\x1b[31m{text}\x1b[0m"
+        self._write(self._err, f"{text}\n")
+
+    def show_status(self, text: str) -> None:
+        """Put a text on the last line, in place of the one before; on a terminal only."""
+        if self._is_live and not self.is_closed:
+            self._status = text[: max(1, _width(self._err) - 1)]
+            self._write(self._err, "")
+
+    def close(self) -> None:
+        self._status = ""
+        if self._is_live:
+            self._write(self._err, "")
+
+    def _write(self, to: TextIO, text: str) -> None:
+        if self.is_closed:
+            return
+        try:
+            if self._is_live:
+                self._err.write("\r\x1b[K")
+                if to is not self._err:
+                    self._err.flush()
+            _write_all(to, text)
+            if self._is_live and self._status:
+                self._err.write(f"\x1b[2m{self._status}\x1b[0m" if wants_colour(self._err) else self._status)
+                self._err.flush()
+        except (BrokenPipeError, ValueError):
+            self.is_closed = True
+
+
+def _write_all(to: TextIO, text: str) -> None:
+    try:
+        to.write(text)
+    except UnicodeEncodeError:
+        encoding = to.encoding or "ascii"
+        to.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    to.flush()
+
+
+def _width(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or DEFAULT_WIDTH  # 0 if the terminal does not know
+    except (OSError, ValueError):
+        return DEFAULT_WIDTH

@@ -1,0 +1,143 @@
+"""What runs on a Ray cluster for each worker: an actor that becomes the worker, or keeps the process of a script."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import sys
+import traceback
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import cloudpickle
+
+from arpc.launch.keeping import Exited, Keeper, KeeperLost, News
+from arpc.launch.meeting import StoreServer
+from arpc.launch.output import LineSplitter, Tail, reading
+from arpc.launch.plan import Slot
+from arpc.runner import run
+
+__all__ = ["End", "RayWorker", "Ready"]
+
+KEEPER_LOST: Final = -9
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Where an actor is, and which of its lives this is."""
+
+    life: str
+    node: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a worker ended; what it returned, pickled, if that was well."""
+
+    exit_code: int
+    traceback: str = ""
+    result: bytes | None = None
+    is_lost: bool = False
+    """The actor itself is no more, or was no more when it ended."""
+
+
+class RayWorker:
+    """The actor. Ray restarts it in a new process, where it has a new life and knows nothing of the one before."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self._life = uuid.uuid4().hex
+        self._server: StoreServer | None = None
+
+    def __repr__(self) -> str:
+        return self._slot.name  # what Ray puts before the lines that this process prints
+
+    def ready(self) -> Ready:
+        """Answer: there is a process."""
+        import ray
+
+        return Ready(self._life, ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
+
+    def open_meeting(self) -> tuple[str, int]:
+        """Serve the store of the group, as long as this process lives."""
+        import ray
+
+        server = self._server = StoreServer(ray.util.get_node_ip_address())
+        server.serve_blocking()
+        return server.host, server.port
+
+    def run_function(self, environment: Mapping[str, str], package: bytes) -> End:
+        """Be the worker."""
+        os.environ.update(environment)
+        try:
+            function, args = pickle.loads(package)
+            result = function(*args)
+            if hasattr(result, "__await__"):
+                result = run(result)
+            return End(0, result=cloudpickle.dumps(result))
+        except SystemExit as error:
+            return End(_code_of(error))
+        except BaseException:  # noqa: BLE001 - whatever ended the worker, the launcher has to know
+            traceback.print_exc()
+            return End(1, traceback.format_exc().rstrip())
+
+    def run_command(self, environment: Mapping[str, str], arguments: Sequence[str]) -> End:
+        """Run a script or a module in a process that ends with this one, and show what it prints."""
+        return asyncio.run(_run_command([sys.executable, *arguments], environment))
+
+
+def _code_of(error: SystemExit) -> int:
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    print(error.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
+    return 1
+
+
+async def _run_command(command: Sequence[str], environment: Mapping[str, str]) -> End:
+    news: asyncio.Queue[News] = asyncio.Queue()
+    tail = Tail()
+    readers, writers = zip(os.pipe(), os.pipe(), strict=True)
+    pumps = [
+        asyncio.create_task(_pump(reader, stream, tail))
+        for reader, stream in zip(readers, (sys.stdout, sys.stderr), strict=True)
+    ]
+    keeper = await Keeper.open(news.put_nowait)
+    try:
+        try:
+            await keeper.start(0, command, environment=environment, directory=None, output=writers)
+        finally:
+            for writer in writers:
+                os.close(writer)
+        while True:
+            match await news.get():
+                case Exited(_, exit_code, problem):
+                    break
+                case KeeperLost():
+                    exit_code, problem = KEEPER_LOST, "the process that keeps the worker was killed"
+                    break
+                case _:
+                    pass
+    finally:
+        await keeper.aclose()
+        await asyncio.wait(pumps)  # nobody is left who could write there
+    return End(exit_code, problem or tail.traceback)
+
+
+async def _pump(descriptor: int, stream: Any, tail: Tail) -> None:
+    splitter = LineSplitter()
+    async with reading(descriptor) as reader:
+        while data := await reader.read(1 << 16):
+            for line in splitter.feed(data):
+                _show(line, stream, tail)
+    for line in splitter.end():
+        _show(line, stream, tail)
+
+
+def _show(line: str, stream: Any, tail: Tail) -> None:
+    if stream is sys.stderr:
+        tail.add(line)
+    print(line, file=stream, flush=True)  # Ray takes it to the driver

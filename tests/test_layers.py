@@ -39,7 +39,8 @@ LAYERS: Final = (
     (6, {"nn"}),
     (6, {"launch"}),
     (6, {"__init__"}),  # re-exports what is above; the rows below are users of `import arpc`
-    (6, {"bench", "compat", "http", "testing"}),
+    (6, {"compat"}),
+    (6, {"bench", "http", "testing"}),
     (6, {"cli"}),
     (6, {"__main__"}),
 )

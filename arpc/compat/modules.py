@@ -7,6 +7,8 @@ import sys
 from types import ModuleType
 from typing import Final
 
+from arpc.compat import hooks
+
 __all__ = ["REPLACED", "install", "is_installed"]
 
 REPLACED: Final = {
@@ -55,7 +57,7 @@ def install() -> None:
     for name, (source, offered) in _NAMES.items():
         for each in offered:
             setattr(parents[name], each, getattr(importlib.import_module(source), each))
-    importlib.import_module("arpc.compat.hooks").install()
+    hooks.install()
 
 
 def _bind(name: str, module: ModuleType) -> None:

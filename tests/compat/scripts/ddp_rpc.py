@@ -53,11 +53,11 @@ def set_table(table):
 
 def run(rank, world_size):
     """Trainers 0 and 1, and the server with the table."""
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size)
     if rank in TRAINERS:
         store = f"tcp://{os.environ['MASTER_ADDR']}:{int(os.environ['MASTER_PORT']) + 1}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=len(TRAINERS))
-    else:
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size)
+    if rank not in TRAINERS:
         table = RemoteModule(f"worker{rank}", nn.EmbeddingBag, args=(6, 4), kwargs={"mode": "sum"})
         for trainer in TRAINERS:
             rpc.rpc_sync(f"worker{trainer}", set_table, args=(table,))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 
 from arpc.autograd.heeded import heed_accumulate_hooks
 
 __all__ = ["install"]
+
+# Torch ends a process group with the last who has it. If that is a reducer, it waits for the group's threads while it
+# has the interpreter lock, which these may need in order to end: so another has it, a little longer than the reducer.
+_outliving: Final[list[Any]] = []
+atexit.register(_outliving.clear)
 
 
 def install() -> None:
@@ -26,7 +32,12 @@ def install() -> None:
 
         def __init__(self, params: Sequence[Any], *args: Any, **kwargs: Any) -> None:
             super().__init__(params, *args, **kwargs)
+            _outliving.clear()
+            self._groups = [each for each in (*args, *kwargs.values()) if isinstance(each, dist.ProcessGroup)]
             flat = itertools.chain.from_iterable(params) if params and isinstance(params[0], list | tuple) else params
             heed_accumulate_hooks(parameter for parameter in flat if parameter.requires_grad)
+
+        def __del__(self) -> None:
+            _outliving.extend(self.__dict__.get("_groups", ()))
 
     dist.Reducer = Reducer  # type: ignore[attr-defined]

@@ -27,6 +27,7 @@
     │   └── RRefCreationError                  it is not known whether its value was ever created
     ├── AutogradError (RuntimeError)           no such context, or roots that gradients cannot start from
     │   └── BackwardError                      a node raised in a backward pass; names the worker and the node
+    ├── ProfilerError (RuntimeError)           a profile, or a profiling key, that is used out of turn
     ├── ScriptError (RuntimeError)             a TorchScript function that raised, or cannot be called like that
     ├── BatchError (ValueError)                a batched function returned what is no result for each of its calls
     ├── RemoteError                            the function raised something that cannot be rebuilt here
@@ -66,6 +67,7 @@ __all__ = [
     "NotReadyError",
     "OverloadedError",
     "OwnerLostError",
+    "ProfilerError",
     "ProtocolError",
     "RRefCreationError",
     "RRefError",
@@ -256,6 +258,10 @@ class BackwardError(AutogradError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return BackwardError, (str(self), self.worker, self.worker_id, self.node, self.forward_stack)
+
+
+class ProfilerError(ArpcError, RuntimeError):
+    """A profile, or a profiling key, was used out of turn."""
 
 
 class ScriptError(ArpcError, RuntimeError):

@@ -405,7 +405,7 @@ class Agent:
         send = partial(self._send_packed, message, peer, payload, slots, timeout_s, future)
         if any(self._occasions) and (observers := self.observers.concerned()):
             kind = kind_of(int(message.type), 0)
-            call_id = self.observers.begin(observers, peer, message, future, kind, is_awaited=False, send=send)
+            call_id = self.observers.begin(observers, peer, message, (), future, kind, is_awaited=False, send=send)
         else:
             call_id = send()
         future.on_cancel = partial(peer.cancel, call_id)
@@ -508,6 +508,7 @@ class Agent:
                 observers,
                 peer,
                 function,
+                args,
                 future,
                 kind_of(type_, flags),
                 is_awaited=not isinstance(future, Future),

@@ -28,7 +28,6 @@ from arpc.agent.scope import current_scope
 from arpc.agent.streams import Producer
 from arpc.agent.threads import ThreadPool
 from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError, ShutdownError
-from arpc.torchstate import call_stepped, current_steps
 from arpc.transport.base import Connection
 from arpc.wire.frames import BRIEF_HEADER, HEADER, brief_kind, frame
 from arpc.wire.messages import WINDOW, FailureKind, ItemFlag, Message, MessageType, Request, RequestFlag
@@ -462,10 +461,7 @@ class Executor:
         """
         if function.mode is _THREAD:
             context = copy_context()
-            call = (
-                function.call if (steps := current_steps.get()) is None else partial(call_stepped, steps, function.call)
-            )
-            result = await self.threads.call(lambda: context.run(call, *args, **kwargs))
+            result = await self.threads.call(lambda: context.run(function.call, *args, **kwargs))
         else:
             result = function.call(*args, **kwargs)
         if function.returns_future:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import Context
 from enum import Enum
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -32,10 +32,28 @@ from arpc.wire.frames import HEADER_BYTES
 from arpc.wire.messages import MESSAGE_CLASSES, Message, MessageType, RequestFlag
 from arpc.wire.tensors import Slot
 
-__all__ = ["Handling", "Kind", "Observer", "Observers", "Outcome", "Outgoing", "kind_of"]
+__all__ = [
+    "Activity",
+    "Handling",
+    "Kind",
+    "Observer",
+    "Observers",
+    "Outcome",
+    "Outgoing",
+    "call_name",
+    "is_named_by_arguments",
+    "kind_of",
+    "named_by",
+]
 
 _now = time.perf_counter_ns
 _NOTHING: Final[tuple[()]] = ()
+_DESCRIBE: Final = "__arpc_describe__"
+_CREATION_ARGS: Final = 6
+"""What is before the function's own arguments in the creation of an RRef's value."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 class Kind(Enum):
@@ -103,6 +121,35 @@ class Handling(msgspec.Struct, eq=False):
     error: BaseException | None = None
     observers: tuple[Observer, ...] = ()
     """Who hears of it."""
+    shared: dict[type, Any] = msgspec.field(default_factory=dict)
+    """What observers of one kind share."""
+
+
+class Activity:
+    """Something that this worker does over several steps and that is no handler: its part of a backward pass, say."""
+
+    def __init__(self, name: str, kind: Kind, observers: tuple[Observer, ...]) -> None:
+        self.name = name
+        self.kind = kind
+        self.began_ns = _now()
+        self.ended_ns = 0
+        self.shared: dict[type, Any] = {}
+        self._observers = observers
+        found = [observer.activity_begins(self) for observer in observers]
+        parts = [steps for steps in found if steps is not None]
+        self.steps: Steps | None = AllSteps(parts) if len(parts) > 1 else parts[0] if parts else None
+        """What belongs around each of its steps."""
+
+    def step(self, function: Callable[[], T]) -> Callable[[], T]:
+        """A function as one step of it."""
+        return function if self.steps is None else partial(call_stepped, self.steps, function)
+
+    def end(self) -> None:
+        """It is over. Only the first time counts."""
+        if not self.ended_ns:
+            self.ended_ns = _now()
+            for observer in self._observers:
+                observer.activity_ends(self)
 
 
 class Observer:
@@ -146,6 +193,12 @@ class Observer:
         It may never have begun.
         """
 
+    def activity_begins(self, activity: Activity) -> Steps | None:
+        """This worker begins something that is no handler. Returns what belongs around each of its steps."""
+
+    def activity_ends(self, activity: Activity) -> None:
+        """Exactly once for each that began."""
+
 
 class Observers:
     """The observers of one worker, and the interceptor that carries their headers."""
@@ -165,6 +218,10 @@ class Observers:
     def occasions(self) -> list[Observer]:
         return self.installed
 
+    def begin_activity(self, name: str, kind: Kind) -> Activity | None:
+        """Tell observers of something that is no handler; None if there are none."""
+        return Activity(name, kind, tuple(self.installed)) if self.installed else None
+
     # -- requests of this worker
 
     def concerned(self) -> list[Observer]:
@@ -180,6 +237,7 @@ class Observers:
         concerned: Iterable[Observer],
         peer: Any,
         function: Any,
+        args: Sequence[Any] | None,
         future: asyncio.Future[Any],
         kind: Kind,
         *,
@@ -187,7 +245,8 @@ class Observers:
         send: Callable[[], int],
     ) -> int:
         """Make a request by ``send``, which returns its id, and tell observers of it."""
-        request = Outgoing(peer.info, name_of(function), kind, is_awaited, function, began_ns=_now())
+        named_args = args[_CREATION_ARGS:] if args and kind is Kind.REMOTE else args
+        request = Outgoing(peer.info, call_name(function, named_args), kind, is_awaited, function, began_ns=_now())
         observers = tuple(concerned)
         for observer in observers:
             observer.request_begins(request)
@@ -329,8 +388,11 @@ class Observers:
         function = run.function
         if isinstance(function, _Watched):
             return function  # it has begun already
-        handling.function = function.name
         handling.kind = kind_of(message.type, message.flags)
+        if handling.kind is Kind.REMOTE and isinstance(function.call, partial):
+            handling.function = call_name(function.call.args[0].call, (run.args or ())[_CREATION_ARGS:], function.name)
+        else:
+            handling.function = call_name(function.call, run.args, function.name)
         handling.received_bytes = HEADER_BYTES + message.size_bytes
         found = [observer.handler_begins(handling) for observer in handling.observers]
         parts = [steps for steps in found if steps is not None]
@@ -400,6 +462,32 @@ def kind_of(type_: int, flags: int) -> Kind:
     if type_ == MessageType.REQUEST and flags & RequestFlag.STREAM:
         return Kind.STREAM
     return _KINDS.get(MessageType(type_), Kind.CONTROL)
+
+
+def named_by(describe: Callable[..., str]) -> Callable[[F], F]:
+    """Let calls of a function be named by what they are called with: ``describe`` makes the name of the arguments."""
+
+    def mark(function: F) -> F:
+        setattr(function, _DESCRIBE, describe)
+        return function
+
+    return mark
+
+
+def call_name(function: Any, args: Sequence[Any] | None, name: str = "") -> str:
+    """What people call a call."""
+    describe = getattr(function, _DESCRIBE, None)
+    if describe is not None and isinstance(args, tuple | list):
+        try:
+            return str(describe(*args))
+        except Exception:  # noqa: BLE001 - the call itself will say what is wrong with its arguments
+            return name or name_of(function)
+    return name or name_of(function)
+
+
+def is_named_by_arguments(function: Any) -> bool:
+    """Whether `named_by` was used on it."""
+    return hasattr(function, _DESCRIBE)
 
 
 def _outcome_of(error: BaseException) -> Outcome:

@@ -18,6 +18,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -241,8 +242,10 @@ class ThreadPool:
             self._helper = self._loop.call_later(_HELP_AFTER_S, self._help)
 
     def call(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """A future for ``function(*args)`` run in a thread."""
+        """A future for ``function(*args)`` run in a thread, as a step of the work that calls it."""
         future: asyncio.Future[Any] = self._loop.create_future()
+        if (steps := torchstate.current_steps.get()) is not None:
+            function = partial(torchstate.call_stepped, steps, function)
 
         def job() -> Callable[[], None]:
             try:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from arpc import torchstate
+from arpc.agent.observers import Activity
 from arpc.agent.threads import ThreadPool
 from arpc.autograd.context import AutogradContext
 from arpc.autograd.engine import LocalEngine, Source
@@ -53,6 +54,8 @@ class BackwardPass:
     answer: Parcel | None = None
     """What the answer to the parent carries."""
     is_over = False
+    activity: Activity | None = None
+    """What observers know of it."""
     abort_told: asyncio.Future[Any] | None = None
     """Done when all workers have heard of the failure."""
     _is_planned = False
@@ -206,6 +209,7 @@ class BackwardPass:
                 return False
             self._take_plan()
         pace = self._host.pace
+        run = engine.run if self.activity is None else self.activity.step(engine.run)
         while True:
             if self._inbox:
                 self._open_inbox()
@@ -214,9 +218,9 @@ class BackwardPass:
             elements = engine.work()
             # anomaly mode changes warning filters, which are the process's: that stays on the loop
             if not (pace.is_short(engine.plan, elements) or torch.is_anomaly_enabled()):
-                self._run_in_thread(partial(pace.run, engine.run, engine.plan, elements))
+                self._run_in_thread(partial(pace.run, run, engine.plan, elements))
                 return False
-            pace.run(engine.run, engine.plan, elements)
+            pace.run(run, engine.plan, elements)
             self._take_results()
 
     def _walk_on(self) -> None:
@@ -374,6 +378,8 @@ class BackwardPass:
     def _end(self) -> None:
         self.is_over = True
         self._engine.close()
+        if self.activity is not None:
+            self.activity.end()
         if self._timer is not None:
             self._timer.cancel()
         context = self.context

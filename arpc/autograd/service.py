@@ -13,6 +13,7 @@ from torch import Tensor
 from arpc.agent.agent import Agent
 from arpc.agent.codec import Packed
 from arpc.agent.functions import Prompt
+from arpc.agent.observers import Kind
 from arpc.agent.scope import current_scope
 from arpc.agent.threads import ThreadPool
 from arpc.autograd.context import AutogradContext, Container
@@ -183,7 +184,7 @@ class AutogradService:
                 f"{self.info.name!r}: await it before the next one, or use a context for each"
             )
         self.passes_begun += 1
-        return BackwardPass(
+        begun = BackwardPass(
             self,
             context,
             pass_id,
@@ -193,6 +194,8 @@ class AutogradService:
             parent=parent,
             roots=roots,
         )
+        begun.activity = self._agent.observers.begin_activity("backward", Kind.BACKWARD)
+        return begun
 
     # -- for passes
 

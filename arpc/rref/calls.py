@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from arpc.agent.functions import name_of
+from arpc.agent.observers import named_by
 from arpc.agent.scope import current_scope
 from arpc.rref.methods import bound, template_of
 
@@ -26,11 +28,13 @@ async def held_value(rref: int, is_created: bool) -> Any:
     return await _context().value(rref, is_created=is_created)
 
 
+@named_by(lambda function, *_: name_of(function))
 async def run_here(function: Callable[..., Any], *args: Any) -> Any:
     """What a function returns, run in the way its kind asks for."""
     return await _context().call(function, args, {})
 
 
+@named_by(lambda _rref, _is_created, name, *_: name)
 async def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs: Any) -> Any:
     """Call a method of a value, once it is there, in the way its kind asks for."""
     context = _context()
@@ -46,6 +50,7 @@ async def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **k
     return await context.agent.executor.call(bound(method, template), args, kwargs)
 
 
+@named_by(lambda _rref, _is_created, name, *_: name)
 async def stream_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs: Any) -> Any:
     """The same for a method whose result is iterated over."""
     return await call_method(rref, is_created, name, *args, **kwargs)

@@ -1,6 +1,6 @@
 """arpc: the asyncio-native RPC runtime for PyTorch."""
 
-from arpc import autograd, functions, futures, launch, nn, optim, torchscript
+from arpc import autograd, functions, futures, launch, nn, optim, profiler, torchscript
 from arpc._version import __version__
 from arpc.agent.functions import inline
 from arpc.agent.future import Future
@@ -38,6 +38,7 @@ from arpc.errors import (
     NotReadyError,
     OverloadedError,
     OwnerLostError,
+    ProfilerError,
     ProtocolError,
     RemoteError,
     RemoteTraceback,
@@ -83,6 +84,7 @@ __all__ = [
     "NotReadyError",
     "OverloadedError",
     "OwnerLostError",
+    "ProfilerError",
     "ProtocolError",
     "RRef",
     "RRefCreationError",
@@ -122,6 +124,7 @@ __all__ = [
     "nn",
     "no_grad",
     "optim",
+    "profiler",
     "propagate",
     "remaining_time",
     "remote",

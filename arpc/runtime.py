@@ -40,6 +40,7 @@ from arpc.errors import (
 )
 from arpc.ids import WorkerInfo, check_worker_name
 from arpc.options import UNSET, RpcOptions, Unset
+from arpc.profiler.service import ProfilerService
 from arpc.rref.context import RRefContext
 from arpc.rref.handle import RRef, create_remote
 from arpc.rref.packing import reduce_rref
@@ -95,6 +96,7 @@ class Worker:
         self.rendezvous: Rendezvous
         self.rref_context: RRefContext
         self.autograd: AutogradService
+        self.profiler: ProfilerService
         self.leaked_rrefs: tuple[RRefRow, ...] = ()
         """After a graceful shutdown: values of this worker that others still held when all had let go."""
         self.arena: Arena | None = None
@@ -217,6 +219,7 @@ class Worker:
             "shared_memory": self.arena.statistics() if self.arena is not None else {},
             "receive_memory": self.receive_memory.statistics() if self.receive_memory is not None else {},
             "autograd": self.autograd.statistics(),
+            "profiler": self.profiler.statistics(),
         }
 
     # -- memory
@@ -304,6 +307,7 @@ class Worker:
         self.rref_context.close()
         self.autograd.close()
         await self.agent.aclose()
+        self.profiler.close()
         await self.close_transports()
         with suppress(RendezvousError, OSError):
             # the host of the store waits a moment for the others, unless nobody is to be waited for
@@ -399,7 +403,7 @@ class Worker:
             await asyncio.sleep(patience_s / 10)
 
 
-async def start_worker(
+async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out of many parts
     name: str,
     *,
     rank: int | None,
@@ -441,6 +445,7 @@ async def start_worker(
     identity = Identity(name, 0, secrets.randbits(63), main_fingerprint(), known)
     rrefs = worker.rref_context = RRefContext(options, context, name, identity.incarnation)
     autograd = worker.autograd = AutogradService(options, context, rrefs)
+    profiler = worker.profiler = ProfilerService()
     agent = worker.agent = context.run(
         lambda: Agent(
             worker=worker,
@@ -449,19 +454,20 @@ async def start_worker(
             context=context,
             transports=ways,
             resolve=partial(_resolve, rendezvous, name, placement),
-            handlers={**rrefs.handlers, **autograd.handlers},
+            handlers={**rrefs.handlers, **autograd.handlers, **profiler.handlers},
             wrappers=rrefs.wrappers,
             shortcuts=rrefs.shortcuts,
             reducers={**kinds.REDUCERS, RRef: partial(reduce_rref, rrefs)},
             families=kinds.FAMILIES,
             preparations=kinds.PREPARATIONS,
             interceptors=(VariableCarrier(), autograd.recorder, placement.results),
+            observers=profiler.observers,
             is_elastic=rendezvous.is_elastic,
-            watchers=(rrefs, autograd),
+            watchers=(rrefs, autograd, profiler.tracer),
             placement=placement if placement.is_needed else None,
         )
     )
-    features: tuple[RRefContext | AutogradService, ...] = (rrefs, autograd)
+    features: tuple[RRefContext | AutogradService | ProfilerService, ...] = (rrefs, autograd, profiler)
     for feature in features:
         feature.attach(agent)
     worker.rendezvous = rendezvous

@@ -41,6 +41,7 @@ __all__ = [
     "MessageType",
     "Ping",
     "Pong",
+    "ProfilerControl",
     "Proof",
     "RRefChildAccept",
     "RRefCreate",
@@ -91,6 +92,7 @@ class MessageType(IntEnum):
     AUTOGRAD_RELEASE = 42
     AUTOGRAD_QUERY = 43
     AUTOGRAD_BACKWARD = 44
+    PROFILER_CONTROL = 48
 
 
 # Nothing that a message refers to can refer back to it, so the garbage collector need not follow them: many may wait.
@@ -343,6 +345,15 @@ class AutogradBackward(Message):
     """To the owner of an RRef: run a backward pass from its value."""
 
     type = MessageType.AUTOGRAD_BACKWARD
+
+
+# -- profiling: a request of its own, answered like a call; see profiler.tracer for what is in it
+
+
+class ProfilerControl(Message):
+    """Record, tell the time, or hand over what was recorded."""
+
+    type = MessageType.PROFILER_CONTROL
 
 
 class ArenaFlag:

@@ -1,0 +1,140 @@
+"""OpenTelemetry: spans of calls and handlers, and the trace context that travels from one to the other.
+
+Nothing of OpenTelemetry is imported, and nothing is paid, unless the program has configured it before its worker starts
+or asks for it with `use_opentelemetry`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from contextvars import ContextVar
+from typing import Any, Final
+
+from arpc.agent.agent import Agent
+from arpc.agent.observers import Handling, Kind, Observer, Outcome, Outgoing
+from arpc.errors import ConfigurationError
+from arpc.profiler.keys import call_key
+
+__all__ = ["Telemetry", "TraceContextRelay", "is_configured"]
+
+_KEY: Final = "traceparent"
+_relayed: ContextVar[dict[str, str] | None] = ContextVar("arpc.profiler.traceparent", default=None)
+
+
+def is_configured() -> bool:
+    """Whether the program has set up OpenTelemetry, so that spans go somewhere."""
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return False
+    proxy = (trace.ProxyTracerProvider, trace.NoOpTracerProvider)
+    return not isinstance(trace.get_tracer_provider(), proxy)
+
+
+class TraceContextRelay(Observer):
+    """Stands by: a worker without OpenTelemetry passes on the trace context that its handlers were called with."""
+
+    key = _KEY
+
+    def __init__(self) -> None:
+        self._handlers: list[Handling] = []
+
+    @property
+    def occasions(self) -> list[Handling]:
+        return self._handlers
+
+    def request_begins(self, request: Outgoing) -> None:
+        carrier = _relayed.get()
+        if carrier is not None and request.kind is not Kind.CONTROL:
+            request.headers.setdefault(_KEY, carrier)
+
+    def handler_begins(self, handling: Handling) -> None:
+        if not any(isinstance(observer, Telemetry) for observer in handling.observers):
+            _relayed.set(_carrier(handling))
+            self._handlers.append(handling)
+
+    def handler_ends(self, handling: Handling) -> None:
+        if handling in self._handlers:
+            self._handlers.remove(handling)
+
+
+class Telemetry(Observer):
+    """Makes a span of each call and each handler. It imports OpenTelemetry."""
+
+    key = _KEY
+
+    def __init__(self, agent: Agent) -> None:
+        try:
+            self._trace: Any = importlib.import_module("opentelemetry.trace")
+            self._context: Any = importlib.import_module("opentelemetry.context")
+            propagation: Any = importlib.import_module("opentelemetry.trace.propagation.tracecontext")
+        except ImportError as error:
+            raise ConfigurationError(
+                "opentelemetry-api is not installed here: install arpc with its extra, arpc[otel]"
+            ) from error
+        self._propagator = propagation.TraceContextTextMapPropagator()
+        self._tracer = self._trace.get_tracer("arpc")
+        self._agent = agent
+        self._spans: dict[Outgoing | Handling, Any] = {}
+
+    def request_begins(self, request: Outgoing) -> None:
+        if request.kind is Kind.CONTROL:
+            return
+        span = self._spans[request] = self._tracer.start_span(
+            call_key(request, self._agent.info.name),
+            kind=self._trace.SpanKind.CLIENT,
+            attributes=self._attributes(request),
+        )
+        carrier: dict[str, str] = {}
+        self._propagator.inject(carrier, self._trace.set_span_in_context(span))
+        if carrier:
+            request.headers[_KEY] = carrier
+
+    def request_ends(self, request: Outgoing) -> None:
+        self._end(request)
+
+    def handler_begins(self, handling: Handling) -> None:
+        if handling.kind is Kind.CONTROL:
+            return
+        span = self._spans[handling] = self._tracer.start_span(
+            handling.function,
+            context=self._propagator.extract(_carrier(handling) or {}),
+            kind=self._trace.SpanKind.SERVER,
+            attributes=self._attributes(handling),
+        )
+        # in the handler's own context, which ends with it: there is nothing to detach
+        self._context.attach(self._trace.set_span_in_context(span))
+
+    def handler_ends(self, handling: Handling) -> None:
+        self._end(handling)
+
+    def _attributes(self, call: Outgoing | Handling) -> dict[str, str]:
+        return {
+            "rpc.system": "arpc",
+            "rpc.method": call.function,
+            "arpc.kind": call.kind.value,
+            "arpc.worker": self._agent.info.name,
+            "arpc.peer": call.peer.name,
+        }
+
+    def _end(self, call: Outgoing | Handling) -> None:
+        span = self._spans.pop(call, None)
+        if span is None:
+            return
+        span.set_attribute("arpc.sent_bytes", call.sent_bytes)
+        span.set_attribute("arpc.received_bytes", call.received_bytes)
+        if call.outcome is not Outcome.OK:
+            outcome = call.outcome.value if call.outcome is not None else ""
+            text = outcome if call.error is None else f"{outcome}: {type(call.error).__name__}: {call.error}"
+            if isinstance(call.error, Exception):
+                span.record_exception(call.error)
+            span.set_status(self._trace.StatusCode.ERROR, text)
+        span.end()
+
+
+def _carrier(handling: Handling) -> dict[str, str] | None:
+    """The trace context that came with a request, if it looks like one."""
+    carrier = handling.headers.get(_KEY)
+    if isinstance(carrier, dict) and all(isinstance(part, str) for item in carrier.items() for part in item):
+        return carrier
+    return None

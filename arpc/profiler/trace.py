@@ -1,0 +1,151 @@
+"""One trace over many workers, in one time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from torch.autograd.profiler_util import EventList
+
+from arpc.profiler import chrome, timeline
+from arpc.profiler.clocks import HERE, Clock, narrow
+from arpc.profiler.operators import Operator
+from arpc.profiler.sessions import as_function_event
+from arpc.profiler.spans import Span, WorkerRecord
+
+__all__ = ["Arrow", "Trace", "build_trace"]
+
+
+class Arrow(NamedTuple):
+    """A call and the handler that it became, on two workers, or one that called itself."""
+
+    caller: str
+    call: Span
+    callee: str
+    handler: Span
+
+
+class Trace:
+    """What a group of workers did, in the time of the worker that made the trace, from its beginning on.
+
+    `clocks` says for each worker how far its clock was off, and by how much that may be wrong: two moments on different
+    workers cannot be told apart any better.
+    """
+
+    def __init__(self, workers: list[WorkerRecord], clocks: Mapping[str, Clock], missing: Mapping[str, str]) -> None:
+        self.workers = workers
+        self.clocks = dict(clocks)
+        self.missing = dict(missing)
+        """Workers that took part and could not be asked, with the reason."""
+
+    @property
+    def error_ns(self) -> int:
+        """The largest error of a clock."""
+        return max((clock.error_ns for clock in self.clocks.values()), default=0)
+
+    @property
+    def duration_ns(self) -> int:
+        return max((span.end_ns for worker in self.workers for span in worker.spans), default=0)
+
+    def worker(self, name: str) -> WorkerRecord:
+        """One worker's part; `KeyError` if it has none."""
+        for worker in self.workers:
+            if worker.name == name:
+                return worker
+        raise KeyError(name)
+
+    def spans(self, *, role: str | None = None, kind: str | None = None) -> Iterator[tuple[WorkerRecord, Span]]:
+        """All spans, or those of a role or kind, with their workers."""
+        for worker in self.workers:
+            for span in worker.spans:
+                if role in {None, span.role} and kind in {None, span.kind}:
+                    yield worker, span
+
+    def arrows(self) -> list[Arrow]:
+        """Calls with their handlers, as far as both are known."""
+        handlers = {
+            (span.peer, worker.name, span.call_id): span for worker, span in self.spans(role="handler") if span.call_id
+        }
+        found = []
+        for worker, call in self.spans(role="call"):
+            handler = handlers.get((worker.name, call.peer, call.call_id))
+            if handler is not None:
+                found.append(Arrow(worker.name, call, call.peer, handler))
+        return found
+
+    def operators(self) -> Iterator[tuple[WorkerRecord, Operator]]:
+        """Everything that torch ran, with the workers that ran it."""
+        for worker in self.workers:
+            for operator in worker.operators:
+                yield worker, operator
+            for span in worker.spans:
+                for operator in span.operators:
+                    yield worker, operator
+
+    def events(self) -> EventList:
+        """All of it as torch's profiles have it: operators, calls and backward passes, each with its ``node_id``."""
+        events = [as_function_event(operator, 0, is_legacy=True) for _, operator in self.operators()]
+        for worker, span in self.spans():
+            if span.role == "handler":
+                continue
+            made = Operator(span.name, span.start_ns, span.end_ns, 0, worker.id, is_async=True)
+            events.append(as_function_event(made, 0, is_legacy=True))
+        made_list = EventList(events)  # type: ignore[no-untyped-call]
+        made_list._build_tree()  # type: ignore[no-untyped-call]  # noqa: SLF001 - as torch's profiles do
+        return made_list
+
+    def key_averages(self, group_by_input_shape: bool = False) -> EventList:
+        """What took how long in all, as ``torch.profiler.profile.key_averages``; each worker's apart."""
+        averages: EventList = self.events().key_averages(group_by_input_shape)  # type: ignore[no-untyped-call]
+        return averages
+
+    def export_chrome_trace(self, path: str | Path) -> None:
+        """Write a file that Perfetto (https://ui.perfetto.dev) and chrome://tracing open."""
+        Path(path).write_bytes(msgspec.json.encode(self.as_chrome_trace()))
+
+    def as_chrome_trace(self) -> dict[str, Any]:
+        """The same as an object."""
+        return chrome.chrome_trace(self)
+
+    def export_html(self, path: str | Path, title: str = "arpc trace") -> None:
+        """Write a page that any browser opens, with nothing else at hand."""
+        Path(path).write_text(self.as_html(title), encoding="utf-8")
+
+    def as_html(self, title: str = "arpc trace") -> str:
+        return timeline.html_page(self, title)
+
+
+def build_trace(
+    here: WorkerRecord,
+    others: Iterable[WorkerRecord],
+    clocks: Mapping[str, Clock],
+    missing: Mapping[str, str],
+    start_ns: int,
+) -> Trace:
+    """Put what workers wrote down together, in the time of ``here``, from ``start_ns`` on."""
+    known: dict[str, Clock] = {here.name: HERE}
+    aligned = [_moved(here, -start_ns)]
+    for record in others:
+        clock = known[record.name] = narrow(clocks[record.name], _pairs(here, record))
+        aligned.append(_moved(record, -start_ns - clock.offset_ns))
+    aligned.sort(key=lambda worker: worker.id)
+    return Trace(aligned, known, missing)
+
+
+def _pairs(here: WorkerRecord, there: WorkerRecord) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    calls = {span.call_id: span for span in here.spans if span.role == "call" and span.peer == there.name}
+    for handler in there.spans:
+        if handler.role == "handler" and handler.peer == here.name and handler.outcome == "ok":
+            call = calls.get(handler.call_id)
+            if call is not None and call.outcome == "ok":
+                yield (call.start_ns, call.end_ns), (handler.accepted_ns, handler.end_ns)
+
+
+def _moved(record: WorkerRecord, by_ns: int) -> WorkerRecord:
+    return msgspec.structs.replace(
+        record,
+        spans=sorted((span.moved(by_ns) for span in record.spans), key=lambda span: (span.start_ns, -span.end_ns)),
+        operators=[operator.moved(by_ns) for operator in record.operators],
+    )

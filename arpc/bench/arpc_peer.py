@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -25,6 +26,7 @@ __all__ = ["Arpc", "system"]
 CALLEE = "callee"
 # A result is freed after the next was asked for: two blocks of memory take turns, and each end has to touch both
 FETCHES_UNTIL_WARM = 5
+PROFILING_TURNS = 40
 
 
 class ArpcCaller(AsyncioCaller):
@@ -110,6 +112,35 @@ class ArpcCaller(AsyncioCaller):
             "caller_growth_mb": (memory.resident_bytes(os.getpid()) - caller_before) / 1e6,
             "callee_growth_mb": (memory.resident_bytes(callee_pid) - callee_before) / 1e6,
         }
+
+    async def profiling_off(self, *, budget_s: float) -> Measurement:
+        """A small call as it is, and one that does not even look whether somebody profiles, in turns: ``share``.
+
+        That is what the first takes longer than the second, as a part of it.
+        """
+        agent = current().agent
+        call = self.prepare("noop", "async", "none")
+        as_it_is = agent._occasions  # noqa: SLF001 - no user can leave it out
+        without = tuple(interceptor.occasions for interceptor in agent.codec.interceptors[:-1])
+        await self._one_by_one(call, budget_s * WARM_UP_SHARE)
+        ratios: list[float] = []
+        try:
+            for _ in range(PROFILING_TURNS):
+                both: list[float] = []
+                for occasions in (as_it_is, without):
+                    agent._occasions = occasions  # noqa: SLF001
+                    both.append(statistics.median(await self._one_by_one(call, budget_s / PROFILING_TURNS)))
+                ratios.append(both[0] / both[1])
+        finally:
+            agent._occasions = as_it_is  # noqa: SLF001
+        return {"share": max(0.0, statistics.median(ratios) - 1)}
+
+    async def traced_latency(self, *, operators: int, budget_s: float) -> Measurement:
+        """One small call after another while both workers record a trace: ``p50_us``."""
+        call = self.prepare("noop", "async", "none")
+        async with arpc.profiler.profile(operators=bool(operators)):
+            await self._one_by_one(call, budget_s * WARM_UP_SHARE)
+            return latency_figures(await self._one_by_one(call, budget_s))
 
     async def _churn(self, count: int, echo: Callable[..., object]) -> None:
         made = [arpc.remote(CALLEE, FUNCTIONS["async"]["noop"]) for _ in range(count)]

@@ -121,6 +121,6 @@ TARGETS: Final[tuple[Target, ...]] = (
     Target(
         "slow reader: callee's growth in MB, within its window", "slow-reader/callee_growth_mb", "itself", at_most=90
     ),
-    Target("profiler off, tracing off: share of a small call", None, "itself", at_most=0.02),
+    Target("profiler off, tracing off: share of a small call", "profiler/off/share", "itself", at_most=0.02),
     Target("per-call cost with 64 workers, of that with 2", "workers/growth", "floor", at_most=1.25),
 )

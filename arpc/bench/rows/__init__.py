@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 from typing import Final
 
 from arpc.bench.row import SUBJECT, Cell, Row, Workload
-from arpc.bench.rows import bulk, calls, floors, many, opponent, peers, rref, tensors, workers
+from arpc.bench.rows import bulk, calls, floors, many, opponent, peers, profiling, rref, tensors, workers
 
 __all__ = ["ROWS", "SUBJECT", "Cell", "Row", "Workload", "select"]
 
@@ -18,6 +18,7 @@ ROWS: Final[tuple[Row, ...]] = (
     *rref.rows(),
     *many.rows(),
     *workers.rows(),
+    *profiling.rows(),
     *opponent.rows(),
     *peers.rows(),
 )

@@ -61,9 +61,11 @@ from arpc.options import UNSET, RpcOptions
 from arpc.rref.handle import RRef
 from arpc.runner import new_event_loop, run
 from arpc.runtime import Worker
+from arpc.tls import TLS
 from arpc.torchstate import enable_grad, inference_mode, no_grad, set_grad_enabled, to_thread
 
 __all__ = [
+    "TLS",
     "UNSET",
     "AlreadyInitializedError",
     "ArpcError",

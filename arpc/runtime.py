@@ -46,7 +46,9 @@ from arpc.rref.packing import reduce_rref
 from arpc.rref.report import RRefRow, find_survivors, report_leaks, report_survivors, rref_rows, rref_statistics
 from arpc.torchscript import kinds
 from arpc.transport.base import Transport
+from arpc.transport.doorway import Doorway
 from arpc.transport.memory import MemoryNetwork
+from arpc.transport.secure import TlsTransport
 from arpc.transport.shm import FEATURE, Arena, empty_shared, open_arena, shared
 from arpc.transport.stream import TcpTransport, UnixTransport
 from arpc.transport.warm import WarmMemory
@@ -100,6 +102,7 @@ class Worker:
         self.arena: Arena | None = None
         """Memory that others of this host can see; None if there is none."""
         self.receive_memory: WarmMemory | None = None
+        self.doorway: Doorway | None = None
         self._kept: dict[type, Any] = {}
         self._shutdown: asyncio.Task[None] | None = None
         self._lost: WorkerLostError | None = None
@@ -211,6 +214,7 @@ class Worker:
         return {
             "worker": self.info.name,
             **self.agent.statistics(),
+            "doorway": self.doorway.statistics() if self.doorway is not None else {},
             "heartbeat": self.agent.heartbeat.statistics(),
             "rendezvous": self.rendezvous.statistics(),
             "rrefs": rref_statistics(self.rref_context),
@@ -233,7 +237,16 @@ class Worker:
         """The ways to other processes, with the memory that they use."""
         self.arena = open_arena(self.options)
         memory = self.receive_memory = WarmMemory(_WARM_BYTES)
-        return {"tcp": TcpTransport(memory), "unix": UnixTransport(memory, self.arena)}
+        options = self.options
+        door = self.doorway = Doorway(
+            max_connections=options.max_connections,
+            max_strangers=options.max_strangers,
+            handshake_s=options.handshake_timeout,
+        )
+        return {
+            "tcp": TcpTransport(memory, door) if options.tls is None else TlsTransport(options.tls, memory, door),
+            "unix": UnixTransport(memory, self.arena, door),
+        }
 
     async def close_transports(self) -> None:
         if self.arena is not None:

@@ -300,7 +300,8 @@ class Connector:
         reasons = "; ".join(str(error) for error in errors)
         if not errors and any(a.startswith("tcp://") and not self._may_trust(a) for a in record.addresses):
             reasons = (
-                "it is on another host, which is not trusted without a secret: set the same ARPC_SECRET on all workers"
+                "it is on another host, which is not trusted without a secret: set the same ARPC_SECRET on all workers "
+                "(or RpcOptions.tls)"
             )
         raise WireError(f"none of its addresses answers ({tried}): {reasons or 'none can be reached from here'}")
 
@@ -380,8 +381,8 @@ class Connector:
         return [address for _, address in sorted(usable)]
 
     def _may_trust(self, address: str) -> bool:
-        """Whoever answers may run code here, too: without a secret only this host is trusted."""
-        return self._options.secret is not None or self._options.insecure or is_loopback(split_tcp(address)[0])
+        """Whoever answers may run code here, too: without a secret or TLS only this host is trusted."""
+        return self._options.is_guarded or self._options.insecure or is_loopback(split_tcp(address)[0])
 
     def _connect_to_self(self, peer: Peer) -> Connection:
         secret = self._options.secret

@@ -7,7 +7,7 @@ that is used again and again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
 from types import MappingProxyType
@@ -160,6 +160,10 @@ class Protocol:
     def peer(self) -> Identity | None:
         """Who is on the other side, once the handshake is done."""
         return self._handshake.peer
+
+    def certify(self, names: Container[str]) -> None:
+        """The peer has shown a certificate for these names; see `Handshake.certify`."""
+        self._handshake.certify(names)
 
     def join(self, main: Protocol) -> None:
         """Become a lane of an open connection to the same peer; see `wire.lanes`."""

@@ -34,6 +34,7 @@ from arpc.errors import (
     HandshakeError,
     LaunchError,
     NameTakenError,
+    NotAllowedError,
     NotInitializedError,
     NotReadyError,
     OverloadedError,
@@ -63,6 +64,7 @@ from arpc.runner import new_event_loop, run
 from arpc.runtime import Worker
 from arpc.tls import TLS
 from arpc.torchstate import enable_grad, inference_mode, no_grad, set_grad_enabled, to_thread
+from arpc.wire.allowlist import export, register_type
 
 __all__ = [
     "TLS",
@@ -81,6 +83,7 @@ __all__ = [
     "HandshakeError",
     "LaunchError",
     "NameTakenError",
+    "NotAllowedError",
     "NotInitializedError",
     "NotReadyError",
     "OverloadedError",
@@ -112,6 +115,7 @@ __all__ = [
     "batched",
     "empty_shared",
     "enable_grad",
+    "export",
     "functions",
     "futures",
     "get_worker_info",
@@ -125,6 +129,7 @@ __all__ = [
     "no_grad",
     "optim",
     "propagate",
+    "register_type",
     "remaining_time",
     "remote",
     "rpc_async",

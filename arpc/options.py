@@ -129,6 +129,14 @@ class RpcOptions:
     insecure: bool = False
     """Allow listening beyond this host with neither a secret nor TLS. Whoever reaches the port can run code here."""
 
+    allow: str | None = None
+    """``"exported"`` is allow-list mode: others may call what is marked with `arpc.export` and send data, tensors and
+    instances of classes that `arpc.register_type` knows, and nothing else; no code travels. For all workers alike."""
+
+    roles: Mapping[str, Sequence[str]] = field(default_factory=dict, hash=False)
+    """Which workers may call what, in allow-list mode: patterns of their names, and for each the patterns of functions
+    (``"shop.orders.*"``) and messages (``"arpc:*"``, for RRefs and gradients). Empty: all may call all there is."""
+
     max_connections: int = 16_384
     """Connections that others may have to this worker at once."""
 
@@ -252,6 +260,7 @@ class RpcOptions:
             raise ConfigurationError(f"secret must be bytes, not {type(self.secret).__name__}")
         if self.secret == b"":
             raise ConfigurationError("secret must not be empty")
+        self._check_roles()
         if self.tls is not None and not isinstance(self.tls, TLS):
             raise ConfigurationError(f"tls must be an arpc.TLS, not {type(self.tls).__name__}")
 
@@ -259,6 +268,18 @@ class RpcOptions:
         maps = {to: checked_device_map(to, mapping) for to, mapping in self.device_maps.items()}
         object.__setattr__(self, "device_maps", maps)
         object.__setattr__(self, "devices", checked_devices(self.devices))
+
+    def _check_roles(self) -> None:
+        if self.allow not in {None, "exported"}:
+            raise ConfigurationError(f"allow must be None or 'exported', not {self.allow!r}")
+        if self.roles and self.allow is None:
+            raise ConfigurationError(
+                "roles need allow-list mode, since whoever may send any pickle may run any code: set allow='exported'"
+            )
+        for peer, allowed in self.roles.items():
+            if isinstance(allowed, str):
+                raise ConfigurationError(f"roles[{peer!r}] must be a list of patterns, not the string {allowed!r}")
+        object.__setattr__(self, "roles", {peer: tuple(allowed) for peer, allowed in self.roles.items()})
 
     @property
     def is_guarded(self) -> bool:

@@ -27,7 +27,7 @@ from arpc.agent.requests import NO_CONTEXT, Inbound, Run
 from arpc.agent.scope import current_scope
 from arpc.agent.streams import Producer
 from arpc.agent.threads import ThreadPool
-from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError, ShutdownError
+from arpc.errors import ConnectionClosedError, NotAllowedError, ProtocolError, SerializationError, ShutdownError
 from arpc.torchstate import call_stepped, current_steps
 from arpc.transport.base import Connection
 from arpc.wire.frames import BRIEF_HEADER, HEADER, brief_kind, frame
@@ -262,6 +262,10 @@ class Executor:
         with suppress(ConnectionClosedError):  # then the caller knows
             inbound.connection.send(frame(_FAILURE, FailureKind.SHUTDOWN, message.id, 0, 0, payload))
 
+    def reject(self, link: HasInbound, message: Message, error: Exception) -> None:
+        """Answer a request with an error; nothing of it is looked at."""
+        self.raised(self._run(link.inbound, _UNKNOWN, message), error)
+
     def start(self, inbound: Inbound, message: Message) -> None:
         """Run a request now."""
         function = inbound.functions.get(message.arg)
@@ -476,8 +480,10 @@ class Executor:
     def define(self, inbound: Inbound, message: Message) -> None:
         """A peer sends a function that it will call by number."""
         try:
-            call = self.context.copy().run(self.codec.payload, message, [])
+            call = self.context.copy().run(self.codec.function, message, inbound.caller)
             inbound.define(message.arg, Function(call))
+        except NotAllowedError as error:
+            inbound.define(message.arg, error)
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             made = SerializationError(
                 f"the function is not on worker {self.name!r}: {type(error).__name__}: {error}. "

@@ -13,8 +13,12 @@ from arpc.tls import TLS
 __all__ = ["authority", "tls_for"]
 
 
+def authority() -> Authority:
+    return _authority("ours")
+
+
 @cache
-def authority(name: str = "ours") -> Authority:
+def _authority(name: str) -> Authority:
     directory = tempfile.mkdtemp(prefix=f"arpc-{name}-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return Authority(directory)
@@ -23,4 +27,4 @@ def authority(name: str = "ours") -> Authority:
 @cache
 def tls_for(name: str, signed_by: str = "ours") -> TLS:
     """Certificate, key and authority of workers with that name."""
-    return authority(signed_by).issue(name)
+    return _authority(signed_by).issue(name)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import arpc
+from arpc.nn.owner import create_module
 from arpc.options import RpcOptions
 from arpc.testing import cluster
 from arpc.wire.frames import frame
@@ -241,9 +242,9 @@ async def test_training_in_this_mode():
             await arpc.autograd.backward(context_id, [loss])
             await optimizer.step(context_id)
         assert (await module.state_dict()).keys() == {"linear.weight", "linear.bias"}
-        with pytest.raises(arpc.NotAllowedError):
-            await arpc.nn.RemoteModule("worker1", torch.nn.Linear, args=(1, 1))
-        assert group[0].name == "worker0"
+        made = group[0].remote("worker1", create_module, args=(torch.nn.Linear, (1, 1), {}, torch.device("cpu")))
+        with pytest.raises(arpc.NotAllowedError, match="Linear is not on the list"):
+            await made.to_here()
 
 
 # -- roles

@@ -165,6 +165,12 @@ class RpcOptions:
     max_handlers_per_peer: int = 16_384
     """Requests of one peer that may run at once; further ones wait, still packed."""
 
+    max_waiting_per_peer: int = 1 << 20
+    """Requests of one peer that may wait to be run; further ones are refused, with an `OverloadedError`."""
+
+    max_header_bytes: int = 32 * MIB
+    """The largest part of a message that is accepted for what describes its tensors, and what features add to it."""
+
     max_body_bytes: int = 1 * GIB
     """The largest pickled part of a message that is accepted."""
 
@@ -241,6 +247,8 @@ class RpcOptions:
             ("max_strangers", 1),
             ("window_bytes", 1),
             ("max_handlers_per_peer", 1),
+            ("max_waiting_per_peer", 1),
+            ("max_header_bytes", 1),
             ("max_body_bytes", 1),
             ("max_message_bytes", 1),
             ("inline_tensor_bytes", 0),

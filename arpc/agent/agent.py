@@ -141,6 +141,7 @@ class Agent:
             codec=self.codec,
             threads=options.num_worker_threads,
             max_handlers_per_peer=options.max_handlers_per_peer,
+            max_waiting_per_peer=options.max_waiting_per_peer,
             window_bytes=options.window_bytes,
             observers=self.observers,
         )

@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from arpc.agent.complaints import Complaints
 from arpc.agent.deadlines import Deadlines
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.peers import Peer
@@ -122,7 +123,7 @@ class Connector:
         self._options = options
         self._transports = dict(transports)
         self._context = context
-        self._limits = Limits(options.max_body_bytes, options.max_message_bytes)
+        self._limits = Limits(options.max_body_bytes, options.max_message_bytes, options.max_header_bytes)
         self._listeners: list[Listener] = []
         self._links: dict[Connection, Link] = {}
         self._handshaking: set[Connection] = set()
@@ -132,6 +133,7 @@ class Connector:
         self._came: dict[int, asyncio.Future[None]] = {}
         self._joining: dict[wire.Protocol, Connection] = {}
         """Lanes in their handshake, each with the connection that it belongs to."""
+        self._complaints = Complaints(logger)
         self.refused = 0
 
     def identify(self, worker_id: int) -> None:
@@ -436,7 +438,7 @@ class Connector:
             self.refused += 1
             level = logging.DEBUG if isinstance(error, Refused) else logging.WARNING
             if error is not None and connection not in self._handshaking:
-                logger.log(level, "a connection from %s was refused: %s", connection.address, error)
+                self._complaints.log(level, "a connection from %s was refused: %s", connection.address, error)
             return
         if isinstance(error, ProtocolError):
             logger.warning("the connection to worker %s was closed: %s", link.peer.info.name, error)

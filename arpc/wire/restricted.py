@@ -168,7 +168,7 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
 
     def _check_call(self, called: Any) -> None:
         if not (type(called) is Inert or type(called) is _OfMain or called in HARMLESS or called in CONSTRUCTORS):
-            raise NotAllowedError(f"a message that calls {called!r} while it is read")
+            raise NotAllowedError(f"a message that calls {_kind_of(called)} while it is read")
 
     def load_reduce(self) -> None:
         self._check_call(self.stack[-2])
@@ -184,7 +184,7 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
 
     def _check_class(self, cls: Any) -> None:
         if not isinstance(cls, type) or not (cls in CONSTRUCTORS or cls in HARMLESS):
-            raise NotAllowedError(f"a message that makes an instance of {cls!r} while it is read")
+            raise NotAllowedError(f"a message that makes an instance of {_kind_of(cls)} while it is read")
 
     def load_build(self) -> None:
         made = self.stack[-2]
@@ -275,12 +275,17 @@ _FROM_MAIN: Final = (reducing.__name__, "_from_main")
 _DICTS: Final = (dict, OrderedDict, Counter, defaultdict)
 
 
+def _kind_of(obj: Any) -> str:
+    # not its repr, which may be long, slow, or code of its own
+    return f"the class {obj.__qualname__}" if isinstance(obj, type) else f"a {type(obj).__qualname__}"
+
+
 # -- arrays: numbers only. One of objects would be made of addresses, or of anything
 
 
 def _plain_dtype(name: Any, *_: Any) -> np.dtype[Any]:
-    if not isinstance(name, str) or _PLAIN_DTYPE.fullmatch(name) is None:
-        raise NotAllowedError(f"an array of {name!r} is not allowed")
+    if type(name) is not str or _PLAIN_DTYPE.fullmatch(name) is None:
+        raise NotAllowedError(f"an array of {name[:20]!r} is not allowed" if type(name) is str else "no such array")
     return np.dtype(name)
 
 
@@ -291,7 +296,7 @@ def _from_buffer(buffer: Any, dtype: Any, shape: Any, order: Any, *_: Any) -> An
 
 
 def _empty_array(kind: Any, shape: Any, _: Any) -> Any:
-    if kind is not np.ndarray or shape != (0,):
+    if kind is not np.ndarray or type(shape) is not tuple or shape != (0,):
         raise NotAllowedError("an array that is not empty at first")
     return np.empty(0, np.int8)
 

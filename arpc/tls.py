@@ -78,11 +78,11 @@ class TLS:
     >>> tls = TLS(cert="trainer0.pem", key="trainer0.key", ca="ca.pem")
 
     Or with contexts of your own, one for each side, both of which must demand a certificate:
-    ``TLS(server=..., client=...)``.
 
     >>> import ssl
     >>> server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    >>> server.verify_mode = ssl.CERT_REQUIRED
+    >>> client.check_hostname = False  # it is the worker's name that is checked
+    >>> server.verify_mode = client.verify_mode = ssl.CERT_REQUIRED
     >>> tls = TLS(server=server, client=client)
     """
 
@@ -110,8 +110,10 @@ class TLS:
                     f"its verify_mode to ssl.CERT_REQUIRED"
                 )
         if self.client is not None and self.client.check_hostname:
-            # it is the worker's name that counts, and that is checked in the handshake
-            self.client.check_hostname = False
+            raise ConfigurationError(
+                "the client context would check the name of a host, and certificates are for workers, whose names are "
+                "checked in the handshake: set its check_hostname to False"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _from_files, (self.cert, self.key, self.ca)

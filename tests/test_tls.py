@@ -67,6 +67,9 @@ def test_contexts_of_a_user_must_demand_certificates():
     with pytest.raises(ConfigurationError, match=r"the server context must demand a certificate"):
         TLS(server=server, client=client)
     server.verify_mode = ssl.CERT_REQUIRED
+    with pytest.raises(ConfigurationError, match="set its check_hostname to False"):
+        TLS(server=server, client=client)
+    client.check_hostname = False
     tls = TLS(server=server, client=client)
     assert tls.server_context is server
     assert tls.client_context is client

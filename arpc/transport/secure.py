@@ -22,7 +22,8 @@ from arpc.wire.protocol import Protocol
 
 __all__ = ["SecureConnection", "TlsTransport"]
 
-_CIPHERTEXT_BYTES: Final = 1 << 16
+_STRANGERS_BYTES: Final = 1 << 13
+_CIPHERTEXT_BYTES: Final = 1 << 17
 _WRITE_BYTES: Final = 1 << 20
 
 
@@ -43,7 +44,7 @@ class SecureConnection(StreamConnection):
         self._outgoing = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
         self._is_secure = False
-        self._ciphertext = memoryview(bytearray(_CIPHERTEXT_BYTES))
+        self._ciphertext = memoryview(bytearray(_STRANGERS_BYTES))
         self.get_buffer = self._get_ciphertext  # type: ignore[method-assign, assignment]
 
     def _get_ciphertext(self, _: int) -> memoryview:
@@ -76,6 +77,7 @@ class SecureConnection(StreamConnection):
             return False
         self._send_ciphertext()
         self._is_secure = True
+        self._ciphertext = memoryview(bytearray(_CIPHERTEXT_BYTES))
         self.protocol.certify(CertifiedNames(self._tls.getpeercert()))
         self.start()
         return True

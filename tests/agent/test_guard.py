@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextvars
 import functools
 import pickle
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -288,3 +290,39 @@ async def test_roles_hold_for_the_runtime_s_own_messages():
 def test_options_that_cannot_be(options, complaint):
     with pytest.raises(arpc.ConfigurationError, match=complaint):
         RpcOptions(**options)
+
+
+# -- nobody reads pickles past the codec
+
+READERS = {
+    "arpc/agent/codec.py": {"loads"},
+    "arpc/agent/executor.py": {"loads"},  # in a short way that allow-list mode does not take
+    "arpc/agent/failures.py": {"loads"},
+    "arpc/agent/variables.py": {"loads"},
+    "arpc/wire/pickling.py": {"pickle.loads"},
+    "arpc/wire/rebuilding.py": {"torch.load"},  # refused in allow-list mode
+}
+READING = {
+    "loads",
+    "pickle.loads",
+    "pickle.load",
+    "cloudpickle.loads",
+    "torch.load",
+    "torch.jit.load",
+    "pickle.Unpickler",
+}
+
+
+def test_pickles_are_read_in_one_place():
+    root = Path(arpc.__file__).parent
+    found: dict[str, set[str]] = {}
+    for file in root.rglob("*.py"):
+        path = file.relative_to(root.parent).as_posix()
+        if path.startswith(("arpc/bench/", "arpc/testing/")):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in READING:
+                found.setdefault(path, set()).add(name)
+    assert found == READERS, (
+        "read what peers sent with `agent.codec.loads`, which keeps to the lists in allow-list mode"
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import cloudpickle
@@ -223,4 +224,4 @@ def made(canary: str) -> dict[str, bytes]:
     }
 
 
-GADGETS: Callable[[str], dict[str, bytes]] = made
+GADGETS: Callable[[str], dict[str, bytes]] = cache(made)

@@ -183,8 +183,8 @@ def make_tensors() -> Callable[[bytes], None]:
     def touch(value: Any) -> None:
         # a tensor that reaches beyond its memory shows here, or crashes
         if isinstance(value, torch.Tensor) and not value.is_meta and 0 < value.numel() < 1 << 16:
-            dense = value.to_dense() if value.layout is not torch.strided else value
-            dense.contiguous().view(torch.uint8) if dense.dim() and dense.is_floating_point() else dense.clone()
+            with contextlib.suppress(RuntimeError):  # not all operators exist for all dtypes
+                (value.to_dense() if value.layout is not torch.strided else value).clone()
 
     def feed(data: bytes) -> None:
         if len(data) < 3:
@@ -350,6 +350,14 @@ def fuzz_here(name: str, runs: int, seed: int) -> None:
     for number, data in enumerate(target.seeds()):
         (corpus / f"seed-{number}").write_bytes(data)
     feed = target.make()
+
+    def feed_and_keep(data: bytes) -> None:
+        try:
+            feed(data)
+        except BaseException:
+            (BUILD / f"{name}-found").write_bytes(data)
+            raise
+
     atheris.Setup(
         [
             name,
@@ -363,7 +371,7 @@ def fuzz_here(name: str, runs: int, seed: int) -> None:
             "-print_final_stats=1",
             "-verbosity=1",
         ],
-        feed,
+        feed_and_keep,
     )
     atheris.Fuzz()
 

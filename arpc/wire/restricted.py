@@ -43,12 +43,13 @@ class _QuickUnpickler(pickle.Unpickler):
 
 def restricted_loads(payload: bytes | bytearray | memoryview, slots: list[Any], permit: Permit) -> Any:
     """`pickling.loads`, within the lists. Raises `NotAllowedError`, or whatever reading a bad pickle raises."""
-    if not _extensions and not _is_out_of_proportion(payload):
+    data = bytes(payload)
+    if not (_extensions or _is_out_of_proportion(data) or _may_nest_deeply(data)):
         try:
-            return _QuickUnpickler(io.BytesIO(payload), buffers=slots).load()
+            return _QuickUnpickler(io.BytesIO(data), buffers=slots).load()
         except _BeyondHarmlessError:
             pass
-    return _CarefulUnpickler(io.BytesIO(payload), slots, permit).load()
+    return _CarefulUnpickler(io.BytesIO(data), slots, permit).load()
 
 
 def read_name(payload: bytes | bytearray | memoryview) -> Key:
@@ -83,7 +84,7 @@ _LONG_BINPUT: Final = b"r"[0]
 _STOP: Final = b"."[0]
 
 
-def _is_out_of_proportion(payload: bytes | bytearray | memoryview) -> bool:
+def _is_out_of_proportion(payload: bytes) -> bool:
     """Whether a pickle may ask for much more memory than it has bytes, or has opcodes that today's pickles have not."""
     if _FAR.search(payload) is None:
         return False
@@ -104,6 +105,18 @@ def _is_out_of_proportion(payload: bytes | bytearray | memoryview) -> bool:
         else:
             return True
     return False
+
+
+# -- hashing a tuple in tuples takes stack for each, and Python does not look whether there is any left
+
+_MAX_NESTED: Final = 1000
+_MAX_TUPLES: Final = 10_000
+_NESTING: Final = (pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE, pickle.REDUCE, pickle.NEWOBJ)
+
+
+def _may_nest_deeply(payload: bytes) -> bool:
+    """Whether there are so many tuples that they may be dangerous inside each other."""
+    return len(payload) > _MAX_TUPLES and sum(map(payload.count, _NESTING)) > _MAX_TUPLES
 
 
 # -- the careful reader
@@ -138,6 +151,8 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO, slots: list[Any], permit: Permit) -> None:
         super().__init__(file, buffers=slots)
         self._size_bytes = len(file.getbuffer())
+        self._depths: dict[int, int] = {}
+        """How deep tuples are nested, by their ids. Whatever has the id of one that is gone is noted anew."""
         self._permit = permit
 
     def load(self) -> Any:
@@ -173,14 +188,44 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
     def load_reduce(self) -> None:
         self._check_call(self.stack[-2])
         _Base.load_reduce(self)
+        self._note_depth()
 
     def load_newobj(self) -> None:
         self._check_class(self.stack[-2])
         _Base.load_newobj(self)
+        self._note_depth()
 
     def load_newobj_ex(self) -> None:
         self._check_class(self.stack[-3])
         _Base.load_newobj_ex(self)
+        self._note_depth()
+
+    def load_tuple(self) -> None:
+        _Base.load_tuple(self)
+        self._note_depth()
+
+    def load_tuple1(self) -> None:
+        _Base.load_tuple1(self)
+        self._note_depth()
+
+    def load_tuple2(self) -> None:
+        _Base.load_tuple2(self)
+        self._note_depth()
+
+    def load_tuple3(self) -> None:
+        _Base.load_tuple3(self)
+        self._note_depth()
+
+    def _note_depth(self) -> None:
+        made = self.stack[-1]
+        items = made if isinstance(made, tuple) else (made.start, made.stop, made.step) if type(made) is slice else None
+        if items is None:
+            return
+        depths = self._depths
+        inner = [depths.get(id(item), 0) for item in items if isinstance(item, tuple | slice)]
+        depths[id(made)] = depth = 1 + max(inner, default=0)
+        if depth > _MAX_NESTED:
+            raise NotAllowedError(f"a message with more than {_MAX_NESTED} tuples inside each other")
 
     def _check_class(self, cls: Any) -> None:
         if not isinstance(cls, type) or not (cls in CONSTRUCTORS or cls in HARMLESS):
@@ -235,6 +280,10 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
             pickle.NEWOBJ[0]: load_newobj,
             pickle.NEWOBJ_EX[0]: load_newobj_ex,
             pickle.BUILD[0]: load_build,
+            pickle.TUPLE[0]: load_tuple,
+            pickle.TUPLE1[0]: load_tuple1,
+            pickle.TUPLE2[0]: load_tuple2,
+            pickle.TUPLE3[0]: load_tuple3,
             pickle.BYTEARRAY8[0]: load_bytearray8,
             pickle.APPEND[0]: load_append,
             pickle.APPENDS[0]: load_appends,

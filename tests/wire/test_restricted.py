@@ -257,6 +257,18 @@ def test_a_tensor_cannot_be_changed_with_a_function():
         restricted_loads(attack, [torch.ones(1)], permit)
 
 
+@pytest.mark.parametrize("nesting", [b"\x85", b"N\x86", b"NN\x87"], ids=["one", "two", "three"])
+def test_tuples_nested_so_deep_that_hashing_one_would_crash(nesting):
+    attack = b"\x80\x05\x8f(N" + nesting * 300_000 + b"\x90."
+    with pytest.raises(NotAllowedError, match="tuples inside each other"):
+        restricted_loads(attack, [], permit)
+
+
+def test_many_tuples_beside_each_other_are_fine():
+    pairs = [(number, (number,)) for number in range(20_000)]
+    assert restricted_loads(pickle.dumps(pairs, protocol=5), [], permit) == pairs
+
+
 def test_extension_codes_are_refused_even_where_they_are_in_use():
     copyreg.add_extension("posix", "system", 77)
     try:

@@ -34,6 +34,7 @@ from arpc.errors import (
     HandshakeError,
     LaunchError,
     NameTakenError,
+    NotAllowedError,
     NotInitializedError,
     NotReadyError,
     OverloadedError,
@@ -62,9 +63,12 @@ from arpc.options import UNSET, RpcOptions
 from arpc.rref.handle import RRef
 from arpc.runner import new_event_loop, run
 from arpc.runtime import Worker
+from arpc.tls import TLS
 from arpc.torchstate import enable_grad, inference_mode, no_grad, set_grad_enabled, to_thread
+from arpc.wire.allowlist import export, register_type
 
 __all__ = [
+    "TLS",
     "UNSET",
     "AlreadyInitializedError",
     "ArpcError",
@@ -80,6 +84,7 @@ __all__ = [
     "HandshakeError",
     "LaunchError",
     "NameTakenError",
+    "NotAllowedError",
     "NotInitializedError",
     "NotReadyError",
     "OverloadedError",
@@ -112,6 +117,7 @@ __all__ = [
     "batched",
     "empty_shared",
     "enable_grad",
+    "export",
     "functions",
     "futures",
     "get_worker_info",
@@ -126,6 +132,7 @@ __all__ = [
     "optim",
     "profiler",
     "propagate",
+    "register_type",
     "remaining_time",
     "remote",
     "rpc_async",

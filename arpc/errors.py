@@ -17,6 +17,7 @@
     ├── TorchStateError (RuntimeError)         a grad mode that would leak from its coroutine to others
     ├── ShutdownError (RuntimeError)           this worker is shutting down, or has shut down
     ├── SerializationError (TypeError)         a function, argument or result that cannot travel
+    ├── NotAllowedError (PermissionError)      what a worker in allow-list mode does not let others do, or build
     ├── CallError                              a call that ended without an answer of its function
     │   ├── RpcTimeoutError (TimeoutError)     its deadline passed
     │   ├── CallCancelledError                 its handler was cancelled on the callee, not by the caller
@@ -63,6 +64,7 @@ __all__ = [
     "HandshakeError",
     "LaunchError",
     "NameTakenError",
+    "NotAllowedError",
     "NotInitializedError",
     "NotReadyError",
     "OverloadedError",
@@ -187,6 +189,10 @@ class ShutdownError(ArpcError, RuntimeError):
 
 class SerializationError(ArpcError, TypeError):
     """Something that was to travel cannot be pickled or unpickled; the text names it."""
+
+
+class NotAllowedError(ArpcError, PermissionError):
+    """A worker in allow-list mode does not let this caller call that, or does not take it from anybody."""
 
 
 class CallError(ArpcError):

@@ -21,6 +21,7 @@ from arpc.agent.addresses import as_others_call_it, default_addresses, refuse_op
 from arpc.agent.agent import Agent
 from arpc.agent.fingerprints import host_fingerprint, main_fingerprint
 from arpc.agent.future import Future
+from arpc.agent.guard import Guard
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.placement import Placement, find_backends
 from arpc.agent.rendezvous import Rendezvous, create_rendezvous, open_store
@@ -47,7 +48,9 @@ from arpc.rref.packing import reduce_rref
 from arpc.rref.report import RRefRow, find_survivors, report_leaks, report_survivors, rref_rows, rref_statistics
 from arpc.torchscript import kinds
 from arpc.transport.base import Transport
+from arpc.transport.doorway import Doorway
 from arpc.transport.memory import MemoryNetwork
+from arpc.transport.secure import TlsTransport
 from arpc.transport.shm import FEATURE, Arena, empty_shared, open_arena, shared
 from arpc.transport.stream import TcpTransport, UnixTransport
 from arpc.transport.warm import WarmMemory
@@ -102,6 +105,7 @@ class Worker:
         self.arena: Arena | None = None
         """Memory that others of this host can see; None if there is none."""
         self.receive_memory: WarmMemory | None = None
+        self.doorway: Doorway | None = None
         self._kept: dict[type, Any] = {}
         self._shutdown: asyncio.Task[None] | None = None
         self._lost: WorkerLostError | None = None
@@ -213,6 +217,7 @@ class Worker:
         return {
             "worker": self.info.name,
             **self.agent.statistics(),
+            "doorway": self.doorway.statistics() if self.doorway is not None else {},
             "heartbeat": self.agent.heartbeat.statistics(),
             "rendezvous": self.rendezvous.statistics(),
             "rrefs": rref_statistics(self.rref_context),
@@ -236,7 +241,16 @@ class Worker:
         """The ways to other processes, with the memory that they use."""
         self.arena = open_arena(self.options)
         memory = self.receive_memory = WarmMemory(_WARM_BYTES)
-        return {"tcp": TcpTransport(memory), "unix": UnixTransport(memory, self.arena)}
+        options = self.options
+        door = self.doorway = Doorway(
+            max_connections=options.max_connections,
+            max_strangers=options.max_strangers,
+            handshake_s=options.handshake_timeout,
+        )
+        return {
+            "tcp": TcpTransport(memory, door) if options.tls is None else TlsTransport(options.tls, memory, door),
+            "unix": UnixTransport(memory, self.arena, door),
+        }
 
     async def close_transports(self) -> None:
         if self.arena is not None:
@@ -435,17 +449,18 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
         await group.aclose()
         raise
     worker = Worker(WorkerInfo(name, -1), options)
-    devices = find_backends() if backends is None else backends
-    placement = Placement(asyncio.get_running_loop(), name, options, devices)
+    placement = Placement(asyncio.get_running_loop(), name, options, find_backends() if backends is None else backends)
     context = copy_context()
     context.run(current_scope.set, WorkerScope(worker))
     ways: dict[str, Transport] = {"memory": network} if network is not None else worker.open_transports()
     ways.update(transports or {})
     known = (FEATURE,) if worker.arena is not None else ()
     identity = Identity(name, 0, secrets.randbits(63), main_fingerprint(), known)
+    guard = None if options.allow is None else Guard(name, options.roles)
     rrefs = worker.rref_context = RRefContext(options, context, name, identity.incarnation)
     autograd = worker.autograd = AutogradService(options, context, rrefs)
     profiler = worker.profiler = ProfilerService()
+    variables = VariableCarrier()
     agent = worker.agent = context.run(
         lambda: Agent(
             worker=worker,
@@ -460,25 +475,23 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
             reducers={**kinds.REDUCERS, RRef: partial(reduce_rref, rrefs)},
             families=kinds.FAMILIES,
             preparations=kinds.PREPARATIONS,
-            interceptors=(VariableCarrier(), autograd.recorder, placement.results),
+            interceptors=(variables, autograd.recorder, placement.results),
             observers=profiler.observers,
             is_elastic=rendezvous.is_elastic,
             watchers=(rrefs, autograd, profiler.tracer),
             placement=placement if placement.is_needed else None,
+            guard=guard,
         )
     )
+    if guard is not None:
+        _restrict(guard, agent, rrefs, variables)
     features: tuple[RRefContext | AutogradService | ProfilerService, ...] = (rrefs, autograd, profiler)
     for feature in features:
         feature.attach(agent)
     worker.rendezvous = rendezvous
     host = host_fingerprint()
     try:
-        addresses = options.listen or (
-            ("memory://",) if network is not None else await default_addresses(options, group.host)
-        )
-        refuse_open_doors(addresses, options)
-        taken = await agent.connector.listen(addresses, host)
-        listening = tuple([await as_others_call_it(address, group.host) for address in taken])
+        listening = await _listen(agent, options, host, group.host, is_in_process=network is not None)
 
         def make_record(worker_id: int) -> WorkerRecord:
             worker.info = WorkerInfo(name, worker_id)
@@ -505,6 +518,22 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
         gc.freeze()
     worker_began(worker, agent.loop)
     return worker
+
+
+def _restrict(guard: Guard, agent: Agent, rrefs: RRefContext, variables: VariableCarrier) -> None:
+    """Let the features, too, build and find what is on the lists and nothing else."""
+    rrefs.get_method = guard.get_method
+    variables.loads = agent.codec.loads
+
+
+async def _listen(
+    agent: Agent, options: RpcOptions, host: str, store_host: str | None, *, is_in_process: bool
+) -> tuple[str, ...]:
+    """Open the doors; returns what others call them."""
+    addresses = options.listen or (("memory://",) if is_in_process else await default_addresses(options, store_host))
+    refuse_open_doors(addresses, options)
+    taken = await agent.connector.listen(addresses, host)
+    return tuple([await as_others_call_it(address, store_host) for address in taken])
 
 
 async def _meet_members(rendezvous: Rendezvous, record: WorkerRecord, agent: Agent) -> None:

@@ -24,6 +24,7 @@ from arpc.agent.executor import Executor, Service
 from arpc.agent.failures import rebuild_failure
 from arpc.agent.functions import Preparation, name_of
 from arpc.agent.future import Future
+from arpc.agent.guard import Guard, GuardedCodec
 from arpc.agent.heartbeat import Heartbeat
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.observers import Observer, Observers, kind_of
@@ -31,7 +32,15 @@ from arpc.agent.peers import Peer, PeerState, unsendable
 from arpc.agent.placement import LateBuffers, Placement
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.streams import ItemOrder, Stream
-from arpc.errors import ProtocolError, RpcTimeoutError, SerializationError, ShutdownError, UnknownWorkerError, WireError
+from arpc.errors import (
+    NotAllowedError,
+    ProtocolError,
+    RpcTimeoutError,
+    SerializationError,
+    ShutdownError,
+    UnknownWorkerError,
+    WireError,
+)
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.transport.base import Connection, Transport
@@ -98,6 +107,7 @@ class Agent:
         watchers: Sequence[PeerWatcher] = (),
         is_elastic: bool = False,
         placement: Placement | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self.is_elastic = is_elastic
         """Workers this one has never heard of may come."""
@@ -109,8 +119,14 @@ class Agent:
         self.observers = Observers(observers)
         """Those that were passed stand by; see `observe`."""
         interceptors = (*interceptors, self.observers)
-        self.codec = Codec(reducers or {}, interceptors, options.inline_tensor_bytes, placement, families)
         self._preparations = dict(preparations or {})
+        self.guard = guard
+        """None unless in allow-list mode."""
+        self.codec = (
+            Codec(reducers or {}, interceptors, options.inline_tensor_bytes, placement, families)
+            if guard is None
+            else GuardedCodec(guard, reducers or {}, interceptors, options, placement, families)
+        )
         if placement is not None:
             # before connections are told whom to call
             self.messages_received = partial(  # type: ignore[method-assign]
@@ -125,6 +141,7 @@ class Agent:
             codec=self.codec,
             threads=options.num_worker_threads,
             max_handlers_per_peer=options.max_handlers_per_peer,
+            max_waiting_per_peer=options.max_waiting_per_peer,
             window_bytes=options.window_bytes,
             observers=self.observers,
         )
@@ -176,7 +193,22 @@ class Agent:
             self._services[message_class] = self.executor.serve_wrapped(message_class, function)
         # of those, how many arguments come before the function's own
         self._leading = {int(message_class.type): message_class.leading for message_class in wrappers or {}}
-        self._handlers |= {message_class: service.handle for message_class, service in self._services.items()}
+        for message_class, service in self._services.items():
+            handle = service.handle
+            self._handlers[message_class] = handle if guard is None else self._guarded(guard, message_class, handle)
+
+    def _guarded(self, guard: Guard, message_class: type[Message], handle: _Handler) -> _Handler:
+        """A handler that looks at the caller's role before it looks at the message."""
+
+        def handle_if_permitted(link: Link, message: Message) -> None:
+            try:
+                guard.permit_message(link.inbound.caller.name, message_class)
+            except NotAllowedError as error:
+                self.executor.reject(link, message, error)
+            else:
+                handle(link, message)
+
+        return handle_if_permitted
 
     def serve(self) -> None:
         """The worker knows its group: others may connect from now on. Those who tried before try again."""
@@ -821,12 +853,12 @@ class Agent:
         """Who takes the plainest messages of a connection."""
         if self.is_closing or self.observers.installed:
             return {}
-        takers: dict[int, Direct] = {
-            _BRIEF_REQUEST: partial(self.executor.take, link.inbound),
-            _BRIEF_REPLY: partial(self._take_reply, link),
-        }
-        for service in self._services.values():
-            takers |= service.direct(link)
+        takers: dict[int, Direct] = {_BRIEF_REPLY: partial(self._take_reply, link)}
+        if self.guard is None:
+            # the short ways unpickle whatever comes
+            takers[_BRIEF_REQUEST] = partial(self.executor.take, link.inbound)
+            for service in self._services.values():
+                takers |= service.direct(link)
         if self._tasks_are_isolated:
             return takers
         return {kind: partial(_take_with_pristine_state, take) for kind, take in takers.items()}
@@ -918,7 +950,7 @@ class Agent:
         try:
             slots = codec.slots(message) if message.table_end else []
             payload = memoryview(message.body)[message.table_end :]
-            error = rebuild_failure(message.flags, payload, slots, link.peer.info.name, call.name)
+            error = rebuild_failure(message.flags, payload, slots, link.peer.info.name, call.name, codec.loads)
         except Exception as reason:
             call.future.set_exception(SerializationError(f"the failure of {call.name} is malformed"))
             raise ProtocolError(f"a malformed failure: {reason}") from reason

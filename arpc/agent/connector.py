@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from arpc.agent.complaints import Complaints
 from arpc.agent.deadlines import Deadlines
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.peers import Peer
@@ -122,7 +123,7 @@ class Connector:
         self._options = options
         self._transports = dict(transports)
         self._context = context
-        self._limits = Limits(options.max_body_bytes, options.max_message_bytes)
+        self._limits = Limits(options.max_body_bytes, options.max_message_bytes, options.max_header_bytes)
         self._listeners: list[Listener] = []
         self._links: dict[Connection, Link] = {}
         self._handshaking: set[Connection] = set()
@@ -132,6 +133,7 @@ class Connector:
         self._came: dict[int, asyncio.Future[None]] = {}
         self._joining: dict[wire.Protocol, Connection] = {}
         """Lanes in their handshake, each with the connection that it belongs to."""
+        self._complaints = Complaints(logger)
         self.refused = 0
 
     def identify(self, worker_id: int) -> None:
@@ -300,7 +302,8 @@ class Connector:
         reasons = "; ".join(str(error) for error in errors)
         if not errors and any(a.startswith("tcp://") and not self._may_trust(a) for a in record.addresses):
             reasons = (
-                "it is on another host, which is not trusted without a secret: set the same ARPC_SECRET on all workers"
+                "it is on another host, which is not trusted without a secret: set the same ARPC_SECRET on all workers "
+                "(or RpcOptions.tls)"
             )
         raise WireError(f"none of its addresses answers ({tried}): {reasons or 'none can be reached from here'}")
 
@@ -380,8 +383,8 @@ class Connector:
         return [address for _, address in sorted(usable)]
 
     def _may_trust(self, address: str) -> bool:
-        """Whoever answers may run code here, too: without a secret only this host is trusted."""
-        return self._options.secret is not None or self._options.insecure or is_loopback(split_tcp(address)[0])
+        """Whoever answers may run code here, too: without a secret or TLS only this host is trusted."""
+        return self._options.is_guarded or self._options.insecure or is_loopback(split_tcp(address)[0])
 
     def _connect_to_self(self, peer: Peer) -> Connection:
         secret = self._options.secret
@@ -435,7 +438,7 @@ class Connector:
             self.refused += 1
             level = logging.DEBUG if isinstance(error, Refused) else logging.WARNING
             if error is not None and connection not in self._handshaking:
-                logger.log(level, "a connection from %s was refused: %s", connection.address, error)
+                self._complaints.log(level, "a connection from %s was refused: %s", connection.address, error)
             return
         if isinstance(error, ProtocolError):
             logger.warning("the connection to worker %s was closed: %s", link.peer.info.name, error)

@@ -27,7 +27,14 @@ from arpc.agent.requests import NO_CONTEXT, Inbound, Run
 from arpc.agent.scope import current_scope
 from arpc.agent.streams import Producer
 from arpc.agent.threads import ThreadPool
-from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError, ShutdownError
+from arpc.errors import (
+    ConnectionClosedError,
+    NotAllowedError,
+    OverloadedError,
+    ProtocolError,
+    SerializationError,
+    ShutdownError,
+)
 from arpc.transport.base import Connection
 from arpc.wire.frames import BRIEF_HEADER, HEADER, brief_kind, frame
 from arpc.wire.messages import WINDOW, FailureKind, ItemFlag, Message, MessageType, Request, RequestFlag
@@ -53,6 +60,10 @@ _THREAD: Final = Mode.THREAD
 _INLINE: Final = Mode.INLINE
 _plain_content = Codec.plain_content
 _NO_SLOTS: Final[list[Any]] = []
+# A caller keeps to its own window, twice of it for what is small; and its options may not be the same
+_WINDOWS: Final = 16
+# By number, with each connection
+_MAX_FUNCTIONS: Final = 1 << 16
 _GENERATORS: Final = frozenset((Mode.GENERATOR, Mode.ASYNC_GENERATOR))
 
 
@@ -84,6 +95,7 @@ class Executor:
         codec: Codec,
         threads: int,
         max_handlers_per_peer: int,
+        max_waiting_per_peer: int,
         window_bytes: int,
         observers: Observers | None = None,
     ) -> None:
@@ -102,6 +114,7 @@ class Executor:
         self._copy_context = context.copy
         self._idle = self.carriers.idle
         self._max_handlers = max_handlers_per_peer
+        self._max_waiting = max_waiting_per_peer
         self._window_bytes = window_bytes
         self._pickler = codec.pickler
         self._is_closed = False
@@ -226,11 +239,21 @@ class Executor:
         self._admit(link.inbound, message)
 
     def _admit(self, inbound: Inbound, message: Message) -> None:
-        if inbound.is_full or inbound.connection.is_congested:
+        if not (inbound.is_full or inbound.connection.is_congested):
+            self.start(inbound, message)
+        elif len(inbound.waiting) < self._max_waiting and inbound.waiting_bytes <= _WINDOWS * self._window_bytes:
             inbound.keep_waiting(message)
             self._start_waiting(inbound)
         else:
-            self.start(inbound, message)
+            self._turn_away(inbound, message)
+
+    def _turn_away(self, inbound: Inbound, message: Message) -> None:
+        """Answer a request that there is no room for."""
+        error = OverloadedError(f"{len(inbound.waiting)} of its requests wait there already")
+        payload, _ = describe_failure(error, self._pickler, main_by_value=inbound.main_by_value)
+        self.calls_failed += 1
+        with suppress(ConnectionClosedError):  # then the caller knows
+            inbound.connection.send(frame(_FAILURE, FailureKind.OVERLOADED, message.id, 0, 0, payload))
 
     def readmit(self, inbound: Inbound) -> None:
         """Something ended or was sent: see whether those that wait may run."""
@@ -260,6 +283,10 @@ class Executor:
         payload, _ = describe_failure(error, self._pickler, main_by_value=inbound.main_by_value)
         with suppress(ConnectionClosedError):  # then the caller knows
             inbound.connection.send(frame(_FAILURE, FailureKind.SHUTDOWN, message.id, 0, 0, payload))
+
+    def reject(self, link: HasInbound, message: Message, error: Exception) -> None:
+        """Answer a request with an error; nothing of it is looked at."""
+        self.raised(self._run(link.inbound, _UNKNOWN, message), error)
 
     def start(self, inbound: Inbound, message: Message) -> None:
         """Run a request now."""
@@ -470,10 +497,14 @@ class Executor:
         return await result if inspect.iscoroutine(result) else result
 
     def define(self, inbound: Inbound, message: Message) -> None:
-        """A peer sends a function that it will call by number."""
+        """A peer sends a function that it will call by number. Raises `ProtocolError` if there are too many."""
+        if len(inbound.functions) >= _MAX_FUNCTIONS:
+            raise ProtocolError(f"worker {inbound.caller.name!r} calls more than {_MAX_FUNCTIONS} functions")
         try:
-            call = self.context.copy().run(self.codec.payload, message, [])
+            call = self.context.copy().run(self.codec.function, message, inbound.caller)
             inbound.define(message.arg, Function(call))
+        except NotAllowedError as error:
+            inbound.define(message.arg, error)
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             made = SerializationError(
                 f"the function is not on worker {self.name!r}: {type(error).__name__}: {error}. "

@@ -15,6 +15,7 @@ from arpc.errors import AutogradError, ConfigurationError
 from arpc.optim.locks import run_alone
 from arpc.rref.handle import RRef
 from arpc.runtime import current
+from arpc.wire.allowlist import export, register_type
 
 __all__ = ["TWICE", "Description", "Group", "LocalOptimizer", "StepRules", "copied", "make_local_optimizer"]
 
@@ -23,6 +24,7 @@ Group = dict[str, Any]
 TWICE: Final = "some parameters appear in more than one parameter group: each would make two steps at once"
 
 
+@register_type
 class StepRules(NamedTuple):
     """What holds for every step of an optimizer."""
 
@@ -30,6 +32,7 @@ class StepRules(NamedTuple):
     check_versions: bool
 
 
+@register_type
 class Description(NamedTuple):
     """What the other side has to know of an optimizer."""
 
@@ -38,6 +41,7 @@ class Description(NamedTuple):
     defaults: Group
 
 
+@export
 async def make_local_optimizer(
     optimizer_class: Callable[..., Optimizer],
     groups: Sequence[Group],
@@ -66,6 +70,7 @@ async def make_local_optimizer(
     return made
 
 
+@export
 class LocalOptimizer:
     """A torch optimizer over *stand-ins* of parameters.
 

@@ -27,11 +27,11 @@ from arpc.agent.future import Future
 from arpc.agent.heartbeat import Heartbeat
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.observers import Observer, Observers, kind_of
-from arpc.agent.peers import Peer, PeerState, unsendable
+from arpc.agent.peers import Peer, unsendable
 from arpc.agent.placement import LateBuffers, Placement
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.streams import ItemOrder, Stream
-from arpc.errors import ProtocolError, RpcTimeoutError, SerializationError, ShutdownError, UnknownWorkerError, WireError
+from arpc.errors import ProtocolError, RpcTimeoutError, SerializationError, ShutdownError, UnknownWorkerError
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.transport.base import Connection, Transport
@@ -200,15 +200,14 @@ class Agent:
                 window_bytes=self.options.window_bytes,
                 connect=self.connector.connect,
             )
-        if peer.connection is not None and peer.connection.peer.incarnation != record.incarnation:
-            peer.connection.abort(WireError("the worker was started again"))
-        if peer.info != record.info:
+        if peer.incarnation is not None and peer.incarnation != record.incarnation:
             # it came back under its name, as another one
+            self.connector.replaced(peer)
             for old in (peer.info.id, peer.info):
                 self._peers.pop(old, None)
-            peer.info = record.info
-        if peer.state is PeerState.GONE and peer.incarnation != record.incarnation:
-            peer.state = PeerState.IDLE
+            peer.succeeded_by(record.info)
+        peer.incarnation = record.incarnation
+        peer.is_verified = True
         peer.main_by_value = not self.connector.same_main(record.main)
         for key in (record.name, record.id, record.info):
             self._peers[key] = peer
@@ -965,6 +964,7 @@ class Agent:
         for link in self.connector.links:
             link.connection.protocol.direct = {}
         self.heartbeat.close()
+        await self.connector.stop_seeking()
         for task in list(self._deferred):
             task.cancel()
         if self._deferred:

@@ -68,6 +68,11 @@ class Peer:
         self.state = PeerState.IDLE
         self.connection: Connection | None = None
         self.incarnation: int | None = None
+        """Which start of the worker the group, or its last connection, has told of."""
+        self.is_verified = True
+        """The group was asked about it, and nothing has happened since that would be a reason to ask again."""
+        self.is_deserted = False
+        """Nobody listened at any of its addresses when it was last tried: its process has ended."""
         self.main_by_value = True
         self.function_ids: dict[Any, int] = {}
         """Functions the peer knows on this connection, by identity."""
@@ -242,6 +247,7 @@ class Peer:
         self.state = PeerState.OPEN
         self.connection = connection
         self.incarnation = connection.peer.incarnation
+        self.is_deserted = False
         self._gone_because = ""
         if main_by_value:
             # It may have run this script in an earlier life, and run another one now
@@ -279,6 +285,13 @@ class Peer:
             self._wake()
         elif self.backlog:
             self.drain()
+
+    def succeeded_by(self, info: WorkerInfo) -> None:
+        """Another worker has come under its name."""
+        self.info = info
+        self._gone_because = ""
+        if self.state is PeerState.GONE:
+            self.state = PeerState.IDLE
 
     def gone(self, because: str) -> None:
         """It will not come back in this incarnation."""

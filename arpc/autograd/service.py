@@ -91,6 +91,12 @@ class AutogradService:
         # passes need not be told: a parcel that is not answered fails them, and so does the loss of their parent
         self.lifetimes.peer_disconnected(peer, has_left=has_left)
 
+    def wants(self, peer: WorkerInfo) -> bool:
+        return False  # the creators of contexts are asked, whoever it was that is lost
+
+    def peer_lost(self, peer: WorkerInfo, reason: str) -> None:
+        """Its passes have failed when the connection broke."""
+
     # -- for people
 
     def gradients(self, context_id: int) -> dict[Tensor, Tensor]:

@@ -4,6 +4,15 @@ from arpc import autograd, functions, futures, launch, nn, optim, torchscript
 from arpc._version import __version__
 from arpc.agent.functions import inline
 from arpc.agent.future import Future
+from arpc.agent.roster import (
+    MemberEvent,
+    MemberJoined,
+    MemberLeft,
+    MemberLost,
+    MemberReturned,
+    MemberStream,
+    MemberSuspected,
+)
 from arpc.agent.streams import Stream
 from arpc.agent.variables import propagate
 from arpc.api import (
@@ -78,6 +87,13 @@ __all__ = [
     "Future",
     "HandshakeError",
     "LaunchError",
+    "MemberEvent",
+    "MemberJoined",
+    "MemberLeft",
+    "MemberLost",
+    "MemberReturned",
+    "MemberStream",
+    "MemberSuspected",
     "NameTakenError",
     "NotInitializedError",
     "NotReadyError",

@@ -21,9 +21,11 @@ from arpc.agent.addresses import as_others_call_it, default_addresses, refuse_op
 from arpc.agent.agent import Agent
 from arpc.agent.fingerprints import host_fingerprint, main_fingerprint
 from arpc.agent.future import Future
+from arpc.agent.lookout import Lookout
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.placement import Placement, find_backends
 from arpc.agent.rendezvous import Rendezvous, create_rendezvous, open_store
+from arpc.agent.roster import MemberLost, MemberStream
 from arpc.agent.scope import WorkerScope, current_scope, find_scope, worker_began, worker_ended
 from arpc.agent.streams import Stream
 from arpc.agent.variables import VariableCarrier
@@ -93,6 +95,7 @@ class Worker:
         self.options = options
         self.agent: Agent
         self.rendezvous: Rendezvous
+        self.lookout: Lookout
         self.rref_context: RRefContext
         self.autograd: AutogradService
         self.leaked_rrefs: tuple[RRefRow, ...] = ()
@@ -195,6 +198,35 @@ class Worker:
         """All workers of the group that this one knows, itself among them, in the order of their ids."""
         return sorted((peer.info for peer in self.agent.peers), key=lambda info: info.id)
 
+    def membership(self) -> MemberStream:
+        """What happens to the other workers of the group, as it happens.
+
+        ::
+
+            async for event in worker.membership():
+                match event:
+                    case arpc.MemberLost(worker=lost, reason=reason):
+                        print(f"{lost.name} is gone: {reason}")
+                    case arpc.MemberReturned(worker=back, is_new=True):
+                        print(f"{back.name} was started again")
+
+        It begins with a `MemberJoined` for each worker that is there, and ends when this worker is shut down. Leaving
+        the loop, cancelling it or dropping the stream are all fine. Who takes events slower than they come misses only
+        such as were followed by another of the same worker. While anyone listens, this worker keeps a connection to
+        every other.
+        """
+        return self.lookout.listen()
+
+    def on_peer_lost(self, callback: Callable[[MemberLost], object]) -> Callable[[], None]:
+        """Call a function, or an ``async def``, for each worker that is lost: see `MemberLost`, and `membership`.
+
+        It runs on the worker's loop, as this worker; what it raises is logged. Not called for a worker that left.
+        Call what is returned to take it back::
+
+            stop = worker.on_peer_lost(lambda event: alarm.set())
+        """
+        return self.lookout.on_lost(callback)
+
     def keep(self, kind: type[T]) -> T:
         """The one object of a class that belongs to this worker, made when it is first asked for.
 
@@ -213,6 +245,7 @@ class Worker:
             **self.agent.statistics(),
             "heartbeat": self.agent.heartbeat.statistics(),
             "rendezvous": self.rendezvous.statistics(),
+            "members": self.lookout.roster.statistics(),
             "rrefs": rref_statistics(self.rref_context),
             "shared_memory": self.arena.statistics() if self.arena is not None else {},
             "receive_memory": self.receive_memory.statistics() if self.receive_memory is not None else {},
@@ -301,6 +334,7 @@ class Worker:
 
     async def _close(self, *, graceful: bool) -> None:
         worker_ended(self, self.agent.loop)
+        self.lookout.close()
         self.rref_context.close()
         self.autograd.close()
         await self.agent.aclose()
@@ -441,6 +475,7 @@ async def start_worker(
     identity = Identity(name, 0, secrets.randbits(63), main_fingerprint(), known)
     rrefs = worker.rref_context = RRefContext(options, context, name, identity.incarnation)
     autograd = worker.autograd = AutogradService(options, context, rrefs)
+    lookout = worker.lookout = Lookout(rendezvous, options, context)
     agent = worker.agent = context.run(
         lambda: Agent(
             worker=worker,
@@ -457,7 +492,7 @@ async def start_worker(
             preparations=kinds.PREPARATIONS,
             interceptors=(VariableCarrier(), autograd.recorder, placement.results),
             is_elastic=rendezvous.is_elastic,
-            watchers=(rrefs, autograd),
+            watchers=(rrefs, autograd, lookout),
             placement=placement if placement.is_needed else None,
         )
     )
@@ -485,7 +520,9 @@ async def start_worker(
             name, make_record, timeout_s=options.init_timeout, probe=agent.connector.is_alive
         )
         await _meet_members(rendezvous, record, agent)
+        lookout.start(agent)
     except BaseException as error:
+        lookout.close()
         for feature in features:
             feature.close()
         await agent.aclose("it failed to start")

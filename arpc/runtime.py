@@ -496,7 +496,7 @@ async def start_worker(
             placement=placement if placement.is_needed else None,
         )
     )
-    features: tuple[RRefContext | AutogradService, ...] = (rrefs, autograd)
+    features: tuple[RRefContext | AutogradService | Lookout, ...] = (rrefs, autograd, lookout)
     for feature in features:
         feature.attach(agent)
     worker.rendezvous = rendezvous
@@ -520,22 +520,25 @@ async def start_worker(
             name, make_record, timeout_s=options.init_timeout, probe=agent.connector.is_alive
         )
         await _meet_members(rendezvous, record, agent)
-        lookout.start(agent)
+        lookout.start()
     except BaseException as error:
-        lookout.close()
         for feature in features:
             feature.close()
         await agent.aclose("it failed to start")
         await worker.close_transports()
         await _withdraw(rendezvous, error)
         raise
+    _tune_process(options)
+    worker_began(worker, agent.loop)
+    return worker
+
+
+def _tune_process(options: RpcOptions) -> None:
     if options.switch_interval is not None:
         sys.setswitchinterval(options.switch_interval)
     if options.gc_freeze:
         gc.collect()
         gc.freeze()
-    worker_began(worker, agent.loop)
-    return worker
 
 
 async def _meet_members(rendezvous: Rendezvous, record: WorkerRecord, agent: Agent) -> None:

@@ -66,8 +66,10 @@ class PeerWatcher(Protocol):
         """The connection is gone. ``has_left``: the peer said goodbye, so it will not come back as the same worker."""
 
     def wants(self, peer: WorkerInfo) -> bool:
-        """Whether a peer whose connection broke matters here. If it does to anyone it is sought until it is found,
-        and `peer_connected` is told, or given up, and `peer_lost` is."""
+        """Whether a peer whose connection broke matters here.
+
+        If it does to anyone it is sought until it is found, and `peer_connected` is told, or given up, and `peer_lost`.
+        """
 
     def peer_lost(self, peer: WorkerInfo, reason: str) -> None:
         """A peer is dead, has been replaced by another of its name, or was not heard of for `RpcOptions.rref_grace`.

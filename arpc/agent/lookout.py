@@ -43,10 +43,16 @@ class Lookout:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
-    def start(self, agent: Agent) -> None:
-        """The worker knows its group."""
+    def attach(self, agent: Agent) -> None:
+        """The agent whose connections tell of the others."""
         self._agent = agent
-        for peer in agent.peers:
+
+    def identify(self, _: WorkerInfo) -> None:
+        """Nothing is said to others here."""
+
+    def start(self) -> None:
+        """The agent knows the group."""
+        for peer in self._agent.peers:
             self._seen(peer.info)
         if self._rendezvous.is_elastic:
             self._own(self._follow_log())

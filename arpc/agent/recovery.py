@@ -21,7 +21,7 @@ _FIRST_S: Final = 0.05
 _LONGEST_S: Final = 1.0
 _FACTOR: Final = 2.0
 
-_random: Final = random.Random()
+_random: Final = random.Random()  # noqa: S311 - nobody gains from guessing it
 
 
 def backoff_delays(dice: random.Random = _random) -> Iterator[float]:

@@ -1,7 +1,7 @@
 """Who is in the group, as one worker knows it: a state machine of what it heard, and streams of what changed.
 
-Each worker, by its name, is *present*, *suspected* (its connection broke or it fell silent; it is being sought), *lost*,
-or has *left*. What this worker hears becomes at most two events, which all who listen get in the same order.
+Each worker, by its name, is *present*, *suspected* (its connection broke or it fell silent; it is being sought),
+*lost*, or has *left*. What this worker hears becomes at most two events, which all who listen get in the same order.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Member:
 
 
 class Roster:
-    """What one worker knows of the others. Every method returns nothing and never waits; ``changed`` hears of events."""
+    """What one worker knows of the others. ``changed`` hears of each event, after all streams."""
 
     def __init__(self) -> None:
         self._members: dict[str, _Member] = {}

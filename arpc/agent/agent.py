@@ -31,7 +31,7 @@ from arpc.agent.peers import Peer, unsendable
 from arpc.agent.placement import LateBuffers, Placement
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.streams import ItemOrder, Stream
-from arpc.errors import ProtocolError, RpcTimeoutError, SerializationError, ShutdownError, UnknownWorkerError
+from arpc.errors import ArpcError, ProtocolError, RpcTimeoutError, SerializationError, ShutdownError, UnknownWorkerError
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.transport.base import Connection, Transport
@@ -200,6 +200,7 @@ class Agent:
                 window_bytes=self.options.window_bytes,
                 connect=self.connector.connect,
             )
+            peer.is_verified = not self.is_elastic or record.id == self.info.id
         if peer.incarnation is not None and peer.incarnation != record.incarnation:
             # it came back under its name, as another one
             self.connector.replaced(peer)
@@ -207,7 +208,6 @@ class Agent:
                 self._peers.pop(old, None)
             peer.succeeded_by(record.info)
         peer.incarnation = record.incarnation
-        peer.is_verified = True
         peer.main_by_value = not self.connector.same_main(record.main)
         for key in (record.name, record.id, record.info):
             self._peers[key] = peer
@@ -298,7 +298,7 @@ class Agent:
             self._call_from_thread(future, to, function, args, kwargs, timeout)
             return future
         peer = self.peer(to)
-        if peer is None:
+        if peer is None or peer.must_be_asked_for:
             begun = future
             self._defer(begun, to, lambda peer: self.begin(peer, begun, function, args, kwargs, timeout))
             return future
@@ -320,8 +320,10 @@ class Agent:
             function_id = peer.function_ids.get(function)
         except (KeyError, TypeError):
             return await self._call_unknown(to, function, args, kwargs, timeout)
-        future = self._create_future()
         connection = peer.connection
+        if connection is None and peer.must_be_asked_for:
+            return await self._call_unknown(to, function, args, kwargs, timeout)
+        future = self._create_future()
         if (
             function_id is None
             or connection is None
@@ -383,7 +385,7 @@ class Agent:
         named = message if function is None else function
         type_ = int(message.type)
         peer = self.peer(to)
-        if peer is None:
+        if peer is None or peer.must_be_asked_for:
             self._defer(begun, to, lambda peer: self.begin(peer, begun, named, args, kwargs, timeout, 0, type_))
         else:
             begun.on_cancel = partial(peer.cancel, self.begin(peer, begun, named, args, kwargs, timeout, 0, type_))
@@ -474,7 +476,7 @@ class Agent:
             return call_id
 
         peer = self.peer(to)
-        if peer is None:
+        if peer is None or peer.must_be_asked_for:
             self._defer(future, to, begin)
         else:
             call_id = begin(peer)
@@ -742,7 +744,7 @@ class Agent:
             to, function, args, kwargs, timeout = arguments
             peer = self.peer(to)
             try:
-                if peer is None:
+                if peer is None or peer.must_be_asked_for:
                     self._defer(future, to, lambda peer: self.begin(peer, future, function, args, kwargs, timeout))
                     return
                 call_id = self.begin(peer, future, function, args, kwargs, timeout)
@@ -755,15 +757,15 @@ class Agent:
         self.loop.call_soon_threadsafe(torchstate.run_with, state, start, context=context)
 
     def _defer(self, future: Future[Any], to: Any, begin: Callable[[Peer], int]) -> None:
-        """Ask the group about a worker that is not known yet, then call it."""
+        """Ask the group about a worker that is not known yet, or may be another one by now, then call it."""
         if self.is_closing:
             raise ShutdownError(f"worker {self.info.name!r} is shutting down")
-        if not isinstance(to, str | int):
+        if not isinstance(to, str | int) and self.peer(to) is None:
             raise self._unknown(to)
 
         async def resolve_and_call() -> None:
             try:
-                peer = self.add_peer(await self.resolve(to))
+                peer = await self._find_out(to)
                 if not future.done():
                     call_id = begin(peer)
                     future.on_cancel = lambda: peer.cancel(call_id)
@@ -781,6 +783,19 @@ class Agent:
         self._deferred.add(task)
         task.add_done_callback(self._deferred.discard)
         future.on_cancel = lambda: None if task.done() else self._ignore(task.cancel())
+
+    async def _find_out(self, to: str | int | WorkerInfo) -> Peer:
+        """The peer that has a name, an id or both now, as the group says."""
+        try:
+            record = await self.resolve(to.name if isinstance(to, WorkerInfo) else to)
+        except ArpcError as error:
+            known = self.peer(to)
+            raise (error if known is None else known.not_reached(error)) from error
+        peer = self.add_peer(record)
+        peer.is_verified = True
+        if isinstance(to, WorkerInfo) and to != record.info:
+            raise self._unknown(to)
+        return peer
 
     @staticmethod
     def _ignore(_: object) -> None:

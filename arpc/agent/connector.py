@@ -144,7 +144,7 @@ class Connector:
         self._attempts: set[int] = set()
         """Ids of workers this one is connecting to."""
         self._newcomers = Newcomers(agent, context)
-        self.recovery = Recovery(agent.loop, context, options.rref_grace, self._given_up)
+        self.recovery = Recovery(agent.loop, context, self._given_up)
         self._host = ""
         self._came: dict[int, asyncio.Future[None]] = {}
         self._joining: dict[wire.Protocol, Connection] = {}
@@ -267,6 +267,8 @@ class Connector:
             raise WireError(f"no connection to worker {peer.info.name!r} within {seconds} s") from error
         finally:
             self._attempts -= {known_id, peer.info.id}
+            if peer.connection is None:
+                peer.is_verified = not self.agent.is_elastic
 
     async def _wait_for(self, peer: Peer, delay_s: float) -> None:
         """Give a connection from the other side a moment to come."""
@@ -282,6 +284,7 @@ class Connector:
         if record.incarnation != peer.incarnation:  # another has come under its name
             self.agent.add_peer(record)
             self._attempts.add(record.id)
+        peer.is_verified = True
 
         def admit(identity: Identity) -> None:
             if (identity.name, identity.id, identity.incarnation) != (record.name, record.id, record.incarnation):
@@ -449,6 +452,7 @@ class Connector:
         came = self._came.pop(identity.id, None)
         if came is not None and not came.done():
             came.set_result(None)
+        self.recovery.end(peer)
         if identity.id != self._identity.id:
             for watcher in self._watchers:
                 watcher.peer_connected(peer.info)
@@ -470,7 +474,7 @@ class Connector:
         # one that a newer connection has replaced changes nothing, nor does that of an earlier start of the worker
         is_latest = link.peer.connection is None and connection.peer.incarnation == link.peer.incarnation
         if is_latest and link.peer.info.id != self._identity.id:
-            link.peer.is_verified = False
+            link.peer.is_verified = not self.agent.is_elastic
             for watcher in self._watchers:
                 watcher.peer_disconnected(link.peer.info, has_left=link.goodbye is not None)
             if link.goodbye is None:
@@ -479,7 +483,9 @@ class Connector:
     def seek(self, peer: Peer, reason: str) -> None:
         """Find out what became of a peer that is not connected, if it matters to anyone."""
         if not self.agent.is_closing and any(watcher.wants(peer.info) for watcher in self._watchers):
-            self.recovery.begin(peer, reason)
+            grace_s = self._options.rref_grace
+            # one that was never met may be about to start, or have many others to meet
+            self.recovery.begin(peer, reason, grace_s if peer.connects else grace_s + self._options.connect_timeout)
 
     def replaced(self, peer: Peer) -> None:
         """Another worker has come under the name of a peer, which is about to be told of as the new one."""

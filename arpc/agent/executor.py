@@ -139,9 +139,10 @@ class Executor:
         function = inbound.coroutines.get(arg)
         connection = inbound.connection
         idle = self._idle
-        if function is None or inbound.is_full or connection.is_congested or not idle:
+        if function is None or inbound.is_full or connection.is_congested or not idle or id_ == inbound.latest_id:
             self._take_other(inbound, id_, arg, timeout_ms, payload)
             return
+        inbound.latest_id = id_
         carrier = idle[-1]
         context = self._copy_context()
         run = Run(self, inbound, function, id_, timeout_ms)
@@ -181,6 +182,9 @@ class Executor:
 
     def _take_other(self, inbound: Inbound, id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
         """The same for what is not the first step of a coroutine, or has to wait."""
+        if id_ == inbound.latest_id:
+            return  # it came twice, and runs once
+        inbound.latest_id = id_
         function = inbound.functions.get(arg)
         if (
             function.__class__ is not Function
@@ -224,7 +228,10 @@ class Executor:
 
     def request_received(self, link: HasInbound, message: Message) -> None:
         """Run any request, or keep it packed while its caller does not take replies or has too many others running."""
-        self._admit(link.inbound, message)
+        inbound = link.inbound
+        if message.id != inbound.latest_id:
+            inbound.latest_id = message.id
+            self._admit(inbound, message)
 
     def _admit(self, inbound: Inbound, message: Message) -> None:
         if inbound.is_full or inbound.connection.is_congested:

@@ -67,7 +67,7 @@ class Newcomers:
             if (record.id, record.incarnation) != (identity.id, identity.incarnation):
                 self._turn_away(identity, "was taken for dead, and another has its name now")
             # after the await: others may have told of it meanwhile, which does no harm
-            self._agent.add_peer(record)
+            self._agent.add_peer(record).is_verified = True
         except UnknownWorkerError:
             self._turn_away(identity, "is not in the group: it has left, or was taken for dead")
         except RendezvousError as error:

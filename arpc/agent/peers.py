@@ -70,7 +70,7 @@ class Peer:
         self.incarnation: int | None = None
         """Which start of the worker the group, or its last connection, has told of."""
         self.is_verified = True
-        """The group was asked about it, and nothing has happened since that would be a reason to ask again."""
+        """The group was asked who has its name, and nothing has happened since that would be a reason to ask again."""
         self.is_deserted = False
         """Nobody listened at any of its addresses when it was last tried: its process has ended."""
         self.main_by_value = True
@@ -88,6 +88,11 @@ class Peer:
         self._connect = connect
         self._connecting: asyncio.Task[None] | None = None
         self._gone_because = ""
+
+    @property
+    def must_be_asked_for(self) -> bool:
+        """Another worker may have its name by now: what is packed must be packed for that one."""
+        return self.connection is None and not self.is_verified
 
     # -- functions
 
@@ -220,11 +225,12 @@ class Peer:
             return
         self.state = PeerState.GONE if self._gone_because else PeerState.IDLE
         if failure is not None:
-            self._fail_backlog(partial(self._not_reached, failure))
+            self._fail_backlog(partial(self.not_reached, failure))
         elif self.backlog:
             self._wake()
 
-    def _not_reached(self, error: Exception) -> Exception:
+    def not_reached(self, error: Exception) -> Exception:
+        """What a call raises that could not be sent, because of an error."""
         if self._gone_because and isinstance(error, WorkerLostError | UnknownWorkerError):
             return WorkerLostError(self._gone_because, self.info.name, may_have_run=False)
         if isinstance(error, AuthenticationError):
@@ -288,7 +294,13 @@ class Peer:
 
     def succeeded_by(self, info: WorkerInfo) -> None:
         """Another worker has come under its name."""
-        self.info = info
+        # What waits was packed for the one before: the RRefs and autograd contexts in it mean nothing to this one
+        lost, self.info = self.info.name, info
+        self._fail_backlog(
+            lambda: WorkerLostError(
+                f"worker {lost!r} was started again before the call was sent to it", lost, may_have_run=False
+            )
+        )
         self._gone_because = ""
         if self.state is PeerState.GONE:
             self.state = PeerState.IDLE

@@ -38,25 +38,23 @@ def backoff_delays(dice: random.Random = _random) -> Iterator[float]:
 
 
 class Recovery:
-    """Seeks peers of one worker. ``lost`` hears of each that is given up, after ``grace_s`` seconds at the latest."""
+    """Seeks peers of one worker. ``lost`` hears of each that is given up."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         context: Context,
-        grace_s: float,
         lost: Callable[[Peer, WorkerInfo, str], None],
     ) -> None:
         self._loop = loop
         self._context = context
-        self._grace_s = grace_s
         self._lost = lost
         self._seeking: dict[Peer, asyncio.Task[None]] = {}
 
-    def begin(self, peer: Peer, reason: str) -> None:
-        """The connection to a peer broke, and somebody wants to know what became of it."""
+    def begin(self, peer: Peer, reason: str, grace_s: float) -> None:
+        """There is no connection to a peer any more, and somebody wants to know what became of it within some time."""
         if peer not in self._seeking:
-            seeking = self._context.copy().run(self._loop.create_task, self._seek(peer, reason))
+            seeking = self._context.copy().run(self._loop.create_task, self._seek(peer, reason, grace_s))
             self._seeking[peer] = seeking
 
     def end(self, peer: Peer) -> None:
@@ -65,10 +63,10 @@ class Recovery:
         if seeking is not None:
             seeking.cancel()
 
-    async def _seek(self, peer: Peer, reason: str) -> None:
+    async def _seek(self, peer: Peer, reason: str, grace_s: float) -> None:
         info = peer.info
         try:
-            async with asyncio.timeout(self._grace_s):
+            async with asyncio.timeout(grace_s):
                 for delay_s in backoff_delays():
                     if await peer.reach() or peer.info != info or peer.state is PeerState.GONE:
                         return  # whoever made that so has told
@@ -76,7 +74,7 @@ class Recovery:
                         break
                     await asyncio.sleep(delay_s)
         except TimeoutError:
-            reason = f"{reason}; it has not come back within {self._grace_s:g} s"
+            reason = f"{reason}; it has not come back within {grace_s:g} s"
         finally:
             if self._seeking.get(peer) is asyncio.current_task():
                 del self._seeking[peer]

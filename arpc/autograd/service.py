@@ -95,7 +95,8 @@ class AutogradService:
         return False  # the creators of contexts are asked, whoever it was that is lost
 
     def peer_lost(self, peer: WorkerInfo, reason: str) -> None:
-        """Its passes have failed when the connection broke."""
+        # it may have been replaced by another of its name before its connection was seen to break
+        self.lifetimes.peer_disconnected(peer, has_left=True)
 
     # -- for people
 

@@ -221,7 +221,11 @@ async def status() -> dict[str, Any]:
         "rrefs": [str(row) for row in worker.rrefs()],
         "values": len(rrefs.values),
         "offers": len(rrefs.forks.offers),
-        "contexts": statistics["autograd"]["contexts"],
+        "contexts": [
+            f"of {context.creator}, known to {sorted(context.known_workers)}, {len(context.sends)} sends, "
+            f"{len(context.recvs)} recvs"
+            for context in worker.autograd.container.contexts.values()
+        ],
         "calls": {name: peer["calls_in_flight"] for name, peer in statistics["peers"].items() if name != "director"},
         "shared_memory": statistics["shared_memory"],
     }

@@ -491,8 +491,12 @@ class Connector:
         """Another worker has come under the name of a peer, which is about to be told of as the new one."""
         self.recovery.end(peer)
         reason = f"worker {peer.info.name!r} was started again"
-        if peer.connection is not None:
-            peer.connection.abort(WireError(reason))
+        connection = peer.connection
+        if connection is not None:
+            error = WireError(reason)
+            connection.abort(error)
+            # now, and not when the connection has ended: calls made meanwhile are for the new one
+            peer.lost(connection, error, reason=None)
         if peer.state is not PeerState.GONE:
             self._given_up(peer, peer.info, reason)
 

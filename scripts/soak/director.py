@@ -8,6 +8,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -120,9 +121,11 @@ class Director:
         await self._restart(victim)
 
     async def _leave(self, victim: WorkerProcess) -> None:
+        try:
+            await load.current().rpc_sync(victim.name, leave, timeout=10)
+        except (arpc.ArpcError, OSError):
+            return  # it is still about to start
         self.findings.faults["left under load and came back"] += 1
-        me = load.current()
-        await me.rpc_sync(victim.name, leave, timeout=10)
         await victim.end("leave")
         await self._restart(victim)
 
@@ -156,7 +159,8 @@ class Director:
             for worker in self._workers.values():
                 if worker.is_alive:
                     samples = self.findings.memory.setdefault(f"{worker.name}.{worker.starts}", [])
-                    samples.append((time.monotonic(), resident_bytes(worker.pid)))
+                    with suppress(OSError, LookupError):  # it may have ended just now
+                        samples.append((time.monotonic(), resident_bytes(worker.pid)))
             await asyncio.sleep(_SAMPLE_S)
 
     async def _settle(self, me: arpc.Worker) -> None:

@@ -69,7 +69,7 @@ class Report:
         """Of each process that lived long: what it had when it had warmed up, and in the end."""
         made = []
         for start, samples in self.findings.memory.items():
-            if samples[-1][0] - samples[0][0] < _LONG_LIFE_S:
+            if not samples or samples[-1][0] - samples[0][0] < _LONG_LIFE_S:
                 continue
             sizes = [size for _, size in samples]
             quarter = len(sizes) // 4

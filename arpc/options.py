@@ -134,6 +134,16 @@ class RpcOptions:
     max_handlers_per_peer: int = 16_384
     """Requests of one peer that may run at once; further ones wait, still packed."""
 
+    max_requests_waiting: int = 131_072
+    """Requests of one peer that may wait so; further ones are refused, and its calls raise `OverloadedError`."""
+
+    max_calls_in_flight: int = 0
+    """Calls to one peer that may be unanswered; further ones wait here, and cost the peer nothing when they are given
+    up. It bounds how long a call waits at a peer that has too much to do. 0: as many as `window_bytes` allow."""
+
+    max_calls_waiting: int = 1_048_576
+    """Calls to one peer that may wait here to be sent; further ones raise `OverloadedError` at once."""
+
     max_body_bytes: int = 1 * GIB
     """The largest pickled part of a message that is accepted."""
 
@@ -206,6 +216,9 @@ class RpcOptions:
             ("num_worker_threads", 1),
             ("window_bytes", 1),
             ("max_handlers_per_peer", 1),
+            ("max_requests_waiting", 0),
+            ("max_calls_in_flight", 0),
+            ("max_calls_waiting", 0),
             ("max_body_bytes", 1),
             ("max_message_bytes", 1),
             ("inline_tensor_bytes", 0),

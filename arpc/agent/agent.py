@@ -125,6 +125,7 @@ class Agent:
             codec=self.codec,
             threads=options.num_worker_threads,
             max_handlers_per_peer=options.max_handlers_per_peer,
+            max_requests_waiting=options.max_requests_waiting,
             window_bytes=options.window_bytes,
             observers=self.observers,
         )
@@ -132,6 +133,9 @@ class Agent:
         self.is_closing = False
         self.is_serving = False
         self._thread = get_ident()
+        # Where calls in flight are counted, none takes the shortest way, which counts nothing
+        self._shortest_thread = self._thread if not options.max_calls_in_flight else 0
+        self._least_bytes = HEADER_BYTES if options.max_calls_in_flight else 0
         # what else is in the body of a message has room beside it
         self._max_payload_bytes = options.max_body_bytes * 7 // 8
         self._time = self.loop.time
@@ -197,7 +201,7 @@ class Agent:
                 record.info,
                 codec=self.codec,
                 deadlines=self.deadlines,
-                window_bytes=self.options.window_bytes,
+                options=self.options,
                 connect=self.connector.connect,
             )
             peer.is_verified = not self.is_elastic or record.id == self.info.id
@@ -335,7 +339,7 @@ class Agent:
             or peer.backlog
             or any(self._occasions)
             or self.is_closing
-            or get_ident() != self._thread
+            or get_ident() != self._shortest_thread
         ):
             call_id = self.begin(peer, future, function, args, kwargs, timeout)
         else:
@@ -547,7 +551,7 @@ class Agent:
             if args != ():
                 as_arguments(args)
             payload = b""
-            size_bytes = 0  # not worth counting, nor is what the peer keeps of it
+            size_bytes = self._least_bytes  # not worth counting, nor is what the peer keeps of it
         meta = self._meta(peer, function, slots, window) if window or riders else None
         if payload is ONE_TENSOR and not meta and (lone := self.codec.lone_argument(slots, peer.info.name)) is not None:
             payload, slots = lone, _NO_SLOTS

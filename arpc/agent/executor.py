@@ -27,7 +27,14 @@ from arpc.agent.requests import NO_CONTEXT, Inbound, Run
 from arpc.agent.scope import current_scope
 from arpc.agent.streams import Producer
 from arpc.agent.threads import ThreadPool
-from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError, ShutdownError
+from arpc.errors import (
+    ConnectionClosedError,
+    OverloadedError,
+    ProtocolError,
+    SerializationError,
+    ShutdownError,
+    WireError,
+)
 from arpc.torchstate import call_stepped, current_steps
 from arpc.transport.base import Connection
 from arpc.wire.frames import BRIEF_HEADER, HEADER, brief_kind, frame
@@ -85,6 +92,7 @@ class Executor:
         codec: Codec,
         threads: int,
         max_handlers_per_peer: int,
+        max_requests_waiting: int,
         window_bytes: int,
         observers: Observers | None = None,
     ) -> None:
@@ -103,6 +111,8 @@ class Executor:
         self._copy_context = context.copy
         self._idle = self.carriers.idle
         self._max_handlers = max_handlers_per_peer
+        self._max_waiting = max_requests_waiting
+        self.calls_refused = 0
         self._window_bytes = window_bytes
         self._pickler = codec.pickler
         self._is_closed = False
@@ -234,11 +244,27 @@ class Executor:
             self._admit(inbound, message)
 
     def _admit(self, inbound: Inbound, message: Message) -> None:
-        if inbound.is_full or inbound.connection.is_congested:
+        if not (inbound.is_full or inbound.connection.is_congested):
+            self.start(inbound, message)
+        elif len(inbound.waiting) < self._max_waiting or not inbound.is_full:
             inbound.keep_waiting(message)
             self._start_waiting(inbound)
         else:
-            self.start(inbound, message)
+            self._refuse_for_now(inbound, message)
+
+    def _refuse_for_now(self, inbound: Inbound, message: Message) -> None:
+        """Too many requests of a caller wait already."""
+        self.calls_refused += 1
+        if inbound.connection.is_congested:
+            # to refuse them all would take as much memory as to keep them
+            inbound.connection.abort(
+                WireError(f"more than {self._max_waiting} of its requests wait, and it does not read replies")
+            )
+            return
+        error = OverloadedError(f"{len(inbound.waiting)} of its requests wait already")
+        payload, _ = describe_failure(error, self._pickler, main_by_value=inbound.main_by_value)
+        with suppress(ConnectionClosedError):  # then the caller knows
+            inbound.connection.send(frame(_FAILURE, FailureKind.OVERLOADED, message.id, 0, 0, payload))
 
     def readmit(self, inbound: Inbound) -> None:
         """Something ended or was sent: see whether those that wait may run."""
@@ -747,6 +773,7 @@ class Executor:
         return {
             "calls_handled": self.calls_handled,
             "calls_failed": self.calls_failed,
+            "calls_refused": self.calls_refused,
             **self.threads.statistics(),
             **self.carriers.statistics(),
             "handlers_without_wait": self.carriers.steps_without_wait + self._returned_none,

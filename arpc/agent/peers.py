@@ -18,6 +18,7 @@ from arpc.agent.deadlines import Deadlines
 from arpc.errors import (
     ArpcError,
     AuthenticationError,
+    OverloadedError,
     RpcTimeoutError,
     SerializationError,
     ShutdownError,
@@ -25,6 +26,7 @@ from arpc.errors import (
     WorkerLostError,
 )
 from arpc.ids import WorkerInfo
+from arpc.options import RpcOptions
 from arpc.transport.base import Connection
 from arpc.wire.frames import frame
 from arpc.wire.messages import MessageType
@@ -39,6 +41,7 @@ _FUNCTION: Final = int(MessageType.FUNCTION)
 _MAIN_NAMES: Final = ("__main__", "__mp_main__")
 # What is this small may use a second window: it must not queue behind tensors
 _SMALL_BYTES: Final = 16 * 1024
+_FEW: Final = 64
 
 
 class PeerState(Enum):
@@ -61,7 +64,7 @@ class Peer:
         *,
         codec: Codec,
         deadlines: Deadlines,
-        window_bytes: int,
+        options: RpcOptions,
         connect: Callable[[Peer], Awaitable[Connection]],
     ) -> None:
         self.info = info
@@ -77,14 +80,20 @@ class Peer:
         self.function_ids: dict[Any, int] = {}
         """Functions the peer knows on this connection, by identity."""
         self.in_flight_bytes = 0
+        self.in_flight_calls = 0
+        """How many of them there are, if that is limited; else not all of them are counted."""
         self.calls = Calls(deadlines, self._timed_out, self._abandon)
         self.backlog: deque[tuple[int, Call, bytes, list[memoryview]]] = deque()
         """Calls that wait for a connection, or for room in the window."""
         self.connects = 0
+        self._given_up = 0
+        """How many of those in the backlog nobody waits for any more."""
         self._definitions: dict[Any, tuple[int, bytes]] = {}
         self._numbers = count(1)
         self._codec = codec
-        self._window_bytes = window_bytes
+        self._window_bytes = options.window_bytes
+        self._max_in_flight = options.max_calls_in_flight
+        self._max_waiting = options.max_calls_waiting
         self._connect = connect
         self._connecting: asyncio.Task[None] | None = None
         self._gone_because = ""
@@ -116,13 +125,19 @@ class Peer:
     # -- calls
 
     def submit(self, call_id: int, call: Call, data: bytes, buffers: list[memoryview]) -> None:
-        """Send a call now, or when there is a connection and room."""
+        """Send a call now, or when there is a connection and room; `OverloadedError` if too many wait for that."""
         connection = self.connection
         # small ones pass those that wait for room
         may_go = not self.backlog or call.size_bytes <= _SMALL_BYTES
         if connection is not None and may_go and self._has_room(call.size_bytes):
             self._send(connection, call, data, buffers)
             return
+        waiting = len(self.backlog) - self._given_up
+        if waiting >= self._max_waiting:
+            self.calls.pop(call_id)
+            raise OverloadedError(
+                f"{call.name} was not sent to worker {self.info.name!r}: {waiting} calls wait already"
+            )
         self.backlog.append((call_id, call, data, buffers))
         self._wake()
 
@@ -131,10 +146,13 @@ class Peer:
         connection = self.connection
         if connection is not None and connection.is_congested and connection.unsent_bytes > limit:
             return False  # of calls that were given up, the bytes may still be here
+        if self._max_in_flight and self.in_flight_calls >= self._max_in_flight:
+            return False
         return self.in_flight_bytes == 0 or self.in_flight_bytes + size_bytes <= limit
 
     def _send(self, connection: Connection, call: Call, data: bytes, buffers: list[memoryview]) -> None:
         self.in_flight_bytes += call.size_bytes
+        self.in_flight_calls += 1
         call.connection = connection
         if buffers:
             call.bulk = connection.send_bulk(data, buffers)
@@ -153,6 +171,7 @@ class Peer:
         if call.connection is None:
             return
         self.in_flight_bytes -= call.size_bytes
+        self.in_flight_calls -= 1
         if self.backlog:
             self.drain()
 
@@ -163,7 +182,8 @@ class Peer:
             call_id, call, data, buffers = self.backlog[0]
             if call.future.done():  # cancelled, timed out or completed by hand while it waited
                 self.backlog.popleft()
-                self.calls.pop(call_id)
+                if self.calls.pop(call_id) is None:
+                    self._given_up -= 1
             elif self._has_room(call.size_bytes):
                 self.backlog.popleft()
                 self._send(connection, call, data, buffers)
@@ -179,7 +199,12 @@ class Peer:
     def _abandon(self, call_id: int, call: Call) -> None:
         connection = call.connection
         if connection is None:
-            return  # never sent: `drain` passes over it
+            # never sent: `drain` passes over it
+            self._given_up += 1
+            if self._given_up > max(_FEW, len(self.backlog) // 2):
+                self.backlog = deque(entry for entry in self.backlog if not entry[1].future.done())
+                self._given_up = 0
+            return
         if connection.is_open:
             if call.bulk is not None and connection.drop_bulk(call.bulk):
                 logger.debug("call %d to %s was cancelled while it was sent", call_id, self.info.name)
@@ -283,6 +308,8 @@ class Peer:
         for call_id, call in sent:
             self.calls.pop(call_id)
             self.in_flight_bytes -= call.size_bytes
+            if call.size_bytes:
+                self.in_flight_calls -= 1
             if not call.future.done():
                 failure = WorkerLostError(f"{text} ({call.name} may have run)", self.info.name)
                 failure.__cause__ = error
@@ -313,6 +340,7 @@ class Peer:
 
     def _fail_backlog(self, make_error: Callable[[], Exception]) -> None:
         backlog, self.backlog = self.backlog, deque()
+        self._given_up = 0
         for call_id, call, _, _ in backlog:
             self.calls.pop(call_id)
             if not call.future.done():
@@ -327,7 +355,8 @@ class Peer:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         self.backlog.clear()
-        self.in_flight_bytes = 0
+        self._given_up = 0
+        self.in_flight_bytes = self.in_flight_calls = 0
         for call_id, call in self.calls:
             self.calls.pop(call_id)
             if not call.future.done():

@@ -12,9 +12,9 @@ from functools import partial
 from itertools import count
 from typing import Any, Final
 
-from arpc.agent.calls import Call, Calls
+from arpc.agent.calls import SEQUENCE_BITS, Call, Calls
 from arpc.agent.codec import Codec
-from arpc.agent.deadlines import Deadlines
+from arpc.agent.deadlines import NEVER, Deadlines
 from arpc.errors import (
     ArpcError,
     AuthenticationError,
@@ -42,6 +42,8 @@ _MAIN_NAMES: Final = ("__main__", "__mp_main__")
 # What is this small may use a second window: it must not queue behind tensors
 _SMALL_BYTES: Final = 16 * 1024
 _FEW: Final = 64
+_ANSWER_WEIGHT: Final = 0.1
+_MARGIN: Final = 1.5
 
 
 class PeerState(Enum):
@@ -86,11 +88,14 @@ class Peer:
         self.backlog: deque[tuple[int, Call, bytes, list[memoryview]]] = deque()
         """Calls that wait for a connection, or for room in the window."""
         self.connects = 0
+        self._answer_s = 0.0
+        """How long the peer takes to answer, if calls in flight are limited: a mean that follows."""
         self._given_up = 0
         """How many of those in the backlog nobody waits for any more."""
         self._definitions: dict[Any, tuple[int, bytes]] = {}
         self._numbers = count(1)
         self._codec = codec
+        self._deadlines = deadlines
         self._window_bytes = options.window_bytes
         self._max_in_flight = options.max_calls_in_flight
         self._max_waiting = options.max_calls_waiting
@@ -153,6 +158,8 @@ class Peer:
     def _send(self, connection: Connection, call: Call, data: bytes, buffers: list[memoryview]) -> None:
         self.in_flight_bytes += call.size_bytes
         self.in_flight_calls += 1
+        if self._max_in_flight:
+            call.sent_at = self._deadlines.now()
         call.connection = connection
         if buffers:
             call.bulk = connection.send_bulk(data, buffers)
@@ -172,6 +179,8 @@ class Peer:
             return
         self.in_flight_bytes -= call.size_bytes
         self.in_flight_calls -= 1
+        if call.sent_at:
+            self._answer_s += _ANSWER_WEIGHT * (self._deadlines.now() - call.sent_at - self._answer_s)
         if self.backlog:
             self.drain()
 
@@ -184,11 +193,26 @@ class Peer:
                 self.backlog.popleft()
                 if self.calls.pop(call_id) is None:
                     self._given_up -= 1
-            elif self._has_room(call.size_bytes):
-                self.backlog.popleft()
-                self._send(connection, call, data, buffers)
-            else:
+            elif not self._has_room(call.size_bytes):
                 return
+            else:
+                self.backlog.popleft()
+                if self._max_in_flight and self._comes_too_late(call_id):
+                    self.calls.pop(call_id)
+                    call.future.set_exception(self._too_late(call))
+                else:
+                    self._send(connection, call, data, buffers)
+
+    def _comes_too_late(self, call_id: int) -> bool:
+        """Whether a call that has waited has not enough time left to be answered: the peer would work for nobody."""
+        tick = call_id >> SEQUENCE_BITS
+        return tick != NEVER and self._deadlines.time_of(tick) - self._deadlines.now() < _MARGIN * self._answer_s
+
+    def _too_late(self, call: Call) -> OverloadedError:
+        return OverloadedError(
+            f"{call.name} was not sent to worker {self.info.name!r}, which takes {self._answer_s:.3f} s to answer: "
+            f"the call has waited too long, and would not be answered within its timeout"
+        )
 
     def cancel(self, call_id: int) -> None:
         """The caller no longer waits for a call."""

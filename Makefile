@@ -6,6 +6,8 @@ VENV ?= .venv
 INSTALL_ARGS ?=
 # Handed to the bench, for example --quick.
 BENCH_ARGS ?=
+# Handed to the soak, for example --seconds 600 --seed 7.
+SOAK_ARGS ?=
 # What arpc is compared with. It goes into an environment of its own: none of it is needed to work on arpc.
 PEERS_VENV ?= .venv-peers
 PEERS := ray grpcio xoscar torchmonarch distributed rpyc
@@ -17,7 +19,7 @@ peers_installed := $(PEERS_VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench bench-peers wheel format clean
+.PHONY: help demo test check bench bench-peers soak wheel format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +40,9 @@ bench: $(installed) ## measure arpc against torch.distributed.rpc and the bare f
 
 bench-peers: $(peers_installed) ## measure arpc against Ray, grpc.aio, xoscar, Monarch, Dask and RPyC
 	$(peers_python) -m scripts.bench --rows peers/ --json build/bench-peers.json --plot build $(BENCH_ARGS)
+
+soak: $(installed) ## kill, stop, cut off and restart workers under load, and account for every call
+	$(python) -m scripts.soak --json build/soak.json $(SOAK_ARGS)
 
 wheel: $(installed) ## build the distributions and try the wheel in an environment of its own
 	$(python) -m scripts.check_wheel

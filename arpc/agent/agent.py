@@ -31,7 +31,15 @@ from arpc.agent.peers import Peer, unsendable
 from arpc.agent.placement import LateBuffers, Placement
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.streams import ItemOrder, Stream
-from arpc.errors import ArpcError, ProtocolError, RpcTimeoutError, SerializationError, ShutdownError, UnknownWorkerError
+from arpc.errors import (
+    ArpcError,
+    OverloadedError,
+    ProtocolError,
+    RpcTimeoutError,
+    SerializationError,
+    ShutdownError,
+    UnknownWorkerError,
+)
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.transport.base import Connection, Transport
@@ -671,7 +679,10 @@ class Agent:
             peer.calls.pop(call_id)
             call.future.set_exception(failure)
         else:
-            peer.submit(call_id, call, data, buffers)
+            try:
+                peer.submit(call_id, call, data, buffers)
+            except OverloadedError as error:
+                call.future.set_exception(error)
 
     def _pickle_with_function(
         self, peer: Peer, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None

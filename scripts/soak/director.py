@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import arpc
 from arpc.bench.memory import resident_bytes
+from arpc.runtime import current
 from scripts.soak import load
 from scripts.soak.network import Network
 from scripts.soak.workers import OPTIONS, WorkerProcess, leave, stop_load
@@ -122,7 +123,7 @@ class Director:
 
     async def _leave(self, victim: WorkerProcess) -> None:
         try:
-            await load.current().rpc_sync(victim.name, leave, timeout=10)
+            await current().rpc_sync(victim.name, leave, timeout=10)
         except (arpc.ArpcError, OSError):
             return  # it is still about to start
         self.findings.faults["left under load and came back"] += 1

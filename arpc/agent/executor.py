@@ -223,8 +223,8 @@ class Executor:
     def _unpack_and_call(self, run: Run, payload: bytes | bytearray) -> Coroutine[Any, Any, Any]:
         try:
             args = _plain_content(payload)
-        except (AttributeError, ImportError, LookupError) as error:
-            raise self._not_unpacked(error) from error
+        except (AttributeError, ImportError, LookupError, StopIteration) as error:
+            raise self._not_unpacked(error) from error  # StopIteration would look like the end of the handler
         if run.has_prerequisites:
             run.function = self._after(run.prerequisites, run.function)
         coroutine: Coroutine[Any, Any, Any] = run.function.call(*args)
@@ -467,7 +467,7 @@ class Executor:
             if not message.arg:
                 call, payload = payload
                 run.function = Function(call)
-        except (AttributeError, ImportError, LookupError) as error:
+        except (AttributeError, ImportError, LookupError, StopIteration) as error:
             raise self._not_unpacked(error) from error
         if message.flags & RequestFlag.KWARGS:
             run.args, run.kwargs = payload

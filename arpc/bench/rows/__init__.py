@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 from typing import Final
 
 from arpc.bench.row import SUBJECT, Cell, Row, Workload
-from arpc.bench.rows import bulk, calls, floors, many, opponent, peers, rref, tensors, workers
+from arpc.bench.rows import bulk, calls, floors, many, opponent, overload, peers, rref, tensors, workers
 
 __all__ = ["ROWS", "SUBJECT", "Cell", "Row", "Workload", "select"]
 
@@ -17,6 +17,7 @@ ROWS: Final[tuple[Row, ...]] = (
     *floors.rows(),
     *rref.rows(),
     *many.rows(),
+    *overload.rows(),
     *workers.rows(),
     *opponent.rows(),
     *peers.rows(),

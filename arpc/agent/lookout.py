@@ -117,7 +117,7 @@ class Lookout:
             async for change in self._rendezvous.changes(interval_s=self._interval_s):
                 if not isinstance(change, Joined):
                     self._gone(change.record)
-                elif change.record.info != self._agent.info:
+                elif change.record.name != self._agent.info.name:  # else it is this worker, or who has its name now
                     await self._came(change.record)
         except RendezvousError as error:
             logger.warning(

@@ -18,6 +18,7 @@ _LONG_LIFE_S: Final = 60.0
 _MAY_GROW: Final = 1.15
 _MAY_GROW_BYTES: Final = 24 * MIB
 _SHOWN: Final = 25
+_POINTS: Final = 40
 # What may happen to a call without any fault: its caller asked for it
 _ASKED_FOR: Final = {
     ("call cancelled", "CallCancelledError"),
@@ -84,6 +85,10 @@ class Report:
             "faults": dict(self.findings.faults),
             "outcomes": {kind: dict(outcomes) for kind, outcomes in self.books.outcomes().items()},
             "memory": self._memory(),
+            "memory_mib": {
+                start: [size // MIB for _, size in samples[:: max(1, len(samples) // _POINTS)]]
+                for start, samples in self.findings.memory.items()
+            },
             "complaints": self.complaints,
         }
 

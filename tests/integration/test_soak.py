@@ -14,7 +14,7 @@ from tests.integration.processes import run_scripts
 @pytest.mark.usefixtures("runtime_directory")
 def test_a_short_soak_adds_up(tmp_path: Path):
     figures = tmp_path / "soak.json"
-    options = ["--seconds", "3", "--seed", "7", "--workers", "2", "--tasks", "1", "--calm", "0.5", "--no-network"]
+    options = ["--seconds", "2", "--seed", "7", "--workers", "2", "--tasks", "1", "--calm", "0.5", "--no-network"]
     (soak,) = run_scripts(["-m", "scripts.soak", *options, "--json", str(figures)], limit_s=150)
     assert soak.returncode == 0, soak.stdout
     assert "seed 7" in soak.stdout

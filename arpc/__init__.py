@@ -4,6 +4,15 @@ from arpc import autograd, functions, futures, launch, nn, optim, profiler, torc
 from arpc._version import __version__
 from arpc.agent.functions import inline
 from arpc.agent.future import Future
+from arpc.agent.roster import (
+    MemberEvent,
+    MemberJoined,
+    MemberLeft,
+    MemberLost,
+    MemberReturned,
+    MemberStream,
+    MemberSuspected,
+)
 from arpc.agent.streams import Stream
 from arpc.agent.variables import propagate
 from arpc.api import (
@@ -83,6 +92,13 @@ __all__ = [
     "Future",
     "HandshakeError",
     "LaunchError",
+    "MemberEvent",
+    "MemberJoined",
+    "MemberLeft",
+    "MemberLost",
+    "MemberReturned",
+    "MemberStream",
+    "MemberSuspected",
     "NameTakenError",
     "NotAllowedError",
     "NotInitializedError",

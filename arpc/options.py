@@ -165,8 +165,15 @@ class RpcOptions:
     max_handlers_per_peer: int = 16_384
     """Requests of one peer that may run at once; further ones wait, still packed."""
 
-    max_waiting_per_peer: int = 1 << 20
-    """Requests of one peer that may wait to be run; further ones are refused, with an `OverloadedError`."""
+    max_requests_waiting: int = 131_072
+    """Requests of one peer that may wait so; further ones are refused, and its calls raise `OverloadedError`."""
+
+    max_calls_in_flight: int = 0
+    """Calls to one peer that may be unanswered; further ones wait here, and cost the peer nothing when they are given
+    up. It bounds how long a call waits at a peer that has too much to do. 0: as many as `window_bytes` allow."""
+
+    max_calls_waiting: int = 1_048_576
+    """Calls to one peer that may wait here to be sent; further ones raise `OverloadedError` at once."""
 
     max_header_bytes: int = 32 * MIB
     """The largest part of a message that is accepted for what describes its tensors, and what features add to it."""
@@ -247,7 +254,9 @@ class RpcOptions:
             ("max_strangers", 1),
             ("window_bytes", 1),
             ("max_handlers_per_peer", 1),
-            ("max_waiting_per_peer", 1),
+            ("max_requests_waiting", 0),
+            ("max_calls_in_flight", 0),
+            ("max_calls_waiting", 0),
             ("max_header_bytes", 1),
             ("max_body_bytes", 1),
             ("max_message_bytes", 1),

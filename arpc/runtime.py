@@ -22,9 +22,11 @@ from arpc.agent.agent import Agent
 from arpc.agent.fingerprints import host_fingerprint, main_fingerprint
 from arpc.agent.future import Future
 from arpc.agent.guard import Guard
+from arpc.agent.lookout import Lookout
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.placement import Placement, find_backends
 from arpc.agent.rendezvous import Rendezvous, create_rendezvous, open_store
+from arpc.agent.roster import MemberLost, MemberStream
 from arpc.agent.scope import WorkerScope, current_scope, find_scope, worker_began, worker_ended
 from arpc.agent.streams import Stream
 from arpc.agent.variables import VariableCarrier
@@ -97,6 +99,7 @@ class Worker:
         self.options = options
         self.agent: Agent
         self.rendezvous: Rendezvous
+        self.lookout: Lookout
         self.rref_context: RRefContext
         self.autograd: AutogradService
         self.profiler: ProfilerService
@@ -201,6 +204,35 @@ class Worker:
         """All workers of the group that this one knows, itself among them, in the order of their ids."""
         return sorted((peer.info for peer in self.agent.peers), key=lambda info: info.id)
 
+    def membership(self) -> MemberStream:
+        """What happens to the other workers of the group, as it happens.
+
+        ::
+
+            async for event in worker.membership():
+                match event:
+                    case arpc.MemberLost(worker=lost, reason=reason):
+                        print(f"{lost.name} is gone: {reason}")
+                    case arpc.MemberReturned(worker=back, is_new=True):
+                        print(f"{back.name} was started again")
+
+        It begins with a `MemberJoined` for each worker that is there, and ends when this worker is shut down. Leaving
+        the loop, cancelling it or dropping the stream are all fine. Who takes events slower than they come misses only
+        such as were followed by another of the same worker. While anyone listens, this worker keeps a connection to
+        every other.
+        """
+        return self.lookout.listen()
+
+    def on_peer_lost(self, callback: Callable[[MemberLost], object]) -> Callable[[], None]:
+        """Call a function, or an ``async def``, for each worker that is lost: see `MemberLost`, and `membership`.
+
+        It runs on the worker's loop, as this worker; what it raises is logged. Not called for a worker that left.
+        Call what is returned to take it back::
+
+            stop = worker.on_peer_lost(lambda event: alarm.set())
+        """
+        return self.lookout.on_lost(callback)
+
     def keep(self, kind: type[T]) -> T:
         """The one object of a class that belongs to this worker, made when it is first asked for.
 
@@ -220,6 +252,7 @@ class Worker:
             "doorway": self.doorway.statistics() if self.doorway is not None else {},
             "heartbeat": self.agent.heartbeat.statistics(),
             "rendezvous": self.rendezvous.statistics(),
+            "members": self.lookout.roster.statistics(),
             "rrefs": rref_statistics(self.rref_context),
             "shared_memory": self.arena.statistics() if self.arena is not None else {},
             "receive_memory": self.receive_memory.statistics() if self.receive_memory is not None else {},
@@ -318,6 +351,7 @@ class Worker:
 
     async def _close(self, *, graceful: bool) -> None:
         worker_ended(self, self.agent.loop)
+        self.lookout.close()
         self.rref_context.close()
         self.autograd.close()
         await self.agent.aclose()
@@ -417,7 +451,7 @@ class Worker:
             await asyncio.sleep(patience_s / 10)
 
 
-async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out of many parts
+async def start_worker(
     name: str,
     *,
     rank: int | None,
@@ -461,6 +495,7 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
     autograd = worker.autograd = AutogradService(options, context, rrefs)
     profiler = worker.profiler = ProfilerService()
     variables = VariableCarrier()
+    lookout = worker.lookout = Lookout(rendezvous, options, context)
     agent = worker.agent = context.run(
         lambda: Agent(
             worker=worker,
@@ -478,14 +513,19 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
             interceptors=(variables, autograd.recorder, placement.results),
             observers=profiler.observers,
             is_elastic=rendezvous.is_elastic,
-            watchers=(rrefs, autograd, profiler.tracer),
+            watchers=(rrefs, autograd, profiler.tracer, lookout),
             placement=placement if placement.is_needed else None,
             guard=guard,
         )
     )
     if guard is not None:
         _restrict(guard, agent, rrefs, variables)
-    features: tuple[RRefContext | AutogradService | ProfilerService, ...] = (rrefs, autograd, profiler)
+    features: tuple[RRefContext | AutogradService | ProfilerService | Lookout, ...] = (
+        rrefs,
+        autograd,
+        profiler,
+        lookout,
+    )
     for feature in features:
         feature.attach(agent)
     worker.rendezvous = rendezvous
@@ -504,6 +544,7 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
             name, make_record, timeout_s=options.init_timeout, probe=agent.connector.is_alive
         )
         await _meet_members(rendezvous, record, agent)
+        lookout.start()
     except BaseException as error:
         for feature in features:
             feature.close()
@@ -511,13 +552,17 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
         await worker.close_transports()
         await _withdraw(rendezvous, error)
         raise
+    _tune_process(options)
+    worker_began(worker, agent.loop)
+    return worker
+
+
+def _tune_process(options: RpcOptions) -> None:
     if options.switch_interval is not None:
         sys.setswitchinterval(options.switch_interval)
     if options.gc_freeze:
         gc.collect()
         gc.freeze()
-    worker_began(worker, agent.loop)
-    return worker
 
 
 def _restrict(guard: Guard, agent: Agent, rrefs: RRefContext, variables: VariableCarrier) -> None:

@@ -28,18 +28,19 @@ from arpc.agent.guard import Guard, GuardedCodec
 from arpc.agent.heartbeat import Heartbeat
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.observers import Observer, Observers, kind_of
-from arpc.agent.peers import Peer, PeerState, unsendable
+from arpc.agent.peers import Peer, unsendable
 from arpc.agent.placement import LateBuffers, Placement
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.streams import ItemOrder, Stream
 from arpc.errors import (
+    ArpcError,
     NotAllowedError,
+    OverloadedError,
     ProtocolError,
     RpcTimeoutError,
     SerializationError,
     ShutdownError,
     UnknownWorkerError,
-    WireError,
 )
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
@@ -141,7 +142,7 @@ class Agent:
             codec=self.codec,
             threads=options.num_worker_threads,
             max_handlers_per_peer=options.max_handlers_per_peer,
-            max_waiting_per_peer=options.max_waiting_per_peer,
+            max_requests_waiting=options.max_requests_waiting,
             window_bytes=options.window_bytes,
             observers=self.observers,
         )
@@ -149,6 +150,9 @@ class Agent:
         self.is_closing = False
         self.is_serving = False
         self._thread = get_ident()
+        # Where calls in flight are counted, none takes the shortest way, which counts nothing
+        self._shortest_thread = self._thread if not options.max_calls_in_flight else 0
+        self._least_bytes = HEADER_BYTES if options.max_calls_in_flight else 0
         # what else is in the body of a message has room beside it
         self._max_payload_bytes = options.max_body_bytes * 7 // 8
         self._time = self.loop.time
@@ -229,18 +233,17 @@ class Agent:
                 record.info,
                 codec=self.codec,
                 deadlines=self.deadlines,
-                window_bytes=self.options.window_bytes,
+                options=self.options,
                 connect=self.connector.connect,
             )
-        if peer.connection is not None and peer.connection.peer.incarnation != record.incarnation:
-            peer.connection.abort(WireError("the worker was started again"))
-        if peer.info != record.info:
+            peer.is_verified = not self.is_elastic or record.id == self.info.id
+        if peer.incarnation is not None and peer.incarnation != record.incarnation:
             # it came back under its name, as another one
+            self.connector.replaced(peer)
             for old in (peer.info.id, peer.info):
                 self._peers.pop(old, None)
-            peer.info = record.info
-        if peer.state is PeerState.GONE and peer.incarnation != record.incarnation:
-            peer.state = PeerState.IDLE
+            peer.succeeded_by(record.info)
+        peer.incarnation = record.incarnation
         peer.main_by_value = not self.connector.same_main(record.main)
         for key in (record.name, record.id, record.info):
             self._peers[key] = peer
@@ -331,7 +334,7 @@ class Agent:
             self._call_from_thread(future, to, function, args, kwargs, timeout)
             return future
         peer = self.peer(to)
-        if peer is None:
+        if peer is None or peer.must_be_asked_for:
             begun = future
             self._defer(begun, to, lambda peer: self.begin(peer, begun, function, args, kwargs, timeout))
             return future
@@ -353,8 +356,10 @@ class Agent:
             function_id = peer.function_ids.get(function)
         except (KeyError, TypeError):
             return await self._call_unknown(to, function, args, kwargs, timeout)
-        future = self._create_future()
         connection = peer.connection
+        if connection is None and peer.must_be_asked_for:
+            return await self._call_unknown(to, function, args, kwargs, timeout)
+        future = self._create_future()
         if (
             function_id is None
             or connection is None
@@ -366,7 +371,7 @@ class Agent:
             or peer.backlog
             or any(self._occasions)
             or self.is_closing
-            or get_ident() != self._thread
+            or get_ident() != self._shortest_thread
         ):
             call_id = self.begin(peer, future, function, args, kwargs, timeout)
         else:
@@ -416,7 +421,7 @@ class Agent:
         named = message if function is None else function
         type_ = int(message.type)
         peer = self.peer(to)
-        if peer is None:
+        if peer is None or peer.must_be_asked_for:
             self._defer(begun, to, lambda peer: self.begin(peer, begun, named, args, kwargs, timeout, 0, type_))
         else:
             begun.on_cancel = partial(peer.cancel, self.begin(peer, begun, named, args, kwargs, timeout, 0, type_))
@@ -507,7 +512,7 @@ class Agent:
             return call_id
 
         peer = self.peer(to)
-        if peer is None:
+        if peer is None or peer.must_be_asked_for:
             self._defer(future, to, begin)
         else:
             call_id = begin(peer)
@@ -579,7 +584,7 @@ class Agent:
             if args != ():
                 as_arguments(args)
             payload = b""
-            size_bytes = 0  # not worth counting, nor is what the peer keeps of it
+            size_bytes = self._least_bytes  # not worth counting, nor is what the peer keeps of it
         meta = self._meta(peer, function, slots, window) if window or riders else None
         if payload is ONE_TENSOR and not meta and (lone := self.codec.lone_argument(slots, peer.info.name)) is not None:
             payload, slots = lone, _NO_SLOTS
@@ -699,7 +704,10 @@ class Agent:
             peer.calls.pop(call_id)
             call.future.set_exception(failure)
         else:
-            peer.submit(call_id, call, data, buffers)
+            try:
+                peer.submit(call_id, call, data, buffers)
+            except OverloadedError as error:
+                call.future.set_exception(error)
 
     def _pickle_with_function(
         self, peer: Peer, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
@@ -776,7 +784,7 @@ class Agent:
             to, function, args, kwargs, timeout = arguments
             peer = self.peer(to)
             try:
-                if peer is None:
+                if peer is None or peer.must_be_asked_for:
                     self._defer(future, to, lambda peer: self.begin(peer, future, function, args, kwargs, timeout))
                     return
                 call_id = self.begin(peer, future, function, args, kwargs, timeout)
@@ -789,15 +797,15 @@ class Agent:
         self.loop.call_soon_threadsafe(torchstate.run_with, state, start, context=context)
 
     def _defer(self, future: Future[Any], to: Any, begin: Callable[[Peer], int]) -> None:
-        """Ask the group about a worker that is not known yet, then call it."""
+        """Ask the group about a worker that is not known yet, or may be another one by now, then call it."""
         if self.is_closing:
             raise ShutdownError(f"worker {self.info.name!r} is shutting down")
-        if not isinstance(to, str | int):
+        if not isinstance(to, str | int) and self.peer(to) is None:
             raise self._unknown(to)
 
         async def resolve_and_call() -> None:
             try:
-                peer = self.add_peer(await self.resolve(to))
+                peer = await self._find_out(to)
                 if not future.done():
                     call_id = begin(peer)
                     future.on_cancel = lambda: peer.cancel(call_id)
@@ -815,6 +823,19 @@ class Agent:
         self._deferred.add(task)
         task.add_done_callback(self._deferred.discard)
         future.on_cancel = lambda: None if task.done() else self._ignore(task.cancel())
+
+    async def _find_out(self, to: str | int | WorkerInfo) -> Peer:
+        """The peer that has a name, an id or both now, as the group says."""
+        try:
+            record = await self.resolve(to.name if isinstance(to, WorkerInfo) else to)
+        except ArpcError as error:
+            known = self.peer(to)
+            raise (error if known is None else known.not_reached(error)) from error
+        peer = self.add_peer(record)
+        peer.is_verified = True
+        if isinstance(to, WorkerInfo) and to != record.info:
+            raise self._unknown(to)
+        return peer
 
     @staticmethod
     def _ignore(_: object) -> None:
@@ -998,6 +1019,7 @@ class Agent:
         for link in self.connector.links:
             link.connection.protocol.direct = {}
         self.heartbeat.close()
+        await self.connector.stop_seeking()
         for task in list(self._deferred):
             task.cancel()
         if self._deferred:

@@ -34,6 +34,7 @@ from arpc.errors import (
     ProtocolError,
     SerializationError,
     ShutdownError,
+    WireError,
 )
 from arpc.transport.base import Connection
 from arpc.wire.frames import BRIEF_HEADER, HEADER, brief_kind, frame
@@ -95,7 +96,7 @@ class Executor:
         codec: Codec,
         threads: int,
         max_handlers_per_peer: int,
-        max_waiting_per_peer: int,
+        max_requests_waiting: int,
         window_bytes: int,
         observers: Observers | None = None,
     ) -> None:
@@ -114,7 +115,8 @@ class Executor:
         self._copy_context = context.copy
         self._idle = self.carriers.idle
         self._max_handlers = max_handlers_per_peer
-        self._max_waiting = max_waiting_per_peer
+        self._max_waiting = max_requests_waiting
+        self.calls_refused = 0
         self._window_bytes = window_bytes
         self._pickler = codec.pickler
         self._is_closed = False
@@ -151,9 +153,10 @@ class Executor:
         function = inbound.coroutines.get(arg)
         connection = inbound.connection
         idle = self._idle
-        if function is None or inbound.is_full or connection.is_congested or not idle:
+        if function is None or inbound.is_full or connection.is_congested or not idle or id_ == inbound.latest_id:
             self._take_other(inbound, id_, arg, timeout_ms, payload)
             return
+        inbound.latest_id = id_
         carrier = idle[-1]
         context = self._copy_context()
         run = Run(self, inbound, function, id_, timeout_ms)
@@ -193,6 +196,9 @@ class Executor:
 
     def _take_other(self, inbound: Inbound, id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
         """The same for what is not the first step of a coroutine, or has to wait."""
+        if id_ == inbound.latest_id:
+            return  # it came twice, and runs once
+        inbound.latest_id = id_
         function = inbound.functions.get(arg)
         if (
             function.__class__ is not Function
@@ -221,8 +227,8 @@ class Executor:
     def _unpack_and_call(self, run: Run, payload: bytes | bytearray) -> Coroutine[Any, Any, Any]:
         try:
             args = _plain_content(payload)
-        except (AttributeError, ImportError, LookupError) as error:
-            raise self._not_unpacked(error) from error
+        except (AttributeError, ImportError, LookupError, StopIteration) as error:
+            raise self._not_unpacked(error) from error  # StopIteration would look like the end of the handler
         if run.has_prerequisites:
             run.function = self._after(run.prerequisites, run.function)
         coroutine: Coroutine[Any, Any, Any] = run.function.call(*args)
@@ -236,22 +242,33 @@ class Executor:
 
     def request_received(self, link: HasInbound, message: Message) -> None:
         """Run any request, or keep it packed while its caller does not take replies or has too many others running."""
-        self._admit(link.inbound, message)
+        inbound = link.inbound
+        if message.id != inbound.latest_id:
+            inbound.latest_id = message.id
+            self._admit(inbound, message)
 
     def _admit(self, inbound: Inbound, message: Message) -> None:
         if not (inbound.is_full or inbound.connection.is_congested):
             self.start(inbound, message)
-        elif len(inbound.waiting) < self._max_waiting and inbound.waiting_bytes <= _WINDOWS * self._window_bytes:
+        elif (
+            len(inbound.waiting) < self._max_waiting or not inbound.is_full
+        ) and inbound.waiting_bytes <= _WINDOWS * self._window_bytes:
             inbound.keep_waiting(message)
             self._start_waiting(inbound)
         else:
-            self._turn_away(inbound, message)
+            self._refuse_for_now(inbound, message)
 
-    def _turn_away(self, inbound: Inbound, message: Message) -> None:
-        """Answer a request that there is no room for."""
-        error = OverloadedError(f"{len(inbound.waiting)} of its requests wait there already")
+    def _refuse_for_now(self, inbound: Inbound, message: Message) -> None:
+        """Too many requests of a caller wait already."""
+        self.calls_refused += 1
+        if inbound.connection.is_congested:
+            # to refuse them all would take as much memory as to keep them
+            inbound.connection.abort(
+                WireError(f"{len(inbound.waiting)} of its requests wait, and it does not read replies")
+            )
+            return
+        error = OverloadedError(f"{len(inbound.waiting)} of its requests wait already")
         payload, _ = describe_failure(error, self._pickler, main_by_value=inbound.main_by_value)
-        self.calls_failed += 1
         with suppress(ConnectionClosedError):  # then the caller knows
             inbound.connection.send(frame(_FAILURE, FailureKind.OVERLOADED, message.id, 0, 0, payload))
 
@@ -460,7 +477,7 @@ class Executor:
             if not message.arg:
                 call, payload = payload
                 run.function = Function(call)
-        except (AttributeError, ImportError, LookupError) as error:
+        except (AttributeError, ImportError, LookupError, StopIteration) as error:
             raise self._not_unpacked(error) from error
         if message.flags & RequestFlag.KWARGS:
             run.args, run.kwargs = payload
@@ -767,6 +784,7 @@ class Executor:
         return {
             "calls_handled": self.calls_handled,
             "calls_failed": self.calls_failed,
+            "calls_refused": self.calls_refused,
             **self.threads.statistics(),
             **self.carriers.statistics(),
             "handlers_without_wait": self.carriers.steps_without_wait + self._returned_none,

@@ -219,6 +219,8 @@ class Inbound:
         self.running: dict[int, Run] = {}
         self.is_full = False
         """No more requests may run, or others wait already."""
+        self.latest_id = -1
+        """The last request that came: the same one again is a message that came twice."""
         self.waiting: OrderedDict[int, tuple[Message, float]] = OrderedDict()
         """Requests that must wait, and since when."""
         self.waiting_bytes = 0

@@ -252,7 +252,9 @@ class ThreadPool:
                 # a step of a generator may end in the middle of a block
                 result = torchstate.call_isolated(function, *args)
             except BaseException as error:  # noqa: BLE001 - it is raised where the future is awaited
-                failure = error if not isinstance(error, StopIteration) else RuntimeError(repr(error))
+                # raised where the future is awaited, these two would end the coroutine there in another way
+                is_special = isinstance(error, StopIteration | GeneratorExit)
+                failure = RuntimeError(repr(error)) if is_special else error
                 return lambda: None if future.done() else future.set_exception(failure)
             return lambda: None if future.done() else future.set_result(result)
 

@@ -121,6 +121,13 @@ class Tracer(Observer):
             if recorder.header.origin == peer.name:
                 self.leave(trace_id)
 
+    def wants(self, peer: WorkerInfo) -> bool:
+        """Nobody has to be sought for a trace."""
+        return False
+
+    def peer_lost(self, peer: WorkerInfo, reason: str) -> None:
+        """Its recordings ended with its connection."""
+
     # -- the end
 
     def close(self) -> None:

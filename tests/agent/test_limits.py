@@ -29,7 +29,7 @@ async def fresh_gate():
 
 
 async def test_calls_that_there_is_no_room_for_are_refused():
-    options = RpcOptions(gc_freeze=False, max_handlers_per_peer=2, max_waiting_per_peer=3)
+    options = RpcOptions(gc_freeze=False, max_handlers_per_peer=2, max_requests_waiting=3)
     async with cluster(2, options=options) as group:
         calls = [group[0].rpc_async("worker1", wait_at_the_gate) for _ in range(8)]
         done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)

@@ -6,7 +6,19 @@ from fnmatch import fnmatch
 from typing import Final
 
 from arpc.bench.row import SUBJECT, Cell, Row, Workload
-from arpc.bench.rows import bulk, calls, floors, many, opponent, peers, profiling, rref, tensors, workers
+from arpc.bench.rows import (
+    bulk,
+    calls,
+    floors,
+    many,
+    opponent,
+    overload,
+    peers,
+    profiling,
+    rref,
+    tensors,
+    workers,
+)
 
 __all__ = ["ROWS", "SUBJECT", "Cell", "Row", "Workload", "select"]
 
@@ -17,6 +29,7 @@ ROWS: Final[tuple[Row, ...]] = (
     *floors.rows(),
     *rref.rows(),
     *many.rows(),
+    *overload.rows(),
     *workers.rows(),
     *profiling.rows(),
     *opponent.rows(),

@@ -8,6 +8,10 @@ INSTALL_ARGS ?=
 BENCH_ARGS ?=
 # Handed to the conformance run, for example --sample.
 CONFORMANCE_ARGS ?=
+# Handed to the fuzzer, for example --runs 10000 pickles.
+FUZZ_ARGS ?=
+# Handed to the soak, for example --seconds 600 --seed 7.
+SOAK_ARGS ?=
 # What arpc is compared with. It goes into an environment of its own: none of it is needed to work on arpc.
 PEERS_VENV ?= .venv-peers
 PEERS := ray grpcio xoscar torchmonarch distributed rpyc
@@ -19,7 +23,7 @@ peers_installed := $(PEERS_VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench bench-peers conformance wheel format clean
+.PHONY: help demo test check bench bench-peers conformance fuzz soak wheel format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +47,13 @@ bench-peers: $(peers_installed) ## measure arpc against Ray, grpc.aio, xoscar, M
 
 conformance: $(installed) ## run torch's own RPC tests on arpc.compat, and show what passes
 	$(python) -m scripts.conformance $(CONFORMANCE_ARGS)
+
+fuzz: $(installed) ## feed the wire, the handshake and the restricted unpickler a million bad inputs each
+	$(python) -m pip install -q $(INSTALL_ARGS) -c constraints.txt -e '.[fuzz]'
+	$(python) scripts/fuzz.py $(FUZZ_ARGS)
+
+soak: $(installed) ## kill, stop, cut off and restart workers under load, and account for every call
+	$(python) -m scripts.soak --json build/soak.json $(SOAK_ARGS)
 
 wheel: $(installed) ## build the distributions and try the wheel in an environment of its own
 	$(python) -m scripts.check_wheel

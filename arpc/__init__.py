@@ -4,6 +4,15 @@ from arpc import autograd, functions, futures, launch, nn, optim, profiler, torc
 from arpc._version import __version__
 from arpc.agent.functions import inline
 from arpc.agent.future import Future
+from arpc.agent.roster import (
+    MemberEvent,
+    MemberJoined,
+    MemberLeft,
+    MemberLost,
+    MemberReturned,
+    MemberStream,
+    MemberSuspected,
+)
 from arpc.agent.streams import Stream
 from arpc.agent.variables import propagate
 from arpc.api import (
@@ -34,6 +43,7 @@ from arpc.errors import (
     HandshakeError,
     LaunchError,
     NameTakenError,
+    NotAllowedError,
     NotInitializedError,
     NotReadyError,
     OverloadedError,
@@ -62,9 +72,12 @@ from arpc.options import UNSET, RpcOptions
 from arpc.rref.handle import RRef
 from arpc.runner import new_event_loop, run
 from arpc.runtime import Worker
+from arpc.tls import TLS
 from arpc.torchstate import enable_grad, inference_mode, no_grad, set_grad_enabled, to_thread
+from arpc.wire.allowlist import export, register_type
 
 __all__ = [
+    "TLS",
     "UNSET",
     "AlreadyInitializedError",
     "ArpcError",
@@ -79,7 +92,15 @@ __all__ = [
     "Future",
     "HandshakeError",
     "LaunchError",
+    "MemberEvent",
+    "MemberJoined",
+    "MemberLeft",
+    "MemberLost",
+    "MemberReturned",
+    "MemberStream",
+    "MemberSuspected",
     "NameTakenError",
+    "NotAllowedError",
     "NotInitializedError",
     "NotReadyError",
     "OverloadedError",
@@ -112,6 +133,7 @@ __all__ = [
     "batched",
     "empty_shared",
     "enable_grad",
+    "export",
     "functions",
     "futures",
     "get_worker_info",
@@ -126,6 +148,7 @@ __all__ = [
     "optim",
     "profiler",
     "propagate",
+    "register_type",
     "remaining_time",
     "remote",
     "rpc_async",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from arpc import __version__
+from arpc import __version__, certs
 from arpc.bench import command as bench
 from arpc.launch import command as launch
 
@@ -41,6 +41,12 @@ COMMANDS: Final = (
         "measure arpc against torch.distributed.rpc and the bare floor, on this machine",
         bench.add_arguments,
         bench.run,
+    ),
+    Command(
+        "certs",
+        "make a certificate authority for tests, and certificates of workers",
+        certs.add_arguments,
+        certs.run,
     ),
 )
 

@@ -17,6 +17,7 @@
     ├── TorchStateError (RuntimeError)         a grad mode that would leak from its coroutine to others
     ├── ShutdownError (RuntimeError)           this worker is shutting down, or has shut down
     ├── SerializationError (TypeError)         a function, argument or result that cannot travel
+    ├── NotAllowedError (PermissionError)      what a worker in allow-list mode does not let others do, or build
     ├── CallError                              a call that ended without an answer of its function
     │   ├── RpcTimeoutError (TimeoutError)     its deadline passed
     │   ├── CallCancelledError                 its handler was cancelled on the callee, not by the caller
@@ -27,9 +28,9 @@
     │   └── RRefCreationError                  it is not known whether its value was ever created
     ├── AutogradError (RuntimeError)           no such context, or roots that gradients cannot start from
     │   └── BackwardError                      a node raised in a backward pass; names the worker and the node
+    ├── ProfilerError (RuntimeError)           a profile, or a profiling key, that is used out of turn
     ├── ScriptError (RuntimeError)             a TorchScript function that raised, or cannot be called like that
     ├── BatchError (ValueError)                a batched function returned what is no result for each of its calls
-    ├── ProfilerError (RuntimeError)           a profile, or a profiling key, that is used out of turn
     ├── RemoteError                            the function raised something that cannot be rebuilt here
     └── WireError (ConnectionError)            what a peer sent, or a connection that cannot be used
         ├── ProtocolError                      bytes that are no arpc, or not at this time
@@ -63,6 +64,7 @@ __all__ = [
     "HandshakeError",
     "LaunchError",
     "NameTakenError",
+    "NotAllowedError",
     "NotInitializedError",
     "NotReadyError",
     "OverloadedError",
@@ -189,6 +191,10 @@ class SerializationError(ArpcError, TypeError):
     """Something that was to travel cannot be pickled or unpickled; the text names it."""
 
 
+class NotAllowedError(ArpcError, PermissionError):
+    """A worker in allow-list mode does not let this caller call that, or does not take it from anybody."""
+
+
 class CallError(ArpcError):
     """A call that ended without an answer of its function."""
 
@@ -279,6 +285,10 @@ class BackwardError(AutogradError):
         )
 
 
+class ProfilerError(ArpcError, RuntimeError):
+    """A profile, or a profiling key, was used out of turn."""
+
+
 class ScriptError(ArpcError, RuntimeError):
     """A TorchScript function raised, or does not take the arguments that it was called with.
 
@@ -288,10 +298,6 @@ class ScriptError(ArpcError, RuntimeError):
 
 class BatchError(ArpcError, ValueError):
     """A batched function returned something of which it cannot be told what is for which of its calls."""
-
-
-class ProfilerError(ArpcError, RuntimeError):
-    """A profile, or a profiling key, was used out of turn."""
 
 
 class RemoteError(ArpcError):

@@ -10,6 +10,7 @@ from typing import Final, Self, cast
 
 from arpc.devices import DeviceLike, DeviceMap, checked_device_map, checked_devices, merged_device_map
 from arpc.errors import ConfigurationError
+from arpc.tls import TLS
 
 __all__ = ["UNSET", "RpcOptions", "Unset"]
 
@@ -87,6 +88,15 @@ def _env_secret() -> bytes | None:
     return secret
 
 
+def _env_tls() -> TLS | None:
+    cert, key, ca = _env("ARPC_TLS_CERT"), _env("ARPC_TLS_KEY"), _env("ARPC_TLS_CA")
+    if cert is None and key is None and ca is None:
+        return None
+    if cert is None or key is None or ca is None:
+        raise ConfigurationError("TLS takes all of ARPC_TLS_CERT, ARPC_TLS_KEY and ARPC_TLS_CA, and one is not set")
+    return TLS(cert=cert, key=key, ca=ca)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RpcOptions:
     """How a worker behaves. `replace` makes a changed copy; only `set_device_map` adds to the options themselves.
@@ -110,15 +120,36 @@ class RpcOptions:
     """Threads that run plain ``def`` functions. They are started when first needed."""
 
     listen: tuple[str, ...] = field(default_factory=_env_listen)
-    """Addresses to listen on, such as ``("unix://", "tcp://0.0.0.0:0")``. Empty: a unix socket; with a secret TCP
-    too, on loopback or, if the group's store is on another host, on the interface that leads there.
+    """Addresses to listen on, such as ``("unix://", "tcp://0.0.0.0:0")``. Empty: a unix socket; with a secret or TLS
+    also TCP, on loopback or, if the group's store is on another host, on the interface that leads there.
     ``ARPC_LISTEN``, separated by commas"""
 
     secret: bytes | None = field(default_factory=_env_secret, repr=False)
     """What all workers of the group know and prove to each other. ``ARPC_SECRET`` or ``ARPC_SECRET_FILE``"""
 
+    tls: TLS | None = field(default_factory=_env_tls)
+    """Certificates, with which all TCP connections are encrypted and both their sides authenticated.
+    ``ARPC_TLS_CERT``, ``ARPC_TLS_KEY`` and ``ARPC_TLS_CA``"""
+
     insecure: bool = False
-    """Allow listening beyond this host with no secret. Whoever reaches the port can then run code here."""
+    """Allow listening beyond this host with neither a secret nor TLS. Whoever reaches the port can run code here."""
+
+    allow: str | None = None
+    """``"exported"`` is allow-list mode: others may call what is marked with `arpc.export` and send data, tensors and
+    instances of classes that `arpc.register_type` knows, and nothing else; no code travels. For all workers alike."""
+
+    roles: Mapping[str, Sequence[str]] = field(default_factory=dict, hash=False)
+    """Which workers may call what, in allow-list mode: patterns of their names, and for each the patterns of functions
+    (``"shop.orders.*"``) and messages (``"arpc:*"``, for RRefs and gradients). Empty: all may call all there is."""
+
+    max_connections: int = 16_384
+    """Connections that others may have to this worker at once."""
+
+    max_strangers: int = 1024
+    """How many of them may be in their handshake; if there are more, the one that takes longest is ended."""
+
+    handshake_timeout: float = 10.0
+    """Seconds that others have to prove who they are once they have connected."""
 
     connect_timeout: float = 10.0
     """Seconds for one attempt to connect, with its handshake."""
@@ -138,6 +169,19 @@ class RpcOptions:
 
     max_handlers_per_peer: int = 16_384
     """Requests of one peer that may run at once; further ones wait, still packed."""
+
+    max_requests_waiting: int = 131_072
+    """Requests of one peer that may wait so; further ones are refused, and its calls raise `OverloadedError`."""
+
+    max_calls_in_flight: int = 0
+    """Calls to one peer that may be unanswered; further ones wait here, and cost the peer nothing when they are given
+    up. It bounds how long a call waits at a peer that has too much to do. 0: as many as `window_bytes` allow."""
+
+    max_calls_waiting: int = 1_048_576
+    """Calls to one peer that may wait here to be sent; further ones raise `OverloadedError` at once."""
+
+    max_header_bytes: int = 32 * MIB
+    """The largest part of a message that is accepted for what describes its tensors, and what features add to it."""
 
     max_body_bytes: int = 1 * GIB
     """The largest pickled part of a message that is accepted."""
@@ -189,6 +233,7 @@ class RpcOptions:
             "rpc_timeout",
             "init_timeout",
             "connect_timeout",
+            "handshake_timeout",
             "heartbeat_interval",
             "heartbeat_timeout",
             "shutdown_timeout",
@@ -205,12 +250,19 @@ class RpcOptions:
                 f"heartbeat_timeout ({self.heartbeat_timeout}) must be longer than "
                 f"heartbeat_interval ({self.heartbeat_interval})"
             )
-        if not self.connect_timeout:
-            raise ConfigurationError("connect_timeout must be more than 0")
+        for name in ("connect_timeout", "handshake_timeout"):
+            if not getattr(self, name):
+                raise ConfigurationError(f"{name} must be more than 0")
         for name, least in (
             ("num_worker_threads", 1),
+            ("max_connections", 1),
+            ("max_strangers", 1),
             ("window_bytes", 1),
             ("max_handlers_per_peer", 1),
+            ("max_requests_waiting", 0),
+            ("max_calls_in_flight", 0),
+            ("max_calls_waiting", 0),
+            ("max_header_bytes", 1),
             ("max_body_bytes", 1),
             ("max_message_bytes", 1),
             ("inline_tensor_bytes", 0),
@@ -230,11 +282,31 @@ class RpcOptions:
             raise ConfigurationError(f"secret must be bytes, not {type(self.secret).__name__}")
         if self.secret == b"":
             raise ConfigurationError("secret must not be empty")
+        self._check_roles()
+        if self.tls is not None and not isinstance(self.tls, TLS):
+            raise ConfigurationError(f"tls must be an arpc.TLS, not {type(self.tls).__name__}")
 
         # what users give is theirs: it may change, and have other names for the same devices
         maps = {to: checked_device_map(to, mapping) for to, mapping in self.device_maps.items()}
         object.__setattr__(self, "device_maps", maps)
         object.__setattr__(self, "devices", checked_devices(self.devices))
+
+    def _check_roles(self) -> None:
+        if self.allow not in {None, "exported"}:
+            raise ConfigurationError(f"allow must be None or 'exported', not {self.allow!r}")
+        if self.roles and self.allow is None:
+            raise ConfigurationError(
+                "roles need allow-list mode, since whoever may send any pickle may run any code: set allow='exported'"
+            )
+        for peer, allowed in self.roles.items():
+            if isinstance(allowed, str):
+                raise ConfigurationError(f"roles[{peer!r}] must be a list of patterns, not the string {allowed!r}")
+        object.__setattr__(self, "roles", {peer: tuple(allowed) for peer, allowed in self.roles.items()})
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether those who connect from other hosts must prove that they belong here."""
+        return self.secret is not None or self.tls is not None
 
     def set_device_map(self, to: str, device_map: Mapping[DeviceLike, DeviceLike]) -> Self:
         """Say where on worker ``to`` tensors belong that are on a device here. Adds to what was said before.

@@ -21,9 +21,12 @@ from arpc.agent.addresses import as_others_call_it, default_addresses, refuse_op
 from arpc.agent.agent import Agent
 from arpc.agent.fingerprints import host_fingerprint, main_fingerprint
 from arpc.agent.future import Future
+from arpc.agent.guard import Guard
+from arpc.agent.lookout import Lookout
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.placement import Placement, find_backends
 from arpc.agent.rendezvous import Rendezvous, create_rendezvous, open_store
+from arpc.agent.roster import MemberLost, MemberStream
 from arpc.agent.scope import WorkerScope, current_scope, find_scope, worker_began, worker_ended
 from arpc.agent.streams import Stream
 from arpc.agent.variables import VariableCarrier
@@ -55,7 +58,9 @@ from arpc.rref.report import (
 )
 from arpc.torchscript import kinds
 from arpc.transport.base import Transport
+from arpc.transport.doorway import Doorway
 from arpc.transport.memory import MemoryNetwork
+from arpc.transport.secure import TlsTransport
 from arpc.transport.shm import FEATURE, Arena, empty_shared, open_arena, shared
 from arpc.transport.stream import TcpTransport, UnixTransport
 from arpc.transport.warm import WarmMemory
@@ -103,6 +108,7 @@ class Worker:
         self.options = options
         self.agent: Agent
         self.rendezvous: Rendezvous
+        self.lookout: Lookout
         self.rref_context: RRefContext
         self.autograd: AutogradService
         self.profiler: ProfilerService
@@ -113,6 +119,7 @@ class Worker:
         self.arena: Arena | None = None
         """Memory that others of this host can see; None if there is none."""
         self.receive_memory: WarmMemory | None = None
+        self.doorway: Doorway | None = None
         self._kept: dict[type, Any] = {}
         self._shutdown: asyncio.Task[None] | None = None
         self._lost: WorkerLostError | None = None
@@ -208,6 +215,35 @@ class Worker:
         """All workers of the group that this one knows, itself among them, in the order of their ids."""
         return sorted((peer.info for peer in self.agent.peers), key=lambda info: info.id)
 
+    def membership(self) -> MemberStream:
+        """What happens to the other workers of the group, as it happens.
+
+        ::
+
+            async for event in worker.membership():
+                match event:
+                    case arpc.MemberLost(worker=lost, reason=reason):
+                        print(f"{lost.name} is gone: {reason}")
+                    case arpc.MemberReturned(worker=back, is_new=True):
+                        print(f"{back.name} was started again")
+
+        It begins with a `MemberJoined` for each worker that is there, and ends when this worker is shut down. Leaving
+        the loop, cancelling it or dropping the stream are all fine. Who takes events slower than they come misses only
+        such as were followed by another of the same worker. While anyone listens, this worker keeps a connection to
+        every other.
+        """
+        return self.lookout.listen()
+
+    def on_peer_lost(self, callback: Callable[[MemberLost], object]) -> Callable[[], None]:
+        """Call a function, or an ``async def``, for each worker that is lost: see `MemberLost`, and `membership`.
+
+        It runs on the worker's loop, as this worker; what it raises is logged. Not called for a worker that left.
+        Call what is returned to take it back::
+
+            stop = worker.on_peer_lost(lambda event: alarm.set())
+        """
+        return self.lookout.on_lost(callback)
+
     def keep(self, kind: type[T]) -> T:
         """The one object of a class that belongs to this worker, made when it is first asked for.
 
@@ -224,8 +260,10 @@ class Worker:
         return {
             "worker": self.info.name,
             **self.agent.statistics(),
+            "doorway": self.doorway.statistics() if self.doorway is not None else {},
             "heartbeat": self.agent.heartbeat.statistics(),
             "rendezvous": self.rendezvous.statistics(),
+            "members": self.lookout.roster.statistics(),
             "rrefs": rref_statistics(self.rref_context),
             "shared_memory": self.arena.statistics() if self.arena is not None else {},
             "receive_memory": self.receive_memory.statistics() if self.receive_memory is not None else {},
@@ -247,7 +285,16 @@ class Worker:
         """The ways to other processes, with the memory that they use."""
         self.arena = open_arena(self.options)
         memory = self.receive_memory = WarmMemory(_WARM_BYTES)
-        return {"tcp": TcpTransport(memory), "unix": UnixTransport(memory, self.arena)}
+        options = self.options
+        door = self.doorway = Doorway(
+            max_connections=options.max_connections,
+            max_strangers=options.max_strangers,
+            handshake_s=options.handshake_timeout,
+        )
+        return {
+            "tcp": TcpTransport(memory, door) if options.tls is None else TlsTransport(options.tls, memory, door),
+            "unix": UnixTransport(memory, self.arena, door),
+        }
 
     async def close_transports(self) -> None:
         if self.arena is not None:
@@ -315,6 +362,7 @@ class Worker:
 
     async def _close(self, *, graceful: bool) -> None:
         worker_ended(self, self.agent.loop)
+        self.lookout.close()
         self.rref_context.close()
         self.autograd.close()
         await self.agent.aclose()
@@ -450,14 +498,14 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
         await group.aclose()
         raise
     worker = Worker(WorkerInfo(name, -1), options)
-    devices = find_backends() if backends is None else backends
-    placement = Placement(asyncio.get_running_loop(), name, options, devices)
+    placement = Placement(asyncio.get_running_loop(), name, options, find_backends() if backends is None else backends)
     context = copy_context()
     context.run(current_scope.set, WorkerScope(worker))
     ways: dict[str, Transport] = {"memory": network} if network is not None else worker.open_transports()
     ways.update(transports or {})
     known = (FEATURE,) if worker.arena is not None else ()
     identity = Identity(name, 0, secrets.randbits(63), main_fingerprint(), known)
+    guard = None if options.allow is None else Guard(name, options.roles)
     rrefs = worker.rref_context = RRefContext(options, context, name, identity.incarnation)
     rrefs.skin = skin
     reducers: dict[type, Reducer] = {**kinds.REDUCERS, RRef: partial(reduce_rref, rrefs)}
@@ -466,6 +514,8 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
         reducers[skin.cls] = lambda handle, parcel: reduce_rref(rrefs, unwrap(handle), parcel)
     autograd = worker.autograd = AutogradService(options, context, rrefs)
     profiler = worker.profiler = ProfilerService()
+    variables = VariableCarrier()
+    lookout = worker.lookout = Lookout(rendezvous, options, context)
     agent = worker.agent = context.run(
         lambda: Agent(
             worker=worker,
@@ -480,25 +530,28 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
             reducers=reducers,
             families=kinds.FAMILIES,
             preparations=kinds.PREPARATIONS,
-            interceptors=(VariableCarrier(), autograd.recorder, placement.results),
+            interceptors=(variables, autograd.recorder, placement.results),
             observers=profiler.observers,
             is_elastic=rendezvous.is_elastic,
-            watchers=(rrefs, autograd, profiler.tracer),
+            watchers=(rrefs, autograd, profiler.tracer, lookout),
             placement=placement if placement.is_needed else None,
+            guard=guard,
         )
     )
-    features: tuple[RRefContext | AutogradService | ProfilerService, ...] = (rrefs, autograd, profiler)
+    if guard is not None:
+        _restrict(guard, agent, rrefs, variables)
+    features: tuple[RRefContext | AutogradService | ProfilerService | Lookout, ...] = (
+        rrefs,
+        autograd,
+        profiler,
+        lookout,
+    )
     for feature in features:
         feature.attach(agent)
     worker.rendezvous = rendezvous
     host = host_fingerprint()
     try:
-        addresses = options.listen or (
-            ("memory://",) if network is not None else await default_addresses(options, group.host)
-        )
-        refuse_open_doors(addresses, options)
-        taken = await agent.connector.listen(addresses, host)
-        listening = tuple([await as_others_call_it(address, group.host) for address in taken])
+        listening = await _listen(agent, options, host, group.host, is_in_process=network is not None)
 
         def make_record(worker_id: int) -> WorkerRecord:
             worker.info = WorkerInfo(name, worker_id)
@@ -511,6 +564,7 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
             name, make_record, timeout_s=options.init_timeout, probe=agent.connector.is_alive
         )
         await _meet_members(rendezvous, record, agent)
+        lookout.start()
     except BaseException as error:
         for feature in features:
             feature.close()
@@ -518,13 +572,33 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
         await worker.close_transports()
         await _withdraw(rendezvous, error)
         raise
+    _tune_process(options)
+    worker_began(worker, agent.loop)
+    return worker
+
+
+def _tune_process(options: RpcOptions) -> None:
     if options.switch_interval is not None:
         sys.setswitchinterval(options.switch_interval)
     if options.gc_freeze:
         gc.collect()
         gc.freeze()
-    worker_began(worker, agent.loop)
-    return worker
+
+
+def _restrict(guard: Guard, agent: Agent, rrefs: RRefContext, variables: VariableCarrier) -> None:
+    """Let the features, too, build and find what is on the lists and nothing else."""
+    rrefs.get_method = guard.get_method
+    variables.loads = agent.codec.loads
+
+
+async def _listen(
+    agent: Agent, options: RpcOptions, host: str, store_host: str | None, *, is_in_process: bool
+) -> tuple[str, ...]:
+    """Open the doors; returns what others call them."""
+    addresses = options.listen or (("memory://",) if is_in_process else await default_addresses(options, store_host))
+    refuse_open_doors(addresses, options)
+    taken = await agent.connector.listen(addresses, host)
+    return tuple([await as_others_call_it(address, store_host) for address in taken])
 
 
 async def _meet_members(rendezvous: Rendezvous, record: WorkerRecord, agent: Agent) -> None:

@@ -26,7 +26,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 # The layer's number, and its modules or packages. Where a layer has several rows, each may import the rows above it.
 LAYERS: Final = (
     (0, {"errors"}),
-    (0, {"_version", "devices", "ids", "torchstate"}),
+    (0, {"_version", "devices", "ids", "tls", "torchstate"}),
     (0, {"options"}),
     (1, {"wire"}),
     (2, {"transport"}),
@@ -40,7 +40,7 @@ LAYERS: Final = (
     (6, {"launch"}),
     (6, {"__init__"}),  # re-exports what is above; the rows below are users of `import arpc`
     (6, {"compat"}),
-    (6, {"bench", "http", "testing"}),
+    (6, {"bench", "certs", "http", "testing"}),
     (6, {"cli"}),
     (6, {"__main__"}),
 )

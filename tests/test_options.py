@@ -15,7 +15,17 @@ from arpc.options import UNSET, RpcOptions, Unset
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    for name in ("TIMEOUT", "INIT_TIMEOUT", "HEARTBEAT", "LISTEN", "SECRET", "SECRET_FILE"):
+    for name in (
+        "TIMEOUT",
+        "INIT_TIMEOUT",
+        "HEARTBEAT",
+        "LISTEN",
+        "SECRET",
+        "SECRET_FILE",
+        "TLS_CERT",
+        "TLS_KEY",
+        "TLS_CA",
+    ):
         monkeypatch.delenv(f"ARPC_{name}", raising=False)
     for name in ("BYTES", "FROM_BYTES"):
         monkeypatch.delenv(f"ARPC_SHARED_MEMORY_{name}", raising=False)

@@ -20,6 +20,7 @@ logger = logging.getLogger("arpc.addresses")
 # An address that stands for all interfaces, and one beyond this machine of its family (of documentation, never reached)
 _EVERYWHERE: Final = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}  # noqa: S104 - only compared with
 _DISCARD_PORT: Final = 9
+_SHORT_SECRET_BYTES: Final = 16
 
 
 async def default_addresses(options: RpcOptions, store_host: str | None) -> tuple[str, ...]:
@@ -31,11 +32,12 @@ async def default_addresses(options: RpcOptions, store_host: str | None) -> tupl
     unix = ("unix://",) if hasattr(socket, "AF_UNIX") else ()
     interface = None if store_host is None else await _interface_to(store_host)
     if interface is None or is_loopback(interface):
-        return unix if unix and options.secret is None else (*unix, "tcp://127.0.0.1:0")
-    if options.secret is None and not options.insecure:
+        return (*unix, "tcp://127.0.0.1:0") if options.is_guarded or not unix else unix
+    if not options.is_guarded and not options.insecure:
         raise ConfigurationError(
             f"the group's store is on {store_host}, so this worker must be reachable from there, and anyone who can "
-            f"reach it could run code in it. Set the same ARPC_SECRET (or RpcOptions.secret) on all workers"
+            f"reach it could run code in it. Set the same ARPC_SECRET (or RpcOptions.secret) on all workers, or give "
+            f"each of them a certificate (RpcOptions.tls)"
         )
     return (*unix, f"tcp://{_bracketed(interface)}:0")
 
@@ -56,16 +58,25 @@ async def as_others_call_it(address: str, store_host: str | None) -> str:
 
 def refuse_open_doors(addresses: Sequence[str], options: RpcOptions) -> None:
     """Unpickling runs code, so only those who proved themselves may reach in from beyond this host."""
-    if options.secret is not None:
-        return
     for address in addresses:
-        if address.startswith("tcp://") and not is_loopback(split_tcp(address)[0]):
+        if not address.startswith("tcp://") or is_loopback(split_tcp(address)[0]):
+            continue
+        if not options.is_guarded:
             if not options.insecure:
                 raise ConfigurationError(
                     f"refusing to listen on {address} with no secret: whoever reaches that port could run code here. "
-                    f"Set ARPC_SECRET (or RpcOptions.secret) to the same value on all workers, or listen on 127.0.0.1"
+                    f"Set ARPC_SECRET (or RpcOptions.secret) to the same value on all workers, or RpcOptions.tls, or "
+                    f"listen on 127.0.0.1"
                 )
             logger.warning("listening on %s WITHOUT A SECRET: whoever reaches that port can run code here", address)
+        elif options.secret is not None and options.tls is None and len(options.secret) < _SHORT_SECRET_BYTES:
+            logger.warning(
+                "listening on %s with a secret of %d bytes, which can be guessed by whoever hears a handshake: take "
+                "one of %d random bytes or more",
+                address,
+                len(options.secret),
+                _SHORT_SECRET_BYTES,
+            )
 
 
 async def _interface_to(host: str) -> str:

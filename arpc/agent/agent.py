@@ -25,14 +25,24 @@ from arpc.agent.executor import Executor, Service
 from arpc.agent.failures import rebuild_failure
 from arpc.agent.functions import Preparation, name_of
 from arpc.agent.future import Future
+from arpc.agent.guard import Guard, GuardedCodec
 from arpc.agent.heartbeat import Heartbeat
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.observers import Observer, Observers, kind_of
-from arpc.agent.peers import Peer, PeerState, unsendable
+from arpc.agent.peers import Peer, unsendable
 from arpc.agent.placement import LateBuffers, Placement
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.streams import ItemOrder, Stream
-from arpc.errors import ProtocolError, RpcTimeoutError, SerializationError, ShutdownError, UnknownWorkerError, WireError
+from arpc.errors import (
+    ArpcError,
+    NotAllowedError,
+    OverloadedError,
+    ProtocolError,
+    RpcTimeoutError,
+    SerializationError,
+    ShutdownError,
+    UnknownWorkerError,
+)
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.transport.base import Connection, Transport
@@ -114,6 +124,7 @@ class Agent:
         watchers: Sequence[PeerWatcher] = (),
         is_elastic: bool = False,
         placement: Placement | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self.is_elastic = is_elastic
         """Workers this one has never heard of may come."""
@@ -125,8 +136,14 @@ class Agent:
         self.observers = Observers(observers)
         """Those that were passed stand by; see `observe`."""
         interceptors = (*interceptors, self.observers)
-        self.codec = Codec(reducers or {}, interceptors, options.inline_tensor_bytes, placement, families)
         self._preparations = dict(preparations or {})
+        self.guard = guard
+        """None unless in allow-list mode."""
+        self.codec = (
+            Codec(reducers or {}, interceptors, options.inline_tensor_bytes, placement, families)
+            if guard is None
+            else GuardedCodec(guard, reducers or {}, interceptors, options, placement, families)
+        )
         if placement is not None:
             # before connections are told whom to call
             self.messages_received = partial(  # type: ignore[method-assign]
@@ -141,6 +158,7 @@ class Agent:
             codec=self.codec,
             threads=options.num_worker_threads,
             max_handlers_per_peer=options.max_handlers_per_peer,
+            max_requests_waiting=options.max_requests_waiting,
             window_bytes=options.window_bytes,
             observers=self.observers,
         )
@@ -148,6 +166,9 @@ class Agent:
         self.is_closing = False
         self.is_serving = False
         self._thread = get_ident()
+        # Where calls in flight are counted, none takes the shortest way, which counts nothing
+        self._shortest_thread = self._thread if not options.max_calls_in_flight else 0
+        self._least_bytes = HEADER_BYTES if options.max_calls_in_flight else 0
         # what else is in the body of a message has room beside it
         self._max_payload_bytes = options.max_body_bytes * 7 // 8
         self._time = self.loop.time
@@ -192,7 +213,22 @@ class Agent:
             self._services[message_class] = self.executor.serve_wrapped(message_class, function)
         # of those, how many arguments come before the function's own
         self._leading = {int(message_class.type): message_class.leading for message_class in wrappers or {}}
-        self._handlers |= {message_class: service.handle for message_class, service in self._services.items()}
+        for message_class, service in self._services.items():
+            handle = service.handle
+            self._handlers[message_class] = handle if guard is None else self._guarded(guard, message_class, handle)
+
+    def _guarded(self, guard: Guard, message_class: type[Message], handle: _Handler) -> _Handler:
+        """A handler that looks at the caller's role before it looks at the message."""
+
+        def handle_if_permitted(link: Link, message: Message) -> None:
+            try:
+                guard.permit_message(link.inbound.caller.name, message_class)
+            except NotAllowedError as error:
+                self.executor.reject(link, message, error)
+            else:
+                handle(link, message)
+
+        return handle_if_permitted
 
     def serve(self) -> None:
         """The worker knows its group: others may connect from now on. Those who tried before try again."""
@@ -213,19 +249,17 @@ class Agent:
                 record.info,
                 codec=self.codec,
                 deadlines=self.deadlines,
-                window_bytes=self.options.window_bytes,
+                options=self.options,
                 connect=self.connector.connect,
-                timeouts_travel=self.options.timeouts_travel,
             )
-        if peer.connection is not None and peer.connection.peer.incarnation != record.incarnation:
-            peer.connection.abort(WireError("the worker was started again"))
-        if peer.info != record.info:
+            peer.is_verified = not self.is_elastic or record.id == self.info.id
+        if peer.incarnation is not None and peer.incarnation != record.incarnation:
             # it came back under its name, as another one
+            self.connector.replaced(peer)
             for old in (peer.info.id, peer.info):
                 self._peers.pop(old, None)
-            peer.info = record.info
-        if peer.state is PeerState.GONE and peer.incarnation != record.incarnation:
-            peer.state = PeerState.IDLE
+            peer.succeeded_by(record.info)
+        peer.incarnation = record.incarnation
         peer.main_by_value = not self.connector.same_main(record.main)
         for key in (record.name, record.id, record.info):
             self._peers[key] = peer
@@ -316,7 +350,7 @@ class Agent:
             self._call_from_thread(future, to, function, args, kwargs, timeout)
             return future
         peer = self.peer(to)
-        if peer is None:
+        if peer is None or peer.must_be_asked_for:
             begun = future
             self._defer(begun, to, lambda peer: self.begin(peer, begun, function, args, kwargs, timeout))
             return future
@@ -338,8 +372,10 @@ class Agent:
             function_id = peer.function_ids.get(function)
         except (KeyError, TypeError):
             return await self._call_unknown(to, function, args, kwargs, timeout)
-        future = self._create_future()
         connection = peer.connection
+        if connection is None and peer.must_be_asked_for:
+            return await self._call_unknown(to, function, args, kwargs, timeout)
+        future = self._create_future()
         if (
             function_id is None
             or connection is None
@@ -351,7 +387,7 @@ class Agent:
             or peer.backlog
             or any(self._occasions)
             or self.is_closing
-            or get_ident() != self._thread
+            or get_ident() != self._shortest_thread
         ):
             call_id = self.begin(peer, future, function, args, kwargs, timeout)
         else:
@@ -401,7 +437,7 @@ class Agent:
         named = message if function is None else function
         type_ = int(message.type)
         peer = self.peer(to)
-        if peer is None:
+        if peer is None or peer.must_be_asked_for:
             self._defer(begun, to, lambda peer: self.begin(peer, begun, named, args, kwargs, timeout, 0, type_))
         else:
             begun.on_cancel = partial(peer.cancel, self.begin(peer, begun, named, args, kwargs, timeout, 0, type_))
@@ -492,7 +528,7 @@ class Agent:
             return call_id
 
         peer = self.peer(to)
-        if peer is None:
+        if peer is None or peer.must_be_asked_for:
             self._defer(future, to, begin)
         else:
             call_id = begin(peer)
@@ -569,7 +605,7 @@ class Agent:
             if args != ():
                 as_arguments(args)
             payload = b""
-            size_bytes = 0  # not worth counting, nor is what the peer keeps of it
+            size_bytes = self._least_bytes  # not worth counting, nor is what the peer keeps of it
         meta = self._meta(peer, function, slots, window) if window or riders else None
         if payload is ONE_TENSOR and not meta and (lone := self.codec.lone_argument(slots, peer.info.name)) is not None:
             payload, slots = lone, _NO_SLOTS
@@ -752,7 +788,10 @@ class Agent:
             peer.calls.pop(call_id)
             call.future.set_exception(failure)
         else:
-            peer.submit(call_id, call, data, buffers)
+            try:
+                peer.submit(call_id, call, data, buffers)
+            except OverloadedError as error:
+                call.future.set_exception(error)
 
     def _pickle_with_function(
         self, peer: Peer, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
@@ -830,7 +869,7 @@ class Agent:
             to, function, args, kwargs, timeout = arguments
             peer = self.peer(to)
             try:
-                if peer is None:
+                if peer is None or peer.must_be_asked_for:
                     self._defer(future, to, lambda peer: self.begin(peer, future, function, args, kwargs, timeout))
                     return
                 call_id = self.begin(peer, future, function, args, kwargs, timeout)
@@ -843,15 +882,15 @@ class Agent:
         self.loop.call_soon_threadsafe(torchstate.run_with, state, start, context=context)
 
     def _defer(self, future: Future[Any], to: Any, begin: Callable[[Peer], int]) -> None:
-        """Ask the group about a worker that is not known yet, then call it."""
+        """Ask the group about a worker that is not known yet, or may be another one by now, then call it."""
         if self.is_closing:
             raise ShutdownError(f"worker {self.info.name!r} is shutting down")
-        if not isinstance(to, str | int):
+        if not isinstance(to, str | int) and self.peer(to) is None:
             raise self._unknown(to)
 
         async def resolve_and_call() -> None:
             try:
-                peer = self.add_peer(await self.resolve(to))
+                peer = await self._find_out(to)
                 if not future.done():
                     call_id = begin(peer)
                     future.on_cancel = lambda: peer.cancel(call_id)
@@ -869,6 +908,19 @@ class Agent:
         self._deferred.add(task)
         task.add_done_callback(self._deferred.discard)
         future.on_cancel = lambda: None if task.done() else self._ignore(task.cancel())
+
+    async def _find_out(self, to: str | int | WorkerInfo) -> Peer:
+        """The peer that has a name, an id or both now, as the group says."""
+        try:
+            record = await self.resolve(to.name if isinstance(to, WorkerInfo) else to)
+        except ArpcError as error:
+            known = self.peer(to)
+            raise (error if known is None else known.not_reached(error)) from error
+        peer = self.add_peer(record)
+        peer.is_verified = True
+        if isinstance(to, WorkerInfo) and to != record.info:
+            raise self._unknown(to)
+        return peer
 
     @staticmethod
     def _ignore(_: object) -> None:
@@ -907,12 +959,12 @@ class Agent:
         """Who takes the plainest messages of a connection."""
         if self.is_closing or self.observers.installed:
             return {}
-        takers: dict[int, Direct] = {
-            _BRIEF_REQUEST: partial(self.executor.take, link.inbound),
-            _BRIEF_REPLY: partial(self._take_reply, link),
-        }
-        for service in self._services.values():
-            takers |= service.direct(link)
+        takers: dict[int, Direct] = {_BRIEF_REPLY: partial(self._take_reply, link)}
+        if self.guard is None:
+            # the short ways unpickle whatever comes
+            takers[_BRIEF_REQUEST] = partial(self.executor.take, link.inbound)
+            for service in self._services.values():
+                takers |= service.direct(link)
         if self._tasks_are_isolated:
             return takers
         return {kind: partial(_take_with_pristine_state, take) for kind, take in takers.items()}
@@ -1004,7 +1056,7 @@ class Agent:
         try:
             slots = codec.slots(message) if message.table_end else []
             payload = memoryview(message.body)[message.table_end :]
-            error = rebuild_failure(message.flags, payload, slots, link.peer.info.name, call.name)
+            error = rebuild_failure(message.flags, payload, slots, link.peer.info.name, call.name, codec.loads)
         except Exception as reason:
             call.future.set_exception(SerializationError(f"the failure of {call.name} is malformed"))
             raise ProtocolError(f"a malformed failure: {reason}") from reason
@@ -1052,6 +1104,7 @@ class Agent:
         for link in self.connector.links:
             link.connection.protocol.direct = {}
         self.heartbeat.close()
+        await self.connector.stop_seeking()
         for task in list(self._deferred):
             task.cancel()
         if self._deferred:

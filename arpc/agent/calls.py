@@ -39,6 +39,8 @@ class Call(msgspec.Struct, gc=False):
     bulk: BulkSend | None = None
     items: ItemOrder | None = None
     """Takes the items of a stream."""
+    sent_at: float = 0.0
+    """When it was sent, if that is looked at."""
 
     @property
     def name(self) -> str:

@@ -148,16 +148,23 @@ class Codec:
         """The object in a payload that is not empty and has no tensors beside it. It is the object's from now on."""
         return unpack_lone(payload) if payload[0] <= LONE_RESULT else loads(payload, _NO_SLOTS)
 
-    @staticmethod
-    def payload(message: Message, slots: list[Any]) -> Any:
+    def payload(self, message: Message, slots: list[Any]) -> Any:
         """The object in a message, None if there is none. Raises whatever unpickling raises."""
         start = message.table_end
         body = message.body
         if not start:
-            return loads(body, slots) if body else None
+            return self.loads(body, slots) if body else None
         if start == len(body):
             return None
-        return loads(memoryview(body)[start:], slots)
+        return self.loads(memoryview(body)[start:], slots)
+
+    def loads(self, payload: bytes | bytearray | memoryview, slots: list[Any]) -> Any:
+        """The object of a pickle and its slots. Raises whatever unpickling raises."""
+        return loads(payload, slots)
+
+    def function(self, message: Message, caller: WorkerInfo) -> Any:
+        """What a peer will call by number. Raises whatever unpickling raises."""
+        return self.payload(message, [])
 
     # -- interceptors
 

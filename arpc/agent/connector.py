@@ -16,9 +16,12 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from arpc.agent.complaints import Complaints
 from arpc.agent.deadlines import Deadlines
 from arpc.agent.membership import WorkerRecord
-from arpc.agent.peers import Peer
+from arpc.agent.newcomers import Newcomers
+from arpc.agent.peers import Peer, PeerState
+from arpc.agent.recovery import Recovery, backoff_delays
 from arpc.agent.requests import Inbound
 from arpc.errors import ArpcError, HandshakeError, ProtocolError, WireError
 from arpc.ids import WorkerInfo
@@ -63,11 +66,24 @@ class PeerWatcher(Protocol):
     def peer_disconnected(self, peer: WorkerInfo, *, has_left: bool) -> None:
         """The connection is gone. ``has_left``: the peer said goodbye, so it will not come back as the same worker."""
 
+    def wants(self, peer: WorkerInfo) -> bool:
+        """Whether a peer whose connection broke matters here.
+
+        If it does to anyone it is sought until it is found, and `peer_connected` is told, or given up, and `peer_lost`.
+        """
+
+    def peer_lost(self, peer: WorkerInfo, reason: str) -> None:
+        """A peer is dead, has been replaced by another of its name, or was not heard of for `RpcOptions.rref_grace`.
+
+        Told of none that said goodbye. One that was only cut off may connect again, later.
+        """
+
 
 class _Host(Protocol):
     """What the connector needs of the agent."""
 
     info: WorkerInfo
+    loop: asyncio.AbstractEventLoop
     deadlines: Deadlines
     is_closing: bool
     is_elastic: bool
@@ -122,16 +138,19 @@ class Connector:
         self._options = options
         self._transports = dict(transports)
         self._context = context
-        self._limits = Limits(options.max_body_bytes, options.max_message_bytes)
+        self._limits = Limits(options.max_body_bytes, options.max_message_bytes, options.max_header_bytes)
         self._listeners: list[Listener] = []
         self._links: dict[Connection, Link] = {}
         self._handshaking: set[Connection] = set()
         self._attempts: set[int] = set()
         """Ids of workers this one is connecting to."""
+        self._newcomers = Newcomers(agent, context)
+        self.recovery = Recovery(agent.loop, context, self._given_up)
         self._host = ""
         self._came: dict[int, asyncio.Future[None]] = {}
         self._joining: dict[wire.Protocol, Connection] = {}
         """Lanes in their handshake, each with the connection that it belongs to."""
+        self._complaints = Complaints(logger)
         self.refused = 0
 
     def identify(self, worker_id: int) -> None:
@@ -193,30 +212,23 @@ class Connector:
             raise Refused(
                 Refusal.STALE, f"worker {identity.name!r} has the name or id of worker {self._identity.name!r}"
             )
+        if self.agent.is_elastic:
+            self._newcomers.check(identity)
         peer = self.agent.peer(WorkerInfo(identity.name, identity.id))
         if peer is None:
-            self._admit_newcomer(identity)
-            return
+            raise Refused(Refusal.UNKNOWN_WORKER, f"worker {identity.name!r} (id {identity.id}) is not of this group")
+        if peer.incarnation != identity.incarnation:
+            raise Refused(
+                Refusal.STALE, f"worker {identity.name!r} (id {identity.id}) was started again, or belongs elsewhere"
+            )
         existing = peer.connection
-        if existing is not None and existing.peer.incarnation == identity.incarnation:
+        if existing is not None:
             if self._identity.id < identity.id and self._links[existing].is_mine:
                 raise Refused(Refusal.DUPLICATE, "a connection exists")
             # the peer has lost its end of the connection, and we did not notice
             existing.abort(WireError("the peer connected anew"))
-        elif existing is not None:
-            existing.abort(WireError("the worker was started again"))
         elif identity.id in self._attempts and self._identity.id < identity.id:
             raise Refused(Refusal.DUPLICATE, "a connection is being made")
-
-    def _admit_newcomer(self, identity: Identity) -> None:
-        if not self.agent.is_elastic:
-            raise Refused(Refusal.UNKNOWN_WORKER, f"worker {identity.name!r} (id {identity.id}) is not of this group")
-        namesake = self.agent.peer(identity.name)
-        # ids are given in order and never again: the lower one is from an earlier life
-        if namesake is not None and namesake.info.id > identity.id:
-            raise Refused(Refusal.STALE, f"worker {identity.name!r} was taken for dead, and another has its name now")
-        if self.agent.peer(identity.id) is not None:
-            raise Refused(Refusal.STALE, f"another worker than {identity.name!r} has the id {identity.id}")
 
     # -- connecting
 
@@ -229,28 +241,41 @@ class Connector:
         deadline = asyncio.get_running_loop().time() + self._options.connect_timeout
         known_id = peer.info.id
         self._attempts.add(known_id)
+        delays = backoff_delays()
+        failure: Exception | None = None
         try:
             async with asyncio.timeout_at(deadline):
                 while True:
+                    delay_s = _RETRY_S
                     try:
                         return await self._connect_once(peer)
                     except Refused as refusal:
+                        # The peer prefers its own connection to us, which is about to come, or is not ready yet
                         if refusal.kind not in _PASSING:
                             raise
-                    # The peer prefers its own connection to us, which is about to come, or is not ready yet
-                    await self._wait_for(peer)
+                    except _UnansweredError as error:
+                        # The network may be back in a moment. Calls that wait to be sent wait for that.
+                        if peer.is_deserted:
+                            raise
+                        failure = error
+                        delay_s = next(delays)
+                    await self._wait_for(peer, delay_s)
                     if peer.connection is not None:
                         return peer.connection
         except TimeoutError as error:
+            if failure is not None:
+                raise failure from error
             seconds = self._options.connect_timeout
             raise WireError(f"no connection to worker {peer.info.name!r} within {seconds} s") from error
         finally:
             self._attempts -= {known_id, peer.info.id}
+            if peer.connection is None:
+                peer.is_verified = not self.agent.is_elastic
 
-    async def _wait_for(self, peer: Peer) -> None:
+    async def _wait_for(self, peer: Peer, delay_s: float) -> None:
         """Give a connection from the other side a moment to come."""
         came = self._came.setdefault(peer.info.id, asyncio.get_running_loop().create_future())
-        await asyncio.wait([came], timeout=_RETRY_S)
+        await asyncio.wait([came], timeout=delay_s)
 
     async def _connect_once(self, peer: Peer) -> Connection:
         record = await self.agent.resolve(peer.info.name)
@@ -258,15 +283,17 @@ class Connector:
         if peer.connection is not None:
             return peer.connection
         peer.refuse_the_dead(record.incarnation)
-        if record.info != peer.info:  # another has come under its name
+        if record.incarnation != peer.incarnation:  # another has come under its name
             self.agent.add_peer(record)
             self._attempts.add(record.id)
+        peer.is_verified = True
 
         def admit(identity: Identity) -> None:
             if (identity.name, identity.id, identity.incarnation) != (record.name, record.id, record.incarnation):
                 raise Refused(Refusal.STALE, f"found worker {identity.name!r} where {record.name!r} was to be")
 
         errors: list[Exception] = []
+        peer.is_deserted = False
         for address in self._usable(record):
             token = secrets.token_hex(8) if self._options.bulk_connections and address.startswith("tcp://") else ""
             features = (*self._identity.features, _MAIN + token) if token else self._identity.features
@@ -300,9 +327,13 @@ class Connector:
         reasons = "; ".join(str(error) for error in errors)
         if not errors and any(a.startswith("tcp://") and not self._may_trust(a) for a in record.addresses):
             reasons = (
-                "it is on another host, which is not trusted without a secret: set the same ARPC_SECRET on all workers"
+                "it is on another host, which is not trusted without a secret: set the same ARPC_SECRET on all workers "
+                "(or RpcOptions.tls)"
             )
-        raise WireError(f"none of its addresses answers ({tried}): {reasons or 'none can be reached from here'}")
+        # there is no point in trying again where nobody listens, or nobody can be tried
+        peer.is_deserted = all(isinstance(error, ConnectionRefusedError | FileNotFoundError) for error in errors)
+        reasons = reasons or "none can be reached from here"
+        raise _UnansweredError(f"none of its addresses answers ({tried}): {reasons}")
 
     async def _open_lanes(self, main: Connection, address: str, token: str) -> None:
         """Make the further connections for large tensors. Without them it works as well, only not as fast."""
@@ -380,8 +411,8 @@ class Connector:
         return [address for _, address in sorted(usable)]
 
     def _may_trust(self, address: str) -> bool:
-        """Whoever answers may run code here, too: without a secret only this host is trusted."""
-        return self._options.secret is not None or self._options.insecure or is_loopback(split_tcp(address)[0])
+        """Whoever answers may run code here, too: without a secret or TLS only this host is trusted."""
+        return self._options.is_guarded or self._options.insecure or is_loopback(split_tcp(address)[0])
 
     def _connect_to_self(self, peer: Peer) -> Connection:
         secret = self._options.secret
@@ -424,6 +455,7 @@ class Connector:
         came = self._came.pop(identity.id, None)
         if came is not None and not came.done():
             came.set_result(None)
+        self.recovery.end(peer)
         if identity.id != self._identity.id:
             for watcher in self._watchers:
                 watcher.peer_connected(peer.info)
@@ -435,17 +467,46 @@ class Connector:
             self.refused += 1
             level = logging.DEBUG if isinstance(error, Refused) else logging.WARNING
             if error is not None and connection not in self._handshaking:
-                logger.log(level, "a connection from %s was refused: %s", connection.address, error)
+                self._complaints.log(level, "a connection from %s was refused: %s", connection.address, error)
             return
         if isinstance(error, ProtocolError):
             logger.warning("the connection to worker %s was closed: %s", link.peer.info.name, error)
         self.agent.link_lost(link)
         link.inbound.cancel_all()
         link.peer.lost(connection, error, reason=link.goodbye)
-        # one that a newer connection has replaced changes nothing
-        if link.peer.connection is None and link.peer.info.id != self._identity.id:
+        # one that a newer connection has replaced changes nothing, nor does that of an earlier start of the worker
+        is_latest = link.peer.connection is None and connection.peer.incarnation == link.peer.incarnation
+        if is_latest and link.peer.info.id != self._identity.id:
+            link.peer.is_verified = not self.agent.is_elastic
             for watcher in self._watchers:
                 watcher.peer_disconnected(link.peer.info, has_left=link.goodbye is not None)
+            if link.goodbye is None:
+                self.seek(link.peer, str(error) if error is not None else "it closed the connection")
+
+    def seek(self, peer: Peer, reason: str) -> None:
+        """Find out what became of a peer that is not connected, if it matters to anyone."""
+        if not self.agent.is_closing and any(watcher.wants(peer.info) for watcher in self._watchers):
+            grace_s = self._options.rref_grace
+            # one that was never met may be about to start, or have many others to meet
+            self.recovery.begin(peer, reason, grace_s if peer.connects else grace_s + self._options.connect_timeout)
+
+    def replaced(self, peer: Peer) -> None:
+        """Another worker has come under the name of a peer, which is about to be told of as the new one."""
+        self.recovery.end(peer)
+        reason = f"worker {peer.info.name!r} was started again"
+        connection = peer.connection
+        if connection is not None:
+            error = WireError(reason)
+            connection.abort(error)
+            # now, and not when the connection has ended: calls made meanwhile are for the new one
+            peer.lost(connection, error, reason=None)
+        if peer.state is not PeerState.GONE:
+            self._given_up(peer, peer.info, reason)
+
+    def _given_up(self, _peer: Peer, info: WorkerInfo, reason: str) -> None:
+        logger.info("worker %s (id %d) is given up: %s", info.name, info.id, reason)
+        for watcher in self._watchers:
+            watcher.peer_lost(info, reason)
 
     def same_main(self, main: str) -> bool:
         """Whether a worker runs the same script, so that functions of ``__main__`` mean the same there."""
@@ -469,7 +530,12 @@ class Connector:
 
     # -- the end
 
+    async def stop_seeking(self) -> None:
+        """Make no connection any more but those that calls under way need."""
+        await self.recovery.aclose()
+
     async def aclose(self, reason: str) -> None:
+        await self._newcomers.aclose()
         for listener in self._listeners:
             await listener.aclose()
         connections = list(self._links)
@@ -494,6 +560,10 @@ _MAIN: Final = "lanes:"
 _LANE: Final = "lane-of:"
 _PREFERENCE: Final = {"memory": 0, "unix": 1, "tcp": 2}
 _CLOSE_S: Final = 2.0
+
+
+class _UnansweredError(WireError):
+    """Nobody answered at any address of a worker."""
 
 
 def _feature(identity: Identity, name: str) -> str | None:

@@ -34,6 +34,7 @@ class Deadlines:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        self.now = loop.time
         self._watchers: dict[int, list[Expirable]] = {}
         self._heap: list[int] = []
         self._timer: asyncio.TimerHandle | None = None

@@ -27,8 +27,15 @@ from arpc.agent.requests import NO_CONTEXT, Inbound, Run
 from arpc.agent.scope import current_scope
 from arpc.agent.streams import Producer
 from arpc.agent.threads import ThreadPool
-from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError, ShutdownError
-from arpc.torchstate import call_stepped, current_steps
+from arpc.errors import (
+    ConnectionClosedError,
+    NotAllowedError,
+    OverloadedError,
+    ProtocolError,
+    SerializationError,
+    ShutdownError,
+    WireError,
+)
 from arpc.transport.base import Connection
 from arpc.wire.frames import BRIEF_HEADER, HEADER, brief_kind, frame
 from arpc.wire.messages import WINDOW, FailureKind, ItemFlag, Message, MessageType, Request, RequestFlag
@@ -54,6 +61,10 @@ _THREAD: Final = Mode.THREAD
 _INLINE: Final = Mode.INLINE
 _plain_content = Codec.plain_content
 _NO_SLOTS: Final[list[Any]] = []
+# A caller keeps to its own window, twice of it for what is small; and its options may not be the same
+_WINDOWS: Final = 16
+# By number, with each connection
+_MAX_FUNCTIONS: Final = 1 << 16
 _GENERATORS: Final = frozenset((Mode.GENERATOR, Mode.ASYNC_GENERATOR))
 
 
@@ -85,6 +96,7 @@ class Executor:
         codec: Codec,
         threads: int,
         max_handlers_per_peer: int,
+        max_requests_waiting: int,
         window_bytes: int,
         observers: Observers | None = None,
     ) -> None:
@@ -103,6 +115,8 @@ class Executor:
         self._copy_context = context.copy
         self._idle = self.carriers.idle
         self._max_handlers = max_handlers_per_peer
+        self._max_waiting = max_requests_waiting
+        self.calls_refused = 0
         self._window_bytes = window_bytes
         self._pickler = codec.pickler
         self._is_closed = False
@@ -141,9 +155,10 @@ class Executor:
         function = inbound.coroutines.get(arg)
         connection = inbound.connection
         idle = self._idle
-        if function is None or inbound.is_full or connection.is_congested or not idle:
+        if function is None or inbound.is_full or connection.is_congested or not idle or id_ == inbound.latest_id:
             self._take_other(inbound, id_, arg, timeout_ms, payload)
             return
+        inbound.latest_id = id_
         carrier = idle[-1]
         context = self._copy_context()
         run = Run(self, inbound, function, id_, timeout_ms)
@@ -183,6 +198,9 @@ class Executor:
 
     def _take_other(self, inbound: Inbound, id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
         """The same for what is not the first step of a coroutine, or has to wait."""
+        if id_ == inbound.latest_id:
+            return  # it came twice, and runs once
+        inbound.latest_id = id_
         function = inbound.functions.get(arg)
         if (
             function.__class__ is not Function
@@ -211,8 +229,8 @@ class Executor:
     def _unpack_and_call(self, run: Run, payload: bytes | bytearray) -> Coroutine[Any, Any, Any]:
         try:
             args = _plain_content(payload)
-        except (AttributeError, ImportError, LookupError) as error:
-            raise self._not_unpacked(error) from error
+        except (AttributeError, ImportError, LookupError, StopIteration) as error:
+            raise self._not_unpacked(error) from error  # StopIteration would look like the end of the handler
         if run.has_prerequisites:
             run.function = self._after(run.prerequisites, run.function)
         coroutine: Coroutine[Any, Any, Any] = run.function.call(*args)
@@ -226,14 +244,35 @@ class Executor:
 
     def request_received(self, link: HasInbound, message: Message) -> None:
         """Run any request, or keep it packed while its caller does not take replies or has too many others running."""
-        self._admit(link.inbound, message)
+        inbound = link.inbound
+        if message.id != inbound.latest_id:
+            inbound.latest_id = message.id
+            self._admit(inbound, message)
 
     def _admit(self, inbound: Inbound, message: Message) -> None:
-        if inbound.is_full or inbound.connection.is_congested:
+        if not (inbound.is_full or inbound.connection.is_congested):
+            self.start(inbound, message)
+        elif (
+            len(inbound.waiting) < self._max_waiting or not inbound.is_full
+        ) and inbound.waiting_bytes <= _WINDOWS * self._window_bytes:
             inbound.keep_waiting(message)
             self._start_waiting(inbound)
         else:
-            self.start(inbound, message)
+            self._refuse_for_now(inbound, message)
+
+    def _refuse_for_now(self, inbound: Inbound, message: Message) -> None:
+        """Too many requests of a caller wait already."""
+        self.calls_refused += 1
+        if inbound.connection.is_congested:
+            # to refuse them all would take as much memory as to keep them
+            inbound.connection.abort(
+                WireError(f"{len(inbound.waiting)} of its requests wait, and it does not read replies")
+            )
+            return
+        error = OverloadedError(f"{len(inbound.waiting)} of its requests wait already")
+        payload, _ = describe_failure(error, self._pickler, main_by_value=inbound.main_by_value)
+        with suppress(ConnectionClosedError):  # then the caller knows
+            inbound.connection.send(frame(_FAILURE, FailureKind.OVERLOADED, message.id, 0, 0, payload))
 
     def readmit(self, inbound: Inbound) -> None:
         """Something ended or was sent: see whether those that wait may run."""
@@ -263,6 +302,10 @@ class Executor:
         payload, _ = describe_failure(error, self._pickler, main_by_value=inbound.main_by_value)
         with suppress(ConnectionClosedError):  # then the caller knows
             inbound.connection.send(frame(_FAILURE, FailureKind.SHUTDOWN, message.id, 0, 0, payload))
+
+    def reject(self, link: HasInbound, message: Message, error: Exception) -> None:
+        """Answer a request with an error; nothing of it is looked at."""
+        self.raised(self._run(link.inbound, _UNKNOWN, message), error)
 
     def start(self, inbound: Inbound, message: Message) -> None:
         """Run a request now."""
@@ -436,7 +479,7 @@ class Executor:
             if not message.arg:
                 call, payload = payload
                 run.function = Function(call)
-        except (AttributeError, ImportError, LookupError) as error:
+        except (AttributeError, ImportError, LookupError, StopIteration) as error:
             raise self._not_unpacked(error) from error
         if message.flags & RequestFlag.KWARGS:
             run.args, run.kwargs = payload
@@ -464,10 +507,7 @@ class Executor:
         """
         if function.mode is _THREAD:
             context = copy_context()
-            call = (
-                function.call if (steps := current_steps.get()) is None else partial(call_stepped, steps, function.call)
-            )
-            result = await self.threads.call(lambda: context.run(call, *args, **kwargs))
+            result = await self.threads.call(lambda: context.run(function.call, *args, **kwargs))
         else:
             result = function.call(*args, **kwargs)
         if function.returns_future:
@@ -476,10 +516,14 @@ class Executor:
         return await result if inspect.iscoroutine(result) else result
 
     def define(self, inbound: Inbound, message: Message) -> None:
-        """A peer sends a function that it will call by number."""
+        """A peer sends a function that it will call by number. Raises `ProtocolError` if there are too many."""
+        if len(inbound.functions) >= _MAX_FUNCTIONS:
+            raise ProtocolError(f"worker {inbound.caller.name!r} calls more than {_MAX_FUNCTIONS} functions")
         try:
-            call = self.context.copy().run(self.codec.payload, message, [])
+            call = self.context.copy().run(self.codec.function, message, inbound.caller)
             inbound.define(message.arg, Function(call))
+        except NotAllowedError as error:
+            inbound.define(message.arg, error)
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             made = SerializationError(
                 f"the function is not on worker {self.name!r}: {type(error).__name__}: {error}. "
@@ -744,6 +788,7 @@ class Executor:
         return {
             "calls_handled": self.calls_handled,
             "calls_failed": self.calls_failed,
+            "calls_refused": self.calls_refused,
             **self.threads.statistics(),
             **self.carriers.statistics(),
             "handlers_without_wait": self.carriers.steps_without_wait + self._returned_none,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
+from collections.abc import Callable
 from typing import Any, Final
 
 from arpc.errors import (
@@ -55,9 +56,14 @@ def describe_failure(
 
 
 def rebuild_failure(
-    kind: int, payload: bytes | bytearray | memoryview, slots: list[Any], worker: str, function: str
+    kind: int,
+    payload: bytes | bytearray | memoryview,
+    slots: list[Any],
+    worker: str,
+    function: str,
+    loads: Callable[[bytes | bytearray | memoryview, list[Any]], Any] = loads,
 ) -> Exception:
-    """The exception a caller sees."""
+    """The exception a caller sees. ``loads`` reads pickles."""
     pickled, type_name, text, stack = loads(payload, [])
     if kind == FailureKind.TIMEOUT:
         return _caused(RpcTimeoutError(f"{function} on worker {worker!r} ran past its deadline"), worker, stack)

@@ -12,12 +12,13 @@ from functools import partial
 from itertools import count
 from typing import Any, Final
 
-from arpc.agent.calls import Call, Calls
+from arpc.agent.calls import SEQUENCE_BITS, Call, Calls
 from arpc.agent.codec import Codec
-from arpc.agent.deadlines import Deadlines
+from arpc.agent.deadlines import NEVER, Deadlines
 from arpc.errors import (
     ArpcError,
     AuthenticationError,
+    OverloadedError,
     RpcTimeoutError,
     SerializationError,
     ShutdownError,
@@ -25,6 +26,7 @@ from arpc.errors import (
     WorkerLostError,
 )
 from arpc.ids import WorkerInfo
+from arpc.options import RpcOptions
 from arpc.transport.base import Connection
 from arpc.wire.frames import frame
 from arpc.wire.messages import MessageType
@@ -39,6 +41,9 @@ _FUNCTION: Final = int(MessageType.FUNCTION)
 _MAIN_NAMES: Final = ("__main__", "__mp_main__")
 # What is this small may use a second window: it must not queue behind tensors
 _SMALL_BYTES: Final = 16 * 1024
+_FEW: Final = 64
+_ANSWER_WEIGHT: Final = 0.1
+_MARGIN: Final = 1.5
 
 
 class PeerState(Enum):
@@ -61,29 +66,47 @@ class Peer:
         *,
         codec: Codec,
         deadlines: Deadlines,
-        window_bytes: int,
+        options: RpcOptions,
         connect: Callable[[Peer], Awaitable[Connection]],
-        timeouts_travel: bool = True,
     ) -> None:
         self.info = info
         self.state = PeerState.IDLE
         self.connection: Connection | None = None
         self.incarnation: int | None = None
+        """Which start of the worker the group, or its last connection, has told of."""
+        self.is_verified = True
+        """The group was asked who has its name, and nothing has happened since that would be a reason to ask again."""
+        self.is_deserted = False
+        """Nobody listened at any of its addresses when it was last tried: its process has ended."""
         self.main_by_value = True
         self.function_ids: dict[Any, int] = {}
         """Functions the peer knows on this connection, by identity."""
         self.in_flight_bytes = 0
-        self.calls = Calls(deadlines, self._timed_out, self._abandon if timeouts_travel else self._leave)
+        self.in_flight_calls = 0
+        """How many of them there are, if that is limited; else not all of them are counted."""
+        self.calls = Calls(deadlines, self._timed_out, self._abandon if options.timeouts_travel else self._leave)
         self.backlog: deque[tuple[int, Call, bytes, list[memoryview]]] = deque()
         """Calls that wait for a connection, or for room in the window."""
         self.connects = 0
+        self._answer_s = 0.0
+        """How long the peer takes to answer, if calls in flight are limited: a mean that follows."""
+        self._given_up = 0
+        """How many of those in the backlog nobody waits for any more."""
         self._definitions: dict[Any, tuple[int, bytes]] = {}
         self._numbers = count(1)
         self._codec = codec
-        self._window_bytes = window_bytes
+        self._deadlines = deadlines
+        self._window_bytes = options.window_bytes
+        self._max_in_flight = options.max_calls_in_flight
+        self._max_waiting = options.max_calls_waiting
         self._connect = connect
         self._connecting: asyncio.Task[None] | None = None
         self._gone_because = ""
+
+    @property
+    def must_be_asked_for(self) -> bool:
+        """Another worker may have its name by now: what is packed must be packed for that one."""
+        return self.connection is None and not self.is_verified
 
     # -- functions
 
@@ -107,13 +130,19 @@ class Peer:
     # -- calls
 
     def submit(self, call_id: int, call: Call, data: bytes, buffers: list[memoryview]) -> None:
-        """Send a call now, or when there is a connection and room."""
+        """Send a call now, or when there is a connection and room; `OverloadedError` if too many wait for that."""
         connection = self.connection
         # small ones pass those that wait for room
         may_go = not self.backlog or call.size_bytes <= _SMALL_BYTES
         if connection is not None and may_go and self._has_room(call.size_bytes):
             self._send(connection, call, data, buffers)
             return
+        waiting = len(self.backlog) - self._given_up
+        if waiting >= self._max_waiting:
+            self.calls.pop(call_id)
+            raise OverloadedError(
+                f"{call.name} was not sent to worker {self.info.name!r}: {waiting} calls wait already"
+            )
         self.backlog.append((call_id, call, data, buffers))
         self._wake()
 
@@ -122,10 +151,15 @@ class Peer:
         connection = self.connection
         if connection is not None and connection.is_congested and connection.unsent_bytes > limit:
             return False  # of calls that were given up, the bytes may still be here
+        if self._max_in_flight and self.in_flight_calls >= self._max_in_flight:
+            return False
         return self.in_flight_bytes == 0 or self.in_flight_bytes + size_bytes <= limit
 
     def _send(self, connection: Connection, call: Call, data: bytes, buffers: list[memoryview]) -> None:
         self.in_flight_bytes += call.size_bytes
+        self.in_flight_calls += 1
+        if self._max_in_flight:
+            call.sent_at = self._deadlines.now()
         call.connection = connection
         if buffers:
             call.bulk = connection.send_bulk(data, buffers)
@@ -144,6 +178,9 @@ class Peer:
         if call.connection is None:
             return
         self.in_flight_bytes -= call.size_bytes
+        self.in_flight_calls -= 1
+        if call.sent_at:
+            self._answer_s += _ANSWER_WEIGHT * (self._deadlines.now() - call.sent_at - self._answer_s)
         if self.backlog:
             self.drain()
 
@@ -154,12 +191,28 @@ class Peer:
             call_id, call, data, buffers = self.backlog[0]
             if call.future.done():  # cancelled, timed out or completed by hand while it waited
                 self.backlog.popleft()
-                self.calls.pop(call_id)
-            elif self._has_room(call.size_bytes):
-                self.backlog.popleft()
-                self._send(connection, call, data, buffers)
-            else:
+                if self.calls.pop(call_id) is None:
+                    self._given_up -= 1
+            elif not self._has_room(call.size_bytes):
                 return
+            else:
+                self.backlog.popleft()
+                if self._max_in_flight and self._comes_too_late(call_id):
+                    self.calls.pop(call_id)
+                    call.future.set_exception(self._too_late(call))
+                else:
+                    self._send(connection, call, data, buffers)
+
+    def _comes_too_late(self, call_id: int) -> bool:
+        """Whether a call that has waited has not enough time left to be answered: the peer would work for nobody."""
+        tick = call_id >> SEQUENCE_BITS
+        return tick != NEVER and self._deadlines.time_of(tick) - self._deadlines.now() < _MARGIN * self._answer_s
+
+    def _too_late(self, call: Call) -> OverloadedError:
+        return OverloadedError(
+            f"{call.name} was not sent to worker {self.info.name!r}, which takes {self._answer_s:.3f} s to answer: "
+            f"the call has waited too long, and would not be answered within its timeout"
+        )
 
     def cancel(self, call_id: int) -> None:
         """The caller no longer waits for a call."""
@@ -170,7 +223,12 @@ class Peer:
     def _abandon(self, call_id: int, call: Call) -> None:
         connection = call.connection
         if connection is None:
-            return  # never sent: `drain` passes over it
+            # never sent: `drain` passes over it
+            self._given_up += 1
+            if self._given_up > max(_FEW, len(self.backlog) // 2):
+                self.backlog = deque(entry for entry in self.backlog if not entry[1].future.done())
+                self._given_up = 0
+            return
         if connection.is_open:
             if call.bulk is not None and connection.drop_bulk(call.bulk):
                 logger.debug("call %d to %s was cancelled while it was sent", call_id, self.info.name)
@@ -220,11 +278,12 @@ class Peer:
             return
         self.state = PeerState.GONE if self._gone_because else PeerState.IDLE
         if failure is not None:
-            self._fail_backlog(partial(self._not_reached, failure))
+            self._fail_backlog(partial(self.not_reached, failure))
         elif self.backlog:
             self._wake()
 
-    def _not_reached(self, error: Exception) -> Exception:
+    def not_reached(self, error: Exception) -> Exception:
+        """What a call raises that could not be sent, because of an error."""
         if self._gone_because and isinstance(error, WorkerLostError | UnknownWorkerError):
             return WorkerLostError(self._gone_because, self.info.name, may_have_run=False)
         if isinstance(error, AuthenticationError):
@@ -247,6 +306,7 @@ class Peer:
         self.state = PeerState.OPEN
         self.connection = connection
         self.incarnation = connection.peer.incarnation
+        self.is_deserted = False
         self._gone_because = ""
         if main_by_value:
             # It may have run this script in an earlier life, and run another one now
@@ -276,6 +336,8 @@ class Peer:
         for call_id, call in sent:
             self.calls.pop(call_id)
             self.in_flight_bytes -= call.size_bytes
+            if call.size_bytes:
+                self.in_flight_calls -= 1
             if not call.future.done():
                 failure = WorkerLostError(f"{text} ({call.name} may have run)", self.info.name)
                 failure.__cause__ = error
@@ -285,6 +347,19 @@ class Peer:
         elif self.backlog:
             self.drain()
 
+    def succeeded_by(self, info: WorkerInfo) -> None:
+        """Another worker has come under its name."""
+        # What waits was packed for the one before: the RRefs and autograd contexts in it mean nothing to this one
+        lost, self.info = self.info.name, info
+        self._fail_backlog(
+            lambda: WorkerLostError(
+                f"worker {lost!r} was started again before the call was sent to it", lost, may_have_run=False
+            )
+        )
+        self._gone_because = ""
+        if self.state is PeerState.GONE:
+            self.state = PeerState.IDLE
+
     def gone(self, because: str) -> None:
         """It will not come back in this incarnation."""
         self.state = PeerState.GONE
@@ -293,6 +368,7 @@ class Peer:
 
     def _fail_backlog(self, make_error: Callable[[], Exception]) -> None:
         backlog, self.backlog = self.backlog, deque()
+        self._given_up = 0
         for call_id, call, _, _ in backlog:
             self.calls.pop(call_id)
             if not call.future.done():
@@ -307,7 +383,8 @@ class Peer:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         self.backlog.clear()
-        self.in_flight_bytes = 0
+        self._given_up = 0
+        self.in_flight_bytes = self.in_flight_calls = 0
         for call_id, call in self.calls:
             self.calls.pop(call_id)
             if not call.future.done():

@@ -219,8 +219,11 @@ class Inbound:
         self.running: dict[int, Run] = {}
         self.is_full = False
         """No more requests may run, or others wait already."""
+        self.latest_id = -1
+        """The last request that came: the same one again is a message that came twice."""
         self.waiting: OrderedDict[int, tuple[Message, float]] = OrderedDict()
         """Requests that must wait, and since when."""
+        self.waiting_bytes = 0
         self._deadlines = deadlines
         self._time = connection.loop.time
         self._by_tick: dict[int, dict[int, Run]] = {}
@@ -249,11 +252,13 @@ class Inbound:
     def keep_waiting(self, message: Message) -> None:
         """Keep a request packed for now."""
         self.waiting[message.id] = message, self._time()
+        self.waiting_bytes += message.size_bytes
         self.is_full = True
 
     def next_waiting(self) -> Message:
         """The request that has waited longest, with the time it has left."""
         _, (message, since) = self.waiting.popitem(last=False)
+        self.waiting_bytes -= message.size_bytes
         if message.timeout_ms:
             message.timeout_ms = max(1, message.timeout_ms - int((self._time() - since) * 1000))
         self._look_for_room()
@@ -304,7 +309,8 @@ class Inbound:
         run = self.running.get(call_id)
         if run is not None:
             run.cancel()
-        elif self.waiting.pop(call_id, None) is not None:
+        elif (waiting := self.waiting.pop(call_id, None)) is not None:
+            self.waiting_bytes -= waiting[0].size_bytes
             self._look_for_room()
         elif (bulk := self._replies.pop(call_id, None)) is not None:
             self.connection.drop_bulk(bulk)  # the reply is on its way, and nobody wants it any more
@@ -330,6 +336,7 @@ class Inbound:
 
     def cancel_all(self) -> None:
         self.waiting.clear()
+        self.waiting_bytes = 0
         self._look_for_room()
         for run in list(self.running.values()):
             run.cancel()

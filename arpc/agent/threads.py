@@ -243,8 +243,10 @@ class ThreadPool:
             self._helper = self._loop.call_later(_HELP_AFTER_S, self._help)
 
     def call(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """A future for ``function(*args)`` run in a thread."""
+        """A future for ``function(*args)`` run in a thread, as a step of the work that calls it."""
         future: asyncio.Future[Any] = self._loop.create_future()
+        if (steps := torchstate.current_steps.get()) is not None:
+            function = partial(torchstate.call_stepped, steps, function)
         self.submit(_Call(future, function, args))
         return future
 
@@ -272,7 +274,9 @@ class _Call:
         # frames in between have, graphs and tensors, would be in a cycle
         future = self._future
         del self._future
-        failure = error if not isinstance(error, StopIteration) else RuntimeError(repr(error))
+        # raised where the future is awaited, these two would end the coroutine there in another way
+        is_special = isinstance(error, StopIteration | GeneratorExit)
+        failure = RuntimeError(repr(error)) if is_special else error
         return partial(_set_exception, future, failure)
 
 

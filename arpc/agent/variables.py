@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -45,6 +46,7 @@ class VariableCarrier:
 
     def __init__(self) -> None:
         self._pickler = Pickler()
+        self.loads: Callable[[bytes, list[Any]], Any] = loads
 
     def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot]) -> bytes | None:
         values: dict[str, Any] = {}
@@ -64,7 +66,7 @@ class VariableCarrier:
         return payload
 
     def request_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
-        for name, value in loads(meta, []).items():
+        for name, value in self.loads(meta, []).items():
             variable = _declared.get(name)
             if variable is None:
                 logger.debug("worker %s sent the ContextVar %r, which is not propagated here", peer.name, name)

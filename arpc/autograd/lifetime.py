@@ -42,7 +42,8 @@ class Lifetimes:
         self._context = context
         self._attempt_s = min(_RELEASE_S, _ATTEMPT * options.control_backoff)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._doubtful: dict[str, asyncio.Task[None]] = {}
+        self._doubtful: dict[int, asyncio.Task[None]] = {}
+        """By the id of the worker that is lost: another may have its name by now."""
         self._is_closed = False
         self.agent: Agent
 
@@ -185,13 +186,13 @@ class Lifetimes:
         """Nothing changes: whether a context still is, is asked and not guessed."""
 
     def peer_disconnected(self, peer: WorkerInfo, *, has_left: bool) -> None:
-        if self._is_closed or self.agent.is_closing or peer.name in self._doubtful:
+        if self._is_closed or self.agent.is_closing or peer.id in self._doubtful:
             return
         contexts = self._container.contexts.values()
         if any(self._depends_on(context, peer) or context.has_sends_to(peer.id) for context in contexts):
             doubt = self._own(self._resolve_doubt(peer, 0.0 if has_left else self._options.rref_grace))
-            self._doubtful[peer.name] = doubt
-            doubt.add_done_callback(lambda _: self._doubtful.pop(peer.name, None))
+            self._doubtful[peer.id] = doubt
+            doubt.add_done_callback(lambda _: self._doubtful.pop(peer.id, None))
 
     def _depends_on(self, context: AutogradContext, peer: WorkerInfo) -> bool:
         """Whether it takes this peer to hear of the end of a context."""

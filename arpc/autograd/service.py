@@ -96,6 +96,13 @@ class AutogradService:
         # passes need not be told: a parcel that is not answered fails them, and so does the loss of their parent
         self.lifetimes.peer_disconnected(peer, has_left=has_left)
 
+    def wants(self, peer: WorkerInfo) -> bool:
+        return False  # the creators of contexts are asked, whoever it was that is lost
+
+    def peer_lost(self, peer: WorkerInfo, reason: str) -> None:
+        # it may have been replaced by another of its name before its connection was seen to break
+        self.lifetimes.peer_disconnected(peer, has_left=True)
+
     # -- for people
 
     def gradients(self, context_id: int) -> dict[Tensor, Tensor]:

@@ -17,7 +17,8 @@ import arpc
 from arpc.bench import memory, payloads
 from arpc.bench.asyncio_caller import AsyncioCaller, Call, bulk_figures, latency_figures, start_memory_watch
 from arpc.bench.crowd import crowd
-from arpc.bench.functions import FUNCTIONS, Flavour, big, chained_async, new_tensor_async
+from arpc.bench.functions import FUNCTIONS, Flavour, big, chained_async, nap, new_tensor_async
+from arpc.bench.overload import Attempt, open_loop
 from arpc.bench.systems import BULK_MINIMUM_CALLS, WARM_UP_SHARE, Measurement
 from arpc.runtime import current
 
@@ -48,6 +49,33 @@ class ArpcCaller(AsyncioCaller):
 
     def prepare_reply(self, size_bytes: int) -> Call:
         return partial(arpc.rpc_async, CALLEE, new_tensor_async, (size_bytes,))
+
+    async def overload(self, *, times: int, in_flight: int, callee_pid: int, budget_s: float) -> Measurement:
+        """Calls that take a while: as many as can be taken, and then `times` as many a second, whatever comes back."""
+
+        async def call() -> None:
+            await arpc.rpc_sync(CALLEE, nap)
+
+        async def attempt() -> Attempt:
+            begin = time.perf_counter()
+            try:
+                await arpc.rpc_sync(CALLEE, nap, timeout=1.0)
+            except arpc.OverloadedError:
+                return Attempt("refused", 0.0)
+            except arpc.RpcTimeoutError:
+                return Attempt("late", 0.0)
+            return Attempt("ok", time.perf_counter() - begin)
+
+        await self._window(call, in_flight, 0.5)
+        peak_per_s = await self._window(call, in_flight, max(2.0, budget_s))
+        caller_before, callee_before = start_memory_watch(callee_pid)
+        figures = await open_loop(attempt, times * peak_per_s, max(4.0, budget_s))
+        return figures | {
+            "peak_per_s": peak_per_s,
+            "of_peak_percent": 100 * figures["goodput_per_s"] / peak_per_s,
+            "caller_growth_mb": (memory.peak_bytes(os.getpid()) - caller_before) / 1e6,
+            "callee_growth_mb": (memory.peak_bytes(callee_pid) - callee_before) / 1e6,
+        }
 
     async def rref_latency(self, *, budget_s: float) -> Measurement:
         """`remote`, then `to_here`, one pair after another: ``p50_us``."""
@@ -159,9 +187,10 @@ async def count_owned() -> int:
 class Arpc:
     """Workers that meet through a file store: a caller, and one callee or more."""
 
-    def __init__(self, listen: str, peers: int) -> None:
+    def __init__(self, listen: str, peers: int, max_calls_in_flight: int) -> None:
         self._listen = listen
         self._peers = peers
+        self._max_calls_in_flight = max_calls_in_flight
 
     def run(self, main: Coroutine[object, object, None]) -> None:
         arpc.run(main)
@@ -180,17 +209,19 @@ class Arpc:
             yield ArpcCaller()
 
     def _worker(self, name: str, rank: int, place: Path) -> AbstractAsyncContextManager[object]:
-        return start_worker(name, rank, place, self._listen, self._peers)
+        return start_worker(name, rank, place, self._listen, self._peers, self._max_calls_in_flight)
 
 
-def start_worker(name: str, rank: int, place: Path, listen: str, peers: int) -> AbstractAsyncContextManager[object]:
-    """One worker of the group, with arpc's defaults but for where it listens."""
+def start_worker(
+    name: str, rank: int, place: Path, listen: str, peers: int, max_calls_in_flight: int = 0
+) -> AbstractAsyncContextManager[object]:
+    """One worker of the group, with arpc's defaults but for where it listens, and what a row is about."""
     return arpc.init_rpc(
         name,
         rank=rank,
         world_size=1 + peers,
         init_method=f"file://{place}/rendezvous",
-        options=arpc.RpcOptions(listen=(listen,)),
+        options=arpc.RpcOptions(listen=(listen,), max_calls_in_flight=max_calls_in_flight),
     )
 
 
@@ -207,6 +238,6 @@ def _run_member(stay: Callable[[], None], listen: str, peers: int, peer: int, pl
     arpc.run(serve())
 
 
-def system(listen: str, peers: int = 1) -> Arpc:
+def system(listen: str, peers: int = 1, max_calls_in_flight: int = 0) -> Arpc:
     """Arpc whose workers listen at the address `listen`."""
-    return Arpc(listen, peers)
+    return Arpc(listen, peers, max_calls_in_flight)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Final, Literal
 
-__all__ = ["FUNCTIONS", "Chained", "Flavour", "big", "chained_async", "new_tensor", "new_tensor_async"]
+__all__ = ["FUNCTIONS", "Chained", "Flavour", "big", "chained_async", "nap", "new_tensor", "new_tensor_async"]
 
 Flavour = Literal["async", "def"]
 
@@ -52,6 +53,11 @@ def big(size_bytes: int) -> object:
     if size_bytes not in _made:
         _made[size_bytes] = torch.ones(size_bytes // 4)
     return _made[size_bytes]
+
+
+def nap() -> None:
+    """Keeps a thread busy for a while, and no CPU: a worker of 16 threads takes 800 of these a second."""
+    time.sleep(0.02)
 
 
 def new_tensor(size_bytes: int) -> object:

@@ -170,6 +170,10 @@ REGISTRY: Final[Mapping[str, Configuration]] = {
     "raw-tcp": _RAW(about="the same over TCP", settings={"transport": "tcp"}),
     "arpc-unix": _ARPC(about="arpc, unix socket", settings={"listen": "unix://"}),
     "arpc-tcp": _ARPC(about="arpc, TCP", settings={"listen": "tcp://127.0.0.1:0"}),
+    "arpc-limited": _ARPC(
+        about="arpc, unix socket, 64 calls in flight at most",
+        settings={"listen": "unix://", "max_calls_in_flight": 64},
+    ),
     "arpc-socket": _ARPC(
         about="arpc, unix socket, tensors not through shared memory",
         settings={"listen": "unix://"},

@@ -16,6 +16,7 @@ from arpc.optim.locks import run_alone
 from arpc.rref.calls import held_value, run_here
 from arpc.rref.handle import RRef
 from arpc.runtime import current
+from arpc.wire.allowlist import export
 
 __all__ = [
     "call_module",
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 
+@export
 def create_module(
     module_cls: Callable[..., nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
 ) -> nn.Module:
@@ -50,6 +52,7 @@ def create_module(
 # -- the two handlers: they are told how the module is named
 
 
+@export
 async def call_module(
     rref: int,
     is_created: bool,
@@ -60,9 +63,11 @@ async def call_module(
 ) -> Any:
     """Call a module, hooks included, in the caller's grad mode, with inputs on its device and results on the CPU."""
     module = await held_value(rref, is_created)
+    current().rref_context.get_method(module, "__call__")  # which may be refused
     return await run_here(_forward, module, is_grad_enabled, device, args, kwargs)
 
 
+@export
 async def do_with_module(rref: int, is_created: bool, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Call one of the functions below with a module."""
     return await run_here(function, await held_value(rref, is_created), *args)
@@ -103,29 +108,34 @@ def _moved(value: Any, device: torch.device) -> Any:
 # -- what can be done with one
 
 
+@export
 @inline
 def touch(module: nn.Module) -> None:
     """Do nothing: to be answered, the module must exist."""
 
 
 # On the loop, hence in the order in which they and the forward passes of one caller arrive
+@export
 @inline
 def set_mode(module: nn.Module, mode: bool) -> None:
     """Let it train, or not."""
     module.train(mode)
 
 
+@export
 @inline
 def set_requires_grad(module: nn.Module, requires_grad: bool) -> None:
     """Let its parameters get gradients, or not."""
     module.requires_grad_(requires_grad)
 
 
+@export
 def parameter_rrefs(module: nn.Module, recurse: bool) -> dict[str, RRef[Parameter]]:
     """An RRef to each parameter, by its name."""
     return {name: RRef(parameter) for name, parameter in module.named_parameters(recurse=recurse)}
 
 
+@export
 async def get_state(module: nn.Module) -> dict[str, Any]:
     """A copy of the state dict, on the CPU, made between two steps of an optimizer."""
     return await run_alone(module.parameters(), lambda: _copied_state(module))
@@ -138,6 +148,7 @@ def _copied_state(module: nn.Module) -> dict[str, Any]:
     }
 
 
+@export
 async def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> tuple[list[str], list[str]]:
     """Load a state dict between two steps of an optimizer; returns missing and unexpected keys."""
     keys = await run_alone(module.parameters(), lambda: module.load_state_dict(state, strict=strict))

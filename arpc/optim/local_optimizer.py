@@ -16,6 +16,7 @@ from arpc.optim.locks import run_alone
 from arpc.rref.handle import RRef
 from arpc.rref.packing import bare
 from arpc.runtime import current
+from arpc.wire.allowlist import export, register_type
 
 __all__ = ["TWICE", "Description", "Group", "LocalOptimizer", "StepRules", "copied", "make_local_optimizer"]
 
@@ -24,6 +25,7 @@ Group = dict[str, Any]
 TWICE: Final = "some parameters appear in more than one parameter group: each would make two steps at once"
 
 
+@register_type
 class StepRules(NamedTuple):
     """What holds for every step of an optimizer."""
 
@@ -31,6 +33,7 @@ class StepRules(NamedTuple):
     check_versions: bool
 
 
+@register_type
 class Description(NamedTuple):
     """What the other side has to know of an optimizer."""
 
@@ -39,6 +42,7 @@ class Description(NamedTuple):
     defaults: Group
 
 
+@export
 async def make_local_optimizer(
     optimizer_class: Callable[..., Optimizer],
     groups: Sequence[Group],
@@ -67,6 +71,7 @@ async def make_local_optimizer(
     return made
 
 
+@export
 class LocalOptimizer:
     """A torch optimizer over *stand-ins* of parameters.
 

@@ -26,7 +26,7 @@ __all__ = ["profile", "record_group"]
 
 _COLLECT_S: Final = 10.0
 """How long a worker may take to hand over what it has recorded."""
-_LONGEST_S: Final = 3600.0
+_LONGEST_S: Final = 600.0
 
 
 class profile:  # noqa: N801 - used like a function, as torch's own
@@ -139,7 +139,9 @@ async def _collect(
     async def ask(name: str) -> None:
         try:
             record = await tracer.collect(name, trace_id, timeout_s=_COLLECT_S)
-            if record is not None:
+            if record is None:
+                missing[name] = "it has no part of this trace: nothing reached it, or it has stopped recording since"
+            else:
                 clocks[name] = await measure_clock(lambda: tracer.ask(name, TIME, timeout_s=_COLLECT_S))
                 records[name] = record
         except (CallError, ShutdownError, UnknownWorkerError) as error:

@@ -14,6 +14,7 @@ from arpc.ids import WorkerInfo
 from arpc.profiler.keys import call_key
 from arpc.profiler.operators import Operator, OperatorRecorder, RecorderConfig, is_recording_thread, recorder_of
 from arpc.profiler.spans import Span, WorkerRecord
+from arpc.torchstate import current_steps
 
 __all__ = ["TRACE", "TraceHeader", "TraceRecorder"]
 
@@ -21,6 +22,7 @@ TRACE: Final = "trace"
 """The key of the headers."""
 _HANDLER_NAMES: Final = {Kind.FETCH: "to_here", Kind.BACKWARD: "gradients"}
 _MAX_SPANS: Final = 100_000
+_MAX_OPERATORS: Final = 500_000
 _parent: ContextVar[int] = ContextVar("arpc.profiler.parent", default=0)
 
 
@@ -55,6 +57,7 @@ class TraceRecorder(Observer):
         self.spans: list[Span] = []
         self.operators: list[Operator] = []
         self.dropped = 0
+        self._operators_kept = 0
         self._ends_at = time.monotonic() + header.left_s
         self._numbers = count(1)
         self._calls: dict[Outgoing, tuple[int, int]] = {}
@@ -71,11 +74,15 @@ class TraceRecorder(Observer):
             self._own = OperatorRecorder(self.info.id)
             self.operators = self._own.subscribe(self.header.config)
             self._own_token = self._own.enter()
+            if current_steps.get() is None:
+                current_steps.set(self._own)  # for the threads that the block uses
 
     def end_own(self) -> None:
         if self._own is not None:
             self._own.leave(self._own_token)
             self._own.close()
+            if current_steps.get() is self._own:
+                current_steps.set(None)
             self._own = None
 
     def record(self) -> WorkerRecord:
@@ -107,6 +114,7 @@ class TraceRecorder(Observer):
     def _add(self, span: Span) -> None:
         if len(self.spans) < _MAX_SPANS:
             self.spans.append(span)
+            self._operators_kept += len(span.operators)
         else:
             self.dropped += 1
 
@@ -160,7 +168,7 @@ class TraceRecorder(Observer):
         return opened.recorder
 
     def _opened(self, number: int, recorder: OperatorRecorder | None) -> _Open:
-        if recorder is None or not self.header.has_operators:
+        if recorder is None or not self.header.has_operators or self._operators_kept > _MAX_OPERATORS:
             return _Open(number, _parent.get(), None, [])
         return _Open(number, _parent.get(), recorder, recorder.subscribe(self.header.config))
 

@@ -8,7 +8,7 @@ import itertools
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
@@ -73,6 +73,10 @@ class server_profile:  # noqa: N801 - used like a function, as torch's own
         self._events: EventList | None = None
         self.by_request: list[list[FunctionEvent]] = []
         """What each request ran, in the order in which they ended."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy on another worker has what was recorded, and records nothing there."""
+        return {**self.__dict__, "_service": None, "_observer": None}
 
     def start(self) -> None:
         """Begin; `with` does it too. May be called in any thread, so by way of an RRef too."""

@@ -47,16 +47,23 @@ class Session:
         self.started_at_ns = time.time_ns()
         self.readings: list[tuple[int, int]] = []
         """When `_CLOCK` was marked in the profile itself: not before, not after."""
+        self._outer: Session | None = None
 
     def open(self) -> None:
+        """Calls made in this context are part of it from now on."""
         self.is_open = True
         open_sessions.append(self)
+        self._outer = current_session.get()
         current_session.set(self)
 
     def close(self) -> None:
+        """Nothing is part of it any more."""
         if self.is_open:
             self.is_open = False
             open_sessions.remove(self)
+            if current_session.get() is self:  # and not if it ends in another context than it began in
+                current_session.set(self._outer)
+            self._outer = None
 
 
 # Torch's profiles belong to the process, and so does the list of them; a call looks whether it is empty

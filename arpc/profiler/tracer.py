@@ -77,7 +77,7 @@ class Tracer(Observer):
         if command == TIME:
             return time.perf_counter_ns()
         if command == START:
-            self.join(_header(arguments[0]))
+            self.join(msgspec.convert(arguments[0], TraceHeader))
             return None
         if command == COLLECT:
             recorder = self.leave(arguments[0])
@@ -98,12 +98,12 @@ class Tracer(Observer):
     def handler_begins(self, handling: Handling) -> OperatorRecorder | None:
         """The first request of a trace that this worker did not know. Those after it are heard by its recorder."""
         steps: OperatorRecorder | None = None
-        for sent in handling.headers[TRACE]:
-            try:
-                header = _header(sent)
-            except msgspec.ValidationError as error:
-                logger.warning("worker %s asks for a malformed trace: %s", handling.peer.name, error)
-                continue
+        try:
+            headers = msgspec.convert(handling.headers[TRACE], list[TraceHeader])
+        except msgspec.ValidationError as error:
+            logger.warning("worker %s asks for a malformed trace: %s", handling.peer.name, error)
+            return None
+        for header in headers:
             recorder = self.join(header)
             if recorder not in handling.observers:
                 handling.observers += (recorder,)
@@ -121,12 +121,15 @@ class Tracer(Observer):
             if recorder.header.origin == peer.name:
                 self.leave(trace_id)
 
+    def wants(self, peer: WorkerInfo) -> bool:
+        """Nobody has to be sought for a trace."""
+        return False
+
+    def peer_lost(self, peer: WorkerInfo, reason: str) -> None:
+        """Its recordings ended with its connection."""
+
     # -- the end
 
     def close(self) -> None:
         for trace_id in list(self.recorders):
             self.leave(trace_id)
-
-
-def _header(sent: Any) -> TraceHeader:
-    return msgspec.convert(sent, TraceHeader)

@@ -9,6 +9,7 @@ from arpc.agent.functions import name_of
 from arpc.agent.observers import named_by
 from arpc.agent.scope import current_scope
 from arpc.rref.methods import bound, template_of
+from arpc.wire.allowlist import export
 
 if TYPE_CHECKING:
     from arpc.rref.context import RRefContext
@@ -34,6 +35,7 @@ async def run_here(function: Callable[..., Any], *args: Any) -> Any:
     return await _context().call(function, args, {})
 
 
+@export
 @named_by(lambda _rref, _is_created, name, *_: name)
 async def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs: Any) -> Any:
     """Call a method of a value, once it is there, in the way its kind asks for."""
@@ -43,19 +45,21 @@ async def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **k
         value = held.get_nowait()
     else:
         value = await context.value(rref, is_created=is_created)
-    method = getattr(value, name)
+    method = context.get_method(value, name)
     template = template_of(method)
     if template.is_simple:
         return await method(*args, **kwargs)
     return await context.agent.executor.call(bound(method, template), args, kwargs)
 
 
+@export
 @named_by(lambda _rref, _is_created, name, *_: name)
 async def stream_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs: Any) -> Any:
     """The same for a method whose result is iterated over."""
     return await call_method(rref, is_created, name, *args, **kwargs)
 
 
+@export
 async def stream_items(rref: int, is_created: bool) -> Any:
     """What a value yields. The value stays open when whoever iterates leaves."""
     value = await held_value(rref, is_created)
@@ -72,6 +76,7 @@ def _items(held: Any) -> Iterator[Any]:
         yield item
 
 
+@export
 async def rref_typeof_on_owner(rref: int, is_created: bool) -> type:
     """The type of a value."""
     return type(await held_value(rref, is_created))

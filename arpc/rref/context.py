@@ -25,7 +25,6 @@ from arpc.rref import events, instructions
 from arpc.rref.drops import DropQueue
 from arpc.rref.events import ForkId, RRefId, WorkerName
 from arpc.rref.forks import Forks
-from arpc.rref.leases import Leases
 from arpc.rref.methods import bound, template_of
 from arpc.rref.offers import OfferWatch
 from arpc.rref.post import Item, Post
@@ -67,12 +66,13 @@ class RRefContext(ControlService):
         self.agent: Agent
         self.post: Post
         self.offer_watch: OfferWatch
-        self.leases: Leases
         self.drops: DropQueue
         self.backward: Callable[[Any, int, bool, float | Unset], Awaitable[None]]
         """Runs a backward pass from the value of a handle; set by the runtime, since autograd knows RRefs already."""
         self.skin: Skin | None = None
         """None: the code of this worker sees RRefs as they are."""
+        self.get_method: Callable[[Any, str], Any] = getattr
+        """Finds a method that others call by its name; in allow-list mode it refuses most."""
         self._context = context
         self.incarnation = incarnation
         self._lost: set[WorkerName] = set()
@@ -102,7 +102,6 @@ class RRefContext(ControlService):
         self.post = Post(agent, self.options, self._context, self.incarnation, self._settled)
         self.drops = DropQueue(agent.loop, self._context, self.happened)
         self.offer_watch = OfferWatch(agent, self.forks, self.post, self._context, grace_s, self.happened)
-        self.leases = Leases(agent, self.forks, self._context, self.incarnation, grace_s, self._peer_lost)
 
     def identify(self, info: WorkerInfo) -> None:
         """The group has given this worker its id."""
@@ -174,7 +173,8 @@ class RRefContext(ControlService):
                     self.happened(events.DeleteUndelivered(to, rref, id_))
                 self._end(id_)
         if error is not None:
-            self._peer_lost(to)
+            peer = self.agent.peer(to)
+            self._forget_peer(peer.info if peer is not None else WorkerInfo(to, -1))
 
     # -- making them
 
@@ -292,7 +292,6 @@ class RRefContext(ControlService):
         self._is_closed = True
         self.drops.close()
         self.offer_watch.close()
-        self.leases.close()
         self.post.close()
         for id_ in list(self._ends):
             self._end(id_)
@@ -309,20 +308,25 @@ class RRefContext(ControlService):
         if self._is_closed or self._is_releasing or self.agent.is_closing:
             return
         if has_left:
-            self._peer_lost(peer.name)
-        else:
-            self.leases.begin(peer)
+            self._forget_peer(peer)
 
-    def _peer_lost(self, name: WorkerName) -> None:
+    def wants(self, peer: WorkerInfo) -> bool:
+        # what they hold, and what is held of theirs, is theirs until they are given up
+        return not (self._is_closed or self._is_releasing) and self.forks.concerns(peer.name, peer.id)
+
+    def peer_lost(self, peer: WorkerInfo, reason: str) -> None:
+        if not (self._is_releasing or self.agent.is_closing):
+            self._forget_peer(peer)
+
+    def _forget_peer(self, peer: WorkerInfo) -> None:
         """A worker will not come back, as far as anyone can tell."""
         if self._is_closed:
             return
-        peer = self.agent.peer(name)
-        self.leases.end(name)
+        name = peer.name
         self._lost.add(name)
         self.forget_deliveries(name)
         held = len(self.forks.owned)
-        self.happened(events.PeerLost(name, peer.info.id if peer is not None else -1))
+        self.happened(events.PeerLost(name, peer.id))
         if held != len(self.forks.owned):
             logger.info(
                 "worker %s was lost: %d values that only it held are dropped", name, held - len(self.forks.owned)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from arpc.agent.agent import as_arguments
 from arpc.agent.functions import name_of
 from arpc.agent.peers import Peer
-from arpc.errors import CallCancelledError, OwnerLostError, RpcTimeoutError, RRefCreationError, SerializationError
+from arpc.errors import CallCancelledError, RpcTimeoutError, RRefCreationError, SerializationError
 from arpc.ids import GloballyUniqueId, WorkerInfo
 from arpc.options import UNSET, Unset
 from arpc.rref.events import (
@@ -266,7 +266,7 @@ class Creation:
             made.__cause__ = error
             return made
         if isinstance(error, CallCancelledError):  # by nobody here
-            made = OwnerLostError(f"the owner has shut down: {error}", owner)
+            made = RRefCreationError(f"the creation of {name} was cancelled on its owner: {error}")
             made.__cause__ = error
             return made
         assert isinstance(error, Exception)

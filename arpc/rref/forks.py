@@ -149,6 +149,17 @@ class Forks(Generic[U]):
         owned = self.owned.get(rref)
         return owned is not None and fork in owned.forks
 
+    def concerns(self, name: WorkerName, id: WorkerId) -> bool:  # noqa: A002 - as in WorkerInfo
+        """Whether there is anything between this worker and another."""
+        return (
+            any(user.owner == name for user in self.users.values())
+            or any(offer.to == name for offer in self.offers.values())
+            or any(
+                name in owned.forks.values() or (owned.state is OwnerState.EXPECTED and creator_of(owned.rref) == id)
+                for owned in self.owned.values()
+            )
+        )
+
     @property
     def is_idle(self) -> bool:
         """Nothing is held here in either role."""

@@ -8,7 +8,7 @@ the threads that it sends functions to.
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -92,23 +92,12 @@ class Stepped(Coroutine[Any, Any, T]):
 
 
 def step_result(steps: Steps, result: Any) -> Any:
-    """What a function returned: if it goes on running, in the same steps."""
-    if inspect.isgenerator(result):
-        return _stepped_generator(result, steps)
+    """What a function returned: if it goes on running on the loop, in the same steps."""
     if inspect.isasyncgen(result):
         return _stepped_async_generator(result, steps)
     if isinstance(result, Coroutine):
         return Stepped(result, steps)
     return result
-
-
-def _stepped_generator(items: Generator[Any, Any, Any], steps: Steps) -> Generator[Any, None, None]:
-    end = object()
-    try:
-        while (item := call_stepped(steps, next, items, end)) is not end:
-            yield item
-    finally:
-        call_stepped(steps, items.close)
 
 
 async def _stepped_async_generator(items: AsyncGenerator[Any, Any], steps: Steps) -> AsyncGenerator[Any, None]:

@@ -22,6 +22,7 @@ from typing import Any, Final, TypeVar
 from typing import Protocol as TypingProtocol
 
 from arpc.errors import ConnectionClosedError, HandshakeError, WireError
+from arpc.transport.doorway import HANDSHAKE_S, Doorway
 from arpc.wire.frames import BRIEF_HEADER, CHUNK_BYTES, HEADER, HEADER_BYTES, frame
 from arpc.wire.handshake import Identity
 from arpc.wire.messages import Message, MessageType
@@ -38,8 +39,6 @@ _DROP_DATA: Final = int(MessageType.DROP_DATA)
 _DIRECT_FRAMES: Final = 3
 # A longer queue is written in portions, so that the peer is at work on the first while the next is made
 _FLUSH_FRAMES: Final = 32
-# A stranger who connects and says nothing must not keep a socket for ever. A worker waits less, see connect_timeout.
-_HANDSHAKE_S: Final = 30.0
 # How long a side that has said goodbye waits for the other to close, once nothing moves any more
 _LINGER_S: Final = 2.0
 
@@ -140,6 +139,9 @@ class Connection(ABC):
         self.owner: Any = None
         """For whoever receives: what it keeps about this connection."""
         self.carrier: Carrier | None = None
+        self.doorway: Doorway | None = None
+        """Where it came in, if others made it."""
+        self.handshake_s = HANDSHAKE_S
         self.is_congested = False
         """The peer does not take bytes as fast as they are sent."""
         self.is_full = False
@@ -481,6 +483,8 @@ class Connection(ABC):
                 self._out.append(welcome)
             self._opened.set_result(None)
             self._stop_watching()
+            if self.doorway is not None:
+                self.doorway.opened(self)
             if self.carrier is not None:
                 self.carrier.opened()
             self.receiver.connection_opened(self)
@@ -514,7 +518,8 @@ class Connection(ABC):
         if data:
             self.bytes_sent += len(data)
             self._write(data)
-        self._expect_handshake()
+        if self._watch is None:
+            self._expect_handshake()
 
     def close(self, reason: str = "") -> None:
         """Say goodbye, send what is still to be sent, and close when the other side does, or does nothing any more."""
@@ -552,13 +557,14 @@ class Connection(ABC):
         self._direct_left = self._direct_frames = 0
 
     def _expect_handshake(self) -> None:
-        due = self.loop.time() + _HANDSHAKE_S
+        seconds = self.handshake_s
+        due = self.loop.time() + seconds
 
         def overdue() -> None:
-            if self.loop.time() > due + _HANDSHAKE_S / 10:
+            if self.loop.time() > due + seconds / 10:
                 self._expect_handshake()  # this loop was busy elsewhere: the peer may have said all there is to say
             else:
-                self.abort(HandshakeError(f"{self.address} did not end its handshake within {_HANDSHAKE_S:g} s"))
+                self.abort(HandshakeError(f"{self.address} did not end its handshake within {seconds:g} s"))
 
         self._watch = self.loop.call_at(due, overdue)
 
@@ -591,6 +597,8 @@ class Connection(ABC):
         self._bulk_bytes = 0
         if self.carrier is not None:
             self.carrier.closed()
+        if self.doorway is not None:
+            self.doorway.left(self)
         error = self._error or (None if is_on_purpose else error or self._without_goodbye())
         if self.bulk_route is not None:
             self.bulk_route.close(on_purpose=error is None)
@@ -633,8 +641,9 @@ C = TypeVar("C", bound=Connection)
 class Listener(ABC):
     """Something others can connect to."""
 
-    def __init__(self, accept: Accept) -> None:
+    def __init__(self, accept: Accept, doorway: Doorway | None = None) -> None:
         self._accept = accept
+        self._doorway = doorway
         self._accepted: weakref.WeakSet[Connection] = weakref.WeakSet()
 
     @property
@@ -651,6 +660,9 @@ class Listener(ABC):
     def _track(self, connection: C) -> C:
         """Remember a connection that came in."""
         self._accepted.add(connection)
+        if self._doorway is not None:
+            connection.doorway = self._doorway
+            self._doorway.came(connection)
         return connection
 
     def _abort_handshakes(self) -> None:

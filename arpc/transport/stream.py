@@ -13,12 +13,14 @@ import stat
 import struct
 import tempfile
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Self, cast
 from urllib.parse import urlsplit
 
 from arpc.errors import ConfigurationError, HandshakeError, WireError
 from arpc.transport.base import Accept, Connection, Listener, Receiver, Transport
+from arpc.transport.doorway import Doorway
 from arpc.transport.shm import Arena, Channel
 from arpc.transport.warm import WarmMemory
 from arpc.wire.protocol import Protocol
@@ -67,7 +69,6 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
         if self._is_aborted:
             transport.abort()
             return
-        self._write = transport.write  # type: ignore[method-assign] # one call less for every write
         # Writes are gathered before they come here: uvloop shall pass them on at once, and tell when it cannot
         transport.set_write_buffer_limits(high=0)
         sock = transport.get_extra_info("socket")
@@ -79,6 +80,11 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
             return
         if self._arena is not None and sock.family == socket.AF_UNIX:
             self.carrier = self.protocol.lender = Channel(self, self._arena)
+        self._begin(transport)
+
+    def _begin(self, transport: asyncio.Transport) -> None:
+        """There is somebody at the other end."""
+        self._write = transport.write  # type: ignore[method-assign] # one call less for every write
         self.start()
 
     buffer_updated = Connection._received  # type: ignore[assignment] # noqa: SLF001 - the same but for a name
@@ -156,17 +162,20 @@ def _bracket(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+Make = Callable[[Protocol, Receiver], StreamConnection]
+"""Makes a connection that came in."""
+
+
 class _StreamListener(Listener):
-    def __init__(self, accept: Accept, memory: WarmMemory | None, arena: Arena | None = None) -> None:
-        super().__init__(accept)
-        self._memory = memory
-        self._arena = arena
+    def __init__(self, accept: Accept, make: Make, doorway: Doorway | None) -> None:
+        super().__init__(accept, doorway)
+        self._make = make
         self._server: asyncio.AbstractServer
         self._address = ""
         self._remove: weakref.finalize[..., Any] | None = None
 
     def accept(self) -> StreamConnection:
-        return self._track(StreamConnection(*self._accept(), self._memory, self._arena))
+        return self._track(self._make(*self._accept()))
 
     def opened(self, server: asyncio.AbstractServer, address: str, path: str | None = None) -> Self:
         self._server = server
@@ -197,21 +206,26 @@ def _remove_socket(path: str, process_id: int) -> None:
 class TcpTransport(Transport):
     """``tcp://host:port``; port 0 lets the system choose. Large tensors are read into ``memory``, if given."""
 
-    def __init__(self, memory: WarmMemory | None = None) -> None:
+    def __init__(self, memory: WarmMemory | None = None, doorway: Doorway | None = None) -> None:
         self._memory = memory
+        self._doorway = doorway
+
+    def _make(self, protocol: Protocol, receiver: Receiver) -> StreamConnection:
+        return StreamConnection(protocol, receiver, self._memory)
+
+    def _make_accepted(self, protocol: Protocol, receiver: Receiver) -> StreamConnection:
+        return self._make(protocol, receiver)
 
     async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
         host, port = split_tcp(address)
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(
-            lambda: StreamConnection(protocol, receiver, self._memory), host, port
-        )
+        _, connection = await loop.create_connection(lambda: self._make(protocol, receiver), host, port)
         return connection
 
     async def listen(self, address: str, accept: Accept) -> Listener:
         host, port = split_tcp(address)
         loop = asyncio.get_running_loop()
-        listener = _StreamListener(accept, self._memory)
+        listener = _StreamListener(accept, self._make_accepted, self._doorway)
         server = await loop.create_server(listener.accept, host, port, backlog=_BACKLOG)
         port = server.sockets[0].getsockname()[1]
         return listener.opened(server, f"tcp://{_bracket(host)}:{port}")
@@ -224,16 +238,20 @@ class UnixTransport(Transport):
     ``memory``, if given.
     """
 
-    def __init__(self, memory: WarmMemory | None = None, arena: Arena | None = None) -> None:
+    def __init__(
+        self, memory: WarmMemory | None = None, arena: Arena | None = None, doorway: Doorway | None = None
+    ) -> None:
         self._memory = memory
         self._arena = arena
+        self._doorway = doorway
+
+    def _make(self, protocol: Protocol, receiver: Receiver) -> StreamConnection:
+        return StreamConnection(protocol, receiver, self._memory, self._arena)
 
     async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
         path = split_unix(address)
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_unix_connection(
-            lambda: StreamConnection(protocol, receiver, self._memory, self._arena), path
-        )
+        _, connection = await loop.create_unix_connection(lambda: self._make(protocol, receiver), path)
         return connection
 
     async def listen(self, address: str, accept: Accept) -> Listener:
@@ -243,7 +261,7 @@ class UnixTransport(Transport):
             path = split_unix(address)
         sock = _bind_unix(path)
         loop = asyncio.get_running_loop()
-        listener = _StreamListener(accept, self._memory, self._arena)
+        listener = _StreamListener(accept, self._make, self._doorway)
         try:
             server = await loop.create_unix_server(listener.accept, sock=sock, backlog=_BACKLOG)
         except BaseException:

@@ -79,10 +79,14 @@ class Header(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What is accepted from a peer: the body of one frame, and all the large tensors of one message together."""
+    """What is accepted from a peer."""
 
     body_bytes: int
+    """The body of one frame."""
     message_bytes: int
+    """All the large tensors of one message together."""
+    header_bytes: int = 1 << 25
+    """What comes before the payload. It is small, and a lot of objects are made of it."""
 
 
 def check(header: Header, limits: Limits) -> None:
@@ -91,6 +95,8 @@ def check(header: Header, limits: Limits) -> None:
         raise ProtocolError(f"a frame of {header.length} bytes is over the limit of {limits.body_bytes}")
     if 8 * header.n_buffers + header.meta_size + header.table_size > header.length:
         raise ProtocolError("the parts of a frame are longer than the frame")
+    if 8 * header.n_buffers + header.meta_size + header.table_size > limits.header_bytes:
+        raise ProtocolError(f"what describes the content of a frame is over the limit of {limits.header_bytes} bytes")
 
 
 def buffer_sizes_of(body: bytearray, n_buffers: int, limits: Limits) -> tuple[int, ...]:

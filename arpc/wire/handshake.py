@@ -12,7 +12,8 @@
 A proof is an HMAC-SHA256 under the cluster secret over both identities, both nonces, the versions and the role of the
 prover. So it cannot be replayed (nonces), reflected (role), moved to another worker (identity) or used to talk both
 sides down to an older version. What is proven are the very bytes that were said, so that a field which one side does
-not know counts too. Without a secret proofs are empty.
+not know counts too. Without a secret proofs are empty. Where the connection itself is authentic, because of TLS, the
+name that a side gives must be one that its certificate is for.
 
 Nothing is unpickled here: bodies are msgpack of a known shape and a limited size.
 """
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from enum import Enum, auto
 from typing import Annotated, ClassVar, Final, TypeVar
 
@@ -126,6 +127,7 @@ class Handshake:
         self._their_nonce = b""
         self._offered = (PROTOCOL_VERSION, OLDEST_VERSION)
         self._refused_by_peer = False
+        self._certified: Container[str] | None = None
         self._state = _State.AWAIT_HELLO if role is Role.ACCEPTOR else _State.START
 
     @property
@@ -136,6 +138,10 @@ class Handshake:
     def peer(self) -> Identity | None:
         """Who is on the other side; None before the end of the handshake."""
         return self._claimed if self._state is _State.DONE else None
+
+    def certify(self, names: Container[str]) -> None:
+        """The peer has shown a certificate for these names: it must have one of them."""
+        self._certified = names
 
     def start(self) -> bytes:
         """What the connector says first."""
@@ -243,6 +249,11 @@ class Handshake:
 
     def _verify(self, prover: Role, claimed: Identity, proof: bytes) -> None:
         them, me = claimed.name, self._me.name
+        if self._certified is not None and them not in self._certified:
+            raise AuthenticationError(
+                f"somebody says to be worker {them!r}, with a certificate for {self._certified}: give each worker one "
+                f"for its own name"
+            )
         if self._secret is None:
             if proof:
                 raise AuthenticationError(

@@ -8,11 +8,15 @@ in it. The frame that owns it comes over the main connection, and a chunk may ev
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from arpc.errors import ProtocolError
 from arpc.wire.frames import CHUNK_BYTES
 
 __all__ = ["LaneInbox", "Stripe"]
+
+# A sender stops before its frames are held up for long, see transport.lanes
+_MAX_EARLY_BYTES: Final = 1 << 30
 
 
 class Stripe:
@@ -64,6 +68,7 @@ class LaneInbox:
         self._allocate = allocate
         self._messages: dict[int, _Message] = {}
         self._early: dict[int, list[Stripe]] = {}
+        self._early_bytes = 0
         self._frames = 0
 
     def frames_before(self, count: int) -> None:
@@ -74,15 +79,20 @@ class LaneInbox:
         """A frame with buffers came over the main connection. Returns them if all has overtaken it."""
         self._frames = id_ + 1
         self._messages[id_] = message = _Message(sizes, self._allocate)
-        for stripe in self._early.pop(id_, ()):
+        for stripe in self._no_longer_early(id_):
             message.place(stripe.index, stripe.number, stripe.memory.nbytes)[:] = stripe.memory
             message.missing_bytes -= stripe.memory.nbytes
         return self._buffers_if_complete(id_)
 
+    def _no_longer_early(self, id_: int) -> list[Stripe]:
+        stripes = self._early.pop(id_, [])
+        self._early_bytes -= sum(stripe.memory.nbytes for stripe in stripes)
+        return stripes
+
     def forget(self, id_: int) -> None:
         """A message will not come in full over lanes: it was dropped, or came another way."""
         self._messages.pop(id_, None)
-        self._early.pop(id_, None)
+        self._no_longer_early(id_)
 
     def stripe(self, id_: int, index: int, number: int, length: int) -> Stripe:
         """A chunk begins to arrive on a lane. Raises `ProtocolError`."""
@@ -98,6 +108,9 @@ class LaneInbox:
         message = self._messages.get(stripe.id)
         if message is None:
             if stripe.id >= self._frames:
+                self._early_bytes += stripe.memory.nbytes
+                if self._early_bytes > _MAX_EARLY_BYTES:
+                    raise ProtocolError("too much DATA on lanes whose frames have not come")
                 self._early.setdefault(stripe.id, []).append(stripe)
             return None  # else its message was dropped
         size_bytes = stripe.memory.nbytes

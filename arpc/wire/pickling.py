@@ -52,12 +52,16 @@ class Pickler:
     """Makes pickles with holes, for any number of threads, and while another of its pickles is being made."""
 
     def __init__(
-        self, reducers: Mapping[type, Reducer] | None = None, families: Mapping[type, Reducer] | None = None
+        self,
+        reducers: Mapping[type, Reducer] | None = None,
+        families: Mapping[type, Reducer] | None = None,
+        kind: type[HolePickler] = HolePickler,
     ) -> None:
         """``reducers`` are for objects of just that type, ``families`` for those of its subclasses, too."""
         self._reducers = dict(reducers or {})
         self._families = dict(families or {})
-        self._free = [HolePickler(self._reducers, self._families)]
+        self._kind = kind
+        self._free = [kind(self._reducers, self._families)]
 
     def add_reducer(self, cls: type, reducer: Reducer) -> None:
         """Let objects of a class, and of this very class, travel in another way than they are pickled."""
@@ -75,7 +79,7 @@ class Pickler:
         try:
             pickler = self._free.pop()
         except IndexError:
-            pickler = HolePickler(self._reducers, self._families)
+            pickler = self._kind(self._reducers, self._families)
         pickler.main_by_value = main_by_value
         pickler.to = to
         _dump(pickler, obj)  # one that failed is not put back

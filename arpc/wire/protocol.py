@@ -7,7 +7,7 @@ that is used again and again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
 from types import MappingProxyType
@@ -37,6 +37,8 @@ _ARENA: Final = int(MessageType.ARENA)
 _LENT: Final = int(MessageType.LENT)
 _FIRST_OF_CALLS: Final = int(MessageType.FUNCTION)
 _CLASSES: Final = tuple(MESSAGE_CLASSES.get(type_) for type_ in range(256))
+# Nobody sends as many at once: they wait for room before, see RpcOptions.window_bytes
+_MAX_INCOMPLETE: Final = 1 << 17
 _NO_BUFFERS: Final[tuple[memoryview, ...]] = ()
 _unpack_header = HEADER.unpack_from
 _unpack_brief = BRIEF_HEADER.unpack_from
@@ -161,6 +163,10 @@ class Protocol:
         """Who is on the other side, once the handshake is done."""
         return self._handshake.peer
 
+    def certify(self, names: Container[str]) -> None:
+        """The peer has shown a certificate for these names; see `Handshake.certify`."""
+        self._handshake.certify(names)
+
     def join(self, main: Protocol) -> None:
         """Become a lane of an open connection to the same peer; see `wire.lanes`."""
         if main._lanes is None:
@@ -268,7 +274,7 @@ class Protocol:
     def _parse(self, start: int, end: int, messages: list[Message]) -> None:
         """Take the frames that are complete in the buffer, and move the rest to its start."""
         buffer = self.buffer
-        limit = self._limits.body_bytes
+        limit, _, header_limit = self._limits
         is_open = self.state is not State.HANDSHAKE
         while (body_start := start + HEADER_BYTES) <= end:
             header = _unpack_header(buffer, start)
@@ -276,7 +282,7 @@ class Protocol:
             meta_start = 8 * n_buffers
             meta_end = meta_start + meta_size
             table_end = meta_end + table_size
-            if length > limit or table_end > length:
+            if length > limit or table_end > length or table_end > header_limit:
                 frames.check(Header._make(header), self._limits)
             stop = body_start + length
             if type_ == _DATA:
@@ -301,7 +307,7 @@ class Protocol:
             else:
                 self._receive_special(message, n_buffers, messages)
                 buffer = self.buffer
-                limit = self._limits.body_bytes
+                limit, _, header_limit = self._limits
                 is_open = self.state is not State.HANDSHAKE
         self._end = rest = end - start
         if start and rest:
@@ -342,6 +348,8 @@ class Protocol:
 
     def _begin_assembly(self, message: Message, n_buffers: int, messages: list[Message]) -> None:
         sizes = frames.buffer_sizes_of(message.body, n_buffers, self._limits)
+        if len(self._assemblies) >= _MAX_INCOMPLETE:
+            raise ProtocolError(f"more than {_MAX_INCOMPLETE} messages whose tensors have not come")
         number = self._assembly_count
         self._assemblies[number] = _Assembly(number, message, sizes)
         self._assembly_count += 1

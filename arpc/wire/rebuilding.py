@@ -43,8 +43,10 @@ Buffer = memoryview | Tensor | Misplaced
 """Host memory; or what has been made of it, because it belongs on a device."""
 
 
-def unpack(table: bytes | memoryview, body: bytearray, buffers: Sequence[Buffer]) -> list[Any]:
-    """Build what `wire.tensors.pack` described.
+def unpack(
+    table: bytes | memoryview, body: bytearray, buffers: Sequence[Buffer], *, is_restricted: bool = False
+) -> list[Any]:
+    """Build what `wire.tensors.pack` described. Restricted: without what torch.load would have to read.
 
     Raises `ProtocolError` when the description does not fit the memory, `SerializationError` for a tensor that belongs
     on a device where it cannot be.
@@ -73,7 +75,7 @@ def unpack(table: bytes | memoryview, body: bytearray, buffers: Sequence[Buffer]
                 slots.append(tensor if code < _FIRST_STAND_IN else finished(tensor, code))
             else:
                 if rebuilder is None:
-                    rebuilder = _Rebuilder(body, base, buffers, decoded.entries)
+                    rebuilder = _Rebuilder(body, base, buffers, decoded.entries, is_restricted=is_restricted)
                 slots.append(rebuilder.build(code, source, shape))
     except (ProtocolError, SerializationError):
         raise
@@ -97,7 +99,16 @@ def _as_dtype(tensor: Tensor, code: int) -> Tensor:
 class _Rebuilder:
     """Builds what takes more than one step."""
 
-    def __init__(self, body: bytearray, base: int, buffers: Sequence[Buffer], entries: Sequence[Entry]) -> None:
+    def __init__(
+        self,
+        body: bytearray,
+        base: int,
+        buffers: Sequence[Buffer],
+        entries: Sequence[Entry],
+        *,
+        is_restricted: bool,
+    ) -> None:
+        self._is_restricted = is_restricted
         self._body = memoryview(body)
         self._base = base
         self._buffers = buffers
@@ -199,6 +210,8 @@ class _Rebuilder:
         )
 
     def _saved(self, entry: Entry) -> Tensor:
+        if self._is_restricted:
+            raise SerializationError("a quantized or nested tensor is not taken in allow-list mode")
         memory = self._memory(entry.source, entry.span_bytes)
         loaded = torch.load(io.BytesIO(memory), weights_only=True)
         if not isinstance(loaded, Tensor):

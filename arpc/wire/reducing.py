@@ -24,7 +24,7 @@ from arpc.errors import SerializationError
 from arpc.ids import WorkerInfo
 from arpc.wire.tensors import Slot
 
-__all__ = ["HOLE", "MAIN_NAMES", "HolePickler", "Parcel", "Reducer", "importable_name"]
+__all__ = ["HOLE", "MAIN_NAMES", "HolePickler", "NamesOnlyPickler", "Parcel", "Reducer", "importable_name"]
 
 
 class Parcel(Protocol):
@@ -141,6 +141,24 @@ class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if module is not None and obj.__module__ == "__mp_main__":
             # cloudpickle takes it for a module that can be imported, and it can be in no other process
             cloudpickle.register_pickle_by_value(module)
+        return super().reducer_override(obj)
+
+
+class NamesOnlyPickler(HolePickler):
+    """For peers that take no code: what cannot be named is refused here, with a better reason than there."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is FunctionType or isinstance(obj, type):
+            if obj is not _fill and importable_name(obj) is None:
+                raise SerializationError(
+                    f"{obj!r} has no name that others can import, and in allow-list mode no code is sent"
+                )
+            if self.main_by_value and obj.__module__ in MAIN_NAMES:
+                raise SerializationError(
+                    f"{obj.__qualname__} is of this worker's script, which is not that of the other, and in allow-list "
+                    f"mode no code is sent: define it in a module that both import"
+                )
         return super().reducer_override(obj)
 
 

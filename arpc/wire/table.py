@@ -128,7 +128,8 @@ class Flag:
 
 # numpy takes a negative size for one that is checked already, so it must not get that far
 _Natural = Annotated[int, Meta(ge=0)]
-_Sizes = tuple[_Natural, ...]
+# and has no more dimensions than this, in any version
+_Sizes = Annotated[tuple[_Natural, ...], Meta(max_length=64)]
 
 
 class Entry(msgspec.Struct, array_like=True, gc=False):

@@ -13,7 +13,7 @@ from arpc.errors import ConfigurationError
 from arpc.options import RpcOptions
 
 OPEN = RpcOptions()
-SECRET = RpcOptions(secret=b"s")
+SECRET = RpcOptions(secret=b"sixteen bytes or more")
 
 
 @pytest.fixture

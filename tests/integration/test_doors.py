@@ -9,10 +9,12 @@ import struct
 from contextlib import suppress
 
 import pytest
+import torch
 
 import arpc
 from arpc.transport.stream import split_tcp
 from arpc.wire.handshake import Handshake, Identity, Role
+from tests.certificates import tls_for
 from tests.integration import functions
 from tests.integration.processes import QUICK, Processes, Start
 
@@ -124,3 +126,26 @@ async def test_a_door_left_open_on_purpose(tmp_path, caplog):
     options = QUICK.replace(listen=("tcp://0.0.0.0:0",), insecure=True)
     async with Start("test", f"file://{tmp_path / 'store'}", 0, 1, options).join():
         assert "WITHOUT A SECRET" in caplog.text
+
+
+async def test_workers_with_certificates_let_nobody_else_in(processes: Processes):
+    options = QUICK.replace(listen=("tcp://127.0.0.1:0",), tls=tls_for("*"), bulk_connections=1)
+    async with processes.group("a", "b", main=functions.serve, options=options) as worker:
+        assert await worker.rpc_sync("a", functions.relay, args=(["b", "a"], 1)) == (["a", "b", "a"], 1)
+        large = torch.arange(MIB)
+        assert torch.equal(await worker.rpc_sync("a", functions.echo, args=(large,)), large)
+        (address,) = (await worker.rendezvous.resolve("a")).addresses
+        hello = Handshake(Role.CONNECTOR, STRANGER, None).start()
+        async with asyncio.timeout(10):
+            for words in (hello, b"\x16\x03\x01\0\x05hello", b"GET / HTTP/1.1\r\n\r\n"):
+                assert b"arpc" not in await talk(address, words)
+        assert await worker.rpc_sync("a", functions.echo, args=(2,)) == 2
+
+
+async def test_workers_of_one_host_share_memory_whether_or_not_they_have_certificates(processes: Processes):
+    async with processes.group("a", main=functions.serve, options=QUICK.replace(tls=tls_for("*"))) as worker:
+        large = torch.arange(MIB)
+        assert torch.equal(await worker.rpc_sync("a", functions.echo, args=(large,)), large)
+        connection = worker.agent.known_peer("a").connection
+        assert connection.address.startswith("unix://")
+        assert connection.bytes_sent < large.nbytes

@@ -13,6 +13,7 @@ from tests.integration.processes import QUICK, Processes, run_scripts
 MIB = 1 << 20
 FAR_WORKER = str(Path(__file__).parent / "scripts" / "far_worker.py")
 DEMO = str(Path(__file__).parents[2] / "examples" / "parameter_server.py")
+UNPLUGGED_WORKER = str(Path(__file__).parent / "scripts" / "unplugged_worker.py")
 STORE_PORT = 29500  # in a namespace of its own every port is free
 
 
@@ -62,3 +63,17 @@ def test_the_demo_runs_over_two_hosts_with_tls_as_slurm_would_start_it(tmp_path:
     # without TLS, and with no secret, they would have refused to listen beyond their hosts
     assert [one.returncode for one in (driver, server, trainer)] == [0, 0, 0]
     assert "    20 gradients   loss " in driver.stdout
+
+
+@pytest.mark.usefixtures("runtime_directory")
+def test_an_unplugged_network_is_noticed_and_survived(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ARPC_SECRET", "known on both")
+    with two_hosts() as hosts:
+        # met on the host whose cable is pulled, so that its store is always near
+        store = f"tcp://{hosts[0].address}:{STORE_PORT}"
+        commands = [[UNPLUGGED_WORKER, str(rank), host.address, store] for rank, host in enumerate(hosts)]
+        left, right = run_scripts(*commands, within=[host.runner for host in hosts])
+    assert (left.returncode, right.returncode) == (0, 0)
+    told = [line for line in left.stdout.splitlines() if not line.startswith("[")]  # torch has its say too
+    assert told[0].startswith("lost right True after")
+    assert told[1:] == ["MemberSuspected", "went out", "MemberReturned", "kept"]

@@ -52,6 +52,15 @@ async def held_names(held: arpc.RRef[server_profile]) -> tuple[list[list[str]], 
     return names, {event.key: event.count for event in prof.key_averages()}
 
 
+async def test_a_copy_has_the_results(trio: Cluster) -> None:
+    held = arpc.remote("worker1", server_profile)
+    await held.rpc_sync().__enter__()
+    await trio[2].rpc_sync("worker1", torch.cos, args=(torch.ones(2),))
+    await held.rpc_sync().stop()
+    copy = await held.to_here()
+    assert "aten::cos" in [event.name for event in copy.function_events]
+
+
 async def see_from_within() -> tuple[list[str], list[str]]:
     """Two that overlap, on the worker itself."""
     with server_profile(record_shapes=True) as outer:

@@ -168,6 +168,16 @@ async def test_workers_that_are_reached_by_others_take_part(trio: Cluster) -> No
     assert len(nested) == 2
 
 
+def sine_in_thread() -> None:
+    torch.sin(torch.ones(2))
+
+
+async def test_threads_of_the_block_are_part_of_it(trio: Cluster) -> None:
+    async with profile() as prof:
+        await arpc.to_thread(sine_in_thread)
+    assert [operator.name for operator in prof.trace.worker("trainer").operators].count("aten::sin") == 1
+
+
 async def test_two_traces_at_once(trio: Cluster) -> None:
     async def traced(operator: str) -> profile:
         async with profile() as prof:
@@ -206,6 +216,7 @@ async def test_a_trace_nobody_asks_for_ends_by_itself() -> None:
             await until(lambda: not group[1].profiler.tracer.recorders)
             assert group[1].agent.observers.installed == []
         assert [worker.name for worker in prof.trace.workers] == ["worker0"]
+        assert list(prof.missing) == ["worker1"]
 
 
 async def test_the_loss_of_its_maker_ends_a_trace() -> None:

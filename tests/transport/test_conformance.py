@@ -10,14 +10,17 @@ import pytest
 from arpc.testing.conformance import TransportConformance
 from arpc.transport.base import Transport
 from arpc.transport.memory import MemoryNetwork
+from arpc.transport.secure import TlsTransport
 from arpc.transport.shm.mapping import is_supported
 from arpc.transport.stream import TcpTransport, UnixTransport
+from tests.certificates import tls_for
 from tests.conftest import LOOP_FACTORIES
 from tests.transport.shm.sharing import SharingTransport
 
 TRANSPORTS: dict[str, tuple[Callable[[], Transport], str]] = {
     "memory": (MemoryNetwork, "memory://"),
     "tcp": (TcpTransport, "tcp://127.0.0.1:0"),
+    "tls": (lambda: TlsTransport(tls_for("*")), "tcp://127.0.0.1:0"),
     "unix": (UnixTransport, "unix://"),
 }
 

@@ -368,3 +368,44 @@ def test_a_long_reason_is_cut():
     with pytest.raises(Refused) as caught:
         near.receive(read(farewell))
     assert str(caught.value) == "ü" * 512
+
+
+# -- the connection is authentic already
+
+
+def test_a_name_that_is_in_the_certificate_is_believed():
+    near, far = connector(None), acceptor(None)
+    near.certify({BOB.name})
+    far.certify({ALICE.name})
+    complete(near, far)
+    assert near.peer == BOB
+    assert far.peer == ALICE
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_a_name_that_is_not_in_the_certificate_is_refused_on_either_side(secret):
+    near, far = connector(secret), acceptor(secret)
+    challenge = challenge_of(near, far)
+    near.certify({"mallory"})
+    with pytest.raises(AuthenticationError, match=rf"{BOB.name!r}, with a certificate for .*mallory"):
+        near.receive(challenge)
+
+    near, far = connector(secret), acceptor(secret)
+    proof = read(near.receive(challenge_of(near, far)))
+    far.certify({"mallory"})
+    with pytest.raises(AuthenticationError, match=rf"{ALICE.name!r}, with a certificate for .*mallory"):
+        far.receive(proof)
+    assert far.peer is None
+
+
+def test_proofs_are_compared_in_constant_time(monkeypatch):
+    compared = []
+
+    def compare(mine, theirs):
+        compared.append((bytes(mine), bytes(theirs)))
+        return True
+
+    monkeypatch.setattr(handshake_module.hmac, "compare_digest", compare)
+    complete(connector(), acceptor())
+    assert len(compared) == 2
+    assert all(len(mine) == len(theirs) == 32 for mine, theirs in compared)

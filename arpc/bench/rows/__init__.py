@@ -6,7 +6,20 @@ from fnmatch import fnmatch
 from typing import Final
 
 from arpc.bench.row import SUBJECT, Cell, Row, Workload
-from arpc.bench.rows import bulk, calls, drop_in, floors, many, opponent, peers, profiling, rref, tensors, workers
+from arpc.bench.rows import (
+    bulk,
+    calls,
+    drop_in,
+    floors,
+    many,
+    opponent,
+    overload,
+    peers,
+    profiling,
+    rref,
+    tensors,
+    workers,
+)
 
 __all__ = ["ROWS", "SUBJECT", "Cell", "Row", "Workload", "select"]
 
@@ -18,6 +31,7 @@ ROWS: Final[tuple[Row, ...]] = (
     *rref.rows(),
     *drop_in.rows(),
     *many.rows(),
+    *overload.rows(),
     *workers.rows(),
     *profiling.rows(),
     *opponent.rows(),

@@ -1,0 +1,261 @@
+"""Who is in the group, as one worker knows it: a state machine of what it heard, and streams of what changed.
+
+Each worker, by its name, is *present*, *suspected* (its connection broke or it fell silent; it is being sought),
+*lost*, or has *left*. What this worker hears becomes at most two events, which all who listen get in the same order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from types import TracebackType
+from typing import Final, Self
+from weakref import WeakSet
+
+from arpc.ids import WorkerInfo
+
+__all__ = [
+    "MemberEvent",
+    "MemberJoined",
+    "MemberLeft",
+    "MemberLost",
+    "MemberReturned",
+    "MemberStream",
+    "MemberSuspected",
+    "Roster",
+]
+
+_BUFFERED: Final = 1024
+"""Events that a listener may have before it. When it has more, only the last one of each worker is kept."""
+_REMEMBERED: Final = 4096
+"""Workers that are gone and still remembered, so that they can be told to have returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberEvent:
+    """Something that happened to another worker of the group. One of the classes below."""
+
+    worker: WorkerInfo
+    incarnation: int
+    """Which start of the worker: another process has another one, under the same name too."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberJoined(MemberEvent):
+    """It came to the group, or was there already when the stream began."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberSuspected(MemberEvent):
+    """Its connection broke, or it fell silent: what was under way to it has failed. It is being sought."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberReturned(MemberEvent):
+    """It can be reached again. ``is_new``: by another process, which knows nothing of what its predecessor did."""
+
+    is_new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLost(MemberEvent):
+    """It is dead, or was not heard of for `RpcOptions.rref_grace` seconds. What it held is given up."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLeft(MemberEvent):
+    """It was shut down, and said so."""
+
+
+class _Standing(Enum):
+    PRESENT = auto()
+    SUSPECTED = auto()
+    LOST = auto()
+    LEFT = auto()
+
+
+_GONE: Final = (_Standing.LOST, _Standing.LEFT)
+
+
+@dataclass(slots=True)
+class _Member:
+    worker: WorkerInfo
+    incarnation: int
+    standing: _Standing
+
+
+class Roster:
+    """What one worker knows of the others. ``changed`` hears of each event, after all streams."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, _Member] = {}
+        self._gone: OrderedDict[str, None] = OrderedDict()
+        self._streams: WeakSet[MemberStream] = WeakSet()
+        self.changed: Callable[[MemberEvent], None] = lambda _: None
+        self._is_closed = False
+
+    # -- what was heard
+
+    def seen(self, worker: WorkerInfo, incarnation: int) -> None:
+        """A worker is there: the group says so, or it is connected."""
+        member = self._members.get(worker.name)
+        if member is None:
+            self._members[worker.name] = _Member(worker, incarnation, _Standing.PRESENT)
+            self._tell(MemberJoined(worker, incarnation))
+            return
+        is_new = member.incarnation != incarnation
+        if not is_new and member.standing is _Standing.PRESENT:
+            return
+        if is_new and member.standing not in _GONE:
+            self._tell(MemberLost(member.worker, member.incarnation, "another has come under its name"))
+        member.worker, member.incarnation, member.standing = worker, incarnation, _Standing.PRESENT
+        self._gone.pop(worker.name, None)
+        self._tell(MemberReturned(worker, incarnation, is_new))
+
+    def suspected(self, worker: WorkerInfo, reason: str) -> None:
+        """The connection to a worker broke."""
+        member = self._present(worker)
+        if member is not None and member.standing is _Standing.PRESENT:
+            member.standing = _Standing.SUSPECTED
+            self._tell(MemberSuspected(member.worker, member.incarnation, reason))
+
+    def lost(self, worker: WorkerInfo, reason: str) -> None:
+        """A worker was given up."""
+        member = self._present(worker)
+        if member is not None:
+            self._end(member, _Standing.LOST)
+            self._tell(MemberLost(member.worker, member.incarnation, reason))
+
+    def left(self, worker: WorkerInfo) -> None:
+        """A worker said goodbye, or the group says that it is gone."""
+        member = self._present(worker)
+        if member is not None:
+            self._end(member, _Standing.LEFT)
+            self._tell(MemberLeft(member.worker, member.incarnation))
+
+    def _present(self, worker: WorkerInfo) -> _Member | None:
+        """The member, if it is that very one and not known to be gone: news of its predecessor change nothing."""
+        member = self._members.get(worker.name)
+        if member is None or member.worker != worker or member.standing in _GONE:
+            return None
+        return member
+
+    def _end(self, member: _Member, standing: _Standing) -> None:
+        member.standing = standing
+        self._gone[member.worker.name] = None
+        if len(self._gone) > _REMEMBERED:
+            forgotten, _ = self._gone.popitem(last=False)
+            del self._members[forgotten]
+
+    # -- who listens
+
+    def _tell(self, event: MemberEvent) -> None:
+        if self._is_closed:
+            return
+        for stream in list(self._streams):
+            stream.add(event)
+        self.changed(event)
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether a stream is being listened to."""
+        return any(not stream.is_ended for stream in self._streams)
+
+    def stream(self) -> MemberStream:
+        """What happens from now on, after a `MemberJoined` for each worker that is there."""
+        made = MemberStream(
+            [
+                MemberJoined(member.worker, member.incarnation)
+                for member in self._members.values()
+                if member.standing not in _GONE
+            ]
+        )
+        if self._is_closed:
+            made.end()
+        else:
+            self._streams.add(made)
+        return made
+
+    def close(self) -> None:
+        """All streams end, once what is in them has been taken."""
+        self._is_closed = True
+        for stream in list(self._streams):
+            stream.end()
+
+    def statistics(self) -> dict[str, int]:
+        standings = [member.standing for member in self._members.values()]
+        return {standing.name.lower(): standings.count(standing) for standing in _Standing}
+
+
+class MemberStream:
+    """``async for event in worker.membership():``, see `Worker.membership`. One task at a time may wait for it."""
+
+    def __init__(self, events: list[MemberEvent]) -> None:
+        self._events = deque(events)
+        self._is_ended = False
+        self._waiter: asyncio.Future[None] | None = None
+        self.dropped = 0
+        """How many events were left out, because they were out of date before anybody took them."""
+
+    def add(self, event: MemberEvent) -> None:
+        if self._is_ended:
+            return
+        self._events.append(event)
+        if len(self._events) > _BUFFERED:
+            self._drop_what_is_out_of_date()
+        self._wake()
+
+    def _drop_what_is_out_of_date(self) -> None:
+        latest = {event.worker.name: event for event in self._events}
+        kept = [event for event in self._events if latest[event.worker.name] is event][-_BUFFERED:]
+        self.dropped += len(self._events) - len(kept)
+        self._events = deque(kept)
+
+    @property
+    def is_ended(self) -> bool:
+        """Nothing more will come than what is here already."""
+        return self._is_ended
+
+    def end(self) -> None:
+        self._is_ended = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> MemberEvent:
+        while not self._events:
+            if self._is_ended:
+                raise StopAsyncIteration
+            if self._waiter is not None:
+                raise RuntimeError("another task is waiting for this stream: let each have one of its own")
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._events.popleft()
+
+    async def aclose(self) -> None:
+        """Listen no more. Dropping the stream does the same."""
+        self._events.clear()
+        self.end()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()

@@ -1,0 +1,425 @@
+"""Feeds arpc bytes that no peer of good will would send, found by coverage (atheris): ``make fuzz``.
+
+Each target is a process of its own, seeded with what real workers say. A target fails if an error comes out of it that
+is not one of those it may raise, if it takes more than ten seconds or 4 GB of memory, or if it crashes; for the
+restricted unpickler also if anything happens that a pickle must not do: a file opened, a module imported, code
+compiled, a process started. What was found is in ``build/fuzz``, and so are the inputs that reached something new.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+import struct
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+BUILD: Final = ROOT / "build" / "fuzz"
+RUNS: Final = 1_000_000
+MAX_BYTES: Final = 4096
+# what a pickle must not cause; see `sys.addaudithook`
+FORBIDDEN: Final = re.compile(
+    r"open|import|exec|compile|os\.|subprocess\.|socket\.|ctypes\.|shutil\.|code\.|marshal\.|pty\.|cpython\.run|sys\."
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One thing to be fuzzed: how to make it, and what to begin with."""
+
+    about: str
+    make: Callable[[], Callable[[bytes], None]]
+    seeds: Callable[[], Iterable[bytes]]
+
+
+# -- frames: an open connection takes anything
+
+
+def make_frames() -> Callable[[bytes], None]:
+    """The receiving half of a connection that is open, fed in pieces."""
+    from arpc.errors import ProtocolError
+    from arpc.wire import protocol as wire
+    from arpc.wire.frames import Limits
+
+    limits = Limits(1 << 16, 1 << 20, 1 << 14)
+    handshake = finished_handshake()
+    # so small that inputs of this size do not fit, and frames are read in all the ways there are
+    wire.RECEIVE_BYTES = 512  # type: ignore[misc]
+
+    def allocate(size_bytes: int) -> memoryview:
+        return memoryview(bytearray(size_bytes))
+
+    def feed(data: bytes) -> None:
+        protocol = wire.Protocol(handshake, limits, allocate)
+        protocol._open()  # noqa: SLF001 - what the end of the handshake comes to
+        step = 1 + (data[0] if data else 0) * 8
+        try:
+            for message in received(protocol, data[1:], step):
+                _ = message.meta, message.table, message.size_bytes
+        except ProtocolError:
+            pass
+        protocol.close()
+
+    return feed
+
+
+def finished_handshake() -> Any:
+    """The acceptor's side of one that went well."""
+    from arpc.wire.frames import Limits
+    from arpc.wire.handshake import Handshake, Identity, Role
+    from arpc.wire.protocol import Protocol
+
+    handshake = Handshake(Role.ACCEPTOR, Identity("far", 2, 2), None)
+    near = Protocol(Handshake(Role.CONNECTOR, Identity("near", 1, 1), None), Limits(1, 1))
+    far = Protocol(handshake, Limits(1, 1))
+    for sender, receiver in ((near, far), (far, near), (near, far)):
+        deliver(receiver, sender.take_output())
+    assert handshake.done
+    return handshake
+
+
+def deliver(protocol: Any, data: bytes) -> list[Any]:
+    """Put bytes where a protocol wants them; returns the messages in them."""
+    messages: list[Any] = []
+    while data:
+        target = protocol.get_buffer(-1)
+        size = min(len(data), target.nbytes)
+        target[:size] = data[:size]
+        data = data[size:]
+        messages += protocol.receive(size)
+    return messages
+
+
+def received(protocol: Any, data: bytes, step: int) -> list[Any]:
+    """The same in pieces."""
+    messages: list[Any] = []
+    for start in range(0, len(data), step):
+        messages += deliver(protocol, data[start : start + step])
+    return messages
+
+
+def frame_seeds() -> Iterable[bytes]:
+    """Messages as workers send them."""
+    from arpc.wire.frames import frame
+    from arpc.wire.messages import MessageType
+
+    for type_ in MessageType:
+        yield b"\xff" + frame(type_, 0, 1, 2, 3, b"payload")
+    bulk = frame(MessageType.REQUEST, 0, 1, 1, 0, b"pay", b"\x80", b"\x95\0", buffer_sizes=(8, 4))
+    data = struct.pack("<IBBHQIIII", 8, MessageType.DATA, 0, 0, 0, 0, 0, 0, 0) + bytes(8)
+    yield b"\x04" + bulk + data + data
+    yield (
+        b"\xff" + bulk + frame(MessageType.DROP_DATA, 0, 0, 0, 0, b"") + frame(MessageType.GOODBYE, 0, 0, 0, 0, b"bye")
+    )
+
+
+# -- the handshake: both sides, with and without a secret
+
+
+def make_handshake() -> Callable[[bytes], None]:
+    """A stranger's words, to both roles. Nobody gets in without the secret."""
+    from arpc.errors import HandshakeError, ProtocolError
+    from arpc.wire.frames import Limits
+    from arpc.wire.handshake import Handshake, Identity, Role
+    from arpc.wire.protocol import Protocol
+
+    me = Identity("me", 1, 1)
+
+    def feed(data: bytes) -> None:
+        for role in Role:
+            protocol = Protocol(Handshake(role, me, b"secret"), Limits(1 << 16, 1 << 20))
+            try:
+                messages = deliver(protocol, data)
+            except (ProtocolError, HandshakeError):
+                continue
+            finally:
+                assert protocol.peer is None, "a stranger came in"
+            assert not messages
+
+    return feed
+
+
+def handshake_seeds() -> Iterable[bytes]:
+    """All four words of a handshake, with and without a secret."""
+    from arpc.errors import HandshakeError
+    from arpc.wire.frames import Limits
+    from arpc.wire.handshake import Handshake, Identity, Role
+    from arpc.wire.protocol import Protocol
+
+    for secret in (None, b"secret", b"another"):
+        near = Protocol(Handshake(Role.CONNECTOR, Identity("near", 1, 1, features=("shm",)), secret), Limits(1, 1))
+        far = Protocol(Handshake(Role.ACCEPTOR, Identity("far", 2, 2), secret), Limits(1, 1))
+        said = [near.take_output()]
+        try:
+            for receiver in (far, near, far):
+                deliver(receiver, said[-1])
+                said.append(receiver.take_output())
+        except HandshakeError:
+            pass
+        yield from said
+        yield said[0] + said[2]
+
+
+# -- tensors
+
+
+def make_tensors() -> Callable[[bytes], None]:
+    """The table of a message with its inline tensors and buffers, and the tensor without a table."""
+    import torch
+
+    from arpc.errors import ProtocolError, SerializationError
+    from arpc.wire.lone import LONE_RESULT, unpack_lone
+    from arpc.wire.rebuilding import unpack
+
+    def touch(value: Any) -> None:
+        # a tensor that reaches beyond its memory shows here, or crashes
+        if isinstance(value, torch.Tensor) and not value.is_meta and 0 < value.numel() < 1 << 16:
+            with contextlib.suppress(RuntimeError):  # not all operators exist for all dtypes
+                (value.to_dense() if value.layout is not torch.strided else value).clone()
+
+    def feed(data: bytes) -> None:
+        if len(data) < 3:
+            return
+        try:
+            if data[0] & 1:
+                found = unpack_lone(bytearray(bytes([1 + data[1] % LONE_RESULT]) + data[2:]))
+                touch(found[0] if isinstance(found, tuple) else found)
+                return
+            split = 2 + data[1]
+            table, rest = data[2:split], data[split:]
+            body = bytearray(b"\0" * (-len(rest) % 16) + rest)
+            buffers = [memoryview(bytearray(64)), memoryview(bytearray(16))]
+            for slot in unpack(table, body, buffers, is_restricted=bool(data[0] & 2)):
+                touch(slot)
+        except (ProtocolError, SerializationError):
+            pass
+
+    return feed
+
+
+def tensor_seeds() -> Iterable[bytes]:
+    """Tensors of all kinds, packed."""
+    import torch
+
+    from arpc.wire.lone import LONE_RESULT, lone_payload
+    from arpc.wire.tensors import pack
+
+    base = torch.arange(12.0)
+    slots: list[list[Any]] = [
+        [torch.ones(3)],
+        [torch.ones(2, 2, dtype=torch.bfloat16, requires_grad=True)],
+        [base[2:6], base[4:8]],
+        [base.view(3, 4).t()],
+        [torch.ones(1).expand(5)],
+        [torch.eye(3).to_sparse()],
+        [torch.eye(3).to_sparse_csr()],
+        [torch.ones(2, dtype=torch.complex64).conj()],
+        [torch.empty(3, device="meta")],
+        [torch.ones(16), torch.zeros(0), torch.tensor(1)],
+        [torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)],
+    ]
+    for each in slots:
+        packed = pack(each, 1 << 12)
+        if len(packed.table) < 256:
+            yield bytes([0, len(packed.table)]) + packed.table + packed.inline
+    for tensor in (torch.ones(3), torch.ones(2, 2), torch.ones(2, dtype=torch.bfloat16)):
+        lone = lone_payload(LONE_RESULT, tensor, 1 << 12)
+        assert lone is not None
+        yield b"\1\1" + lone[1:]
+
+
+# -- pickles
+
+
+def make_pickles() -> Callable[[bytes], None]:
+    """The restricted unpickler, by both of its ways; and the names of functions."""
+    import torch
+
+    from arpc.wire import restricted
+    from arpc.wire.allowlist import callable_named
+
+    forbidden: list[str] = []
+    is_watching = False
+
+    def watch(event: str, _: tuple[Any, ...]) -> None:
+        if is_watching and not forbidden and FORBIDDEN.match(event):
+            frames = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_stack(limit=8)]
+            forbidden.append("\n".join((event, *frames)))
+
+    sys.addaudithook(watch)
+
+    def permit(_: tuple[str, str]) -> None:
+        """All that is exported may be named."""
+
+    def attempt(read: Callable[[], Any]) -> None:
+        nonlocal is_watching
+        is_watching = True
+        # which error does not matter, since it is the caller's; what else happens does
+        with contextlib.suppress(Exception):
+            read()
+        is_watching = False
+        if forbidden:
+            raise AssertionError(f"a pickle caused {forbidden[0]}")
+
+    slots = [torch.ones(2), memoryview(bytearray(16))]
+
+    def feed(data: bytes) -> None:
+        attempt(lambda: restricted.restricted_loads(data, slots, permit))
+        attempt(lambda: restricted._CarefulUnpickler(io.BytesIO(data), slots, permit).load())  # noqa: SLF001
+        if len(data) < 100:
+            attempt(lambda: callable_named(restricted.read_name(data)))
+
+    # what is imported on the way to the first error of each kind is not the pickle's doing
+    for seed in pickle_seeds():
+        with contextlib.suppress(Exception):
+            restricted.restricted_loads(seed, [torch.ones(2)], permit)
+    return feed
+
+
+def pickle_seeds() -> Iterable[bytes]:
+    """What may be sent, and what would like to be."""
+    import builtins
+    import collections
+    import datetime as dt
+    import functools
+    import os
+    import pickle
+
+    import cloudpickle
+    import numpy as np
+    import torch
+
+    import arpc
+    from arpc.wire.pickling import Pickler
+
+    for value in (
+        (1, 2.5, "text", b"bytes", None, True, 1 << 80),
+        {"a": [1, {2}, frozenset({3})], "b": bytearray(b"x")},
+        (torch.ones(1), [torch.nn.Parameter(torch.ones(1))]),
+        (torch.float32, torch.Size([1]), torch.device("cpu"), torch.strided, 1j, range(3), slice(1)),
+        (np.ones(3), np.ones((2, 2))[:, ::2], np.float32(1)),
+        collections.OrderedDict(a=1),
+        collections.defaultdict(list, a=[1]),
+        collections.Counter("ab"),
+        collections.deque([1], 3),
+        dt.datetime(2024, 1, 1, tzinfo=dt.UTC),
+        ValueError("x"),
+        ExceptionGroup("x", [KeyError(1)]),
+        arpc.WorkerLostError("x", "y"),
+        arpc.WorkerInfo("a", 1),
+        functools.partial(print, 1),
+        os.system,
+        builtins.eval,
+    ):
+        yield Pickler().dumps(value)[0]
+    yield pickle.dumps([1, "a", {2: (3,)}], protocol=2)
+    yield cloudpickle.dumps(lambda: None, protocol=5)
+    yield b"\x80\x05\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R."
+    yield b"\x80\x05\x8c\x13arpc.wire.reducing\x8c\x05_fill\x93N}\x8c\x05_call\x4e\x73\x86b."
+    yield b"cbuiltins\neval\n(S'1'\ntR."
+
+
+TARGETS: Final = {
+    "frames": Target("an open connection", make_frames, frame_seeds),
+    "handshake": Target("the handshake, both sides", make_handshake, handshake_seeds),
+    "tensors": Target("tables and lone tensors", make_tensors, tensor_seeds),
+    "pickles": Target("the restricted unpickler", make_pickles, pickle_seeds),
+}
+
+
+def fuzz_here(name: str, runs: int, seed: int) -> None:
+    """Fuzzes one target in this process, which ends with it."""
+    import atheris
+
+    with atheris.instrument_imports(include=["arpc.wire", "pickle"]):
+        import arpc.wire.protocol
+        import arpc.wire.rebuilding
+        import arpc.wire.restricted  # noqa: F401 - to be instrumented
+    target = TARGETS[name]
+    corpus = BUILD / name
+    corpus.mkdir(parents=True, exist_ok=True)
+    for number, data in enumerate(target.seeds()):
+        (corpus / f"seed-{number}").write_bytes(data)
+    feed = target.make()
+
+    def feed_and_keep(data: bytes) -> None:
+        try:
+            feed(data)
+        except BaseException:
+            (BUILD / f"{name}-found").write_bytes(data)
+            raise
+
+    atheris.Setup(
+        [
+            name,
+            str(corpus),
+            f"-artifact_prefix={BUILD / name}-",
+            f"-runs={runs}",
+            f"-seed={seed}",
+            f"-max_len={MAX_BYTES}",
+            "-timeout=10",
+            "-rss_limit_mb=4096",
+            "-print_final_stats=1",
+            "-verbosity=1",
+        ],
+        feed_and_keep,
+    )
+    atheris.Fuzz()
+
+
+def main() -> int:
+    """Fuzzes the targets that were asked for, one after the other, and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("targets", nargs="*", help=f"any of {', '.join(TARGETS)}; all of them if none is given")
+    parser.add_argument("--runs", type=int, default=RUNS, help="inputs for each target (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="to repeat a run; 0 takes another one each time")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    unknown = set(options.targets) - TARGETS.keys()
+    if unknown:
+        parser.error(f"no such target: {', '.join(sorted(unknown))}")
+    seed = options.seed or time.time_ns() % (1 << 31)
+    if options.here:
+        fuzz_here(options.targets[0], options.runs, seed)
+        return 0
+    BUILD.mkdir(parents=True, exist_ok=True)
+    print(f"seed {seed}\n{'target':<12}{'inputs':>12}{'seconds':>10}{'inputs/s':>10}{'peak MB':>9}  result", flush=True)
+    worst = 0
+    for name in options.targets or TARGETS:
+        worst = max(worst, run_apart(name, options.runs, seed))
+    return worst
+
+
+def run_apart(name: str, runs: int, seed: int) -> int:
+    """Fuzzes one target in a process of its own; returns 0 if nothing was found."""
+    command = [sys.executable, __file__, name, "--here", "--runs", str(runs), "--seed", str(seed)]
+    log = BUILD / f"{name}.log"
+    begin = time.monotonic()
+    with log.open("wb") as file:
+        status = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+    seconds = time.monotonic() - begin
+    text = log.read_text(errors="replace")
+    done = int(stat_of(text, "number_of_executed_units"))
+    result = "nothing found" if status == 0 else f"FAILED, see {log}"
+    peak = stat_of(text, "peak_rss_mb")
+    print(f"{name:<12}{done:>12,}{seconds:>10.0f}{done / seconds:>10,.0f}{peak:>9}  {result}", flush=True)
+    return 1 if status else 0
+
+
+def stat_of(text: str, name: str) -> str:
+    """A figure that the fuzzer prints at its end."""
+    found = re.search(rf"stat::{name}:\s*(\d+)", text)
+    return found.group(1) if found else "0"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import logging
+
+from arpc.agent.complaints import Complaints
+
+
+def test_a_flood_is_told_in_a_few_lines(caplog):
+    now = [1000.0]
+    complaints = Complaints(logging.getLogger("arpc.test"), lambda: now[0])
+    for number in range(500):
+        complaints.log(logging.WARNING, "stranger %d", number)
+    assert len(caplog.records) == 20
+    now[0] += 61
+    complaints.log(logging.WARNING, "stranger %d", 500)
+    assert [record.getMessage() for record in caplog.records[20:]] == [
+        "480 more like these were not logged",
+        "stranger 500",
+    ]

@@ -1,0 +1,85 @@
+"""What a member of the group may ask for at once; what strangers may is in tests/transport/test_doorway.py."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+import arpc
+from arpc.agent import executor
+from arpc.options import RpcOptions
+from arpc.testing import cluster
+from arpc.wire.frames import frame
+from arpc.wire.messages import MessageType
+from tests.agent.stage import echo
+
+gate: list[asyncio.Event] = []
+
+
+async def wait_at_the_gate(*_: object) -> int:
+    await gate[0].wait()
+    return 1
+
+
+@pytest.fixture(autouse=True)
+async def fresh_gate():
+    gate[:] = [asyncio.Event()]
+
+
+async def test_calls_that_there_is_no_room_for_are_refused():
+    options = RpcOptions(gc_freeze=False, max_handlers_per_peer=2, max_requests_waiting=3)
+    async with cluster(2, options=options) as group:
+        calls = [group[0].rpc_async("worker1", wait_at_the_gate) for _ in range(8)]
+        done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        while len(done) < 3:
+            more, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            done |= more
+        assert len(waiting) == 5
+        for call in done:
+            with pytest.raises(arpc.OverloadedError, match=r"worker 'worker1' refused .*3 of its requests wait there"):
+                call.result()
+        gate[0].set()
+        assert await asyncio.gather(*waiting) == [1] * 5
+        (link,) = (link for link in group[1].agent.connector.links if link.peer.info.name == "worker0")
+        assert link.inbound.waiting_bytes == 0
+
+
+async def test_requests_that_wait_take_a_bounded_amount_of_memory():
+    options = RpcOptions(gc_freeze=False, max_handlers_per_peer=1, window_bytes=1 << 16)
+    mine = options.replace(window_bytes=1 << 30)
+    async with cluster(2, options=options) as group:
+        # this one does not keep to what the other has room for
+        for peer in group[0].agent.peers:
+            peer._window_bytes = mine.window_bytes
+        calls = [group[0].rpc_async("worker1", wait_at_the_gate, args=(bytes(1 << 17),)) for _ in range(40)]
+        done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        assert isinstance(done.pop().exception(), arpc.OverloadedError)
+        (link,) = (link for link in group[1].agent.connector.links if link.peer.info.name == "worker0")
+        assert link.inbound.waiting_bytes <= executor._WINDOWS * (1 << 16) + (1 << 18)
+        gate[0].set()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert 1 in results
+
+
+@pytest.mark.parametrize("what", ["header", "dimensions", "functions"])
+async def test_too_much_costs_the_connection(what, monkeypatch):
+    monkeypatch.setattr(executor, "_MAX_FUNCTIONS", 100)
+    async with cluster(2, options=RpcOptions(gc_freeze=False, max_header_bytes=1 << 12)) as group:
+        assert await group[0].rpc_sync("worker1", echo, args=(1,)) == 1
+        pending = group[0].rpc_async("worker1", wait_at_the_gate, timeout=0)
+        connection = group[0].agent.known_peer("worker1").connection
+        if what == "header":
+            connection.send(frame(MessageType.REQUEST, 0, 1, 1, 0, b"", meta=bytes(1 << 13)))
+        elif what == "functions":
+            for number in range(200):
+                connection.send(frame(MessageType.FUNCTION, 0, 0, 1000 + number, 0, b"cbuiltins\nlen\n."))
+        else:
+            with pytest.raises((arpc.SerializationError, arpc.ProtocolError, arpc.WireError)):
+                await group[0].rpc_sync("worker1", echo, args=(torch.zeros([1] * 70),))
+            pending.cancel()
+            return
+        with pytest.raises(arpc.WorkerLostError):
+            await pending
+        assert await group[0].rpc_sync("worker1", echo, args=(2,)) == 2

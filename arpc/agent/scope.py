@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from arpc.ids import WorkerInfo
+from arpc.log import set_source
 
 __all__ = ["Scope", "WorkerScope", "current_scope", "find_scope", "worker_began", "worker_ended"]
 
@@ -52,6 +53,21 @@ class WorkerScope(NamedTuple):
 
 
 current_scope: ContextVar[Scope | None] = ContextVar("arpc.scope", default=None)
+
+
+def _log_fields() -> dict[str, Any]:
+    scope = current_scope.get()
+    if scope is None:
+        return {}
+    caller = scope.caller
+    return {
+        "worker": getattr(scope.worker, "name", None),
+        "peer": None if caller is None else caller.name,
+        "call_id": getattr(scope, "id", None),
+    }
+
+
+set_source(_log_fields)
 
 _living: WeakKeyDictionary[asyncio.AbstractEventLoop, list[Any]] = WeakKeyDictionary()
 """The workers of each loop."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import Context, copy_context
 from threading import get_ident
@@ -22,6 +21,7 @@ from arpc.errors import (
     ShutdownError,
 )
 from arpc.ids import GloballyUniqueId, IdAllocator, WorkerInfo
+from arpc.log import get_logger
 from arpc.options import RpcOptions
 from arpc.rref import events, instructions
 from arpc.rref.drops import DropQueue
@@ -38,7 +38,7 @@ from arpc.wire.messages import Message, RRefChildAccept, RRefForkQuery, RRefFork
 
 __all__ = ["RRefContext"]
 
-logger = logging.getLogger("arpc.rref")
+logger = get_logger("arpc.rref")
 
 T = TypeVar("T")
 

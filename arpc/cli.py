@@ -14,6 +14,7 @@ from typing import Final
 
 from arpc import __version__, certs
 from arpc.bench import command as bench
+from arpc.console import stack, top, trace
 from arpc.launch import command as launch
 
 __all__ = ["COMMANDS", "Command", "main"]
@@ -47,6 +48,19 @@ COMMANDS: Final = (
         "make a certificate authority for tests, and certificates of workers",
         certs.add_arguments,
         certs.run,
+    ),
+    Command("top", "watch a running group: its workers, calls, connections and RRefs", top.add_arguments, top.run),
+    Command(
+        "stack",
+        "print what every worker of a running group waits for, call by call and await by await",
+        stack.add_arguments,
+        stack.run,
+    ),
+    Command(
+        "trace",
+        "record all workers of a running group for some seconds, in one trace for Perfetto or a browser",
+        trace.add_arguments,
+        trace.run,
     ),
 )
 

@@ -12,7 +12,7 @@ from arpc.devices import DeviceLike, DeviceMap, checked_device_map, checked_devi
 from arpc.errors import ConfigurationError
 from arpc.tls import TLS
 
-__all__ = ["UNSET", "RpcOptions", "Unset"]
+__all__ = ["UNSET", "RpcOptions", "Unset", "split_host_port"]
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
@@ -65,6 +65,31 @@ def _env_int(name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise ConfigurationError(f"environment variable {name} must be a whole number, not {text!r}") from None
+
+
+def _env_flag(name: str) -> bool:
+    text = (_env(name) or "").lower()
+    if text in {"", "0", "false", "no", "off"}:
+        return False
+    if text in {"1", "true", "yes", "on"}:
+        return True
+    raise ConfigurationError(f"environment variable {name} must be 1 or 0, not {text!r}")
+
+
+def split_host_port(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port``, or of ``[host]:port`` for IPv6. Raises `ConfigurationError`.
+
+    >>> split_host_port("[::1]:8265")
+    ('::1', 8265)
+    """
+    host, colon, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        colon = ""
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ConfigurationError(f"{address!r} is not an address like 127.0.0.1:8265 or [::1]:8265")
+    return host, int(port)
 
 
 def _env_listen() -> tuple[str, ...]:
@@ -222,6 +247,15 @@ class RpcOptions:
     rref_creation_stacks: bool = False
     """Remember where each RRef was made, for `Worker.rrefs` and the report of leaks. Costs some microseconds each."""
 
+    metrics: bool = field(default_factory=lambda: _env_flag("ARPC_METRICS"))
+    """Count calls from the start. Without it a worker counts while somebody looks: a dashboard, a scrape, `arpc top`.
+    ``ARPC_METRICS``"""
+
+    http: str = field(default_factory=lambda: _env("ARPC_HTTP") or "")
+    """Where this worker serves the dashboard, ``/metrics`` and the API of the whole group, such as
+    ``"127.0.0.1:8265"``; port 0 lets the system choose, see `Worker.http_address`. Beyond loopback it takes a secret.
+    Empty: nowhere. ``ARPC_HTTP``"""
+
     switch_interval: float | None = None
     """`sys.setswitchinterval` for this process: how long a thread busy in Python may keep the loop waiting."""
 
@@ -278,6 +312,10 @@ class RpcOptions:
             raise ConfigurationError(f"max_body_bytes must be less than 4 GiB, not {self.max_body_bytes}")
         if isinstance(self.listen, str):
             raise ConfigurationError(f"listen must be a tuple of addresses, not the string {self.listen!r}")
+        if not isinstance(self.http, str):
+            raise ConfigurationError(f"http must be an address such as '127.0.0.1:8265', not {self.http!r}")
+        if self.http:
+            split_host_port(self.http)
         if self.secret is not None and not isinstance(self.secret, bytes):
             raise ConfigurationError(f"secret must be bytes, not {type(self.secret).__name__}")
         if self.secret == b"":

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import secrets
 import sys
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
@@ -41,8 +41,14 @@ from arpc.errors import (
     ShutdownError,
     WorkerLostError,
 )
+from arpc.http.address import HttpServing, refuse_open_page
 from arpc.ids import WorkerInfo, check_worker_name
+from arpc.log import configure_from_environment, get_logger
+from arpc.metrics.attach import AttachFile
+from arpc.metrics.inspector import Inspector
+from arpc.metrics.service import MetricsService
 from arpc.options import UNSET, RpcOptions, Unset
+from arpc.profiler.profile import record_group
 from arpc.profiler.service import ProfilerService
 from arpc.rref.context import RRefContext, Skin
 from arpc.rref.handle import RRef, create_remote
@@ -70,7 +76,7 @@ from arpc.wire.staging import DeviceBackend
 
 __all__ = ["Worker", "current", "start_worker"]
 
-logger = logging.getLogger("arpc.runtime")
+logger = get_logger("arpc.runtime")
 
 R = TypeVar("R")
 
@@ -112,6 +118,11 @@ class Worker:
         self.rref_context: RRefContext
         self.autograd: AutogradService
         self.profiler: ProfilerService
+        self.metrics: MetricsService
+        self.http: HttpServing | None = None
+        """Serves the dashboard, if this worker does."""
+        self.attach_file: AttachFile | None = None
+        """By which tools of this host find it."""
         self.leaked_rrefs: tuple[RRefRow, ...] = ()
         """After a graceful shutdown: values of this worker that others still held when all had let go."""
         self.surviving_rrefs: tuple[RRefRow, ...] = ()
@@ -137,6 +148,11 @@ class Worker:
     @property
     def id(self) -> int:
         return self.info.id
+
+    @property
+    def http_address(self) -> str | None:
+        """Where this worker serves the dashboard, such as ``http://127.0.0.1:8265``; None if it does not."""
+        return None if self.http is None else self.http.url
 
     # -- calls
 
@@ -363,6 +379,11 @@ class Worker:
     async def _close(self, *, graceful: bool) -> None:
         worker_ended(self, self.agent.loop)
         self.lookout.close()
+        if self.attach_file is not None:
+            self.attach_file.remove()
+        if self.http is not None:
+            await self.http.aclose()
+        self.metrics.close()
         self.rref_context.close()
         self.autograd.close()
         await self.agent.aclose()
@@ -412,7 +433,8 @@ class Worker:
             held = find_held(self.rref_context)
             if self.rendezvous.is_elastic:
                 break  # there is no fixed set of workers to wait for
-            counts = _encode((self.agent.calls_made, self.agent.executor.calls_handled))
+            asked, answered = self.metrics.traffic  # those who look may go on looking
+            counts = _encode((self.agent.calls_made - asked, self.agent.executor.calls_handled - answered))
             left = 0.0 if deadline is None else max(0.001, deadline - loop.time())
             now = await self.rendezvous.gather(f"shutdown/{number}", counts, timeout_s=left)
             if now == before:
@@ -489,6 +511,8 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
             f"one in a task of its own"
         )
     check_worker_name(name)
+    configure_from_environment()
+    refuse_open_page(options)
     group = await open_store(
         init_method=init_method, store=store, rank=rank, world_size=world_size, timeout_s=options.init_timeout
     )
@@ -516,6 +540,12 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
     profiler = worker.profiler = ProfilerService()
     variables = VariableCarrier()
     lookout = worker.lookout = Lookout(rendezvous, options, context)
+    metrics = worker.metrics = MetricsService(
+        options,
+        Inspector(rrefs, autograd, worker.arena, worker.receive_memory),
+        rendezvous.members if rendezvous.is_elastic else None,
+        partial(_record_trace, worker),
+    )
     agent = worker.agent = context.run(
         lambda: Agent(
             worker=worker,
@@ -524,7 +554,7 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
             context=context,
             transports=ways,
             resolve=partial(_resolve, rendezvous, name, placement),
-            handlers={**rrefs.handlers, **autograd.handlers, **profiler.handlers},
+            handlers={**rrefs.handlers, **autograd.handlers, **profiler.handlers, **metrics.handlers},
             wrappers=rrefs.wrappers,
             shortcuts=rrefs.shortcuts,
             reducers=reducers,
@@ -540,11 +570,12 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
     )
     if guard is not None:
         _restrict(guard, agent, rrefs, variables)
-    features: tuple[RRefContext | AutogradService | ProfilerService | Lookout, ...] = (
+    features: tuple[RRefContext | AutogradService | ProfilerService | Lookout | MetricsService, ...] = (
         rrefs,
         autograd,
         profiler,
         lookout,
+        metrics,
     )
     for feature in features:
         feature.attach(agent)
@@ -565,6 +596,9 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
         )
         await _meet_members(rendezvous, record, agent)
         lookout.start()
+        if options.http:
+            worker.http = await context.run(_serve_http, options, metrics)
+        worker.attach_file = AttachFile.write(worker.info, listening, worker.http_address, options, time.time())
     except BaseException as error:
         for feature in features:
             feature.close()
@@ -599,6 +633,19 @@ async def _listen(
     refuse_open_doors(addresses, options)
     taken = await agent.connector.listen(addresses, host)
     return tuple([await as_others_call_it(address, store_host) for address in taken])
+
+
+def _serve_http(options: RpcOptions, metrics: MetricsService) -> asyncio.Task[HttpServing | None]:
+    # what serves a request may make calls, which belong to this worker: so its task has this worker's context
+    from arpc.http.server import serve  # slow: aiohttp takes longer to import than most workers take to start
+
+    return asyncio.get_running_loop().create_task(serve(options, metrics))
+
+
+async def _record_trace(worker: Worker, seconds: float, form: str) -> bytes:
+    """What the group does for some time, for those who look from outside."""
+    trace = await record_group(worker, seconds)
+    return trace.as_html().encode() if form == "html" else msgspec.json.encode(trace.as_chrome_trace())
 
 
 async def _meet_members(rendezvous: Rendezvous, record: WorkerRecord, agent: Agent) -> None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import Sequence
 from ipaddress import ip_address
 from typing import Final
 
 from arpc.errors import ConfigurationError
+from arpc.log import get_logger
 from arpc.options import RpcOptions
 from arpc.transport.stream import is_loopback, split_tcp
 
 __all__ = ["as_others_call_it", "default_addresses", "refuse_open_doors"]
 
-logger = logging.getLogger("arpc.addresses")
+logger = get_logger("arpc.addresses")
 
 # An address that stands for all interfaces, and one beyond this machine of its family (of documentation, never reached)
 _EVERYWHERE: Final = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}  # noqa: S104 - only compared with

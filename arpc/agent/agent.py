@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import logging
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import Context, copy_context
@@ -28,6 +27,7 @@ from arpc.agent.future import Future
 from arpc.agent.guard import Guard, GuardedCodec
 from arpc.agent.heartbeat import Heartbeat
 from arpc.agent.membership import WorkerRecord
+from arpc.agent.metering import Meter, Metering
 from arpc.agent.observers import Observer, Observers, kind_of
 from arpc.agent.peers import Peer, unsendable
 from arpc.agent.placement import LateBuffers, Placement
@@ -44,17 +44,20 @@ from arpc.errors import (
     UnknownWorkerError,
 )
 from arpc.ids import WorkerInfo
+from arpc.log import get_logger
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.transport.base import Connection, Transport
 from arpc.wire.frames import BRIEF_HEADER, HEADER_BYTES, MAX_TIMEOUT_MS, brief_kind, frame
 from arpc.wire.handshake import Identity
 from arpc.wire.messages import (
+    MESSAGE_CLASSES,
     WINDOW,
     Cancel,
     Credit,
     Failure,
     Function,
     Goodbye,
+    Inspect,
     Item,
     ItemFlag,
     Message,
@@ -69,7 +72,7 @@ from arpc.wire.tensors import Slot
 
 __all__ = ["Agent", "Prepared", "as_arguments"]
 
-logger = logging.getLogger("arpc.agent")
+logger = get_logger("arpc.agent")
 
 _REQUEST: Final = int(MessageType.REQUEST)
 _CREDIT: Final = int(MessageType.CREDIT)
@@ -82,6 +85,8 @@ _set_result = asyncio.Future.set_result
 _NO_ARGS: Final = ()
 _NO_SLOTS: Final[list[Slot]] = []
 _NO_BUFFERS: Final[list[memoryview]] = []
+
+_OF_ONLOOKERS: Final = (Inspect, Cancel, Goodbye)
 
 _Handler = Callable[[Link, Message], None]
 
@@ -104,7 +109,7 @@ class Prepared(NamedTuple):
 class Agent:
     """Calls, dispatch and connections of one worker. Everything here belongs to the loop it was made on."""
 
-    def __init__(  # noqa: PLR0913 - one agent is made in one place, out of many parts
+    def __init__(  # noqa: PLR0913, PLR0915 - one agent is made in one place, out of many parts
         self,
         *,
         worker: Any,
@@ -217,6 +222,9 @@ class Agent:
             handle = service.handle
             self._handlers[message_class] = handle if guard is None else self._guarded(guard, message_class, handle)
 
+        self._takers_of_requests = {message_class: self._handlers[message_class] for message_class in self._requests}
+        self._metering: Metering | None = None
+
     def _guarded(self, guard: Guard, message_class: type[Message], handle: _Handler) -> _Handler:
         """A handler that looks at the caller's role before it looks at the message."""
 
@@ -245,13 +253,7 @@ class Agent:
         """Make a worker known, so that calls can name it."""
         peer = self._peers.get(record.name)
         if peer is None:
-            peer = Peer(
-                record.info,
-                codec=self.codec,
-                deadlines=self.deadlines,
-                options=self.options,
-                connect=self.connector.connect,
-            )
+            peer = self.make_peer(record.info)
             peer.is_verified = not self.is_elastic or record.id == self.info.id
         if peer.incarnation is not None and peer.incarnation != record.incarnation:
             # it came back under its name, as another one
@@ -264,6 +266,16 @@ class Agent:
         for key in (record.name, record.id, record.info):
             self._peers[key] = peer
         return peer
+
+    def make_peer(self, info: WorkerInfo) -> Peer:
+        """A peer that is not in the books yet."""
+        return Peer(
+            info,
+            codec=self.codec,
+            deadlines=self.deadlines,
+            options=self.options,
+            connect=self.connector.connect,
+        )
 
     def peer(self, to: str | int | WorkerInfo) -> Peer | None:
         """The peer of that name, id or info, if it is known here."""
@@ -322,6 +334,26 @@ class Agent:
         for message_class, handle in answers.items():
             self._handlers[message_class] = partial(self.observers.answered, handle) if is_observed else handle
         for link in self.connector.links:
+            link.connection.protocol.direct = self.direct(link)
+
+    def set_meter(self, meter: Meter | None) -> None:
+        """Let somebody hear how long each call and each handler takes, from now on; None: nobody."""
+        if self._metering is not None:
+            del self.call_and_wait, self.begin  # what is in the class comes to light again
+        self._metering = metering = (
+            None if meter is None else Metering(meter, self._peers, self.begin, self._call_unknown)
+        )
+        self.executor.failed = None if metering is None else metering.failed
+        self.executor.waited = None if metering is None else metering.waited
+        if metering is not None:
+            self.call_and_wait = metering.call_and_wait  # type: ignore[method-assign]
+            self.begin = metering.begin  # type: ignore[method-assign]
+        if not self.is_closing:
+            for message_class, handle in self._takers_of_requests.items():
+                self._handlers[message_class] = handle if metering is None else partial(metering.handle, handle)
+        for link in self.connector.links:
+            link.inbound.ended = None
+            link.inbound.began_ns.clear()
             link.connection.protocol.direct = self.direct(link)
 
     @property
@@ -945,6 +977,13 @@ class Agent:
         """A connection has ended: what it asked for and waits will not run."""
         self.observers.dropped(link.inbound)
 
+    def inspection_received(self, connection: Connection, messages: list[Message]) -> None:
+        """Messages of somebody who only looks, and so may say nothing else."""
+        for message in messages:
+            if not isinstance(message, _OF_ONLOOKERS):
+                raise ProtocolError(f"an onlooker sent {message.type.name}, and may only ask")
+        self.messages_received(connection, messages)
+
     def _on_function(self, link: Link, message: Message) -> None:
         self.executor.define(link.inbound, message)
 
@@ -957,14 +996,20 @@ class Agent:
 
     def direct(self, link: Link) -> Mapping[int, Direct]:
         """Who takes the plainest messages of a connection."""
-        if self.is_closing or self.observers.installed:
+        if self._metering is not None:
+            self._metering.watch(link.inbound)
+        if self.is_closing or self.observers.installed or link.is_onlooker:
             return {}
-        takers: dict[int, Direct] = {_BRIEF_REPLY: partial(self._take_reply, link)}
+        takers: dict[int, Direct] = {}
         if self.guard is None:
             # the short ways unpickle whatever comes
             takers[_BRIEF_REQUEST] = partial(self.executor.take, link.inbound)
             for service in self._services.values():
                 takers |= service.direct(link)
+        if self._metering is not None:
+            metered = partial(self._metering.take, link.inbound)
+            takers = {kind: metered(MESSAGE_CLASSES[kind & 0xFF], take) for kind, take in takers.items()}
+        takers[_BRIEF_REPLY] = partial(self._take_reply, link)
         if self._tasks_are_isolated:
             return takers
         return {kind: partial(_take_with_pristine_state, take) for kind, take in takers.items()}

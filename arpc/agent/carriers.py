@@ -13,7 +13,6 @@ calls this eager start.)
 from __future__ import annotations
 
 import asyncio
-import logging
 from asyncio.tasks import _enter_task, _leave_task
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
@@ -24,10 +23,11 @@ import torch
 from torch._C import _len_torch_function_stack as _count_function_modes
 
 from arpc import torchstate
+from arpc.log import get_logger
 
 __all__ = ["Carriers", "Job"]
 
-logger = logging.getLogger("arpc.carriers")
+logger = get_logger("arpc.carriers")
 
 _IDLE_MAX: Final = 16
 _CLOSE_S: Final = 1.0

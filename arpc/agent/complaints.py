@@ -16,7 +16,11 @@ _MOST: Final = 20
 class Complaints:
     """Logs so many in a minute, and says later how many it kept to itself."""
 
-    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        logger: logging.Logger | logging.LoggerAdapter[logging.Logger],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._logger = logger
         self._clock = clock
         self._since = -_PERIOD_S

@@ -25,6 +25,7 @@ from arpc.agent.recovery import Recovery, backoff_delays
 from arpc.agent.requests import Inbound
 from arpc.errors import ArpcError, HandshakeError, ProtocolError, WireError
 from arpc.ids import WorkerInfo
+from arpc.log import get_logger
 from arpc.options import RpcOptions
 from arpc.transport.base import Connection, Listener, Transport
 from arpc.transport.lanes import Lanes
@@ -37,17 +38,20 @@ from arpc.wire.messages import Message, Refusal
 
 __all__ = ["Connector", "Link", "PeerWatcher"]
 
-logger = logging.getLogger("arpc.connections")
+logger = get_logger("arpc.connections")
 
 _RETRY_S: Final = 0.02
+ONLOOKER: Final = "onlooker"
+"""The feature of a caller that is no worker and only looks: it may send `Inspect` messages, and is in no books."""
 _PASSING: Final = frozenset((Refusal.DUPLICATE, Refusal.STARTING))
 """Refusals after which to try again."""
+_ONLOOKER_HANDLERS: Final = 16
 
 
 class Link:
     """What the agent keeps about one connection."""
 
-    __slots__ = ("connection", "goodbye", "inbound", "is_mine", "peer")
+    __slots__ = ("connection", "goodbye", "inbound", "is_mine", "is_onlooker", "peer")
 
     def __init__(self, connection: Connection, peer: Peer, inbound: Inbound, *, is_mine: bool) -> None:
         self.connection = connection
@@ -55,6 +59,8 @@ class Link:
         self.inbound = inbound
         self.is_mine = is_mine
         """This worker made the connection."""
+        self.is_onlooker = False
+        """The peer is no worker, see `ONLOOKER`."""
         self.goodbye: str | None = None
 
 
@@ -92,6 +98,8 @@ class _Host(Protocol):
 
     def peer(self, to: str | int | WorkerInfo) -> Peer | None: ...
     def add_peer(self, record: WorkerRecord) -> Peer: ...
+    def make_peer(self, info: WorkerInfo) -> Peer: ...
+    def inspection_received(self, connection: Connection, messages: list[Message]) -> None: ...
     def direct(self, link: Link) -> Mapping[int, wire.Direct]: ...
     def link_lost(self, link: Link) -> None: ...
     def messages_received(self, connection: Connection, messages: list[Message]) -> None: ...
@@ -179,10 +187,12 @@ class Connector:
     def _accept(self) -> tuple[wire.Protocol, _Incoming]:
         def admit(identity: Identity) -> None:
             token = _feature(identity, _LANE)
-            if token is None:
-                self._admit(identity)
-            else:
+            if token is not None:
                 self._admit_lane(identity, token, protocol)
+                return
+            self._admit_now()
+            if ONLOOKER not in identity.features:
+                self._admit(identity)
 
         protocol = wire.Protocol(Handshake(Role.ACCEPTOR, self._identity, self._options.secret, admit), self._limits)
         return protocol, _Incoming(self)
@@ -201,13 +211,16 @@ class Connector:
         protocol.join(main.protocol)
         self._joining[protocol] = main
 
-    def _admit(self, identity: Identity) -> None:
-        """Whether a peer that proved itself may come in. Runs before the last word of the handshake."""
+    def _admit_now(self) -> None:
+        """Whether anybody may come in at this time. Runs before the last word of the handshake, as those below do."""
         if self.agent.is_closing:
             raise Refused(Refusal.CLOSING, f"worker {self._identity.name!r} is shutting down")
         if not self.agent.is_serving:
             # One that has joined already may call before we know who is in the group, and who we are in it
             raise Refused(Refusal.STARTING, f"worker {self._identity.name!r} is still joining its group")
+
+    def _admit(self, identity: Identity) -> None:
+        """Whether a peer that proved itself may come in."""
         if identity.id == self._identity.id or identity.name == self._identity.name:
             raise Refused(
                 Refusal.STALE, f"worker {identity.name!r} has the name or id of worker {self._identity.name!r}"
@@ -363,7 +376,13 @@ class Connector:
             except (OSError, WireError) as error:
                 # the main connection may have been lost meanwhile, and the peer knows
                 level = logging.WARNING if main.is_open else logging.DEBUG
-                logger.log(level, "no further connection for large tensors to worker %s: %s", peer.name, error)
+                logger.log(
+                    level,
+                    "no further connection for large tensors to worker %s: %s",
+                    peer.name,
+                    error,
+                    extra={"peer": peer.name},
+                )
                 return
             finally:
                 self._joining.pop(protocol, None)
@@ -430,6 +449,9 @@ class Connector:
             _attach_lane(main, connection)
             return
         identity = connection.peer
+        if ONLOOKER in identity.features:
+            self._opened_by_onlooker(connection)
+            return
         peer = self.agent.peer(WorkerInfo(identity.name, identity.id))
         if peer is None:
             record = WorkerRecord(identity.name, identity.id, identity.incarnation, (), "", identity.main)
@@ -460,6 +482,18 @@ class Connector:
             for watcher in self._watchers:
                 watcher.peer_connected(peer.info)
 
+    def _opened_by_onlooker(self, connection: Connection) -> None:
+        """Somebody who only looks: a peer that nobody can call, and that no feature hears of."""
+        info = WorkerInfo(connection.peer.name, connection.peer.id)
+        inbound = Inbound(connection, info, self.agent.deadlines, max_handlers=_ONLOOKER_HANDLERS, main_by_value=True)
+        link = Link(connection, self.agent.make_peer(info), inbound, is_mine=False)
+        link.is_onlooker = True
+        self._links[connection] = link
+        connection.owner = link
+        connection.redirect(self.agent.inspection_received)
+        if self.agent.is_closing:
+            connection.abort(WireError("this worker is shutting down"))
+
     def lost(self, connection: Connection, error: Exception | None) -> None:
         self._joining.pop(connection.protocol, None)
         link = self._links.pop(connection, None)
@@ -470,13 +504,14 @@ class Connector:
                 self._complaints.log(level, "a connection from %s was refused: %s", connection.address, error)
             return
         if isinstance(error, ProtocolError):
-            logger.warning("the connection to worker %s was closed: %s", link.peer.info.name, error)
+            name = link.peer.info.name
+            logger.warning("the connection to worker %s was closed: %s", name, error, extra={"peer": name})
         self.agent.link_lost(link)
         link.inbound.cancel_all()
         link.peer.lost(connection, error, reason=link.goodbye)
         # one that a newer connection has replaced changes nothing, nor does that of an earlier start of the worker
         is_latest = link.peer.connection is None and connection.peer.incarnation == link.peer.incarnation
-        if is_latest and link.peer.info.id != self._identity.id:
+        if is_latest and not link.is_onlooker and link.peer.info.id != self._identity.id:
             link.peer.is_verified = not self.agent.is_elastic
             for watcher in self._watchers:
                 watcher.peer_disconnected(link.peer.info, has_left=link.goodbye is not None)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import logging
 from typing import Final, Protocol
+
+from arpc.log import get_logger
 
 __all__ = ["NEVER", "Deadlines", "Expirable"]
 
@@ -19,7 +20,7 @@ NEVER: Final = 0
 
 _TICKS_PER_SECOND: Final = 256
 
-logger = logging.getLogger("arpc.deadlines")
+logger = get_logger("arpc.deadlines")
 
 
 class Expirable(Protocol):

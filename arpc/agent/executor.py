@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import inspect
-import logging
 from asyncio.tasks import _enter_task, _leave_task
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -36,6 +35,7 @@ from arpc.errors import (
     ShutdownError,
     WireError,
 )
+from arpc.log import get_logger
 from arpc.transport.base import Connection
 from arpc.wire.frames import BRIEF_HEADER, HEADER, brief_kind, frame
 from arpc.wire.messages import WINDOW, FailureKind, ItemFlag, Message, MessageType, Request, RequestFlag
@@ -45,7 +45,7 @@ from arpc.wire.tensors import Slot
 
 __all__ = ["Executor"]
 
-logger = logging.getLogger("arpc.executor")
+logger = get_logger("arpc.executor")
 
 _REPLY: Final = int(MessageType.REPLY)
 _ITEM: Final = int(MessageType.ITEM)
@@ -122,6 +122,10 @@ class Executor:
         self._is_closed = False
         self.tell_failure: Callable[[str, BaseException], None] | None = None
         """Told the name of each function that fails here, and what it raised."""
+        self.failed: Callable[[Run, BaseException], None] | None = None
+        """Told of each handler that raises, see `agent.metering`."""
+        self.waited: Callable[[Inbound, Message], None] | None = None
+        """Told of each request that has begun after it had to wait; it may have ended, too."""
         self._observers = observers or Observers()
 
     @property
@@ -293,7 +297,10 @@ class Executor:
             and not (connection.is_congested and connection.unsent_bytes > self._window_bytes)
             and not self._is_closed
         ):
-            self.start(inbound, inbound.next_waiting())
+            message = inbound.next_waiting()
+            self.start(inbound, message)
+            if self.waited is not None:
+                self.waited(inbound, message)
 
     def refuse(self, link: HasInbound, message: Message) -> None:
         """Answer a request that came too late: this worker is being closed."""
@@ -679,6 +686,8 @@ class Executor:
         self.calls_failed += 1
         if self.tell_failure is not None:
             self.tell_failure(run.function.name, error)
+        if self.failed is not None:
+            self.failed(run, error)
         kind = FailureKind.RAISED
         if isinstance(error, asyncio.CancelledError):
             kind = FailureKind.TIMEOUT if run.expired else FailureKind.CANCELLED
@@ -686,7 +695,12 @@ class Executor:
                 kind = FailureKind.LEFT
             run.cancel_nested()
         if isinstance(error, ProtocolError):
-            logger.warning("a malformed request of worker %s: %s", run.inbound.caller.name, error)
+            logger.warning(
+                "a malformed request of worker %s: %s",
+                run.caller.name,
+                error,
+                extra={"peer": run.caller.name, "call_id": run.id},
+            )
         try:
             payload, slots = describe_failure(
                 error, self._pickler, main_by_value=run.inbound.main_by_value, to=run.inbound.caller
@@ -695,7 +709,11 @@ class Executor:
             stager = self.codec.stager_back(None)
             data, buffers = self.codec.frame(_FAILURE, kind, run.id, place, 0, payload, slots, None, stager)
         except Exception as reason:
-            logger.exception("cannot describe the failure of %s", run.function.name)
+            logger.exception(
+                "cannot describe the failure of %s",
+                run.function.name,
+                extra={"peer": run.caller.name, "call_id": run.id},
+            )
             payload, _ = describe_failure(
                 RuntimeError(f"{type(error).__qualname__}, which cannot be described: {reason!r}"),
                 self._pickler,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import queue
 import threading
 import weakref
@@ -21,10 +20,11 @@ from typing import Any, Final, TypeVar
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch says no __all__
 
 from arpc.errors import RendezvousError
+from arpc.log import get_logger
 
 __all__ = ["Access", "GroupStore", "KeyValues", "StoreThread", "deadline_after"]
 
-logger = logging.getLogger("arpc.rendezvous")
+logger = get_logger("arpc.rendezvous")
 
 T = TypeVar("T")
 

@@ -7,7 +7,6 @@ listens it also keeps a connection to every other worker: the end of a connectio
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any, Final
@@ -17,11 +16,12 @@ from arpc.agent.membership import Joined, Rendezvous, WorkerRecord
 from arpc.agent.roster import MemberEvent, MemberLost, MemberStream, Roster
 from arpc.errors import ConfigurationError, RendezvousError, UnknownWorkerError
 from arpc.ids import WorkerInfo
+from arpc.log import get_logger
 from arpc.options import RpcOptions
 
 __all__ = ["Lookout"]
 
-logger = logging.getLogger("arpc.membership")
+logger = get_logger("arpc.membership")
 
 _LOOK_S: Final = 1.0
 """How often the log of an elastic group is looked at, at most."""

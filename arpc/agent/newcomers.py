@@ -7,7 +7,6 @@ alone, and it takes a while to ask it: so whoever comes is asked to try again in
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from contextvars import Context
@@ -17,12 +16,13 @@ from arpc.agent.membership import WorkerRecord
 from arpc.agent.peers import Peer
 from arpc.errors import ArpcError, RendezvousError, UnknownWorkerError
 from arpc.ids import WorkerInfo
+from arpc.log import get_logger
 from arpc.wire.handshake import Identity, Refused
 from arpc.wire.messages import Refusal
 
 __all__ = ["Newcomers"]
 
-logger = logging.getLogger("arpc.connections")
+logger = get_logger("arpc.connections")
 
 _REMEMBERED: Final = 256
 """How many of those who were turned away are remembered."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from enum import Enum, auto
@@ -26,6 +25,7 @@ from arpc.errors import (
     WorkerLostError,
 )
 from arpc.ids import WorkerInfo
+from arpc.log import get_logger
 from arpc.options import RpcOptions
 from arpc.transport.base import Connection
 from arpc.wire.frames import frame
@@ -34,7 +34,7 @@ from arpc.wire.pickling import importable_name
 
 __all__ = ["Peer", "PeerState"]
 
-logger = logging.getLogger("arpc.peers")
+logger = get_logger("arpc.peers")
 
 _CANCEL: Final = int(MessageType.CANCEL)
 _FUNCTION: Final = int(MessageType.FUNCTION)
@@ -231,7 +231,12 @@ class Peer:
             return
         if connection.is_open:
             if call.bulk is not None and connection.drop_bulk(call.bulk):
-                logger.debug("call %d to %s was cancelled while it was sent", call_id, self.info.name)
+                logger.debug(
+                    "call %d to %s was cancelled while it was sent",
+                    call_id,
+                    self.info.name,
+                    extra={"peer": self.info.name, "call_id": call_id},
+                )
             else:
                 connection.send(frame(_CANCEL, 0, call_id, 0, 0, b""))
         self.release(call)

@@ -11,7 +11,6 @@ waits until its buffers are filled (`LateBuffers`), one that has arrived until i
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -23,6 +22,7 @@ from arpc.agent.threads import ThreadPool
 from arpc.devices import DeviceClaims, DeviceMap, checked_device, checked_device_map, checked_devices
 from arpc.errors import SerializationError
 from arpc.ids import WorkerInfo
+from arpc.log import get_logger
 from arpc.options import RpcOptions
 from arpc.transport.base import Connection
 from arpc.wire.messages import Failure, Item, Message, Reply
@@ -33,7 +33,7 @@ from arpc.wire.tensors import Slot
 
 __all__ = ["PLACE", "LateBuffers", "Placement", "ResultPlacer", "ToCaller", "find_backends"]
 
-logger = logging.getLogger("arpc.placement")
+logger = get_logger("arpc.placement")
 
 _CPU: Final = torch.device("cpu")
 _ANSWERS: Final = frozenset((Reply, Item, Failure))

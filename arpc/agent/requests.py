@@ -224,6 +224,10 @@ class Inbound:
         self.waiting: OrderedDict[int, tuple[Message, float]] = OrderedDict()
         """Requests that must wait, and since when."""
         self.waiting_bytes = 0
+        self.ended: Callable[[Run], None] | None = None
+        """Told of the end of each that was registered, see `agent.metering`."""
+        self.began_ns: dict[int, int] = {}
+        """When those came, by id, while somebody meters."""
         self._deadlines = deadlines
         self._time = connection.loop.time
         self._by_tick: dict[int, dict[int, Run]] = {}
@@ -294,6 +298,8 @@ class Inbound:
 
     def forget(self, run: Run) -> None:
         self.running.pop(run.id, None)
+        if self.ended is not None:
+            self.ended(run)
         if self.is_full:
             self._look_for_room()
         if run.tick and (bucket := self._by_tick.get(run.tick)) is not None:
@@ -311,6 +317,7 @@ class Inbound:
             run.cancel()
         elif (waiting := self.waiting.pop(call_id, None)) is not None:
             self.waiting_bytes -= waiting[0].size_bytes
+            self.began_ns.pop(call_id, None)
             self._look_for_room()
         elif (bulk := self._replies.pop(call_id, None)) is not None:
             self.connection.drop_bulk(bulk)  # the reply is on its way, and nobody wants it any more

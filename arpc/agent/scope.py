@@ -9,9 +9,10 @@ import asyncio
 from collections.abc import Awaitable
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from arpc.ids import WorkerInfo
+from arpc.log import set_source
 
 __all__ = ["Scope", "WorkerScope", "current_scope", "find_scope", "worker_began", "worker_ended"]
 
@@ -53,21 +54,36 @@ class WorkerScope(NamedTuple):
 
 current_scope: ContextVar[Scope | None] = ContextVar("arpc.scope", default=None)
 
-_living: WeakKeyDictionary[asyncio.AbstractEventLoop, list[Any]] = WeakKeyDictionary()
+
+def _log_fields() -> dict[str, Any]:
+    scope = current_scope.get()
+    if scope is None:
+        return {}
+    caller = scope.caller
+    return {
+        "worker": getattr(scope.worker, "name", None),
+        "peer": None if caller is None else caller.name,
+        "call_id": getattr(scope, "id", None),
+    }
+
+
+set_source(_log_fields)
+
+# Workers refer to their loop: were they kept here, neither would ever go
+_living: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakSet[Any]] = WeakKeyDictionary()
 """The workers of each loop."""
 
 
 def worker_began(worker: Any, loop: asyncio.AbstractEventLoop) -> None:
     """A worker can be used from now on, and is the one of this context."""
     current_scope.set(WorkerScope(worker))
-    _living.setdefault(loop, []).append(worker)
+    _living.setdefault(loop, WeakSet()).add(worker)
 
 
 def worker_ended(worker: Any, loop: asyncio.AbstractEventLoop) -> None:
     """It cannot be used any more."""
-    workers = _living.get(loop, [])
-    if worker in workers:
-        workers.remove(worker)
+    if (workers := _living.get(loop)) is not None:
+        workers.discard(worker)
 
 
 def find_scope() -> Scope | None:
@@ -79,7 +95,7 @@ def find_scope() -> Scope | None:
     if scope is not None:
         return scope
     try:
-        workers = _living.get(asyncio.get_running_loop(), [])
+        workers = list(_living.get(asyncio.get_running_loop(), ()))
     except RuntimeError:
         return None
     return WorkerScope(workers[0]) if len(workers) == 1 else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections import deque
@@ -16,11 +15,12 @@ from typing import Any, Final, Generic, Self, TypeVar
 from arpc import torchstate
 from arpc.agent.threads import ThreadPool
 from arpc.errors import ConnectionClosedError
+from arpc.log import get_logger
 from arpc.transport.base import Connection
 
 __all__ = ["ItemOrder", "Producer", "Stream"]
 
-logger = logging.getLogger("arpc.streams")
+logger = get_logger("arpc.streams")
 
 T = TypeVar("T")
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import threading
 from collections import deque
@@ -25,10 +24,11 @@ import torch
 from torch._C import _len_torch_function_stack as _count_function_modes
 
 from arpc import torchstate
+from arpc.log import get_logger
 
 __all__ = ["ThreadPool"]
 
-logger = logging.getLogger("arpc.threads")
+logger = get_logger("arpc.threads")
 
 _is_grad_enabled = torch.is_grad_enabled
 _HELP_AFTER_S: Final = 0.002

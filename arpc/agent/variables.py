@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from arpc.errors import ConfigurationError, SerializationError
 from arpc.ids import WorkerInfo
+from arpc.log import get_logger
 from arpc.wire.pickling import Pickler, loads
 from arpc.wire.tensors import Slot
 
 __all__ = ["VariableCarrier", "propagate"]
 
-logger = logging.getLogger("arpc.variables")
+logger = get_logger("arpc.variables")
 
 T = TypeVar("T")
 

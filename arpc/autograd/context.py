@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from contextvars import ContextVar
 from itertools import count
+from time import monotonic
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor
@@ -40,6 +41,8 @@ class AutogradContext:
 
     def __init__(self, context_id: int) -> None:
         self.id = context_id
+        self.since = monotonic()
+        """When this worker came to know it, for those who look."""
         self.sends: dict[int, Send] = {}
         """By message id, in the order they were sent."""
         self.recvs: dict[int, Any] = {}

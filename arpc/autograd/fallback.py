@@ -8,7 +8,6 @@ if the start-up test of the other one fails.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,10 +19,11 @@ from arpc.autograd.engine import Gradients, LocalEngine, RegionEngine, Source
 from arpc.autograd.graph import Edge
 from arpc.autograd.heeded import is_heeded
 from arpc.autograd.nodes import attach_send
+from arpc.log import get_logger
 
 __all__ = ["GroupEngine", "choose_engine", "pausing_works"]
 
-logger = logging.getLogger("arpc.autograd")
+logger = get_logger("arpc.autograd")
 
 
 class GroupEngine(LocalEngine):

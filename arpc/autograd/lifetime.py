@@ -7,7 +7,6 @@ they know each other. A worker that lost touch with another asks the creators of
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Coroutine, Iterable
 from contextvars import Context
 from typing import Any, Final
@@ -18,13 +17,14 @@ from arpc.autograd.context import AutogradContext, Container
 from arpc.autograd.protocol import ONLY_TENSORS
 from arpc.errors import ArpcError, AutogradError, CallError, RpcTimeoutError, ShutdownError, UnknownWorkerError
 from arpc.ids import LOCAL_BITS, WorkerInfo
+from arpc.log import get_logger
 from arpc.options import RpcOptions
 from arpc.wire.messages import AutogradQuery, AutogradRelease, Message
 from arpc.wire.pickling import dumps_flat
 
 __all__ = ["Lifetimes"]
 
-logger = logging.getLogger("arpc.autograd")
+logger = get_logger("arpc.autograd")
 
 _RELEASE_S: Final = 5.0
 """How long leaving a context waits for the workers it touched. They are told again after that, too."""

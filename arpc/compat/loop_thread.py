@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from _thread import allocate_lock
 from collections import deque
@@ -15,11 +14,12 @@ from typing import Any, Generic, TypeVar, cast
 from arpc import torchstate
 from arpc.agent.scope import Scope, current_scope
 from arpc.errors import ShutdownError
+from arpc.log import get_logger
 from arpc.runner import new_event_loop
 
 __all__ = ["LoopThread", "Outcome", "refuse_loop_thread"]
 
-logger = logging.getLogger("arpc.compat")
+logger = get_logger("arpc.compat")
 
 T = TypeVar("T")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any, Final, Generic, Self, TypeVar, cast
 
@@ -15,6 +14,7 @@ from arpc.agent.functions import name_of
 from arpc.agent.future import Future
 from arpc.api import remote
 from arpc.errors import ArpcError, ConfigurationError, UnsupportedError
+from arpc.log import get_logger
 from arpc.nn import owner
 from arpc.nn.address import Address, parse_device
 from arpc.nn.refusals import RefusingModule
@@ -24,7 +24,7 @@ from arpc.rref.uses import OwnerFuture
 
 __all__ = ["RemoteModule", "parameter_rrefs"]
 
-logger = logging.getLogger("arpc.nn")
+logger = get_logger("arpc.nn")
 
 M = TypeVar("M", bound=nn.Module)
 

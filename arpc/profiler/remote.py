@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -12,13 +11,14 @@ import msgspec
 
 from arpc.agent.observers import Handling, Kind, Observer, Outgoing
 from arpc.ids import WorkerInfo
+from arpc.log import get_logger
 from arpc.profiler.keys import REMOTE_OP, RemoteProfilerManager, call_key
 from arpc.profiler.operators import Operator, OperatorRecorder, RecorderConfig, recorder_of
 from arpc.profiler.sessions import Session, current_session, open_sessions
 
 __all__ = ["RemoteProfiler"]
 
-logger = logging.getLogger("arpc.profiler")
+logger = get_logger("arpc.profiler")
 
 _now = time.perf_counter_ns
 _SPANS: Final = frozenset((Kind.CALL, Kind.STREAM, Kind.REMOTE, Kind.FETCH))

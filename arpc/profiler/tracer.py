@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -15,6 +14,7 @@ from arpc.agent.functions import Prompt
 from arpc.agent.observers import Handling, Observer
 from arpc.errors import ProfilerError
 from arpc.ids import IdAllocator, WorkerInfo
+from arpc.log import get_logger
 from arpc.profiler.operators import OperatorRecorder
 from arpc.profiler.recorder import TRACE, TraceHeader, TraceRecorder
 from arpc.profiler.spans import WorkerRecord
@@ -22,7 +22,7 @@ from arpc.wire.messages import Message, ProfilerControl
 
 __all__ = ["COLLECT", "START", "TIME", "Tracer"]
 
-logger = logging.getLogger("arpc.profiler")
+logger = get_logger("arpc.profiler")
 
 START: Final = "start"
 TIME: Final = "time"

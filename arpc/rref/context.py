@@ -6,7 +6,6 @@ Everything belongs to the loop, but for `drop`, which may be called from any thr
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import Context
 from threading import get_ident
@@ -20,6 +19,7 @@ from arpc.errors import (
     RRefError,
 )
 from arpc.ids import GloballyUniqueId, IdAllocator, WorkerInfo
+from arpc.log import get_logger
 from arpc.options import RpcOptions, Unset
 from arpc.rref import events, instructions
 from arpc.rref.drops import DropQueue
@@ -36,7 +36,7 @@ from arpc.wire.messages import Message, RRefChildAccept, RRefForkQuery, RRefFork
 
 __all__ = ["RRefContext", "Skin"]
 
-logger = logging.getLogger("arpc.rref")
+logger = get_logger("arpc.rref")
 
 T = TypeVar("T")
 

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias
 
 from arpc.agent.agent import Agent
 from arpc.errors import ArpcError, CallError, ShutdownError, UnknownWorkerError
+from arpc.log import get_logger
 from arpc.options import RpcOptions
 from arpc.rref.delivery import Numbers
 from arpc.rref.events import WorkerName
@@ -18,7 +19,7 @@ from arpc.wire.messages import Message, RRefForkRequest, RRefUserDelete
 
 __all__ = ["Item", "Post"]
 
-logger = logging.getLogger("arpc.rref")
+logger = get_logger("arpc.rref")
 
 Item: TypeAlias = tuple[int, ...]
 Settled: TypeAlias = Callable[[type[Message], WorkerName, Sequence[Item], Any, "Exception | None"], None]
@@ -142,7 +143,7 @@ class Post:
             level = (
                 logging.DEBUG if isinstance(error, CallError | ShutdownError | UnknownWorkerError) else logging.ERROR
             )
-            logger.log(level, "%s to worker %s is given up: %s", message.type.name, to, error)
+            logger.log(level, "%s to worker %s is given up: %s", message.type.name, to, error, extra={"peer": to})
             self._settle(message, to, items, number, None, error)
             return
         delay_s = self._backoff_s * _BACKOFF_FACTOR**attempt

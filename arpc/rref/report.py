@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import dataclass
+from time import monotonic
 from typing import Literal
 
 from arpc.ids import GloballyUniqueId
+from arpc.log import get_logger
 from arpc.rref.context import RRefContext
 from arpc.rref.states import UserState
 from arpc.rref.values import Value
 
 __all__ = ["RRefRow", "find_held", "find_survivors", "report_leaks", "report_survivors", "rref_rows", "rref_statistics"]
 
-logger = logging.getLogger("arpc.rref")
+logger = get_logger("arpc.rref")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class RRefRow:
     """Held on this worker."""
     made: str
     """The function it came from, or the lines of code that made it (`RpcOptions.rref_creation_stacks`)."""
+    age_s: float = 0.0
+    """How long this worker has known it."""
 
     def __str__(self) -> str:
         held = ", ".join(f"{count} on {worker}" for worker, count in sorted(self.forks.items())) or "no other worker"
@@ -47,6 +51,7 @@ class RRefRow:
 def rref_rows(context: RRefContext) -> list[RRefRow]:
     """Those this worker owns, then those it uses."""
     rows = []
+    now = monotonic()
     for owned in context.forks.owned.values():
         value = context.values.get(owned.rref)
         rows.append(
@@ -60,11 +65,13 @@ def rref_rows(context: RRefContext) -> list[RRefRow]:
                 dict(Counter(owned.forks.values())),
                 owned.holds,
                 _made(value) if value is not None else "",
+                now - owned.since,
             )
         )
     for user in context.forks.users.values():
         rref, fork = GloballyUniqueId.from_int(user.rref), GloballyUniqueId.from_int(user.fork)
-        row = RRefRow(rref, fork, "user", user.owner, user.state.name.lower(), "", {}, user.handles, user.made)
+        age_s = now - user.since
+        row = RRefRow(rref, fork, "user", user.owner, user.state.name.lower(), "", {}, user.handles, user.made, age_s)
         rows.append(row)
     return rows
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum, auto
+from time import monotonic
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -91,7 +92,7 @@ OWNER_TRANSITIONS: Final[Mapping[tuple[OwnerState, type[Event]], OwnerState]] = 
 class UserFork:
     """One fork held by this worker."""
 
-    __slots__ = ("children", "fork", "handles", "is_created", "owner", "parent", "rref", "state")
+    __slots__ = ("children", "fork", "handles", "is_created", "owner", "parent", "rref", "since", "state")
 
     def __init__(
         self, rref: RRefId, fork: ForkId, owner: WorkerName, parent: WorkerName, state: UserState, is_created: bool
@@ -107,6 +108,8 @@ class UserFork:
         self.handles = 1
         self.children = 0
         """How many forks made from this one the owner may not count yet."""
+        self.since = monotonic()
+        """For those who look; nothing is decided by it."""
 
 
 class Offer(NamedTuple):
@@ -121,7 +124,7 @@ class Offer(NamedTuple):
 class Owned:
     """One value of this worker that others can hold."""
 
-    __slots__ = ("forks", "holds", "rref", "state")
+    __slots__ = ("forks", "holds", "rref", "since", "state")
 
     def __init__(self, rref: RRefId, state: OwnerState) -> None:
         self.rref = rref
@@ -130,3 +133,5 @@ class Owned:
         """Users that are counted, and who they belong to."""
         self.holds = 0
         """Handles on this worker, those who wait for the value, and the creation while it runs."""
+        self.since = monotonic()
+        """For those who look; nothing is decided by it."""

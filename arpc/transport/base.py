@@ -13,7 +13,6 @@ be), `HandshakeError` or `ProtocolError` (the peer is not one of ours), `Timeout
 from __future__ import annotations
 
 import asyncio
-import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
@@ -22,6 +21,7 @@ from typing import Any, Final, TypeVar
 from typing import Protocol as TypingProtocol
 
 from arpc.errors import ConnectionClosedError, HandshakeError, WireError
+from arpc.log import get_logger
 from arpc.transport.doorway import HANDSHAKE_S, Doorway
 from arpc.wire.frames import BRIEF_HEADER, CHUNK_BYTES, HEADER, HEADER_BYTES, frame
 from arpc.wire.handshake import Identity
@@ -30,7 +30,7 @@ from arpc.wire.protocol import SEVERAL_TAKEN, Protocol, State
 
 __all__ = ["BulkRoute", "BulkSend", "Connection", "Listener", "Receiver", "Transport"]
 
-logger = logging.getLogger("arpc.transport")
+logger = get_logger("arpc.transport")
 
 _pack_header = HEADER.pack
 _unpack_brief = BRIEF_HEADER.unpack_from
@@ -167,7 +167,7 @@ class Connection(ABC):
         self._is_reading = False
         self._is_closed = False
         self._is_greeted = False
-        self._messages_received = receiver.messages_received
+        self._messages_received: Callable[[Connection, list[Message]], None] = receiver.messages_received
         self._is_mute = False
         """No frame is to be written any more: this side closed it, or it is over."""
         self._is_aborted = False
@@ -614,6 +614,10 @@ class Connection(ABC):
     def _without_goodbye(self) -> ConnectionClosedError:
         when = "in its handshake" if self.protocol.peer is None else "without a goodbye"
         return ConnectionClosedError(f"{self.address} closed the connection {when}")
+
+    def redirect(self, messages_received: Callable[[Connection, list[Message]], None]) -> None:
+        """Let another take the messages from now on. What else happens the receiver still hears."""
+        self._messages_received = messages_received
 
     def statistics(self) -> dict[str, int]:
         """Counters of this connection."""

@@ -34,6 +34,7 @@ __all__ = [
     "Function",
     "Goodbye",
     "Hello",
+    "Inspect",
     "Item",
     "ItemFlag",
     "Lent",
@@ -93,6 +94,7 @@ class MessageType(IntEnum):
     AUTOGRAD_QUERY = 43
     AUTOGRAD_BACKWARD = 44
     PROFILER_CONTROL = 48
+    INSPECT = 56
 
 
 # Nothing that a message refers to can refer back to it, so the garbage collector need not follow them: many may wait.
@@ -354,6 +356,15 @@ class ProfilerControl(Message):
     """Record, tell the time, or hand over what was recorded."""
 
     type = MessageType.PROFILER_CONTROL
+
+
+# -- looking at workers: a call each
+
+
+class Inspect(Message):
+    """Tell what this worker does, or what the group does: counters, or what waits."""
+
+    type = MessageType.INSPECT
 
 
 class ArenaFlag:

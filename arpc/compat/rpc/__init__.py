@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import numbers
 from datetime import timedelta
 from typing import Any
@@ -30,6 +29,7 @@ from arpc.compat.rpc.backend_registry import BackendType
 from arpc.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from arpc.compat.rpc.server_process_global_profiler import _server_process_global_profile
 from arpc.compat.workers import WorkerInfo
+from arpc.log import get_logger
 
 __all__ = [
     "BackendType",
@@ -60,7 +60,7 @@ __all__ = [
     "shutdown",
 ]
 
-logger = logging.getLogger("arpc.compat")
+logger = get_logger("arpc.compat")
 
 PyRRef = RRef
 

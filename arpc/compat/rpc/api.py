@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -28,11 +27,12 @@ from arpc.compat.rpc.gathering import Gatherings
 from arpc.compat.rpc.internal import _internal_rpc_pickler
 from arpc.compat.rref import RRef
 from arpc.ids import WorkerInfo
+from arpc.log import get_logger
 from arpc.rref.handle import create_remote
 
 __all__ = ["RRef", "get_worker_info", "remote", "rpc_async", "rpc_sync", "shutdown"]
 
-logger = logging.getLogger("arpc.compat")
+logger = get_logger("arpc.compat")
 
 P = ParamSpec("P")
 R = TypeVar("R")

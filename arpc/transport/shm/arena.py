@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from bisect import bisect_right, insort
 from collections import deque
@@ -12,6 +11,7 @@ from contextlib import suppress
 from threading import Lock
 from typing import Any, Final
 
+from arpc.log import get_logger
 from arpc.options import RpcOptions
 from arpc.transport.shm.blocks import Block, BlockPool
 from arpc.transport.shm.borrowing import Borrowings
@@ -24,7 +24,7 @@ from arpc.wire.memory import address_of, view_of
 
 __all__ = ["Arena", "Placement", "open_arena"]
 
-logger = logging.getLogger("arpc.transport")
+logger = get_logger("arpc.transport")
 
 _INLINE_BYTES: Final = 4 << 20
 """So much is copied on the loop: to hand it to a thread and back would take as long."""

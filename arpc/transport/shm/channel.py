@@ -14,7 +14,6 @@ Both ends can be lenders; the two directions have nothing to do with each other.
 
 from __future__ import annotations
 
-import logging
 import os
 import struct
 from collections import deque
@@ -26,6 +25,7 @@ from typing import Final
 import msgspec
 
 from arpc.errors import ConnectionClosedError, ProtocolError
+from arpc.log import get_logger
 from arpc.transport.base import BulkSend, Connection
 from arpc.transport.shm.arena import Arena, Placement
 from arpc.transport.shm.borrowing import BorrowedArena
@@ -35,7 +35,7 @@ from arpc.wire.messages import ArenaFlag, Message, MessageType
 
 __all__ = ["FEATURE", "Channel"]
 
-logger = logging.getLogger("arpc.transport")
+logger = get_logger("arpc.transport")
 
 FEATURE: Final = "shm"
 """What a worker that can share memory says in its handshake."""

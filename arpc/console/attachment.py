@@ -1,0 +1,145 @@
+"""Where a tool gets its numbers from: a worker's own port, or the page of one that serves it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from arpc.console.onlooker import Onlooker
+from arpc.errors import ArpcError, AuthenticationError, ConfigurationError, WireError
+from arpc.http.guard import derive_token
+from arpc.metrics.attach import Attachable, attachable
+from arpc.metrics.service import MAX_TRACE_S
+from arpc.metrics.stacks import WorkerStack
+from arpc.metrics.summary import GroupSummary
+from arpc.options import RpcOptions
+
+__all__ = ["Attachment", "add_attach_arguments", "attach", "choose"]
+
+_COLLECT_S: Final = 60.0
+"""How long the pieces of a trace may take to come together."""
+_decode_summary = msgspec.msgpack.Decoder(GroupSummary).decode
+_decode_stacks = msgspec.msgpack.Decoder(list[WorkerStack]).decode
+_summary_of_json = msgspec.json.Decoder(GroupSummary).decode
+_stacks_of_json = msgspec.json.Decoder(list[WorkerStack]).decode
+
+
+class Attachment(Protocol):
+    """A group that can be asked."""
+
+    async def summary(self) -> GroupSummary: ...
+    async def stacks(self) -> list[WorkerStack]: ...
+    async def trace(self, seconds: float, form: str) -> bytes: ...
+
+
+class _ByPort:
+    def __init__(self, onlooker: Onlooker) -> None:
+        self._onlooker = onlooker
+
+    async def summary(self) -> GroupSummary:
+        return _decode_summary(await self._onlooker.ask("group", 1.0))
+
+    async def stacks(self) -> list[WorkerStack]:
+        return _decode_stacks(await self._onlooker.ask("group_stack", 2.0))
+
+    async def trace(self, seconds: float, form: str) -> bytes:
+        return await self._onlooker.ask("group_trace", seconds, form, timeout_s=seconds + _COLLECT_S)
+
+
+class _ByPage:
+    def __init__(self, session: Any, url: str) -> None:
+        self._session = session
+        self._url = url.rstrip("/")
+
+    async def _get(self, path: str, method: str = "GET") -> bytes:
+        async with self._session.request(method, f"{self._url}{path}") as response:
+            body: bytes = await response.read()
+            if response.status == 401:
+                raise AuthenticationError(f"{self._url} does not take this secret: set ARPC_SECRET, or --secret-file")
+            if response.status != 200:
+                raise WireError(f"{self._url}{path} answered {response.status}: {body[:200].decode(errors='replace')}")
+            return body
+
+    async def summary(self) -> GroupSummary:
+        return _summary_of_json(await self._get("/api/group"))
+
+    async def stacks(self) -> list[WorkerStack]:
+        return _stacks_of_json(await self._get("/api/stack"))
+
+    async def trace(self, seconds: float, form: str) -> bytes:
+        return await self._get(f"/api/trace?seconds={seconds:g}&form={form}", "POST")
+
+
+def add_attach_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which group, and what proves that one may look."""
+    parser.add_argument(
+        "--address",
+        help="of any worker of the group: unix:///path, tcp://host:port, or http://host:port of its dashboard "
+        "(default: the newest worker of this user on this host)",
+    )
+    parser.add_argument("--worker", help="look for a worker of this name on this host")
+    parser.add_argument("--pid", type=int, help="look for the worker of this process")
+    parser.add_argument(
+        "--secret-file",
+        type=Path,
+        help="the cluster's secret (default: ARPC_SECRET, ARPC_SECRET_FILE, or the launcher's)",
+    )
+
+
+def choose(workers: list[Attachable], name: str | None, pid: int | None) -> Attachable:
+    """The worker to ask: the newest that fits. Raises `ConfigurationError` if none does."""
+    fitting = [one for one in workers if (name is None or one.name == name) and (pid is None or one.pid == pid)]
+    if fitting:
+        return fitting[0]
+    if not workers:
+        raise ConfigurationError("no worker of this user runs on this host: start a group, or give --address")
+    known = ", ".join(f"{one.name} (process {one.pid})" for one in workers[:16])
+    raise ConfigurationError(f"no such worker on this host; there are {known}")
+
+
+@asynccontextmanager
+async def attach(arguments: argparse.Namespace) -> AsyncIterator[Attachment]:
+    """A group, as the arguments name it."""
+    address: str | None = arguments.address
+    secret_file: Path | None = arguments.secret_file
+    options = RpcOptions()
+    if address is None:
+        found = choose(attachable(), arguments.worker, arguments.pid)
+        address = min(found.addresses, key=lambda one: not one.startswith("unix://"))
+        if secret_file is None and options.secret is None and found.secret_file is not None:
+            secret_file = Path(found.secret_file)
+    if secret_file is not None:
+        options = options.replace(secret=_read_secret(secret_file))
+    if address.startswith(("http://", "https://")):
+        import aiohttp  # slow, and most attach in the other way
+
+        headers = {} if options.secret is None else {"Authorization": f"Bearer {derive_token(options.secret)}"}
+        timeout = aiohttp.ClientTimeout(total=MAX_TRACE_S + _COLLECT_S)
+        try:
+            async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+                yield _ByPage(session, address)
+        except aiohttp.ClientError as error:
+            raise WireError(f"{address} cannot be reached: {error}") from error
+        return
+    try:
+        async with Onlooker(address, options) as onlooker:
+            yield _ByPort(onlooker)
+    except OSError as error:
+        if isinstance(error, ArpcError):
+            raise
+        raise WireError(f"{address} cannot be reached: {error}") from error
+
+
+def _read_secret(path: Path) -> bytes:
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigurationError(f"the secret in {path} cannot be read: {error.strerror or error}") from error
+    if not secret:
+        raise ConfigurationError(f"the secret in {path} is empty")
+    return secret

@@ -1,0 +1,220 @@
+"""``arpc top``: what the dashboard shows, in a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import msgspec
+
+from arpc.console.attachment import Attachment, add_attach_arguments, attach
+from arpc.console.numbers import age, bytes_, count, duration, rate
+from arpc.console.tables import VIEWS, View, render
+from arpc.errors import ArpcError, UnsupportedError
+from arpc.metrics.summary import GroupSummary
+
+__all__ = ["Screen", "add_arguments", "run"]
+
+_NAMES: Final = tuple(VIEWS)
+_BARS: Final = "▁▂▃▄▅▆▇█"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    add_attach_arguments(parser)
+    parser.add_argument("--view", choices=_NAMES, default="workers", help="which table comes first")
+    parser.add_argument("--sort", help="the column to sort by, as it is titled")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default 1)")
+    parser.add_argument("--once", action="store_true", help="print all tables once, and end")
+    parser.add_argument("--json", action="store_true", help="print everything once, as JSON, and end")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show the group until somebody has seen enough, or once."""
+    try:
+        return asyncio.run(_top(arguments))
+    except ArpcError as error:
+        sys.stderr.write(f"arpc top: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 0
+
+
+async def _top(arguments: argparse.Namespace) -> int:
+    try:
+        from rich.console import Console
+    except ImportError as error:
+        raise UnsupportedError("arpc top draws with rich: install arpc[cli]") from error
+    async with attach(arguments) as group:
+        if arguments.json:
+            summary = await group.summary()
+            sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
+            return 0
+        screen = Screen(arguments.view, arguments.sort)
+        if arguments.once or not sys.stdout.isatty():
+            # a worker that has just begun to count has no rates yet
+            await group.summary()
+            await asyncio.sleep(min(2.0, max(0.0, arguments.interval)))
+            console = Console(width=None if sys.stdout.isatty() else 160)
+            console.print(screen.everything(await group.summary()))
+            return 0
+        return await _live(group, screen, arguments.interval)
+
+
+class Screen:
+    """What is shown, and what keys do to it. Knows no terminal."""
+
+    def __init__(self, view: str = "workers", sort: str | None = None) -> None:
+        self.view: View = VIEWS[view]
+        self.sort = sort or self.view.sort
+        self.is_reversed = False
+        self.is_over = False
+
+    def press(self, key: str) -> None:
+        """A key was pressed; one that means nothing does nothing."""
+        names = list(VIEWS)
+        if key in {"q", "\x03", "\x04"}:
+            self.is_over = True
+        elif key == "\t" or (key.isdigit() and 0 < int(key) <= len(names)):
+            place = names.index(self.view.name) + 1 if key == "\t" else int(key) - 1
+            self.view = VIEWS[names[place % len(names)]]
+            self.sort, self.is_reversed = self.view.sort, False
+        elif key in {">", ".", "<", ","}:
+            keys = [column.key for column in self.view.columns]
+            known = [column.key for column in self.view.columns if self.sort in {column.key, column.title}]
+            place = keys.index(known[0]) if known else 0
+            self.sort = keys[(place + (1 if key in {">", "."} else -1)) % len(keys)]
+            self.is_reversed = False
+        elif key == "r":
+            self.is_reversed = not self.is_reversed
+
+    def everything(self, group: GroupSummary, views: Collection[str] | None = None) -> Any:
+        """All tables, or some, for those who read them later. What is empty is left out."""
+        from rich.console import Group
+        from rich.text import Text
+
+        parts: list[Any] = [headline(group)]
+        for view in VIEWS.values():
+            if view.rows(group) and (views is None or view.name in views):
+                sort = self.sort if view is self.view else view.sort
+                parts += [Text(f"\n{view.name}", style="bold"), render(view, group, sort)]
+        return Group(*parts)
+
+    def page(self, group: GroupSummary, height: int, width: int) -> Any:
+        """One table, as much of it as there is room for."""
+        from rich.console import Group
+        from rich.text import Text
+
+        tabs = Text("  ")
+        for number, name in enumerate(VIEWS, 1):
+            tabs.append(f" {number} {name} ", style="bold reverse" if name == self.view.name else "")
+        keys = Text("  1-4 or tab: table   < >: sort by   r: reverse   q: quit", style="dim")
+        table = render(self.view, group, self.sort, is_reversed=self.is_reversed, limit=max(1, height - 9), width=width)
+        return Group(headline(group), Text(), tabs, table, keys)
+
+
+def headline(group: GroupSummary) -> Any:
+    """The group in two lines."""
+    from rich.text import Text
+
+    troubled = [worker for worker in group.workers if worker.state in {"late", "lost"}]
+    line = Text(no_wrap=True, overflow="ellipsis")
+    line.append(" arpc ", style="bold white on blue")
+    line.append(f"  {len(group.workers)} workers", style="bold")
+    for worker in troubled:
+        line.append(f"  {worker.name} {worker.state}", style="bold red")
+    line.append(f"  asked {group.served_by}, counting for {age(group.counting_s)}", style="dim")
+    line.append("\n  ")
+    for title, value, bars in (
+        ("calls/s", rate(group.calls_per_s), "calls"),
+        ("p50", duration(group.latency.p50_s), ""),
+        ("p99", duration(group.latency.p99_s), ""),
+        ("in flight", count(group.in_flight), "in_flight"),
+        ("errors/s", rate(group.errors_per_s), ""),
+        ("bytes/s", bytes_(group.sent_bytes_per_s), ""),
+        ("lag", duration(group.lag_max_s), "lag_s"),
+    ):
+        line.append(f"{title} ", style="dim")
+        line.append(value, style="bold")
+        if bars:
+            line.append(f" {sparkline(group.history.get(bars, [])[-12:])}", style="cyan")
+        line.append("   ")
+    return line
+
+
+def sparkline(values: list[float]) -> str:
+    """The course of some values in one line.
+
+    >>> sparkline([0, 1, 2, 4])
+    '▁▂▄█'
+    """
+    most = max(values, default=0.0)
+    if most <= 0:
+        return _BARS[0] * len(values)
+    return "".join(_BARS[min(7, int(value / most * 7.999))] for value in values)
+
+
+async def _live(group: Attachment, screen: Screen, interval_s: float) -> int:
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    pressed = asyncio.Event()
+
+    def press(key: str) -> None:
+        screen.press(key)
+        pressed.set()
+
+    with _keys(press), Live(console=console, screen=True, auto_refresh=False) as live:
+        summary = await group.summary()
+        loop = asyncio.get_running_loop()
+        asked_at = loop.time()
+        while not screen.is_over:
+            live.update(screen.page(summary, console.height, console.width), refresh=True)
+            pressed.clear()
+            left_s = asked_at + max(0.1, interval_s) - loop.time()
+            if left_s > 0:
+                try:
+                    async with asyncio.timeout(left_s):
+                        await pressed.wait()
+                    continue
+                except TimeoutError:
+                    pass
+            asked_at = loop.time()
+            summary = await group.summary()
+    return 0
+
+
+@contextmanager
+def _keys(press: Callable[[str], None]) -> Iterator[None]:
+    """Hear of each key at once, and leave the terminal as it was."""
+    try:
+        import termios
+        import tty
+    except ImportError:  # Windows: the page still renews itself
+        yield
+        return
+    if not sys.stdin.isatty():
+        yield
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    loop = asyncio.get_running_loop()
+    tty.setcbreak(descriptor)
+
+    def read() -> None:
+        # not sys.stdin, whose buffer would keep what comes with the first of several keys
+        for key in os.read(descriptor, 64).decode(errors="ignore"):
+            press(key)
+
+    loop.add_reader(descriptor, read)
+    try:
+        yield
+    finally:
+        loop.remove_reader(descriptor)
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

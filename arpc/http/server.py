@@ -1,0 +1,245 @@
+"""The server: what is at which path, and who may have it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from aiohttp import web
+
+from arpc._version import __version__
+from arpc.errors import OverloadedError, UnsupportedError
+from arpc.http.address import is_open_to_all
+from arpc.http.exposition import expose
+from arpc.http.feed import Feed
+from arpc.http.guard import COOKIE, SESSION_S, Guard
+from arpc.log import get_logger
+from arpc.metrics.service import MetricsService
+from arpc.options import RpcOptions, split_host_port
+
+__all__ = ["HttpServer", "serve"]
+
+logger = get_logger("arpc.http")
+
+_STATIC: Final = Path(__file__).parent / "static"
+_HEADERS: Final = {
+    # everything comes from here, nothing runs that is not a file of ours, and nobody may put this page into another
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    # not no-referrer, with which a browser does not tell the origin of our own forms either
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_OPEN_PATHS: Final = frozenset({"/healthz", "/login", "/style.css", "/login.js", "/favicon.svg"})
+"""What those may have who have not logged in yet."""
+_LOGIN_DELAY_S: Final = 0.5
+_MAX_LOGINS: Final = 8
+_KEEP_ALIVE_S: Final = 10.0
+_MAX_FORM_BYTES: Final = 4096
+_encode = msgspec.json.Encoder().encode
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class HttpServer:
+    """The page of one worker's group. Made by `serve`."""
+
+    def __init__(self, options: RpcOptions, metrics: MetricsService) -> None:
+        self.url = ""
+        self._options = options
+        self._metrics = metrics
+        self._guard = Guard(options.secret, needs_secret=not is_open_to_all(options))
+        self._feed = Feed(metrics)
+        self._logins = 0
+        self._streams: set[asyncio.Task[Any]] = set()
+        app = web.Application(middlewares=[self._admit], client_max_size=_MAX_FORM_BYTES)
+        app.add_routes(
+            [
+                web.get("/", self._static("index.html")),
+                web.get("/login", self._static("login.html")),
+                web.post("/login", self._login),
+                web.post("/logout", self._logout),
+                *[web.get(f"/{path.name}", self._static(path.name)) for path in _STATIC.iterdir()],
+                web.get("/healthz", self._health),
+                web.get("/metrics", self._prometheus),
+                web.get("/api/group", self._group),
+                web.get("/api/events", self._events, allow_head=False),
+                web.get("/api/stack", self._stack),
+                web.post("/api/trace", self._trace),
+                web.get("/api/workers/{name}", self._worker),
+            ]
+        )
+        # who is disconnected has no use for an answer
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+
+    async def start(self) -> None:
+        """Listen. Raises `OSError` if the address cannot be had."""
+        host, port = split_host_port(self._options.http)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        await site.start()
+        taken = self._runner.addresses[0][1]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{taken}"
+
+    async def aclose(self) -> None:
+        for task in list(self._streams):
+            task.cancel()
+        await self._feed.aclose()
+        await self._runner.cleanup()
+
+    # -- who may
+
+    @web.middleware
+    async def _admit(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        is_open = request.path in _OPEN_PATHS
+        guard = self._guard
+        verdict = (
+            guard.judge_origin(request.method, request.headers)
+            if is_open
+            else guard.judge(request.method, request.headers, request.cookies.get(COOKIE))
+        )
+        if verdict.status == 401 and request.path == "/":
+            response: web.StreamResponse = web.Response(status=303, headers={"Location": "/login"})
+        elif verdict.status != 200:
+            headers = {"WWW-Authenticate": 'Bearer realm="arpc"'} if verdict.status == 401 else None
+            response = _json({"error": verdict.reason}, status=verdict.status, headers=headers)
+        else:
+            try:
+                response = await handler(request)
+            except web.HTTPException as error:
+                response = _json({"error": error.reason}, status=error.status)
+        if not response.prepared:
+            response.headers.update(_HEADERS)
+        return response
+
+    async def _login(self, request: web.Request) -> web.StreamResponse:
+        if self._logins >= _MAX_LOGINS:
+            return _json({"error": "too many try to log in: wait a moment"}, status=429, headers={"Retry-After": "1"})
+        self._logins += 1
+        try:
+            typed = (await request.post()).get("secret", "")
+            cookie = self._guard.login(typed) if isinstance(typed, str) else None
+            if cookie is None:
+                # whoever guesses has to wait, and everybody else does not
+                await asyncio.sleep(_LOGIN_DELAY_S)
+                return web.Response(status=303, headers={"Location": "/login?wrong"})
+        finally:
+            self._logins -= 1
+        response = web.Response(status=303, headers={"Location": "/"})
+        response.set_cookie(
+            COOKIE, cookie, max_age=SESSION_S, httponly=True, samesite="Strict", secure=request.secure, path="/"
+        )
+        return response
+
+    async def _logout(self, _: web.Request) -> web.StreamResponse:
+        response = web.Response(status=303, headers={"Location": "/login" if self._guard.needs_secret else "/"})
+        response.del_cookie(COOKIE, path="/")
+        return response
+
+    # -- what there is
+
+    @staticmethod
+    def _static(name: str) -> _Handler:
+        path = _STATIC / name
+
+        async def handler(_: web.Request) -> web.StreamResponse:
+            return web.FileResponse(path, headers=_HEADERS)
+
+        return handler
+
+    async def _health(self, _: web.Request) -> web.StreamResponse:
+        snapshot = self._metrics.inspector
+        agent = snapshot.agent
+        is_up = agent.is_serving and not agent.is_closing
+        body = {"status": "ok" if is_up else "unavailable", "worker": snapshot.info.name, "version": __version__}
+        return _json(body, status=200 if is_up else 503)
+
+    async def _prometheus(self, request: web.Request) -> web.StreamResponse:
+        if request.query.get("scope") == "worker":
+            snapshots = [self._metrics.snapshot()]
+        else:
+            snapshots = await self._metrics.snapshots()
+        try:
+            body, content_type = expose(snapshots, request.headers.get("Accept", ""))
+        except UnsupportedError as error:
+            return _json({"error": str(error)}, status=501)
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+    async def _group(self, _: web.Request) -> web.StreamResponse:
+        return web.Response(body=await self._feed.current(), content_type="application/json")
+
+    async def _worker(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        for snapshot in await self._metrics.snapshots():
+            if snapshot.name == name:
+                return _json(snapshot)
+        return _json({"error": f"no worker {name!r} answers in this group"}, status=404)
+
+    async def _stack(self, _: web.Request) -> web.StreamResponse:
+        return _json(await self._metrics.stacks())
+
+    async def _trace(self, request: web.Request) -> web.StreamResponse:
+        form = request.query.get("form", "json")
+        try:
+            body = await self._metrics.trace(float(request.query.get("seconds", "5")), form)
+        except ValueError as error:
+            status = 501 if isinstance(error, UnsupportedError) else 400
+            return _json({"error": str(error)}, status=status)
+        except OverloadedError as error:
+            return _json({"error": str(error)}, status=409, headers={"Retry-After": "5"})
+        kind = "application/json" if form == "json" else "text/html"
+        headers = {"Content-Disposition": f'attachment; filename="arpc-trace.{form}"'}
+        return web.Response(body=body, content_type=kind, headers=headers)
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        """Server-sent events: the summary, each second."""
+        response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams.add(task)
+        updates = self._feed.updates()
+        try:
+            async for update in updates:
+                await response.write(b"data: " + update + b"\n\n")
+        except ConnectionResetError:
+            pass  # nobody looks any more
+        finally:
+            self._streams.discard(task)
+            await updates.aclose()  # type: ignore[attr-defined]
+        return response
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=_encode(value), status=status, content_type="application/json", headers=headers)
+
+
+async def serve(options: RpcOptions, metrics: MetricsService) -> HttpServer | None:
+    """Serve the page of a worker's group. None, and a warning, if the address is taken: work goes on without a page."""
+    server = HttpServer(options, metrics)
+    name = metrics.inspector.info.name
+    try:
+        await server.start()
+    except OSError as error:
+        logger.warning(
+            "worker %s cannot serve the dashboard on %s: %s",
+            name,
+            options.http,
+            error.strerror or error,
+            extra={"worker": name},
+        )
+        await server.aclose()
+        return None
+    except BaseException:
+        await server.aclose()
+        raise
+    logger.info("worker %s serves the dashboard at %s", name, server.url, extra={"worker": name})
+    return server

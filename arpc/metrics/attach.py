@@ -1,0 +1,105 @@
+"""How tools find the groups of this host: a small file for each worker, beside its socket.
+
+It says where the worker can be reached, and holds no secret: of that it only says in which file it is, if it came from
+one (``ARPC_SECRET_FILE``, as `arpc launch` sets it), which the same user alone can read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from arpc.errors import ConfigurationError, WireError
+from arpc.ids import WorkerInfo
+from arpc.log import get_logger
+from arpc.options import RpcOptions
+from arpc.transport.stream import socket_directory
+
+__all__ = ["AttachFile", "Attachable", "attachable"]
+
+logger = get_logger("arpc.metrics")
+
+_SUFFIX: Final = ".worker.json"
+
+
+class Attachable(msgspec.Struct, frozen=True):
+    """A worker of this host that can be asked."""
+
+    name: str
+    id: int
+    pid: int
+    started_s: float
+    addresses: tuple[str, ...]
+    http: str | None = None
+    secret_file: str | None = None
+
+
+class AttachFile:
+    """The file of one worker, there as long as the worker is."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @classmethod
+    def write(
+        cls, info: WorkerInfo, addresses: Iterable[str], http: str | None, options: RpcOptions, now_s: float
+    ) -> AttachFile | None:
+        """None where it cannot be, or nobody could come by the addresses: nothing but looking needs it."""
+        reachable = tuple(address for address in addresses if address.startswith(("unix://", "tcp://")))
+        if not reachable:
+            return None
+        # the secret may have been given in another way, although there is such a file
+        named = os.environ.get("ARPC_SECRET_FILE") if not os.environ.get("ARPC_SECRET") else None
+        found = Attachable(
+            info.name, info.id, os.getpid(), now_s, reachable, http, named if options.secret is not None else None
+        )
+        try:
+            path = socket_directory() / f"{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(msgspec.json.encode(found))
+        except (OSError, WireError, AttributeError) as error:
+            logger.debug(
+                "tools will not find worker %s by themselves: %s", info.name, error, extra={"worker": info.name}
+            )
+            return None
+        return cls(path)
+
+    def remove(self) -> None:
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+
+def attachable() -> list[Attachable]:
+    """The workers of this user on this host, the newest first. Files of processes that were killed are removed."""
+    try:
+        directory = socket_directory()
+    except (OSError, WireError, AttributeError) as error:
+        raise ConfigurationError(f"the workers of this host cannot be found: {error}. Give --address") from error
+    found = []
+    for path in directory.glob(f"*{_SUFFIX}"):
+        try:
+            one = msgspec.json.decode(path.read_bytes(), type=Attachable)
+        except (OSError, msgspec.MsgspecError):
+            continue  # it is being written, or was just removed
+        if _is_running(one.pid):
+            found.append(one)
+        else:
+            path.unlink(missing_ok=True)
+    return sorted(found, key=lambda one: (-one.started_s, one.id))
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,278 @@
+"""Looks at the parts of a worker and writes down what it sees. It changes nothing, and costs only when asked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from arpc._version import __version__
+from arpc.agent.agent import Agent
+from arpc.agent.connector import Link
+from arpc.agent.peers import Peer
+from arpc.autograd.service import AutogradService
+from arpc.ids import WorkerInfo
+from arpc.metrics.recorder import Recorder, Series
+from arpc.metrics.snapshots import (
+    ContextSnapshot,
+    ExecutorSnapshot,
+    LoopSnapshot,
+    PeerSnapshot,
+    RRefGroup,
+    SeriesSnapshot,
+    WorkerSnapshot,
+)
+from arpc.rref.context import RRefContext
+from arpc.rref.report import rref_rows
+from arpc.transport.shm import Arena
+from arpc.transport.warm import WarmMemory
+from arpc.wire.messages import Inspect
+
+__all__ = ["Inspector", "Traffic"]
+
+_CONTEXTS_TOLD: Final = 200
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+
+class Traffic:
+    """Bytes to and from each peer, over all connections there have been: each of those begins at nothing."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, tuple[int, int]] = {}
+        self._connections: dict[str, tuple[object, int, int]] = {}
+
+    def look(self, peers: tuple[Peer, ...]) -> None:
+        """Take note of how much there is. What goes over a connection between the last look and its end is missed."""
+        for peer in peers:
+            connection = peer.connection
+            name = peer.info.name
+            known = self._connections.get(name)
+            if known is not None and known[0] is not connection:
+                sent, received = self._before.get(name, (0, 0))
+                self._before[name] = (sent + known[1], received + known[2])
+                del self._connections[name]
+            if connection is not None:
+                self._connections[name] = (connection, connection.bytes_sent, connection.bytes_received)
+
+    def of(self, name: str) -> tuple[int, int]:
+        """Bytes sent and received."""
+        sent, received = self._before.get(name, (0, 0))
+        known = self._connections.get(name)
+        return (sent, received) if known is None else (sent + known[1], received + known[2])
+
+    def total(self) -> tuple[int, int]:
+        """The same for all peers together."""
+        both = [self.of(name) for name in self._before.keys() | self._connections.keys()]
+        return sum(sent for sent, _ in both), sum(received for _, received in both)
+
+
+class Inspector:
+    """Knows the parts of one worker."""
+
+    def __init__(
+        self,
+        rrefs: RRefContext,
+        autograd: AutogradService,
+        arena: Arena | None = None,
+        receive_memory: WarmMemory | None = None,
+    ) -> None:
+        self.agent: Agent
+        self.info = WorkerInfo("", -1)
+        self.arena = arena
+        self.receive_memory = receive_memory
+        self.traffic = Traffic()
+        self._rrefs = rrefs
+        self._autograd = autograd
+        self._started = time.monotonic()
+
+    def snapshot(
+        self, recorder: Recorder | None, loop: LoopSnapshot, history: Mapping[str, list[float]]
+    ) -> WorkerSnapshot:
+        agent = self.agent
+        now = agent.loop.time()
+        self.traffic.look(agent.peers)
+        state = "closing" if agent.is_closing else "serving" if agent.is_serving else "starting"
+        calls, handlers = self._in_flight()
+        peers = self._peers(calls)
+        return WorkerSnapshot(
+            name=self.info.name,
+            id=self.info.id,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            version=__version__,
+            state=state,
+            time_s=time.time(),
+            uptime_s=time.monotonic() - self._started,
+            counting_s=0.0 if recorder is None else now - recorder.since,
+            memory_bytes=_resident_bytes(),
+            calls=_series({} if recorder is None else recorder.calls, calls, now),
+            handlers=_series({} if recorder is None else recorder.handlers, handlers, now),
+            peers=peers,
+            executor=self._executor(),
+            loop=loop,
+            rrefs=self._rref_groups(),
+            contexts=self._contexts(),
+            shared_memory=_numbers(self.arena.statistics()) if self.arena is not None else {},
+            receive_memory=_numbers(self.receive_memory.statistics()) if self.receive_memory is not None else {},
+            history=dict(history),
+            reconnects=sum(peer.reconnects for peer in peers),
+            peers_given_up=agent.heartbeat.peers_given_up,
+            connections_refused=agent.connector.refused,
+        )
+
+    def bytes_moved(self) -> tuple[int, int]:
+        """Sent and received over connections, and sent through shared memory, which receivers do not count."""
+        self.traffic.look(self.agent.peers)
+        sent, received = self.traffic.total()
+        return sent + (self.arena.sent_bytes if self.arena is not None else 0), received
+
+    def levels(self) -> dict[str, float]:
+        """What is under way at this moment."""
+        agent = self.agent
+        return {
+            "in_flight": float(sum(len(peer.calls) for peer in agent.peers)),
+            "handlers": float(sum(len(link.inbound.running) for link in self._peer_links())),
+        }
+
+    def _peer_links(self) -> list[Link]:
+        """Without those who only look."""
+        return [link for link in self.agent.connector.links if not link.is_onlooker]
+
+    def _peers(self, calls: Mapping[tuple[str, str], int]) -> list[PeerSnapshot]:
+        rows = []
+        in_flight: Counter[str] = Counter()
+        for (name, _), count in calls.items():
+            in_flight[name] += count
+        for peer in self.agent.peers:
+            sent, received = self.traffic.of(peer.info.name)
+            connection = peer.connection
+            rows.append(
+                PeerSnapshot(
+                    name=peer.info.name,
+                    state=peer.state.name.lower(),
+                    calls_made=peer.calls.made,
+                    in_flight=in_flight[peer.info.name],
+                    waiting=len(peer.backlog),
+                    bytes_in_flight=peer.in_flight_bytes,
+                    unsent_bytes=0 if connection is None or not connection.is_open else connection.unsent_bytes,
+                    sent_bytes=sent,
+                    received_bytes=received,
+                    reconnects=max(0, peer.connects - 1),
+                )
+            )
+        return rows
+
+    def _in_flight(self) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+        """Calls and handlers under way, by peer and function."""
+        agent = self.agent
+        calls = Counter(
+            (peer.info.name, call.name)
+            for peer in agent.peers
+            for _, call in peer.calls
+            if call.function is not Inspect  # of those who look, and not of the program
+        )
+        handlers = Counter(
+            (link.inbound.caller.name, run.function.name)
+            for link in self._peer_links()
+            for run in link.inbound.running.values()
+        )
+        return calls, handlers
+
+    def _executor(self) -> ExecutorSnapshot:
+        counted = self.agent.executor.statistics()
+        inbounds = [link.inbound for link in self._peer_links()]
+        return ExecutorSnapshot(
+            threads=counted["threads"],
+            threads_max=counted["threads_max"],
+            threads_busy=max(0, min(counted["jobs_unfinished"] - counted["jobs_queued"], counted["threads"])),
+            queued=counted["jobs_queued"],
+            handlers=sum(len(inbound.running) for inbound in inbounds),
+            handlers_waiting=sum(len(inbound.waiting) for inbound in inbounds),
+            calls_handled=counted["calls_handled"],
+            calls_failed=counted["calls_failed"],
+        )
+
+    def _rref_groups(self) -> list[RRefGroup]:
+        groups: dict[tuple[str, str, str, str], list[float]] = {}
+        for row in rref_rows(self._rrefs):
+            group = groups.setdefault((row.role, row.owner, row.type, row.state), [0, 0, 0.0])
+            group[0] += 1
+            group[1] += sum(row.forks.values())
+            group[2] = max(group[2], row.age_s)
+        return [
+            RRefGroup(role, owner, type_, state, int(count), int(forks), oldest_s)
+            for (role, owner, type_, state), (count, forks, oldest_s) in groups.items()
+        ]
+
+    def _contexts(self) -> list[ContextSnapshot]:
+        now = time.monotonic()
+        oldest_first = sorted(self._autograd.container.contexts.values(), key=lambda context: context.since)
+        return [
+            ContextSnapshot(
+                id=context.id,
+                creator=context.creator,
+                age_s=now - context.since,
+                sends=len(context.sends),
+                recvs=len(context.recvs),
+                gradients=len(context.gradients),
+                is_running=context.active_pass is not None,
+            )
+            for context in oldest_first[:_CONTEXTS_TOLD]
+        ]
+
+
+def _series(
+    known: Mapping[tuple[str, str], Series], in_flight: Mapping[tuple[str, str], int], now: float
+) -> list[SeriesSnapshot]:
+    rows = []
+    for (peer, function), series in known.items():
+        recent, since = series.recent()
+        counted = series.durations
+        under_way = in_flight.get((peer, function), 0)
+        rows.append(
+            SeriesSnapshot(
+                peer=peer,
+                function=function,
+                count=counted.count,
+                sum_s=counted.sum_s,
+                errors=dict(series.errors),
+                durations=counted.sparse(),
+                recent=recent,
+                recent_s=now - since,
+                in_flight=under_way,
+            )
+        )
+    # what has never ended yet counts, too
+    rows += [
+        SeriesSnapshot(peer, function, 0, 0.0, {}, {}, {}, 0.0, count)
+        for (peer, function), count in in_flight.items()
+        if (peer, function) not in known
+    ]
+    return rows
+
+
+def _numbers(counted: Mapping[str, Any]) -> dict[str, int]:
+    """The numbers among the statistics of a part; of those by worker their sum."""
+    return {
+        name: sum(value.values()) if isinstance(value, dict) else int(value)
+        for name, value in counted.items()
+        if isinstance(value, int | float | dict)
+    }
+
+
+def _resident_bytes() -> int:
+    """Memory of this process; 0 where the system does not tell it cheaply."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def loop_tasks(loop: asyncio.AbstractEventLoop) -> int:
+    """How many tasks there are on a loop."""
+    return len(asyncio.all_tasks(loop))

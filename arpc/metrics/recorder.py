@@ -1,0 +1,117 @@
+"""Counts calls and handlers, by function and peer. In place only while somebody looks: see `metrics.service`."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from arpc.agent.functions import name_of
+from arpc.metrics.histogram import Histogram, SparseCounts, difference
+from arpc.wire.messages import Inspect
+from arpc.wire.pickling import importable_name
+
+__all__ = ["OTHER_FUNCTIONS", "Recorder", "Series"]
+
+_MAX_SERIES: Final = 2_000
+"""Functions made anew for each call, as lambdas may be, must not fill the memory: further names share a row."""
+OTHER_FUNCTIONS: Final = "(others)"
+_ROTATE_S: Final = 10.0
+_INSPECT: Final = Inspect.__name__
+
+
+class Series:
+    """The calls of one function between this worker and one peer, in one direction."""
+
+    __slots__ = ("_before", "_before_at", "_middle", "_middle_at", "durations", "errors")
+
+    def __init__(self, now: float) -> None:
+        self.durations = Histogram()
+        self.errors: dict[str, int] = {}
+        """How many failed, by the name of the exception."""
+        self._before: SparseCounts = {}
+        self._before_at = now
+        self._middle: SparseCounts = {}
+        self._middle_at = now
+
+    def rotate(self, now: float) -> None:
+        """Let `recent` begin later: at the moment of the rotation before this one."""
+        self._before, self._before_at = self._middle, self._middle_at
+        self._middle, self._middle_at = self.durations.sparse(), now
+
+    def recent(self) -> tuple[SparseCounts, float]:
+        """What was counted lately, and since when."""
+        return difference(self.durations.sparse(), self._before), self._before_at
+
+
+class Recorder:
+    """The series of one worker: a `Meter` of its agent. Belongs to the loop."""
+
+    def __init__(self, now: float) -> None:
+        self.since = now
+        self.calls: dict[tuple[str, str], Series] = {}
+        """Made by this worker, by peer and function."""
+        self.handlers: dict[tuple[str, str], Series] = {}
+        """Made by others, by peer and function."""
+        self._by_function: dict[tuple[str, Any], Series] = {}
+        """The first again, by the function itself: its name takes longer to find than all the rest."""
+        self._now = now
+        self._rotated_at = now
+
+    def call_ended(self, peer: str, function: Any, duration_ns: int, error: BaseException | None) -> None:
+        try:
+            series = self._by_function[peer, function]
+        except (KeyError, TypeError):
+            if function is Inspect:
+                return  # which those who look sent, and not the program
+            series = self._find(peer, function)
+        series.durations.add(duration_ns)
+        if error is not None:
+            _count_error(series, error)
+
+    def handler_ended(self, caller: str, function: str, duration_ns: int) -> None:
+        if function == _INSPECT:
+            return
+        series = self.handlers.get((caller, function)) or self._add(self.handlers, caller, function)
+        series.durations.add(duration_ns)
+
+    def handler_failed(self, caller: str, function: str, error: BaseException) -> None:
+        if function != _INSPECT:
+            series = self.handlers.get((caller, function)) or self._add(self.handlers, caller, function)
+            _count_error(series, error)
+
+    def _find(self, peer: str, function: Any) -> Series:
+        name = name_of(function)
+        series = self.calls.get((peer, name)) or self._add(self.calls, peer, name)
+        if len(self._by_function) < _MAX_SERIES and importable_name(function) is not None:
+            # what is made anew for each call must not be kept alive
+            self._by_function[peer, function] = series
+        return series
+
+    def _add(self, known: dict[tuple[str, str], Series], peer: str, function: str) -> Series:
+        if len(known) >= _MAX_SERIES:
+            function = OTHER_FUNCTIONS
+        key = (peer, function)
+        if key not in known:
+            known[key] = Series(self._now)
+        return known[key]
+
+    def tick(self, now: float) -> None:
+        """Called each second or so: what counts as recent moves on."""
+        self._now = now
+        if now - self._rotated_at >= _ROTATE_S:
+            self._rotated_at = now
+            for series in (*self.calls.values(), *self.handlers.values()):
+                series.rotate(now)
+
+    def totals(self) -> dict[str, float]:
+        """How much there has been so far."""
+        calls, handlers = self.calls.values(), self.handlers.values()
+        return {
+            "calls": float(sum(series.durations.count for series in calls)),
+            "handled": float(sum(series.durations.count for series in handlers)),
+            "errors": float(sum(sum(series.errors.values()) for series in calls)),
+        }
+
+
+def _count_error(series: Series, error: BaseException) -> None:
+    name = type(error).__name__
+    series.errors[name] = series.errors.get(name, 0) + 1

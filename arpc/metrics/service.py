@@ -1,0 +1,235 @@
+"""Counting, and answering those who ask. A feature of the agent like any other: handlers, and an observer while needed.
+
+Nothing is counted until somebody asks, and counting stops when nobody has asked for a while, so that a group that
+nobody looks at pays nothing. `RpcOptions.metrics` and `RpcOptions.http` keep it on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from arpc.agent.agent import Agent
+from arpc.agent.functions import Prompt
+from arpc.agent.membership import WorkerRecord
+from arpc.errors import ConfigurationError, OverloadedError, RendezvousError, UnsupportedError
+from arpc.ids import WorkerInfo
+from arpc.metrics.group import GroupView
+from arpc.metrics.inspector import Inspector, loop_tasks
+from arpc.metrics.recorder import Recorder
+from arpc.metrics.sampler import Sampler
+from arpc.metrics.snapshots import LoopSnapshot, WorkerSnapshot
+from arpc.metrics.stacks import WorkerStack, dump
+from arpc.metrics.summary import GroupSummary, summarize
+from arpc.options import RpcOptions
+from arpc.wire.messages import Inspect, Message
+
+__all__ = ["MAX_TRACE_S", "TRACE_FORMS", "MetricsService", "RecordTrace"]
+
+RecordTrace = Callable[[float, str], Awaitable[bytes]]
+"""Seconds, and one of `TRACE_FORMS`."""
+TRACE_FORMS: Final = ("json", "html")
+MAX_TRACE_S: Final = 120.0
+
+_LEASE_S: Final = 150.0
+"""Counting goes on for so long after somebody asked: longer than the usual pause between two scrapes."""
+_MEET_S: Final = 5.0
+_encode = msgspec.msgpack.Encoder().encode
+_decode_snapshot = msgspec.msgpack.Decoder(WorkerSnapshot).decode
+_decode_stack = msgspec.msgpack.Decoder(WorkerStack).decode
+
+
+class MetricsService:
+    """Counts for one worker, and collects from the group when it is the one that is asked."""
+
+    def __init__(
+        self,
+        options: RpcOptions,
+        inspector: Inspector,
+        members: Callable[[], Awaitable[Iterable[WorkerRecord]]] | None = None,
+        record_trace: RecordTrace | None = None,
+    ) -> None:
+        """``members`` asks an elastic group who has come, ``record_trace`` records a group for some seconds."""
+        self.inspector = inspector
+        self.record_trace = record_trace
+        self._is_tracing = False
+        self._members = members
+        self._options = options
+        self._agent: Agent
+        self._recorder: Recorder | None = None
+        self._sampler: Sampler | None = None
+        self._lease: asyncio.TimerHandle | None = None
+        self._snapshots: GroupView[WorkerSnapshot]
+        self._stack_questions = 0
+        self._answers_given = 0
+        self._met_at = float("-inf")
+        self._is_closed = False
+
+    # -- what the agent and the runtime need of a feature
+
+    @property
+    def handlers(self) -> Mapping[type[Message], Callable[..., Any]]:
+        return {Inspect: Prompt(self.answer)}
+
+    def attach(self, agent: Agent) -> None:
+        self._agent = self.inspector.agent = agent
+        self._snapshots = GroupView(agent, ("snapshot",), _decode_snapshot, self._meet)
+        if self._options.metrics or self._options.http:
+            self.begin()
+
+    def identify(self, info: WorkerInfo) -> None:
+        self.inspector.info = info
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._snapshots.close()
+        self.end()
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Questions asked and answered by this service, which are no work: a group may shut down while they go on."""
+        return self._snapshots.questions_asked + self._stack_questions, self._answers_given
+
+    # -- counting
+
+    @property
+    def is_counting(self) -> bool:
+        return self._recorder is not None
+
+    def begin(self) -> None:
+        """Count from now on."""
+        if self._recorder is not None or self._is_closed:
+            return
+        self._recorder = Recorder(self._agent.loop.time())
+        self._agent.set_meter(self._recorder)
+        self._sampler = Sampler(self._agent.loop, self._read)
+
+    def end(self) -> None:
+        """Count no more, and forget what was counted."""
+        if self._lease is not None:
+            self._lease.cancel()
+            self._lease = None
+        if self._sampler is not None:
+            self._sampler.close()
+            self._sampler = None
+        if self._recorder is not None:
+            self._agent.set_meter(None)
+            self._recorder = None
+
+    def _read(self) -> dict[str, float]:
+        recorder = self._recorder
+        assert recorder is not None  # the sampler ends with it
+        recorder.tick(self._agent.loop.time())
+        sent, received = self.inspector.bytes_moved()
+        levels = self.inspector.levels()
+        levels["in_flight"] -= min(levels["in_flight"], self._snapshots.under_way)
+        return {
+            **recorder.totals(),
+            **levels,
+            "sent_bytes": float(sent),
+            "received_bytes": float(received),
+        }
+
+    def _renew(self) -> None:
+        """Somebody looks: count for a while."""
+        self.begin()
+        if self._options.metrics or self._options.http or self._is_closed:
+            return
+        if self._lease is not None:
+            self._lease.cancel()
+        self._lease = self._agent.loop.call_later(_LEASE_S, self.end)
+
+    # -- answers
+
+    def answer(self, what: str, *arguments: Any) -> Any:
+        """Handle an `Inspect`: for this worker at once, for the group in a coroutine."""
+        self._answers_given += 1
+        if what == "snapshot":
+            self._renew()
+            return _encode(self.snapshot())
+        if what == "stack":
+            return _encode(self.stack())
+        if what == "group":
+            return self._answer_summary(*arguments)
+        if what == "group_stack":
+            return self._answer_stacks(*arguments)
+        if what == "group_trace":
+            return self.trace(*arguments)
+        raise ValueError(f"worker {self.inspector.info.name!r} cannot tell {what!r}: it has another version of arpc")
+
+    def snapshot(self) -> WorkerSnapshot:
+        """This worker now."""
+        sampler = self._sampler
+        tasks = loop_tasks(self._agent.loop)
+        if sampler is None:
+            return self.inspector.snapshot(self._recorder, LoopSnapshot(0.0, 0.0, tasks), {})
+        lag = LoopSnapshot(sampler.lag_s, sampler.lag_max_s, tasks)
+        return self.inspector.snapshot(self._recorder, lag, sampler.history.rows())
+
+    def stack(self) -> WorkerStack:
+        """What waits on this worker now."""
+        return dump(self._agent, self.inspector.info, os.getpid())
+
+    async def _answer_summary(self, patience_s: float) -> bytes:
+        return _encode(await self.summary(patience_s))
+
+    async def _answer_stacks(self, patience_s: float) -> bytes:
+        return _encode(await self.stacks(patience_s))
+
+    # -- the group
+
+    async def snapshots(self, patience_s: float = 0.5) -> list[WorkerSnapshot]:
+        """Those of all workers that answered, now or before."""
+        answers = await self._snapshots.refresh(patience_s)
+        return [answer.value for answer in answers.values() if answer.value is not None and not answer.error]
+
+    async def summary(self, patience_s: float = 0.5) -> GroupSummary:
+        """The whole group, made for people to look at."""
+        answers = await self._snapshots.refresh(patience_s)
+        return summarize(answers, self._agent.loop.time(), self.inspector.info.name)
+
+    async def stacks(self, patience_s: float = 2.0) -> list[WorkerStack]:
+        """What waits on all workers that answer in time."""
+        view = GroupView(self._agent, ("stack",), _decode_stack, self._meet)
+        try:
+            answers = await view.refresh(patience_s)
+            return [answer.value for _, answer in sorted(answers.items()) if answer.value is not None]
+        finally:
+            self._stack_questions += view.questions_asked
+            view.close()
+
+    async def trace(self, seconds: float, form: str = "json") -> bytes:
+        """What all workers did for some seconds, as ``json`` for Perfetto or as a page of ``html``. One at a time."""
+        if self.record_trace is None:
+            raise UnsupportedError(f"worker {self.inspector.info.name!r} cannot record: it has no profiler")
+        if form not in TRACE_FORMS or not 0 < seconds <= MAX_TRACE_S:
+            raise ConfigurationError(
+                f"a trace is of at most {MAX_TRACE_S:g} s and one of {', '.join(TRACE_FORMS)}, "
+                f"not {seconds!r} s of {form}"
+            )
+        if self._is_tracing:
+            raise OverloadedError(f"worker {self.inspector.info.name!r} records for somebody else: try again later")
+        self._is_tracing = True
+        try:
+            return await self.record_trace(seconds, form)
+        finally:
+            self._is_tracing = False
+
+    async def _meet(self) -> None:
+        """Hear of workers that have come to an elastic group."""
+        now = self._agent.loop.time()
+        if self._members is None or now - self._met_at < _MEET_S:
+            return
+        self._met_at = now
+        try:
+            async with asyncio.timeout(1.0):
+                records = await self._members()
+        except (RendezvousError, OSError, TimeoutError):
+            return  # those who are known are enough
+        for record in records:
+            if not self._agent.is_closing:
+                self._agent.add_peer(record)

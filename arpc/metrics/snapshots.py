@@ -1,0 +1,128 @@
+"""What a worker tells of itself when it is asked: the shapes of the answers. They travel as msgpack, or as JSON."""
+
+from __future__ import annotations
+
+import msgspec
+
+from arpc.metrics.histogram import SparseCounts
+
+__all__ = [
+    "ContextSnapshot",
+    "ExecutorSnapshot",
+    "LoopSnapshot",
+    "PeerSnapshot",
+    "RRefGroup",
+    "SeriesSnapshot",
+    "WorkerSnapshot",
+]
+
+
+class SeriesSnapshot(msgspec.Struct, frozen=True):
+    """Calls of one function between two workers."""
+
+    peer: str
+    function: str
+    count: int
+    sum_s: float
+    errors: dict[str, int]
+    durations: SparseCounts
+    recent: SparseCounts
+    recent_s: float
+    """How long the time was in which those were counted."""
+    in_flight: int
+
+
+class PeerSnapshot(msgspec.Struct, frozen=True):
+    """A connection to another worker, or to this one itself."""
+
+    name: str
+    state: str
+    calls_made: int
+    in_flight: int
+    waiting: int
+    """Calls that wait for a connection, or for room in the window."""
+    bytes_in_flight: int
+    unsent_bytes: int
+    sent_bytes: int
+    received_bytes: int
+    reconnects: int
+
+
+class ExecutorSnapshot(msgspec.Struct, frozen=True):
+    """Who runs handlers."""
+
+    threads: int
+    threads_max: int
+    threads_busy: int
+    queued: int
+    """Plain functions that wait for a thread."""
+    handlers: int
+    """Handlers that run, or wait for something."""
+    handlers_waiting: int
+    """Requests that wait because their caller has too many others running."""
+    calls_handled: int
+    calls_failed: int
+
+
+class LoopSnapshot(msgspec.Struct, frozen=True):
+    """How late the loop is."""
+
+    lag_s: float
+    """Of the last probe."""
+    lag_max_s: float
+    """The worst of the last ten seconds or so."""
+    tasks: int
+
+
+class RRefGroup(msgspec.Struct, frozen=True):
+    """RRefs of one kind."""
+
+    role: str
+    owner: str
+    type: str
+    state: str
+    count: int
+    forks: int
+    oldest_s: float
+
+
+class ContextSnapshot(msgspec.Struct, frozen=True):
+    """An autograd context as this worker knows it."""
+
+    id: int
+    creator: int
+    age_s: float
+    sends: int
+    recvs: int
+    gradients: int
+    is_running: bool
+
+
+class WorkerSnapshot(msgspec.Struct, frozen=True):
+    """Everything of one worker."""
+
+    name: str
+    id: int
+    pid: int
+    host: str
+    version: str
+    state: str
+    time_s: float
+    """Unix time there."""
+    uptime_s: float
+    counting_s: float
+    """How long calls have been counted."""
+    memory_bytes: int
+    calls: list[SeriesSnapshot]
+    handlers: list[SeriesSnapshot]
+    peers: list[PeerSnapshot]
+    executor: ExecutorSnapshot
+    loop: LoopSnapshot
+    rrefs: list[RRefGroup]
+    contexts: list[ContextSnapshot]
+    shared_memory: dict[str, int]
+    receive_memory: dict[str, int]
+    history: dict[str, list[float]]
+    reconnects: int
+    peers_given_up: int
+    connections_refused: int

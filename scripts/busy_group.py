@@ -1,0 +1,128 @@
+"""A small group that is busy with a bit of everything, to look at: a dashboard, `arpc top` and `arpc stack` show it.
+
+``python -m scripts.busy_group`` runs until it is interrupted, and prints where the dashboard is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import tempfile
+import time
+from typing import Final
+
+import torch
+from torch import nn
+
+import arpc
+
+NAMES: Final = ("ps", "trainer0", "trainer1", "trainer2", "logger")
+
+
+class Replay:
+    """Keeps what trainers have seen."""
+
+    def __init__(self) -> None:
+        self.items: list[int] = []
+
+    async def add(self, item: int) -> int:
+        self.items = [*self.items[-1000:], item]
+        return len(self.items)
+
+
+async def lookup(keys: list[int]) -> int:
+    """A quick one."""
+    return len(keys)
+
+
+async def pull(step: int) -> torch.Tensor:
+    """Parameters, large enough to go through shared memory."""
+    await asyncio.sleep(random.uniform(0.001, 0.006))
+    return torch.full((256, 1024), float(step))
+
+
+def augment(image: torch.Tensor) -> torch.Tensor:
+    """A plain function, so in a thread."""
+    time.sleep(random.uniform(0.001, 0.004))
+    return image.flip(0)
+
+
+async def log(name: str, step: int) -> None:
+    """Waits for a disk that it does not have."""
+    await asyncio.sleep(random.expovariate(200))
+    if random.random() < 0.01:
+        raise ValueError(f"{name} reports step {step} twice")
+
+
+async def evaluate(step: int) -> int:
+    """A handler that calls on."""
+    await asyncio.sleep(random.uniform(0.5, 2.5))
+    found: int = await arpc.rpc_sync("logger", lookup, args=([step],))
+    return found
+
+
+async def square(x: torch.Tensor) -> torch.Tensor:
+    """Something to differentiate."""
+    return x * x
+
+
+async def train(rank: int) -> None:
+    """What a trainer does all day."""
+    name = NAMES[rank]
+    replay = arpc.remote("ps", Replay)
+    heads = [arpc.remote("ps", nn.Linear, args=(8, 8)) for _ in range(rank)]
+    evaluations: set[asyncio.Task[int]] = set()
+    step = 0
+    while heads:
+        step += 1
+        await asyncio.gather(*(arpc.rpc_sync("ps", lookup, args=([n],)) for n in range(4 * rank)))
+        await arpc.rpc_sync("ps", pull, args=(step,))
+        await arpc.rpc_sync(NAMES[1 + step % 3], augment, args=(torch.ones(64, 64),))
+        await replay.rpc_async().add(step)
+        with contextlib.suppress(ValueError):
+            await arpc.rpc_sync("logger", log, args=(name, step))
+        if len(evaluations) < rank:
+            task = asyncio.create_task(arpc.rpc_sync("ps", evaluate, args=(step,)))
+            evaluations.add(task)
+            task.add_done_callback(evaluations.discard)
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        async with arpc.autograd.context() as context:
+            x = torch.ones(4, requires_grad=True)
+            loss = (await arpc.rpc_sync("logger", square, args=(x,))).sum()
+            await arpc.autograd.backward(context, [loss])
+        await asyncio.sleep(0.01)
+
+
+async def main(rank: int, place: str, http: str) -> None:
+    """One worker."""
+    name = NAMES[rank]
+    options = arpc.RpcOptions(http=http if rank == 0 else "", metrics=True)
+    async with arpc.init_rpc(
+        NAMES[rank], rank=rank, world_size=len(NAMES), init_method=place, options=options
+    ) as worker:
+        if worker.http_address is not None:
+            print(worker.http_address, flush=True)
+        if name.startswith("trainer"):
+            await train(rank)
+        else:
+            await asyncio.Event().wait()
+
+
+def start(rank: int, place: str, http: str) -> None:
+    """One process."""
+    torch.set_num_threads(1)
+    with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):
+        arpc.run(main(rank, place, http))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--http", default="127.0.0.1:8265")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(KeyboardInterrupt):
+        place = f"file://{folder}/group"
+        torch.multiprocessing.spawn(  # type: ignore[attr-defined, no-untyped-call]
+            start, args=(place, arguments.http), nprocs=len(NAMES)
+        )

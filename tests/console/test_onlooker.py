@@ -1,0 +1,191 @@
+"""Somebody who only looks, over real sockets."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+import msgspec
+import pytest
+from torch.distributed import HashStore
+
+import arpc
+from arpc.agent.connector import ONLOOKER
+from arpc.agent.scope import current_scope
+from arpc.cli import main
+from arpc.console.attachment import attach, choose
+from arpc.console.onlooker import Onlooker
+from arpc.errors import AuthenticationError, ConfigurationError, HandshakeError, WireError, WorkerLostError
+from arpc.metrics import attach as attach_module
+from arpc.metrics.attach import Attachable
+from arpc.metrics.stacks import WorkerStack
+from arpc.testing.endpoints import turns_until
+from arpc.wire.frames import frame
+from arpc.wire.messages import MessageType
+
+SECRET = b"swordfish"
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(attach_module, "socket_directory", lambda: tmp_path)
+    monkeypatch.delenv("ARPC_SECRET", raising=False)
+    monkeypatch.delenv("ARPC_SECRET_FILE", raising=False)
+
+
+async def start(name, rank, store, options):
+    current_scope.set(None)
+    return await arpc.init_rpc(name, rank=rank, world_size=2, store=store, options=options)
+
+
+@pytest.fixture
+async def group():
+    store = HashStore()
+    options = arpc.RpcOptions(gc_freeze=False, secret=SECRET, http="127.0.0.1:0")
+    workers = await asyncio.gather(
+        *(asyncio.create_task(start(name, rank, store, options)) for rank, name in enumerate(("ps", "trainer")))
+    )
+    yield workers
+    await asyncio.gather(*(worker.shutdown(graceful=False) for worker in workers))
+
+
+def address_of(worker, scheme="unix"):
+    addresses = worker.statistics()["connector"]["listening"]
+    return next(address for address in addresses if address.startswith(scheme))
+
+
+async def for_ever():
+    await asyncio.Event().wait()
+
+
+async def double(value):
+    return 2 * value
+
+
+def arguments(**more):
+    given = {"address": None, "worker": None, "pid": None, "secret_file": None}
+    return argparse.Namespace(**(given | more))
+
+
+@pytest.mark.parametrize("scheme", ["unix", "tcp"])
+async def test_it_may_ask_and_is_in_no_books(group, scheme):
+    options = arpc.RpcOptions(secret=SECRET)
+    async with Onlooker(address_of(group[0], scheme), options) as onlooker:
+        assert onlooker.worker == "ps"
+        summary = msgspec.msgpack.decode(await onlooker.ask("group", 30.0))
+        assert [worker["name"] for worker in summary["workers"]] == ["ps", "trainer"]
+        assert [worker["handlers"] for worker in summary["workers"]] == [0, 0]  # its own question is none
+        stacks = msgspec.msgpack.decode(await onlooker.ask("stack"), type=WorkerStack)
+        assert stacks.name == "ps"
+        assert {peer.info.name for peer in group[0].agent.peers} == {"ps", "trainer"}
+        assert [link.is_onlooker for link in group[0].agent.connector.links].count(True) == 1
+    await turns_until(lambda: not any(link.is_onlooker for link in group[0].agent.connector.links))
+    assert await group[1].rpc_sync("ps", double, args=(1,)) == 2
+
+
+async def test_without_the_secret_it_is_refused(group):
+    with pytest.raises(HandshakeError):
+        async with Onlooker(address_of(group[0]), arpc.RpcOptions(secret=b"a guess")):
+            raise AssertionError("it must not get in")
+
+
+async def test_it_may_do_nothing_but_ask(group, caplog):
+    async with Onlooker(address_of(group[0]), arpc.RpcOptions(secret=SECRET)) as onlooker:
+        asked = asyncio.create_task(onlooker.ask("group", 30.0))
+        await asyncio.sleep(0)
+        onlooker._connection.send(frame(MessageType.REQUEST, 0, 99, 0, 0, b"no pickle at all"))
+        with pytest.raises(WorkerLostError):
+            await asked
+    assert any("onlooker" in record.getMessage() for record in caplog.records)
+    assert await group[1].rpc_sync("ps", double, args=(2,)) == 4
+
+
+async def test_nor_when_the_worker_is_counting_or_observed(group):
+    async with Onlooker(address_of(group[0]), arpc.RpcOptions(secret=SECRET)) as onlooker:
+        await onlooker.ask("snapshot")
+        (link,) = [link for link in group[0].agent.connector.links if link.is_onlooker]
+        group[0].agent.set_meter(None)
+        assert link.connection.protocol.direct == {}
+
+
+async def test_what_the_worker_raises_is_raised(group):
+    async with Onlooker(address_of(group[0]), arpc.RpcOptions(secret=SECRET)) as onlooker:
+        with pytest.raises(ValueError, match="another version"):
+            await onlooker.ask("horoscope")
+
+
+async def test_a_worker_that_ends_is_lost(group):
+    async with Onlooker(address_of(group[0]), arpc.RpcOptions(secret=SECRET)) as onlooker:
+        await group[0].shutdown(graceful=False)
+        await turns_until(lambda: not onlooker._connection.is_open)
+        with pytest.raises(WorkerLostError):
+            await onlooker.ask("snapshot")
+
+
+async def test_a_worker_is_found_by_its_file(group, monkeypatch, tmp_path):
+    monkeypatch.setenv("ARPC_SECRET", SECRET.decode())
+    async with attach(arguments(worker="trainer")) as found:
+        assert (await found.summary()).served_by == "trainer"
+        assert [worker.name for worker in await found.stacks()] == ["ps", "trainer"]
+
+
+async def test_the_secret_may_be_in_a_file(group, tmp_path):
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET + b"\n")
+    async with attach(arguments(worker="ps", secret_file=path)) as found:
+        assert (await found.summary()).served_by == "ps"
+    path.write_bytes(b"")
+    with pytest.raises(ConfigurationError, match="empty"):
+        async with attach(arguments(worker="ps", secret_file=path)):
+            raise AssertionError("there is no secret")
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        async with attach(arguments(worker="ps", secret_file=tmp_path / "nowhere")):
+            raise AssertionError("there is no secret")
+
+
+async def test_it_attaches_to_the_page_too(group, monkeypatch):
+    monkeypatch.setenv("ARPC_SECRET", SECRET.decode())
+    async with attach(arguments(address=group[0].http_address)) as found:
+        assert (await found.summary()).served_by == "ps"
+        assert len(await found.stacks()) == 2
+    group[0].http._guard.needs_secret = True
+    async with attach(arguments(address=group[0].http_address)) as found:
+        assert (await found.summary()).served_by == "ps"
+    monkeypatch.setenv("ARPC_SECRET", "a guess")
+    with pytest.raises(AuthenticationError, match="secret"):
+        async with attach(arguments(address=group[0].http_address)) as found:
+            await found.summary()
+
+
+@pytest.mark.parametrize("address", ["unix:///nowhere/at.all", "http://127.0.0.1:1", "tcp://127.0.0.1:1"])
+async def test_an_address_where_nobody_is(address):
+    with pytest.raises(WireError, match="cannot be reached"):
+        async with attach(arguments(address=address)) as found:
+            await found.summary()
+
+
+async def test_an_address_that_is_none():
+    with pytest.raises(ConfigurationError, match="address like"):
+        async with attach(arguments(address="carrier-pigeon")):
+            raise AssertionError("there is no such thing")
+
+
+def test_the_newest_that_fits_is_chosen():
+    workers = [Attachable(name, number, 100 + number, 0.0, ()) for number, name in enumerate("abca")]
+    assert choose(workers, None, None).id == 0
+    assert choose(workers, "c", None).id == 2
+    assert choose(workers, "a", 103).id == 3
+    with pytest.raises(ConfigurationError, match="there are a"):
+        choose(workers, "z", None)
+    with pytest.raises(ConfigurationError, match="start a group"):
+        choose([], None, None)
+
+
+@pytest.mark.parametrize("command", [["top", "--once"], ["stack"]])
+def test_the_commands_say_when_there_is_nobody(command, capsys):
+    assert main(command) == 1
+    assert "no worker of this user runs" in capsys.readouterr().err
+
+
+def test_an_onlooker_is_known_by_its_feature():
+    assert ONLOOKER == "onlooker"  # part of what goes over the wire

@@ -1,0 +1,261 @@
+"""The server: paths, doors, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+
+import aiohttp
+import pytest
+from torch.distributed import HashStore
+
+import arpc
+from arpc.errors import ConfigurationError
+from arpc.http.guard import COOKIE, derive_token
+from arpc.http.server import serve
+from arpc.testing import cluster
+from arpc.testing.endpoints import turns_until
+
+SECRET = b"swordfish"
+
+
+async def double(value):
+    return 2 * value
+
+
+async def for_ever():
+    await asyncio.Event().wait()
+
+
+def options(**more):
+    return arpc.RpcOptions(gc_freeze=False, **more)
+
+
+@pytest.fixture
+async def group():
+    """Two workers, of which the first serves the page."""
+    async with cluster(2, options=options(metrics=True)) as group:
+        served = await serve(options(http="127.0.0.1:0"), group[0].metrics)
+        group[0].http = served
+        yield group
+
+
+@pytest.fixture
+async def guarded():
+    """The same with a secret that is asked for. It is on loopback all the same: tests open no doors."""
+    async with cluster(2, options=options(secret=SECRET, metrics=True)) as group:
+        served = await serve(options(http="127.0.0.1:0", secret=SECRET), group[0].metrics)
+        served._guard.needs_secret = True
+        group[0].http = served
+        yield group
+
+
+@pytest.fixture
+async def browser():
+    async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
+        yield session
+
+
+async def test_an_option_serves_the_page_and_says_where(browser):
+    async with cluster(1, options=options(http="127.0.0.1:0")) as group:
+        address = group[0].http_address
+        assert address.startswith("http://127.0.0.1:")
+        async with browser.get(address) as response:
+            assert response.status == 200
+            assert "<title>arpc</title>" in await response.text()
+    with pytest.raises(aiohttp.ClientConnectorError):
+        await browser.get(address)
+
+
+async def test_without_the_option_nothing_is_served():
+    async with cluster(1) as group:
+        assert group[0].http_address is None
+
+
+async def test_an_address_that_is_taken_costs_the_page_and_not_the_worker(group, caplog):
+    taken = group[0].http_address.removeprefix("http://")
+    async with cluster(["other"], options=options(http=taken)) as others:
+        assert others[0].http_address is None
+        (record,) = [record for record in caplog.records if record.name == "arpc.http"]
+        assert record.levelno == logging.WARNING
+        assert record.worker == "other"
+        assert taken in record.message
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:80", "gpu7:8265"])
+async def test_beyond_loopback_it_takes_a_secret(address):
+    with pytest.raises(ConfigurationError, match="no secret"):
+        await arpc.init_rpc("worker0", rank=0, world_size=1, store=HashStore(), options=options(http=address))
+
+
+@pytest.mark.parametrize("address", ["8265", "127.0.0.1", "::1:80", "localhost:", "localhost:99999", ":80", "[]:1"])
+def test_an_address_that_is_none_is_refused(address):
+    with pytest.raises(ConfigurationError, match="address like"):
+        arpc.RpcOptions(http=address)
+
+
+async def test_health(group, browser):
+    async with browser.get(f"{group[0].http_address}/healthz") as response:
+        assert response.status == 200
+        assert (await response.json())["status"] == "ok"
+    group[0].agent.is_serving = False
+    async with browser.get(f"{group[0].http_address}/healthz") as response:
+        assert response.status == 503
+    group[0].agent.is_serving = True
+
+
+async def test_the_group_as_json(group, browser):
+    await arpc.rpc_sync("worker1", double, args=(1,))
+    async with browser.get(f"{group[0].http_address}/api/group") as response:
+        told = await response.json()
+    assert [worker["name"] for worker in told["workers"]] == ["worker0", "worker1"]
+    assert [(row["function"], row["count"]) for row in told["functions"]] == [("double", 1)]
+
+
+async def test_one_worker_as_json(group, browser):
+    async with browser.get(f"{group[0].http_address}/api/workers/worker1") as response:
+        assert (await response.json())["name"] == "worker1"
+    async with browser.get(f"{group[0].http_address}/api/workers/nobody") as response:
+        assert response.status == 404
+        assert "nobody" in (await response.json())["error"]
+
+
+async def test_the_stack_as_json(group, browser):
+    future = arpc.rpc_async("worker1", for_ever)
+    await turns_until(group[1].agent.connector.busy_links)
+    async with browser.get(f"{group[0].http_address}/api/stack") as response:
+        told = {worker["name"]: worker for worker in await response.json()}
+    assert [handler["function"] for handler in told["worker1"]["handlers"]] == ["for_ever"]
+    future.cancel()
+
+
+async def test_metrics_of_the_group_or_of_the_worker_alone(group, browser):
+    async with browser.get(f"{group[0].http_address}/metrics") as response:
+        assert 'arpc_uptime_seconds{worker="worker1"}' in await response.text()
+    async with browser.get(f"{group[0].http_address}/metrics?scope=worker") as response:
+        text = await response.text()
+    assert 'arpc_uptime_seconds{worker="worker0"}' in text
+    assert 'arpc_uptime_seconds{worker="worker1"}' not in text
+
+
+async def test_events_come_one_after_another_and_end_with_the_viewer(group, browser):
+    feed = group[0].http._feed
+    async with browser.get(f"{group[0].http_address}/api/events") as response:
+        assert response.content_type == "text/event-stream"
+        for _ in range(2):
+            line = await response.content.readline()
+            assert line.startswith(b"data: ")
+            assert len(json.loads(line[6:])["workers"]) == 2
+            assert await response.content.readline() == b"\n"
+        assert feed.viewers == 1
+    await turns_until(lambda: not feed.viewers)
+
+
+async def test_an_error_of_one_look_does_not_end_the_feed(group, browser, monkeypatch, caplog):
+    summary = group[0].metrics.summary
+    fails = [True]
+
+    async def sometimes(patience_s):
+        if fails:
+            fails.clear()
+            raise ZeroDivisionError
+        return await summary(patience_s)
+
+    async with browser.get(f"{group[0].http_address}/api/events") as response:
+        await response.content.readline()
+        monkeypatch.setattr(group[0].metrics, "summary", sometimes)
+        await turns_until(lambda: not fails)
+        for _ in range(4):
+            await response.content.readline()
+    assert any(record.exc_info for record in caplog.records if record.name == "arpc.http")
+
+
+async def test_a_worker_closes_while_somebody_looks(browser):
+    async with cluster(1, options=options(http="127.0.0.1:0")) as group:
+        response = await browser.get(f"{group[0].http_address}/api/events")
+        await response.content.readline()
+        await group.shutdown()
+    response.close()
+
+
+async def test_pages_may_not_be_framed_and_run_nothing_from_elsewhere(group, browser):
+    for path in ("/", "/app.js", "/style.css", "/api/group", "/nowhere"):
+        async with browser.get(f"{group[0].http_address}{path}") as response:
+            policy = response.headers["Content-Security-Policy"]
+            assert "frame-ancestors 'none'" in policy
+            assert "script-src 'self'" in policy
+            assert response.headers["X-Content-Type-Options"] == "nosniff"
+            assert "Access-Control-Allow-Origin" not in response.headers
+
+
+async def test_another_host_name_is_refused(group, browser):
+    async with browser.get(f"{group[0].http_address}/api/group", headers={"Host": "evil.example"}) as response:
+        assert response.status == 403
+
+
+async def test_there_is_no_way_out_of_the_folder(group):
+    host, port = group[0].http_address.removeprefix("http://").split(":")
+    for path in (b"/../server.py", b"/%2e%2e/server.py", b"/static/../../options.py"):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET " + path + b" HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+        assert (await reader.readline()).split()[1] in {b"404", b"400"}
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_a_guarded_page_asks_for_the_secret(guarded, browser):
+    address = guarded[0].http_address
+    for path in ("/api/group", "/api/stack", "/api/events", "/metrics", "/app.js", "/nowhere"):
+        async with browser.get(f"{address}{path}") as response:
+            assert response.status == 401, path
+            assert "Bearer" in response.headers["WWW-Authenticate"]
+    async with browser.get(f"{address}/healthz") as response:
+        assert response.status == 200
+    async with browser.get(address) as response:
+        assert response.url.path == "/login"
+        assert "Secret or token" in await response.text()
+
+
+async def test_a_token_opens_it(guarded, browser):
+    headers = {"Authorization": f"Bearer {derive_token(SECRET)}"}
+    async with browser.get(f"{guarded[0].http_address}/metrics", headers=headers) as response:
+        assert response.status == 200
+
+
+async def test_the_login_gives_a_cookie_that_scripts_cannot_read(guarded, browser):
+    address = guarded[0].http_address
+    async with browser.post(f"{address}/login", data={"secret": "swordfish"}, allow_redirects=False) as response:
+        assert (response.status, response.headers["Location"]) == (303, "/")
+        cookie = response.headers["Set-Cookie"]
+        assert cookie.startswith(f"{COOKIE}=")
+        assert "HttpOnly" in cookie
+        assert "SameSite=Strict" in cookie
+    async with browser.get(f"{address}/api/group") as response:
+        assert response.status == 200
+    async with browser.post(f"{address}/logout") as response:
+        assert response.url.path == "/login"
+    async with browser.get(f"{address}/api/group") as response:
+        assert response.status == 401
+
+
+async def test_a_wrong_secret_gives_none(guarded, browser, monkeypatch):
+    monkeypatch.setattr("arpc.http.server._LOGIN_DELAY_S", 0.0)
+    address = guarded[0].http_address
+    async with browser.post(f"{address}/login", data={"secret": "guess"}, allow_redirects=False) as response:
+        assert response.headers["Location"] == "/login?wrong"
+        assert "Set-Cookie" not in response.headers
+
+
+async def test_another_page_cannot_log_somebody_in_or_out(guarded, browser):
+    address = guarded[0].http_address
+    for path in ("/login", "/logout"):
+        headers = {"Origin": "http://evil.example"}
+        async with browser.post(f"{address}{path}", data={"secret": "swordfish"}, headers=headers) as response:
+            assert response.status == 403
+
+
+async def test_not_everybody_guesses_at_once(guarded, browser):
+    guarded[0].http._logins = 8
+    async with browser.post(f"{guarded[0].http_address}/login", data={"secret": "guess"}) as response:
+        assert response.status == 429

@@ -15,7 +15,7 @@ LONG_MS = 60_000.0
 """Nothing but a full batch ends such a wait."""
 
 sizes: list[int] = []
-request = arpc.propagate(ContextVar("tests.batching.request", default=""))
+request: ContextVar[str] = ContextVar("tests.batching.request", default="")  # propagated in its tests only
 
 
 class Gate:

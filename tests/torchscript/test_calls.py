@@ -56,6 +56,12 @@ async def test_arguments_are_checked_before_anything_is_sent(group, args, kwargs
     assert group[0].rrefs() == []
 
 
+async def test_a_parameter_may_be_called_self(group):
+    five, two = torch.tensor(5), torch.tensor(2)
+    assert (await arpc.rpc_sync("worker1", functions.of_self, (five, two))).item() == 3
+    assert (await arpc.rpc_sync("worker1", functions.of_self, (five,), {"other": two})).item() == 3
+
+
 async def test_the_future_knows_the_type_of_the_value(group):
     future = arpc.rpc_async("worker1", functions.with_defaults, (torch.ones(1),))
     assert arpc.torchscript.text_of(future.script_type) == "Tuple[Tensor, str]"

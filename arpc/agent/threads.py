@@ -243,20 +243,41 @@ class ThreadPool:
 
     def call(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         """A future for ``function(*args)`` run in a thread, as a step of the work that calls it."""
-        future: asyncio.Future[Any] = self._loop.create_future()
         if (steps := torchstate.current_steps.get()) is not None:
             function = partial(torchstate.call_stepped, steps, function)
+        call = _Call(self._loop.create_future(), function, args)
+        self.submit(call.work)
+        return call.future
 
-        def job() -> Callable[[], None]:
-            try:
-                # a step of a generator may end in the middle of a block
-                result = torchstate.call_isolated(function, *args)
-            except BaseException as error:  # noqa: BLE001 - it is raised where the future is awaited
-                # raised where the future is awaited, these two would end the coroutine there in another way
-                is_special = isinstance(error, StopIteration | GeneratorExit)
-                failure = RuntimeError(repr(error)) if is_special else error
-                return lambda: None if future.done() else future.set_exception(failure)
-            return lambda: None if future.done() else future.set_result(result)
 
-        self.submit(job)
-        return future
+class _Call:
+    """One `ThreadPool.call`. It forgets how it went: the frames of an error lead here, and so would never be freed."""
+
+    __slots__ = ("_args", "_error", "_function", "_result", "future")
+
+    def __init__(self, future: asyncio.Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.future = future
+        self._function = function
+        self._args = args
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def work(self) -> Callable[[], None]:
+        try:
+            # a step of a generator may end in the middle of a block
+            self._result = torchstate.call_isolated(self._function, *self._args)
+        except BaseException as error:  # noqa: BLE001 - it is raised where the future is awaited
+            # raised where the future is awaited, these two would end the coroutine there in another way
+            is_special = isinstance(error, StopIteration | GeneratorExit)
+            self._error = RuntimeError(repr(error)) if is_special else error
+        return self._settle
+
+    def _settle(self) -> None:
+        future, result, error = self.future, self._result, self._error
+        del self.future, self._result, self._error
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)

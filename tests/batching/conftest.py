@@ -29,6 +29,15 @@ def sizes() -> Iterator[list[int]]:
 
 
 @pytest.fixture
+def bar() -> Iterator[functions.Bar]:
+    made = functions.Bar()
+    functions.bar[:] = [made]
+    functions.reached.clear()
+    yield made
+    made.lifted.set()
+
+
+@pytest.fixture
 async def gate() -> functions.Gate:
     made = functions.Gate()
     functions.gate[:] = [made]

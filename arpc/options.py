@@ -242,7 +242,8 @@ class RpcOptions:
     control_backoff: float = 1.0
 
     rref_grace: float = 5.0
-    """Seconds a lost worker has to come back before the RRefs it holds are reclaimed, and its own count as lost."""
+    """Seconds a worker that was cut off has to come back before the RRefs it holds are reclaimed, and its own count as
+    lost. One that is known to be dead has none."""
 
     rref_creation_stacks: bool = False
     """Remember where each RRef was made, for `Worker.rrefs` and the report of leaks. Costs some microseconds each."""

@@ -204,7 +204,6 @@ class ThreadPool:
         if not _is_grad_enabled() or _count_function_modes():
             torchstate.save_and_reset()
         self._done.append(result)
-        del job, result  # an error's traceback may lead to this frame: it must not lead back to the error
         # Only the first result after the loop looked needs to wake it. A race costs a spare wake-up, never a lost one:
         # the loop clears the flag before it empties the queue.
         if not self._wake_up_sent:
@@ -244,47 +243,41 @@ class ThreadPool:
 
     def call(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         """A future for ``function(*args)`` run in a thread, as a step of the work that calls it."""
-        future: asyncio.Future[Any] = self._loop.create_future()
         if (steps := torchstate.current_steps.get()) is not None:
             function = partial(torchstate.call_stepped, steps, function)
-        self.submit(_Call(future, function, args))
-        return future
+        call = _Call(self._loop.create_future(), function, args)
+        self.submit(call.work)
+        return call.future
 
 
 class _Call:
-    """The job of a function whose result is waited for."""
+    """One `ThreadPool.call`. It forgets how it went: the frames of an error lead here, and so would never be freed."""
 
-    __slots__ = ("_args", "_function", "_future")
+    __slots__ = ("_args", "_error", "_function", "_result", "future")
 
     def __init__(self, future: asyncio.Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self._future = future
+        self.future = future
         self._function = function
         self._args = args
+        self._result: Any = None
+        self._error: BaseException | None = None
 
-    def __call__(self) -> Callable[[], None]:
+    def work(self) -> Callable[[], None]:
         try:
             # a step of a generator may end in the middle of a block
-            result = torchstate.call_isolated(self._function, *self._args)
+            self._result = torchstate.call_isolated(self._function, *self._args)
         except BaseException as error:  # noqa: BLE001 - it is raised where the future is awaited
-            return self._failed(error)
-        return partial(_set_result, self._future, result)
+            # raised where the future is awaited, these two would end the coroutine there in another way
+            is_special = isinstance(error, StopIteration | GeneratorExit)
+            self._error = RuntimeError(repr(error)) if is_special else error
+        return self._settle
 
-    def _failed(self, error: BaseException) -> Callable[[], None]:
-        # The error's traceback leads to this job, which must not lead to the future that has the error: all that the
-        # frames in between have, graphs and tensors, would be in a cycle
-        future = self._future
-        del self._future
-        # raised where the future is awaited, these two would end the coroutine there in another way
-        is_special = isinstance(error, StopIteration | GeneratorExit)
-        failure = RuntimeError(repr(error)) if is_special else error
-        return partial(_set_exception, future, failure)
-
-
-def _set_result(future: asyncio.Future[Any], result: Any) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
+    def _settle(self) -> None:
+        future, result, error = self.future, self._result, self._error
+        del self.future, self._result, self._error
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -47,7 +48,7 @@ class _Slot:
 class _Batch:
     """Calls that will be, or are, one."""
 
-    __slots__ = ("context_id", "due", "is_due", "key", "slots", "task", "timer")
+    __slots__ = ("context_id", "due", "is_due", "key", "slots", "task", "timer", "work")
 
     def __init__(self, key: tuple[Any, ...], context_id: int | None) -> None:
         self.key = key
@@ -58,11 +59,34 @@ class _Batch:
         """It has waited long enough, and starts as soon as fewer others run."""
         self.timer: asyncio.TimerHandle | None = None
         self.task: asyncio.Task[None] | None = None
+        self.work: _Work | None = None
+        """What a thread does for it, if the function is a plain one."""
 
     def stop_timer(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
+
+
+class _Work:
+    """A batch in a thread. Nothing can stop it there: one that is given up ends when it ends, and says so."""
+
+    __slots__ = ("_ended", "_run", "is_given_up", "is_over")
+
+    def __init__(self, run: Callable[[], list[Any]], ended: Callable[[], None]) -> None:
+        self.is_given_up = False
+        self.is_over = False
+        self._run = run
+        self._ended = ended
+
+    def __call__(self) -> list[Any]:
+        try:
+            return [] if self.is_given_up else self._run()  # it may have waited for a thread until now
+        finally:
+            # In this order, while the loop sets the other first and then looks at this one: neither can miss the other
+            self.is_over = True
+            if self.is_given_up:
+                self._ended()
 
 
 class _BatchScope:
@@ -115,7 +139,11 @@ class Queue:
         """The result of one call, which is part of a batch."""
         scope = current_scope.get()
         slot = _Slot(args, kwargs, None if scope is None else scope.deadline, self._loop.create_future())
-        batch = self._join(slot)
+        try:
+            batch = self._join(slot)
+        except BaseException:
+            self._look_for_end()  # a queue is there while there are calls, and this is none
+            raise
         try:
             return await slot.future
         except asyncio.CancelledError:
@@ -204,30 +232,34 @@ class Queue:
         self.batches_run += 1
         self.calls_run += len(slots)
         try:
-            results = await self._results([(slot.args, slot.kwargs) for slot in slots])
+            results = await self._results(batch, [(slot.args, slot.kwargs) for slot in slots])
         except asyncio.CancelledError:
             scope.cancel_calls()
-            for slot in slots:
-                slot.future.cancel()
+            _settle(slots, [asyncio.CancelledError()] * len(slots))
             raise
         except BaseException as error:  # noqa: BLE001 - it is for those who have called
-            for slot in slots:
-                _fail(slot.future, error)
+            _settle(slots, [error] * len(slots))
         else:
-            for slot, result in zip(slots, results, strict=True):
-                if isinstance(result, BaseException):
-                    _fail(slot.future, result)
-                elif not slot.future.done():
-                    slot.future.set_result(result)
+            _settle(slots, results)
         finally:
             batch.slots.clear()
+            slots.clear()  # their futures have errors that refer to this frame, and so to the arguments
 
     def _ended(self, batch: _Batch, _: object) -> None:
-        self._running.discard(batch)
-        self._start_due()
-        self._look_for_end()
+        if batch.work is not None:
+            batch.work.is_given_up = True
+            if not batch.work.is_over:
+                return  # its thread is as busy as before, and the next batch has to wait for it
+        self._make_room(batch)
 
-    async def _results(self, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+    def _make_room(self, batch: _Batch) -> None:
+        if batch in self._running:
+            self._running.discard(batch)
+            batch.work = None  # the two know each other
+            self._start_due()
+            self._look_for_end()
+
+    async def _results(self, batch: _Batch, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
         count = len(calls)
         if self._mode is Mode.COROUTINE:
             args, kwargs = gather(calls)
@@ -238,7 +270,12 @@ class Queue:
             args, kwargs = gather(calls)
             return scatter(self._function(*args, **kwargs), count, self._name)
 
-        results: list[Any] = await self._executor.call(Function(run), (), {})
+        def ended() -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits for room any more
+                self._loop.call_soon_threadsafe(self._make_room, batch)
+
+        batch.work = _Work(run, ended)
+        results: list[Any] = await self._executor.call(Function(batch.work), (), {})
         return results
 
     def _look_for_end(self) -> None:
@@ -251,11 +288,21 @@ def _enter(scope: Any, context_id: int | None) -> None:
     current_context_id.set(context_id)
 
 
+def _settle(slots: list[_Slot], results: list[Any]) -> None:
+    for slot, result in zip(slots, results, strict=True):
+        if slot.future.done():
+            continue  # whoever called has gone
+        if isinstance(result, BaseException):
+            _fail(slot.future, result)
+        else:
+            slot.future.set_result(result)
+
+
 def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
     """One each: an exception collects the traceback of whoever raises it."""
-    if future.done():
-        return
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
-        future.set_exception(fresh(error).with_traceback(error.__traceback__))
-    else:
+    if isinstance(error, asyncio.CancelledError):
         future.cancel()
+    elif isinstance(error, StopIteration | GeneratorExit):
+        future.set_exception(RuntimeError(repr(error)))  # raised by a future, they mean something else
+    else:
+        future.set_exception(fresh(error).with_traceback(error.__traceback__))

@@ -43,8 +43,10 @@ else:
 class Keeper:
     """Starts, signals and reaps. Workers are known by their ranks."""
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, directory: Path | None) -> None:
+        """``directory`` has files of the launcher, which are removed if it dies without having said that it is done."""
         self._control = control
+        self._directory = directory
         self._received = b""
         self._descriptors: list[int] = []
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
@@ -71,6 +73,7 @@ class Keeper:
                     self._reap()
                 elif not self._hear():
                     self.end_all()
+                    self._remove_directory()
                     return
 
     def _hear(self) -> bool:
@@ -94,10 +97,13 @@ class Keeper:
             for rank in order["ranks"]:
                 worker = self._workers.get(rank)
                 if worker is not None:  # it is not reaped yet, so the number is its own
-                    try:
-                        os.killpg(worker.pid, order["signal"])
-                    except ProcessLookupError:
-                        os.kill(worker.pid, order["signal"])  # it has moved to another group
+                    with contextlib.suppress(PermissionError):  # it has become another user, or on macOS a zombie
+                        try:
+                            os.killpg(worker.pid, order["signal"])
+                        except ProcessLookupError:
+                            os.kill(worker.pid, order["signal"])  # it has moved to another group
+        elif "dismiss" in order:
+            self._directory = None
         else:
             self.end_all()
             self._tell({"ended": True})
@@ -165,8 +171,8 @@ class Keeper:
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
                     # the name, in brackets, may hold anything; then state and parent: see proc(5)
-                    state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                    if state != "Z":
+                    state, parent = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:2]
+                    if state != b"Z":
                         parents[int(entry.name)] = int(parent)
         me = os.getpid()
         for pid in parents:
@@ -175,6 +181,13 @@ class Keeper:
                 ancestor = parents[ancestor]
             if ancestor == me and pid != me:
                 yield pid
+
+    def _remove_directory(self) -> None:
+        if self._directory is not None:
+            with contextlib.suppress(OSError):
+                for file in self._directory.iterdir():
+                    file.unlink()
+                self._directory.rmdir()
 
     def _tell(self, news: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone: reading will tell as well
@@ -193,4 +206,4 @@ def _prepare_worker() -> None:
 
 
 if __name__ == "__main__":
-    Keeper(socket.socket(fileno=int(sys.argv[1]))).run()
+    Keeper(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2]) if sys.argv[2:] else None).run()

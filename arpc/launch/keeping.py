@@ -60,8 +60,11 @@ class Keeper:
         self._reading = asyncio.create_task(self._read(), name="arpc-launch-keeper")
 
     @classmethod
-    async def open(cls, listener: Callable[[News], None]) -> Self:
-        """Start a keeper. The listener is called with what happens; after `KeeperLost` nothing will."""
+    async def open(cls, listener: Callable[[News], None], directory: Path | None = None) -> Self:
+        """Start a keeper. The listener is called with what happens; after `KeeperLost` nothing will.
+
+        The keeper removes the directory, in which are only files, if this process dies before it could `aclose`.
+        """
         if not hasattr(socket, "send_fds"):
             raise ConfigurationError(
                 f"launching takes unix sockets, which {sys.platform} lacks: start the workers by hand"
@@ -74,6 +77,7 @@ class Keeper:
                 "-S",
                 str(SCRIPT),
                 str(theirs.fileno()),
+                *([] if directory is None else [str(directory)]),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,  # the terminal's Ctrl-C is for the launcher, which decides what it means
@@ -127,6 +131,7 @@ class Keeper:
     async def _close(self) -> None:
         self._reading.cancel()
         await asyncio.wait([self._reading])
+        await self._order({"dismiss": True})
         self._control.close()  # not before: the loop still watched it
         await self._process.wait()
 

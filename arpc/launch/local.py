@@ -18,7 +18,7 @@ from arpc.launch.keeping import Exited, Keeper, KeeperLost, News, Started
 from arpc.launch.life import Arm, Decision, Ended, GroupLife, Kill, Outcome, Start, Terminate, describe_exit
 from arpc.launch.meeting import StoreServer, answers, write_secret
 from arpc.launch.output import LineSplitter, Screen, Stream, Tail, lost_another, reading
-from arpc.launch.plan import Group, Meeting, Slot, as_group, environment_of
+from arpc.launch.plan import Group, Meeting, Slot, as_group, check_environment, environment_of
 from arpc.launch.programs import Module, Program, command_for, extend_path, result_of
 from arpc.launch.result import Launched
 
@@ -49,6 +49,7 @@ class Settings:
             raise ConfigurationError(f"max_restarts must be 0 or more, not {self.max_restarts}")
         if not self.grace_s >= 0:
             raise ConfigurationError(f"grace_s must be 0 or more, not {self.grace_s}")
+        check_environment(self.environment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class LocalGroup:
         self._slots = slots
         self._command = command
         self._settings = settings
+        self._directory = directory
         self._screen = screen
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._pumps: dict[int, list[asyncio.Task[None]]] = {}
@@ -118,7 +120,7 @@ class LocalGroup:
         return running.result()
 
     async def _run(self) -> Outcome:
-        keeper = await Keeper.open(self._events.put_nowait)
+        keeper = await Keeper.open(self._events.put_nowait, self._directory)
         helpers = [asyncio.create_task(self._tick()), asyncio.create_task(self._announce())]
         try:
             outcome = await self._carry_out(keeper, self.life.start())

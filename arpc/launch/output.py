@@ -170,7 +170,7 @@ class Screen:
             if self._is_live and self._status:
                 self._err.write(f"\x1b[2m{self._status}\x1b[0m" if wants_colour(self._err) else self._status)
                 self._err.flush()
-        except (BrokenPipeError, ValueError):
+        except (OSError, ValueError):  # a pipe without a reader, a terminal that is gone, a full disk; a closed file
             self.is_closed = True
 
 

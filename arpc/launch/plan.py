@@ -12,7 +12,17 @@ from typing import Final, TypeAlias
 from arpc.errors import ConfigurationError
 from arpc.ids import MAX_WORKER_ID, check_worker_name
 
-__all__ = ["Group", "Meeting", "Slot", "as_group", "environment_of", "on_nodes", "parse_resources", "parse_roles"]
+__all__ = [
+    "Group",
+    "Meeting",
+    "Slot",
+    "as_group",
+    "check_environment",
+    "environment_of",
+    "on_nodes",
+    "parse_resources",
+    "parse_roles",
+]
 
 DEFAULT_ROLE: Final = "worker"
 
@@ -134,6 +144,13 @@ def environment_of(slot: Slot, meeting: Meeting, inherited: Mapping[str, str]) -
         # each process would take all CPUs for itself, and n of them would fight for these
         made["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // slot.world_size))
     return made
+
+
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Raises `ConfigurationError` for what no process can have in its environment."""
+    for name, value in environment.items():
+        if not isinstance(name, str) or not isinstance(value, str) or not name or "=" in name or "\0" in name + value:
+            raise ConfigurationError(f"the environment of workers has names and strings, not {name!r}: {value!r}")
 
 
 def on_nodes(nodes: Sequence[str]) -> list[dict[str, str]]:

@@ -18,7 +18,7 @@ import cloudpickle
 from arpc.errors import ConfigurationError, LaunchError, SerializationError
 from arpc.launch.life import Arm, Decision, Ended, GroupLife, Kill, Outcome, Start, Terminate, describe_exit
 from arpc.launch.output import lost_another
-from arpc.launch.plan import Group, Meeting, Slot, as_group, environment_of, on_nodes
+from arpc.launch.plan import Group, Meeting, Slot, as_group, check_environment, environment_of, on_nodes
 from arpc.launch.programs import Module, Program, words
 from arpc.launch.ray_worker import End, RayWorker, Ready
 from arpc.launch.result import Launched
@@ -215,6 +215,8 @@ class RayGroup:
             end: End = await method.remote(environment, self._work)
         except RayActorError as error:
             end = End(KILLED, f"Ray lost the actor: {error}".strip(), is_lost=True)
+        except Exception as error:  # noqa: BLE001 - Ray has many, and without an event the launch would never end
+            end = End(1, f"Ray could not run the worker: {error}".strip())
         self._events.put_nowait(_Exited(rank, end))
 
     def failure_of(self, outcome: Outcome) -> LaunchError:
@@ -308,6 +310,7 @@ async def ray(
     slots = as_group(workers)
     if max_restarts < 0:
         raise ConfigurationError(f"max_restarts must be 0 or more, not {max_restarts}")
+    check_environment(environment or {})
     engine = _engine()
     if not engine.is_initialized():
         await asyncio.to_thread(engine.init)

@@ -12,7 +12,9 @@ from types import FunctionType
 from typing import Any, Final
 
 import torch
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
+from torch.fx import GraphModule
 
 from arpc.torchscript.references import named_in_module, place_of
 from arpc.wire.pickling import Parcel, importable_name
@@ -90,12 +92,28 @@ class _Modules:
                 self._loaded.move_to_end(key)
                 return module
         # outside of the lock: two may load the same one, and one of them is used
-        made = module_of(_program(saved))
+        program = _program(saved)
+        made = module_of(program)
+        if _changes_itself(program):
+            return made  # each call is one of the program as it was sent: what this one changes is not for the next
         with self._lock:
             module = self._loaded.setdefault(key, made)
             while len(self._loaded) > _MODULES:
                 self._loaded.popitem(last=False)
         return module
+
+
+def _changes_itself(program: ExportedProgram) -> bool:
+    """Whether a call may change buffers of the program. One that changes other tensors in place may count as such."""
+    signature = program.graph_signature
+    if signature.buffers_to_mutate:
+        return True
+    graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, GraphModule)]
+    return bool(signature.buffers) and any(
+        isinstance(node.target, OpOverload) and node.target._schema.is_mutable  # noqa: SLF001 - torch has no other name
+        for graph in graphs
+        for node in graph.nodes
+    )
 
 
 # What was loaded depends on its content alone, and so belongs to no worker

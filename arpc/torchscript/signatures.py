@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.jit import ScriptFunction
 
 from arpc.errors import NotReadyError, ScriptError
 from arpc.torchscript.types import to_python
@@ -30,7 +31,9 @@ class Signature:
 
     def __init__(self, function: Any) -> None:
         schema = function.schema
-        arguments = [argument for argument in schema.arguments if argument.name != "self"]
+        arguments = list(schema.arguments)
+        if not isinstance(function, ScriptFunction):
+            del arguments[0]  # the module that one which came by value is a method of
         if len(schema.returns) != 1:
             raise ScriptError(
                 f"{function.name} returns {len(schema.returns)} values, and a TorchScript function that is called "

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import arpc
+from arpc.agent import variables
 from arpc.nn.owner import create_module
 from arpc.options import RpcOptions
 from arpc.testing import cluster
@@ -181,9 +182,9 @@ def traps():
 
 
 @pytest.mark.parametrize("place", traps())
-async def test_a_pickle_does_nothing_wherever_it_is(place):
-    variable = arpc.propagate(contextvars.ContextVar("of_test_guard", default=1)) if not _known else _known[0]
-    _known[:] = [variable]
+async def test_a_pickle_does_nothing_wherever_it_is(place, monkeypatch):
+    monkeypatch.setattr(variables, "_declared", {})
+    arpc.propagate(contextvars.ContextVar("of_test_guard", default=1))
     async with cluster(2, options=ALLOW) as group:
         await group[0].rpc_sync("worker1", total, args=([],))  # so that function 1 is known
         connection = group[0].agent.known_peer("worker1").connection
@@ -191,9 +192,6 @@ async def test_a_pickle_does_nothing_wherever_it_is(place):
             connection.send(data)
         assert await group[0].rpc_sync("worker1", total, args=([Order(2)],)) == 2
         assert not ran
-
-
-_known: list[contextvars.ContextVar[int]] = []
 
 
 @pytest.mark.parametrize("kind", [MessageType.REPLY, MessageType.FAILURE])

@@ -4,6 +4,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+import arpc
+from arpc.agent import variables
 from arpc.batching.decorator import Queues
 from arpc.options import RpcOptions
 from arpc.testing import Cluster, cluster
@@ -27,7 +29,23 @@ def sizes() -> Iterator[list[int]]:
 
 
 @pytest.fixture
+def bar() -> Iterator[functions.Bar]:
+    made = functions.Bar()
+    functions.bar[:] = [made]
+    functions.reached.clear()
+    yield made
+    made.lifted.set()
+
+
+@pytest.fixture
 async def gate() -> functions.Gate:
     made = functions.Gate()
     functions.gate[:] = [made]
     return made
+
+
+@pytest.fixture(autouse=True)
+def _variable_that_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Declared in these tests only: what rides on calls makes others slower."""
+    monkeypatch.setattr(variables, "_declared", {})
+    arpc.propagate(functions.request)

@@ -15,7 +15,7 @@ LONG_MS = 60_000.0
 """Nothing but a full batch ends such a wait."""
 
 sizes: list[int] = []
-request = arpc.propagate(ContextVar("tests.batching.request", default=""))
+request: ContextVar[str] = ContextVar("tests.batching.request", default="")  # propagated in its tests only
 
 
 class Gate:
@@ -71,6 +71,48 @@ async def held_until_full(numbers):
     sizes.append(len(numbers))
     await gate[0].pass_through()
     return numbers
+
+
+class Bar:
+    """Holds a thread up until it is lifted."""
+
+    def __init__(self) -> None:
+        self.lifted = threading.Event()
+        self.at_once = 0
+        self.most_at_once = 0
+
+    def wait(self, reached: threading.Event) -> None:
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        reached.set()
+        self.lifted.wait()
+        self.at_once -= 1
+
+
+bar: list[Bar] = []
+reached = threading.Event()
+
+
+@arpc.batched(max_size=1)
+def held_in_thread(numbers):
+    sizes.append(len(numbers))
+    bar[0].wait(reached)
+    return numbers
+
+
+@arpc.batched(max_size=1)
+def failing(x):
+    raise LookupError("nothing is found")
+
+
+@arpc.batched(max_size=1)
+def ending(hows):
+    raise {"exit": SystemExit(3), "stop": StopIteration(3)}[hows[0]]
+
+
+@arpc.batched(max_size=1)
+def ending_one(hows):
+    return [{"exit": SystemExit(3), "stop": StopIteration(3)}[hows[0]]]
 
 
 @arpc.batched(max_size=3, max_wait_ms=LONG_MS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 import torch
@@ -103,6 +105,27 @@ async def test_a_batch_makes_calls(group):
     assert await arpc.rpc_sync("worker1", functions.with_call, (5,), timeout=50) == 5
 
 
+@pytest.mark.parametrize("function", [functions.ending, functions.ending_one])
+@pytest.mark.parametrize("how", ["exit", "stop"])
+async def test_whatever_is_raised_is_told(group, function, how):
+    with pytest.raises(arpc.ArpcError if how == "exit" else RuntimeError, match=r"SystemExit|StopIteration"):
+        await arpc.rpc_sync("worker1", function, (how,))
+
+
+async def test_an_error_keeps_no_arguments(group):
+    x = torch.ones(1)
+    kept = weakref.ref(x)
+    gc.disable()  # what only the collector finds may stay for long
+    try:
+        with pytest.raises(LookupError):
+            await functions.failing(x)
+        del x
+        await arrived("worker0", 0)
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
 # -- callers that go away
 
 
@@ -146,6 +169,22 @@ async def test_a_batch_nobody_waits_for_is_cancelled(group, gate):
         call.cancel()
     await arrived("worker1", 0)
     assert gate.ends == ["cancelled"]
+
+
+async def test_a_thread_that_nobody_waits_for_has_its_place_until_it_ends(group, sizes, bar):
+    abandoned = arpc.rpc_async("worker1", functions.held_in_thread, (0,))
+    await asyncio.to_thread(functions.reached.wait)
+    abandoned.cancel()
+    others = [arpc.rpc_async("worker1", functions.held_in_thread, (number,)) for number in (1, 2)]
+    await arpc.rpc_sync("worker1", functions.identity, (0,))  # they have arrived, and the other has left
+    (queue,) = group[1].keep(Queues).queues.values()
+    while not next(iter(queue._running)).task.done():  # noqa: ASYNC110 - nobody can set an event for it
+        await asyncio.sleep(0)
+    others[0].cancel()
+    bar.lifted.set()
+    assert await others[1] == 2
+    assert (sizes, bar.most_at_once) == ([1, 1], 1)
+    await arrived("worker1", 0)
 
 
 async def test_what_waits_for_a_place_can_be_cancelled(group, sizes, gate):
@@ -228,6 +267,17 @@ async def test_remote_makes_an_rref_of_a_part(group, sizes):
     rrefs = [arpc.remote("worker1", functions.add, (torch.zeros(1), number)) for number in range(4)]
     assert rows([await rref for rref in rrefs]) == [[0], [1], [2], [3]]
     assert sizes == [4]
+
+
+async def test_what_cannot_be_compared_leaves_no_queue(group):
+    class Shapeless(torch.Tensor):
+        @property
+        def shape(self):
+            raise RuntimeError("it has no shape")
+
+    with pytest.raises(RuntimeError, match="it has no shape"):
+        await functions.soon(torch.ones(1).as_subclass(Shapeless))
+    assert not group[0].keep(Queues).queues
 
 
 async def test_without_arguments_there_is_nothing_to_gather(group):

@@ -98,10 +98,10 @@ def sleeper(tmp_path: Path) -> str:
     """A script that sleeps, next to a process of its own that does so in another session."""
     path = tmp_path / "sleeper.py"
     path.write_text(
-        "import subprocess, sys, time\n"
+        "import os, subprocess, sys, time\n"
         "code = \"import time; print('awake', flush=True); time.sleep(1000)\"\n"
         "subprocess.Popen([sys.executable, '-S', '-c', code], start_new_session=True)\n"
-        "print('awake')\n"
+        "print('awake', os.environ['ARPC_SECRET_FILE'])\n"
         "time.sleep(1000)\n"
     )
     return str(path)
@@ -118,6 +118,8 @@ def test_a_signal_to_the_launcher_ends_everything(sleeper: str, number: signal.S
         assert launch.status() == (-9 if number is signal.SIGKILL else 128 + number)
         assert psutil.wait_procs(family, timeout=20)[1] == []
         assert launch.err == ""
+        (directory,) = {Path(line.split()[2]).parent for line in launch.out.splitlines() if len(line.split()) > 2}
+        assert not directory.exists()
 
 
 def test_the_command_returns_the_status_of_the_first_failure_and_shows_its_traceback_last(tmp_path: Path):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import io
 import os
 import signal
 import stat
 import sys
 import textwrap
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,20 +41,20 @@ def script(tmp_path: Path) -> MakeScript:
 
 
 @pytest.fixture(autouse=True)
-def nobody_is_left() -> Iterator[None]:
+def nobody_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv("ARPC_LAUNCH_TEST", mark)
     before = set(psutil.Process().children(recursive=True))
     yield
     # what daemonized is no child any more, so it is looked for by what it inherited
-    left = [process for process in psutil.process_iter() if _is_of_this_test(process)]
+    left = [process for process in psutil.process_iter() if _has(process, mark)]
     assert left == []
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-def _is_of_this_test(process: psutil.Process) -> bool:
+def _has(process: psutil.Process, mark: str) -> bool:
     with contextlib.suppress(psutil.Error):
-        return process.environ().get("PYTEST_CURRENT_TEST") == os.environ["PYTEST_CURRENT_TEST"] and bool(
-            process.environ().get("ARPC_NAME")
-        )
+        return bool(process.environ().get("ARPC_LAUNCH_TEST") == mark and process.environ().get("ARPC_NAME"))
     return False
 
 
@@ -233,6 +235,21 @@ async def test_what_workers_started_and_left_ends_with_the_group(script: MakeScr
     assert launch.out.getvalue().count("ready") == 2
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
+async def test_names_of_processes_may_be_any_bytes(script: MakeScript):
+    path = script(
+        r"""
+        code = "import time; open('/proc/self/comm', 'wb').write(b'caf\\xc3'); print(1, flush=True); time.sleep(1000)"
+        child = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE)
+        child.stdout.readline()
+        print("ready")
+        """
+    )
+    launch = Launch(path, workers=1)
+    await launch.result()
+    assert launch.err.getvalue() == ""
+
+
 async def test_cancelling_ends_everything(script: MakeScript):
     launch = Launch(script(textwrap.dedent(GRANDCHILDREN) + "time.sleep(1000)"))
     await launch.printed("asleep", times=4)
@@ -291,7 +308,17 @@ async def test_a_script_that_is_not_there(tmp_path: Path):
         await arpc.launch.local(tmp_path / "none.py", workers=1)
 
 
-@pytest.mark.parametrize("settings", [{"max_restarts": -1}, {"grace_s": -1}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_restarts": -1},
+        {"grace_s": -1},
+        {"environment": {"OMP_NUM_THREADS": 1}},
+        {"environment": {"A=B": "1"}},
+        {"environment": {"": "1"}},
+        {"environment": {"A": "1\0"}},
+    ],
+)
 async def test_settings_that_cannot_be(settings: dict, script: MakeScript):
     with pytest.raises(arpc.ConfigurationError):
         await arpc.launch.local(script(""), workers=1, **settings)
@@ -316,11 +343,12 @@ async def test_without_a_store_nobody_waits(script: MakeScript, monkeypatch: pyt
     assert error.worker is None
 
 
-async def test_when_nobody_reads_any_more_workers_are_asked_to_end(script: MakeScript, tmp_path: Path):
+@pytest.mark.parametrize("problem", [errno.EPIPE, errno.EIO, errno.ENOSPC])  # a terminal that is gone, a disk full
+async def test_when_nobody_reads_any_more_workers_are_asked_to_end(script: MakeScript, tmp_path: Path, problem: int):
     class Reader(io.StringIO):
         def write(self, text: str) -> int:
             if "enough" in text:
-                raise BrokenPipeError
+                raise OSError(problem, os.strerror(problem))
             return super().write(text)
 
     path = script(

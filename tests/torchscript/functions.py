@@ -44,6 +44,10 @@ with warnings.catch_warnings():
         return x * factor, "none" if name is None else name
 
     @torch.jit.script
+    def of_self(self: Tensor, other: Tensor) -> Tensor:
+        return self - other
+
+    @torch.jit.script
     def containers(numbers: list[int], by_name: dict[str, Tensor], maybe: Tensor | None) -> dict[str, Tensor]:
         total = torch.tensor(0)
         for number in numbers:

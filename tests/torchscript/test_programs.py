@@ -51,6 +51,26 @@ def test_programs_that_were_called_are_kept_but_not_forever(program, monkeypatch
     assert modules.get(saved) is not first
 
 
+class Counter(torch.nn.Module):
+    """Changes what it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count.add_(1)
+        return x + self.count
+
+
+async def test_a_program_that_changes_what_it_has_is_called_as_it_was_sent(group):
+    counter = torch.export.export(Counter(), (X,))
+    for _ in range(2):
+        assert (await arpc.rpc_sync("worker1", counter, (X,))).tolist() == [[2, 2]]
+    held = arpc.remote("worker1", arpc.torchscript.module_of, (counter,))
+    assert [(await held.rpc_sync().forward(X)).tolist() for _ in range(2)] == [[[2, 2]], [[3, 3]]]
+
+
 async def test_compiled_functions_are_found_under_their_names(group):
     x = torch.ones(2)
     assert (await arpc.rpc_sync("worker1", functions.compiled_here, (x,))).tolist() == [5, 5]

@@ -24,7 +24,7 @@ from arpc.wire.sharing import Span, extent, shared_spans
 from arpc.wire.staging import Staged, Stager
 from arpc.wire.table import COMPLEX_CODES, DTYPE_CODES, Code, Entry, Flag, Kind, encode_table
 
-__all__ = ["PackedTensors", "Slot", "allocate", "pack", "unpack"]
+__all__ = ["LITTLE_BYTES", "PackedTensors", "Slot", "allocate", "pack", "unpack"]
 
 Slot = Tensor | PickleBuffer
 """What fills a hole of a pickle: a tensor, or another object's memory (a numpy array's, say)."""
@@ -139,7 +139,7 @@ def _can_share(slot: Slot) -> TypeGuard[Tensor]:
     return isinstance(slot, Tensor) and slot.is_cpu and slot.dtype in DTYPE_CODES and not slot.is_nested
 
 
-_LITTLE_BYTES: Final = 8 * 1024
+LITTLE_BYTES: Final = 8 * 1024
 """To send so many bytes that nobody asked for costs less than to copy those that somebody did."""
 
 
@@ -256,7 +256,7 @@ class _Describer:
             once = [1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True)]
             core = core.as_strided(once, strides)
         start, end = extent(core)
-        if end - start > max(2 * core.nbytes, _LITTLE_BYTES):
+        if end - start > max(2 * core.nbytes, LITTLE_BYTES):
             _require_memory(core.untyped_storage(), end)
             core = core.contiguous()
             start, end = extent(core)

@@ -22,13 +22,19 @@ class LeafGradients:
     __slots__ = ("_gradients",)
 
     def __init__(self) -> None:
-        # by identity: a tensor's hash is one too, only slower
-        self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
+        # By identity: a tensor's hash is one too, only slower. And whether the gradient is a sum, hence nobody else's
+        self._gradients: dict[int, tuple[Tensor, Tensor, bool]] = {}
 
     def add(self, leaf: Tensor, gradient: Tensor) -> None:
         before = self._gradients.get(id(leaf))
-        # not in place: one gradient may be handed to several leaves, and be memory of a message as well
-        self._gradients[id(leaf)] = leaf, gradient if before is None else summed(before[1], gradient)
+        if before is None:
+            self._gradients[id(leaf)] = leaf, gradient, False
+        elif before[2] and gradient.layout is torch.strided:
+            before[1].add_(gradient)
+        else:
+            # not in place: one gradient may be handed to several leaves, and be memory of a message as well
+            total = summed(before[1], gradient)
+            self._gradients[id(leaf)] = leaf, total, total.layout is torch.strided
 
     def __contains__(self, leaf: Tensor) -> bool:
         return id(leaf) in self._gradients
@@ -37,12 +43,12 @@ class LeafGradients:
         return self._gradients.pop(id(leaf))[1]
 
     def put(self, leaf: Tensor, gradient: Tensor) -> None:
-        self._gradients[id(leaf)] = leaf, gradient
+        self._gradients[id(leaf)] = leaf, gradient, False
 
     def take(self) -> dict[Tensor, Tensor]:
         """The gradients, each in memory of its own and laid out like its leaf."""
         taken: dict[Tensor, Tensor] = {}
-        for leaf, gradient in self._gradients.values():
+        for leaf, gradient, _ in self._gradients.values():
             if gradient.layout is not torch.strided:
                 is_own = _object_references(gradient) == _SOLE[0] and _is_plain_sparse(gradient)
                 taken[leaf] = gradient if is_own else gradient.detach().clone()
@@ -83,7 +89,7 @@ def _references_of_sole_owner() -> tuple[int, int]:
     if _count_storage_uses is None:
         return -1, -1  # torch does not tell: nobody is
     found = 0, 0
-    for _, gradient in {0: (None, torch.zeros(1))}.values():
+    for _, gradient, _ in {0: (None, torch.zeros(1), None)}.values():
         found = _references(gradient)
     return found
 

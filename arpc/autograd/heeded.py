@@ -69,7 +69,8 @@ def heed_accumulate_hooks(parameters: Iterable[Tensor]) -> None:
 
 def is_heeded(_: Any, leaf: Any) -> bool:
     """Whether hooks at the accumulation of a leaf's gradient are to run."""
-    return bool(leaf._post_accumulate_grad_hooks) or (len(_groups) > 0 and leaf in _groups)  # noqa: SLF001
+    # `data`: how many there are, without asking which of them are still alive
+    return bool(leaf._post_accumulate_grad_hooks or (_groups.data and leaf in _groups))  # noqa: SLF001
 
 
 def has_node_hooks(node: Any, leaf: Any) -> bool:

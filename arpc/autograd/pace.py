@@ -50,16 +50,17 @@ class Pace:
 
     def is_short(self, plan: Plan, elements: int) -> bool:
         """Whether a run is to happen on the loop."""
-        if torch.is_anomaly_enabled():
-            return True  # it changes warning filters, which are the process's: two threads must not
         seconds = self._seconds.get((plan.count, elements))
         if seconds is not None:
-            return seconds <= SHORT_S
-        return (
-            plan.count <= SHORT_NODES
-            and elements <= SHORT_ELEMENTS
-            and elements + sum(map(_elements, plan.nodes)) <= SHORT_ELEMENTS
-        )
+            is_short = seconds <= SHORT_S
+        else:
+            is_short = (
+                plan.count <= SHORT_NODES
+                and elements <= SHORT_ELEMENTS
+                and elements + sum(map(_elements, plan.nodes)) <= SHORT_ELEMENTS
+            )
+        # anomaly mode changes warning filters, which are the process's: that stays on the loop
+        return is_short or torch.is_anomaly_enabled()
 
     def took(self, plan: Plan, elements: int, seconds: float, cpu_seconds: float) -> None:
         """Note what a run took, and how much of that the CPU was busy with it."""

@@ -236,7 +236,7 @@ class AutogradService:
             self,
             context,
             pass_id,
-            partial(choose_engine(), is_heeded=self.is_heeded),
+            choose_engine() if self.is_heeded is is_heeded else partial(choose_engine(), is_heeded=self.is_heeded),
             retain_graph=retain_graph,
             deadline=deadline,
             parent=parent,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from arpc.autograd import fallback
+from arpc.autograd.accumulation import LeafGradients
 from arpc.autograd.engine import RegionEngine, Source
 from arpc.autograd.fallback import GroupEngine, choose_engine, pausing_works
 from arpc.autograd.nodes import RecvRecord, attach_recv, attach_send
@@ -216,3 +217,15 @@ def test_a_gradient_that_nobody_else_has_is_not_copied():
     engine.resolve(0, [torch.ones(())])
     engine.run()
     assert engine.leaves.take()[x].data_ptr() == addresses[0]
+
+
+def test_sums_change_no_gradient_that_was_added():
+    leaf = torch.zeros(3, requires_grad=True)
+    parts = [torch.full((3,), float(number)) for number in range(1, 5)]
+    gradients = LeafGradients()
+    for part in parts:
+        gradients.add(leaf, part)
+    gradients.add(leaf, torch.sparse_coo_tensor([[0]], [10.0], (3,), check_invariants=True))
+    gradients.add(leaf, parts[0])
+    assert gradients.take()[leaf].tolist() == [21.0, 11.0, 11.0]
+    assert [part.tolist() for part in parts] == [[float(number)] * 3 for number in range(1, 5)]

@@ -1,11 +1,11 @@
-"""A parameter server that survives its trainers: some are killed with SIGKILL in the middle of their work, and replaced.
+"""A parameter server that survives its trainers: some are killed in the middle of their work, and replaced.
 
     python examples/fault_tolerant.py
 
-The group is elastic: workers join and leave at any time. This process is the server. It starts the trainers, asks each of
-them to train, and learns at once when one dies: the call that it had there ends with `WorkerLostError`. It then starts
-another process under the same name, which goes on where the dead one was. Gradients that were on their way are lost, and
-nothing else is.
+The group is elastic: workers join and leave at any time. This process is the server. It starts the trainers, asks each
+of them to train, and learns at once when one dies (of SIGKILL: nothing is told): the call that it had there ends with
+`WorkerLostError`. It then starts another process under the same name, which goes on where the dead one was. Gradients
+that were on their way are lost, and nothing else is.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class Server:
         self.optimizer = torch.optim.Adam([self.weights], lr=3e-3)
         self.published = self.weights.detach().clone()
         self.place, self.steps = place, steps
+        self.pushed = asyncio.Event()
         self.trainers = {trainer.name: trainer for trainer in map(Trainer, range(trainers))}
 
     @property
@@ -96,6 +97,8 @@ class Server:
         self.weights.grad = gradient
         self.optimizer.step()
         self.trainers[name].pushes += 1
+        self.pushed.set()
+        self.pushed.clear()  # whoever waited goes on all the same
         self.published = self.weights.detach().clone()  # what is sent must not change any more
         return self.published
 
@@ -105,7 +108,7 @@ class Server:
         model = make_model()
         vector_to_parameters(self.published, model.parameters())
         points, classes = draw_batch(2000, torch.Generator().manual_seed(0))
-        return (model(points).argmax(dim=1) == classes).double().mean().item()
+        return float((model(points).argmax(dim=1) == classes).double().mean())
 
     async def keep_training(self, trainer: Trainer) -> None:
         """See to it that all gradients of one trainer are computed, by as many processes as that takes."""
@@ -133,7 +136,7 @@ class Server:
         total = self.steps * len(self.trainers)
         for kill in range(1, kills + 1):
             while self.pushes < total * kill / (kills + 1):
-                await asyncio.sleep(0.02)
+                await self.pushed.wait()
             working = [one for one in self.trainers.values() if one.joined.is_set() and not one.may_leave.is_set()]
             if not working:
                 continue

@@ -36,7 +36,7 @@ def draw_batch(size: int, dice: torch.Generator) -> tuple[Tensor, Tensor]:
     return inputs, torch.sin(inputs[:, :4].sum(dim=1, keepdim=True))
 
 
-async def train(model: arpc.nn.RemoteModule, steps: int, seed: int, lock: bool) -> None:
+async def train(model: arpc.nn.RemoteModule[nn.Module], steps: int, seed: int, lock: bool) -> None:
     """What the driver asks every trainer to do. All of them get a handle to the same model."""
     dice = torch.Generator().manual_seed(seed)
     optimizer = await arpc.optim.DistributedOptimizer(
@@ -83,9 +83,9 @@ async def compare(trainers: list[str], steps: int, lock: bool) -> Result:
 
 def draw(results: dict[str, Result], path: str) -> None:
     """A picture of both."""
-    from matplotlib import pyplot
+    from matplotlib import pyplot as plt
 
-    figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     for way, result in results.items():
         axes.plot(torch.linspace(0, result.seconds, len(result.losses)), result.losses, label=way)
     axes.set(xlabel="seconds", ylabel="loss")

@@ -40,10 +40,9 @@ class Stage:
 
     def __init__(self, number: int, stages: int) -> None:
         self.number = number
-        sizes = [WIDTH] * 5
         layers: list[nn.Module] = []
-        for before, after in zip(sizes, sizes[1:], strict=False):
-            layers += [nn.Linear(before, after), nn.ReLU()]
+        for _ in range(4):
+            layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
         if number == stages - 1:
             layers[-1:] = [nn.Linear(WIDTH, CLASSES)]
         self.module = nn.Sequential(*layers)

@@ -2,9 +2,9 @@
 
     arpc launch --role learner=1,actor=3 examples/reinforcement_learning.py
 
-Every actor plays a batch of games with the policy it was sent, and returns what it saw. The learner keeps one call to each
-actor under way: whichever ends first is learnt from, and that actor goes on with the newest policy while the others still
-play. Nobody waits for the slowest.
+Every actor plays a batch of games with the policy it was sent, and returns what it saw. The learner keeps one call to
+each actor under way: whichever ends first is learnt from, and that actor goes on with the newest policy while the others
+still play. Nobody waits for the slowest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Categorical
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import arpc
@@ -33,7 +32,7 @@ def make_policy() -> nn.Sequential:
 
 
 class Catch:
-    """Many games side by side: a ball falls through a grid, sideways too, and the paddle on the ground is to be below it."""
+    """Many games side by side: a ball falls through a grid, and the paddle on the ground is to be below it."""
 
     def __init__(self, games: int, dice: torch.Generator) -> None:
         self.row = 0
@@ -111,12 +110,13 @@ class Learner:
     def learn(self, games: Games) -> float:
         """Make moves of games that went better than usual more likely; the share of games that were won."""
         reward = games.rewards.mean().item()
-        chances = Categorical(logits=self.policy(games.seen))
+        scores = self.policy(games.seen).log_softmax(dim=2)
+        entropy = -(scores.exp() * scores).sum(dim=2).mean()
         advantage = games.rewards - self.baseline
         # the actor played with a policy that is some updates old: weigh by how likely its moves are now, within bounds
-        ratio = (chances.log_prob(games.moves) - games.log_chances).exp()
+        ratio = (scores.gather(2, games.moves[..., None])[..., 0] - games.log_chances).exp()
         gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-        loss = -gain.mean() - 0.05 * chances.entropy().mean()
+        loss = -gain.mean() - 0.05 * entropy
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -149,9 +149,9 @@ async def learn(actors: list[str], updates: int, games: int) -> list[float]:
 
 def draw(won: list[float], path: str) -> None:
     """A picture of how it went."""
-    from matplotlib import pyplot
+    from matplotlib import pyplot as plt
 
-    figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     axes.plot(won)
     axes.set(xlabel="updates of the policy", ylabel="share of games won", ylim=(0, 1))
     figure.savefig(path)

@@ -3,8 +3,8 @@
     arpc launch --role trainer=1,lower=1,upper=1 examples/split_transformer.py
 
 The embedding and the first layers live on the worker "lower", the others and the head on "upper"; the trainer has the
-data and the loss. Activations go from worker to worker in the forward pass, gradients back in the backward pass, and the
-parameters stay where they are: each worker's optimizer moves its own.
+data and the loss. Activations go from worker to worker in the forward pass, gradients back in the backward pass, and
+the parameters stay where they are: each worker's optimizer moves its own.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ async def train(steps: int) -> tuple[list[float], float]:
 
 def draw(losses: list[float], path: str) -> None:
     """A picture of how it went."""
-    from matplotlib import pyplot
+    from matplotlib import pyplot as plt
 
-    figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     axes.plot(losses)
     axes.set(xlabel="steps", ylabel="loss", yscale="log")
     figure.savefig(path)

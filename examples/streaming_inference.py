@@ -2,9 +2,9 @@
 
     arpc launch --role reader=1,server=1 examples/streaming_inference.py
 
-The server first learns a short text by heart. Then readers stream from it: several at once, each with its own beginning;
-one that leaves in the middle, at which the server stops working on it; and a slow one, which the server does not run
-ahead of by more than the window.
+The server first learns a short text by heart. Then readers stream from it: several at once, each with its own
+beginning; one that leaves in the middle, at which the server stops working on it; and a slow one, which the server does
+not run ahead of by more than the window.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def learn_text(steps: int) -> Model:
         scores, _ = model(ring[None, :-1])
         loss = cross_entropy(scores[0], ring[1:])
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return model.eval()
 

@@ -3,7 +3,7 @@
     arpc launch --role learner=1,actor=3 examples/reinforcement_learning.py
 
 Every actor plays a batch of games with the policy it was sent, and returns what it saw. The learner keeps one call to
-each actor under way: whichever ends first is learnt from, and that actor goes on with the newest policy while the others
+each actor under way: whichever ends first is learnt from, and that actor goes on with the newest policy while others
 still play. Nobody waits for the slowest.
 """
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import time
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from torch.nn.functional import mse_loss
 
 import arpc
 
-NAME = os.environ.get("ARPC_NAME", "driver")  # the launcher says who this process is
+DRIVER, SERVER = "driver0", "server0"  # the launcher numbers the workers of each role
 WIDTH = 32
 
 
@@ -59,7 +58,7 @@ class Result(NamedTuple):
 
 async def compare(trainers: list[str], steps: int, lock: bool) -> Result:
     """Train a new model one of the two ways, and look at its loss on the way."""
-    model = arpc.nn.RemoteModule("server", make_model)
+    model = arpc.nn.RemoteModule(SERVER, make_model)
     inputs, wave = draw_batch(1000, torch.Generator().manual_seed(0))
 
     async def look() -> float:
@@ -95,10 +94,10 @@ def draw(results: dict[str, Result], path: str) -> None:
 
 async def main(arguments: argparse.Namespace) -> None:
     """The life of each process: the others serve the driver, until it leaves."""
-    async with arpc.init_rpc(NAME) as worker:
-        if NAME != "driver":
+    async with arpc.init_rpc() as worker:  # name, rank, secret and where to meet are in the environment
+        if worker.name != DRIVER:
             return
-        trainers = [one.name for one in worker.get_worker_infos() if one.name not in {"driver", "server"}]
+        trainers = [one.name for one in worker.get_worker_infos() if one.name not in {DRIVER, SERVER}]
         results = {
             "with locks": await compare(trainers, arguments.steps, lock=True),
             "without": await compare(trainers, arguments.steps, lock=False),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import time
 from typing import NamedTuple
 
@@ -22,7 +21,6 @@ from torch.nn.functional import cross_entropy
 
 import arpc
 
-NAME = os.environ.get("ARPC_NAME", "trainer")  # the launcher says who this process is
 WIDTH, CLASSES = 256, 10
 
 
@@ -141,8 +139,8 @@ async def train(stages: int, steps: int, batch: int, arguments: argparse.Namespa
 
 async def main(arguments: argparse.Namespace) -> None:
     """The life of each process: the stages serve the trainer, until it leaves."""
-    async with arpc.init_rpc(NAME) as worker:
-        if NAME == "trainer":
+    async with arpc.init_rpc() as worker:  # name, rank, secret and where to meet are in the environment
+        if worker.name == "trainer0":
             stages = len(worker.get_worker_infos()) - 1
             await train(stages, arguments.steps, arguments.batch, arguments)
 

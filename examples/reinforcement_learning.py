@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import time
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import arpc
 
-NAME = os.environ.get("ARPC_NAME", "learner")  # the launcher says who this process is
+LEARNER = "learner0"  # the launcher numbers the workers of each role
 HEIGHT, WIDTH = 8, 7
 MOVES = 3  # left, stay, right
 
@@ -159,10 +158,10 @@ def draw(won: list[float], path: str) -> None:
 
 async def main(arguments: argparse.Namespace) -> None:
     """The life of each process: actors do what the learner asks for, until it leaves."""
-    async with arpc.init_rpc(NAME) as worker:
-        if NAME != "learner":
+    async with arpc.init_rpc() as worker:  # name, rank, secret and where to meet are in the environment
+        if worker.name != LEARNER:
             return  # leaving the block waits for the whole group, and serves it meanwhile
-        actors = [peer.name for peer in worker.get_worker_infos() if peer.name != NAME]
+        actors = [peer.name for peer in worker.get_worker_infos() if peer.name != LEARNER]
         started = time.perf_counter()
         won = await learn(actors, arguments.updates, arguments.games)
         seconds = time.perf_counter() - started

@@ -2,7 +2,7 @@
 
     arpc launch --role trainer=1,lower=1,upper=1 examples/split_transformer.py
 
-The embedding and the first layers live on the worker "lower", the others and the head on "upper"; the trainer has the
+The embedding and the first layers live on the worker lower0, the others and the head on upper0; the trainer has the
 data and the loss. Activations go from worker to worker in the forward pass, gradients back in the backward pass, and
 the parameters stay where they are: each worker's optimizer moves its own.
 """
@@ -10,7 +10,6 @@ the parameters stay where they are: each worker's optimizer moves its own.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 
 import torch
@@ -19,7 +18,6 @@ from torch.nn.functional import cross_entropy
 
 import arpc
 
-NAME = os.environ.get("ARPC_NAME", "trainer")  # the launcher says who this process is
 NUMBERS, LENGTH = 16, 8  # sequences of 8 numbers below 16
 WIDTH = 64
 
@@ -62,8 +60,8 @@ class Transformer(nn.Module):
 
     def __init__(self, layers: int) -> None:
         super().__init__()
-        self.lower = arpc.nn.RemoteModule("lower", Lower, (layers,))
-        self.upper = arpc.nn.RemoteModule("upper", Upper, (layers,))
+        self.lower = arpc.nn.RemoteModule("lower0", Lower, (layers,))
+        self.upper = arpc.nn.RemoteModule("upper0", Upper, (layers,))
 
     async def forward(self, numbers: Tensor) -> Tensor:
         scores: Tensor = await self.upper(await self.lower(numbers))
@@ -114,8 +112,8 @@ def draw(losses: list[float], path: str) -> None:
 
 async def main(arguments: argparse.Namespace) -> None:
     """The life of each process: the others serve the trainer, until it leaves."""
-    async with arpc.init_rpc(NAME):
-        if NAME != "trainer":
+    async with arpc.init_rpc() as worker:  # name, rank, secret and where to meet are in the environment
+        if worker.name != "trainer0":
             return
         started = time.perf_counter()
         losses, right = await train(arguments.steps)

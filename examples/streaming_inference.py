@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -21,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 import arpc
 
-NAME = os.environ.get("ARPC_NAME", "reader")  # the launcher says who this process is
+SERVER = "server0"  # the launcher numbers the workers of each role
 TEXT = (
     "every call is a coroutine. a stream is a call that answers many times, and whoever reads it sets the pace. "
     "when the reader leaves, the writer is told, and stops. nothing is computed that nobody wants. "
@@ -97,7 +96,7 @@ async def read(
 ) -> tuple[str, list[float]]:
     """Read until the end, or until there is a reason to leave; the text, and the seconds until each letter came."""
     text, started, times = "", time.perf_counter(), list[float]()
-    async for letter in arpc.stream("server", write, (reader, beginning, length), window=window):
+    async for letter in arpc.stream(SERVER, write, (reader, beginning, length), window=window):
         text += letter
         times.append(time.perf_counter() - started)
         if leave is not None and leave(text):
@@ -108,7 +107,7 @@ async def read(
 async def show(arguments: argparse.Namespace) -> None:
     """What streams can do."""
     print("the server learns its text ...", flush=True)
-    await arpc.rpc_sync("server", prepare, (arguments.steps,), timeout=0)
+    await arpc.rpc_sync(SERVER, prepare, (arguments.steps,), timeout=0)
     beginnings = ["every call", "a stream is", "when the reader", "nothing is"]
     together = await asyncio.gather(
         *(read(f"reader{number}", beginning, arguments.length) for number, beginning in enumerate(beginnings))
@@ -116,9 +115,9 @@ async def show(arguments: argparse.Namespace) -> None:
     for beginning, (text, times) in zip(beginnings, together, strict=True):
         print(f"{beginning}|{text[:60]}...   first letter {1e3 * times[0]:.1f} ms, all {1e3 * times[-1]:.0f} ms")
     text, _ = await read("leaver", "a stream is", 100_000, leave=lambda text: text.endswith("."))
-    slow = arpc.stream("server", write, ("slow", "every call", 100_000), window=4)
+    slow = arpc.stream(SERVER, write, ("slow", "every call", 100_000), window=4)
     first = await anext(slow)  # reads one letter, and no more
-    done = await arpc.rpc_sync("server", letters_computed)
+    done = await arpc.rpc_sync(SERVER, letters_computed)
     print(f"left after {len(text)} letters: the server computed {done['leaver']} of 100,000")
     print(f"read one letter, {first!r}, with a window of 4: the server computed {done['slow']}")
     await slow.aclose()
@@ -126,8 +125,8 @@ async def show(arguments: argparse.Namespace) -> None:
 
 async def main(arguments: argparse.Namespace) -> None:
     """The life of each process: the server serves the reader, until it leaves."""
-    async with arpc.init_rpc(NAME):
-        if NAME == "reader":
+    async with arpc.init_rpc() as worker:  # name, rank, secret and where to meet are in the environment
+        if worker.name != SERVER:
             await show(arguments)
 
 

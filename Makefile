@@ -27,7 +27,8 @@ help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(installed) ## train with a parameter server over local processes and watch the loss fall
-	$(VENV)/bin/arpc launch --dashboard --role driver=1,server=1,trainer=3 examples/parameter_server.py
+	$(VENV)/bin/arpc launch --dashboard --role driver=1,server=1,trainer=3 \
+	  examples/parameter_server.py --plot build/parameter_server.png
 
 test: $(installed) ## run the tests: warnings are errors, asyncio runs in debug mode
 	$(python) -m pytest --durations=10

@@ -114,7 +114,7 @@ async def show(arguments: argparse.Namespace) -> None:
     )
     for beginning, (text, times) in zip(beginnings, together, strict=True):
         print(f"{beginning}|{text[:60]}...   first letter {1e3 * times[0]:.1f} ms, all {1e3 * times[-1]:.0f} ms")
-    text, _ = await read("leaver", "a stream is", 100_000, leave=lambda text: text.endswith("."))
+    text, _ = await read("leaver", "a stream is", 100_000, leave=lambda text: len(text) == 60)
     slow = arpc.stream(SERVER, write, ("slow", "every call", 100_000), window=4)
     first = await anext(slow)  # reads one letter, and no more
     done = await arpc.rpc_sync(SERVER, letters_computed)

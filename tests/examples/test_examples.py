@@ -41,7 +41,12 @@ def command_of(name: str) -> list[str]:
 
 
 def test_all_are_run():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*RUNS, "batched_model", "parameter_server"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {
+        *RUNS,
+        "batched_model",
+        "parameter_server",
+        "trace_training",
+    }
 
 
 def test_all_are_on_the_page():

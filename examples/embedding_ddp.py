@@ -49,7 +49,7 @@ class Model(nn.Module):
 
 def join_trainers() -> int:
     """Make the process group of the trainers, next to the group that arpc has made of all; this one's rank in it."""
-    store = distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)  # type: ignore[attr-defined]
     rank, size = int(os.environ["ARPC_ROLE_RANK"]), int(os.environ["ARPC_ROLE_SIZE"])
     distributed.init_process_group("gloo", store=distributed.PrefixStore("trainers", store), rank=rank, world_size=size)
     return rank

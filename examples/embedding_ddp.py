@@ -16,6 +16,7 @@ import time
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -49,9 +50,9 @@ class Model(nn.Module):
 
 def join_trainers() -> int:
     """Make the process group of the trainers, next to the group that arpc has made of all; this one's rank in it."""
-    store = distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)  # type: ignore[attr-defined]
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     rank, size = int(os.environ["ARPC_ROLE_RANK"]), int(os.environ["ARPC_ROLE_SIZE"])
-    distributed.init_process_group("gloo", store=distributed.PrefixStore("trainers", store), rank=rank, world_size=size)
+    distributed.init_process_group("gloo", store=PrefixStore("trainers", store), rank=rank, world_size=size)
     return rank
 
 

@@ -38,9 +38,7 @@ async def test_calls_that_there_is_no_room_for_are_refused():
             done |= more
         assert len(waiting) == 5
         for call in done:
-            with pytest.raises(
-                arpc.OverloadedError, match=r"'worker1' refused .*3 of its requests wait already"
-            ):
+            with pytest.raises(arpc.OverloadedError, match=r"'worker1' refused .*3 of its requests wait already"):
                 call.result()
         gate[0].set()
         assert await asyncio.gather(*waiting) == [1] * 5

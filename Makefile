@@ -23,13 +23,14 @@ peers_installed := $(PEERS_VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench bench-peers conformance fuzz soak wheel format clean
+.PHONY: help demo test check bench bench-peers conformance fuzz soak docs wheel format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(installed) ## train with a parameter server over local processes and watch the loss fall
-	$(VENV)/bin/arpc launch --dashboard --role driver=1,server=1,trainer=3 examples/parameter_server.py
+	$(VENV)/bin/arpc launch --dashboard --role driver=1,server=1,trainer=3 \
+	  examples/parameter_server.py --plot build/parameter_server.png
 
 test: $(installed) ## run the tests: warnings are errors, asyncio runs in debug mode
 	$(python) -m pytest --durations=10
@@ -57,6 +58,10 @@ soak: $(installed) ## kill, stop, cut off and restart workers under load, and ac
 
 wheel: $(installed) ## build the distributions and try the wheel in an environment of its own
 	$(python) -m scripts.check_wheel
+
+docs: $(installed) ## build the pages into build/site
+	$(python) -m pip install --quiet $(INSTALL_ARGS) -c constraints.txt -e '.[docs]'
+	$(python) -m mkdocs build --strict --config-file scripts/mkdocs.yml
 
 format: $(installed) ## format the code and apply the safe fixes
 	$(python) -m ruff check --fix-only .

@@ -1,7 +1,9 @@
-"""Programs on the pages in docs/ that are followed by their output print just that."""
+"""What stands on the pages in docs/ works: programs print what follows them, and parts of programs name what exists."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import os
 import re
 import subprocess
@@ -12,10 +14,12 @@ from typing import Final
 import pytest
 
 ROOT: Final = Path(__file__).resolve().parent.parent
+BLOCK: Final = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES: Final = sorted((ROOT / "docs").glob("*.md"))
 PROGRAM: Final = re.compile(r"^```python\n((?:(?!^```).)*)^```\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAMS: Final = [
     pytest.param(*match, id=f"{page.stem}-{number}")
-    for page in sorted((ROOT / "docs").glob("*.md"))
+    for page in PAGES
     for number, match in enumerate(PROGRAM.findall(page.read_text()))
 ]
 
@@ -29,3 +33,32 @@ def test_it_prints_what_is_shown(program, output, tmp_path):
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     assert (done.stdout, done.stderr) == (output, "")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_block_parses_and_names_what_exists(page):
+    for block in BLOCK.findall(page.read_text()):
+        tree = compile(block, page.name, "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and (name := dotted(node)).startswith("arpc."):
+                assert exists(name), f"{page.name} speaks of {name}"
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def exists(name: str) -> bool:
+    """Whether a name of arpc leads somewhere, by attributes or by modules that nobody has imported yet."""
+    parts = name.split(".")
+    found = importlib.import_module(parts[0])
+    for number, part in enumerate(parts[1:], 2):
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(".".join(parts[:number]))
+            except ImportError:
+                return False
+        found = getattr(found, part)
+    return True

@@ -19,20 +19,29 @@ ENVIRONMENT: Final = {**os.environ, "PYTHONPATH": str(ROOT)}
 pytestmark = pytest.mark.timeout(170)
 
 
-def test_loss_falls_and_accuracy_rises():
-    done = subprocess.run(
-        [*COMMAND, "--steps", "100"], env=ENVIRONMENT, capture_output=True, text=True, timeout=150, check=False
-    )
+def test_loss_falls_and_accuracy_rises(tmp_path):
+    plot = tmp_path / "new" / "ps.png"
+    command = [*COMMAND, "--steps", "100", "--plot", plot]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    reports = re.findall(
-        r"^\[driver0\] +(\d+) gradients   loss (\d+\.\d+)   accuracy +(\d+\.\d+)%$", done.stdout, re.MULTILINE
-    )
-    pushes, losses, accuracies = ([float(value) for value in column] for column in zip(*reports, strict=True))
-    assert (pushes[0], pushes[-1]) == (0, 200)
-    assert pushes == sorted(pushes)
-    assert losses[-1] < 0.75 * losses[0]
-    assert accuracies[-1] > accuracies[0] + 15
+    for mode in ("sync", "async", "batch"):
+        reports = re.findall(
+            rf"^\[driver0\] {mode} +\[#* *\] +(\d+) gradients   loss (\d+\.\d+)   accuracy +(\d+\.\d+)%$",
+            done.stdout,
+            re.MULTILINE,
+        )
+        pushes, losses, accuracies = ([float(value) for value in column] for column in zip(*reports, strict=True))
+        assert pushes[-1] == 200
+        assert pushes == sorted(pushes)
+        assert losses[-1] < 0.85 * losses[0]
+        assert accuracies[-1] > accuracies[0] + 10
+    rows = re.findall(r"^\[driver0\] (\w+) +(\d+) +\d+\.\d", done.stdout, re.MULTILINE)
+    updates = {mode: int(number) for mode, number in rows}
+    assert updates["sync"] == 100  # one of both trainers' gradients
+    assert updates["async"] == 200  # one of each
+    assert 100 <= updates["batch"] <= 200
+    assert plot.read_bytes().startswith(b"\x89PNG")
     assert re.search(r"^\[driver0\] [\d,]+ calls/s, [\d,]+ MB/s$", done.stdout, re.MULTILINE)
 
 

@@ -1,0 +1,102 @@
+"""An embedding on a server, and the rest of the model in DistributedDataParallel: RPC and gloo in one program.
+
+    arpc launch --role server=1,trainer=2 examples/embedding_ddp.py
+
+The table is what does not fit on a trainer, in real life: it lives on the server, and trainers look up what they need.
+The layers above it are small: each trainer has a copy, and DistributedDataParallel keeps the copies equal, averaging
+their gradients by gloo in the middle of the same backward pass that takes the table's gradients to the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import time
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import arpc
+
+SERVER = "server0"  # the launcher numbers the workers of each role
+WORDS, BAG, WIDTH, CLASSES = 2000, 12, 32, 4
+
+
+def draw_bags(size: int, dice: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Bags of words, and the class of each: words belong to classes, and most of a bag's words belong to its own."""
+    classes = torch.randint(CLASSES, (size,), generator=dice)
+    words = torch.randint(WORDS // CLASSES, (size, BAG), generator=dice) * CLASSES
+    strays = torch.randint(CLASSES, (size, BAG), generator=dice)
+    is_stray = torch.rand(size, BAG, generator=dice) < 0.5
+    return words + torch.where(is_stray, strays, classes[:, None]), classes
+
+
+class Model(nn.Module):
+    """The table on the server, and the layers here."""
+
+    def __init__(self, table: arpc.nn.RemoteModule[nn.EmbeddingBag], layers: nn.Module) -> None:
+        super().__init__()
+        self.table = table
+        self.layers = layers
+
+    async def forward(self, words: Tensor) -> Tensor:
+        scores: Tensor = self.layers(await self.table(words))
+        return scores
+
+
+def join_trainers() -> int:
+    """Make the process group of the trainers, next to the group that arpc has made of all; this one's rank in it."""
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    rank, size = int(os.environ["ARPC_ROLE_RANK"]), int(os.environ["ARPC_ROLE_SIZE"])
+    distributed.init_process_group("gloo", store=PrefixStore("trainers", store), rank=rank, world_size=size)
+    return rank
+
+
+async def train(table: arpc.nn.RemoteModule[nn.EmbeddingBag], steps: int) -> str:
+    """What the first trainer asks each of them to do, itself too; the end of its copy of the layers, as text."""
+    rank = await asyncio.to_thread(join_trainers)
+    layers = DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, CLASSES)))
+    model, dice = Model(table, layers), torch.Generator().manual_seed(rank)
+    optimizer = await arpc.optim.DistributedOptimizer(torch.optim.Adam, await arpc.nn.parameter_rrefs(model), lr=3e-3)
+    started = time.perf_counter()
+    for step in range(1, steps + 1):
+        words, classes = draw_bags(64, dice)
+        async with arpc.autograd.context() as context_id:
+            loss = cross_entropy(await model(words), classes)
+            await arpc.autograd.backward(context_id, [loss])
+            await optimizer.step(context_id)
+        if rank == 0 and step % max(1, steps // 10) == 0:
+            print(f"{step:5} steps   loss {loss.item():.3f}", flush=True)
+    if rank == 0:
+        with arpc.no_grad():
+            words, classes = draw_bags(1000, dice)
+            right = ((await model(words)).argmax(dim=1) == classes).float().mean().item()
+        rate = steps * distributed.get_world_size() / (time.perf_counter() - started)
+        print(f"{right:.1%} of the bags right, {rate:.0f} batches/s over all trainers")
+    distributed.destroy_process_group()
+    return ", ".join(f"{value:.6f}" for value in layers.module[2].bias.tolist())
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    """The life of each process: all serve the first trainer, until it leaves."""
+    async with arpc.init_rpc() as worker:  # name, rank, secret and where to meet are in the environment
+        if worker.name == "trainer0":
+            table = arpc.nn.RemoteModule(SERVER, nn.EmbeddingBag, (WORDS, WIDTH), {"mode": "mean"})
+            trainers = [one.name for one in worker.get_worker_infos() if one.name != SERVER]
+            # all of them get a handle to the same table
+            training = [arpc.rpc_async(one, train, (table, arguments.steps), timeout=0) for one in trainers]
+            ends = await asyncio.gather(*training)
+            for name, end in zip(trainers, ends, strict=True):
+                print(f"{name}: the last biases are {end}")
+            print(f"the copies are {'equal' if len(set(ends)) == 1 else 'NOT equal'}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="A table on a server, and DistributedDataParallel above it.")
+    parser.add_argument("--steps", type=int, default=300, help="how many batches each trainer learns from (300)")
+    torch.set_num_threads(1)
+    arpc.run(main(parser.parse_args()))

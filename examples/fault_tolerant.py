@@ -1,0 +1,205 @@
+"""A parameter server that survives its trainers: some are killed in the middle of their work, and replaced.
+
+    python examples/fault_tolerant.py
+
+The group is elastic: workers join and leave at any time. This process is the server. It starts the trainers, asks each
+of them to train, and learns at once when one dies (of SIGKILL: nothing is told): the call that it had there ends with
+`WorkerLostError`. It then starts another process under the same name, which goes on where the dead one was. Gradients
+that were on their way are lost, and nothing else is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+import sys
+import tempfile
+import time
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import arpc
+
+CLASSES, WIDTH = 4, 16
+
+
+def make_model() -> nn.Module:
+    """From a point to a score for each class."""
+    return nn.Sequential(nn.Linear(WIDTH, 128), nn.ReLU(), nn.Linear(128, CLASSES))
+
+
+def draw_batch(size: int, dice: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Points, and their class: which fourth of their coordinates has the largest product."""
+    points = torch.randn(size, WIDTH, generator=dice)
+    return points, points.reshape(size, CLASSES, -1)[:, :, :2].prod(dim=2).argmax(dim=1)
+
+
+# -- the trainers -----------------------------------------------------------------------------------------------------
+
+
+async def train(seed: int, first: int, steps: int) -> None:
+    """Compute gradients for these steps, and hand them in one by one."""
+    model, name = make_model(), arpc.get_worker_info().name
+    dice = torch.Generator().manual_seed(seed * 1_000_000 + first)
+    weights = await arpc.rpc_sync("server", pull)
+    for _ in range(first, steps):
+        vector_to_parameters(weights, model.parameters())
+        points, classes = draw_batch(64, dice)
+        loss = cross_entropy(model(points), classes)
+        gradient = parameters_to_vector(torch.autograd.grad(loss, list(model.parameters())))
+        weights = await arpc.rpc_sync("server", push, (name, gradient))
+
+
+async def be_trainer(name: str, place: str) -> None:
+    """The life of a trainer: say that it is there, and do what is asked for until it may leave."""
+    async with arpc.init_rpc(name, world_size=None, init_method=place):
+        await arpc.rpc_sync("server", join, (name,), timeout=0)
+
+
+# -- the server -------------------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """One place for a trainer, and whichever process fills it."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.name = number, f"trainer{number}"
+        self.pushes = 0
+        self.deaths = 0
+        self.process: asyncio.subprocess.Process | None = None
+        self.joined = asyncio.Event()
+        self.may_leave = asyncio.Event()
+
+
+class Server:
+    """The parameters, and the trainers that move them."""
+
+    def __init__(self, place: str, trainers: int, steps: int) -> None:
+        self.weights = nn.Parameter(parameters_to_vector(make_model().parameters()))
+        self.optimizer = torch.optim.Adam([self.weights], lr=3e-3)
+        self.published = self.weights.detach().clone()
+        self.place, self.steps = place, steps
+        self.pushed = asyncio.Event()
+        self.trainers = {trainer.name: trainer for trainer in map(Trainer, range(trainers))}
+
+    @property
+    def pushes(self) -> int:
+        """How many gradients have come."""
+        return sum(trainer.pushes for trainer in self.trainers.values())
+
+    def push(self, name: str, gradient: Tensor) -> Tensor:
+        """Apply one gradient."""
+        self.weights.grad = gradient
+        self.optimizer.step()
+        self.trainers[name].pushes += 1
+        self.pushed.set()
+        self.pushed.clear()  # whoever waited goes on all the same
+        self.published = self.weights.detach().clone()  # what is sent must not change any more
+        return self.published
+
+    @torch.no_grad()
+    def accuracy(self) -> float:
+        """The share of points that the parameters get right, of points that no trainer has seen."""
+        model = make_model()
+        vector_to_parameters(self.published, model.parameters())
+        points, classes = draw_batch(2000, torch.Generator().manual_seed(0))
+        return float((model(points).argmax(dim=1) == classes).double().mean())
+
+    async def keep_training(self, trainer: Trainer) -> None:
+        """See to it that all gradients of one trainer are computed, by as many processes as that takes."""
+        while trainer.pushes < self.steps:
+            trainer.joined.clear()
+            process = trainer.process = await asyncio.create_subprocess_exec(
+                sys.executable, __file__, "--trainer", trainer.name, "--place", self.place
+            )
+            try:
+                await trainer.joined.wait()
+                print(f"{trainer.name} is process {process.pid}, and starts at step {trainer.pushes}", flush=True)
+                await arpc.rpc_sync(trainer.name, train, (trainer.number, trainer.pushes, self.steps), timeout=0)
+                trainer.may_leave.set()
+                await process.wait()
+            except arpc.WorkerLostError as error:
+                trainer.deaths += 1
+                print(f"{error}", flush=True)
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+
+    async def cause_trouble(self, kills: int) -> None:
+        """Kill a trainer each time another part of the work is done."""
+        total = self.steps * len(self.trainers)
+        for kill in range(1, kills + 1):
+            while self.pushes < total * kill / (kills + 1):
+                await self.pushed.wait()
+            working = [one for one in self.trainers.values() if one.joined.is_set() and not one.may_leave.is_set()]
+            if not working:
+                continue
+            victim = min(working, key=lambda one: one.deaths)
+            assert victim.process is not None
+            print(f"{self.pushes} gradients, accuracy {self.accuracy():.1%}: kill -9 {victim.name}", flush=True)
+            victim.process.kill()
+
+
+server: Server  # there is one in the server's process only; the functions below run there, and find it
+
+
+async def join(name: str) -> None:
+    """A trainer is there. It is answered when it may leave."""
+    trainer = server.trainers[name]
+    trainer.joined.set()
+    await trainer.may_leave.wait()
+
+
+async def pull() -> Tensor:
+    """The parameters as they are now."""
+    return server.published
+
+
+async def push(name: str, gradient: Tensor) -> Tensor:
+    """Hand in a gradient; the parameters after it."""
+    return server.push(name, gradient)
+
+
+async def be_server(place: str, arguments: argparse.Namespace) -> None:
+    """Train, come what may, and tell how it went."""
+    global server  # noqa: PLW0603 - one process, one server
+    os.environ |= {"ARPC_SECRET": secrets.token_hex(), "OMP_NUM_THREADS": "1"}  # for the trainers, too
+    server = Server(place, arguments.trainers, arguments.steps)
+    async with arpc.init_rpc("server", world_size=None, init_method=place), asyncio.TaskGroup() as group:
+        before, started = server.accuracy(), time.perf_counter()
+        training = [group.create_task(server.keep_training(trainer)) for trainer in server.trainers.values()]
+        trouble = group.create_task(server.cause_trouble(arguments.kills))
+        await asyncio.wait(training)
+        trouble.cancel()
+        seconds = time.perf_counter() - started
+    print("trainer    gradients   killed")
+    for trainer in server.trainers.values():
+        print(f"{trainer.name:8}   {trainer.pushes:9}   {trainer.deaths:6}")
+    print(f"accuracy {before:.1%} -> {server.accuracy():.1%} in {seconds:.1f} s, {server.pushes} gradients")
+
+
+def main() -> None:
+    """Read the command line, and be the server or one of its trainers."""
+    parser = argparse.ArgumentParser(description="A parameter server whose trainers are killed, and replaced.")
+    parser.add_argument("--trainers", type=int, default=3, help="how many train (3)")
+    parser.add_argument("--steps", type=int, default=500, help="how many gradients each of them computes (500)")
+    parser.add_argument("--kills", type=int, default=2, help="how many of them are killed on the way (2)")
+    parser.add_argument("--trainer", metavar="NAME", help=argparse.SUPPRESS)
+    parser.add_argument("--place", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.trainer:
+        arpc.run(be_trainer(arguments.trainer, arguments.place))
+        return
+    with tempfile.TemporaryDirectory() as folder:  # on one host a group can meet in a file, and needs no port
+        arpc.run(be_server(f"file://{folder}/group", arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Federated averaging with clients that come and go: data stay where they are, only models travel.
+
+    python examples/federated.py
+
+Every client has data of its own that no other sees, and mostly of two classes only. In each round the server sends its
+model to the clients that are there; they train it on their data, and the server averages what comes back in time.
+Clients join late, leave early, or are too slow for a round. The group is elastic, so none of that is an error: the
+server goes on with those it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+import sys
+import tempfile
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import arpc
+
+CLASSES, WIDTH = 6, 12
+
+
+def make_model() -> nn.Module:
+    """From a point to a score for each class."""
+    return nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, CLASSES))
+
+
+def draw_data(classes: list[int], size: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Noisy points around the centres of some classes, and which class each belongs to."""
+    centres = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(0))
+    dice = torch.Generator().manual_seed(seed)
+    labels = torch.tensor(classes)[torch.randint(len(classes), (size,), generator=dice)]
+    return centres[labels] + torch.randn(size, WIDTH, generator=dice), labels
+
+
+# -- the clients ------------------------------------------------------------------------------------------------------
+
+
+class Client:
+    """Data that stay here, and how to learn from them."""
+
+    def __init__(self, number: int) -> None:
+        mostly = [number % CLASSES, (number + 1) % CLASSES]
+        self.points, self.labels = draw_data(4 * mostly + list(range(CLASSES)), 256, seed=number + 1)
+
+    def train(self, weights: Tensor, epochs: int) -> tuple[Tensor, int]:
+        """A model that has also seen the data here, and how many those are."""
+        model = make_model()
+        vector_to_parameters(weights, model.parameters())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(epochs):
+            for batch in torch.randperm(len(self.labels)).reshape(-1, 32):
+                loss = cross_entropy(model(self.points[batch]), self.labels[batch])
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+        return parameters_to_vector(model.parameters()).detach(), len(self.labels)
+
+
+client: Client  # there is one in each client's process
+
+
+def train(weights: Tensor, epochs: int) -> tuple[Tensor, int]:
+    """What the server asks a client for in each round. A plain function: it runs in a thread."""
+    return client.train(weights, epochs)
+
+
+async def be_client(number: int, place: str, rounds: int) -> None:
+    """The life of a client: join, take part in some rounds, and leave."""
+    global client  # noqa: PLW0603 - one process, one client
+    client = Client(number)
+    async with arpc.init_rpc(f"client{number}", world_size=None, init_method=place):
+        await arpc.rpc_sync("server", take_part, (f"client{number}", rounds), timeout=0)
+
+
+# -- the server -------------------------------------------------------------------------------------------------------
+
+
+class Round(NamedTuple):
+    """How a round went."""
+
+    number: int
+    asked: int
+    averaged: int
+    accuracy: float
+
+    def __str__(self) -> str:
+        return f"round {self.number:3}   {self.averaged} of {self.asked} clients   accuracy {self.accuracy:6.1%}"
+
+
+class Server:
+    """The model that everybody gets, and who is there to train it."""
+
+    def __init__(self) -> None:
+        self.weights = parameters_to_vector(make_model().parameters()).detach()
+        self.rounds_left: dict[str, int] = {}
+        self.changed = asyncio.Condition()
+        self.is_over = False
+        self.seen: set[str] = set()
+
+    async def take_part(self, name: str, rounds: int) -> None:
+        """A client is there for some rounds. It is answered when they are over."""
+        async with self.changed:
+            self.rounds_left[name] = rounds
+            self.seen.add(name)
+            self.changed.notify_all()
+            try:
+                await self.changed.wait_for(lambda: self.is_over or self.rounds_left[name] <= 0)
+            finally:  # also if the client is lost, which cancels this
+                del self.rounds_left[name]
+
+    async def run_round(self, number: int, timeout_s: float, test: tuple[Tensor, Tensor]) -> Round:
+        """Let everybody who is there train, and average what comes back in time."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.rounds_left)
+        asked = [
+            arpc.rpc_async(name, train, (self.weights, 1), timeout=timeout_s)  # cancelled there when time is up
+            for name in self.rounds_left
+        ]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        came: list[tuple[Tensor, int]] = []
+        for answer in answers:
+            if not isinstance(answer, BaseException):
+                came.append(answer)
+            elif not isinstance(answer, arpc.CallError | arpc.UnknownWorkerError):
+                raise answer  # those two are late, lost, or on their way out: nothing to end the training for
+        if came:
+            total = sum(size for _, size in came)
+            self.weights = torch.stack([weights * (size / total) for weights, size in came]).sum(dim=0)
+        async with self.changed:
+            for name in self.rounds_left:
+                self.rounds_left[name] -= 1
+            self.changed.notify_all()
+        return Round(number, len(asked), len(came), self.accuracy(*test))
+
+    async def end(self) -> None:
+        """Let everybody go, also those who come late."""
+        async with self.changed:
+            self.is_over = True
+            self.changed.notify_all()
+
+    @torch.no_grad()
+    def accuracy(self, points: Tensor, labels: Tensor) -> float:
+        """The share of points of all classes that the model gets right."""
+        model = make_model()
+        vector_to_parameters(self.weights, model.parameters())
+        return float((model(points).argmax(dim=1) == labels).double().mean())
+
+
+server: Server  # there is one in the server's process only; the function below runs there, and finds it
+
+
+async def take_part(name: str, rounds: int) -> None:
+    """What clients call when they join."""
+    await server.take_part(name, rounds)
+
+
+async def start_client(number: int, place: str, rounds: int) -> None:
+    """Start the process of a client and own it: however this coroutine ends, the process has ended before."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, __file__, "--client", str(number), "--place", place, "--stay", str(rounds)
+    )
+    try:
+        await process.wait()
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+
+
+async def be_server(place: str, arguments: argparse.Namespace) -> None:
+    """Run all rounds while clients come and go."""
+    global server  # noqa: PLW0603 - one process, one server
+    os.environ |= {"ARPC_SECRET": secrets.token_hex(), "OMP_NUM_THREADS": "1"}  # for the clients, too
+    server = Server()
+    test = draw_data(list(range(CLASSES)), 2000, seed=0)
+    history: list[Round] = []
+    async with arpc.init_rpc("server", world_size=None, init_method=place), asyncio.TaskGroup() as clients:
+        print(f"accuracy {server.accuracy(*test):.1%} before the first round", flush=True)
+        started = 0
+        for number in range(1, arguments.rounds + 1):
+            while started < 4 + number // 4:  # another one every four rounds; each stays for some, and leaves
+                clients.create_task(start_client(started, place, arguments.stay))
+                started += 1
+            pause = clients.create_task(asyncio.sleep(arguments.pace))  # rounds begin at fixed times, whoever is there
+            history.append(await server.run_round(number, 5.0, test))
+            await pause
+            print(history[-1], flush=True)
+        await server.end()
+    best = max(history, key=lambda one: one.accuracy)
+    most = max(one.averaged for one in history)
+    print(f"{len(server.seen)} clients took part, at most {most} at once, and kept their data to themselves")
+    print(f"accuracy {history[0].accuracy:.1%} -> {history[-1].accuracy:.1%}, {best.accuracy:.1%} at best")
+
+
+def main() -> None:
+    """Read the command line, and be the server or one of its clients."""
+    parser = argparse.ArgumentParser(description="Federated averaging with clients that come and go.")
+    parser.add_argument("--rounds", type=int, default=24, help="how many rounds there are (24)")
+    parser.add_argument("--stay", type=int, default=12, help="how many of them a client stays for (12)")
+    parser.add_argument("--pace", type=float, default=0.5, help="seconds from one round to the next (0.5)")
+    parser.add_argument("--client", type=int, metavar="NUMBER", help=argparse.SUPPRESS)
+    parser.add_argument("--place", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.client is not None:
+        arpc.run(be_client(arguments.client, arguments.place, arguments.stay))
+        return
+    with tempfile.TemporaryDirectory() as folder:  # on one host a group can meet in a file, and needs no port
+        arpc.run(be_server(f"file://{folder}/group", arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Pipeline parallelism with micro-batches: the more of them there are, the less the stages wait for each other.
+
+    arpc launch --role trainer=1,stage=3 examples/pipeline.py
+
+A model of three stages, each on a worker of its own. With one batch at a time a single stage works and the others wait;
+cut into micro-batches, stage 1 works on the first of them while stage 0 is at the second. The trainer only says what
+depends on what: every micro-batch is a chain of `remote` calls, which nothing waits for, and activations go straight
+from stage to stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import arpc
+
+WIDTH, CLASSES = 256, 10
+
+
+class Work(NamedTuple):
+    """One micro-batch on one stage."""
+
+    stage: int
+    micro_batch: int
+    began: float
+    ended: float
+
+
+class Stage:
+    """Some layers of the model, which do one micro-batch after another."""
+
+    def __init__(self, number: int, stages: int) -> None:
+        self.number = number
+        layers: list[nn.Module] = []
+        for _ in range(4):
+            layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+        if number == stages - 1:
+            layers[-1:] = [nn.Linear(WIDTH, CLASSES)]
+        self.module = nn.Sequential(*layers)
+        self.done: list[Work] = []
+        self._turn = asyncio.Lock()
+
+    async def forward(self, activations: arpc.RRef[Tensor] | Tensor, micro_batch: int) -> Tensor:
+        """What these layers make of the stage before, wherever that is."""
+        inputs = await activations.to_here() if isinstance(activations, arpc.RRef) else activations
+        async with self._turn:
+            began = time.time()
+            out: Tensor = await asyncio.to_thread(self.module, inputs)
+            self.done.append(Work(self.number, micro_batch, began, time.time()))
+        return out
+
+    async def work(self) -> list[Work]:
+        """What was done since this was asked last."""
+        done, self.done = self.done, []
+        return done
+
+    def parameters(self) -> list[arpc.RRef[nn.Parameter]]:
+        """RRefs to the parameters, for the optimizer."""
+        return [arpc.RRef(parameter) for parameter in self.module.parameters()]
+
+
+class Pipeline:
+    """All stages, as the trainer sees them."""
+
+    def __init__(self, stages: int) -> None:
+        self.stages = [arpc.remote(f"stage{n}", Stage, (n, stages)) for n in range(stages)]
+
+    async def forward(self, batch: Tensor, micro_batches: int) -> Tensor:
+        """Send all micro-batches on their way at once; the scores of the whole batch."""
+        ends: list[arpc.RRef[Tensor]] = []
+        for number, part in enumerate(batch.chunk(micro_batches)):
+            activations: arpc.RRef[Tensor] | Tensor = part
+            for stage in self.stages:
+                activations = stage.remote().forward(activations, number)  # waits for nothing
+            assert isinstance(activations, arpc.RRef)
+            ends.append(activations)
+        return torch.cat(await asyncio.gather(*(end.to_here() for end in ends)))
+
+    async def parameters(self) -> list[arpc.RRef[nn.Parameter]]:
+        """Those of all stages."""
+        each = await asyncio.gather(*(stage.rpc_async().parameters() for stage in self.stages))
+        return [parameter for parameters in each for parameter in parameters]
+
+    async def work(self) -> list[Work]:
+        """What the stages have done since this was asked last."""
+        each = await asyncio.gather(*(stage.rpc_async().work() for stage in self.stages))
+        return [work for done in each for work in done]
+
+
+def picture(work: list[Work], stages: int, columns: int = 72) -> str:
+    """The forward pass in text: a row for each stage, a digit for each micro-batch, a dot where it waits."""
+    began = min(one.began for one in work)
+    scale = columns / (max(one.ended for one in work) - began)
+    rows = [["."] * columns for _ in range(stages)]
+    for one in work:
+        first = int((one.began - began) * scale)
+        for column in range(first, max(first + 1, min(columns, int((one.ended - began) * scale)))):
+            rows[one.stage][min(column, columns - 1)] = str(one.micro_batch)
+    return "\n".join(f"  stage{number} |{''.join(row)}|" for number, row in enumerate(rows))
+
+
+async def train(stages: int, steps: int, batch: int, arguments: argparse.Namespace) -> None:
+    """Train with more and more micro-batches, and show what the stages do meanwhile."""
+    pipeline = Pipeline(stages)
+    optimizer = await arpc.optim.DistributedOptimizer(torch.optim.Adam, await pipeline.parameters(), lr=1e-3)
+    teacher = nn.Linear(WIDTH, CLASSES).requires_grad_(False)  # what is to be learnt
+    rows: list[str] = []
+    for micro_batches in (1, 2, 4, 8):
+        seconds, busy = 0.0, 0.0
+        for step in range(steps):
+            inputs = torch.randn(batch, WIDTH)
+            labels = teacher(inputs).argmax(dim=1)
+            async with arpc.autograd.context() as context_id:
+                started = time.perf_counter()
+                loss = cross_entropy(await pipeline.forward(inputs, micro_batches), labels)
+                seconds += time.perf_counter() - started
+                await arpc.autograd.backward(context_id, [loss])
+                await optimizer.step(context_id)
+            work = await pipeline.work()
+            busy += sum(one.ended - one.began for one in work)
+            if step == steps - 1:
+                print(f"{micro_batches} micro-batches, the last forward pass; loss {loss.item():.3f}")
+                print(picture(work, stages), flush=True)
+        rows.append(f"{micro_batches:13}   {1e3 * seconds / steps:10.1f} ms   {busy / seconds / stages:10.0%}")
+    print("micro-batches   forward pass   stages busy", *rows, sep="\n")
+    if arguments.trace:
+        async with arpc.profiler.profile() as profile:
+            await pipeline.forward(torch.randn(batch, WIDTH), 8)
+        profile.export_html(arguments.trace)
+        print(f"the trace of a forward pass is {arguments.trace}")
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    """The life of each process: the stages serve the trainer, until it leaves."""
+    async with arpc.init_rpc() as worker:  # name, rank, secret and where to meet are in the environment
+        if worker.name == "trainer0":
+            stages = len(worker.get_worker_infos()) - 1
+            await train(stages, arguments.steps, arguments.batch, arguments)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Three stages of a model, with more and more micro-batches.")
+    parser.add_argument("--steps", type=int, default=10, help="how many steps with each number of micro-batches (10)")
+    parser.add_argument("--batch", type=int, default=4096, help="how many examples a step has (4096)")
+    parser.add_argument("--trace", metavar="FILE", help="where to leave a timeline to look at, such as trace.html")
+    torch.set_num_threads(1)
+    arpc.run(main(parser.parse_args()))

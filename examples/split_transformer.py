@@ -1,0 +1,133 @@
+"""A transformer split over workers, trained with distributed autograd: it learns to put numbers in order.
+
+    arpc launch --role trainer=1,lower=1,upper=1 examples/split_transformer.py
+
+The embedding and the first layers live on the worker lower0, the others and the head on upper0; the trainer has the
+data and the loss. Activations go from worker to worker in the forward pass, gradients back in the backward pass, and
+the parameters stay where they are: each worker's optimizer moves its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import arpc
+
+NUMBERS, LENGTH = 16, 8  # sequences of 8 numbers below 16
+WIDTH = 64
+
+
+def make_layers(count: int) -> nn.TransformerEncoder:
+    """Some layers of the transformer."""
+    layer = nn.TransformerEncoderLayer(WIDTH, nhead=4, dim_feedforward=128, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, count, enable_nested_tensor=False)
+
+
+class Lower(nn.Module):
+    """From numbers to what the upper half works on."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.numbers = nn.Embedding(NUMBERS, WIDTH)
+        self.places = nn.Parameter(0.1 * torch.randn(LENGTH, WIDTH))
+        self.layers = make_layers(layers)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        out: Tensor = self.layers(self.numbers(numbers) + self.places)
+        return out
+
+
+class Upper(nn.Module):
+    """From there to a score for each number at each place."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = make_layers(layers)
+        self.head = nn.Linear(WIDTH, NUMBERS)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.layers(hidden))
+        return scores
+
+
+class Transformer(nn.Module):
+    """Both halves, wherever they are. It is made and called like any module, with an `await`."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.lower = arpc.nn.RemoteModule("lower0", Lower, (layers,))
+        self.upper = arpc.nn.RemoteModule("upper0", Upper, (layers,))
+
+    async def forward(self, numbers: Tensor) -> Tensor:
+        scores: Tensor = await self.upper(await self.lower(numbers))
+        return scores
+
+
+def draw_batch(size: int) -> tuple[Tensor, Tensor]:
+    """Random sequences, and the same in order."""
+    numbers = torch.randint(NUMBERS, (size, LENGTH))
+    return numbers, numbers.sort(dim=1).values
+
+
+async def train(steps: int) -> tuple[list[float], float]:
+    """The loss of each step, and the share of places that are right in the end."""
+    model = Transformer(layers=1)
+    parameters = await arpc.nn.parameter_rrefs(model)
+    optimizer = await arpc.optim.DistributedOptimizer(torch.optim.Adam, parameters, lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps)
+    print(optimizer, flush=True)
+    losses: list[float] = []
+    for step in range(1, steps + 1):
+        numbers, ordered = draw_batch(64)
+        async with arpc.autograd.context() as context_id:
+            scores = await model(numbers)
+            loss = cross_entropy(scores.flatten(0, 1), ordered.flatten())
+            await arpc.autograd.backward(context_id, [loss])
+            await optimizer.step(context_id)
+        scheduler.step()
+        losses.append(loss.item())
+        if step % max(1, steps // 10) == 0:
+            print(f"{step:5} steps   loss {loss.item():.3f}", flush=True)
+    with arpc.no_grad():
+        numbers, ordered = draw_batch(1000)
+        right = ((await model(numbers)).argmax(dim=2) == ordered).float().mean().item()
+        print(f"{numbers[0].tolist()} -> {(await model(numbers[:1])).argmax(dim=2)[0].tolist()}")
+    return losses, right
+
+
+def draw(losses: list[float], path: str) -> None:
+    """A picture of how it went."""
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    axes.plot(losses)
+    axes.set(xlabel="steps", ylabel="loss", yscale="log")
+    figure.savefig(path)
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    """The life of each process: the others serve the trainer, until it leaves."""
+    async with arpc.init_rpc() as worker:  # name, rank, secret and where to meet are in the environment
+        if worker.name != "trainer0":
+            return
+        started = time.perf_counter()
+        losses, right = await train(arguments.steps)
+        seconds = time.perf_counter() - started
+    print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, {right:.1%} of the places right")
+    print(f"{len(losses) / seconds:.0f} steps/s, each forwards and backwards through two other workers")
+    if arguments.plot:
+        draw(losses, arguments.plot)
+        print(f"the picture is {arguments.plot}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="A transformer on two workers learns to put numbers in order.")
+    parser.add_argument("--steps", type=int, default=400, help="how many batches to learn from (400)")
+    parser.add_argument("--plot", metavar="FILE", help="where to draw the loss, such as loss.png")
+    torch.set_num_threads(1)
+    arpc.run(main(parser.parse_args()))

@@ -1,0 +1,138 @@
+"""Streaming inference: a server sends each character as soon as it has it, and stops when nobody reads any more.
+
+    arpc launch --role reader=1,server=1 examples/streaming_inference.py
+
+The server first learns a short text by heart. Then readers stream from it: several at once, each with its own
+beginning; one that leaves in the middle, at which the server stops working on it; and a slow one, which the server does
+not run ahead of by more than the window.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import arpc
+
+SERVER = "server0"  # the launcher numbers the workers of each role
+TEXT = (
+    "every call is a coroutine. a stream is a call that answers many times, and whoever reads it sets the pace. "
+    "when the reader leaves, the writer is told, and stops. nothing is computed that nobody wants. "
+)
+LETTERS = sorted(set(TEXT))
+NUMBER = {letter: number for number, letter in enumerate(LETTERS)}
+
+
+class Model(nn.Module):
+    """What letter comes next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(len(LETTERS), 32)
+        self.remember = nn.GRU(32, 128, batch_first=True)
+        self.score = nn.Linear(128, len(LETTERS))
+
+    def forward(self, letters: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        out, state = self.remember(self.embed(letters), state)
+        assert state is not None
+        return self.score(out), state
+
+
+def learn_text(steps: int) -> Model:
+    """A model that knows the text."""
+    torch.manual_seed(0)
+    model, text = Model(), torch.tensor([NUMBER[letter] for letter in TEXT])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    ring = torch.cat((text, text[:1]))
+    for _ in range(steps):
+        scores, _ = model(ring[None, :-1])
+        loss = cross_entropy(scores[0], ring[1:])
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return model.eval()
+
+
+# -- the server -------------------------------------------------------------------------------------------------------
+
+model: Model  # there is one in the server's process only; the functions below run there, and find it
+computed: dict[str, int] = {}  # how many letters were computed for whom
+
+
+async def prepare(steps: int) -> None:
+    """Learn the text. It takes some seconds, in a thread: the server could serve others meanwhile."""
+    global model  # noqa: PLW0603 - one process, one model
+    model = await asyncio.to_thread(learn_text, steps)
+
+
+async def write(reader: str, beginning: str, length: int) -> AsyncIterator[str]:
+    """How the text goes on after a beginning, letter by letter."""
+    computed[reader] = 0
+    with arpc.no_grad():  # unlike torch's own, it may be held across a yield
+        scores, state = model(torch.tensor([[NUMBER[letter] for letter in beginning]]))
+        for _ in range(length):
+            number = scores[0, -1].argmax()
+            computed[reader] += 1
+            yield LETTERS[int(number)]
+            scores, state = model(number.reshape(1, 1), state)
+
+
+async def letters_computed() -> dict[str, int]:
+    """How much work was done for each reader."""
+    return computed
+
+
+# -- the reader -------------------------------------------------------------------------------------------------------
+
+
+async def read(
+    reader: str, beginning: str, length: int, *, window: int = 16, leave: Callable[[str], bool] | None = None
+) -> tuple[str, list[float]]:
+    """Read until the end, or until there is a reason to leave; the text, and the seconds until each letter came."""
+    text, started, times = "", time.perf_counter(), list[float]()
+    async for letter in arpc.stream(SERVER, write, (reader, beginning, length), window=window):
+        text += letter
+        times.append(time.perf_counter() - started)
+        if leave is not None and leave(text):
+            break  # which cancels the generator on the server
+    return text, times
+
+
+async def show(arguments: argparse.Namespace) -> None:
+    """What streams can do."""
+    print("the server learns its text ...", flush=True)
+    await arpc.rpc_sync(SERVER, prepare, (arguments.steps,), timeout=0)
+    beginnings = ["every call", "a stream is", "when the reader", "nothing is"]
+    together = await asyncio.gather(
+        *(read(f"reader{number}", beginning, arguments.length) for number, beginning in enumerate(beginnings))
+    )
+    for beginning, (text, times) in zip(beginnings, together, strict=True):
+        print(f"{beginning}|{text[:60]}...   first letter {1e3 * times[0]:.1f} ms, all {1e3 * times[-1]:.0f} ms")
+    text, _ = await read("leaver", "a stream is", 100_000, leave=lambda text: len(text) == 60)
+    slow = arpc.stream(SERVER, write, ("slow", "every call", 100_000), window=4)
+    first = await anext(slow)  # reads one letter, and no more
+    done = await arpc.rpc_sync(SERVER, letters_computed)
+    print(f"left after {len(text)} letters: the server computed {done['leaver']} of 100,000")
+    print(f"read one letter, {first!r}, with a window of 4: the server computed {done['slow']}")
+    await slow.aclose()
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    """The life of each process: the server serves the reader, until it leaves."""
+    async with arpc.init_rpc() as worker:  # name, rank, secret and where to meet are in the environment
+        if worker.name != SERVER:
+            await show(arguments)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="A server streams text, letter by letter.")
+    parser.add_argument("--steps", type=int, default=150, help="how long the server learns (150)")
+    parser.add_argument("--length", type=int, default=200, help="how many letters are read (200)")
+    torch.set_num_threads(1)
+    arpc.run(main(parser.parse_args()))

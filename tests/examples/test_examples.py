@@ -1,0 +1,65 @@
+"""Every example runs by the command it names, at a small size, and comes to its result."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+ROOT: Final = Path(__file__).resolve().parent.parent.parent
+EXAMPLES: Final = ROOT / "examples"
+ENVIRONMENT: Final = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+# what makes it small, and what it prints in the end
+RUNS: Final = {
+    "reinforcement_learning": ("--updates 40 --games 256", r"won (\d+\.\d)% -> (\d+\.\d)% of the games"),
+    "split_transformer": ("--steps 30", r"loss (\d+\.\d+) -> (\d+\.\d+), \d+\.\d% of the places right"),
+    "pipeline": ("--steps 1 --batch 256 --trace {folder}/trace.html", r"^(?:\[\w+\] )? +8 +\d+\.\d ms +\d+%$"),
+    "streaming_inference": ("--steps 5 --length 20", r"the server computed (\d+) of 100,000"),
+    "hogwild": ("--steps 15", r"without +\d+\.\d{4} +\d+\.\d{4} +\d+$"),
+    "embedding_ddp": ("--steps 15", r"the copies are equal"),
+    "fault_tolerant": ("--trainers 2 --steps 60 --kills 1", r"in \d+\.\d s, 120 gradients$"),
+    "federated": ("--rounds 3 --stay 2 --pace 0.1", r"accuracy \d+\.\d% -> \d+\.\d%, \d+\.\d% at best"),
+}
+
+# several processes import torch at once
+pytestmark = pytest.mark.timeout(200)
+
+
+def command_of(name: str) -> list[str]:
+    """The command that the example's own first lines show."""
+    shown = re.search(r"^    (arpc launch .*|python .*)$", (EXAMPLES / f"{name}.py").read_text(), re.MULTILINE)
+    assert shown is not None
+    program, *arguments = shlex.split(shown[1])
+    return [sys.executable, *(["-m", "arpc"] if program == "arpc" else []), *arguments]
+
+
+def test_all_are_run():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {
+        *RUNS,
+        "batched_model",
+        "parameter_server",
+        "trace_training",
+    }
+
+
+def test_all_are_on_the_page():
+    page = (ROOT / "docs" / "examples.md").read_text()
+    assert set(re.findall(r"\(\.\./examples/(\w+\.\w+)\)", page)) == {
+        path.name for path in EXAMPLES.iterdir() if path.suffix in {".py", ".ipynb"}
+    }
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_comes_to_its_result(name, tmp_path):
+    small, result = RUNS[name]
+    command = [*command_of(name), *shlex.split(small.format(folder=tmp_path))]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=180, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(result, done.stdout, re.MULTILINE), done.stdout

@@ -60,6 +60,7 @@ async def train(table: arpc.nn.RemoteModule[nn.EmbeddingBag], steps: int) -> str
     """What the first trainer asks each of them to do, itself too; the end of its copy of the layers, as text."""
     rank = await asyncio.to_thread(join_trainers)
     layers = DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, CLASSES)))
+    arpc.autograd.heed_accumulate_hooks(layers.parameters())  # those of DistributedDataParallel, which average
     model, dice = Model(table, layers), torch.Generator().manual_seed(rank)
     optimizer = await arpc.optim.DistributedOptimizer(torch.optim.Adam, await arpc.nn.parameter_rrefs(model), lr=3e-3)
     started = time.perf_counter()

@@ -13,7 +13,7 @@ import io
 import pickle
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copyreg import _inverted_registry as _extensions  # type: ignore[attr-defined]
 from typing import Any, ClassVar, Final
 
@@ -44,7 +44,7 @@ class _QuickUnpickler(pickle.Unpickler):
 def restricted_loads(payload: bytes | bytearray | memoryview, slots: list[Any], permit: Permit) -> Any:
     """`pickling.loads`, within the lists. Raises `NotAllowedError`, or whatever reading a bad pickle raises."""
     data = bytes(payload)
-    if not (_extensions or _is_out_of_proportion(data) or _may_nest_deeply(data)):
+    if not (_extensions or _is_out_of_proportion(data) or _may_nest_deeply(data) or (slots and _may_build(data))):
         try:
             return _QuickUnpickler(io.BytesIO(data), buffers=slots).load()
         except _BeyondHarmlessError:
@@ -81,6 +81,7 @@ _COUNTED: Final = {
     **dict.fromkeys(b"\x8d\x8e\x96", 8),
 }
 _LONG_BINPUT: Final = b"r"[0]
+_BUILD: Final = pickle.BUILD[0]
 _STOP: Final = b"."[0]
 
 
@@ -88,23 +89,38 @@ def _is_out_of_proportion(payload: bytes) -> bool:
     """Whether a pickle may ask for much more memory than it has bytes, or has opcodes that today's pickles have not."""
     if _FAR.search(payload) is None:
         return False
+    return any(
+        opcode is None or (opcode == _LONG_BINPUT and int.from_bytes(payload[at : at + 4], "little") >= _FAR_INDEX)
+        for opcode, at in _opcodes(payload)
+    )
+
+
+def _may_build(payload: bytes) -> bool:
+    """Whether a pickle sets the state of anything. A tensor has one: its memory could be made any size with it."""
+    if pickle.BUILD not in payload:
+        return False
+    return any(opcode is None or opcode == _BUILD for opcode, _ in _opcodes(payload))
+
+
+def _opcodes(payload: bytes) -> Iterator[tuple[int | None, int]]:
+    """Each opcode, and where what belongs to it begins; None, at last, where it cannot be told how it goes on."""
     at, end = 0, len(payload)
     while at < end:
         opcode = payload[at]
         at += 1
         if (fixed := _FIXED.get(opcode)) is not None:
+            yield opcode, at
             if opcode == _STOP:
-                return False
-            if opcode == _LONG_BINPUT and int.from_bytes(payload[at : at + 4], "little") >= _FAR_INDEX:
-                return True
+                return
             at += fixed
         elif (counted := _COUNTED.get(opcode)) is not None:
+            yield opcode, at
             at += counted + int.from_bytes(payload[at : at + counted], "little")
             if at > end:
-                return True
+                yield None, end
         else:
-            return True
-    return False
+            yield None, at
+            return
 
 
 # -- hashing a tuple in tuples takes stack for each, and Python does not look whether there is any left

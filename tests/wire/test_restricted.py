@@ -257,6 +257,15 @@ def test_a_tensor_cannot_be_changed_with_a_function():
         restricted_loads(attack, [torch.ones(1)], permit)
 
 
+def test_nor_with_data_alone():
+    # what `Tensor.__setstate__` takes: another tensor, and how much of the memory there is to be
+    attack = whole(b"\x97(\x97K\x00M\x00\x10\x85K\x01\x85tb")
+    tensors = [torch.ones(1), torch.ones(1)]
+    with pytest.raises(NotAllowedError, match="changes Tensor"):
+        restricted_loads(attack, tensors, permit)
+    assert [tensor.numel() for tensor in tensors] == [1, 1]
+
+
 @pytest.mark.parametrize("nesting", [b"\x85", b"N\x86", b"NN\x87"], ids=["one", "two", "three"])
 def test_tuples_nested_so_deep_that_hashing_one_would_crash(nesting):
     attack = b"\x80\x05\x8f(N" + nesting * 300_000 + b"\x90."

@@ -193,6 +193,9 @@ class Connector:
             self._admit_now()
             if ONLOOKER not in identity.features:
                 self._admit(identity)
+            elif self.agent.peer(identity.name) is not None:
+                # roles go by names, and what workers may do is not for others
+                raise Refused(Refusal.STALE, f"an onlooker has the name of worker {identity.name!r}")
 
         protocol = wire.Protocol(Handshake(Role.ACCEPTOR, self._identity, self._options.secret, admit), self._limits)
         return protocol, _Incoming(self)
@@ -490,6 +493,7 @@ class Connector:
         link.is_onlooker = True
         self._links[connection] = link
         connection.owner = link
+        connection.protocol.direct = self.agent.direct(link)
         connection.redirect(self.agent.inspection_received)
         if self.agent.is_closing:
             connection.abort(WireError("this worker is shutting down"))

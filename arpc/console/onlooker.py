@@ -21,7 +21,7 @@ from arpc.errors import ConfigurationError, WireError, WorkerLostError
 from arpc.options import RpcOptions
 from arpc.transport.base import Connection, Transport
 from arpc.transport.secure import TlsTransport
-from arpc.transport.stream import TcpTransport, UnixTransport
+from arpc.transport.stream import TcpTransport, UnixTransport, is_loopback, split_tcp
 from arpc.wire.frames import Limits, frame
 from arpc.wire.handshake import Handshake, Identity, Role
 from arpc.wire.messages import Failure, Inspect, Message, Reply
@@ -118,5 +118,11 @@ def _transport(address: str, options: RpcOptions) -> Transport:
     if scheme == "unix":
         return UnixTransport()
     if scheme == "tcp":
+        if not options.is_guarded and not is_loopback(split_tcp(address)[0]):
+            # what it answers is unpickled
+            raise ConfigurationError(
+                f"whoever answers at {address} may run code here, and cannot prove to be a worker without a secret: set "
+                f"ARPC_SECRET (or --secret-file, or ARPC_TLS_CERT, ARPC_TLS_KEY and ARPC_TLS_CA)"
+            )
         return TcpTransport() if options.tls is None else TlsTransport(options.tls)
     raise ConfigurationError(f"{address!r} is not an address like unix:///path, tcp://host:port or http://host:port")

@@ -21,6 +21,7 @@ from arpc.metrics.attach import Attachable
 from arpc.metrics.stacks import WorkerStack
 from arpc.testing.endpoints import turns_until
 from arpc.wire.frames import frame
+from arpc.wire.handshake import Identity
 from arpc.wire.messages import MessageType
 
 SECRET = b"swordfish"
@@ -106,6 +107,31 @@ async def test_nor_when_the_worker_is_counting_or_observed(group):
         (link,) = [link for link in group[0].agent.connector.links if link.is_onlooker]
         group[0].agent.set_meter(None)
         assert link.connection.protocol.direct == {}
+
+
+async def test_of_what_it_asked_nothing_is_kept_where_calls_are_counted(group):
+    assert group[0].metrics.is_counting
+    async with Onlooker(address_of(group[0]), arpc.RpcOptions(secret=SECRET)) as onlooker:
+        await onlooker.ask("group", 30.0)
+        (link,) = [link for link in group[0].agent.connector.links if link.is_onlooker]
+        assert link.inbound.began_ns == {}
+
+
+@pytest.mark.parametrize("name", ["ps", "trainer"])
+async def test_it_may_not_have_the_name_of_a_worker(group, name, monkeypatch):
+    def named(_name, *rest, **more):
+        return Identity(name, *rest, **more)
+
+    monkeypatch.setattr("arpc.console.onlooker.Identity", named)
+    with pytest.raises(HandshakeError, match="onlooker has the name"):
+        async with Onlooker(address_of(group[0]), arpc.RpcOptions(secret=SECRET)):
+            raise AssertionError("it must not get in")
+
+
+async def test_without_a_secret_no_other_host_is_trusted():
+    with pytest.raises(ConfigurationError, match="may run code here"):
+        async with attach(arguments(address="tcp://192.0.2.1:7000")):
+            raise AssertionError("nobody proved anything")
 
 
 async def test_what_the_worker_raises_is_raised(group):

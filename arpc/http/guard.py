@@ -77,7 +77,7 @@ class Guard:
             return Verdict(403, f"this page is served on loopback, and not as {host!r}")
         if method not in {"GET", "HEAD"}:
             origin = headers.get("Origin")
-            if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+            if origin is not None and _netloc(origin) != host.lower():
                 return Verdict(403, "the request comes from a page of another origin")
             if headers.get("Sec-Fetch-Site", "same-origin") not in {"same-origin", "none"}:
                 return Verdict(403, "the request comes from a page of another site")
@@ -85,7 +85,7 @@ class Guard:
 
     def _bears_token(self, authorization: str) -> bool:
         scheme, _, token = authorization.partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self._token.encode())
+        return scheme.lower() == "bearer" and hmac.compare_digest(_bytes(token.strip()), self._token.encode())
 
     # -- sessions: nothing is kept, the cookie proves itself
 
@@ -93,7 +93,7 @@ class Guard:
         """The cookie for one who typed the secret, or its token; None for anything else."""
         if self._secret is None:
             return None
-        given = typed.strip().encode()
+        given = _bytes(typed.strip())
         is_secret = hmac.compare_digest(given, self._secret)
         is_token = hmac.compare_digest(given, self._token.encode())
         return self._sign(int(self._clock()) + SESSION_S) if is_secret or is_token else None
@@ -105,11 +105,23 @@ class Guard:
         expiry, _, _ = cookie.partition(".")
         if not expiry.isascii() or not expiry.isdigit() or len(expiry) > 12:
             return False
-        is_ours = hmac.compare_digest(self._sign(int(expiry)).encode(), cookie.encode())
+        is_ours = hmac.compare_digest(self._sign(int(expiry)).encode(), _bytes(cookie))
         return is_ours and self._clock() < int(expiry)
 
     def _sign(self, expiry: int) -> str:
         return f"{expiry}.{hmac.new(self._session_key, str(expiry).encode(), hashlib.sha256).hexdigest()}"
+
+
+def _bytes(said: str) -> bytes:
+    """Headers need not be text: what is none comes as lone surrogates."""
+    return said.encode(errors="surrogatepass")
+
+
+def _netloc(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return None
 
 
 def _hostname(host: str) -> str:

@@ -44,6 +44,7 @@ _LOGIN_DELAY_S: Final = 0.5
 _MAX_LOGINS: Final = 8
 _KEEP_ALIVE_S: Final = 10.0
 _MAX_FORM_BYTES: Final = 4096
+_FORM_S: Final = 10.0
 _encode = msgspec.json.Encoder().encode
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -78,7 +79,9 @@ class HttpServer:
             ]
         )
         # who is disconnected has no use for an answer
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, keepalive_timeout=_KEEP_ALIVE_S
+        )
 
     async def start(self) -> None:
         """Listen. Raises `OSError` if the address cannot be had."""
@@ -121,11 +124,16 @@ class HttpServer:
         return response
 
     async def _login(self, request: web.Request) -> web.StreamResponse:
+        try:
+            async with asyncio.timeout(_FORM_S):
+                typed = (await request.post()).get("secret", "")
+        except (ValueError, TimeoutError):
+            return _json({"error": "no form with a secret in it"}, status=400)
+        # from here on nobody can take as long as he likes
         if self._logins >= _MAX_LOGINS:
             return _json({"error": "too many try to log in: wait a moment"}, status=429, headers={"Retry-After": "1"})
         self._logins += 1
         try:
-            typed = (await request.post()).get("secret", "")
             cookie = self._guard.login(typed) if isinstance(typed, str) else None
             if cookie is None:
                 # whoever guesses has to wait, and everybody else does not

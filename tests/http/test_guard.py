@@ -45,6 +45,7 @@ def test_on_loopback_a_name_that_somebody_made_to_mean_it_is_refused(host):
         ({"Origin": "http://evil.example"}, 403),
         ({"Origin": "http://127.0.0.1:9999"}, 403),
         ({"Origin": "null"}, 403),
+        ({"Origin": "http://["}, 403),
         ({"Sec-Fetch-Site": "same-origin"}, 200),
         ({"Sec-Fetch-Site": "cross-site"}, 403),
         ({"Sec-Fetch-Site": "same-site"}, 403),
@@ -62,7 +63,8 @@ def test_beyond_loopback_one_needs_the_secret():
 
 
 @pytest.mark.parametrize(
-    "authorization", ["", "Bearer", "Bearer ", "Bearer swordfish", f"Basic {derive_token(SECRET)}", "Bearer \xff"]
+    "authorization",
+    ["", "Bearer", "Bearer ", "Bearer swordfish", f"Basic {derive_token(SECRET)}", "Bearer \xff", "Bearer \udcff"],
 )
 def test_anything_else_is_no_token(authorization):
     guard = Guard(SECRET, needs_secret=True)
@@ -77,7 +79,7 @@ def test_the_secret_and_its_token_open_a_session(typed):
     assert "swordfish" not in cookie
 
 
-@pytest.mark.parametrize("typed", ["", "Swordfish", "swordfish2", "\x00", "ü"])
+@pytest.mark.parametrize("typed", ["", "Swordfish", "swordfish2", "\x00", "ü", "\udcff", "\ud800"])
 def test_nothing_else_does(typed):
     assert Guard(SECRET, needs_secret=True).login(typed) is None
 
@@ -99,7 +101,7 @@ def test_a_session_cannot_be_made_longer_or_moved_to_another_group():
     assert not Guard(b"another", needs_secret=True).is_session(f"{expiry}.{proof}")
 
 
-@pytest.mark.parametrize("cookie", [None, "", ".", "x.y", "9" * 400 + ".x", "١٢.x", "-1.x"])
+@pytest.mark.parametrize("cookie", [None, "", ".", "x.y", "9" * 400 + ".x", "١٢.x", "-1.x", "1.\udcff"])
 def test_what_is_no_session_is_none(cookie):
     assert not Guard(SECRET, needs_secret=True).is_session(cookie)
 

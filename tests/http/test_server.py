@@ -259,3 +259,31 @@ async def test_not_everybody_guesses_at_once(guarded, browser):
     guarded[0].http._logins = 8
     async with browser.post(f"{guarded[0].http_address}/login", data={"secret": "guess"}) as response:
         assert response.status == 429
+
+
+async def test_forms_that_never_come_keep_nobody_out(guarded, browser):
+    address = guarded[0].http_address
+    host, port = address.removeprefix("http://").split(":")
+    head = b"POST /login HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\nExpect: 100-continue\r\n"
+    head += b"Content-Type: application/x-www-form-urlencoded\r\n\r\n"
+    silent = [await asyncio.open_connection(host, int(port)) for _ in range(8)]
+    try:
+        for reader, writer in silent:
+            writer.write(head)
+            assert b"100" in await reader.readline()  # it is waited for
+        async with browser.post(f"{address}/login", data={"secret": "swordfish"}, allow_redirects=False) as response:
+            assert (response.status, response.headers.get("Location")) == (303, "/")
+    finally:
+        for _, writer in silent:
+            writer.close()
+            await writer.wait_closed()
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [("application/x-www-form-urlencoded", b"secret=\xff"), ("multipart/form-data; boundary=x", b"no part at all")],
+)
+async def test_a_form_that_is_none_is_refused(guarded, browser, kind, body):
+    headers = {"Content-Type": kind}
+    async with browser.post(f"{guarded[0].http_address}/login", data=body, headers=headers) as response:
+        assert response.status == 400

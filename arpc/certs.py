@@ -54,6 +54,8 @@ class Authority:
         from cryptography.x509.oid import ExtendedKeyUsageOID
 
         check_worker_name(name.replace("*", "") or "any")
+        if name.lower() == "ca":
+            raise ConfigurationError(f"a worker cannot be called {name!r} here: the files of the authority are")
         ca = x509.load_pem_x509_certificate(self.path.read_bytes())
         ca_key: Any = serialization.load_pem_private_key(self._key_path.read_bytes(), None)
         key = _new_key()

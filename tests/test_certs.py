@@ -43,3 +43,12 @@ def test_without_cryptography(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'arpc\[certs\]'"):
         Authority(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["ca", "CA"])
+def test_a_worker_does_not_replace_the_authority(tmp_path, capsys, name):
+    assert main(["certs", str(tmp_path), "a"]) == 0
+    before = (tmp_path / "ca.key").read_bytes()
+    assert main(["certs", str(tmp_path), name]) == 1
+    assert "authority" in capsys.readouterr().err
+    assert (tmp_path / "ca.key").read_bytes() == before

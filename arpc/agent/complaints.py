@@ -28,6 +28,8 @@ class Complaints:
         self._left_out = 0
 
     def log(self, level: int, message: str, *args: object) -> None:
+        if not self._logger.isEnabledFor(level):
+            return
         now = self._clock()
         if now - self._since >= _PERIOD_S:
             if self._left_out:

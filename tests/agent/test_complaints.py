@@ -17,3 +17,12 @@ def test_a_flood_is_told_in_a_few_lines(caplog):
         "480 more like these were not logged",
         "stranger 500",
     ]
+
+
+def test_what_nobody_would_read_does_not_count(caplog):
+    caplog.set_level(logging.WARNING, "arpc.test")
+    complaints = Complaints(logging.getLogger("arpc.test"), lambda: 1000.0)
+    for number in range(500):
+        complaints.log(logging.DEBUG, "a member that tries again %d", number)
+    complaints.log(logging.WARNING, "a stranger")
+    assert [record.getMessage() for record in caplog.records] == ["a stranger"]

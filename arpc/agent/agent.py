@@ -42,6 +42,7 @@ from arpc.errors import (
     SerializationError,
     ShutdownError,
     UnknownWorkerError,
+    WireError,
 )
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
@@ -162,7 +163,6 @@ class Agent:
             context=context,
             codec=self.codec,
             threads=options.num_worker_threads,
-            max_handlers_per_peer=options.max_handlers_per_peer,
             max_requests_waiting=options.max_requests_waiting,
             window_bytes=options.window_bytes,
             observers=self.observers,
@@ -982,7 +982,18 @@ class Agent:
         for message in messages:
             if not isinstance(message, _OF_ONLOOKERS):
                 raise ProtocolError(f"an onlooker sent {message.type.name}, and may only ask")
-        self.messages_received(connection, messages)
+        link: Link = connection.owner
+        for message in messages:
+            is_question = isinstance(message, Inspect)
+            if is_question and connection.unsent_bytes > self.options.window_bytes:
+                connection.abort(WireError("an onlooker asks on and on, and reads no answers"))
+                return
+            if not is_question or not link.inbound.is_full:
+                self.messages_received(connection, [message])
+            else:
+                # messages of features never wait for room
+                error = OverloadedError(f"{link.inbound.limit} questions of this onlooker are not answered yet")
+                self.executor.reject(link, message, error)
 
     def _on_function(self, link: Link, message: Message) -> None:
         self.executor.define(link.inbound, message)

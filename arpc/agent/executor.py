@@ -95,7 +95,6 @@ class Executor:
         context: Context,
         codec: Codec,
         threads: int,
-        max_handlers_per_peer: int,
         max_requests_waiting: int,
         window_bytes: int,
         observers: Observers | None = None,
@@ -114,7 +113,6 @@ class Executor:
         """Those that ended in `take` and sent nothing back, which are not counted among the others."""
         self._copy_context = context.copy
         self._idle = self.carriers.idle
-        self._max_handlers = max_handlers_per_peer
         self._max_waiting = max_requests_waiting
         self.calls_refused = 0
         self._window_bytes = window_bytes
@@ -282,7 +280,7 @@ class Executor:
         """Something ended or was sent: see whether those that wait may run."""
         # This is called between two steps of any task, which may have switched something off for itself
         outer = None if torchstate.is_pristine() else torchstate.save_and_reset()
-        inbound.set_limit(self._max_handlers)
+        inbound.set_limit(inbound.max_handlers)
         try:
             self._start_waiting(inbound)
         finally:

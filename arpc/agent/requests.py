@@ -214,8 +214,9 @@ class Inbound:
         self.functions: dict[int, Function | Exception] = {}
         self.coroutines: dict[int, Function] = {}
         """Those of the functions that are nothing but a coroutine to be awaited, as most are."""
+        self.max_handlers = max_handlers
         self.limit = max_handlers
-        """How many requests may run at once."""
+        """How many requests may run at once: so many, or none while its caller does not take replies."""
         self.running: dict[int, Run] = {}
         self.is_full = False
         """No more requests may run, or others wait already."""

@@ -121,8 +121,8 @@ def _transport(address: str, options: RpcOptions) -> Transport:
         if not options.is_guarded and not is_loopback(split_tcp(address)[0]):
             # what it answers is unpickled
             raise ConfigurationError(
-                f"whoever answers at {address} may run code here, and cannot prove to be a worker without a secret: set "
-                f"ARPC_SECRET (or --secret-file, or ARPC_TLS_CERT, ARPC_TLS_KEY and ARPC_TLS_CA)"
+                f"whoever answers at {address} may run code here, and cannot prove to be a worker without a secret: "
+                f"set ARPC_SECRET (or --secret-file, or ARPC_TLS_CERT, ARPC_TLS_KEY and ARPC_TLS_CA)"
             )
         return TcpTransport() if options.tls is None else TlsTransport(options.tls)
     raise ConfigurationError(f"{address!r} is not an address like unix:///path, tcp://host:port or http://host:port")

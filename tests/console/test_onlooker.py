@@ -15,7 +15,14 @@ from arpc.agent.scope import current_scope
 from arpc.cli import main
 from arpc.console.attachment import attach, choose
 from arpc.console.onlooker import Onlooker
-from arpc.errors import AuthenticationError, ConfigurationError, HandshakeError, WireError, WorkerLostError
+from arpc.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    HandshakeError,
+    OverloadedError,
+    WireError,
+    WorkerLostError,
+)
 from arpc.metrics import attach as attach_module
 from arpc.metrics.attach import Attachable
 from arpc.metrics.stacks import WorkerStack
@@ -115,6 +122,35 @@ async def test_of_what_it_asked_nothing_is_kept_where_calls_are_counted(group):
         await onlooker.ask("group", 30.0)
         (link,) = [link for link in group[0].agent.connector.links if link.is_onlooker]
         assert link.inbound.began_ns == {}
+
+
+async def test_only_so_many_of_its_questions_are_answered_at_once(group, monkeypatch):
+    may_end, begun = asyncio.Event(), 0
+
+    async def trace(seconds, form):
+        nonlocal begun
+        begun += 1
+        await may_end.wait()
+        return b""
+
+    monkeypatch.setattr(group[0].metrics, "trace", trace)
+    async with Onlooker(address_of(group[0]), arpc.RpcOptions(secret=SECRET)) as onlooker:
+        asked = [asyncio.create_task(onlooker.ask("group_trace", 1.0, "json")) for _ in range(20)]
+        done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
+        assert all(isinstance(one.exception(), OverloadedError) for one in done)
+        may_end.set()
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert (begun, answers.count(b"")) == (16, 16)
+        assert await onlooker.ask("group_trace", 1.0, "json") == b""
+
+
+async def test_one_that_reads_no_answers_is_sent_away(group, monkeypatch):
+    async with Onlooker(address_of(group[0]), arpc.RpcOptions(secret=SECRET)) as onlooker:
+        await onlooker.ask("snapshot")
+        (link,) = [link for link in group[0].agent.connector.links if link.is_onlooker]
+        monkeypatch.setattr(type(link.connection), "unsent_bytes", (64 << 20) + 1)
+        with pytest.raises(WorkerLostError):
+            await onlooker.ask("snapshot")
 
 
 @pytest.mark.parametrize("name", ["ps", "trainer"])

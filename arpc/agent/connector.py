@@ -557,8 +557,10 @@ class Connector:
         return [connection for connection in self._links if connection.is_open]
 
     def busy_links(self) -> bool:
-        """Whether handlers run, or requests wait, for any peer."""
-        return any(link.inbound.running or link.inbound.waiting for link in self._links.values())
+        """Whether handlers run, or requests wait, for any peer. One who only looks is not waited for."""
+        return any(
+            link.inbound.running or link.inbound.waiting for link in self._links.values() if not link.is_onlooker
+        )
 
     def statistics(self) -> dict[str, Any]:
         return {

@@ -153,6 +153,22 @@ async def test_one_that_reads_no_answers_is_sent_away(group, monkeypatch):
             await onlooker.ask("snapshot")
 
 
+async def test_a_group_does_not_wait_for_one_who_looks(group, monkeypatch):
+    begun = asyncio.Event()
+
+    async def trace(seconds, form):
+        begun.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(group[0].metrics, "trace", trace)
+    async with Onlooker(address_of(group[0]), arpc.RpcOptions(secret=SECRET)) as onlooker:
+        asked = asyncio.create_task(onlooker.ask("group_trace", 100.0, "json", timeout_s=100.0))
+        await begun.wait()
+        await asyncio.gather(*(worker.shutdown(timeout=60) for worker in group))
+        with pytest.raises((WorkerLostError, arpc.ShutdownError)):
+            await asked
+
+
 @pytest.mark.parametrize("name", ["ps", "trainer"])
 async def test_it_may_not_have_the_name_of_a_worker(group, name, monkeypatch):
     def named(_name, *rest, **more):

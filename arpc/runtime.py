@@ -600,6 +600,8 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
             worker.http = await context.run(_serve_http, options, metrics)
         worker.attach_file = AttachFile.write(worker.info, listening, worker.http_address, options, time.time())
     except BaseException as error:
+        if worker.http is not None:
+            await worker.http.aclose()
         for feature in features:
             feature.close()
         await agent.aclose("it failed to start")

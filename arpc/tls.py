@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ __all__ = ["TLS", "CertifiedNames", "name_uri"]
 logger = logging.getLogger("arpc.tls")
 
 _SCHEME: Final = "arpc:"
+_LITERAL: Final = re.compile(r"[?[]")
 
 
 def name_uri(name: str) -> str:
@@ -48,7 +50,8 @@ class CertifiedNames:
     def __contains__(self, name: object) -> bool:
         if not isinstance(name, str):
             return False
-        return name in self._exact or any(fnmatchcase(name, pattern) for pattern in self._patterns)
+        # of what else means something to fnmatch nothing does here
+        return name in self._exact or any(fnmatchcase(name, _LITERAL.sub(r"[\g<0>]", one)) for one in self._patterns)
 
     def __str__(self) -> str:
         return ", ".join(sorted({*self._exact, *self._patterns})) or "no worker"

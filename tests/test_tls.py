@@ -38,6 +38,11 @@ def put(files, tls):
         ((("URI", "arpc:trainer*"),), ["trainer", "trainer:0"], ["a-trainer"]),
         ((("URI", name_uri("a:b")),), ["a:b"], ["a", "a%3Ab"]),
         ((("DNS", "*"),), ["*"], ["a"]),
+        (
+            (("URI", "arpc:ps?"), ("URI", "arpc:%5Bab%5D"), ("URI", "arpc:[!x]")),
+            ["ps?", "[ab]"],
+            ["ps1", "a", "b", "y"],
+        ),
         ((("URI", "https://trainer"), ("email", "trainer"), ("IP Address", "trainer")), [], ["trainer"]),
         ((), [], ["", "a"]),
     ],

@@ -60,11 +60,12 @@ class AttachFile:
             info.name, info.id, os.getpid(), now_s, reachable, http, named if options.secret is not None else None
         )
         try:
+            content = msgspec.json.encode(found)
             path = socket_directory() / f"{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "wb") as file:
-                file.write(msgspec.json.encode(found))
-        except (OSError, WireError, AttributeError) as error:
+                file.write(content)
+        except (OSError, ValueError, WireError, AttributeError) as error:  # a path need not be text, as JSON is
             logger.debug(
                 "tools will not find worker %s by themselves: %s", info.name, error, extra={"worker": info.name}
             )

@@ -83,6 +83,20 @@ async def test_an_address_that_is_taken_costs_the_page_and_not_the_worker(group,
         assert taken in record.message
 
 
+async def test_a_worker_that_fails_to_start_serves_nothing(browser, monkeypatch):
+    found = []
+
+    def fail(_info, _addresses, http, *_):
+        found.append(http)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("arpc.runtime.AttachFile.write", fail)
+    with pytest.raises(ZeroDivisionError):
+        await arpc.init_rpc("worker0", rank=0, world_size=1, store=HashStore(), options=options(http="127.0.0.1:0"))
+    with pytest.raises(aiohttp.ClientConnectorError):
+        await browser.get(found[0])
+
+
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:80", "gpu7:8265"])
 async def test_beyond_loopback_it_takes_a_secret(address):
     with pytest.raises(ConfigurationError, match="no secret"):

@@ -51,6 +51,13 @@ def test_nobody_else_can_read_it_and_it_holds_no_secret(directory, monkeypatch, 
     assert attachable()[0].secret_file == str(secret)
 
 
+def test_a_path_that_is_no_text_costs_the_file_and_not_the_worker(directory, monkeypatch):
+    monkeypatch.setenv("ARPC_SECRET_FILE", "/\udcff")
+    options = RpcOptions(secret=b"swordfish")
+    assert AttachFile.write(WorkerInfo("ps", 0), ADDRESSES, None, options, 1.0) is None
+    assert list(directory.iterdir()) == []
+
+
 def test_one_that_cannot_be_reached_from_outside_writes_nothing(directory):
     assert AttachFile.write(WorkerInfo("ps", 0), ("memory://1",), None, RpcOptions(), 1.0) is None
     assert attachable() == []

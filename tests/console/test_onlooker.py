@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 import arpc
 from arpc.agent.connector import ONLOOKER
 from arpc.agent.scope import current_scope
+from arpc.certs import Authority
 from arpc.cli import main
 from arpc.console.attachment import attach, choose
 from arpc.console.onlooker import Onlooker
@@ -178,6 +179,22 @@ async def test_it_may_not_have_the_name_of_a_worker(group, name, monkeypatch):
     with pytest.raises(HandshakeError, match="onlooker has the name"):
         async with Onlooker(address_of(group[0]), arpc.RpcOptions(secret=SECRET)):
             raise AssertionError("it must not get in")
+
+
+async def test_over_tls_it_needs_a_certificate_of_its_own(tmp_path):
+    pytest.importorskip("cryptography")
+    authority = Authority(tmp_path)
+    options = arpc.RpcOptions(gc_freeze=False, tls=authority.issue("ps"), listen=("tcp://127.0.0.1:0",))
+    worker = await arpc.init_rpc("ps", rank=0, world_size=1, store=HashStore(), options=options)
+    try:
+        mine = arpc.RpcOptions(tls=authority.issue("onlooker-*"))
+        async with Onlooker(address_of(worker, "tcp"), mine) as onlooker:
+            assert msgspec.msgpack.decode(await onlooker.ask("stack"), type=WorkerStack).name == "ps"
+        with pytest.raises(AuthenticationError):
+            async with Onlooker(address_of(worker, "tcp"), options):
+                raise AssertionError("that is the certificate of a worker")
+    finally:
+        await worker.shutdown(graceful=False)
 
 
 async def test_without_a_secret_no_other_host_is_trusted():

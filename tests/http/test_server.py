@@ -14,6 +14,7 @@ import arpc
 from arpc.errors import ConfigurationError
 from arpc.http.guard import COOKIE, derive_token
 from arpc.http.server import serve
+from arpc.metrics.service import MetricsService
 from arpc.testing import cluster
 from arpc.testing.endpoints import turns_until
 
@@ -30,6 +31,15 @@ async def for_ever():
 
 def options(**more):
     return arpc.RpcOptions(gc_freeze=False, **more)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """No answer of these tests shall be missing because the machine is slow."""
+    snapshots = MetricsService.snapshots
+    monkeypatch.setattr("arpc.http.feed._PATIENCE_S", 30.0)
+    monkeypatch.setattr(MetricsService, "snapshots", lambda service: snapshots(service, 30.0))
+    monkeypatch.setattr(MetricsService.stacks, "__defaults__", (30.0,))
 
 
 @pytest.fixture

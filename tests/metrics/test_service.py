@@ -34,14 +34,14 @@ async def test_nothing_is_counted_until_somebody_asks():
     async with cluster(2) as group:
         await arpc.rpc_sync("worker1", double, args=(1,))
         assert not any(worker.metrics.is_counting for worker in group)
-        await group[0].metrics.summary()
+        await group[0].metrics.summary(patience_s=30)
         assert all(worker.metrics.is_counting for worker in group)
 
 
 async def test_counting_ends_when_nobody_has_asked_for_a_while(monkeypatch):
     monkeypatch.setattr(module, "_LEASE_S", 0.0)
     async with cluster(2) as group:
-        await group[0].metrics.summary()
+        await group[0].metrics.summary(patience_s=30)
         await turns_until(lambda: not any(worker.metrics.is_counting for worker in group))
         assert await arpc.rpc_sync("worker1", double, args=(2,)) == 4
 
@@ -50,7 +50,7 @@ async def test_an_option_keeps_it_on(monkeypatch):
     monkeypatch.setattr(module, "_LEASE_S", 0.0)
     async with cluster(1, options=options(metrics=True)) as group:
         assert group[0].metrics.is_counting
-        await group[0].metrics.summary()
+        await group[0].metrics.summary(patience_s=30)
         await asyncio.sleep(0)
         assert group[0].metrics.is_counting
 

@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Handed to pip, for example to say where it finds its packages.
 INSTALL_ARGS ?=
+# How many processes share the tests: what waits in one leaves the CPU to another.
+TEST_PROCESSES ?= 2
 # Handed to the bench, for example --quick.
 BENCH_ARGS ?=
 # Handed to the conformance run, for example --sample.
@@ -33,7 +35,7 @@ demo: $(installed) ## train with a parameter server over local processes and wat
 	  examples/parameter_server.py --plot build/parameter_server.png
 
 test: $(installed) ## run the tests: warnings are errors, asyncio runs in debug mode
-	$(python) -m pytest --durations=10
+	$(python) -m pytest -n $(TEST_PROCESSES) --dist loadfile --durations=10
 
 check: $(installed) ## lint, check the format, check the types
 	$(python) -m ruff check .

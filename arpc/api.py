@@ -18,7 +18,8 @@ from arpc.errors import NotInitializedError
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.rref.handle import RRef, create_remote
-from arpc.runtime import Worker, current, start_worker
+from arpc.runtime import Worker, current
+from arpc.startup import start_worker
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

@@ -4,55 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import secrets
-import sys
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from contextvars import copy_context
-from functools import partial
 from typing import Any, Final, TypeVar, overload
 
 import msgspec
 import torch
 from torch import Tensor
 
-from arpc.agent.addresses import as_others_call_it, default_addresses, refuse_open_doors
 from arpc.agent.agent import Agent
-from arpc.agent.fingerprints import host_fingerprint, main_fingerprint
 from arpc.agent.future import Future
-from arpc.agent.guard import Guard
 from arpc.agent.lookout import Lookout
 from arpc.agent.membership import WorkerRecord
-from arpc.agent.placement import Placement, find_backends
-from arpc.agent.rendezvous import Rendezvous, create_rendezvous, open_store
+from arpc.agent.rendezvous import Rendezvous
 from arpc.agent.roster import MemberLost, MemberStream
-from arpc.agent.scope import WorkerScope, current_scope, find_scope, worker_began, worker_ended
+from arpc.agent.scope import current_scope, find_scope, worker_ended
 from arpc.agent.streams import Stream
-from arpc.agent.variables import VariableCarrier
 from arpc.autograd.service import AutogradService
-from arpc.devices import check_device_maps
 from arpc.errors import (
-    AlreadyInitializedError,
-    ConfigurationError,
     NotInitializedError,
     RendezvousError,
     RendezvousTimeoutError,
     ShutdownError,
     WorkerLostError,
 )
-from arpc.http.address import HttpServing, refuse_open_page
-from arpc.ids import WorkerInfo, check_worker_name
-from arpc.log import configure_from_environment, get_logger
+from arpc.http.address import HttpServing
+from arpc.ids import WorkerInfo
+from arpc.log import get_logger
 from arpc.metrics.attach import AttachFile
-from arpc.metrics.inspector import Inspector
 from arpc.metrics.service import MetricsService
 from arpc.options import UNSET, RpcOptions, Unset
-from arpc.profiler.profile import record_group
 from arpc.profiler.service import ProfilerService
-from arpc.rref.context import RRefContext, Skin
+from arpc.rref.context import RRefContext
 from arpc.rref.handle import RRef, create_remote
-from arpc.rref.packing import reduce_rref
 from arpc.rref.report import (
     RRefRow,
     find_held,
@@ -62,19 +46,14 @@ from arpc.rref.report import (
     rref_rows,
     rref_statistics,
 )
-from arpc.torchscript import kinds
 from arpc.transport.base import Transport
 from arpc.transport.doorway import Doorway
-from arpc.transport.memory import MemoryNetwork
 from arpc.transport.secure import TlsTransport
-from arpc.transport.shm import FEATURE, Arena, empty_shared, open_arena, shared
+from arpc.transport.shm import Arena, empty_shared, open_arena, shared
 from arpc.transport.stream import TcpTransport, UnixTransport
 from arpc.transport.warm import WarmMemory
-from arpc.wire.handshake import Identity
-from arpc.wire.pickling import Reducer
-from arpc.wire.staging import DeviceBackend
 
-__all__ = ["Worker", "current", "start_worker"]
+__all__ = ["Worker", "current"]
 
 logger = get_logger("arpc.runtime")
 
@@ -484,192 +463,3 @@ class Worker:
             if loop.time() >= end:
                 return False
             await asyncio.sleep(patience_s / 10)
-
-
-async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out of many parts
-    name: str,
-    *,
-    rank: int | None,
-    world_size: int | Unset | None,
-    init_method: str,
-    store: Any,
-    options: RpcOptions,
-    network: MemoryNetwork | None = None,
-    transports: Mapping[str, Transport] | None = None,
-    backends: Mapping[str, DeviceBackend] | None = None,
-    skin: Skin | None = None,
-) -> Worker:
-    """Build a worker, join the group and make it current. What was started is undone if any of it fails.
-
-    ``backends`` are the devices besides the CPU, by type; those that torch finds if not given. ``skin`` is another
-    class in which the worker's code sees RRefs.
-    """
-    scope = current_scope.get()
-    if scope is not None and scope.worker is not None and not scope.worker.is_shut_down:
-        raise AlreadyInitializedError(
-            f"this context has the worker {scope.worker.name!r} already. Shut it down first, or start the second "
-            f"one in a task of its own"
-        )
-    check_worker_name(name)
-    configure_from_environment()
-    refuse_open_page(options)
-    group = await open_store(
-        init_method=init_method, store=store, rank=rank, world_size=world_size, timeout_s=options.init_timeout
-    )
-    try:
-        rendezvous = create_rendezvous(group)
-    except BaseException:
-        await group.aclose()
-        raise
-    worker = Worker(WorkerInfo(name, -1), options)
-    placement = Placement(asyncio.get_running_loop(), name, options, find_backends() if backends is None else backends)
-    context = copy_context()
-    context.run(current_scope.set, WorkerScope(worker))
-    ways: dict[str, Transport] = {"memory": network} if network is not None else worker.open_transports()
-    ways.update(transports or {})
-    known = (FEATURE,) if worker.arena is not None else ()
-    identity = Identity(name, 0, secrets.randbits(63), main_fingerprint(), known)
-    guard = None if options.allow is None else Guard(name, options.roles)
-    rrefs = worker.rref_context = RRefContext(options, context, name, identity.incarnation)
-    rrefs.skin = skin
-    reducers: dict[type, Reducer] = {**kinds.REDUCERS, RRef: partial(reduce_rref, rrefs)}
-    if skin is not None:
-        unwrap = skin.unwrap
-        reducers[skin.cls] = lambda handle, parcel: reduce_rref(rrefs, unwrap(handle), parcel)
-    autograd = worker.autograd = AutogradService(options, context, rrefs)
-    profiler = worker.profiler = ProfilerService()
-    variables = VariableCarrier()
-    lookout = worker.lookout = Lookout(rendezvous, options, context)
-    metrics = worker.metrics = MetricsService(
-        options,
-        Inspector(rrefs, autograd, worker.arena, worker.receive_memory),
-        rendezvous.members if rendezvous.is_elastic else None,
-        partial(_record_trace, worker),
-    )
-    agent = worker.agent = context.run(
-        lambda: Agent(
-            worker=worker,
-            identity=identity,
-            options=options,
-            context=context,
-            transports=ways,
-            resolve=partial(_resolve, rendezvous, name, placement),
-            handlers={**rrefs.handlers, **autograd.handlers, **profiler.handlers, **metrics.handlers},
-            wrappers=rrefs.wrappers,
-            shortcuts=rrefs.shortcuts,
-            reducers=reducers,
-            families=kinds.FAMILIES,
-            preparations=kinds.PREPARATIONS,
-            interceptors=(variables, autograd.recorder, placement.results),
-            observers=profiler.observers,
-            is_elastic=rendezvous.is_elastic,
-            watchers=(rrefs, autograd, profiler.tracer, lookout),
-            placement=placement if placement.is_needed else None,
-            guard=guard,
-        )
-    )
-    if guard is not None:
-        _restrict(guard, agent, rrefs, variables)
-    features: tuple[RRefContext | AutogradService | ProfilerService | Lookout | MetricsService, ...] = (
-        rrefs,
-        autograd,
-        profiler,
-        lookout,
-        metrics,
-    )
-    for feature in features:
-        feature.attach(agent)
-    worker.rendezvous = rendezvous
-    host = host_fingerprint()
-    try:
-        listening = await _listen(agent, options, host, group.host, is_in_process=network is not None)
-
-        def make_record(worker_id: int) -> WorkerRecord:
-            worker.info = WorkerInfo(name, worker_id)
-            agent.identify(worker_id)
-            for feature in features:
-                feature.identify(worker.info)
-            return WorkerRecord(name, worker_id, identity.incarnation, listening, host, identity.main, placement.claims)
-
-        record = await rendezvous.join(
-            name, make_record, timeout_s=options.init_timeout, probe=agent.connector.is_alive
-        )
-        await _meet_members(rendezvous, record, agent)
-        lookout.start()
-        if options.http:
-            worker.http = await context.run(_serve_http, options, metrics)
-        worker.attach_file = AttachFile.write(worker.info, listening, worker.http_address, options, time.time())
-    except BaseException as error:
-        if worker.http is not None:
-            await worker.http.aclose()
-        for feature in features:
-            feature.close()
-        await agent.aclose("it failed to start")
-        await worker.close_transports()
-        await _withdraw(rendezvous, error)
-        raise
-    _tune_process(options)
-    worker_began(worker, agent.loop)
-    return worker
-
-
-def _tune_process(options: RpcOptions) -> None:
-    if options.switch_interval is not None:
-        sys.setswitchinterval(options.switch_interval)
-    if options.gc_freeze:
-        gc.collect()
-        gc.freeze()
-
-
-def _restrict(guard: Guard, agent: Agent, rrefs: RRefContext, variables: VariableCarrier) -> None:
-    """Let the features, too, build and find what is on the lists and nothing else."""
-    rrefs.get_method = guard.get_method
-    variables.loads = agent.codec.loads
-
-
-async def _listen(
-    agent: Agent, options: RpcOptions, host: str, store_host: str | None, *, is_in_process: bool
-) -> tuple[str, ...]:
-    """Open the doors; returns what others call them."""
-    addresses = options.listen or (("memory://",) if is_in_process else await default_addresses(options, store_host))
-    refuse_open_doors(addresses, options)
-    taken = await agent.connector.listen(addresses, host)
-    return tuple([await as_others_call_it(address, store_host) for address in taken])
-
-
-def _serve_http(options: RpcOptions, metrics: MetricsService) -> asyncio.Task[HttpServing | None]:
-    # what serves a request may make calls, which belong to this worker: so its task has this worker's context
-    from arpc.http.server import serve  # slow: aiohttp takes longer to import than most workers take to start
-
-    return asyncio.get_running_loop().create_task(serve(options, metrics))
-
-
-async def _record_trace(worker: Worker, seconds: float, form: str) -> bytes:
-    """What the group does for some time, for those who look from outside."""
-    trace = await record_group(worker, seconds)
-    return trace.as_html().encode() if form == "html" else msgspec.json.encode(trace.as_chrome_trace())
-
-
-async def _meet_members(rendezvous: Rendezvous, record: WorkerRecord, agent: Agent) -> None:
-    members = [*await rendezvous.members(), record]
-    claims = {member.name: member.devices for member in members}
-    check_device_maps(claims, is_complete=not rendezvous.is_elastic)
-    for member in members:
-        agent.add_peer(member)
-    agent.serve()
-
-
-async def _withdraw(rendezvous: Rendezvous, error: BaseException) -> None:
-    if isinstance(error, ConfigurationError):
-        # all of the group find the same mistake, and the host of the store waits until they have
-        with suppress(RendezvousError):
-            await rendezvous.leave(grace_s=_LEAVE_S)
-    await rendezvous.aclose()
-
-
-async def _resolve(rendezvous: Rendezvous, name: str, placement: Placement, to: str | int) -> WorkerRecord:
-    """Find a worker that may have come after this one, so that nobody has checked the device map for it."""
-    record = await rendezvous.resolve(to)
-    if rendezvous.is_elastic:
-        check_device_maps({name: placement.claims, record.name: record.devices}, is_complete=False)
-    return record

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore
 
 import arpc
-from arpc import runtime
+from arpc import runtime, startup
 from arpc.agent.scope import current_scope
 from arpc.errors import (
     AlreadyInitializedError,
@@ -50,7 +50,7 @@ async def name_of_the_current() -> str:
 
 
 async def start(name: str, store: HashStore, size: int | None, rank: int | None, **more: Any) -> arpc.Worker:
-    return await runtime.start_worker(
+    return await startup.start_worker(
         name, rank=rank, world_size=size, init_method="", store=store, options=QUICK, **more
     )
 
@@ -93,7 +93,7 @@ async def test_what_was_started_is_undone_when_the_rest_fails(monkeypatch):
         raise LookupError("no such door")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runtime, "refuse_open_doors", fail)
+        patch.setattr(startup, "refuse_open_doors", fail)
         with pytest.raises(LookupError, match="no such door"):
             await start("worker", store, 1, 0)
     assert current_scope.get() is None

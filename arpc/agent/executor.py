@@ -17,11 +17,11 @@ from torch._C import _len_torch_function_stack as _count_function_modes
 
 from arpc import torchstate
 from arpc.agent.carriers import Carriers
-from arpc.agent.codec import Codec, Packed
+from arpc.agent.codec import Codec
 from arpc.agent.failures import describe_failure
 from arpc.agent.functions import Function, Mode, Prompt
 from arpc.agent.observers import Observers
-from arpc.agent.placement import LateBuffers
+from arpc.agent.replies import Replies
 from arpc.agent.requests import NO_CONTEXT, Inbound, Run
 from arpc.agent.scope import current_scope
 from arpc.agent.streams import Producer
@@ -36,31 +36,25 @@ from arpc.errors import (
     WireError,
 )
 from arpc.log import get_logger
-from arpc.transport.base import Connection
-from arpc.wire.frames import BRIEF_HEADER, HEADER, brief_kind, frame
-from arpc.wire.messages import WINDOW, FailureKind, ItemFlag, Message, MessageType, Request, RequestFlag
-from arpc.wire.pickling import JUST_A_TENSOR, loads
+from arpc.wire.frames import BRIEF_HEADER, brief_kind, frame
+from arpc.wire.messages import WINDOW, FailureKind, Message, MessageType, Request, RequestFlag
+from arpc.wire.pickling import loads
 from arpc.wire.protocol import Direct
-from arpc.wire.tensors import Slot
 
 __all__ = ["Executor"]
 
 logger = get_logger("arpc.executor")
 
 _REPLY: Final = int(MessageType.REPLY)
-_ITEM: Final = int(MessageType.ITEM)
 _FAILURE: Final = int(MessageType.FAILURE)
-_pack_header = HEADER.pack
 _pack_brief = BRIEF_HEADER.pack
 _BRIEF_REPLY: Final = brief_kind(_REPLY)
 _set_scope = current_scope.set
 _is_grad_enabled = torch.is_grad_enabled
-_PLACE_MASK: Final = (1 << 32) - 1
 _COROUTINE: Final = Mode.COROUTINE
 _THREAD: Final = Mode.THREAD
 _INLINE: Final = Mode.INLINE
 _plain_content = Codec.plain_content
-_NO_SLOTS: Final[list[Any]] = []
 # A caller keeps to its own window, twice of it for what is small; and its options may not be the same
 _WINDOWS: Final = 16
 # By number, with each connection
@@ -83,7 +77,7 @@ class Service(NamedTuple):
     """Who takes the plainest of them straight from the read, by their `frames.brief_kind`."""
 
 
-class Executor:
+class Executor(Replies):
     """Runs requests of all peers of one worker."""
 
     def __init__(
@@ -612,186 +606,6 @@ class Executor:
         run.function = Function.of_coroutine(call, run.function.name)
         self.carriers.start(run)
 
-    # -- the end of a request: exactly one reply
-
-    def returned(self, run: Run, result: Any) -> None:
-        if run.ended:
-            if isinstance(result, Coroutine):
-                result.close()
-            return
-        if run.function.returns_future:
-            self._await_returned_future(run, result)
-            return
-        if run.is_stream and run.producer is None:
-            self._produce(run, result)
-            return
-        if run.is_stream:
-            place = run.items_sent & _PLACE_MASK
-            self._end(run, _pack_header(0, _ITEM, ItemFlag.LAST, 0, run.id, place, 0, 0, 0), None)
-            return
-        if result is None and not run.meta:
-            self._end(run, _pack_header(0, _REPLY, 0, 0, run.id, 0, 0, 0, 0), None)
-            return
-        try:
-            data, buffers = self._pack_result(run, result)
-        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
-            self.raised(run, error)
-        else:
-            self._end(run, data, buffers)
-
-    def _pack_result(self, run: Run, result: Any) -> tuple[bytes, list[memoryview] | None]:
-        payload, slots = self._pickle_result(run, result)
-        meta = run.meta
-        if meta:
-            meta = run.context.run(self.codec.intercept_reply, run.inbound.caller, meta, slots)
-        elif not slots:
-            return _pack_header(len(payload), _REPLY, 0, 0, run.id, 0, 0, 0, 0) + payload, None
-        return self.codec.frame(_REPLY, 0, run.id, 0, 0, payload, slots, meta, self.codec.stager_back(run.meta))
-
-    def _pickle_result(self, run: Run, result: Any) -> tuple[bytes, list[Slot]]:
-        if result.__class__ is Packed:
-            return result
-        try:
-            payload, slots = self._pickler.dumps_result(
-                result, main_by_value=run.inbound.main_by_value, to=run.inbound.caller
-            )
-        except Exception as error:
-            raise SerializationError(
-                f"the result of {run.function.name} ({type(result).__qualname__}) cannot be sent: {error}"
-            ) from error
-        if payload is JUST_A_TENSOR and not run.meta and (lone := self.codec.lone_result(slots)) is not None:
-            return lone, []
-        return payload, slots
-
-    def _send_item(self, run: Run, item: Any) -> None:
-        """Send the next item of a stream. Called by the producer, which runs in the handler's context."""
-        payload, slots = self._pickle_result(run, item)
-        meta = self.codec.intercept_reply(run.inbound.caller, run.meta, slots) if run.meta else None
-        place = run.items_sent & _PLACE_MASK
-        stager = self.codec.stager_back(run.meta)
-        data, buffers = self.codec.frame(_ITEM, 0, run.id, place, 0, payload, slots, meta, stager)
-        if buffers.__class__ is LateBuffers:
-            buffers.when_filled(partial(_send_filled_item, run.inbound.connection, data))
-        elif buffers:
-            run.inbound.connection.send_bulk(data, buffers)
-        else:
-            run.inbound.connection.send(data)
-        run.items_sent += 1
-
-    def raised(self, run: Run, error: BaseException) -> None:
-        if run.ended:
-            return
-        self.calls_failed += 1
-        if self.tell_failure is not None:
-            self.tell_failure(run.function.name, error)
-        if self.failed is not None:
-            self.failed(run, error)
-        kind = FailureKind.RAISED
-        if isinstance(error, asyncio.CancelledError):
-            kind = FailureKind.TIMEOUT if run.expired else FailureKind.CANCELLED
-            if self._is_closed and not run.expired:
-                kind = FailureKind.LEFT
-            run.cancel_nested()
-        if isinstance(error, ProtocolError):
-            logger.warning(
-                "a malformed request of worker %s: %s",
-                run.caller.name,
-                error,
-                extra={"peer": run.caller.name, "call_id": run.id},
-            )
-        try:
-            payload, slots = describe_failure(
-                error, self._pickler, main_by_value=run.inbound.main_by_value, to=run.inbound.caller
-            )
-            place = run.items_sent & _PLACE_MASK
-            stager = self.codec.stager_back(None)
-            data, buffers = self.codec.frame(_FAILURE, kind, run.id, place, 0, payload, slots, None, stager)
-        except Exception as reason:
-            logger.exception(
-                "cannot describe the failure of %s",
-                run.function.name,
-                extra={"peer": run.caller.name, "call_id": run.id},
-            )
-            payload, _ = describe_failure(
-                RuntimeError(f"{type(error).__qualname__}, which cannot be described: {reason!r}"),
-                self._pickler,
-                main_by_value=True,
-            )
-            data, buffers = frame(_FAILURE, kind, run.id, run.items_sent & _PLACE_MASK, 0, payload), []
-        self._end(run, data, buffers, error)
-
-    def _end(self, run: Run, data: bytes, buffers: list[memoryview] | None, error: BaseException | None = None) -> None:
-        run.ended = True
-        if run.handling is not None:
-            self._observers.ended(run, len(data) + sum([buffer.nbytes for buffer in buffers or ()]), error)
-        run.nested = None  # a timer may keep the run's context for long, and their exceptions keep the handler's frames
-        run.context = NO_CONTEXT
-        run.task = run.args = run.kwargs = None  # it may wait for a thread for a long time still
-        self._calls_ended += 1
-        inbound = run.inbound
-        if run.is_registered:
-            inbound.forget(run)
-            if inbound.waiting:
-                self.loop.call_soon(self.readmit, inbound)
-        if buffers.__class__ is LateBuffers:
-            buffers.when_filled(partial(self._send_filled_reply, inbound, run.id, data))
-            return
-        try:
-            if buffers:
-                inbound.send_reply(run.id, data, buffers)
-                if inbound.limit and inbound.connection.unsent_bytes > self._window_bytes:
-                    # What this read brought may ask for much more: none of it runs before the replies have gone out
-                    inbound.set_limit(0)
-                    self.loop.call_soon(self.readmit, inbound)
-            else:
-                inbound.connection.send(data)
-        except ConnectionClosedError:
-            pass  # the caller knows: its own end of the connection is closed too
-
-    def _send_filled_reply(
-        self,
-        inbound: Inbound,
-        call_id: int,
-        data: bytes,
-        buffers: list[memoryview],
-        failure: SerializationError | None,
-    ) -> None:
-        """The buffers of a reply have been filled from devices."""
-        with suppress(ConnectionClosedError):  # then the caller knows
-            if failure is None:
-                inbound.send_reply(call_id, data, buffers)
-                return
-            payload, _ = describe_failure(failure, self._pickler, main_by_value=inbound.main_by_value)
-            inbound.connection.send(frame(_FAILURE, FailureKind.RAISED, call_id, 0, 0, payload))
-
-    def _await_returned_future(self, run: Run, result: Any) -> None:
-        run.inbound.register(run)
-        run.task = None  # the one that carried it, if any, is about to end: cancelling it would do nothing
-
-        def settle(future: Any) -> None:
-            run.function = Function.of_coroutine(_unknown_function, run.function.name)
-            try:
-                value = future.result() if hasattr(future, "result") else future.value()
-            except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
-                self.raised(run, error)
-            else:
-                self.returned(run, value)
-
-        if isinstance(result, asyncio.Future):
-            result.add_done_callback(settle)
-        elif isinstance(result, torch._C.Future | concurrent.futures.Future):
-            # completed on a thread of its own
-            def settle_on_loop(future: Any) -> None:
-                self.loop.call_soon_threadsafe(settle, future)
-
-            result.add_done_callback(settle_on_loop)
-        else:
-            error = TypeError(
-                f"a function marked with async_execution must return a Future, and {run.function.name} "
-                f"returned {type(result).__qualname__}"
-            )
-            self.raised(run, error)
-
     # -- the end of the worker
 
     async def aclose(self) -> None:
@@ -832,17 +646,6 @@ async def _future_of(result: Any, name: str, loop: asyncio.AbstractEventLoop) ->
     result.add_done_callback(completed)
     await done
     return result.result() if isinstance(result, concurrent.futures.Future) else result.value()
-
-
-def _send_filled_item(
-    connection: Connection, data: bytes, buffers: list[memoryview], failure: SerializationError | None
-) -> None:
-    """The buffers of an item of a stream have been filled from devices."""
-    with suppress(ConnectionClosedError):  # then the consumer knows
-        if failure is None:
-            connection.send_bulk(data, buffers)
-        else:
-            connection.abort(failure)  # the stream has a gap that nothing fills; a device that fails, fails for good
 
 
 def _unknown_function() -> None:

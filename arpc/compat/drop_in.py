@@ -21,7 +21,8 @@ from arpc.errors import UnknownWorkerError
 from arpc.ids import WorkerInfo
 from arpc.options import RpcOptions
 from arpc.rref.context import Skin
-from arpc.runtime import Worker, start_worker
+from arpc.runtime import Worker
+from arpc.startup import start_worker
 
 __all__ = ["DropIn"]
 

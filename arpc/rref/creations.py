@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from arpc.agent.agent import as_arguments
+from arpc.agent.arguments import as_arguments
 from arpc.agent.functions import name_of
 from arpc.agent.peers import Peer
 from arpc.errors import CallCancelledError, RpcTimeoutError, RRefCreationError, SerializationError

@@ -12,7 +12,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.errors import ConfigurationError
 from arpc.options import RpcOptions
-from arpc.runtime import Worker, start_worker
+from arpc.runtime import Worker
+from arpc.startup import start_worker
 from arpc.transport.base import Transport
 from arpc.transport.memory import MemoryNetwork
 

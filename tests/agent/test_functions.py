@@ -6,6 +6,7 @@ import asyncio
 import functools
 import inspect
 import operator
+import re
 import threading
 from typing import Any
 
@@ -122,7 +123,7 @@ async def test_an_inline_function_runs_on_the_loop(pair):
         (print, Mode.THREAD),
         (operator.add, Mode.THREAD),
     ],
-    ids=repr,
+    ids=lambda value: re.sub(r" at 0x[0-9a-f]+", "", repr(value)),  # the same in every process
 )
 def test_the_way_to_run_a_callable(call, mode):
     assert Function(call).mode is mode

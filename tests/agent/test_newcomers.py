@@ -11,7 +11,7 @@ import pytest
 import arpc
 from arpc.agent import newcomers as newcomers_module
 from arpc.errors import RendezvousError, WireError, WorkerLostError
-from arpc.runtime import start_worker
+from arpc.startup import start_worker
 from arpc.testing import Cluster, cluster
 from arpc.wire.handshake import Refused
 from arpc.wire.messages import Refusal

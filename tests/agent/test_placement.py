@@ -15,7 +15,8 @@ from arpc.agent.placement import Placement
 from arpc.agent.scope import current_scope
 from arpc.errors import ConfigurationError, RpcTimeoutError, SerializationError
 from arpc.options import RpcOptions
-from arpc.runtime import Worker, start_worker
+from arpc.runtime import Worker
+from arpc.startup import start_worker
 from arpc.transport.memory import MemoryNetwork
 from tests.wire.fake_devices import FakeDevice
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 import arpc
-from arpc.agent.agent import Prepared
+from arpc.agent.arguments import Prepared
 from arpc.errors import RpcTimeoutError, SerializationError
 from arpc.testing import cluster
 

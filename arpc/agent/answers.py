@@ -1,0 +1,131 @@
+"""What becomes of answers: a reply, an item or a failure finds its call, once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from arpc.agent.calls import SEQUENCE_BITS, Call
+from arpc.agent.codec import Codec
+from arpc.agent.connector import Link
+from arpc.agent.failures import rebuild_failure
+from arpc.agent.guard import Guard
+from arpc.agent.scope import WorkerScope, current_scope
+from arpc.errors import (
+    ProtocolError,
+    SerializationError,
+)
+from arpc.ids import WorkerInfo
+from arpc.wire.messages import (
+    ItemFlag,
+    Message,
+    Reply,
+)
+
+__all__ = ["Answers"]
+
+_set_result = asyncio.Future.set_result
+
+
+class Answers:
+    """The part of an agent that takes answers; the rest is in the class that inherits."""
+
+    info: WorkerInfo
+    codec: Codec
+    guard: Guard | None
+    _scope: WorkerScope
+
+    def _take_reply(self, link: Link, id_: int, _arg: int, _timeout_ms: int, payload: bytes | bytearray) -> None:
+        if payload:
+            self._on_reply(link, Reply(0, id_, 0, 0, 0, 0, 0, bytearray(payload), ()))
+            return
+        peer = link.peer
+        try:
+            call = peer.calls.buckets[id_ >> SEQUENCE_BITS].pop(id_)
+        except KeyError:
+            return  # it was cancelled, or timed out, and the two crossed on their way
+        if call.size_bytes:
+            peer.release(call)
+        future = call.future
+        if not future.done():
+            _set_result(future, None)
+
+    def _on_reply(self, link: Link, message: Message) -> None:
+        call = link.peer.pop(message.id)
+        if call is None or call.future.done():
+            return  # it was cancelled, or timed out, and the two crossed on their way
+        if not message.body:
+            _set_result(call.future, None)
+            return
+        try:
+            value = self._result(link, message)
+        except ProtocolError:
+            call.future.set_exception(SerializationError(f"the result of {call.name} is malformed"))
+            raise
+        except BaseException as error:  # noqa: BLE001 - unpickling runs user code
+            call.future.set_exception(self._unreadable(call, error))
+        else:
+            _set_result(call.future, value)
+
+    def _on_item(self, link: Link, message: Message) -> None:
+        call = link.peer.calls.get(message.id)
+        if call is None or call.items is None or call.future.done():
+            return
+        if message.flags & ItemFlag.LAST:
+            call.items.end_arrived(message.arg, lambda: self._on_reply(link, message))
+            return
+        try:
+            value = self._result(link, message) if message.body else None
+        except BaseException as error:  # noqa: BLE001 - unpickling runs user code
+            link.peer.cancel(message.id)
+            call.future.set_exception(self._unreadable(call, error))
+        else:
+            call.items.item_arrived(message.arg, value)
+
+    def _result(self, link: Link, message: Message) -> Any:
+        # Objects that belong to a worker must find this one, whoever's context this callback happens to run in
+        token = current_scope.set(self._scope)
+        try:
+            return self._unpack(link, message)
+        finally:
+            current_scope.reset(token)
+
+    def _unpack(self, link: Link, message: Message) -> Any:
+        codec = self.codec
+        if message.meta_end == message.meta_start:
+            return codec.content(message)
+        slots = codec.slots(message)
+        codec.receive_reply(link.peer.info, codec.meta(message), slots)
+        return codec.payload(message, slots)
+
+    def _unreadable(self, call: Call, error: BaseException) -> SerializationError:
+        made = SerializationError(
+            f"the result of {call.name} cannot be unpacked on worker {self.info.name!r}: "
+            f"{type(error).__name__}: {error}"
+        )
+        made.__cause__ = error
+        return made
+
+    def _on_failure(self, link: Link, message: Message) -> None:
+        call = link.peer.calls.get(message.id)
+        if call is not None and call.items is not None:
+            call.items.end_arrived(message.arg, lambda: self._fail(link, message))
+        else:
+            self._fail(link, message)
+
+    def _fail(self, link: Link, message: Message) -> None:
+        call = link.peer.pop(message.id)
+        if call is None or call.future.done():
+            return
+        codec = self.codec
+        token = current_scope.set(self._scope)
+        try:
+            slots = codec.slots(message) if message.table_end else []
+            payload = memoryview(message.body)[message.table_end :]
+            error = rebuild_failure(message.flags, payload, slots, link.peer.info.name, call.name, codec.loads)
+        except Exception as reason:
+            call.future.set_exception(SerializationError(f"the failure of {call.name} is malformed"))
+            raise ProtocolError(f"a malformed failure: {reason}") from reason
+        finally:
+            current_scope.reset(token)
+        call.future.set_exception(error)

@@ -31,6 +31,7 @@ from arpc.agent.placement import Placement
 from arpc.agent.scope import WorkerScope
 from arpc.errors import (
     NotAllowedError,
+    OverloadedError,
     ProtocolError,
     UnknownWorkerError,
     WireError,

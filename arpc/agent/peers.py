@@ -77,7 +77,11 @@ class Peer:
         self.is_verified = True
         """The group was asked who has its name, and nothing has happened since that would be a reason to ask again."""
         self.is_deserted = False
-        """Nobody listened at any of its addresses when it was last tried: its process has ended."""
+        """Nobody listened at any of its addresses when it was last tried, or there was none to try."""
+        self.is_dead = False
+        """The same, where it is known to have been: its process has ended."""
+        self.hosts = {""}
+        """Where it was met, in this start of it, as it or the network calls its host. Empty: this one."""
         self.main_by_value = True
         self.function_ids: dict[Any, int] = {}
         """Functions the peer knows on this connection, by identity."""
@@ -311,7 +315,7 @@ class Peer:
         self.state = PeerState.OPEN
         self.connection = connection
         self.incarnation = connection.peer.incarnation
-        self.is_deserted = False
+        self.is_deserted = self.is_dead = False
         self._gone_because = ""
         if main_by_value:
             # It may have run this script in an earlier life, and run another one now
@@ -361,6 +365,8 @@ class Peer:
                 f"worker {lost!r} was started again before the call was sent to it", lost, may_have_run=False
             )
         )
+        self.is_deserted = self.is_dead = False
+        self.hosts = {""}
         self._gone_because = ""
         if self.state is PeerState.GONE:
             self.state = PeerState.IDLE

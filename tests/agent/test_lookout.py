@@ -209,6 +209,26 @@ async def test_callbacks_may_be_coroutines_and_may_fail_and_be_taken_back(caplog
         await group.shutdown(graceful=False)
 
 
+async def test_no_callback_takes_its_worker_down(caplog):
+    async with cluster(2, options=OPTIONS) as group:
+        heard: list[MemberLost] = []
+
+        def leave(_: MemberLost) -> None:
+            raise SystemExit(3)
+
+        async def leave_later(_: MemberLost) -> None:
+            raise SystemExit(4)
+
+        for callback in (leave, leave_later, heard.append):
+            group[0].on_peer_lost(callback)
+        await all_connected(group)
+        with caplog.at_level(logging.CRITICAL, logger="arpc.membership"):
+            await kill(group, 1)
+            await until(lambda: bool(heard))
+            assert await group[0].rpc_sync("worker0", echo, args=("alive",)) == "alive"
+        await group.shutdown(graceful=False)
+
+
 async def test_nobody_is_connected_to_when_nobody_listens():
     async with cluster(3, options=OPTIONS) as group:
         stream = group[0].membership()

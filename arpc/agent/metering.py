@@ -71,6 +71,8 @@ class Metering:
             peer = self._peers[to]
         except (KeyError, TypeError):
             return await self._call_unknown(to, function, args, kwargs, timeout)
+        if peer.must_be_asked_for:
+            return await self._call_unknown(to, function, args, kwargs, timeout)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         began_ns = _now()
         call_id = self._begin(peer, future, function, args, kwargs, timeout)

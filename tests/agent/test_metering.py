@@ -200,3 +200,17 @@ async def test_a_call_that_began_before_is_not_told_of(metered):
     await turns_until(lambda: not group[1].agent.connector.busy_links())
     assert not near.calls
     assert not far.handlers
+
+
+async def test_a_worker_that_came_back_under_its_name_is_found():
+    async with cluster(2, elastic=True) as group:
+        meter = Meter()
+        group[0].agent.set_meter(meter)
+        assert await group[0].rpc_sync("worker1", at_once, args=(1,)) == 1
+        await group[1].shutdown()
+        await group.add("worker1")
+        # it is asked for first: what is packed for the one before cannot be sent to this one
+        assert await group[0].rpc_sync("worker1", at_once, args=(2,)) == 2
+        await turns_until(lambda: len(meter.calls) == 2)
+        assert meter.calls == [("worker1", "at_once", None)] * 2
+        group[0].agent.set_meter(None)

@@ -147,6 +147,7 @@ class Peer:
             raise OverloadedError(
                 f"{call.name} was not sent to worker {self.info.name!r}: {waiting} calls wait already"
             )
+        call.is_waiting = True
         self.backlog.append((call_id, call, data, buffers))
         self._wake()
 
@@ -195,7 +196,10 @@ class Peer:
             call_id, call, data, buffers = self.backlog[0]
             if call.future.done():  # cancelled, timed out or completed by hand while it waited
                 self.backlog.popleft()
-                if self.calls.pop(call_id) is None:
+                self.calls.pop(call_id)
+                if call.is_waiting:
+                    call.is_waiting = False  # of many that expire at once, those who wait for them are told first
+                else:
                     self._given_up -= 1
             elif not self._has_room(call.size_bytes):
                 return
@@ -228,10 +232,11 @@ class Peer:
         connection = call.connection
         if connection is None:
             # never sent: `drain` passes over it
-            self._given_up += 1
-            if self._given_up > max(_FEW, len(self.backlog) // 2):
-                self.backlog = deque(entry for entry in self.backlog if not entry[1].future.done())
-                self._given_up = 0
+            if call.is_waiting:
+                call.is_waiting = False
+                self._given_up += 1
+                if self._given_up > max(_FEW, len(self.backlog) // 2):
+                    self._tidy_backlog()
             return
         if connection.is_open:
             if call.bulk is not None and connection.drop_bulk(call.bulk):
@@ -245,9 +250,24 @@ class Peer:
                 connection.send(frame(_CANCEL, 0, call_id, 0, 0, b""))
         self.release(call)
 
-    def _leave(self, _: int, call: Call) -> None:
+    def _leave(self, call_id: int, call: Call) -> None:
         """Nobody here waits for a call any more, but the peer is not told."""
-        self.release(call)
+        if call.connection is None:
+            self._abandon(call_id, call)  # it has not heard of it
+        else:
+            self.release(call)
+
+    def _tidy_backlog(self) -> None:
+        """Let go of calls that nobody waits for any more."""
+        backlog, self.backlog = self.backlog, deque()
+        self._given_up = 0
+        for entry in backlog:
+            call_id, call, _, _ = entry
+            if call.is_waiting and not call.future.done():
+                self.backlog.append(entry)
+            else:
+                call.is_waiting = False
+                self.calls.pop(call_id)
 
     def _timed_out(self, _: int, call: Call) -> None:
         if not call.future.done():

@@ -290,10 +290,15 @@ class Connector:
 
     async def _wait_for(self, peer: Peer, delay_s: float) -> None:
         """Give a connection from the other side a moment to come."""
-        came = self._came.setdefault(peer.info.id, asyncio.get_running_loop().create_future())
-        await asyncio.wait([came], timeout=delay_s)
+        worker_id = peer.info.id
+        came = self._came[worker_id] = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait([came], timeout=delay_s)
+        finally:
+            self._came.pop(worker_id, None)
 
     async def _connect_once(self, peer: Peer) -> Connection:
+        peer.is_deserted = peer.is_dead = False
         record = await self.agent.resolve(peer.info.name)
         # the world may have changed meanwhile: the peer may have connected to us
         if peer.connection is not None:
@@ -308,8 +313,7 @@ class Connector:
             if (identity.name, identity.id, identity.incarnation) != (record.name, record.id, record.incarnation):
                 raise Refused(Refusal.STALE, f"found worker {identity.name!r} where {record.name!r} was to be")
 
-        errors: list[Exception] = []
-        peer.is_deserted = False
+        errors: dict[str, Exception] = {}
         for address in self._usable(record):
             token = secrets.token_hex(8) if self._options.bulk_connections and address.startswith("tcp://") else ""
             features = (*self._identity.features, _MAIN + token) if token else self._identity.features
@@ -321,7 +325,7 @@ class Connector:
             except HandshakeError:
                 raise
             except (OSError, ProtocolError) as error:
-                errors.append(error)
+                errors[address] = error
                 continue
             self._handshaking.add(connection)
             try:
@@ -329,27 +333,37 @@ class Connector:
             except HandshakeError:
                 raise
             except (OSError, ProtocolError) as error:
-                errors.append(error)
+                errors[address] = error
             except BaseException:
                 connection.abort(WireError("the attempt was given up"))
                 raise
             else:
+                peer.hosts.add(_host_of(address))
                 if token:
                     await self._open_lanes(connection, address, token)
                 return connection
             finally:
                 self._handshaking.discard(connection)
+        raise self._unanswered(peer, record, errors)
+
+    def _unanswered(self, peer: Peer, record: WorkerRecord, errors: Mapping[str, Exception]) -> _UnansweredError:
+        """What it means that none of a worker's addresses answers, by the errors of those that were tried."""
         tried = ", ".join(record.addresses) or "it has no address"
-        reasons = "; ".join(str(error) for error in errors)
+        reasons = "; ".join(str(error) for error in errors.values())
         if not errors and any(a.startswith("tcp://") and not self._may_trust(a) for a in record.addresses):
             reasons = (
                 "it is on another host, which is not trusted without a secret: set the same ARPC_SECRET on all workers "
                 "(or RpcOptions.tls)"
             )
         # there is no point in trying again where nobody listens, or nobody can be tried
-        peer.is_deserted = all(isinstance(error, ConnectionRefusedError | FileNotFoundError) for error in errors)
+        peer.is_deserted = all(
+            isinstance(error, ConnectionRefusedError | FileNotFoundError) for error in errors.values()
+        )
+        # But an address may be good for others only, as 127.0.0.1 is, and a socket's file be tidied away
+        refused = [address for address, error in errors.items() if isinstance(error, ConnectionRefusedError)]
+        peer.is_dead = peer.is_deserted and any(_host_of(address) in peer.hosts for address in refused)
         reasons = reasons or "none can be reached from here"
-        raise _UnansweredError(f"none of its addresses answers ({tried}): {reasons}")
+        return _UnansweredError(f"none of its addresses answers ({tried}): {reasons}")
 
     async def _open_lanes(self, main: Connection, address: str, token: str) -> None:
         """Make the further connections for large tensors. Without them it works as well, only not as fast."""
@@ -477,6 +491,7 @@ class Connector:
         # of the two ends of the connection to oneself, calls go out on one only
         if is_mine or identity.id != self._identity.id:
             peer.opened(connection, main_by_value=main_by_value)
+            peer.hosts.add(_host_of(connection.address))
         came = self._came.pop(identity.id, None)
         if came is not None and not came.done():
             came.set_result(None)
@@ -605,6 +620,11 @@ _CLOSE_S: Final = 2.0
 
 class _UnansweredError(WireError):
     """Nobody answered at any address of a worker."""
+
+
+def _host_of(address: str) -> str:
+    """The host in an address, by number or name; nothing for one that is of this host in any case."""
+    return split_tcp(address)[0] if address.startswith("tcp://") else ""
 
 
 def _feature(identity: Identity, name: str) -> str | None:

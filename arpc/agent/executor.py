@@ -259,13 +259,14 @@ class Executor(Replies):
     def _refuse_for_now(self, inbound: Inbound, message: Message) -> None:
         """Too many requests of a caller wait already."""
         self.calls_refused += 1
+        error = OverloadedError(f"{len(inbound.waiting)} of its requests wait already")
+        self._observers.dropped(inbound, message.id, error)
         if inbound.connection.is_congested:
             # to refuse them all would take as much memory as to keep them
             inbound.connection.abort(
                 WireError(f"{len(inbound.waiting)} of its requests wait, and it does not read replies")
             )
             return
-        error = OverloadedError(f"{len(inbound.waiting)} of its requests wait already")
         payload, _ = describe_failure(error, self._pickler, main_by_value=inbound.main_by_value)
         with suppress(ConnectionClosedError):  # then the caller knows
             inbound.connection.send(frame(_FAILURE, FailureKind.OVERLOADED, message.id, 0, 0, payload))

@@ -157,7 +157,7 @@ class Lookout:
     def _call(self, callback: LostCallback, event: MemberLost) -> None:
         try:
             result = callback(event)
-        except Exception:
+        except BaseException:  # those after it must hear of it as well, and the features that hold something
             logger.exception("a callback for the loss of worker %s raised", event.worker.name)
             return
         if isinstance(result, Coroutine):
@@ -166,7 +166,9 @@ class Lookout:
     async def _await(self, coroutine: Coroutine[Any, Any, Any], event: MemberLost) -> None:
         try:
             await coroutine
-        except Exception:
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException:  # of a task, SystemExit would end the loop
             logger.exception("a callback for the loss of worker %s raised", event.worker.name)
 
     def _own(self, coroutine: Coroutine[Any, Any, Any]) -> None:

@@ -371,15 +371,15 @@ class Observers:
         """Nobody is told any more of what has not begun."""
         self._waiting.clear()
 
-    def dropped(self, inbound: Inbound, message_id: int | None = None) -> None:
-        """A request that waited will not run, or none of those of a connection."""
+    def dropped(self, inbound: Inbound, message_id: int | None = None, error: Exception | None = None) -> None:
+        """A request that waited will not run, or none of those of a connection: given up, unless there is an error."""
         waiting = self._waiting.get(inbound)
         if not waiting:
             return
         ids = list(waiting) if message_id is None else [message_id]
         for id_ in ids:
             if (handling := waiting.pop(id_, None)) is not None:
-                self._end_handler(handling, Outcome.CANCELLED, None, 0)
+                self._end_handler(handling, Outcome.CANCELLED if error is None else Outcome.ERROR, error, 0)
 
     def begin_handler(self, run: Run, message: Message) -> Function:
         """The function of a request whose arguments are there, with what observers put around it. In its context."""

@@ -77,7 +77,11 @@ class Peer:
         self.is_verified = True
         """The group was asked who has its name, and nothing has happened since that would be a reason to ask again."""
         self.is_deserted = False
-        """Nobody listened at any of its addresses when it was last tried: its process has ended."""
+        """Nobody listened at any of its addresses when it was last tried, or there was none to try."""
+        self.is_dead = False
+        """The same, where it is known to have been: its process has ended."""
+        self.hosts = {""}
+        """Where it was met, in this start of it, as it or the network calls its host. Empty: this one."""
         self.main_by_value = True
         self.function_ids: dict[Any, int] = {}
         """Functions the peer knows on this connection, by identity."""
@@ -143,6 +147,7 @@ class Peer:
             raise OverloadedError(
                 f"{call.name} was not sent to worker {self.info.name!r}: {waiting} calls wait already"
             )
+        call.is_waiting = True
         self.backlog.append((call_id, call, data, buffers))
         self._wake()
 
@@ -191,7 +196,10 @@ class Peer:
             call_id, call, data, buffers = self.backlog[0]
             if call.future.done():  # cancelled, timed out or completed by hand while it waited
                 self.backlog.popleft()
-                if self.calls.pop(call_id) is None:
+                self.calls.pop(call_id)
+                if call.is_waiting:
+                    call.is_waiting = False  # of many that expire at once, those who wait for them are told first
+                else:
                     self._given_up -= 1
             elif not self._has_room(call.size_bytes):
                 return
@@ -224,10 +232,11 @@ class Peer:
         connection = call.connection
         if connection is None:
             # never sent: `drain` passes over it
-            self._given_up += 1
-            if self._given_up > max(_FEW, len(self.backlog) // 2):
-                self.backlog = deque(entry for entry in self.backlog if not entry[1].future.done())
-                self._given_up = 0
+            if call.is_waiting:
+                call.is_waiting = False
+                self._given_up += 1
+                if self._given_up > max(_FEW, len(self.backlog) // 2):
+                    self._tidy_backlog()
             return
         if connection.is_open:
             if call.bulk is not None and connection.drop_bulk(call.bulk):
@@ -241,9 +250,24 @@ class Peer:
                 connection.send(frame(_CANCEL, 0, call_id, 0, 0, b""))
         self.release(call)
 
-    def _leave(self, _: int, call: Call) -> None:
+    def _leave(self, call_id: int, call: Call) -> None:
         """Nobody here waits for a call any more, but the peer is not told."""
-        self.release(call)
+        if call.connection is None:
+            self._abandon(call_id, call)  # it has not heard of it
+        else:
+            self.release(call)
+
+    def _tidy_backlog(self) -> None:
+        """Let go of calls that nobody waits for any more."""
+        backlog, self.backlog = self.backlog, deque()
+        self._given_up = 0
+        for entry in backlog:
+            call_id, call, _, _ = entry
+            if call.is_waiting and not call.future.done():
+                self.backlog.append(entry)
+            else:
+                call.is_waiting = False
+                self.calls.pop(call_id)
 
     def _timed_out(self, _: int, call: Call) -> None:
         if not call.future.done():
@@ -311,7 +335,7 @@ class Peer:
         self.state = PeerState.OPEN
         self.connection = connection
         self.incarnation = connection.peer.incarnation
-        self.is_deserted = False
+        self.is_deserted = self.is_dead = False
         self._gone_because = ""
         if main_by_value:
             # It may have run this script in an earlier life, and run another one now
@@ -361,6 +385,8 @@ class Peer:
                 f"worker {lost!r} was started again before the call was sent to it", lost, may_have_run=False
             )
         )
+        self.is_deserted = self.is_dead = False
+        self.hosts = {""}
         self._gone_because = ""
         if self.state is PeerState.GONE:
             self.state = PeerState.IDLE

@@ -1,7 +1,7 @@
 """Peers whose connection broke: they are sought again, and given up in the end. One verdict for all who ask.
 
-A worker whose process has died leaves nobody behind who listens: that is known at the first attempt. Of one that was
-stopped, or that the network keeps away, nothing is known until its time is over.
+A worker whose process has died leaves nobody behind who listens where it was: that is known at the first attempt. Of
+one that was stopped, or that the network keeps away, nothing is known until its time is over.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Recovery:
                 for delay_s in backoff_delays():
                     if await peer.reach() or peer.info != info or peer.state is PeerState.GONE:
                         return  # whoever made that so has told
-                    if peer.is_deserted:
+                    if peer.is_dead:
                         break
                     await asyncio.sleep(delay_s)
         except TimeoutError:

@@ -29,7 +29,9 @@ __all__ = [
 ]
 
 _BUFFERED: Final = 1024
-"""Events that a listener may have before it. When it has more, only the last one of each worker is kept."""
+"""Events that a listener may have before it, of few workers. When it has more, only the last one of each is kept."""
+_WORKERS: Final = 65_536
+"""Of how many. Names may come and go for ever while nobody takes what is told of them."""
 _REMEMBERED: Final = 4096
 """Workers that are gone and still remembered, so that they can be told to have returned."""
 
@@ -199,6 +201,7 @@ class MemberStream:
 
     def __init__(self, events: list[MemberEvent]) -> None:
         self._events = deque(events)
+        self._most = max(_BUFFERED, 2 * len(events))
         self._is_ended = False
         self._waiter: asyncio.Future[None] | None = None
         self.dropped = 0
@@ -208,13 +211,14 @@ class MemberStream:
         if self._is_ended:
             return
         self._events.append(event)
-        if len(self._events) > _BUFFERED:
+        if len(self._events) > self._most:
             self._drop_what_is_out_of_date()
         self._wake()
 
     def _drop_what_is_out_of_date(self) -> None:
         latest = {event.worker.name: event for event in self._events}
-        kept = [event for event in self._events if latest[event.worker.name] is event][-_BUFFERED:]
+        kept = [event for event in self._events if latest[event.worker.name] is event][-_WORKERS:]
+        self._most = max(_BUFFERED, 2 * len(kept))  # so that it is not all looked through again for each one more
         self.dropped += len(self._events) - len(kept)
         self._events = deque(kept)
 

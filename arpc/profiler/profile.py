@@ -80,7 +80,11 @@ class profile:  # noqa: N801 - used like a function, as torch's own
             names = [peer.info.name for peer in tracer.agent.peers if peer.info.name != tracer.info.name]
             orders = [tracer.ask(name, START, header, timeout_s=_COLLECT_S) for name in names]
             recorder.touched.update(names)
-            await asyncio.gather(*orders, return_exceptions=True)  # who does not answer will be missing in the end
+            try:
+                await asyncio.gather(*orders, return_exceptions=True)  # who does not answer will be missing in the end
+            except BaseException:
+                tracer.leave(header.trace_id)  # there will be no block to end
+                raise
         recorder.begin_own()
         return self
 

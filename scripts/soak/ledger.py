@@ -67,7 +67,7 @@ def _outcome(error: Exception) -> str:
     if isinstance(error.__cause__, arpc.RemoteTraceback):
         return name  # of a call that the function itself has made
     never_ran = isinstance(error, arpc.WorkerLostError) and not error.may_have_run
-    return f"{name} {NOT_RUN}" if never_ran or isinstance(error, arpc.OverloadedError | arpc.ShutdownError) else name
+    return f"{name} {NOT_RUN}" if never_ran or isinstance(error, arpc.OverloadedError) else name
 
 
 @dataclass(slots=True)

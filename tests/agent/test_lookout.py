@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
+import msgspec
 import pytest
 
 import arpc
 from arpc import MemberEvent, MemberJoined, MemberLeft, MemberLost, MemberReturned, MemberStream, MemberSuspected
+from arpc.agent.membership import WorkerRecord
 from arpc.errors import WireError
 from arpc.testing import Cluster, Fault, FaultyTransport, cluster
+from arpc.transport.base import Connection
 from arpc.transport.memory import MemoryNetwork
 from arpc.wire.messages import MessageType
 from tests.agent.leftovers import assert_nothing_left, until
@@ -100,6 +104,39 @@ async def test_a_worker_that_cannot_be_reached_is_given_up_in_time():
         )
 
 
+class NobodyListens(MemoryNetwork):
+    """A network in which nobody listens where one looks."""
+
+    async def connect(self, address: str, *_: object) -> Connection:
+        raise ConnectionRefusedError(111, f"nobody listens on {address}")
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "unix:///nowhere/at/all"])
+async def test_a_worker_that_only_others_can_connect_to_has_its_grace(monkeypatch, address):
+    """It gave an address that is good on its own host only, or somebody has removed the file of its socket."""
+    async with cluster(2, options=OPTIONS.replace(rref_grace=600.0)) as group:
+        agent = group[0].agent
+        resolve = agent.resolve
+        resolved = []
+
+        async def resolve_in_vain(to: Any) -> WorkerRecord:
+            resolved.append(to)
+            return msgspec.structs.replace(await resolve(to), addresses=(address,))
+
+        assert await group[1].rpc_sync("worker0", echo, args=("there",)) == "there"
+        monkeypatch.setattr(agent, "resolve", resolve_in_vain)
+        monkeypatch.setitem(agent.connector._transports, "tcp", NobodyListens())
+        lost: list[MemberLost] = []
+        group[0].on_peer_lost(lost.append)
+        stream = group[0].membership()
+        agent.peer("worker1").connection.abort(WireError("cut by the test"))
+        await until(lambda: len(resolved) > 2)
+        assert await group[1].rpc_sync("worker0", echo, args=("back",)) == "back"
+        await next_of(stream, MemberReturned)
+        assert lost == []
+        assert not agent.connector._came
+
+
 async def test_a_cut_connection_is_made_again():
     network = FaultyTransport(MemoryNetwork())
     async with cluster(2, options=OPTIONS, transports={"memory": network}) as group:
@@ -169,6 +206,26 @@ async def test_callbacks_may_be_coroutines_and_may_fail_and_be_taken_back(caplog
             await kill(group, 2)
             await next_of(stream, MemberLost)
         assert calls == ["worker1"]
+        await group.shutdown(graceful=False)
+
+
+async def test_no_callback_takes_its_worker_down(caplog):
+    async with cluster(2, options=OPTIONS) as group:
+        heard: list[MemberLost] = []
+
+        def leave(_: MemberLost) -> None:
+            raise SystemExit(3)
+
+        async def leave_later(_: MemberLost) -> None:
+            raise SystemExit(4)
+
+        for callback in (leave, leave_later, heard.append):
+            group[0].on_peer_lost(callback)
+        await all_connected(group)
+        with caplog.at_level(logging.CRITICAL, logger="arpc.membership"):
+            await kill(group, 1)
+            await until(lambda: bool(heard))
+            assert await group[0].rpc_sync("worker0", echo, args=("alive",)) == "alive"
         await group.shutdown(graceful=False)
 
 

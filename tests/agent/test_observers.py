@@ -238,6 +238,23 @@ async def test_what_waits_is_accepted_and_begins_later(stage: Stage) -> None:
         assert log.handled[2].began_ns >= log.handled[1].ended_ns
 
 
+async def test_what_is_refused_for_want_of_room_has_ended(stage: Stage) -> None:
+    options = arpc.RpcOptions(gc_freeze=False, max_handlers_per_peer=1, max_requests_waiting=1)
+    async with cluster(2, options=options) as group:
+        log = Log()
+        with observing(group[1], log):
+            first = group[0].rpc_async("worker1", wait_for_gate)
+            await stage.wait_until("handler")
+            second = group[0].rpc_async("worker1", echo)
+            with pytest.raises(arpc.OverloadedError):
+                await group[0].rpc_sync("worker1", echo)
+            (refused,) = log.handled
+            assert (refused.outcome, refused.began_ns) == (Outcome.ERROR, 0)
+            stage.open()
+            await asyncio.gather(first, second)
+            assert not any(group[1].agent.observers._waiting.values())
+
+
 async def test_a_thread_may_set_what_the_loop_finds(pair: Cluster) -> None:
     log = Log()
     with observing(pair[1], log):

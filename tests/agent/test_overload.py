@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import arpc
-from arpc.errors import OverloadedError, WorkerLostError
+from arpc.agent.deadlines import NEVER
+from arpc.errors import OverloadedError, RpcTimeoutError, WorkerLostError
 from arpc.testing import cluster
 from tests.agent.leftovers import assert_nothing_left, until
 from tests.agent.stage import echo, hold
@@ -68,6 +69,25 @@ async def test_calls_that_were_given_up_take_no_memory(stage):
         assert len(peer_of(group).backlog) <= 130
         stage.open()
         await held
+        await assert_nothing_left(group)
+
+
+@pytest.mark.parametrize("timeouts_travel", [True, False])
+async def test_many_that_expire_at_once_leave_the_room_that_there_is(stage, timeouts_travel):
+    options = OPTIONS.replace(max_calls_in_flight=1, max_calls_waiting=200, timeouts_travel=timeouts_travel)
+    async with cluster(2, options=options) as group:
+        held = group[0].rpc_async("worker1", hold, timeout=0)
+        await stage.wait_until("held begun")
+        waiting = [group[0].rpc_async("worker1", echo, args=(number,), timeout=600) for number in range(200)]
+        for tick in [tick for tick in peer_of(group).calls.buckets if tick != NEVER]:
+            peer_of(group).calls.expire(tick)  # by hand
+        assert all(isinstance(call.exception(), RpcTimeoutError) for call in waiting)
+        waiting = [group[0].rpc_async("worker1", echo, args=(number,)) for number in range(200)]
+        with pytest.raises(OverloadedError):
+            group[0].rpc_async("worker1", echo)
+        stage.open()
+        await held
+        assert await asyncio.gather(*waiting) == [*range(200)]
         await assert_nothing_left(group)
 
 

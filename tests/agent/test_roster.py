@@ -163,3 +163,18 @@ def test_those_who_are_gone_are_forgotten_in_the_end(monkeypatch):
     assert roster.statistics() == {"present": 0, "suspected": 0, "lost": 0, "left": 3}
     roster.seen(WorkerInfo("w9", 9), 9)
     assert roster.statistics()["present"] == 1
+
+
+async def test_no_worker_of_a_large_group_is_left_out(monkeypatch):
+    monkeypatch.setattr(roster_module, "_BUFFERED", 4)
+    roster = Roster()
+    stream = roster.stream()
+    workers = [WorkerInfo(f"worker{number}", number) for number in range(20)]
+    for worker in workers:
+        roster.seen(worker, 1)
+    for _ in range(10):
+        roster.suspected(workers[0], "silence")
+        roster.seen(workers[0], 1)
+    roster.close()
+    assert {event.worker for event in [event async for event in stream]} == set(workers)
+    assert stream.dropped

@@ -279,3 +279,24 @@ async def test_a_block_that_raises_or_is_cancelled_leaves_nothing(trio: Cluster)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_block_that_is_cancelled_before_it_begins_leaves_nothing(
+    trio: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = asyncio.Event()
+
+    async def ask(*_: object, **__: object) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    async def block() -> None:
+        async with profile(everyone=True):
+            raise AssertionError("it never begins")
+
+    monkeypatch.setattr(trio[0].profiler.tracer, "ask", ask)
+    task = asyncio.create_task(block())
+    await asked.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

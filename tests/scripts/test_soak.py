@@ -84,6 +84,7 @@ async def test_the_ledger_notes_how_calls_end(tmp_path: Path):
         arpc.WorkerLostError("x", "b", may_have_run=False),
         arpc.WorkerLostError("x", "b"),
         arpc.OverloadedError("x"),
+        arpc.ShutdownError("this worker was shut down before the call ended"),
         LookupError("x"),
         asyncio.CancelledError(),
     ]
@@ -102,6 +103,7 @@ async def test_the_ledger_notes_how_calls_end(tmp_path: Path):
         "WorkerLostError-not-run",
         "WorkerLostError",
         "OverloadedError-not-run",
+        "ShutdownError",
         "LookupError",
         "cancelled",
         "WorkerLostError",

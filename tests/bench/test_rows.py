@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from arpc.bench.arpc_peer import ArpcCaller
+from arpc.bench.drop_in import DropInCaller
 from arpc.bench.floor import FloorCaller
 from arpc.bench.peers.caller import PeerCaller
 from arpc.bench.plots import BARS, CURVES
@@ -21,6 +22,7 @@ from arpc.bench.torch_rpc import TorchCaller
 CALLERS: dict[str, type] = {
     "arpc.bench.arpc_peer": ArpcCaller,
     "arpc.bench.floor": FloorCaller,
+    "arpc.bench.drop_in": DropInCaller,
     "arpc.bench.raw_sockets": RawCaller,
     "arpc.bench.torch_rpc": TorchCaller,
 }

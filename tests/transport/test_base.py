@@ -296,7 +296,7 @@ async def test_closing_goes_on_while_bytes_move(monkeypatch):
 
 
 async def test_a_handshake_that_never_ends_is_given_up(monkeypatch):
-    monkeypatch.setattr(base, "_HANDSHAKE_S", 0.01)
+    monkeypatch.setattr(base, "HANDSHAKE_S", 0.01)
     connection, endpoint = connect()
     await turns_until(lambda: connection.asked)
     connection.end()
@@ -306,7 +306,7 @@ async def test_a_handshake_that_never_ends_is_given_up(monkeypatch):
 
 
 async def test_a_loop_that_was_busy_does_not_blame_the_peer(monkeypatch):
-    monkeypatch.setattr(base, "_HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(base, "HANDSHAKE_S", 0.05)
     connection, _ = connect()
     time.sleep(0.12)
     await asyncio.sleep(0.001)  # the timer is overdue, and has run
@@ -316,7 +316,7 @@ async def test_a_loop_that_was_busy_does_not_blame_the_peer(monkeypatch):
 
 
 async def test_an_open_connection_has_no_handshake_to_end(monkeypatch):
-    monkeypatch.setattr(base, "_HANDSHAKE_S", 0.01)
+    monkeypatch.setattr(base, "HANDSHAKE_S", 0.01)
     connection, _ = await opened()
     await asyncio.sleep(0.03)
     assert connection.asked == []

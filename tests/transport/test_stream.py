@@ -260,7 +260,7 @@ async def test_a_peer_that_hangs_up_in_the_handshake(transport, address):
 
 
 async def test_a_peer_that_says_nothing_is_given_up(monkeypatch):
-    monkeypatch.setattr(base, "_HANDSHAKE_S", 0.02)
+    monkeypatch.setattr(base, "HANDSHAKE_S", 0.02)
     async with Endpoints(TcpTransport(), TCP) as endpoints, raw_peer(endpoints) as sock:
         far = await endpoints.next_accepted()
         assert isinstance(await far.ended(), HandshakeError)

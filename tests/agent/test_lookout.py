@@ -43,8 +43,10 @@ async def kill(group: Cluster, which: int) -> None:
     for listener in connector._listeners:
         await listener.aclose()
     group[which].agent.is_closing = True
-    for link in connector.links:
-        link.connection.abort()
+    for _ in range(20):  # a connection that was being made when the door closed is there a few turns later
+        for link in connector.links:
+            link.connection.abort()
+        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("elastic", [False, True])
@@ -74,7 +76,8 @@ async def test_a_death_is_noticed_without_a_call(elastic):
         assert lost == [event]
         assert await group[0].rpc_sync("worker2", echo, args=("alive",)) == "alive"
         await group.shutdown(graceful=False)
-        assert [event async for event in stream] == [], "it ends with the worker"
+        # it ends with the worker, which may have seen the other one go first
+        assert {event.worker async for event in stream} <= {group[2].info}
 
 
 async def test_a_worker_that_cannot_be_reached_is_given_up_in_time():

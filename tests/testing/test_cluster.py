@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 
@@ -169,6 +170,7 @@ async def test_a_group_that_cannot_be(names):
 
 
 async def test_a_start_that_fails_undoes_what_was_started():
+    gc.collect()  # what other tests of this process left to it
     before = psutil.Process().num_fds()
     async with cluster(["a"], elastic=True) as group:
         with pytest.raises(ExceptionGroup) as failure:
@@ -178,4 +180,4 @@ async def test_a_start_that_fails_undoes_what_was_started():
         assert [member.name for member in await group["a"].rendezvous.members()] == ["a"]
         await group.add("b")
         assert await group["a"].rpc_sync("b", where) == "b"
-    assert psutil.Process().num_fds() == before
+    assert psutil.Process().num_fds() <= before

@@ -33,8 +33,10 @@ async def next_of(stream: MemberStream, kind: type[MemberEvent]) -> MemberEvent:
 
 
 async def all_connected(group: Cluster, worker: int = 0) -> None:
+    """The worker has heard of all others, which in an elastic group takes a while, and is connected to them."""
     agent = group[worker].agent
-    await until(lambda: all(peer.connection for peer in agent.peers if peer.info != agent.info))
+    others = {member.info for member in group} - {agent.info}
+    await until(lambda: {peer.info for peer in agent.peers if peer.connection} >= others)
 
 
 async def kill(group: Cluster, which: int) -> None:

@@ -59,7 +59,8 @@ def join_trainers() -> int:
 async def train(table: arpc.nn.RemoteModule[nn.EmbeddingBag], steps: int) -> str:
     """What the first trainer asks each of them to do, itself too; the end of its copy of the layers, as text."""
     rank = await asyncio.to_thread(join_trainers)
-    layers = DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, CLASSES)))
+    copy = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, CLASSES))
+    layers = await asyncio.to_thread(DistributedDataParallel, copy)  # waits for the others, and the loop must not
     arpc.autograd.heed_accumulate_hooks(layers.parameters())  # those of DistributedDataParallel, which average
     model, dice = Model(table, layers), torch.Generator().manual_seed(rank)
     optimizer = await arpc.optim.DistributedOptimizer(torch.optim.Adam, await arpc.nn.parameter_rrefs(model), lr=3e-3)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 import arpc
+from arpc.errors import RpcTimeoutError
 
 HANDLER_WAIT_S = 20.0
 """How long a thread waits at a gate. A test that forgets to open it must not keep the thread for ever."""
@@ -56,6 +59,19 @@ class Stage:
         """Let every thread go that still waits."""
         for gate in list(self._thread_gates.values()):
             gate.set()
+
+
+async def outlast(point: str, call: Callable[[float], Awaitable[Any]]) -> pytest.ExceptionInfo[RpcTimeoutError]:
+    """Make a call, with a timeout that passes after its handler has come to a point.
+
+    A tenth of a second is enough for that as a rule. Where the machine is too busy, the call is made again with more.
+    """
+    for timeout_s in (0.1, 1.0, 10.0):
+        with pytest.raises(RpcTimeoutError) as caught:
+            await call(timeout_s)
+        if the_stage().was_reached(point):
+            return caught
+    raise AssertionError(f"no handler came to {point!r} in time")
 
 
 _stages: list[Stage] = []

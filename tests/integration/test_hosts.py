@@ -18,7 +18,7 @@ STORE_PORT = 29500  # in a namespace of its own every port is free
 
 
 async def test_a_large_tensor_is_copied_on_neither_side(processes: Processes):
-    options = QUICK.replace(listen=("tcp://127.0.0.1:0",), shared_memory_bytes=0, heartbeat_timeout=20.0)
+    options = QUICK.replace(listen=("tcp://127.0.0.1:0",), shared_memory_bytes=0)
     size = 256 * MIB
     async with processes.group("sender", "receiver", main=functions.serve, options=options) as worker:
         await worker.rpc_sync("sender", functions.send, args=("receiver", MIB))  # what is needed once

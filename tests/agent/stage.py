@@ -18,7 +18,7 @@ import pytest
 import arpc
 from arpc.errors import RpcTimeoutError
 
-HANDLER_WAIT_S = 20.0
+HANDLER_WAIT_S = 40.0
 """How long a thread waits at a gate. A test that forgets to open it must not keep the thread for ever."""
 
 
@@ -41,7 +41,7 @@ class Stage:
         return point in self.log
 
     async def wait_until(self, *points: str) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             for point in points:
                 await self._points[point].wait()
 

@@ -416,7 +416,7 @@ async def test_calls_without_a_timeout_never_run_out_of_numbers(pair):
     await pair[0].rpc_sync("worker1", echo, timeout=0)
     calls = pair[0].agent.known_peer("worker1").calls
     calls.number = LAST_NUMBER - 2
-    async with asyncio.timeout(20):  # the reply of one with a wrong id would find nobody
+    async with asyncio.timeout(30):  # the reply of one with a wrong id would find nobody
         for number in range(6):
             assert await pair[0].rpc_sync("worker1", echo, args=(number,), timeout=0) == number
     await assert_nothing_left(pair)

@@ -79,7 +79,7 @@ async def test_it_works_with_what_asyncio_offers(pair):
     done, pending = await asyncio.wait([pair[0].rpc_async("worker1", echo, args=(3,))])
     assert [future.result() for future in done] == [3]
     assert not pending
-    assert await asyncio.wait_for(pair[0].rpc_async("worker1", echo, args=(4,)), 5) == 4
+    assert await asyncio.wait_for(pair[0].rpc_async("worker1", echo, args=(4,)), 30) == 4
 
 
 async def test_it_cannot_be_pickled(pair):

@@ -66,7 +66,7 @@ async def test_the_first_worker_is_the_current_one():
     async with cluster(2) as group:
         assert arpc.get_worker_info().name == "worker0"
         assert await arpc.rpc_sync("worker1", where) == "worker1"
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await asyncio.create_task(group[1].rpc_sync("worker0", where))
     with pytest.raises(NotInitializedError):
         arpc.get_worker_info()

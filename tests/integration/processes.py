@@ -127,7 +127,7 @@ class WorkerProcess:
 
 
 def run_scripts(
-    *commands: list[str], limit_s: float = 50.0, within: Sequence[list[str]] = ()
+    *commands: list[str], limit_s: float = 110.0, within: Sequence[list[str]] = ()
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run Python with each list of arguments, all at the same time, to their ends; none outlives this.
 

@@ -79,7 +79,7 @@ class Command:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def status(self) -> int | None:
-        self.process.join(20)
+        self.process.join(60)
         return self.process.exitcode
 
 
@@ -117,7 +117,7 @@ def test_a_signal_to_the_launcher_ends_everything(sleeper: str, number: signal.S
         assert launch.process.pid is not None
         os.kill(launch.process.pid, number)
         assert launch.status() == (-9 if number is signal.SIGKILL else 128 + number)
-        assert psutil.wait_procs(family, timeout=20)[1] == []
+        assert psutil.wait_procs(family, timeout=60)[1] == []
         assert launch.err == ""
         (directory,) = {Path(line.split()[2]).parent for line in launch.out.splitlines() if len(line.split()) > 2}
         assert not directory.exists()

@@ -88,7 +88,7 @@ async def test_nothing_is_left_behind():
         await asyncio.gather(*(worker.rpc_sync("worker0", os.getpid) for worker in group))
     assert all(worker.is_shut_down for worker in group)
     for thread in set(threading.enumerate()) - before_threads:
-        thread.join(5)
+        thread.join(30)
         assert not thread.is_alive(), thread
     assert psutil.Process().num_fds() == before_fds
 

@@ -38,7 +38,7 @@ def test_program_prints_what_is_shown(program, output, tmp_path):
     script = tmp_path / "hello.py"
     script.write_text(program)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == output
     assert done.stderr == ""

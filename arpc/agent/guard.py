@@ -122,5 +122,6 @@ def _permit_all(_: Key) -> None:
 def _refuse_by_value(message: Message) -> None:
     if not message.arg and isinstance(message, Request | RRefCreate):
         raise NotAllowedError(
-            "in allow-list mode functions are called by their names: a lambda, a closure or a partial is none"
+            "in allow-list mode functions are called by their names: a lambda, a closure, a partial, a TorchScript "
+            "function or a program of torch.export has none. Export a plain function that calls it, and call that one"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
@@ -53,6 +54,9 @@ class Queues:
 class Batched:
     """What `batched` makes of a function. Calling it takes the arguments of one call, and has to be awaited."""
 
+    __name__: str
+    __qualname__: str
+
     def __init__(self, function: Callable[..., Any], limits: Limits) -> None:
         functools.update_wrapper(self, function)
         self.function = function
@@ -68,23 +72,43 @@ class Batched:
     def __repr__(self) -> str:
         return f"<batched {name_of(self)}>"
 
-    def __reduce__(self) -> str:
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        owner = self._class()
+        if owner is not None and self._is_class_method_of(owner):
+            return _in_class_method, (owner, self.__name__)
         if importable_name(self) is None:
             raise SerializationError(
                 f"{name_of(self)} is batched, and no module has it under its name: calls can only meet in a function "
                 f"that the callee has of its own, so define it at the top level of a module"
             )
-        return str(self.__qualname__)  # type: ignore[attr-defined]
+        return self.__qualname__
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = None
-        if self._is_method:
+        if self._is_method or (args and isinstance(args[0], type) and self._is_class_method_of(args[0])):
             owner, *rest = args
             args = tuple(rest)
         if not args and not kwargs:
             raise TypeError(f"{name_of(self)} is batched, and was called without arguments: nothing could be gathered")
         worker = current()
         return await worker.keep(Queues).of(worker, self, owner).call(args, kwargs)
+
+    def _class(self) -> type | None:
+        """The class that defines it, if that can be found under its name."""
+        found: Any = sys.modules.get(self.__module__)
+        for name in self.__qualname__.split(".")[:-1]:
+            found = getattr(found, name, None)
+        return found if isinstance(found, type) else None
+
+    def _is_class_method_of(self, cls: type) -> bool:
+        # a classmethod does not tell what it wraps that it is one
+        found = inspect.getattr_static(cls, self.__name__, None)
+        return isinstance(found, classmethod) and found.__func__ is self
+
+
+def _in_class_method(owner: type, name: str) -> Any:
+    """What a class method of this process wraps."""
+    return inspect.getattr_static(owner, name).__func__
 
 
 @overload
@@ -113,7 +137,8 @@ def batched(
 
     The function gets each tensor stacked along a new first dimension, and of each other argument a list. It returns a
     tensor whose rows, or a list whose items are the results of the calls in their order; or a tuple or dict of such.
-    Plain functions and ``async def``, and methods of objects that RRefs refer to.
+    Plain functions and ``async def``, methods of objects that RRefs refer to, and class and static methods, whose
+    decorators go above this one.
 
     A batch is called when it has ``max_size`` calls, or ``max_wait_ms`` after the first of them; and never while
     ``max_concurrent`` other batches of the function are running, during which calls gather. Calls whose tensors differ
@@ -127,6 +152,9 @@ def batched(
     limits = Limits(max_size, max_wait_ms / 1000, max_concurrent)
 
     def decorate(decorated: Callable[..., Any]) -> Batched:
+        if isinstance(decorated, classmethod | staticmethod):
+            kind = type(decorated).__name__
+            raise TypeError(f"{name_of(decorated)} is a {kind}: write @{kind} above @arpc.batched, and not below it")
         if not inspect.isfunction(decorated) or inspect.isgeneratorfunction(decorated):
             raise TypeError(f"batched is for plain functions and async def, and {name_of(decorated)} is neither")
         if inspect.isasyncgenfunction(decorated):

@@ -16,6 +16,7 @@ from arpc.http.address import is_open_to_all
 from arpc.http.exposition import expose
 from arpc.http.feed import Feed
 from arpc.http.guard import COOKIE, SESSION_S, Guard
+from arpc.http.guesses import Guesses
 from arpc.log import get_logger
 from arpc.metrics.service import MetricsService
 from arpc.options import RpcOptions, split_host_port
@@ -41,7 +42,6 @@ _HEADERS: Final = {
 _OPEN_PATHS: Final = frozenset({"/healthz", "/login", "/style.css", "/login.js", "/favicon.svg"})
 """What those may have who have not logged in yet."""
 _LOGIN_DELAY_S: Final = 0.5
-_MAX_LOGINS: Final = 8
 _KEEP_ALIVE_S: Final = 10.0
 _MAX_FORM_BYTES: Final = 4096
 _FORM_S: Final = 10.0
@@ -59,7 +59,7 @@ class HttpServer:
         self._metrics = metrics
         self._guard = Guard(options.secret, needs_secret=not is_open_to_all(options))
         self._feed = Feed(metrics)
-        self._logins = 0
+        self._guesses = Guesses()
         self._streams: set[asyncio.Task[Any]] = set()
         app = web.Application(middlewares=[self._admit], client_max_size=_MAX_FORM_BYTES)
         app.add_routes(
@@ -130,9 +130,9 @@ class HttpServer:
         except (ValueError, TimeoutError):
             return _json({"error": "no form with a secret in it"}, status=400)
         # from here on nobody can take as long as he likes
-        if self._logins >= _MAX_LOGINS:
-            return _json({"error": "too many try to log in: wait a moment"}, status=429, headers={"Retry-After": "1"})
-        self._logins += 1
+        if not self._guesses.begin(request.remote):
+            error = "too many try to log in from this address: wait a moment"
+            return _json({"error": error}, status=429, headers={"Retry-After": "1"})
         try:
             cookie = self._guard.login(typed) if isinstance(typed, str) else None
             if cookie is None:
@@ -140,7 +140,7 @@ class HttpServer:
                 await asyncio.sleep(_LOGIN_DELAY_S)
                 return web.Response(status=303, headers={"Location": "/login?wrong"})
         finally:
-            self._logins -= 1
+            self._guesses.end(request.remote)
         response = web.Response(status=303, headers={"Location": "/"})
         response.set_cookie(
             COOKIE, cookie, max_age=SESSION_S, httponly=True, samesite="Strict", secure=request.secure, path="/"

@@ -208,13 +208,17 @@ class RayGroup:
 
     async def _watch(self, rank: int, environment: Mapping[str, str]) -> None:
         """Let an actor do its work; its end is an event."""
-        from ray.exceptions import RayActorError
+        from ray.exceptions import ActorDiedError, RayActorError
 
         method = getattr(self._actors[rank], self._method)
         try:
             end: End = await method.remote(environment, self._work)
-        except RayActorError as error:
+        except ActorDiedError as error:
             end = End(KILLED, f"Ray lost the actor: {error}".strip(), is_lost=True)
+        except RayActorError as error:
+            # It cannot be reached, and may live: nobody will hear how its work ends, and Ray does not start it again
+            # unless it is killed
+            end = End(KILLED, f"Ray cannot reach the actor: {error}".strip())
         except Exception as error:  # noqa: BLE001 - Ray has many, and without an event the launch would never end
             end = End(1, f"Ray could not run the worker: {error}".strip())
         self._events.put_nowait(_Exited(rank, end))

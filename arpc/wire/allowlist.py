@@ -83,6 +83,12 @@ def key_of(obj: Any) -> Key:
         if found is None:
             raise ConfigurationError(f"{obj!r} has no name by which others could call it")
         return found
+    if isinstance(obj, torch.jit.ScriptFunction | torch._C.ScriptMethod):
+        # its module and name are those of its class
+        raise ConfigurationError(
+            f"{obj.name} is compiled by TorchScript, and has no name by which others could call it in allow-list mode: "
+            f"export a plain function that calls it"
+        )
     if not isinstance(module, str) or not isinstance(name, str) or "<" in name or isinstance(obj, MethodType):
         raise ConfigurationError(f"{obj!r} has no name by which others could call it: define it in a module")
     return ("__main__" if module in MAIN_NAMES else module), name

@@ -29,7 +29,7 @@ def leftovers(worker: Worker) -> dict[str, object]:
     return {f"{worker.name}: {what}": value for what, value in kept.items() if value}
 
 
-async def assert_nothing_left(workers: Iterable[Worker], *, within_s: float = 5.0) -> None:
+async def assert_nothing_left(workers: Iterable[Worker], *, within_s: float = 30.0) -> None:
     """All tables of all workers are empty, as soon as messages under way have arrived and threads have ended."""
     workers = list(workers)
 
@@ -39,7 +39,7 @@ async def assert_nothing_left(workers: Iterable[Worker], *, within_s: float = 5.
     await until(lambda: not left(), left, within_s=within_s)
 
 
-async def until(is_so: Callable[[], bool], tell: Callable[[], object] = str, *, within_s: float = 5.0) -> None:
+async def until(is_so: Callable[[], bool], tell: Callable[[], object] = str, *, within_s: float = 30.0) -> None:
     """Let the loop turn until something is so; fails with what ``tell`` says if that takes too long."""
     end = time.monotonic() + within_s
     while not is_so():

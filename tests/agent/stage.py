@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import arpc
+import pytest
 
-HANDLER_WAIT_S = 20.0
+import arpc
+from arpc.errors import RpcTimeoutError
+
+HANDLER_WAIT_S = 40.0
 """How long a thread waits at a gate. A test that forgets to open it must not keep the thread for ever."""
 
 
@@ -38,7 +41,7 @@ class Stage:
         return point in self.log
 
     async def wait_until(self, *points: str) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             for point in points:
                 await self._points[point].wait()
 
@@ -56,6 +59,19 @@ class Stage:
         """Let every thread go that still waits."""
         for gate in list(self._thread_gates.values()):
             gate.set()
+
+
+async def outlast(point: str, call: Callable[[float], Awaitable[Any]]) -> pytest.ExceptionInfo[RpcTimeoutError]:
+    """Make a call, with a timeout that passes after its handler has come to a point.
+
+    A tenth of a second is enough for that as a rule. Where the machine is too busy, the call is made again with more.
+    """
+    for timeout_s in (0.1, 1.0, 10.0):
+        with pytest.raises(RpcTimeoutError) as caught:
+            await call(timeout_s)
+        if the_stage().was_reached(point):
+            return caught
+    raise AssertionError(f"no handler came to {point!r} in time")
 
 
 _stages: list[Stage] = []

@@ -133,7 +133,7 @@ async def test_a_shielded_future_goes_on(pair, stage):
 
 async def test_by_a_timeout_of_asyncio(pair, stage):
     async def call() -> None:
-        async with asyncio.timeout(10) as timeout:
+        async with asyncio.timeout(30) as timeout:
             running.set_result(timeout)
             await pair[0].rpc_sync("worker1", hold)
 

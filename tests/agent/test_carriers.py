@@ -87,7 +87,7 @@ async def time_out(wait: bool, delay_s: float) -> str:
 
 async def stay_in_time(wait: bool) -> str:
     await wait_if(wait)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         return await echo("in time")
 
 

@@ -347,7 +347,7 @@ async def test_a_malformed_failure_ends_its_call_and_the_connection(pair, caplog
     connection.send(frame(MessageType.FAILURE, 0, call_id, 0, 0, b"no pickle"))
     with pytest.raises(SerializationError, match="failure of hang is malformed"):
         await future
-    await asyncio.wait_for(connection.wait_closed(), 5)
+    await asyncio.wait_for(connection.wait_closed(), 30)
     assert any("malformed failure" in record.message for record in caplog.records)
     await assert_both_alive(pair)
 

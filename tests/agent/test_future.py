@@ -79,7 +79,7 @@ async def test_it_works_with_what_asyncio_offers(pair):
     done, pending = await asyncio.wait([pair[0].rpc_async("worker1", echo, args=(3,))])
     assert [future.result() for future in done] == [3]
     assert not pending
-    assert await asyncio.wait_for(pair[0].rpc_async("worker1", echo, args=(4,)), 5) == 4
+    assert await asyncio.wait_for(pair[0].rpc_async("worker1", echo, args=(4,)), 30) == 4
 
 
 async def test_it_cannot_be_pickled(pair):
@@ -116,7 +116,7 @@ async def test_a_thread_hears_of_its_cancellation(pair, stage):
 
 def wait_for_cancellation(future: Future[Any]) -> bool:
     try:
-        future.wait(10)
+        future.wait(30)
     except asyncio.CancelledError:
         return True
     return False
@@ -139,7 +139,7 @@ async def test_waiting_on_the_loop_is_refused(pair):
 async def test_a_thread_makes_calls(pair):
     def calls() -> list[Any]:
         futures = [pair[0].rpc_async("worker1", echo, args=(number,)) for number in range(10)]
-        return [future.wait(10) for future in futures]
+        return [future.wait(30) for future in futures]
 
     assert await asyncio.to_thread(calls) == list(range(10))
 
@@ -155,7 +155,7 @@ async def test_what_is_wrong_with_a_call_of_a_thread_is_in_its_future(pair):
         errors = []
         for future in futures:
             try:
-                errors.append(future.wait(10))
+                errors.append(future.wait(30))
             except Exception as error:  # noqa: BLE001 - whatever it is, it is looked at below
                 errors.append(error)
         return errors
@@ -203,7 +203,7 @@ def test_a_thread_does_not_wait_for_a_loop_that_was_closed():
 
     with asyncio.Runner() as runner:
         thread = runner.run(main())
-    thread.join(10)
+    thread.join(30)
     assert "loop was closed" in str(heard[0])
 
 
@@ -309,7 +309,7 @@ async def test_a_cancelled_call_cancels_the_chain(pair, stage):
 
 async def test_then_from_a_thread(pair):
     def chain() -> Any:
-        return pair[0].rpc_async("worker1", echo, args=(1,)).then(lambda future: future.value() + 1).wait(10)
+        return pair[0].rpc_async("worker1", echo, args=(1,)).then(lambda future: future.value() + 1).wait(30)
 
     assert await asyncio.to_thread(chain) == 2
 
@@ -340,7 +340,7 @@ async def test_collect_all_of_none():
 async def test_collect_all_in_a_thread(pair):
     def collect() -> list[Any]:
         futures = [pair[0].rpc_async("worker1", echo, args=(number,)) for number in range(3)]
-        return [future.value() for future in collect_all(futures).wait(10)]
+        return [future.value() for future in collect_all(futures).wait(30)]
 
     assert await asyncio.to_thread(collect) == [0, 1, 2]
 

@@ -192,7 +192,7 @@ async def test_a_loop_that_is_gone_does_not_disturb_the_thread():
 
     def from_another_loop() -> None:
         async def submit_and_go() -> None:
-            thread.submit_nowait(lambda: gate.wait(10))
+            thread.submit_nowait(lambda: gate.wait(30))
 
         asyncio.run(submit_and_go())
 

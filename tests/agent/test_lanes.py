@@ -35,7 +35,7 @@ async def pair_over_tcp(lanes: int = 2, **options: Any) -> AsyncIterator[Cluster
 
 
 async def have_lanes(group: Cluster, lanes: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not all(len(lanes_of(worker, other)) == lanes for worker, other in both(group)):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
@@ -153,7 +153,7 @@ async def test_a_peer_that_reads_nothing_counts_as_congested():
         sent = torch.zeros(MIB)
         calls = [group[0].rpc_async("worker1", double, args=(sent,)) for _ in range(32)]
         connection = connection_of(group[0], "worker1")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not connection.is_congested:  # noqa: ASYNC110 - the kernel takes some before it is full
                 await asyncio.sleep(0.001)
         assert connection.unsent_bytes > 0

@@ -25,7 +25,7 @@ OPTIONS = arpc.RpcOptions(gc_freeze=False, heartbeat_interval=0.05, heartbeat_ti
 
 async def next_of(stream: MemberStream, kind: type[MemberEvent]) -> MemberEvent:
     """The next event of a kind."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         async for event in stream:
             if isinstance(event, kind):
                 return event
@@ -202,7 +202,7 @@ async def test_callbacks_may_be_coroutines_and_may_fail_and_be_taken_back(caplog
         await all_connected(group)
         with caplog.at_level(logging.CRITICAL, logger="arpc.membership"):
             await kill(group, 1)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await called.wait()
             assert calls == ["worker1"], "it runs as this worker"
             stop()
@@ -262,7 +262,7 @@ async def test_a_callback_that_waits_ends_with_the_worker():
         group[0].on_peer_lost(wait)
         await all_connected(group)
         await kill(group, 1)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await begun.wait()
         await group.shutdown(graceful=False)
         await ended.wait()

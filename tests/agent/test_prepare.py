@@ -11,6 +11,7 @@ import arpc
 from arpc.agent.arguments import Prepared
 from arpc.errors import RpcTimeoutError, SerializationError
 from arpc.testing import cluster
+from tests.agent.leftovers import until
 
 
 def add(a: int, b: int = 0) -> int:
@@ -107,7 +108,7 @@ async def test_an_rref_whose_creation_timed_out_is_counted_until_it_is_dropped()
         _released.set()
         assert len(group[1].rref_context.forks.owned) == 1
         await rref.release()
-        assert not group[1].rref_context.forks.owned
+        await until(lambda: not group[1].rref_context.forks.owned)  # once the creation has ended, in its thread
 
 
 async def test_failures_are_told_of_where_they_happen() -> None:

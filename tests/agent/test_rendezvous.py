@@ -159,18 +159,22 @@ async def test_the_host_of_an_elastic_group_leaves_last(address):
 
 
 async def test_all_hear_why_a_group_did_not_form_before_its_host_is_gone(address):
-    async def start(team: Crew, name: str, rank: int) -> None:
-        rendezvous = await team.rendezvous(init_method=address, rank=rank, world_size=4)
+    async def start(rendezvous: Rendezvous, name: str) -> None:
         try:
             await rendezvous.join(name, recorder(name))
         finally:
             await rendezvous.aclose()
 
     async with crew() as team:
-        names = ["same", "other", "same"]
-        errors = await asyncio.gather(
-            *(start(team, name, rank) for rank, name in enumerate(names)), return_exceptions=True
+        ranks = await asyncio.gather(
+            *(team.rendezvous(init_method=address, rank=rank, world_size=4) for rank in range(3))
         )
+        tasks = [asyncio.create_task(start(ranks[1], "other"))]
+        # nobody waits for one that has not come yet
+        while await ranks[2]._store.run(lambda store: store.peek("static/0/start/value/1")) is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        tasks += [asyncio.create_task(start(ranks[rank], "same")) for rank in (0, 2)]
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(error) for error in errors] == [NameTakenError] * 3
 
 

@@ -127,9 +127,13 @@ async def test_when_many_lose_patience_one_finds_out_why(monkeypatch: pytest.Mon
     store = CountingStore()
     size = 32
     async with crew() as team:
-        joining = (
-            team.join(f"w{rank}", rank=rank, world_size=size, store=store, timeout_s=0.3) for rank in range(size - 1)
-        )
+        joining = [
+            asyncio.create_task(team.join(f"w{rank}", rank=rank, world_size=size, store=store))
+            for rank in range(size - 1)
+        ]
+        await until(lambda: store.store.check([f"arpc/static/0/start/value/{rank}" for rank in range(size - 1)]))
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "time", lambda now=loop.time: now() + 20.0)
         errors = await errors_of(*joining)
     assert {str(error) for error in errors} == {str(errors[0])}
     assert "1 of 32 workers are missing, rank 31;" in str(errors[0])
@@ -206,9 +210,9 @@ async def test_sizes_that_differ_are_told_to_all():
 async def test_who_is_missing_and_who_came():
     store = HashStore()
     async with crew() as team:
-        errors = await errors_of(
-            *(team.join(f"w{rank}", rank=rank, world_size=6, store=store, timeout_s=0.2) for rank in (0, 3))
-        )
+        patient = asyncio.create_task(team.join("w3", rank=3, world_size=6, store=store))
+        await until(lambda: store.check(["arpc/static/0/start/value/3"]))
+        errors = await errors_of(team.join("w0", rank=0, world_size=6, store=store, timeout_s=0.2), patient)
     for error in errors:
         assert type(error) is RendezvousTimeoutError
         assert str(error) == (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import arpc
-from arpc.errors import RpcTimeoutError, SerializationError, ShutdownError, WireError, WorkerLostError
+from arpc.errors import SerializationError, ShutdownError, WireError, WorkerLostError
 from arpc.testing import cluster
 from tests.agent.generators import (
     EVERY_GENERATOR,
@@ -23,7 +23,7 @@ from tests.agent.generators import (
     watched,
 )
 from tests.agent.leftovers import assert_nothing_left
-from tests.agent.stage import echo, the_stage
+from tests.agent.stage import echo, outlast, the_stage
 
 # -- backpressure
 
@@ -257,10 +257,13 @@ async def test_wrong_arguments(pair):
 
 
 async def test_its_deadline_ends_it(pair, stage):
-    stream = pair[0].stream("worker1", held_after_one, timeout=0.1)
-    assert await anext(stream) == 1
-    with pytest.raises(RpcTimeoutError, match="held_after_one"):
+    async def run_out(timeout_s: float) -> None:
+        stream = pair[0].stream("worker1", held_after_one, timeout=timeout_s)
+        assert await anext(stream) == 1
+        stage.reached("one")
         await anext(stream)
+
+    (await outlast("one", run_out)).match("held_after_one")
     await stage.wait_until("stopped")
 
 

@@ -102,7 +102,7 @@ async def test_a_thread_that_calls_sends_its_own(pair):
 
     def call() -> Any:
         request_id.set("r2")
-        return pair[0].rpc_async("worker1", see).wait(10)
+        return pair[0].rpc_async("worker1", see).wait(30)
 
     assert await asyncio.to_thread(call) == ("r2", "unset")
 

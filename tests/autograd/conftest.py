@@ -8,12 +8,12 @@ import pytest
 from arpc.options import RpcOptions
 from arpc.testing import Cluster, cluster
 
-OPTIONS = RpcOptions(gc_freeze=False, shutdown_timeout=5, rref_grace=0.2, control_backoff=0.02)
+OPTIONS = RpcOptions(gc_freeze=False, shutdown_timeout=30, rref_grace=0.2, control_backoff=0.02)
 
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for something that other workers bring about."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 - nobody can set an event for it
             await asyncio.sleep(0.002)
 

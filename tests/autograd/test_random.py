@@ -24,7 +24,7 @@ async def check(group, seed, workers):
         roots = await programs.run_forward(run, program)
         assert bool(roots) == has_roots
         if roots:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(30):
                 await arpc.autograd.backward(ctx_id, roots)
         found = programs.gradients_of(group, ctx_id, run, program)
     calls = sum((programs.place_of(run, worker.name).hook_calls for worker in group), start=type(expected_calls)())

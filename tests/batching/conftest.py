@@ -15,7 +15,7 @@ from tests.batching import functions
 @pytest.fixture
 async def group() -> AsyncIterator[Cluster]:
     """Three workers with no call that waits when the test is over."""
-    async with cluster(3, options=RpcOptions(gc_freeze=False, shutdown_timeout=5)) as workers:
+    async with cluster(3, options=RpcOptions(gc_freeze=False, shutdown_timeout=30)) as workers:
         yield workers
         for worker in workers:
             assert not worker.keep(Queues).queues

@@ -59,6 +59,11 @@ def soon(numbers):
     return [number * 2 for number in numbers]
 
 
+@arpc.batched(max_size=1)
+def names_of(types):
+    return [kind.__name__ for kind in types]
+
+
 @arpc.batched
 async def held(numbers):
     sizes.append(len(numbers))
@@ -170,9 +175,29 @@ class Model:
         sizes.append(len(x))
         return (x * self.weight).sum(1)
 
+    bias = 1
+
+    @classmethod
+    @arpc.batched(max_size=2, max_wait_ms=LONG_MS)
+    def biased(cls, x):
+        sizes.append(len(x))
+        return x + cls.bias
+
+    @staticmethod
+    @arpc.batched(max_size=2, max_wait_ms=LONG_MS)
+    async def negated(x):
+        sizes.append(len(x))
+        return -x
+
     def gradients(self, context_id: int) -> list[float]:
         gradients = arpc.autograd.get_gradients(context_id)
         return gradients[self.weight].tolist()
+
+
+class BiasedModel(Model):
+    """Inherits the class method, and is what that is called with."""
+
+    bias = 10
 
 
 def queues() -> int:

@@ -257,6 +257,37 @@ async def test_methods_of_objects_are_batched_by_object(group, sizes):
     assert (await models[0].remote().alone(x)).item() == 2
 
 
+async def test_class_methods_are_batched_by_class(group, sizes):
+    models = (functions.Model, functions.BiasedModel)
+    calls = [arpc.rpc_async("worker1", model.biased, (torch.zeros(1),)) for model in models * 2]
+    assert rows(await asyncio.gather(*calls)) == [[1], [10], [1], [10]]
+    assert sizes == [2, 2]
+    model = arpc.remote("worker1", functions.BiasedModel, (1.0,))
+    calls = [model.rpc_async().biased(torch.zeros(1)) for _ in range(2)]
+    assert rows(await asyncio.gather(*calls)) == [[10], [10]]
+    assert sizes == [2, 2, 2]
+    assert rows(await asyncio.gather(*(functions.Model.biased(x=torch.zeros(1)) for _ in range(2)))) == [[1], [1]]
+
+
+async def test_static_methods_are_batched(group, sizes):
+    calls = [arpc.rpc_async("worker1", functions.Model.negated, (torch.ones(1),)) for _ in range(2)]
+    assert rows(await asyncio.gather(*calls)) == [[-1], [-1]]
+    assert sizes == [2]
+
+
+async def test_a_class_may_be_an_argument(group, sizes):
+    assert await arpc.rpc_sync("worker1", functions.names_of, (functions.Model,)) == "Model"
+
+
+@pytest.mark.parametrize("kind", [classmethod, staticmethod])
+def test_the_other_decorator_goes_above(kind):
+    def method(x):
+        return x
+
+    with pytest.raises(TypeError, match=rf"method is a {kind.__name__}: write @{kind.__name__} above @arpc\.batched"):
+        arpc.batched(kind(method))
+
+
 async def test_a_worker_calls_its_own_directly(group, sizes):
     results = await asyncio.gather(*[functions.add(torch.zeros(1), number) for number in range(4)])
     assert rows(results) == [[0], [1], [2], [3]]

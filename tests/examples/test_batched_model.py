@@ -13,7 +13,7 @@ COMMAND: Final = [sys.executable, str(ROOT / "examples" / "batched_model.py"), "
 
 def test_both_ways_give_the_same_answer():
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(COMMAND, env=environment, capture_output=True, text=True, timeout=55, check=False)
+    done = subprocess.run(COMMAND, env=environment, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert done.stdout.startswith("the same answer: True\n")

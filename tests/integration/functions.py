@@ -156,21 +156,25 @@ async def statistics() -> dict[str, Any]:
     return current().statistics()
 
 
-async def block_loop(seconds: float) -> None:
-    """What a coroutine must not do."""
-    note("blocking")
-    time.sleep(seconds)
+def block_until(file: str) -> None:
+    """What a coroutine must not do: keep the loop from running until a file is there."""
+    while not os.path.exists(file):  # noqa: PTH110 - as little as can be while it blocks
+        time.sleep(0.005)
+
+
+async def block_loop(file: str) -> None:
+    block_until(file)
 
 
 async def make_tensor(size_bytes: int) -> torch.Tensor:
     return torch.ones(size_bytes, dtype=torch.uint8)
 
 
-async def ask_for_much_and_block(name: str, calls: int, size_bytes: int, seconds: float) -> int:
-    """Have many large replies sent here, and read none of them for a while; how many bytes came in the end."""
+async def ask_for_much_and_block(name: str, calls: int, size_bytes: int, file: str) -> int:
+    """Have many large replies sent here, and read few of them before a file is there; how many bytes came."""
     futures = [arpc.rpc_async(name, make_tensor, args=(size_bytes,)) for _ in range(calls)]
-    await asyncio.sleep(0.05)
-    time.sleep(seconds)
+    await futures[0]  # they are under way
+    block_until(file)
     return sum([(await future).numel() for future in futures])
 
 

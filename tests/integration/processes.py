@@ -31,10 +31,13 @@ __all__ = ["Processes", "Start", "WorkerProcess", "run_scripts"]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["pytest", "torch", "arpc", "tests.integration.functions"])
 
-QUICK = arpc.RpcOptions(gc_freeze=False, heartbeat_interval=0.2, heartbeat_timeout=1.0, init_timeout=30.0)
-"""How workers of tests behave when the test does not say."""
+QUICK = arpc.RpcOptions(gc_freeze=False, heartbeat_interval=0.2, heartbeat_timeout=30.0, init_timeout=30.0)
+"""How workers of tests behave when the test does not say: one that gets no CPU for a while is not taken for dead."""
 
-END_LIMIT_S = 10.0
+IMPATIENT = QUICK.replace(heartbeat_timeout=2.0)
+"""For the tests of silence."""
+
+END_LIMIT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class WorkerProcess:
 
 
 def run_scripts(
-    *commands: list[str], limit_s: float = 50.0, within: Sequence[list[str]] = ()
+    *commands: list[str], limit_s: float = 110.0, within: Sequence[list[str]] = ()
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run Python with each list of arguments, all at the same time, to their ends; none outlives this.
 

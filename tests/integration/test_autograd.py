@@ -89,7 +89,7 @@ async def test_a_worker_killed_in_the_middle_of_a_pass_fails_it_everywhere(proce
 async def test_contexts_of_a_killed_worker_are_reclaimed(processes: Processes):
     async with processes.group("victim", "other", main=functions.serve, options=OPTIONS) as worker:
         lost = worker.rpc_async("victim", start_and_stay, args=("other", "test"), timeout=0)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             while not worker.autograd.statistics()["contexts"]:  # noqa: ASYNC110 - another process makes it
                 await asyncio.sleep(0.01)
             assert (await arpc.rpc_sync("other", statistics))["contexts"] == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 import pytest
@@ -115,51 +114,58 @@ async def test_cancelling_a_call_cancels_what_it_called_in_turn(processes: Proce
 
 async def test_a_deadline_ends_the_whole_chain(processes: Processes):
     async with processes.group("a", "b", main=functions.serve) as worker:
-        with pytest.raises(arpc.RpcTimeoutError):
-            await worker.rpc_sync("a", functions.hang, args=(["b"],), timeout=0.3)
+        begun = worker.rpc_async("b", functions.wait_for, args=("started",))
+        for timeout_s in (0.3, 1.0, 3.0, 10.0):  # on a busy machine it takes longer to come to the end of the chain
+            with pytest.raises(arpc.RpcTimeoutError):
+                await worker.rpc_sync("a", functions.hang, args=(["b"],), timeout=timeout_s)
+            await worker.rpc_sync("b", functions.echo, args=(1,))  # behind the answer, if there is one
+            if begun.done():
+                break
+        assert await begun > 0
         for name in ("a", "b"):
-            assert await worker.rpc_sync(name, functions.wait_for, args=("cancelled",), timeout=5) == 1
+            assert await worker.rpc_sync(name, functions.wait_for, args=("cancelled",), timeout=20) > 0
 
 
-async def test_a_blocked_callee_slows_its_callers_only(processes: Processes):
-    options = QUICK.replace(window_bytes=8 * MIB, heartbeat_timeout=20.0)
+CALLS_WHILE_BLOCKED = 50
+
+
+async def test_a_blocked_callee_slows_its_callers_only(processes: Processes, tmp_path: Path):
+    options = QUICK.replace(window_bytes=8 * MIB)
     async with processes.group("blocked", "other", main=functions.serve, options=options) as worker:
         for name in ("blocked", "other"):
             await worker.rpc_sync(name, functions.echo, args=(torch.ones(MIB // 4),))
         before = await worker.rpc_sync("blocked", functions.peak_memory_bytes)
-        blocking = worker.rpc_async("blocked", functions.block_loop, args=(1.0,))
-        await asyncio.sleep(0.1)  # it has come to block by now, or is about to: either way it shall be flooded
+        go_on = tmp_path / "go on"
+        blocking = worker.rpc_async("blocked", functions.block_loop, args=(str(go_on),))
         tensor = torch.ones(MIB // 4)
         flood = [worker.rpc_async("blocked", functions.echo, args=(tensor,)) for _ in range(256)]
-        slowest = 0.0
-        while not blocking.done():
-            peer = worker.statistics()["peers"]["blocked"]
-            assert peer["bytes_in_flight"] <= 8 * MIB
-            started = time.perf_counter()
-            assert await worker.rpc_sync("other", functions.echo, args=(1,)) == 1
-            slowest = max(slowest, time.perf_counter() - started)
-            await asyncio.sleep(0.01)
-        assert slowest < 0.5
+        for number in range(CALLS_WHILE_BLOCKED):
+            assert await worker.rpc_sync("other", functions.echo, args=(number,)) == number
+            assert worker.statistics()["peers"]["blocked"]["bytes_in_flight"] <= 8 * MIB
+        assert not any(call.done() for call in (blocking, *flood))
+        go_on.touch()
+        await blocking
         replies = await asyncio.gather(*flood)
         assert all(torch.equal(reply, tensor) for reply in replies)
         after = await worker.rpc_sync("blocked", functions.peak_memory_bytes)
         assert after - before < 100 * MIB, f"{(after - before) / MIB:.0f} MiB for a window of 8"
 
 
-async def test_a_blocked_caller_does_not_fill_its_callees_memory(processes: Processes):
-    options = QUICK.replace(window_bytes=8 * MIB, heartbeat_timeout=20.0)
+async def test_a_blocked_caller_does_not_fill_its_callees_memory(processes: Processes, tmp_path: Path):
+    options = QUICK.replace(window_bytes=8 * MIB)
     async with processes.group("callee", "blocked", main=functions.serve, options=options) as worker:
-        await worker.rpc_sync("blocked", functions.ask_for_much_and_block, args=("callee", 1, 4 * MIB, 0.0))
+        go_on = tmp_path / "go on"
+        go_on.touch()
+        await worker.rpc_sync("blocked", functions.ask_for_much_and_block, args=("callee", 1, 4 * MIB, str(go_on)))
         before = await worker.rpc_sync("callee", functions.peak_memory_bytes)
-        arguments = ("callee", 100, 4 * MIB, 0.7)
+        go_on.unlink()
+        arguments = ("callee", 100, 4 * MIB, str(go_on))
         blocking = worker.rpc_async("blocked", functions.ask_for_much_and_block, args=arguments)
-        slowest = 0.0
-        while not blocking.done():
-            started = time.perf_counter()
-            assert await worker.rpc_sync("callee", functions.echo, args=(1,)) == 1
-            slowest = max(slowest, time.perf_counter() - started)
-            await asyncio.sleep(0.01)
+        for number in range(CALLS_WHILE_BLOCKED):
+            assert await worker.rpc_sync("callee", functions.echo, args=(number,)) == number
+            await asyncio.sleep(0.01)  # for the callee to make as many replies as it will
+        assert not blocking.done()
+        go_on.touch()
         assert await blocking == 400 * MIB
-        assert slowest < 0.5
         after = await worker.rpc_sync("callee", functions.peak_memory_bytes)
         assert after - before < 100 * MIB, f"{(after - before) / MIB:.0f} MiB for a window of 8"

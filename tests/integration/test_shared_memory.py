@@ -13,7 +13,7 @@ import torch
 import arpc
 from arpc.transport.shm import mapping
 from tests.integration import functions
-from tests.integration.processes import QUICK, Processes
+from tests.integration.processes import IMPATIENT, QUICK, Processes
 
 pytestmark = pytest.mark.skipif(not mapping.is_supported(), reason="only Linux has files in memory without a name")
 
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 - what is waited for happens in another process
             await asyncio.sleep(0.005)
 
@@ -96,7 +96,7 @@ async def test_what_a_killed_sender_sent_stays(processes: Processes):
 
 
 async def test_a_receiver_that_is_stopped_keeps_what_it_has(processes: Processes):
-    async with processes.group("sleepy", main=functions.serve) as worker:
+    async with processes.group("sleepy", main=functions.serve, options=IMPATIENT) as worker:
         await worker.rpc_sync("sleepy", functions.keep, args=(torch.full((MIB,), 3.0),))
         processes["sleepy"].signal(signal.SIGSTOP)
         with pytest.raises(arpc.WorkerLostError, match="not been heard of"):

@@ -7,15 +7,13 @@ import asyncio
 import torch
 
 from tests.integration import functions
-from tests.integration.processes import QUICK, Processes
+from tests.integration.processes import Processes
 from tests.optim.digits import train_here, train_there
 
 
 async def test_a_model_over_processes_learns_as_in_one(processes: Processes):
     expected, weights = await asyncio.to_thread(train_here, 3, torch.optim.SGD, 0.1)
-    # the first optimizer of a process makes torch import a lot, which can keep its loop from running for a while
-    options = QUICK.replace(heartbeat_timeout=30.0)
-    async with processes.group("a", "b", main=functions.serve, options=options):
+    async with processes.group("a", "b", main=functions.serve):
         losses, remote_weights = await train_there(["a", "b", "test"], 3, torch.optim.SGD, 0.1)
     # their torch may use another number of threads, and add in another order
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected))

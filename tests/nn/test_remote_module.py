@@ -228,11 +228,11 @@ async def _events():
 async def test_cancelling_reaches_the_forward_pass(group):
     m = RemoteModule("worker1", modules.Blocked)
     task = asyncio.create_task(m())
-    await asyncio.wait_for(modules.Blocked.entered.wait(), 20)
+    await asyncio.wait_for(modules.Blocked.entered.wait(), 30)
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
-    await asyncio.wait_for(modules.Blocked.cancelled.wait(), 20)
+    await asyncio.wait_for(modules.Blocked.cancelled.wait(), 30)
     assert task.cancelled()
 
 

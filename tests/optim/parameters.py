@@ -97,7 +97,7 @@ class Staged(torch.optim.SGD):
         self._stage.running += 1
         self._stage.most_running = max(self._stage.most_running, self._stage.running)
         self._stage.entered.set()
-        assert self._stage.may_go_on.wait(20)
+        assert self._stage.may_go_on.wait(40)
         super().step(closure)
         self._stage.running -= 1
 

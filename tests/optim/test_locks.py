@@ -132,7 +132,7 @@ class Work:
 
     def __call__(self) -> str:
         self.begun.set()
-        assert self.go_on.wait(20)
+        assert self.go_on.wait(40)
         self.has_ended = True
         return threading.current_thread().name
 

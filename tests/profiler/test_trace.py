@@ -136,7 +136,7 @@ async def run_in_turns(operator: str, times: int) -> None:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for something that nobody tells of."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 - nobody sets an event
             await asyncio.sleep(0.001)
 

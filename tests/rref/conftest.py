@@ -10,12 +10,12 @@ from arpc.options import RpcOptions
 from arpc.testing import Cluster, cluster
 
 # Quick to try again, and patient enough for a slow machine
-OPTIONS = RpcOptions(gc_freeze=False, shutdown_timeout=5, rref_grace=0.2, control_backoff=0.02, control_retries=12)
+OPTIONS = RpcOptions(gc_freeze=False, shutdown_timeout=30, rref_grace=0.2, control_backoff=0.02, control_retries=12)
 
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for something that other workers bring about."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 - nobody can set an event for it
             await asyncio.sleep(0.002)
 

@@ -98,7 +98,7 @@ async def count_up_later(count: int):
 def add_remotely_from_a_thread(owner: str, number: int) -> int:
     """A plain function runs in a thread, where it may use RRefs too."""
     rref = arpc.remote(owner, Counter, (number,))
-    return rref.rpc_async().add(1).wait(10)
+    return rref.rpc_async().add(1).wait(30)
 
 
 @arpc.inline

@@ -230,17 +230,24 @@ async def count() -> int:
 
 @asynccontextmanager
 async def faulty_cluster(*faults: Fault) -> AsyncIterator[tuple[FaultyTransport, object]]:
-    network = FaultyTransport(MemoryNetwork(), list(faults))
+    network = FaultyTransport(MemoryNetwork())
     options = RpcOptions(gc_freeze=False, heartbeat_interval=0.02, heartbeat_timeout=0.2)
     async with cluster(2, transports={"memory": network}, options=options) as group:
+        # connected: a call with a short timeout is then sent, however slow the machine
+        await group[0].rpc_sync("worker1", echo, args=(0,))
+        for fault in faults:
+            network.inject(fault)
         yield network, group[0]
         network.heal()
 
 
 async def test_a_lost_reply_is_a_timeout():
-    async with faulty_cluster(Fault(REPLY, "drop", count=1)) as (_, worker):
-        with pytest.raises(RpcTimeoutError):
-            await worker.rpc_sync("worker1", echo, args=(1,), timeout=0.05)
+    async with faulty_cluster(Fault(REPLY, "drop", count=1)) as (network, worker):
+        for timeout_s in (0.05, 1.0, 10.0):  # in which the other has to come to reply
+            with pytest.raises(RpcTimeoutError):
+                await worker.rpc_sync("worker1", echo, args=(1,), timeout=timeout_s)
+            if network.injected[REPLY, "drop"]:
+                break
         assert await worker.rpc_sync("worker1", echo, args=(2,)) == 2
 
 

@@ -10,5 +10,5 @@ from arpc.testing import Cluster, cluster
 
 @pytest.fixture
 async def group() -> AsyncIterator[Cluster]:
-    async with cluster(2, options=RpcOptions(gc_freeze=False, shutdown_timeout=5)) as workers:
+    async with cluster(2, options=RpcOptions(gc_freeze=False, shutdown_timeout=30)) as workers:
         yield workers

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import arpc
+from arpc.testing import cluster
 from tests.torchscript import functions
 
 
@@ -191,3 +192,25 @@ async def test_gradients_flow_through_script_functions(group):
         gradients = arpc.autograd.get_gradients(context_id)
     assert gradients[x].tolist() == [0, 1, 2]
     assert gradients[weight].tolist() == [1, 1, 1]
+
+
+# -- allow-list mode
+
+
+@arpc.export
+def run_one_arg(value):
+    return functions.one_arg(value)
+
+
+async def test_in_allow_list_mode_a_plain_function_calls_it():
+    x = torch.ones(2)
+    async with cluster(2, options=arpc.RpcOptions(gc_freeze=False, allow="exported")):
+        assert torch.equal(await arpc.rpc_sync("worker1", run_one_arg, (x,)), x + 1)
+        with pytest.raises(arpc.NotAllowedError, match=r"a TorchScript function .* has none\. Export a plain function"):
+            await arpc.rpc_sync("worker1", functions.one_arg, (x,))
+
+
+@pytest.mark.parametrize("compiled", [functions.one_arg, functions.Spinner().stop], ids=["function", "method"])
+def test_it_cannot_be_exported_itself(compiled):
+    with pytest.raises(arpc.ConfigurationError, match=f"{compiled.name} .*export a plain function that calls it"):
+        arpc.export(compiled)

@@ -146,7 +146,7 @@ async def test_what_strangers_send_is_not_kept(kind):
 
             # a frame that is announced and never ends; noise; a handshake of TLS that never ends
             words = [bytes(1 << 16), os.urandom(1 << 16), b"\x16\x03\x01\x40\x00" + bytes(1 << 14)]
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(30):
                 await asyncio.gather(*(talk(sock, words[n % 3]) for n, sock in enumerate(sockets)))
                 await turns_until(lambda: all(end.lost for end in endpoints.accepted))
             # 80 MB were offered

@@ -56,7 +56,7 @@ class FakeDevice:
 
         def wait() -> None:
             self.threads.add(threading.get_ident())
-            assert self.gate.wait(20)
+            assert self.gate.wait(40)
             if self.failure is not None:
                 raise self.failure
             host.copy_(content)

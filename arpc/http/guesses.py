@@ -1,0 +1,66 @@
+"""How many may try to log in at once: so many from each address, so that those who guess keep nobody else out."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Final
+
+__all__ = ["Guesses"]
+
+_PER_ADDRESS: Final = 8
+_ADDRESSES: Final = 1024
+_IPV6_PREFIX_BITS: Final = 64  # what one customer of a provider has, who can call from any address in it
+
+
+class Guesses:
+    """Logins under way, by where they come from.
+
+    The table is bounded. When it is full, the address that has been in it longest is forgotten: who guesses from more
+    addresses than it holds gets some more guesses, and no user is refused for it.
+    """
+
+    def __init__(self, per_address: int = _PER_ADDRESS, addresses: int = _ADDRESSES) -> None:
+        self._per_address = per_address
+        self._addresses = addresses
+        self._under_way: dict[str, int] = {}
+
+    def begin(self, address: str | None) -> bool:
+        """Whether one more may try from there; call `end` for each that may."""
+        origin = _origin(address)
+        count = self._under_way.get(origin, 0)
+        if count >= self._per_address:
+            return False
+        if not count and len(self._under_way) >= self._addresses:
+            del self._under_way[next(iter(self._under_way))]
+        self._under_way[origin] = count + 1
+        return True
+
+    def end(self, address: str | None) -> None:
+        origin = _origin(address)
+        count = self._under_way.get(origin, 0)
+        if count > 1:
+            self._under_way[origin] = count - 1
+        else:
+            self._under_way.pop(origin, None)
+
+    def __len__(self) -> int:
+        """How many addresses there are logins from."""
+        return len(self._under_way)
+
+
+def _origin(address: str | None) -> str:
+    """Who is taken for one: an address, for IPv6 the network it is in.
+
+    >>> _origin("192.0.2.7"), _origin("::ffff:192.0.2.7"), _origin("2001:db8::7")
+    ('192.0.2.7', '192.0.2.7', '2001:db8::/64')
+    """
+    try:
+        parsed = ipaddress.ip_address(address or "")
+    except ValueError:
+        return address or ""
+    if isinstance(parsed, ipaddress.IPv6Address):
+        if parsed.ipv4_mapped is None:
+            bare = parsed.compressed.partition("%")[0]
+            return str(ipaddress.ip_network((bare, _IPV6_PREFIX_BITS), strict=False))
+        return str(parsed.ipv4_mapped)
+    return str(parsed)

@@ -21,6 +21,7 @@ from arpc.agent.codec import Codec
 from arpc.agent.failures import describe_failure
 from arpc.agent.functions import Function, Mode, Prompt
 from arpc.agent.observers import Observers
+from arpc.agent.outbox import ReplyOutbox
 from arpc.agent.replies import Replies
 from arpc.agent.requests import NO_CONTEXT, Inbound, Run
 from arpc.agent.scope import current_scope
@@ -122,7 +123,7 @@ class Executor(Replies):
 
     @property
     def calls_handled(self) -> int:
-        return self._calls_ended + self._returned_none
+        return self._calls_ended + self._returned_none + self.threads.jobs_answered
 
     # -- observers
 
@@ -220,7 +221,15 @@ class Executor(Replies):
                 self.carriers.start(run)
                 return
         inbound.register(run)
+        run.outbox = inbound.outbox or self._open_outbox(inbound)
         self.threads.submit(run.work, is_quick=function.is_quick)
+
+    def _open_outbox(self, inbound: Inbound) -> ReplyOutbox | None:
+        turn = inbound.connection.share_writing()
+        if turn is None:
+            return None
+        inbound.outbox = outbox = ReplyOutbox(inbound, turn, self.readmit)
+        return outbox
 
     def _unpack_and_call(self, run: Run, payload: bytes | bytearray) -> Coroutine[Any, Any, Any]:
         try:

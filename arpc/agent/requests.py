@@ -13,11 +13,13 @@ import msgspec
 from arpc import torchstate
 from arpc.agent.deadlines import NEVER, Deadlines
 from arpc.agent.functions import Function
+from arpc.agent.outbox import ReplyOutbox
 from arpc.agent.scope import current_scope
 from arpc.agent.streams import Producer
 from arpc.ids import WorkerInfo
 from arpc.transport.base import BulkSend, Connection
-from arpc.wire.messages import Message
+from arpc.wire.frames import BRIEF_HEADER, brief_kind
+from arpc.wire.messages import Message, MessageType
 
 __all__ = ["Inbound", "Run", "RunHost"]
 
@@ -25,6 +27,8 @@ __all__ = ["Inbound", "Run", "RunHost"]
 # cycle to collect
 NO_CONTEXT: Final = Context()
 _NESTED_LIMIT: Final = 32
+_pack_brief = BRIEF_HEADER.pack
+_BRIEF_REPLY: Final = brief_kind(int(MessageType.REPLY))
 
 
 class RunHost(Protocol):
@@ -74,6 +78,8 @@ class Run(msgspec.Struct):
     kwargs: dict[str, Any] | None = None
     result: Any = None
     error: BaseException | None = None
+    outbox: ReplyOutbox | None = None
+    """Where a thread may put the answer."""
     handling: Any = None
     """What observers know of it, an `observers.Handling`; None if nobody observes."""
     _deadline: float | None = None
@@ -140,7 +146,7 @@ class Run(msgspec.Struct):
             self.returned_coroutine.close()  # it may never have begun
         self.executor.raised(self, error)
 
-    def work(self) -> Callable[[], None] | None:
+    def work(self) -> Callable[[], None] | ReplyOutbox | None:
         """Call the function, in a thread."""
         # taken before the look: a run that ends drops them after it has said so
         args, kwargs, context = self.args, self.kwargs, self.context
@@ -156,6 +162,14 @@ class Run(msgspec.Struct):
                 self.result = context.run(function.call, *(args or ()))
         except BaseException as error:  # noqa: BLE001 - whatever it raises is the caller's
             self.error = error
+        else:
+            outbox = self.outbox
+            if outbox is not None and self.result is None and self.nested is None:
+                self.context = NO_CONTEXT
+                outbox.answers.append((self, _pack_brief(0, _BRIEF_REPLY, self.id, 0, 0, 0)))
+                if begin:
+                    function.end_measuring(begin)
+                return outbox
         if begin:
             function.end_measuring(begin)
         return self._worked
@@ -186,7 +200,7 @@ class Run(msgspec.Struct):
         """Stop it as soon as it can be stopped; a function in a thread runs to its end, but its result is not used."""
         if self.task is not None:
             self.task.cancel()
-        else:
+        elif self.outbox is None or self.inbound.claim(self):
             # first, so that a thread that waits for one of them goes on
             self.cancel_nested()
             self.executor.raised(self, asyncio.CancelledError())
@@ -237,6 +251,7 @@ class Inbound:
         self._usual_until = 0.0
         self._usual_bucket: dict[int, Run] = {}
         self._replies: dict[int, BulkSend] = {}
+        self.outbox: ReplyOutbox | None = None
 
     def define(self, number: int, function: Function | Exception) -> None:
         """The caller will call this function by its number; or it cannot be called, and why."""
@@ -296,6 +311,14 @@ class Inbound:
             bucket = self._by_tick[tick] = {}
             self._deadlines.watch(tick, self)
         self._usual_bucket = bucket
+
+    def claim(self, run: Run) -> bool:
+        """Take a request out that may have ended in a thread: whoever succeeds answers it. Called in any thread."""
+        if self.running.pop(run.id, None) is not run:
+            return False
+        if run.tick and (bucket := self._by_tick.get(run.tick)) is not None:
+            bucket.pop(run.id, None)
+        return True
 
     def forget(self, run: Run) -> None:
         self.running.pop(run.id, None)

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -26,16 +27,33 @@ from torch._C import _len_torch_function_stack as _count_function_modes
 from arpc import torchstate
 from arpc.log import get_logger
 
-__all__ = ["ThreadPool"]
+__all__ = ["Outbox", "ThreadPool"]
 
 logger = get_logger("arpc.threads")
 
 _is_grad_enabled = torch.is_grad_enabled
 _HELP_AFTER_S: Final = 0.002
+# So that the peer is at work on the first while the next are made
+_ANSWERS_A_WRITE: Final = 32
 
-Job = Callable[[], Callable[[], None] | None]
-"""Runs in a thread; what it returns runs on the loop afterwards. Must not raise, nor end in the middle of a block that
-switches a state of torch."""
+
+class Outbox(ABC):
+    """Where jobs leave what their thread is to send when it has no other quick job left."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def send(self) -> None:
+        """Send all there is, in the thread that calls. Must not raise, nor block."""
+
+    @abstractmethod
+    def send_on_loop(self) -> None:
+        """Send all there is, on the loop: the thread may be stuck in another job."""
+
+
+Job = Callable[[], Callable[[], None] | Outbox | None]
+"""Runs in a thread. If it returns a function, that runs on the loop afterwards; if an outbox, that is sent, and the
+loop is not woken. Must not raise, nor end in the middle of a block that switches a state of torch."""
 
 
 class _Doorbell:
@@ -75,7 +93,10 @@ class ThreadPool:
         self._size = size
         self._name = name
         self._bell = _Doorbell()
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[tuple[Job, bool]] = deque()
+        self._answered: deque[int] = deque()
+        self._jobs_answered = 0
+        self._unsent: deque[Outbox] = deque()
         self._threads: list[threading.Thread] = []
         self._done_with_bell: list[None] = []
         """One for each thread that has ended, and one for the loop, which rings no more."""
@@ -97,9 +118,9 @@ class ThreadPool:
         self._unfinished += 1
         if self._closed:
             # what ends late may have something to clear away still, when the others have gone
-            threading.Thread(target=self._do, args=(job,), name=f"arpc-{self._name}-late", daemon=True).start()
+            threading.Thread(target=self._do_late, args=(job,), name=f"arpc-{self._name}-late", daemon=True).start()
             return
-        self._jobs.append(job)
+        self._jobs.append((job, is_quick))
         if not is_quick:
             self._wanted += 1
         if not self._will_ring:
@@ -111,6 +132,7 @@ class ThreadPool:
         if self._closed:
             return  # `close` has rung for all
         self._will_ring = False
+        self._count_answered()
         wanted = min(max(self._wanted, 1), self._size)
         self._wanted = 0
         # What was taken and is not finished may keep a thread busy each
@@ -121,10 +143,27 @@ class ThreadPool:
         self._wake_up_sent = True
         self._bell.ring(wanted)
         self._collect()
+        if self._helper is None:
+            self._helper = self._loop.call_later(_HELP_AFTER_S, self._help)
+
+    def _count_answered(self) -> None:
+        answered = self._answered
+        while answered:
+            count = answered.popleft()
+            self._unfinished -= count
+            self._jobs_answered += count
+
+    @property
+    def jobs_answered(self) -> int:
+        self._count_answered()
+        return self._jobs_answered
 
     def _help(self) -> None:
         """Jobs have been waiting for a while: let others take them."""
         self._helper = None
+        while self._unsent:
+            self._unsent.popleft().send_on_loop()
+        self._count_answered()
         if self._jobs and not self._closed:
             self._wanted += len(self._jobs)
             self._ring()
@@ -159,6 +198,7 @@ class ThreadPool:
         return True
 
     def statistics(self) -> dict[str, int]:
+        self._count_answered()
         return {
             "threads": len(self._threads),
             "threads_max": self._size,
@@ -178,22 +218,51 @@ class ThreadPool:
 
     def _work(self) -> None:
         take = self._jobs.popleft
+        outbox: Outbox | None = None
+        answered = 0
         while True:
             try:
-                job = take()
+                job, is_quick = take()
             except IndexError:
+                if outbox is not None:
+                    self._send(outbox, answered)
+                    outbox = None
+                    answered = 0
+                    continue  # more may have come meanwhile
                 if self._closed:
-                    self._leave_bell()
-                    return
+                    break
                 self._bell.wait()
                 continue
-            if not self._do(job):
-                self._leave_bell()
-                return
+            if outbox is not None and not is_quick:
+                # it may take its time
+                self._send(outbox, answered)
+                outbox = None
+                answered = 0
+            result = self._run(job)
             del job
+            if isinstance(result, Outbox):
+                if result is not outbox:
+                    if outbox is not None:
+                        self._send(outbox, answered)
+                        answered = 0
+                    outbox = result
+                    self._unsent.append(result)
+                answered += 1
+                if answered == _ANSWERS_A_WRITE:
+                    self._send(result, answered)
+                    outbox = None
+                    answered = 0
+            elif not self._tell(result):
+                break
+        self._leave_bell()
 
-    def _do(self, job: Job) -> bool:
-        """Run a job in this thread; False if the loop is closed, so that nobody waits any more."""
+    def _send(self, outbox: Outbox, answered: int) -> None:
+        # First this: when the next job comes, which may be as soon as the answer is out, the loop shall know that a
+        # thread is free
+        self._answered.append(answered)
+        outbox.send()
+
+    def _run(self, job: Job) -> Callable[[], None] | Outbox | None:
         try:
             result = job()
         except BaseException:
@@ -203,7 +272,11 @@ class ThreadPool:
         # The blocks it was in have ended with it. Left are the two things that people switch without a block.
         if not _is_grad_enabled() or _count_function_modes():
             torchstate.save_and_reset()
-        self._done.append(result)
+        return result
+
+    def _tell(self, then: Callable[[], None] | None) -> bool:
+        """Let the loop do the rest of a job; False if it is closed, so that nobody waits any more."""
+        self._done.append(then)
         # Only the first result after the loop looked needs to wake it. A race costs a spare wake-up, never a lost one:
         # the loop clears the flag before it empties the queue.
         if not self._wake_up_sent:
@@ -213,6 +286,14 @@ class ThreadPool:
             except RuntimeError:
                 return False
         return True
+
+    def _do_late(self, job: Job) -> None:
+        """Run a job in a thread that ends with it."""
+        result = self._run(job)
+        if isinstance(result, Outbox):
+            self._send(result, 1)
+        else:
+            self._tell(result)
 
     def _leave_bell(self) -> None:
         # Closed by the last one: a number that is closed too early may be that of another file when it is used

@@ -23,6 +23,7 @@ from typing import Protocol as TypingProtocol
 from arpc.errors import ConnectionClosedError, HandshakeError, WireError
 from arpc.log import get_logger
 from arpc.transport.doorway import HANDSHAKE_S, Doorway
+from arpc.transport.turns import WriteTurn
 from arpc.wire.frames import BRIEF_HEADER, CHUNK_BYTES, HEADER, HEADER_BYTES, frame
 from arpc.wire.handshake import Identity
 from arpc.wire.messages import Message, MessageType
@@ -259,6 +260,13 @@ class Connection(ABC):
         else:
             out.append(data)
             self.loop.call_soon(self.flush)
+
+    def share_writing(self) -> WriteTurn | None:
+        """How threads send small frames on this connection; None if they cannot.
+
+        What they send may overtake what the loop sends in the same moment.
+        """
+        return None
 
     def gather(self) -> None:
         """More is about to be sent in this turn of the loop: let all of it go out in one write."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -32,7 +33,8 @@ __all__ = ["Outbox", "ThreadPool"]
 logger = get_logger("arpc.threads")
 
 _is_grad_enabled = torch.is_grad_enabled
-_HELP_AFTER_S: Final = 0.002
+_HELP_AFTER_S: Final = 0.01
+_RING: Final = (1).to_bytes(8, sys.byteorder)
 # So that the peer is at work on the first while the next are made
 _ANSWERS_A_WRITE: Final = 32
 
@@ -57,32 +59,25 @@ loop is not woken. Must not raise, nor end in the middle of a block that switche
 
 
 class _Doorbell:
-    """Wakes as many sleeping threads as it is rung times. The loop rings, threads wait."""
+    """Wakes the one thread that it belongs to. The loop rings, the thread waits: once for each time it is rung."""
 
     def __init__(self) -> None:
         if hasattr(os, "eventfd"):
             self._waits = self._rings = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
+            self._size_bytes = 8
         else:
             self._waits, self._rings = os.pipe()
-            os.set_blocking(self._rings, False)
-        self._size = 8 if self._waits == self._rings else 1
-        self._open = list({self._waits, self._rings})
+            self._size_bytes = 1
 
-    def ring(self, times: int) -> None:
-        try:  # noqa: SIM105 - a block that suppresses costs more than the write
-            os.write(self._rings, times.to_bytes(8, "little") if self._size > 1 else bytes(times))
-        except BlockingIOError:
-            pass  # the pipe is full of rings nobody has heard yet: those will do
+    def ring(self) -> None:
+        os.write(self._rings, _RING[: self._size_bytes])
 
     def wait(self) -> None:
-        os.read(self._waits, self._size)
+        os.read(self._waits, self._size_bytes)
 
     def close(self) -> None:
-        # Two threads may end at the same moment: each descriptor is closed by one of them. Closed twice, its number may
-        # be that of something else by then.
-        with contextlib.suppress(IndexError):
-            while True:
-                os.close(self._open.pop())
+        for descriptor in {self._waits, self._rings}:
+            os.close(descriptor)
 
 
 class ThreadPool:
@@ -92,22 +87,30 @@ class ThreadPool:
         self._loop = loop
         self._size = size
         self._name = name
-        self._bell = _Doorbell()
         self._jobs: deque[tuple[Job, bool]] = deque()
-        self._answered: deque[int] = deque()
-        self._jobs_answered = 0
-        self._unsent: deque[Outbox] = deque()
+        """What is to be done, and whether it is quick."""
         self._threads: list[threading.Thread] = []
-        self._done_with_bell: list[None] = []
-        """One for each thread that has ended, and one for the loop, which rings no more."""
+        self._sleepers: list[_Doorbell] = []
+        """Of the threads that sleep. The last to fall asleep, whose memory is warm, is the first to be woken."""
+        self._slow: list[None] = []
+        """One for each thread that is in a job which is not known to be quick."""
         self._unfinished = 0
+        self._new = 0
+        """Jobs submitted in this turn."""
         self._wanted = 0
-        """Threads that the jobs submitted in this turn want for themselves."""
+        """Threads that these want for themselves."""
         self._will_ring = False
+        self._is_stuck = False
+        """A job that was said to be quick is not, and may still run."""
         self._helper: asyncio.TimerHandle | None = None
         self._tasks_are_isolated = torchstate.isolates_all_tasks(loop)
         self._done: deque[Callable[[], None] | None] = deque()
         self._wake_up_sent = False
+        self._answered: deque[int] = deque()
+        """How many jobs threads have finished without the loop, which counts them when it needs to know."""
+        self._jobs_answered = 0
+        self._unsent: deque[Outbox] = deque()
+        """What threads may still have to send while they are in another job."""
         self._closed = False
 
     def submit(self, job: Job, *, is_quick: bool = False) -> None:
@@ -121,6 +124,7 @@ class ThreadPool:
             threading.Thread(target=self._do_late, args=(job,), name=f"arpc-{self._name}-late", daemon=True).start()
             return
         self._jobs.append((job, is_quick))
+        self._new += 1
         if not is_quick:
             self._wanted += 1
         if not self._will_ring:
@@ -129,22 +133,51 @@ class ThreadPool:
             self._loop.call_soon(self._ring)
 
     def _ring(self) -> None:
+        """See to it that somebody takes the jobs of this turn."""
         if self._closed:
             return  # `close` has rung for all
         self._will_ring = False
         self._count_answered()
-        wanted = min(max(self._wanted, 1), self._size)
-        self._wanted = 0
-        # What was taken and is not finished may keep a thread busy each
-        busy = max(0, self._unfinished - len(self._jobs))
-        for _ in range(len(self._threads), min(self._size, self._unfinished, busy + wanted)):
-            self._start_thread()
+        jobs, sleepers = len(self._jobs), self._sleepers
+        awake = len(self._threads) - len(sleepers)
+        # What was taken and is not finished may keep a thread busy each; those that are awake and not busy are about
+        # to look for a job
+        busy = max(0, min(self._unfinished - jobs, awake))
+        takers = max(0, awake - busy - max(0, jobs - self._new))
+        wanted = min(self._wanted, self._size)
+        self._new = self._wanted = 0
+        if not busy:
+            self._is_stuck = False
+        if not wanted and (self._is_stuck or awake <= len(self._slow)):
+            wanted = 1  # otherwise a thread is at other quick jobs and takes these soon
         # A thread that is woken here often runs before this one goes on. What it has finished by then needs no wake-up.
         self._wake_up_sent = True
-        self._bell.ring(wanted)
+        while takers < wanted and self._jobs:
+            try:
+                bell = sleepers.pop()
+            except IndexError:
+                if len(self._threads) == self._size:
+                    break
+                self._start_thread()
+            else:
+                bell.ring()
+            takers += 1
         self._collect()
-        if self._helper is None:
+        if jobs > takers and self._jobs and self._helper is None and not self._closed:
+            # Whoever is to take them may be stuck
             self._helper = self._loop.call_later(_HELP_AFTER_S, self._help)
+
+    def _help(self) -> None:
+        """Jobs, and what others have to say, may have been waiting for a while: let other threads take them."""
+        # first this: from now on no thread counts on it
+        self._helper = None
+        while self._unsent:
+            self._unsent.popleft().send_on_loop()
+        self._count_answered()
+        if self._jobs and not self._closed:
+            self._is_stuck = True
+            self._wanted += len(self._jobs)
+            self._ring()
 
     def _count_answered(self) -> None:
         answered = self._answered
@@ -155,21 +188,13 @@ class ThreadPool:
 
     @property
     def jobs_answered(self) -> int:
+        """Jobs that threads finished without the loop."""
         self._count_answered()
         return self._jobs_answered
 
-    def _help(self) -> None:
-        """Jobs have been waiting for a while: let others take them."""
-        self._helper = None
-        while self._unsent:
-            self._unsent.popleft().send_on_loop()
-        self._count_answered()
-        if self._jobs and not self._closed:
-            self._wanted += len(self._jobs)
-            self._ring()
-
     @property
     def idle_threads(self) -> int:
+        self._count_answered()
         return max(0, self._size - self._unfinished)
 
     def close(self) -> None:
@@ -184,9 +209,11 @@ class ThreadPool:
         self._closed = True
         if self._helper is not None:
             self._helper.cancel()
-        if self._threads:
-            self._bell.ring(len(self._threads))
-        self._leave_bell()
+        for outbox in self._unsent:
+            outbox.send_on_loop()
+        with contextlib.suppress(IndexError):
+            while True:
+                self._sleepers.pop().ring()
 
     async def join(self, timeout_s: float) -> bool:
         """Wait until the threads have ended; False if some are still busy."""
@@ -208,15 +235,17 @@ class ThreadPool:
 
     def _start_thread(self) -> None:
         name = f"arpc-{self._name}-{len(self._threads)}"
-        thread = threading.Thread(target=self._work, name=name, daemon=True)
+        bell = _Doorbell()
+        thread = threading.Thread(target=self._work, args=(bell,), name=name, daemon=True)
         self._threads.append(thread)
         try:
             thread.start()
         except RuntimeError:
             self._threads.pop()  # the system has no more: the pool must not count on this one
+            bell.close()
             raise
 
-    def _work(self) -> None:
+    def _work(self, bell: _Doorbell) -> None:
         take = self._jobs.popleft
         outbox: Outbox | None = None
         answered = 0
@@ -228,33 +257,54 @@ class ThreadPool:
                     self._send(outbox, answered)
                     outbox = None
                     answered = 0
-                    continue  # more may have come meanwhile
-                if self._closed:
+                elif self._closed:
                     break
-                self._bell.wait()
+                else:
+                    self._sleep(bell)
                 continue
-            if outbox is not None and not is_quick:
-                # it may take its time
+            if outbox is not None and not (is_quick and self._may_wait(outbox)):
                 self._send(outbox, answered)
                 outbox = None
                 answered = 0
-            result = self._run(job)
+            if is_quick:
+                result = self._run(job)
+            else:
+                self._slow.append(None)
+                result = self._run(job)
+                self._slow.pop()
             del job
-            if isinstance(result, Outbox):
-                if result is not outbox:
-                    if outbox is not None:
-                        self._send(outbox, answered)
-                        answered = 0
-                    outbox = result
-                    self._unsent.append(result)
-                answered += 1
-                if answered == _ANSWERS_A_WRITE:
-                    self._send(result, answered)
-                    outbox = None
-                    answered = 0
-            elif not self._tell(result):
-                break
-        self._leave_bell()
+            if not isinstance(result, Outbox):
+                if not self._tell(result):
+                    break
+                continue
+            if outbox is not None and result is not outbox:
+                self._send(outbox, answered)
+                answered = 0
+            outbox = result
+            answered += 1
+            if answered == _ANSWERS_A_WRITE:
+                self._send(outbox, answered)
+                outbox = None
+                answered = 0
+        bell.close()
+
+    def _sleep(self, bell: _Doorbell) -> None:
+        """Wait until there is a job, in a thread that found none."""
+        sleepers = self._sleepers
+        sleepers.append(bell)
+        # Looked at again: who came before that did not know that this one sleeps
+        if self._jobs or self._closed:
+            try:
+                sleepers.remove(bell)
+            except ValueError:
+                pass  # it is being rung
+            else:
+                return
+        bell.wait()
+
+    def _may_wait(self, outbox: Outbox) -> bool:
+        self._unsent.append(outbox)
+        return self._helper is not None
 
     def _send(self, outbox: Outbox, answered: int) -> None:
         # First this: when the next job comes, which may be as soon as the answer is out, the loop shall know that a
@@ -295,12 +345,6 @@ class ThreadPool:
         else:
             self._tell(result)
 
-    def _leave_bell(self) -> None:
-        # Closed by the last one: a number that is closed too early may be that of another file when it is used
-        self._done_with_bell.append(None)
-        if len(self._done_with_bell) > len(self._threads):
-            self._bell.close()
-
     def _collect(self) -> None:
         self._wake_up_sent = False
         done = self._done
@@ -316,11 +360,6 @@ class ThreadPool:
         finally:
             if outer is not None:
                 torchstate.restore(outer)
-        # With all threads at work there is nobody to wake: whoever is done takes the next job before it sleeps
-        waiting = len(self._jobs)
-        if waiting and self._unfinished - waiting < self._size and self._helper is None and not self._closed:
-            # Whoever finished last may have gone to sleep before these came, or be stuck
-            self._helper = self._loop.call_later(_HELP_AFTER_S, self._help)
 
     def call(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         """A future for ``function(*args)`` run in a thread, as a step of the work that calls it."""

@@ -221,14 +221,15 @@ class Executor(Replies):
                 self.carriers.start(run)
                 return
         inbound.register(run)
-        run.outbox = inbound.outbox or self._open_outbox(inbound)
-        self.threads.submit(run.work, is_quick=function.is_quick)
+        if inbound.ended is None:
+            run.outbox = inbound.outbox or self._open_outbox(inbound)
+        self.threads.submit(run.work, is_quick=function.is_quick, is_alone=not inbound.connection.is_reading)
 
     def _open_outbox(self, inbound: Inbound) -> ReplyOutbox | None:
         turn = inbound.connection.share_writing()
         if turn is None:
             return None
-        inbound.outbox = outbox = ReplyOutbox(inbound, turn, self.readmit)
+        inbound.outbox = outbox = ReplyOutbox(inbound, turn, self.codec.brief_result, self.readmit)
         return outbox
 
     def _unpack_and_call(self, run: Run, payload: bytes | bytearray) -> Coroutine[Any, Any, Any]:

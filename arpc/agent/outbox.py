@@ -20,10 +20,14 @@ from arpc.agent.threads import Outbox
 from arpc.errors import ConnectionClosedError
 from arpc.transport.base import Connection
 from arpc.transport.turns import WriteTurn
+from arpc.wire.frames import BRIEF_HEADER, brief_kind
+from arpc.wire.messages import MessageType
 
 __all__ = ["ReplyOutbox"]
 
 _WRITE_BYTES: Final = 1 << 16
+_pack_brief = BRIEF_HEADER.pack
+_BRIEF_REPLY: Final = brief_kind(int(MessageType.REPLY))
 
 
 class _Requests(Protocol):
@@ -33,32 +37,50 @@ class _Requests(Protocol):
     def connection(self) -> Connection: ...
     @property
     def is_full(self) -> bool: ...
-    def claim(self, run: Any) -> bool: ...
+    def claim_answers(self, answers: deque[tuple[Any, bytes]], limit_bytes: int) -> list[bytes]: ...
 
 
 class ReplyOutbox(Outbox):
     """The outbox of one connection."""
 
-    __slots__ = ("_inbound", "_readmit", "_turn", "answers")
+    __slots__ = ("_answers", "_inbound", "_pack", "_readmit", "_turn")
 
-    def __init__(self, inbound: _Requests, turn: WriteTurn, readmit: Callable[[Any], None]) -> None:
-        self.answers: deque[tuple[Any, bytes]] = deque()
-        """Requests, and the frames that answer them."""
+    def __init__(
+        self,
+        inbound: _Requests,
+        turn: WriteTurn,
+        pack: Callable[[Any], bytes | None],
+        readmit: Callable[[Any], None],
+    ) -> None:
+        """``pack`` makes the payload of a result, in any thread; None if it cannot."""
+        super().__init__()
+        # Requests, and the frames that answer them
+        self._answers: deque[tuple[Any, bytes]] = deque()
+        self._pack = pack
         self._inbound = inbound
         self._turn = turn
         self._readmit = readmit
 
+    def put(self, run: Any, result: Any) -> bool:
+        """Keep the result of a request to be sent; False if that takes the loop. In any thread."""
+        if result is None:
+            self._answers.append((run, _pack_brief(0, _BRIEF_REPLY, run.id, 0, 0, 0)))
+            return True
+        try:
+            payload = self._pack(result)
+        except Exception:  # noqa: BLE001 - it is raised again, and told, on the loop
+            return False
+        if payload is None or len(payload) > _WRITE_BYTES:
+            return False
+        self._answers.append((run, _pack_brief(len(payload), _BRIEF_REPLY, run.id, 0, 0, 0) + payload))
+        return True
+
     def send(self) -> None:
         """Send all there is, in any thread but the loop's."""
-        turn = self._turn
-        while self.answers:
-            with turn.lock:
-                if not turn.is_mine:
-                    self._leave_to_loop()
-                    return
-                frames = self._take()
-                if frames:
-                    turn.send(frames[0] if len(frames) == 1 else b"".join(frames), len(frames))
+        while self._answers:
+            if not self._turn.send(self._take):
+                self._leave_to_loop()
+                return
         # Looked at after requests have been taken out: if it is false now, whoever makes it true sees the room
         if self._inbound.is_full:
             self._leave_to_loop()
@@ -70,7 +92,7 @@ class ReplyOutbox(Outbox):
     def send_on_loop(self) -> None:
         """Send all there is, on the loop."""
         inbound = self._inbound
-        while self.answers:
+        while self._answers:
             with self._turn.lock:
                 frames = self._take()
             with suppress(ConnectionClosedError):  # then the caller knows
@@ -80,13 +102,5 @@ class ReplyOutbox(Outbox):
             self._readmit(inbound)
 
     def _take(self) -> list[bytes]:
-        """Some answers, which are sent from now on. Whoever calls holds the turn."""
-        answers, claim = self.answers, self._inbound.claim
-        frames = []
-        size_bytes = 0
-        while answers and size_bytes < _WRITE_BYTES:
-            run, data = answers.popleft()
-            if claim(run):
-                frames.append(data)
-                size_bytes += len(data)
-        return frames
+        """The next answers, which are sent from now on. Whoever calls has the turn to write."""
+        return self._inbound.claim_answers(self._answers, _WRITE_BYTES)

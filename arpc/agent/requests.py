@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import Context
 from typing import Any, Final, Protocol
@@ -18,8 +19,7 @@ from arpc.agent.scope import current_scope
 from arpc.agent.streams import Producer
 from arpc.ids import WorkerInfo
 from arpc.transport.base import BulkSend, Connection
-from arpc.wire.frames import BRIEF_HEADER, brief_kind
-from arpc.wire.messages import Message, MessageType
+from arpc.wire.messages import Message
 
 __all__ = ["Inbound", "Run", "RunHost"]
 
@@ -27,8 +27,9 @@ __all__ = ["Inbound", "Run", "RunHost"]
 # cycle to collect
 NO_CONTEXT: Final = Context()
 _NESTED_LIMIT: Final = 32
-_pack_brief = BRIEF_HEADER.pack
-_BRIEF_REPLY: Final = brief_kind(int(MessageType.REPLY))
+# The last bits of a call's number: one call of sixteen has none of them
+_UNMEASURED: Final = 15
+_clock = time.perf_counter
 
 
 class RunHost(Protocol):
@@ -94,11 +95,6 @@ class Run(msgspec.Struct):
             deadline = self._deadline = self.executor.time() + self.timeout_ms / 1000
         return deadline
 
-    def arrived(self, now: float) -> None:
-        """Count the deadline from now, unless somebody has asked for it before."""
-        if self._deadline is None:
-            self._deadline = now + self.timeout_ms / 1000
-
     @property
     def worker(self) -> Any:
         return self.executor.worker
@@ -154,24 +150,26 @@ class Run(msgspec.Struct):
             return None  # cancelled while it waited for a thread
         self.args = self.kwargs = None
         function = self.function
-        begin = function.begin_measuring()
+        # Of those that are known to be quick some are measured, to see that they still are
+        begin = 0.0 if function.is_quick and self.id & _UNMEASURED else _clock()
         try:
             if kwargs:
-                self.result = context.run(function.call, *(args or ()), **kwargs)
+                result = context.run(function.call, *(args or ()), **kwargs)
+            elif args:
+                result = context.run(function.call, *args)
             else:
-                self.result = context.run(function.call, *(args or ()))
+                result = context.run(function.call)
         except BaseException as error:  # noqa: BLE001 - whatever it raises is the caller's
             self.error = error
-        else:
-            outbox = self.outbox
-            if outbox is not None and self.result is None and self.nested is None:
-                self.context = NO_CONTEXT
-                outbox.answers.append((self, _pack_brief(0, _BRIEF_REPLY, self.id, 0, 0, 0)))
-                if begin:
-                    function.end_measuring(begin)
-                return outbox
+            return self._worked
         if begin:
-            function.end_measuring(begin)
+            function.measured(_clock() - begin)
+        outbox = self.outbox
+        # What it called may be on its way still, and is not to be overtaken by the answer
+        if outbox is not None and self.nested is None and outbox.put(self, result):
+            self.context = NO_CONTEXT
+            return outbox
+        self.result = result
         return self._worked
 
     def _worked(self) -> None:
@@ -298,7 +296,8 @@ class Inbound:
             self._find_tick(run.timeout_ms, now)
         run.tick = self._usual_tick
         self._usual_bucket[run.id] = run
-        run.arrived(now)
+        if run._deadline is None:  # noqa: SLF001 - nobody has asked for it before, so it counts from now
+            run._deadline = now + run.timeout_ms / 1000  # noqa: SLF001
 
     def _find_tick(self, timeout_ms: int, now: float) -> None:
         """Requests of about the same time with the same timeout share a tick: find it once for all."""
@@ -314,11 +313,27 @@ class Inbound:
 
     def claim(self, run: Run) -> bool:
         """Take a request out that may have ended in a thread: whoever succeeds answers it. Called in any thread."""
-        if self.running.pop(run.id, None) is not run:
+        id_ = run.id
+        if self.running.pop(id_, None) is not run:
             return False
-        if run.tick and (bucket := self._by_tick.get(run.tick)) is not None:
-            bucket.pop(run.id, None)
+        if (tick := run.tick) and (bucket := self._by_tick.get(tick)) is not None:
+            bucket.pop(id_, None)
         return True
+
+    def claim_answers(self, answers: deque[tuple[Run, bytes]], limit_bytes: int) -> list[bytes]:
+        """The same for many that have ended in threads: the frames of those that are still to be answered."""
+        running, by_tick = self.running, self._by_tick
+        frames = []
+        size_bytes = 0
+        while answers and size_bytes < limit_bytes:
+            run, data = answers.popleft()
+            id_ = run.id
+            if running.pop(id_, None) is run:  # this is `claim`, written out
+                if (tick := run.tick) and (bucket := by_tick.get(tick)) is not None:
+                    bucket.pop(id_, None)
+                frames.append(data)
+                size_bytes += len(data)
+        return frames
 
     def forget(self, run: Run) -> None:
         self.running.pop(run.id, None)

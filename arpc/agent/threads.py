@@ -16,7 +16,6 @@ import contextlib
 import os
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -39,18 +38,22 @@ _RING: Final = (1).to_bytes(8, sys.byteorder)
 _ANSWERS_A_WRITE: Final = 32
 
 
-class Outbox(ABC):
-    """Where jobs leave what their thread is to send when it has no other quick job left."""
+class Outbox:
+    """Where jobs leave what their thread is to send as soon as it has no other quick job."""
 
-    __slots__ = ()
+    __slots__ = ("is_watched",)
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self.is_watched = False
+        """The loop will look whether its thread is stuck."""
+
     def send(self) -> None:
         """Send all there is, in the thread that calls. Must not raise, nor block."""
+        raise NotImplementedError
 
-    @abstractmethod
     def send_on_loop(self) -> None:
         """Send all there is, on the loop: the thread may be stuck in another job."""
+        raise NotImplementedError
 
 
 Job = Callable[[], Callable[[], None] | Outbox | None]
@@ -113,10 +116,11 @@ class ThreadPool:
         """What threads may still have to send while they are in another job."""
         self._closed = False
 
-    def submit(self, job: Job, *, is_quick: bool = False) -> None:
+    def submit(self, job: Job, *, is_quick: bool = False, is_alone: bool = False) -> None:
         """Run a job in a thread, from the end of this turn of the loop on. Called on the loop.
 
-        One that is quick may wait for others that are.
+        One that is quick may wait for others that are. One that is alone, as no other is about to be submitted in this
+        turn, may begin at once.
         """
         self._unfinished += 1
         if self._closed:
@@ -124,19 +128,30 @@ class ThreadPool:
             threading.Thread(target=self._do_late, args=(job,), name=f"arpc-{self._name}-late", daemon=True).start()
             return
         self._jobs.append((job, is_quick))
-        self._new += 1
-        if not is_quick:
-            self._wanted += 1
-        if not self._will_ring:
+        if self._will_ring:
+            self._new += 1
+        elif is_alone and self._sleepers and len(self._sleepers) == len(self._threads):
+            # A thread that is woken here often runs before this one goes on. What it has finished by then needs no
+            # wake-up.
+            self._wake_up_sent = True
+            self._sleepers.pop().ring()
+            self._wake_up_sent = False
+            if self._done:
+                self._loop.call_soon(self._collect)
+            return
+        else:
             # With the last read of this turn done, the loop has nothing better to do than to let a thread run
             self._will_ring = True
+            self._new = 1
             self._loop.call_soon(self._ring)
+        if not is_quick:
+            self._wanted += 1
 
     def _ring(self) -> None:
         """See to it that somebody takes the jobs of this turn."""
+        self._will_ring = False
         if self._closed:
             return  # `close` has rung for all
-        self._will_ring = False
         self._count_answered()
         jobs, sleepers = len(self._jobs), self._sleepers
         awake = len(self._threads) - len(sleepers)
@@ -150,30 +165,28 @@ class ThreadPool:
             self._is_stuck = False
         if not wanted and (self._is_stuck or awake <= len(self._slow)):
             wanted = 1  # otherwise a thread is at other quick jobs and takes these soon
-        # A thread that is woken here often runs before this one goes on. What it has finished by then needs no wake-up.
-        self._wake_up_sent = True
+        if jobs > max(takers, wanted) and self._helper is None:
+            # Whoever is to take them may get stuck
+            self._helper = self._loop.call_later(_HELP_AFTER_S, self._help)
+        self._wake_up_sent = True  # as above
         while takers < wanted and self._jobs:
-            try:
-                bell = sleepers.pop()
-            except IndexError:
-                if len(self._threads) == self._size:
-                    break
+            if sleepers:
+                sleepers.pop().ring()
+            elif len(self._threads) < self._size:
                 self._start_thread()
             else:
-                bell.ring()
+                break
             takers += 1
         self._collect()
-        if jobs > takers and self._jobs and self._helper is None and not self._closed:
-            # Whoever is to take them may be stuck
-            self._helper = self._loop.call_later(_HELP_AFTER_S, self._help)
 
     def _help(self) -> None:
-        """Jobs, and what others have to say, may have been waiting for a while: let other threads take them."""
-        # first this: from now on no thread counts on it
+        """Jobs, and answers to others, may have been waiting for a while."""
+        # First this: from now on no thread counts on it
         self._helper = None
         while self._unsent:
-            self._unsent.popleft().send_on_loop()
-        self._count_answered()
+            outbox = self._unsent.popleft()
+            outbox.is_watched = False
+            outbox.send_on_loop()
         if self._jobs and not self._closed:
             self._is_stuck = True
             self._wanted += len(self._jobs)
@@ -246,31 +259,37 @@ class ThreadPool:
             raise
 
     def _work(self, bell: _Doorbell) -> None:
-        take = self._jobs.popleft
+        jobs = self._jobs
         outbox: Outbox | None = None
         answered = 0
         while True:
-            try:
-                job, is_quick = take()
-            except IndexError:
-                if outbox is not None:
-                    self._send(outbox, answered)
-                    outbox = None
-                    answered = 0
-                elif self._closed:
-                    break
-                else:
-                    self._sleep(bell)
-                continue
-            if outbox is not None and not (is_quick and self._may_wait(outbox)):
-                self._send(outbox, answered)
+            if jobs:
+                try:
+                    job, is_quick = jobs.popleft()
+                except IndexError:
+                    continue  # another was faster
+            elif outbox is not None:
+                # First this: when the next job comes, which may be as soon as the answer is out, the loop shall know
+                # that a thread is free
+                self._answered.append(answered)
+                outbox.send()
                 outbox = None
                 answered = 0
-            if is_quick:
-                result = self._run(job)
+                continue
+            elif self._closed:
+                break
             else:
+                self._sleep(bell)
+                continue
+            if outbox is not None and not (is_quick and answered < _ANSWERS_A_WRITE and self._may_wait(outbox)):
+                self._answered.append(answered)
+                outbox.send()
+                outbox = None
+                answered = 0
+            if not is_quick:
                 self._slow.append(None)
-                result = self._run(job)
+            result = self._run(job)
+            if not is_quick:
                 self._slow.pop()
             del job
             if not isinstance(result, Outbox):
@@ -278,24 +297,21 @@ class ThreadPool:
                     break
                 continue
             if outbox is not None and result is not outbox:
-                self._send(outbox, answered)
+                self._answered.append(answered)
+                outbox.send()
                 answered = 0
             outbox = result
             answered += 1
-            if answered == _ANSWERS_A_WRITE:
-                self._send(outbox, answered)
-                outbox = None
-                answered = 0
+            del result
         bell.close()
 
     def _sleep(self, bell: _Doorbell) -> None:
         """Wait until there is a job, in a thread that found none."""
-        sleepers = self._sleepers
-        sleepers.append(bell)
+        self._sleepers.append(bell)
         # Looked at again: who came before that did not know that this one sleeps
         if self._jobs or self._closed:
             try:
-                sleepers.remove(bell)
+                self._sleepers.remove(bell)
             except ValueError:
                 pass  # it is being rung
             else:
@@ -303,14 +319,11 @@ class ThreadPool:
         bell.wait()
 
     def _may_wait(self, outbox: Outbox) -> bool:
-        self._unsent.append(outbox)
+        """Whether a thread may run another quick job before it sends: only if the loop looks after what is unsent."""
+        if not outbox.is_watched:
+            outbox.is_watched = True
+            self._unsent.append(outbox)
         return self._helper is not None
-
-    def _send(self, outbox: Outbox, answered: int) -> None:
-        # First this: when the next job comes, which may be as soon as the answer is out, the loop shall know that a
-        # thread is free
-        self._answered.append(answered)
-        outbox.send()
 
     def _run(self, job: Job) -> Callable[[], None] | Outbox | None:
         try:
@@ -341,7 +354,8 @@ class ThreadPool:
         """Run a job in a thread that ends with it."""
         result = self._run(job)
         if isinstance(result, Outbox):
-            self._send(result, 1)
+            self._answered.append(1)
+            result.send()
         else:
             self._tell(result)
 

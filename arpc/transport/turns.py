@@ -55,28 +55,33 @@ class WriteTurn:
         self._rest = b""
         self._is_over = False
 
-    # -- for threads, which hold the lock
+    # -- for threads
 
-    @property
-    def is_mine(self) -> bool:
-        """Whether whoever holds the lock may send: nothing is held back, and the connection is not closing."""
-        return not (self._rest or self._is_over or self._connection.is_full)
+    def send(self, take: Callable[[], list[bytes]]) -> bool:
+        """Send whole frames; False if they have to wait, or are too late. ``take`` is called only if they can be sent.
 
-    def send(self, data: bytes, frames: int) -> None:
-        """Send whole frames, if the turn `is_mine`. What the system does not take now, the loop writes soon."""
-        self.frames_sent += frames
-        self.bytes_sent += len(data)
-        self.writes += 1
-        try:
-            sent = self._send(data)
-        except (BlockingIOError, InterruptedError):
-            sent = 0
-        except OSError:
-            return  # the connection is lost, and the loop is about to hear of it
-        if sent < len(data):
-            self._rest = data[sent:]
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._call_loop(self.write_rest)
+        What the system does not take at once, the loop writes soon.
+        """
+        with self.lock:
+            if self._rest or self._is_over or self._connection.is_full:
+                return False
+            frames = take()
+            data = frames[0] if len(frames) == 1 else b"".join(frames)
+            self.frames_sent += len(frames)
+            size_bytes = len(data)
+            self.bytes_sent += size_bytes
+            self.writes += 1
+            try:
+                sent = self._send(data)
+            except (BlockingIOError, InterruptedError):
+                sent = 0
+            except OSError:
+                return True  # the connection is lost, and the loop is about to hear of it
+            if sent < size_bytes:
+                self._rest = data[sent:]
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self._call_loop(self.write_rest)
+            return True
 
     # -- for the loop
 

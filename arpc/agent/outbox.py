@@ -16,6 +16,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, Protocol
 
+import torch
+from torch._C import _len_torch_function_stack as _count_function_modes
+
 from arpc.agent.threads import Outbox
 from arpc.errors import ConnectionClosedError
 from arpc.transport.base import Connection
@@ -26,6 +29,7 @@ from arpc.wire.messages import MessageType
 __all__ = ["ReplyOutbox"]
 
 _WRITE_BYTES: Final = 1 << 16
+_is_grad_enabled = torch.is_grad_enabled
 _pack_brief = BRIEF_HEADER.pack
 _BRIEF_REPLY: Final = brief_kind(int(MessageType.REPLY))
 
@@ -66,6 +70,8 @@ class ReplyOutbox(Outbox):
         if result is None:
             self._answers.append((run, _pack_brief(0, _BRIEF_REPLY, run.id, 0, 0, 0)))
             return True
+        if not _is_grad_enabled() or _count_function_modes():
+            return False  # the function has left something switched, that could change how a tensor looks
         try:
             payload = self._pack(result)
         except Exception:  # noqa: BLE001 - it is raised again, and told, on the loop

@@ -43,6 +43,7 @@ class RunHost(Protocol):
     def returned(self, run: Run, result: Any) -> None: ...
     def thread_returned(self, run: Run, result: Any) -> None: ...
     def raised(self, run: Run, error: BaseException) -> None: ...
+    def answer_withdrawn(self) -> None: ...
 
 
 class Run(msgspec.Struct):
@@ -333,6 +334,8 @@ class Inbound:
                     bucket.pop(id_, None)
                 frames.append(data)
                 size_bytes += len(data)
+            else:
+                run.executor.answer_withdrawn()
         return frames
 
     def forget(self, run: Run) -> None:

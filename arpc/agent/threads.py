@@ -36,6 +36,7 @@ _HELP_AFTER_S: Final = 0.01
 _RING: Final = (1).to_bytes(8, sys.byteorder)
 # So that the peer is at work on the first while the next are made
 _ANSWERS_A_WRITE: Final = 32
+_UNCOUNTED: Final = 64
 
 
 class Outbox:
@@ -138,6 +139,8 @@ class ThreadPool:
             self._wake_up_sent = False
             if self._done:
                 self._loop.call_soon(self._collect)
+            if len(self._answered) > _UNCOUNTED:
+                self._count_answered()
             return
         else:
             # With the last read of this turn done, the loop has nothing better to do than to let a thread run
@@ -165,32 +168,38 @@ class ThreadPool:
             self._is_stuck = False
         if not wanted and (self._is_stuck or awake <= len(self._slow)):
             wanted = 1  # otherwise a thread is at other quick jobs and takes these soon
-        if jobs > max(takers, wanted) and self._helper is None:
-            # Whoever is to take them may get stuck
+        if jobs > max(takers, wanted) and busy < self._size and self._helper is None:
+            # Whoever is to take them may get stuck. With all threads at work there would be nobody to help: each takes
+            # the next job before it sleeps.
             self._helper = self._loop.call_later(_HELP_AFTER_S, self._help)
         self._wake_up_sent = True  # as above
-        while takers < wanted and self._jobs:
-            if sleepers:
-                sleepers.pop().ring()
-            elif len(self._threads) < self._size:
-                self._start_thread()
-            else:
-                break
-            takers += 1
-        self._collect()
+        try:
+            while takers < wanted and self._jobs:
+                if sleepers:
+                    sleepers.pop().ring()
+                elif len(self._threads) < self._size:
+                    self._start_thread()
+                else:
+                    break
+                takers += 1
+        finally:
+            self._collect()
 
     def _help(self) -> None:
         """Jobs, and answers to others, may have been waiting for a while."""
         # First this: from now on no thread counts on it
         self._helper = None
-        while self._unsent:
-            outbox = self._unsent.popleft()
-            outbox.is_watched = False
-            outbox.send_on_loop()
+        self._send_unsent()
         if self._jobs and not self._closed:
             self._is_stuck = True
             self._wanted += len(self._jobs)
             self._ring()
+
+    def _send_unsent(self) -> None:
+        while self._unsent:
+            outbox = self._unsent.popleft()
+            outbox.is_watched = False
+            outbox.send_on_loop()
 
     def _count_answered(self) -> None:
         answered = self._answered
@@ -222,8 +231,8 @@ class ThreadPool:
         self._closed = True
         if self._helper is not None:
             self._helper.cancel()
-        for outbox in self._unsent:
-            outbox.send_on_loop()
+            self._helper = None
+        self._send_unsent()
         with contextlib.suppress(IndexError):
             while True:
                 self._sleepers.pop().ring()

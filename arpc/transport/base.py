@@ -628,10 +628,14 @@ class Connection(ABC):
         """Let another take the messages from now on. What else happens the receiver still hears."""
         self._messages_received = messages_received
 
+    def count_sent(self) -> int:
+        """Bytes sent until now, those of threads included, which `bytes_sent` and the others may not know of yet."""
+        return self.bytes_sent
+
     def statistics(self) -> dict[str, int]:
         """Counters of this connection."""
         return {
-            "bytes_sent": self.bytes_sent,
+            "bytes_sent": self.count_sent(),
             "bytes_received": self.bytes_received,
             "frames_sent": self.frames_sent,
             "writes": self.writes,

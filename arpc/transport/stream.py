@@ -113,7 +113,7 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
         if self._turn is None and self.is_open and not self._is_mute:
             transport = cast("asyncio.Transport", self._transport)
             try:
-                sock = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+                sock = _duplicate(transport.get_extra_info("socket"))
             except OSError:
                 return None  # no descriptor is left
             self._turn = WriteTurn(transport, sock, self, self.loop.call_soon_threadsafe)
@@ -131,13 +131,13 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
             self._turn.shut()
         super().abort(error)
 
-    def statistics(self) -> dict[str, int]:
-        statistics = super().statistics()
+    def count_sent(self) -> int:
         if self._turn is not None:
-            statistics["frames_sent"] += self._turn.frames_sent
-            statistics["bytes_sent"] += self._turn.bytes_sent
-            statistics["writes"] += self._turn.writes
-        return statistics
+            frames, size_bytes, writes = self._turn.take_counts()
+            self.frames_sent += frames
+            self.bytes_sent += size_bytes
+            self.writes += writes
+        return self.bytes_sent
 
     # -- called by Connection
 
@@ -163,6 +163,18 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
         if self._is_made:
             # Not at once: asyncio's own does not bear it in the middle of `resume_writing`
             self.loop.call_soon(self._transport.abort)
+
+
+def _duplicate(sock: socket.socket) -> socket.socket:
+    """Another descriptor of the same socket. What a loop offers may only look like a socket."""
+    descriptor = os.dup(sock.fileno())
+    try:
+        duplicate = socket.socket(sock.family, sock.type, sock.proto, fileno=descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise
+    duplicate.setblocking(False)  # as it is already, whatever timeout new ones may have
+    return duplicate
 
 
 def _describe(sock: socket.socket) -> str:

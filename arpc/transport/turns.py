@@ -44,9 +44,9 @@ class WriteTurn:
         # A lock that its holder may take again: whatever a transport calls back in the middle of a write, the loop
         # must not wait for itself
         self.lock = RLock()
-        self.frames_sent = 0
-        self.bytes_sent = 0
-        self.writes = 0
+        self._frames_sent = 0
+        self._bytes_sent = 0
+        self._writes = 0
         self._transport = transport
         self._socket: socket.socket | None = sock
         self._send = sock.send
@@ -67,10 +67,10 @@ class WriteTurn:
                 return False
             frames = take()
             data = frames[0] if len(frames) == 1 else b"".join(frames)
-            self.frames_sent += len(frames)
             size_bytes = len(data)
-            self.bytes_sent += size_bytes
-            self.writes += 1
+            self._frames_sent += len(frames)
+            self._bytes_sent += size_bytes
+            self._writes += 1
             try:
                 sent = self._send(data)
             except (BlockingIOError, InterruptedError):
@@ -124,6 +124,13 @@ class WriteTurn:
 
     def abort(self) -> None:
         self._transport.abort()
+
+    def take_counts(self) -> tuple[int, int, int]:
+        """Frames, bytes and writes of threads since the last time."""
+        with self.lock:
+            counts = self._frames_sent, self._bytes_sent, self._writes
+            self._frames_sent = self._bytes_sent = self._writes = 0
+        return counts
 
     def shut(self) -> None:
         """No thread may send any more."""

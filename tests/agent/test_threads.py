@@ -17,7 +17,7 @@ from arpc.agent.functions import Function
 from arpc.agent.requests import NO_CONTEXT, Run
 from arpc.agent.threads import ThreadPool, _Doorbell
 from arpc.testing import cluster
-from tests.agent.leftovers import assert_nothing_left, until
+from tests.agent.leftovers import assert_nothing_left
 from tests.agent.stage import call_on, call_on_in_thread, echo, echo_in_thread, hold_in_thread
 
 variable: ContextVar[str] = ContextVar("variable", default="untouched")
@@ -125,12 +125,12 @@ async def test_a_function_that_is_cancelled_as_it_begins_still_has_its_context(p
     run = Run(pair[1].agent.executor, link.inbound, Function(variable.get), 1, 0, copy_context())
     run.context.run(variable.set, "its own")
 
-    def cancelled(_: Function) -> float:
+    def cancelled() -> float:
         run.ended = True
         run.context = NO_CONTEXT
         return 0.0
 
-    monkeypatch.setattr(Function, "begin_measuring", cancelled)
+    monkeypatch.setattr("arpc.agent.requests._clock", cancelled)
     assert run.work() is not None
     assert run.result == "its own"
 
@@ -323,75 +323,58 @@ async def test_quick_jobs_behind_one_that_is_stuck_get_help(pool):
 
 
 @pytest.mark.parametrize("has_eventfd", [True, False])
-async def test_a_doorbell_wakes_as_many_as_it_is_rung_times(monkeypatch, has_eventfd):
+def test_a_doorbell_wakes_once_for_each_ring(monkeypatch, has_eventfd):
     if not has_eventfd:
         monkeypatch.delattr("os.eventfd", raising=False)
     bell = _Doorbell()
-    woken: list[int] = []
+    heard: list[int] = []
 
-    def wait(number: int) -> None:
-        bell.wait()
-        woken.append(number)
+    def wait() -> None:
+        for number in range(3):
+            bell.wait()
+            heard.append(number)
 
-    waiting = [threading.Thread(target=wait, args=(number,), daemon=True) for number in range(3)]
-    for thread in waiting:
-        thread.start()
-    bell.ring(2)
-    await until(lambda: len(woken) == 2)
-    bell.ring(1)
-    for thread in waiting:
-        thread.join(10)
-    assert sorted(woken) == [0, 1, 2]
-    bell.close()
-
-
-@pytest.mark.parametrize("has_eventfd", [True, False])
-def test_a_doorbell_is_closed_once(monkeypatch, has_eventfd):
-    if not has_eventfd:
-        monkeypatch.delattr("os.eventfd", raising=False)
-    bell = _Doorbell()
+    waiting = threading.Thread(target=wait, daemon=True)
+    bell.ring()  # before anybody waits
+    waiting.start()
+    bell.ring()
+    bell.ring()
+    waiting.join(10)
+    assert heard == [0, 1, 2]
     numbers = {bell._waits, bell._rings}
     bell.close()
-    # whoever comes next gets the same numbers
-    read, write = os.pipe()
-    assert numbers <= {read, write}
-    bell.close()
-    os.close(read)
-    os.close(write)
+    for number in numbers:
+        with pytest.raises(OSError, match="descriptor"):
+            os.fstat(number)
 
 
-@pytest.mark.parametrize("has_eventfd", [True, False])
-def test_a_doorbell_that_nobody_hears_blocks_nobody(monkeypatch, has_eventfd):
-    if not has_eventfd:
-        monkeypatch.delattr("os.eventfd", raising=False)
-    bell = _Doorbell()
-    for _ in range(512):
-        bell.ring(1024)
-    bell.wait()
-    assert bell._open
-    bell.close()
-
-
-def test_a_function_that_is_always_quick_is_known_as_such(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr("arpc.agent.functions.time.perf_counter", lambda: now)
+def test_a_function_that_is_always_quick_is_known_as_such():
     function = Function(len)
-
-    def call(seconds: float) -> bool:
-        nonlocal now
-        now += 1
-        begin = function.begin_measuring()
-        now += seconds
-        if begin:
-            function.end_measuring(begin)
-        return bool(begin)
-
-    assert all(call(1e-6) for _ in range(7))
+    for _ in range(7):
+        function.measured(1e-6)
     assert not function.is_quick
-    call(1e-6)
+    function.measured(1e-6)
     assert function.is_quick
-    assert 1 <= sum(call(1e-6) for _ in range(32)) <= 3, "few of those that are known to be quick are measured"
-    assert function.is_quick
-    while not call(1.0):
-        pass
+    function.measured(1.0)
     assert not function.is_quick
+
+
+async def test_few_calls_of_what_is_known_to_be_quick_are_measured(pair, monkeypatch):
+    executor = pair[1].agent.executor
+    (link,) = pair[1].agent.connector.links
+    function = Function(len)
+    for _ in range(8):
+        function.measured(0.0)
+    times = 0
+
+    def count() -> float:
+        nonlocal times
+        times += 1
+        return 1.0
+
+    monkeypatch.setattr("arpc.agent.requests._clock", count)
+    for number in range(64):
+        run = Run(executor, link.inbound, function, number, 0, copy_context(), args=("",))
+        assert run.work() == run._worked
+    assert times == 2 * 4
+    assert function.is_quick

@@ -1,12 +1,17 @@
-"""Threads that run plain functions, and hand results back to the loop in batches.
+"""Threads that run plain functions, and answer without the loop or hand results back to it in batches.
 
-What costs time is not the function but the way there and back. Three things make it short:
+What costs time is not the function but the way there and back. Five things make it short:
 
 - The loop wakes a thread by a write to a file descriptor, which lets go of the interpreter lock meanwhile. A lock or a
   queue would wake a thread that can do nothing but wait for the interpreter, and send it back to sleep.
-- Functions that have shown to be *quick* are left to one thread, which takes one after another. Many threads would only
-  get in each other's way. Should one of them be stuck after all, others come to help soon.
-- All results that are ready when the loop looks come with one wake-up.
+- Each thread has a descriptor of its own, and the one that fell asleep last is woken. With one for all, the system
+  would wake all of them.
+- A job may leave what is to be sent in an `Outbox`, which its thread sends. Then the loop is not woken at all.
+- Functions that have shown to be *quick* are left to one thread, which takes one after another and sends what many of
+  them left at once. Many threads would only get in each other's way. Should one of them be stuck after all, others come
+  to help soon.
+- That takes a timer, but not while a single job is under way. A timer that is about to go off costs as much as a switch
+  of threads, each time the loop goes to sleep.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ __all__ = ["Outbox", "ThreadPool"]
 logger = get_logger("arpc.threads")
 
 _is_grad_enabled = torch.is_grad_enabled
+# Longer than the system's own tick of 1 to 4 ms: a timer that is behind it costs little
 _HELP_AFTER_S: Final = 0.01
 _RING: Final = (1).to_bytes(8, sys.byteorder)
 # So that the peer is at work on the first while the next are made

@@ -15,9 +15,9 @@ import torch
 import arpc
 from arpc.agent.functions import Function
 from arpc.agent.requests import NO_CONTEXT, Run
-from arpc.agent.threads import ThreadPool, _Doorbell
+from arpc.agent.threads import Outbox, ThreadPool, _Doorbell
 from arpc.testing import cluster
-from tests.agent.leftovers import assert_nothing_left
+from tests.agent.leftovers import assert_nothing_left, until
 from tests.agent.stage import call_on, call_on_in_thread, echo, echo_in_thread, hold_in_thread
 
 variable: ContextVar[str] = ContextVar("variable", default="untouched")
@@ -320,6 +320,125 @@ async def test_quick_jobs_behind_one_that_is_stuck_get_help(pool):
     await done.wait()
     release.set()
     assert pool.statistics()["threads"] == 2
+
+
+async def test_what_is_stuck_holds_up_only_what_comes_at_once(pool, monkeypatch):
+    """Once it has shown, nobody waits for it any more."""
+    release = threading.Event()
+    done = asyncio.Event()
+    pool.submit(lambda: release.wait(10) and None, is_quick=True)
+    pool.submit(lambda: done.set, is_quick=True)
+    await done.wait()
+    monkeypatch.setattr("arpc.agent.threads._HELP_AFTER_S", 60)
+    for _ in range(3):
+        done.clear()
+        pool.submit(lambda: done.set, is_quick=True)
+        async with asyncio.timeout(10):
+            await done.wait()
+    release.set()
+    await until(lambda: pool.statistics()["jobs_unfinished"] == 0)
+
+
+async def test_the_thread_that_slept_last_is_woken(pool):
+    """Its memory is warm, and the others need not hear of it."""
+    both = threading.Barrier(2)
+    await asyncio.gather(pool.call(both.wait, 10), pool.call(both.wait, 10))
+    await until(lambda: len(pool._sleepers) == 2)
+    seen = set()
+    for _ in range(10):
+        seen.add(await pool.call(threading.get_ident))
+        await until(lambda: len(pool._sleepers) == 2)
+    assert len(seen) == 1
+
+
+class Letters(Outbox):
+    """Remembers what was sent, and from where."""
+
+    __slots__ = ("letters", "sent")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.letters: list[int] = []
+        self.sent: list[tuple[str, list[int]]] = []
+
+    def send(self) -> None:
+        self._send("thread")
+
+    def send_on_loop(self) -> None:
+        self._send("loop")
+
+    def _send(self, by: str) -> None:
+        letters, self.letters = self.letters, []
+        if letters:
+            self.sent.append((by, letters))
+
+    def write(self, letter: int) -> Outbox:
+        self.letters.append(letter)
+        return self
+
+
+async def test_a_thread_sends_what_many_quick_jobs_left_at_once(pool, monkeypatch):
+    monkeypatch.setattr("arpc.agent.threads._HELP_AFTER_S", 60)
+    box = Letters()
+    for number in range(100):
+        pool.submit(lambda number=number: box.write(number), is_quick=True)
+    await until(lambda: pool.statistics()["jobs_unfinished"] == 0 and not box.letters)
+    await until(lambda: len(pool._sleepers) == 1)
+    assert [letter for _, letters in box.sent for letter in letters] == [*range(100)]
+    assert [len(letters) for _, letters in box.sent] == [32, 32, 32, 4]
+    assert {by for by, _ in box.sent} == {"thread"}
+    assert pool.jobs_answered == 100
+
+
+async def test_what_was_left_is_sent_before_a_job_that_may_take_long(pool):
+    box = Letters()
+    release = threading.Event()
+    for is_quick in (True, False):
+        pool.submit(lambda: box.write(1), is_quick=is_quick)
+        pool.submit(lambda: release.wait(10) and None)
+    await until(lambda: box.sent == [("thread", [1]), ("thread", [1])])
+    release.set()
+    await until(lambda: pool.statistics()["jobs_unfinished"] == 0)
+
+
+async def test_what_was_left_before_a_job_that_is_stuck_is_sent_by_the_loop(pool):
+    box = Letters()
+    release = threading.Event()
+    pool.submit(lambda: box.write(1), is_quick=True)
+    pool.submit(lambda: release.wait(10) and None, is_quick=True)
+    pool.submit(lambda: box.write(2), is_quick=True)
+    await until(lambda: sum(len(letters) for _, letters in box.sent) == 2)
+    assert not release.is_set()
+    release.set()
+    await until(lambda: pool.statistics()["jobs_unfinished"] == 0)
+
+
+async def test_outboxes_of_several_connections_are_all_sent(pool, monkeypatch):
+    monkeypatch.setattr("arpc.agent.threads._HELP_AFTER_S", 60)
+    boxes = [Letters(), Letters(), Letters()]
+    for number in range(30):
+        pool.submit(lambda number=number: boxes[number // 10].write(number), is_quick=True)
+    await until(lambda: pool.jobs_answered == 30 and len(pool._sleepers) == 1)
+    assert [box.sent for box in boxes] == [[("thread", [*range(10 * n, 10 * n + 10)])] for n in range(3)]
+
+
+async def test_one_that_is_alone_begins_at_once(pool):
+    """Not even the loop has to turn for it."""
+    await pool.call(max, 1, 2)
+    await until(lambda: len(pool._sleepers) == 1)
+    begun = threading.Event()
+    pool.submit(begun.set, is_alone=True)
+    assert begun.wait(10)
+    await until(lambda: pool.statistics()["jobs_unfinished"] == 0)
+
+
+async def test_what_is_answered_late_is_sent_too():
+    pool = ThreadPool(asyncio.get_running_loop(), 1, "test")
+    box = Letters()
+    pool.close()
+    pool.submit(lambda: box.write(1))
+    await until(lambda: box.sent == [("thread", [1])])
+    assert pool.jobs_answered == 1
 
 
 @pytest.mark.parametrize("has_eventfd", [True, False])

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence, Sized
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
+from torch import Tensor
 
 from arpc.agent.placement import PLACE, Placement, ToCaller
 from arpc.errors import ProtocolError
@@ -13,7 +14,7 @@ from arpc.ids import WorkerInfo
 from arpc.wire.frames import frame
 from arpc.wire.lone import LONE_ARGUMENT, LONE_RESULT, lone_payload, unpack_lone
 from arpc.wire.messages import Message
-from arpc.wire.pickling import Pickler, Reducer, loads
+from arpc.wire.pickling import Pickler, Reducer, dumps_plain, loads
 from arpc.wire.staging import Stager
 from arpc.wire.tensors import Slot, pack, unpack
 
@@ -109,6 +110,12 @@ class Codec:
     def lone_result(self, slots: list[Slot]) -> bytes | None:
         """The same for a reply to a request that has brought no meta data."""
         return lone_payload(LONE_RESULT, slots[0], self._inline_limit)
+
+    def brief_result(self, value: Any) -> bytes | None:
+        """The payload of a reply with no meta data, made in any thread; None if it takes more than that."""
+        if type(value) is Tensor:
+            return lone_payload(LONE_RESULT, value, self._inline_limit)
+        return dumps_plain(value)
 
     def stager_to(self, worker: str) -> Stager | None:
         """For the arguments of calls to a worker; None if nothing but the CPU is known here."""

@@ -21,6 +21,7 @@ from arpc.agent.codec import Codec
 from arpc.agent.failures import describe_failure
 from arpc.agent.functions import Function, Mode, Prompt
 from arpc.agent.observers import Observers
+from arpc.agent.outbox import ReplyOutbox
 from arpc.agent.replies import Replies
 from arpc.agent.requests import NO_CONTEXT, Inbound, Run
 from arpc.agent.scope import current_scope
@@ -105,6 +106,7 @@ class Executor(Replies):
         self._calls_ended = 0
         self._returned_none = 0
         """Those that ended in `take` and sent nothing back, which are not counted among the others."""
+        self._withdrawn: list[None] = []
         self._copy_context = context.copy
         self._idle = self.carriers.idle
         self._max_waiting = max_requests_waiting
@@ -122,7 +124,18 @@ class Executor(Replies):
 
     @property
     def calls_handled(self) -> int:
-        return self._calls_ended + self._returned_none
+        self._count_withdrawn()
+        return self._calls_ended + self._returned_none + self.threads.jobs_answered
+
+    def answer_withdrawn(self) -> None:
+        """A thread has an answer to a request that was cancelled before. Called in any thread."""
+        self._withdrawn.append(None)
+
+    def _count_withdrawn(self) -> None:
+        # each has been counted where it was cancelled, and by the pool
+        while self._withdrawn:
+            self._withdrawn.pop()
+            self._calls_ended -= 1
 
     # -- observers
 
@@ -220,7 +233,17 @@ class Executor(Replies):
                 self.carriers.start(run)
                 return
         inbound.register(run)
-        self.threads.submit(run.work, is_quick=function.is_quick)
+        if inbound.ended is None:
+            run.outbox = inbound.outbox or self._open_outbox(inbound)
+        self.threads.submit(run.work, is_quick=function.is_quick, is_alone=not inbound.connection.is_reading)
+
+    def _open_outbox(self, inbound: Inbound) -> ReplyOutbox | None:
+        """Where threads put the answers to a connection's requests; None if it can be written by the loop alone."""
+        turn = inbound.connection.share_writing()
+        if turn is None:
+            return None
+        inbound.outbox = outbox = ReplyOutbox(inbound, turn, self.codec.brief_result, self.readmit)
+        return outbox
 
     def _unpack_and_call(self, run: Run, payload: bytes | bytearray) -> Coroutine[Any, Any, Any]:
         try:
@@ -561,8 +584,12 @@ class Executor(Replies):
     def _start_thread(self, run: Run) -> None:
         if run.message is not None and not self._enter_and_go_on(run):
             return
-        run.inbound.register(run)
-        self.threads.submit(run.work, is_quick=run.function.is_quick)
+        inbound, function = run.inbound, run.function
+        inbound.register(run)
+        if inbound.ended is None and run.handling is None and run.meta is None and function.is_plain:
+            # none of those who want to hear of its end, or to add to its answer, are there
+            run.outbox = None if run.is_stream else inbound.outbox or self._open_outbox(inbound)
+        self.threads.submit(run.work, is_quick=function.is_quick)
 
     def thread_returned(self, run: Run, result: Any) -> None:
         """A plain function has ended in its thread."""

@@ -435,7 +435,7 @@ class _Watched(Function):
         self.returns_future = function.returns_future
         self.is_quick = function.is_quick
         self.is_simple = self.is_plain = False  # whose short ways pass observers by
-        self._quick_calls = self._calls = 0
+        self._quick_calls = 0
         inner = function.call
 
         def call(*args: Any, **kwargs: Any) -> Any:

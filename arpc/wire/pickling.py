@@ -27,6 +27,7 @@ __all__ = [
     "Pickler",
     "Reducer",
     "dumps_flat",
+    "dumps_plain",
     "importable_name",
     "loads",
 ]
@@ -235,6 +236,19 @@ def dumps_flat(head: bytes, tensors: list[Slot], *, is_call: bool) -> tuple[byte
     """
     flat = [head, *[HOLE] * len(tensors)]
     return _dumps((flat,) if is_call else flat, protocol=5, buffer_callback=not_), tensors
+
+
+def dumps_plain(value: Any) -> bytes | None:
+    """`Pickler.dumps` for scalars, and containers of nothing but these; None for all else. Runs no code of others."""
+    if type(value) not in _SCALARS:
+        tensors: list[Slot] = []
+        try:
+            _cut_out(value, tensors, set())
+        except (_NotPlainError, RecursionError):
+            return None
+        if tensors:
+            return None
+    return _dumps(value, protocol=5)
 
 
 def loads(payload: bytes | bytearray | memoryview, slots: list[Any]) -> Any:

@@ -208,7 +208,7 @@ class RRefContext(ControlService):
             use.failure = RRefError(f"{use} came too late: worker {parent!r}, which sent it, had given it up")
             return use
         use.info = owner
-        use.made = f"received from worker {parent}"
+        use.origin = f"received from worker {parent}"
         if use.state is UserState.REQUESTED:
             scope = current_scope.get()
             if scope is not None and scope.prerequisites is not None:

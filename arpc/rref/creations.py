@@ -98,7 +98,7 @@ class Creation:
         else:
             self.held = use = context.forks.users[self._fork]
             use.info = owner
-            use.made = made or name_of(function)
+            use.origin = made or name_of(function)
         numbers = self._numbers = context.post.numbers(owner.name)
         self._number = numbers.take()
         content = (context.incarnation, self._number, numbers.oldest, self.rref, self._fork, made)

@@ -82,7 +82,7 @@ class RRefContext(ControlService):
         self._thread = get_ident()
         self._is_releasing = False
         self._is_closed = False
-        self._carry_out: dict[type[instructions.Instruction], Callable[[Any], object]] = {
+        self._ways: dict[type[instructions.Instruction], Callable[[Any], object]] = {
             instructions.SendForkRequest: self._send_fork_request,
             instructions.SendChildAccept: self._send_child_accept,
             instructions.SendUserDelete: self._send_user_delete,
@@ -98,9 +98,10 @@ class RRefContext(ControlService):
     def attach(self, agent: Agent) -> None:
         """The agent that messages go through. It was made with this context's handlers, so it comes later."""
         self.agent = agent
+        self._arrivals.attach()
         grace_s = self.options.rref_grace
         self.post = Post(agent, self.options, self._context, self.incarnation, self._settled)
-        self.drops = DropQueue(agent.loop, self._context, self.happened)
+        self.drops = DropQueue(agent.loop, self._context, self._dropped)
         self.offer_watch = OfferWatch(agent, self.forks, self.post, self._context, grace_s, self.happened)
 
     def identify(self, info: WorkerInfo) -> None:
@@ -114,9 +115,18 @@ class RRefContext(ControlService):
     def happened(self, event: events.Event) -> Sequence[instructions.Instruction]:
         """Tell the state machine of an event, and do what it says."""
         following = self.forks.handle(event)
-        for instruction in following:
-            self._carry_out[instruction.__class__](instruction)
+        self.carry_out(following)
         return following
+
+    def carry_out(self, following: Sequence[instructions.Instruction]) -> None:
+        """Do what the state machine has said."""
+        for instruction in following:
+            self._ways[instruction.__class__](instruction)
+
+    def _dropped(self, handle: ForkId | events.OwnerHandleDropped) -> None:
+        following = self.forks.handle_dropped(handle) if isinstance(handle, int) else self.forks.handle(handle)
+        if following:
+            self.carry_out(following)
 
     def _send_fork_request(self, send: instructions.SendForkRequest) -> None:
         self.post.add(RRefForkRequest, send.to, (send.rref, send.fork, send.is_created))

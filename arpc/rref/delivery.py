@@ -26,7 +26,7 @@ class Numbers:
     def take(self) -> int:
         """A number for a new message."""
         number = self._next
-        self._next += 1
+        self._next = number + 1
         self._open[number] = None
         return number
 

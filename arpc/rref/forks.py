@@ -25,7 +25,7 @@ that. All else may be repeated.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Generic, TypeAlias, TypeVar
+from typing import Final, Generic, TypeAlias, TypeVar
 
 from arpc.ids import WorkerId, creator_of
 from arpc.rref.events import (

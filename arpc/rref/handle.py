@@ -18,8 +18,8 @@ from arpc.ids import GloballyUniqueId, WorkerInfo
 from arpc.options import UNSET, Unset
 from arpc.rref.calls import call_method, rref_typeof_on_owner, stream_items, stream_method
 from arpc.rref.context import RRefContext
-from arpc.rref.creations import Creation
-from arpc.rref.events import HandleDropped, OwnerHandleDropped, RRefId
+from arpc.rref.creations import Creation, start_creation
+from arpc.rref.events import OwnerHandleDropped, RRefId
 from arpc.rref.proxies import AsyncProxy, RemoteProxy, StreamProxy, SyncProxy
 from arpc.rref.uses import FetchFuture, OwnerFuture, Use
 from arpc.rref.values import NOTHING, Value, fresh
@@ -154,15 +154,22 @@ class RRef(Generic[T]):
         Raises what its creation raised, `RRefCreationError` if that timed out, `OwnerLostError` if the owner is lost,
         and `RpcTimeoutError` if the value does not come in time.
         """
-        self._check("to_here() called")
-        if self._value is not None:
-            return await self._wait_here(self._value, timeout)
         use, context, creation = self._use, self._context, self._creation
-        assert use is not None
-        if creation is not None and creation.may_bring_value and timeout is UNSET:
-            along = creation.fetch_along()
-            if along is not None and (answer := await self._answer(use, along)) is not None:
-                return cast("T", answer[0])
+        if self._is_released or (use is not None and use.failure is not None):
+            self._check("to_here() called")
+        if use is None:
+            assert self._value is not None
+            return await self._wait_here(self._value, timeout)
+        if creation is not None and creation.frame is not None and timeout is UNSET:
+            waiter = creation.fetch_along()
+            if waiter is not None:
+                try:
+                    answer = await waiter
+                finally:
+                    creation.waiter = None
+                    del waiter  # whose exception refers to this frame
+                if answer:
+                    return cast("T", answer[0])
         future = FetchFuture(loop=context.agent.loop)
         future.owner = self._owner.name
         is_created = use.is_created
@@ -178,19 +185,6 @@ class RRef(Generic[T]):
             if use.fetches is not None:
                 use.fetches.discard(future)
             del future  # whose exception refers to this frame
-
-    @staticmethod
-    async def _answer(use: Use, along: asyncio.Future[tuple[Any] | None]) -> tuple[Any] | None:
-        """The value that comes with the answer to the creation, or why there is none, in the words of the RRef."""
-        try:
-            return await along
-        except Exception:
-            # the creation heard of it before, and knows best what it means
-            if use.failure is None:
-                raise
-        finally:
-            del along  # whose exception refers to this frame
-        raise fresh(use.failure)
 
     async def _wait_here(self, value: Value, timeout: float | Unset) -> T:
         if value.is_ready:
@@ -358,9 +352,9 @@ class RRef(Generic[T]):
         # On any thread, at any time, and perhaps half made: see DropQueue
         if getattr(self, "_is_released", True):
             return
-        context = self._context
-        if self._use is not None:
-            context.drops.add(HandleDropped(self._use.fork))
+        use, context = self._use, self._context
+        if use is not None:
+            context.drops.add(use.fork)
         elif context.values.get(self._rref) is self._value:
             context.drops.add(OwnerHandleDropped(self._rref))
 
@@ -397,7 +391,7 @@ def create_remote(
     """An RRef to what a function returns on another worker. From any thread. ``anchor`` lives until that has run."""
     made = _stack() if context.options.rref_creation_stacks else ""
     if context.is_on_loop:
-        creation = Creation(context, to, function, args, kwargs, timeout, made, anchor)
+        creation = start_creation(context, to, function, args, kwargs, timeout, made, anchor)
     else:
-        creation = context.on_loop(lambda: Creation(context, to, function, args, kwargs, timeout, made, anchor))
+        creation = context.on_loop(lambda: start_creation(context, to, function, args, kwargs, timeout, made, anchor))
     return RRef._make(context, creation.rref, creation.held, creation.owner, creation)

@@ -269,9 +269,15 @@ class Connection(ABC):
         """The last frame of this turn of the loop, if it has not gone out yet."""
         return self._out[-1] if self._out else None
 
-    def replace_last_unsent(self, data: bytes) -> None:
-        """Send another frame of the same size in its place."""
-        self._out[-1] = data
+    def amend(self, data: bytes, by: bytes) -> bool:
+        """Send another frame of the same size in the place of `last_unsent`, if that is ``data``; it goes out soon."""
+        out = self._out
+        if not out or out[-1] is not data:
+            return False
+        out[-1] = by
+        if len(out) == 1 and not self._is_reading:
+            self.flush()  # whoever amends it waits for the answer
+        return True
 
     def _refuse(self) -> None:
         # Of one that was aborted everybody is about to hear that it is lost; that is soon enough

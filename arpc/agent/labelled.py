@@ -82,9 +82,8 @@ class LabelledCalls:
         call_id = calls.base + number
         data = _pack_brief(len(label), type_, call_id, function_id, self._default_timeout_ms, 0) + label
         call = Call(recipient, function, size_bytes, connection)
-        connection.gather()
         try:
-            connection.send(data)
+            connection.send_later(data)
         except BaseException:
             if size_bytes:
                 peer.release(call)

@@ -79,7 +79,9 @@ class RRefContext(ControlService):
         self._answers: dict[ForkId, asyncio.Future[None]] = {}
         """Set when a fork is confirmed, or never will be."""
         self._ends: dict[ForkId, list[asyncio.Future[None]]] = {}
-        self._thread = get_ident()
+        self.thread = get_ident()
+        """Of the worker's loop."""
+        self.tells_stacks = options.rref_creation_stacks
         self._is_releasing = False
         self._is_closed = False
         self._ways: dict[type[instructions.Instruction], Callable[[Any], object]] = {
@@ -251,14 +253,9 @@ class RRefContext(ControlService):
         """Run a function here as if it had been called by itself."""
         return await self.agent.executor.call(bound(function, template_of(function)), args, kwargs)
 
-    @property
-    def is_on_loop(self) -> bool:
-        """Whether this is the thread of the worker's loop."""
-        return get_ident() == self._thread
-
     def on_loop(self, function: Callable[[], T]) -> T:
         """Run something on the loop, from whatever thread this is."""
-        return function() if get_ident() == self._thread else self.agent.on_loop(function)
+        return function() if get_ident() == self.thread else self.agent.on_loop(function)
 
     # -- letting go of them
 

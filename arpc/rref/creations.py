@@ -52,12 +52,14 @@ def start_creation(
     anchor: object,
 ) -> Creation:
     """Ask a worker to create a value. Nothing is waited for. ``anchor`` is kept until the answer is there."""
-    peer = context.agent.peer(to)
+    agent = context.agent
+    peer = agent.peer(to)
     owner = peer.info if peer is not None else to if isinstance(to, WorkerInfo) else WorkerInfo(str(to), -1)
     name = owner.name
-    rref, fork = context.ids.next_number(), context.ids.next_number()
-    context.forks.creation_started(rref, fork, name)
-    use = context.forks.users.get(fork)
+    forks, next_number = context.forks, context.ids.next_number
+    rref, fork = next_number(), next_number()
+    forks.creation_started(rref, fork, name)
+    use = forks.users.get(fork)
     held: Use | Value
     if use is not None:
         held = use
@@ -65,12 +67,12 @@ def start_creation(
     else:
         held = context.values[rref] = Value()
     numbers = context.post.numbers(name)
-    number = numbers.take()
+    number, oldest = numbers.take_with_oldest()
     creation = Creation(context, peer, owner, rref, fork, held, numbers, number, anchor)
-    label = pack_label(context.incarnation, number, numbers.oldest, rref, fork, made)
+    label = pack_label(context.incarnation, number, oldest, rref, fork, made)
     try:
         if peer is not None and use is not None and timeout is UNSET and not kwargs and args.__class__ is tuple:
-            sent = context.agent.begin_shortly(peer, creation, function, args, _CREATE, label)
+            sent = agent.begin_shortly(peer, creation, function, args, _CREATE, label)
             if sent is not None:
                 creation.call_id, creation.frame = sent
                 use.origin = made or function  # whose name few ask for; it is one of a module, which lives for ever

@@ -30,6 +30,13 @@ class Numbers:
         self._open[number] = None
         return number
 
+    def take_with_oldest(self) -> tuple[int, int]:
+        """The same, and what `oldest` is then."""
+        number = self._next
+        self._next = number + 1
+        self._open[number] = None
+        return number, next(iter(self._open))
+
     def settle(self, number: int) -> None:
         """A message was answered, or given up: it will not be sent again."""
         self._open.pop(number, None)

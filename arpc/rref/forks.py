@@ -87,6 +87,7 @@ _Instructions: TypeAlias = Sequence[Instruction]
 _NOTHING: Final[_Instructions] = ()
 _next_user_state = USER_TRANSITIONS.get
 _next_owner_state = OWNER_TRANSITIONS.get
+_AFTER_ARRIVAL: Final = OWNER_TRANSITIONS[OwnerState.EXPECTED, CreationArrived]
 
 
 class Forks(Generic[U]):
@@ -182,18 +183,19 @@ class Forks(Generic[U]):
         return _NOTHING
 
     def creation_confirmed(self, fork: ForkId) -> _Instructions:
-        return self._creation_settled(fork, CreationConfirmed)
-
-    def _creation_failed(self, fork: ForkId) -> _Instructions:
-        return self._creation_settled(fork, CreationFailed)
-
-    def _creation_settled(self, fork: ForkId, event: type[Event]) -> _Instructions:
         user = self.users.get(fork)
-        if user is None or (state := _next_user_state((user.state, event))) is None:
+        if user is None or (state := _next_user_state((user.state, CreationConfirmed))) is None:
             return _NOTHING
         user.state = state
-        user.is_created = state is UserState.CONFIRMED
+        user.is_created = True
         return _NOTHING if user.handles else self._end_if_unused(user)
+
+    def _creation_failed(self, fork: ForkId) -> _Instructions:
+        user = self.users.get(fork)
+        if user is None or (state := _next_user_state((user.state, CreationFailed))) is None:
+            return _NOTHING
+        user.state = state
+        return self._end_if_unused(user)
 
     def _fork_received(
         self, rref: RRefId, fork: ForkId, owner: WorkerName, parent: WorkerName, is_created: bool
@@ -311,7 +313,8 @@ class Forks(Generic[U]):
             return _NOTHING
         owned = self.owned.get(rref)
         if owned is None:
-            owned = self.owned[rref] = Owned(rref, OwnerState.EXPECTED)
+            self.owned[rref] = Owned(rref, _AFTER_ARRIVAL, {fork: user}, 1)  # nobody has asked for it before
+            return (RunCreation(rref),)
         state = _next_owner_state((owned.state, CreationArrived))
         if state is None:
             return _NOTHING

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from threading import get_ident
 from types import TracebackType
 from typing import Any, Final, Generic, NoReturn, Self, TypeVar, cast
 
@@ -30,6 +31,7 @@ __all__ = ["RRef", "create_remote"]
 T = TypeVar("T")
 
 _STACK_LIMIT: Final = 12
+_new_rref = object.__new__
 
 
 class RRef(Generic[T]):
@@ -80,7 +82,6 @@ class RRef(Generic[T]):
         rref: RRefId,
         held: Use | Value,
         owner: WorkerInfo,
-        creation: Creation | None = None,
     ) -> None:
         self._context = context
         self._rref = rref
@@ -88,9 +89,20 @@ class RRef(Generic[T]):
         self._use = held if isinstance(held, Use) else None
         self._value = held if isinstance(held, Value) else None
         self._is_released = False
-        self._creation = creation
+        self._creation: Creation | None = None
         self._type: Future[type[T]] | None = None
         self._hint = None
+
+    def _begin(self, creation: Creation) -> None:
+        """`_set_up` for one that is made here."""
+        held = creation.held
+        self._context = creation.context
+        self._rref = creation.rref
+        self._owner = creation.owner
+        self._use, self._value = (held, None) if isinstance(held, Use) else (None, held)
+        self._is_released = False
+        self._creation = creation
+        self._type = self._hint = None
 
     @classmethod
     def _make(
@@ -99,10 +111,9 @@ class RRef(Generic[T]):
         rref: RRefId,
         held: Use | Value,
         owner: WorkerInfo,
-        creation: Creation | None = None,
     ) -> Self:
         made = cls.__new__(cls)
-        made._set_up(context, rref, held, owner, creation)  # noqa: SLF001 - its own, in all but name
+        made._set_up(context, rref, held, owner)  # noqa: SLF001 - its own, in all but name
         return made
 
     # -- who and where
@@ -389,9 +400,11 @@ def create_remote(
     anchor: object = None,
 ) -> RRef[Any]:
     """An RRef to what a function returns on another worker. From any thread. ``anchor`` lives until that has run."""
-    made = _stack() if context.options.rref_creation_stacks else ""
-    if context.is_on_loop:
+    made = _stack() if context.tells_stacks else ""
+    if get_ident() == context.thread:
         creation = start_creation(context, to, function, args, kwargs, timeout, made, anchor)
     else:
         creation = context.on_loop(lambda: start_creation(context, to, function, args, kwargs, timeout, made, anchor))
-    return RRef._make(context, creation.rref, creation.held, creation.owner, creation)
+    rref: RRef[Any] = _new_rref(RRef)
+    rref._begin(creation)  # noqa: SLF001 - its own, in all but name
+    return rref

@@ -264,6 +264,20 @@ class Connection(ABC):
         """More is about to be sent in this turn of the loop: let all of it go out in one write."""
         self._direct_left = 0
 
+    def send_later(self, data: bytes) -> None:
+        """`gather`, then `send`: a frame that may still be amended in this turn of the loop."""
+        self._direct_left = 0
+        out = self._out
+        if out or self._is_reading:
+            out.append(data)
+            if len(out) == _FLUSH_FRAMES:
+                self.flush()
+        elif self._is_mute:
+            self._refuse()
+        else:
+            out.append(data)
+            self.loop.call_soon(self.flush)
+
     @property
     def last_unsent(self) -> bytes | None:
         """The last frame of this turn of the loop, if it has not gone out yet."""

@@ -36,9 +36,11 @@ __all__ = ["Creation", "start_creation"]
 
 _CREATE: Final = int(MessageType.RREF_CREATE)
 _unpack_header = HEADER.unpack_from
+_Future = asyncio.Future  # uvloop's own `create_future` does the same in three times the time
 _set_result = asyncio.Future.set_result
 # Where the flags are in a frame
 _FLAGS: Final = 5
+_WANTED: Final = tuple(bytes((flags | RequestFlag.VALUE,)) for flags in range(256))
 
 
 def start_creation(
@@ -173,10 +175,9 @@ class Creation(msgspec.Struct, eq=False):
         connection = self.peer.connection if self.peer is not None else None
         if frame is None or connection is None or agent.has_riders:
             return None  # what rides on calls has to know a fetch from a creation
-        wanted = b"%b%c%b" % (frame[:_FLAGS], frame[_FLAGS] | RequestFlag.VALUE, frame[_FLAGS + 1 :])
-        if not connection.amend(frame, wanted):
+        if not connection.amend(frame, frame[:_FLAGS] + _WANTED[frame[_FLAGS]] + frame[_FLAGS + 1 :]):
             return None
-        waiter = self.waiter = agent.loop.create_future()
+        waiter = self.waiter = _Future(loop=agent.loop)
         return waiter
 
     # -- the end of it

@@ -315,7 +315,7 @@ class Agent(Caller, Answers):
         if metering is not None:
             self.call_and_wait = metering.call_and_wait  # type: ignore[method-assign]
             self.begin = metering.begin  # type: ignore[method-assign]
-            self.begin_shortly = never_shortly  # type: ignore[method-assign, assignment]
+            self.begin_shortly = never_shortly  # type: ignore[method-assign]
         if not self.is_closing:
             for message_class, handle in self._takers_of_requests.items():
                 self._handlers[message_class] = handle if metering is None else partial(metering.handle, handle)

@@ -406,20 +406,18 @@ class Executor(Replies):
                 return
             if wrapped is None:
                 return
-            # observers hear of the function when it is in the hands of the feature
-            handling, run.handling = run.handling, None
+            if isinstance(function, Function):
+                # before it is unpacked: what observers put around a function belongs around all of this
+                run.function = _wrapped(wrapped, function)
             try:
                 self._check_found(function, message)
                 run.context.run(self._enter, run, message)
             except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
-                run.handling = handling
                 wrapped.not_begun(error)
                 self.raised(run, error)
                 return
-            run.function = Function.of_coroutine(partial(wrapped.make, run.function), run.function.name)
-            if handling is not None:
-                run.handling = handling
-                run.function = run.context.run(self._observers.begin_handler, run, message)
+            if not isinstance(function, Function):  # it came with its arguments
+                run.function = _wrapped(wrapped, run.function)
             self.carriers.start(run)
 
         return Service(handle, lambda link: wrapper.direct(link, handle))
@@ -673,6 +671,10 @@ async def _future_of(result: Any, name: str, loop: asyncio.AbstractEventLoop) ->
     result.add_done_callback(completed)
     await done
     return result.result() if isinstance(result, concurrent.futures.Future) else result.value()
+
+
+def _wrapped(wrapped: Wrapped, function: Function) -> Function:
+    return Function.of_coroutine(partial(wrapped.make, function), function.name)
 
 
 def _unknown_function() -> None:

@@ -21,6 +21,8 @@ _dumps = pickle.dumps
 _get_scope = current_scope.get
 # What is larger has time for the long way
 _MAX_PAYLOAD_BYTES: Final = 4096
+# and what is smaller takes no more room than the books about it
+_MAX_UNCOUNTED_BYTES: Final = 256
 
 
 class LabelledCalls:
@@ -41,13 +43,16 @@ class LabelledCalls:
         recipient: Recipient,
         function: Callable[..., Any],
         args: tuple[Any, ...],
-        type_: int,
+        kind: int,
         label: bytes,
+        *,
+        is_urgent: bool,
     ) -> tuple[int, bytes] | None:
-        """Send one request at the end of this turn of the loop; ``recipient`` hears of its reply.
+        """Send one request: at once if that is urgent, or else at the end of this turn of the loop.
 
-        Returns its id, and the frame that waits. None: there is something special about it, so it is for `Caller.begin`
-        to send. That is also so while anybody stands in the place of `Caller.begin`, who must stand in this place, too.
+        ``recipient`` hears of its reply; ``kind`` is the `brief_kind` of the message. Returns its id, and its frame.
+        None: there is something special about it, so it is for `Caller.begin` to send. That is also so while anybody
+        stands in the place of `Caller.begin`, who must stand in this place, too.
         """
         connection = peer.connection
         try:
@@ -70,9 +75,10 @@ class LabelledCalls:
             if not _are_scalars(map(type, args)):
                 return None
             label += _dumps(args, protocol=5)
-            size_bytes = HEADER_BYTES + len(label)
-            if size_bytes > _MAX_PAYLOAD_BYTES or not peer.take_room(size_bytes):
-                return None
+            if len(label) > _MAX_UNCOUNTED_BYTES:
+                size_bytes = HEADER_BYTES + len(label)
+                if size_bytes > _MAX_PAYLOAD_BYTES or not peer.take_room(size_bytes):
+                    return None
         if self._time() >= self._default_tick_until:
             self._next_default_tick()
         calls = peer.calls
@@ -80,10 +86,13 @@ class LabelledCalls:
             calls.turn(self._default_tick)
         calls.number = number = calls.number + 1
         call_id = calls.base + number
-        data = _pack_brief(len(label), type_, call_id, function_id, self._default_timeout_ms, 0) + label
+        data = _pack_brief(len(label), kind, call_id, function_id, self._default_timeout_ms, 0) + label
         call = Call(recipient, function, size_bytes, connection)
         try:
-            connection.send_later(data)
+            if is_urgent:
+                connection.send(data)
+            else:
+                connection.send_later(data)
         except BaseException:
             if size_bytes:
                 peer.release(call)
@@ -92,6 +101,6 @@ class LabelledCalls:
         return call_id, data
 
 
-def never_shortly(*_: Any) -> tuple[int, bytes] | None:
+def never_shortly(*_: Any, **__: Any) -> tuple[int, bytes] | None:
     """In the place of `LabelledCalls.begin_shortly`: nothing takes that way."""
     return None

@@ -52,7 +52,7 @@ class Faults:
         self._sends: Counter[tuple[Any, ...]] = Counter()
         self._begin: Callable[..., int] = agent.begin
         agent.begin = self._begin_or_fail  # type: ignore[method-assign, assignment]
-        agent.begin_shortly = never_shortly  # type: ignore[method-assign, assignment]
+        agent.begin_shortly = never_shortly  # type: ignore[method-assign]
 
     def _begin_or_fail(
         self,

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["Arrivals"]
 
 _VALUE: Final = RequestFlag.VALUE
-_KINDS: Final = {flags: brief_kind(int(MessageType.RREF_CREATE), flags) for flags in (0, _VALUE)}
+_SCALAR: Final = RequestFlag.SCALAR
+_KINDS: Final = {flags: brief_kind(int(MessageType.RREF_CREATE), flags) for flags in (0, _VALUE, _SCALAR)}
 _BRIEF_TUPLE: Final = brief_kind(int(MessageType.REPLY), ReplyFlag.TUPLE)
 _pack_brief = BRIEF_HEADER.pack
 _set_scope = current_scope.set
@@ -49,7 +50,7 @@ class Arrival(msgspec.Struct, eq=False):
     run: Run
     rref: RRefId
     value: Value
-    wants_value: bool
+    flags: int
 
     async def make(self, function: Function, /, *args: Any, **kwargs: Any) -> Packed | None:
         """Run the function, and keep what it returns, or raises. The answer says that it ended."""
@@ -69,7 +70,9 @@ class Arrival(msgspec.Struct, eq=False):
             value.fail(error)
         finally:
             self.arrivals.ended(self.rref)
-        return self.arrivals.packed(self.run, value.content) if self.wants_value and not value.stays else None
+        content = value.content
+        is_wanted = self.flags & _VALUE or (self.flags & _SCALAR and type(content) in SCALARS)
+        return self.arrivals.packed(self.run, content) if is_wanted and not value.stays else None
 
     def not_begun(self, error: BaseException) -> None:
         self.value.fail(fresh(error))  # the other one is told to the creator, and refers to the frames of that
@@ -82,7 +85,7 @@ class PlainRun(Run):
     arrivals: Any = None
     rref: RRefId = 0
     value: Any = None
-    wants_value: bool = False
+    flags: int = 0
     payload: bytes | bytearray = b""
 
     def first_step(self) -> Any:
@@ -103,17 +106,16 @@ class PlainRun(Run):
         arrivals.ended(self.rref)
         if self.ended:
             return
-        if self.wants_value and value.content is result:
+        if self.flags and value.content is result:
             if result is None:
                 arrivals.answer(self, _pack_brief(0, _BRIEF_TUPLE, self.id, 1, 0, 0))
                 return
-            payload = arrivals.plain_payload(result)
+            payload = arrivals.plain_payload(result, self.flags)
             if payload is not None:
                 data = _pack_brief(len(payload), _BRIEF_TUPLE, self.id, 1, 0, 0) + payload
                 arrivals.answer(self, data)
                 return
-            packed = arrivals.packed(self, result)
-            if packed is not None:
+            if self.flags == _VALUE and (packed := arrivals.packed(self, result)) is not None:
                 self.executor.returned(self, packed)
                 return
         arrivals.answer(self, _pack_brief(0, _BRIEF_TUPLE, self.id, 0, 0, 0))
@@ -165,7 +167,7 @@ class Arrivals:
             self._refuse(run, label.rref)
             return None
         value = self._value(label.rref, caller, label.made or run.function.name)
-        return Arrival(self, run, label.rref, value, bool(message.flags & _VALUE))
+        return Arrival(self, run, label.rref, value, message.flags)
 
     def _value(self, rref: RRefId, creator: WorkerName, made: str) -> Value:
         value = self._values.get(rref)
@@ -244,18 +246,18 @@ class Arrivals:
                 run.arrivals = self
                 run.rref = rref
                 run.value = value
-                run.wants_value = bool(flags)
+                run.flags = flags
                 run.payload = payload[LABEL_BYTES:]
                 self._start(run)
                 return
         handle(link, RRefCreate(flags, id_, arg, timeout_ms, 0, 0, 0, bytearray(payload), ()))
 
-    def plain_payload(self, value: Any) -> bytes | None:
+    def plain_payload(self, value: Any, flags: int) -> bytes | None:
         """A value that can be sent without a look at what is in it; None for others."""
         kind = type(value)
         if kind in SCALARS:
             return _dumps(value, protocol=5)
-        return self.service.agent.codec.lone_result([value]) if kind is Tensor else None
+        return self.service.agent.codec.lone_result([value]) if kind is Tensor and flags == _VALUE else None
 
 
 def _cancelled(rref: RRefId) -> RRefCreationError:

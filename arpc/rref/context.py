@@ -82,6 +82,11 @@ class RRefContext(ControlService):
         self.thread = get_ident()
         """Of the worker's loop."""
         self.tells_stacks = options.rref_creation_stacks
+        self.awaited: set[Any] = set()
+        """Functions whose last value was a scalar that came along with the answer, since somebody waited for it.
+
+        The next creation of one need not wait in case that somebody is going to.
+        """
         self._is_releasing = False
         self._is_closed = False
         self._ways: dict[type[instructions.Instruction], Callable[[Any], object]] = {

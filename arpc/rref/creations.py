@@ -26,8 +26,9 @@ from arpc.rref.events import (
 from arpc.rref.labels import pack_label
 from arpc.rref.uses import OwnerFuture, Use, as_owner_lost
 from arpc.rref.values import Value, fresh
-from arpc.wire.frames import HEADER
+from arpc.wire.frames import HEADER, brief_kind
 from arpc.wire.messages import MessageType, RequestFlag, RRefCreate
+from arpc.wire.pickling import SCALARS
 
 if TYPE_CHECKING:
     from arpc.rref.context import RRefContext
@@ -35,8 +36,10 @@ if TYPE_CHECKING:
 __all__ = ["Creation", "start_creation"]
 
 _CREATE: Final = int(MessageType.RREF_CREATE)
+_CREATE_WITH_SCALAR: Final = brief_kind(_CREATE, RequestFlag.SCALAR)
 _unpack_header = HEADER.unpack_from
 _Future = asyncio.Future  # uvloop's own `create_future` does the same in three times the time
+_are_scalars = SCALARS.issuperset
 _set_result = asyncio.Future.set_result
 # Where the flags are in a frame
 _FLAGS: Final = 5
@@ -74,9 +77,15 @@ def start_creation(
     label = pack_label(context.incarnation, number, oldest, rref, fork, made)
     try:
         if peer is not None and use is not None and timeout is UNSET and not kwargs and args.__class__ is tuple:
-            sent = agent.begin_shortly(peer, creation, function, args, _CREATE, label)
+            brings = function in context.awaited
+            kind = _CREATE_WITH_SCALAR if brings else _CREATE
+            sent = agent.begin_shortly(peer, creation, function, args, kind, label, is_urgent=brings)
             if sent is not None:
-                creation.call_id, creation.frame = sent
+                creation.call_id, frame = sent
+                if brings:
+                    creation.brings = True
+                else:
+                    creation.frame = frame
                 use.origin = made or function  # whose name few ask for; it is one of a module, which lives for ever
                 if isinstance(function, type):
                     creation.makes = function
@@ -103,6 +112,8 @@ class Creation(msgspec.Struct, eq=False):
     call_id: int = 0
     frame: bytes | None = None
     """What was sent, in case it has not left yet: then the answer may still be asked to bring the value."""
+    brings: bool = False
+    """It was asked to bring the value if that is a scalar, which nobody can change: see `RRefContext.awaited`."""
     makes: type | None = None
     """The class whose object the value will be, if that is what was called."""
     is_settled: bool = False
@@ -170,11 +181,18 @@ class Creation(msgspec.Struct, eq=False):
 
         If that is empty, the value has to be asked for.
         """
-        frame, self.frame = self.frame, None  # one attempt, in the turn of the loop that it was made in
         agent = self.context.agent
-        connection = self.peer.connection if self.peer is not None else None
-        if frame is None or connection is None or agent.has_riders:
+        if agent.has_riders:
             return None  # what rides on calls has to know a fetch from a creation
+        if self.brings:
+            if self.waiter is not None:
+                return None
+            waiter = self.waiter = _Future(loop=agent.loop)
+            return waiter
+        frame, self.frame = self.frame, None  # one attempt, in the turn of the loop that it was made in
+        connection = self.peer.connection if self.peer is not None else None
+        if frame is None or connection is None:
+            return None
         if not connection.amend(frame, frame[:_FLAGS] + _WANTED[frame[_FLAGS]] + frame[_FLAGS + 1 :]):
             return None
         waiter = self.waiter = _Future(loop=agent.loop)
@@ -229,6 +247,9 @@ class Creation(msgspec.Struct, eq=False):
         self.numbers.settle(self.number)
         context, held = self.context, self.held
         if isinstance(held, Use):
+            is_awaited_scalar = self.waiter is not None and bool(answer) and _are_scalars(map(type, answer or ()))
+            if self.brings is not is_awaited_scalar:
+                self._learn(held.origin)
             held.fetches = None
             following = context.forks.creation_confirmed(self.fork)
             if following:
@@ -236,6 +257,7 @@ class Creation(msgspec.Struct, eq=False):
         else:
             # on oneself: the creation was the worker's own user, and ends
             context.happened(UserDeleted(self.rref, self.fork, abandons=False))
+        self.brings = False
         waiter = self.waiter
         if waiter is not None:
             self.waiter = None
@@ -243,6 +265,13 @@ class Creation(msgspec.Struct, eq=False):
                 _set_result(waiter, answer or ())
         if self.watcher is not None:
             self._tell(self.watcher)
+
+    def _learn(self, function: Any) -> None:
+        """It was not foreseen that the value is a scalar that somebody waits for, or that it is not."""
+        if self.brings:
+            self.context.awaited.discard(function)
+        elif not isinstance(function, str):
+            self.context.awaited.add(function)
 
     def set_exception(self, error: Exception) -> None:
         """It is not known what has become of it, or it was refused."""
@@ -252,6 +281,7 @@ class Creation(msgspec.Struct, eq=False):
 
     def _failed(self, error: BaseException) -> None:
         self.is_settled = True
+        self.brings = False
         self.anchor = self.frame = None
         self.numbers.settle(self.number)
         context, held = self.context, self.held

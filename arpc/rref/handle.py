@@ -171,7 +171,7 @@ class RRef(Generic[T]):
         if use is None:
             assert self._value is not None
             return await self._wait_here(self._value, timeout)
-        if creation is not None and creation.frame is not None and timeout is UNSET:
+        if creation is not None and (creation.brings or creation.frame is not None) and timeout is UNSET:
             waiter = creation.fetch_along()
             if waiter is not None:
                 try:
@@ -295,7 +295,11 @@ class RRef(Generic[T]):
         self._live_until(future)
 
     def _remote_method(self, name: str, timeout: float | Unset, /, *args: Any, **kwargs: Any) -> RRef[Any]:
-        arguments = (*self._target(), name, *args)
+        use = self._use
+        if use is None or use.failure is not None or self._is_released:
+            arguments = (*self._target(), name, *args)
+        else:
+            arguments = (self._rref, use.is_created, name, *args)
         return create_remote(self._context, self._owner.name, call_method, arguments, kwargs, timeout, anchor=self)
 
     def _stream_method(

@@ -391,6 +391,8 @@ class RequestFlag:
     """The caller iterates: answer with items, at first as many as the meta says under `WINDOW`, more by `Credit`."""
     VALUE: Final = 4
     """Of an `RRefCreate`: answer with a tuple of the value, if it can be sent."""
+    SCALAR: Final = 8
+    """Of an `RRefCreate`: the same, if it is one of `pickling.SCALARS`."""
 
 
 class ReplyFlag:

@@ -157,7 +157,7 @@ class Codec:
 
     def payload(self, message: Message, slots: list[Any]) -> Any:
         """The object in a message, None if there is none. Raises whatever unpickling raises."""
-        start = message.table_end
+        start = message.table_end + message.label_bytes
         body = message.body
         if not start:
             return self.loads(body, slots) if body else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import inspect
 from asyncio.tasks import _enter_task, _leave_task
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -42,7 +41,7 @@ from arpc.wire.messages import WINDOW, FailureKind, Message, MessageType, Reques
 from arpc.wire.pickling import loads
 from arpc.wire.protocol import Direct
 
-__all__ = ["Executor"]
+__all__ = ["Executor", "HasInbound", "Service", "Wrapped", "Wrapper"]
 
 logger = get_logger("arpc.executor")
 
@@ -76,6 +75,29 @@ class Service(NamedTuple):
     handle: Callable[[HasInbound, Message], None]
     direct: Callable[[HasInbound], dict[int, Direct]]
     """Who takes the plainest of them straight from the read, by their `frames.brief_kind`."""
+
+
+class Wrapped(Protocol):
+    """One message of a feature that names a function."""
+
+    def make(self, function: Function, /, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+        """Runs the function in its own way; what this returns is the answer."""
+
+    def not_begun(self, error: BaseException) -> None:
+        """The function is not there, or its arguments cannot be unpacked; the caller is told."""
+
+
+class Wrapper(Protocol):
+    """How a feature takes messages that name a function, as requests do."""
+
+    def admit(self, run: Run, message: Message) -> Wrapped | None:
+        """What is to run, once the label of the message has been taken off; None if the message is answered so.
+
+        Raises `ProtocolError` if it has no label.
+        """
+
+    def direct(self, link: HasInbound, handle: Callable[[HasInbound, Message], None]) -> dict[int, Direct]:
+        """As in a `Service`. What it does not take is for ``handle``."""
 
 
 class Executor(Replies):
@@ -175,7 +197,7 @@ class Executor(Replies):
         _enter_task(self.loop, carrier.task)
         try:
             # to call it runs none of its code yet
-            coroutine = context.run(self._unpack_and_call, run, payload) if payload else function.call()
+            coroutine = context.run(self.unpack_and_call, run, payload) if payload else function.call()
             waits_for = context.run(coroutine.send, None)
         except StopIteration as stop:
             result = stop.value
@@ -245,7 +267,8 @@ class Executor(Replies):
         inbound.outbox = outbox = ReplyOutbox(inbound, turn, self.codec.brief_result, self.readmit)
         return outbox
 
-    def _unpack_and_call(self, run: Run, payload: bytes | bytearray) -> Coroutine[Any, Any, Any]:
+    def unpack_and_call(self, run: Run, payload: bytes | bytearray) -> Coroutine[Any, Any, Any]:
+        """Call a function that is nothing but a coroutine with what is in a payload. In the handler's context."""
         try:
             args = _plain_content(payload)
         except (AttributeError, ImportError, LookupError, StopIteration) as error:
@@ -389,8 +412,8 @@ class Executor(Replies):
 
         return Service(handle, direct)
 
-    def serve_wrapped(self, message_class: type[Message], wrapper: Callable[..., Any]) -> Service:
-        """Give messages of a class, which name a function as requests do, to ``wrapper``: function, flags, arguments.
+    def serve_wrapped(self, wrapper: Wrapper) -> Service:
+        """Give messages that name a function, as requests do, to a feature.
 
         They never wait for room: others that run may wait for what they bring.
         """
@@ -398,45 +421,42 @@ class Executor(Replies):
         def handle(link: HasInbound, message: Message) -> None:
             inbound = link.inbound
             function = inbound.functions.get(message.arg)
-            if isinstance(function, Function):
-                self.carriers.start(self._run(inbound, _wrapped(wrapper, function, message.flags), message))
-                return
-            if message.arg:
-                self._start_special(inbound, function, message)  # which says what is wrong with it
-                return
-            run = self._run(inbound, _UNKNOWN, message)
+            run = self._run(inbound, function if isinstance(function, Function) else _UNKNOWN, message)
             try:
-                run.context.run(self._enter, run, message)
-            except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+                wrapped = wrapper.admit(run, message)
+            except ProtocolError as error:
                 self.raised(run, error)
                 return
-            run.function = _wrapped(wrapper, run.function, message.flags)
+            if wrapped is None:
+                return
+            if isinstance(function, Function):
+                # before it is unpacked: what observers put around a function belongs around all of this
+                run.function = _wrapped(wrapped, function)
+            try:
+                self._check_found(function, message)
+                run.context.run(self._enter, run, message)
+            except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+                wrapped.not_begun(error)
+                self.raised(run, error)
+                return
+            if not isinstance(function, Function):  # it came with its arguments
+                run.function = _wrapped(wrapped, run.function)
             self.carriers.start(run)
 
-        def direct_with(link: HasInbound, flags: int, kind: int) -> Direct:
-            inbound = link.inbound
-            coroutines, functions, connection = inbound.coroutines, inbound.functions, inbound.connection
-            base = kind << 32  # `take` finds the wrapped function by its number with this above it
+        return Service(handle, lambda link: wrapper.direct(link, handle))
 
-            def take(id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
-                number = base | arg
-                if number not in coroutines:
-                    function = functions.get(arg)
-                    if isinstance(function, Function):
-                        coroutines[number] = _wrapped(wrapper, function, flags)
-                if number not in coroutines or inbound.is_full or connection.is_congested or not self._idle:
-                    handle(link, message_class(flags, id_, arg, timeout_ms, 0, 0, 0, bytearray(payload), ()))
-                else:
-                    self.take(inbound, id_, number, timeout_ms, payload)
-
-            return take
-
-        def direct(link: HasInbound) -> dict[int, Direct]:
-            type_ = int(message_class.type)
-            kinds = {brief_kind(type_, flags): flags for flags in (0, RequestFlag.VALUE)}
-            return {kind: direct_with(link, flags, kind) for kind, flags in kinds.items()}
-
-        return Service(handle, direct)
+    def answer(self, run: Run, data: bytes) -> None:
+        """The end of a request that a feature has taken, with the frame of the reply."""
+        if run.is_registered or run.handling is not None:
+            self._end(run, data, None)
+            return
+        run.ended = True
+        run.context = NO_CONTEXT
+        self._calls_ended += 1
+        try:  # noqa: SIM105 - which costs nothing
+            run.inbound.connection.send(data)
+        except ConnectionClosedError:
+            pass  # the caller knows: its own end of the connection is closed too
 
     def _answer(self, run: Run) -> None:
         """Run a `Prompt` function here and now. Torch's state must be pristine."""
@@ -465,10 +485,7 @@ class Executor(Replies):
         if message.flags & RequestFlag.STREAM:
             run.is_stream = True
         try:
-            if isinstance(function, Exception):
-                raise function.with_traceback(None)
-            if function is None and message.arg:
-                raise ProtocolError(f"call {message.id} of function {message.arg}, which was never sent")
+            self._check_found(function, message)
             run.context.run(self._enter, run, message)
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             self.raised(run, error)
@@ -477,6 +494,13 @@ class Executor(Replies):
             self._run_inline(run)  # calling a generator function runs none of its code
         else:
             self._launch(run)
+
+    @staticmethod
+    def _check_found(function: Function | Exception | None, message: Message) -> None:
+        if isinstance(function, Exception):
+            raise function.with_traceback(None)
+        if function is None and message.arg:
+            raise ProtocolError(f"call {message.id} of function {message.arg}, which was never sent")
 
     def _enter(self, run: Run, message: Message) -> None:
         current_scope.set(run)
@@ -536,7 +560,7 @@ class Executor(Replies):
         if function.returns_future:
             return await _future_of(result, function.name, self.loop)
         # not asyncio.iscoroutine, to which a generator is one
-        return await result if inspect.iscoroutine(result) else result
+        return await result if isinstance(result, Coroutine) else result
 
     def define(self, inbound: Inbound, message: Message) -> None:
         """A peer sends a function that it will call by number. Raises `ProtocolError` if there are too many."""
@@ -676,12 +700,12 @@ async def _future_of(result: Any, name: str, loop: asyncio.AbstractEventLoop) ->
     return result.result() if isinstance(result, concurrent.futures.Future) else result.value()
 
 
+def _wrapped(wrapped: Wrapped, function: Function) -> Function:
+    return Function.of_coroutine(partial(wrapped.make, function), function.name)
+
+
 def _unknown_function() -> None:
     """Stands in the error reply of a call whose function could not be found."""
-
-
-def _wrapped(wrapper: Callable[..., Any], function: Function, flags: int) -> Function:
-    return Function.of_coroutine(partial(wrapper, function, flags), function.name)
 
 
 _UNKNOWN: Final = Function(_unknown_function)

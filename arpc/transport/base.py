@@ -273,14 +273,34 @@ class Connection(ABC):
         """More is about to be sent in this turn of the loop: let all of it go out in one write."""
         self._direct_left = 0
 
+    def send_later(self, data: bytes) -> None:
+        """`gather`, then `send`: a frame that may still be amended in this turn of the loop."""
+        self._direct_left = 0
+        out = self._out
+        if out or self._is_reading:
+            out.append(data)
+            if len(out) == _FLUSH_FRAMES:
+                self.flush()
+        elif self._is_mute:
+            self._refuse()
+        else:
+            out.append(data)
+            self.loop.call_soon(self.flush)
+
     @property
     def last_unsent(self) -> bytes | None:
         """The last frame of this turn of the loop, if it has not gone out yet."""
         return self._out[-1] if self._out else None
 
-    def replace_last_unsent(self, data: bytes) -> None:
-        """Send another frame of the same size in its place."""
-        self._out[-1] = data
+    def amend(self, data: bytes, by: bytes) -> bool:
+        """Send another frame of the same size in the place of `last_unsent`, if that is ``data``; it goes out soon."""
+        out = self._out
+        if not out or out[-1] is not data:
+            return False
+        out[-1] = by
+        if len(out) == 1 and not self._is_reading:
+            self.flush()  # whoever amends it waits for the answer
+        return True
 
     def _refuse(self) -> None:
         # Of one that was aborted everybody is about to hear that it is lost; that is soon enough

@@ -23,6 +23,7 @@ from arpc.wire.tensors import Slot
 __all__ = [
     "JUST_A_TENSOR",
     "ONE_TENSOR",
+    "SCALARS",
     "Parcel",
     "Pickler",
     "Reducer",
@@ -37,9 +38,10 @@ __all__ = [
 _MAX_REUSED_BYTES: Final = 1024
 # A container this long is looked through only if it begins with a tensor
 _MAX_UNLIKELY: Final = 1000
-_SCALARS: Final = frozenset((int, float, bool, str, bytes, complex, type(None)))
+SCALARS: Final = frozenset((int, float, bool, str, bytes, complex, type(None)))
+"""Objects of just these types take up no slots, and to pickle them runs no code but the pickler's own."""
 _CONTAINERS: Final = frozenset((tuple, list, dict))
-_PLAIN: Final = _SCALARS | _CONTAINERS | {Tensor}
+_PLAIN: Final = SCALARS | _CONTAINERS | {Tensor}
 _ONLY_TENSORS: Final = {Tensor}
 _dump = pickle.Pickler.dump  # cloudpickle's own only explains recursion errors
 _dumps = pickle.dumps
@@ -118,7 +120,7 @@ class Pickler:
         if not kwargs:
             if len(args) == 1 and type(args[0]) is Tensor:
                 return ONE_TENSOR, [args[0]]
-            if _SCALARS.issuperset(map(type, args)):
+            if SCALARS.issuperset(map(type, args)):
                 return _dumps(args, protocol=5), []
         try:
             return self._dumps_plain((args, kwargs) if kwargs else args, main_by_value=main_by_value, to=to)
@@ -134,6 +136,8 @@ class Pickler:
         if value is None:
             return b"", []
         kind = type(value)
+        if kind in SCALARS:
+            return _dumps(value, protocol=5), []
         if kind is Tensor:
             return JUST_A_TENSOR, [value]
         if kind in _CONTAINERS:
@@ -188,12 +192,12 @@ def _cut_out(value: Any, tensors: list[Slot], seen: set[int]) -> Any:
     items = value
     if kind is dict:
         items = value.values()
-        if not _SCALARS.issuperset(map(type, value)):
+        if not SCALARS.issuperset(map(type, value)):
             raise _NotPlainError
     if len(items) > _MAX_UNLIKELY and type(next(iter(items))) is not Tensor:
         raise _NotPlainError
     kinds = set(map(type, items))
-    if kinds <= _SCALARS:
+    if kinds <= SCALARS:
         return value
     cut: list[Any]
     if kinds == _ONLY_TENSORS:
@@ -207,7 +211,7 @@ def _cut_out(value: Any, tensors: list[Slot], seen: set[int]) -> Any:
                 tensors.append(item)
                 cut.append(HOLE)
             else:
-                cut.append(item if kind_of_item in _SCALARS else _cut_out(item, tensors, seen))
+                cut.append(item if kind_of_item in SCALARS else _cut_out(item, tensors, seen))
     else:
         raise _NotPlainError
     if kind is tuple:

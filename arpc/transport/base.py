@@ -277,7 +277,7 @@ class Connection(ABC):
         """`gather`, then `send`: a frame that may still be amended in this turn of the loop."""
         self._direct_left = 0
         out = self._out
-        if out or self._is_reading:
+        if out or self.is_reading:
             out.append(data)
             if len(out) == _FLUSH_FRAMES:
                 self.flush()
@@ -298,7 +298,7 @@ class Connection(ABC):
         if not out or out[-1] is not data:
             return False
         out[-1] = by
-        if len(out) == 1 and not self._is_reading:
+        if len(out) == 1 and not self.is_reading:
             self.flush()  # whoever amends it waits for the answer
         return True
 

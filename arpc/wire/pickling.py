@@ -244,7 +244,7 @@ def dumps_flat(head: bytes, tensors: list[Slot], *, is_call: bool) -> tuple[byte
 
 def dumps_plain(value: Any) -> bytes | None:
     """`Pickler.dumps` for scalars, and containers of nothing but these; None for all else. Runs no code of others."""
-    if type(value) not in _SCALARS:
+    if type(value) not in SCALARS:
         tensors: list[Slot] = []
         try:
             _cut_out(value, tensors, set())

@@ -219,6 +219,18 @@ async def test_functions_that_travel_by_value_can_create(group):
     assert await arpc.remote("worker1", lambda number: base + number, (4,)) == 7
 
 
+class Multiplier(list[int]):
+    """A function that cannot be hashed."""
+
+    def __call__(self, number: int) -> int:
+        return self[0] * number
+
+
+async def test_functions_that_cannot_be_hashed_can_create(group):
+    for _ in range(2):
+        assert await arpc.remote("worker1", Multiplier([3]), (4,)) == 12
+
+
 async def test_keyword_arguments_of_any_name(group):
     rref = arpc.remote("worker1", objects.keywords, (), {"rref": 1, "made": 2, "number": 3, "self": 4})
     assert await rref == {"rref": 1, "made": 2, "number": 3, "self": 4}

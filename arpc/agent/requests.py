@@ -227,6 +227,8 @@ class Inbound:
         self.functions: dict[int, Function | Exception] = {}
         self.coroutines: dict[int, Function] = {}
         """Those of the functions that are nothing but a coroutine to be awaited, as most are."""
+        self.plain: dict[int, Function] = {}
+        """Those that are nothing but a function to be called in a thread."""
         self.max_handlers = max_handlers
         self.limit = max_handlers
         """How many requests may run at once: so many, or none while its caller does not take replies."""
@@ -255,10 +257,13 @@ class Inbound:
     def define(self, number: int, function: Function | Exception) -> None:
         """The caller will call this function by its number; or it cannot be called, and why."""
         self.functions[number] = function
-        if isinstance(function, Function) and function.is_simple:
-            self.coroutines[number] = function
-        else:
-            self.coroutines.pop(number, None)
+        self.coroutines.pop(number, None)
+        self.plain.pop(number, None)
+        if isinstance(function, Function):
+            if function.is_simple:
+                self.coroutines[number] = function
+            elif function.is_plain:
+                self.plain[number] = function
 
     def set_limit(self, max_handlers: int) -> None:
         """Let that many requests run at once."""
@@ -288,17 +293,19 @@ class Inbound:
         if run.is_registered:
             return
         run.is_registered = True
-        self.running[run.id] = run
-        self.is_full = self.is_full or len(self.running) >= self.limit
-        if not run.timeout_ms:
+        id_, timeout_ms = run.id, run.timeout_ms
+        self.running[id_] = run
+        if len(self.running) >= self.limit:
+            self.is_full = True
+        if not timeout_ms:
             return
         now = self._time()
-        if run.timeout_ms != self._usual_ms or now >= self._usual_until:
-            self._find_tick(run.timeout_ms, now)
+        if timeout_ms != self._usual_ms or now >= self._usual_until:
+            self._find_tick(timeout_ms, now)
         run.tick = self._usual_tick
-        self._usual_bucket[run.id] = run
+        self._usual_bucket[id_] = run
         if run._deadline is None:  # noqa: SLF001 - nobody has asked for it before, so it counts from now
-            run._deadline = now + run.timeout_ms / 1000  # noqa: SLF001
+            run._deadline = now + timeout_ms / 1000  # noqa: SLF001
 
     def _find_tick(self, timeout_ms: int, now: float) -> None:
         """Requests of about the same time with the same timeout share a tick: find it once for all."""

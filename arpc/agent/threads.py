@@ -209,10 +209,11 @@ class ThreadPool:
 
     def _count_answered(self) -> None:
         answered = self._answered
+        count = 0
         while answered:
-            count = answered.popleft()
-            self._unfinished -= count
-            self._jobs_answered += count
+            count += answered.popleft()
+        self._unfinished -= count
+        self._jobs_answered += count
 
     @property
     def jobs_answered(self) -> int:
@@ -296,15 +297,21 @@ class ThreadPool:
             else:
                 self._sleep(bell)
                 continue
-            if outbox is not None and not (is_quick and answered < _ANSWERS_A_WRITE and self._may_wait(outbox)):
+            if outbox is not None and not (
+                is_quick
+                and answered < _ANSWERS_A_WRITE
+                and (outbox.is_watched or self._watch(outbox))
+                and self._helper is not None  # otherwise the loop does not look after what is unsent
+            ):
                 self._answered.append(answered)
                 outbox.send()
                 outbox = None
                 answered = 0
-            if not is_quick:
+            if is_quick:
+                result = self._run(job)
+            else:
                 self._slow.append(None)
-            result = self._run(job)
-            if not is_quick:
+                result = self._run(job)
                 self._slow.pop()
             del job
             if not isinstance(result, Outbox):
@@ -333,12 +340,11 @@ class ThreadPool:
                 return
         bell.wait()
 
-    def _may_wait(self, outbox: Outbox) -> bool:
-        """Whether a thread may run another quick job before it sends: only if the loop looks after what is unsent."""
-        if not outbox.is_watched:
-            outbox.is_watched = True
-            self._unsent.append(outbox)
-        return self._helper is not None
+    def _watch(self, outbox: Outbox) -> bool:
+        """Let the loop send what is in there, should this thread be stuck in its next job."""
+        outbox.is_watched = True
+        self._unsent.append(outbox)
+        return True
 
     def _run(self, job: Job) -> Callable[[], None] | Outbox | None:
         try:

@@ -64,7 +64,8 @@ class Run(msgspec.Struct):
     coroutine: Coroutine[Any, Any, Any] | None = None
     state: torchstate.SavedState | None = None
     task: asyncio.Task[Any] | None = None
-    tick: int = NEVER
+    bucket: dict[int, Run] | None = None
+    """Those that expire with it, while its deadline is watched."""
     ended: bool = False
     expired: bool = False
     is_registered: bool = False
@@ -302,8 +303,8 @@ class Inbound:
         now = self._time()
         if timeout_ms != self._usual_ms or now >= self._usual_until:
             self._find_tick(timeout_ms, now)
-        run.tick = self._usual_tick
-        self._usual_bucket[id_] = run
+        run.bucket = bucket = self._usual_bucket
+        bucket[id_] = run
         if run._deadline is None:  # noqa: SLF001 - nobody has asked for it before, so it counts from now
             run._deadline = now + timeout_ms / 1000  # noqa: SLF001
 
@@ -324,20 +325,20 @@ class Inbound:
         id_ = run.id
         if self.running.pop(id_, None) is not run:
             return False
-        if (tick := run.tick) and (bucket := self._by_tick.get(tick)) is not None:
-            bucket.pop(id_, None)
+        if run.bucket is not None:
+            run.bucket.pop(id_, None)
         return True
 
     def claim_answers(self, answers: deque[tuple[Run, bytes]], limit_bytes: int) -> list[bytes]:
         """The same for many that have ended in threads: the frames of those that are still to be answered."""
-        running, by_tick = self.running, self._by_tick
+        running = self.running
         frames = []
         size_bytes = 0
         while answers and size_bytes < limit_bytes:
             run, data = answers.popleft()
             id_ = run.id
             if running.pop(id_, None) is run:  # this is `claim`, written out
-                if (tick := run.tick) and (bucket := by_tick.get(tick)) is not None:
+                if (bucket := run.bucket) is not None:
                     bucket.pop(id_, None)
                 frames.append(data)
                 size_bytes += len(data)
@@ -351,13 +352,16 @@ class Inbound:
             self.ended(run)
         if self.is_full:
             self._look_for_room()
-        if run.tick and (bucket := self._by_tick.get(run.tick)) is not None:
-            bucket.pop(run.id, None)
+        if run.bucket is not None:
+            run.bucket.pop(run.id, None)
 
     def expire(self, tick: int) -> None:
         if tick == self._usual_tick:
             self._usual_ms = 0
-        for run in list(self._by_tick.pop(tick, {}).values()):
+        bucket = self._by_tick.pop(tick, {})
+        expired = list(bucket.values())
+        bucket.clear()  # they refer to it
+        for run in expired:
             run.expire()
 
     def cancel(self, call_id: int) -> None:

@@ -131,8 +131,10 @@ class ThreadPool:
         """
         self._unfinished += 1
         if self._closed:
-            # what ends late may have something to clear away still, when the others have gone
-            threading.Thread(target=self._do_late, args=(job,), name=f"arpc-{self._name}-late", daemon=True).start()
+            # What ends late may have something to clear away still, when the others have gone. The thread ends when it
+            # finds no other job.
+            self._jobs.append((job, False))
+            self._launch("late")
             return
         self._jobs.append((job, is_quick))
         if self._will_ring:
@@ -184,7 +186,8 @@ class ThreadPool:
                 if sleepers:
                     sleepers.pop().ring()
                 elif len(self._threads) < self._size:
-                    self._start_thread()
+                    # if the system has no more, the pool must not count on this one
+                    self._threads.append(self._launch(str(len(self._threads))))
                 else:
                     break
                 takers += 1
@@ -262,17 +265,15 @@ class ThreadPool:
             "jobs_queued": len(self._jobs),
         }
 
-    def _start_thread(self) -> None:
-        name = f"arpc-{self._name}-{len(self._threads)}"
+    def _launch(self, name: str) -> threading.Thread:
         bell = _Doorbell()
-        thread = threading.Thread(target=self._work, args=(bell,), name=name, daemon=True)
-        self._threads.append(thread)
+        thread = threading.Thread(target=self._work, args=(bell,), name=f"arpc-{self._name}-{name}", daemon=True)
         try:
             thread.start()
         except RuntimeError:
-            self._threads.pop()  # the system has no more: the pool must not count on this one
-            bell.close()
+            bell.close()  # the system has no more threads
             raise
+        return thread
 
     def _work(self, bell: _Doorbell) -> None:
         jobs = self._jobs
@@ -307,24 +308,30 @@ class ThreadPool:
                 outbox.send()
                 outbox = None
                 answered = 0
-            if is_quick:
-                result = self._run(job)
-            else:
+            if not is_quick:
                 self._slow.append(None)
-                result = self._run(job)
-                self._slow.pop()
+            try:
+                result = job()
+            except BaseException:
+                # Jobs report their own errors; whatever arrives here is a bug, and must not cost the pool a thread
+                logger.exception("an internal error in a worker thread")
+                result = None
             del job
-            if not isinstance(result, Outbox):
-                if not self._tell(result):
-                    break
-                continue
-            if outbox is not None and result is not outbox:
-                self._answered.append(answered)
-                outbox.send()
-                answered = 0
-            outbox = result
-            answered += 1
-            del result
+            # The blocks it was in have ended with it. Left are the two things that people switch without a block.
+            if not _is_grad_enabled() or _count_function_modes():
+                torchstate.save_and_reset()
+            if not is_quick:
+                self._slow.pop()
+            if isinstance(result, Outbox):
+                if outbox is not None and result is not outbox:
+                    self._answered.append(answered)
+                    outbox.send()
+                    answered = 0
+                outbox = result
+                answered += 1
+            elif not self._tell(result):
+                break
+            del result  # what it refers to is not to stay while this thread sleeps
         bell.close()
 
     def _sleep(self, bell: _Doorbell) -> None:
@@ -346,18 +353,6 @@ class ThreadPool:
         self._unsent.append(outbox)
         return True
 
-    def _run(self, job: Job) -> Callable[[], None] | Outbox | None:
-        try:
-            result = job()
-        except BaseException:
-            # Jobs report their own errors; whatever arrives here is a bug, and must not cost the pool a thread
-            logger.exception("an internal error in a worker thread")
-            result = None
-        # The blocks it was in have ended with it. Left are the two things that people switch without a block.
-        if not _is_grad_enabled() or _count_function_modes():
-            torchstate.save_and_reset()
-        return result
-
     def _tell(self, then: Callable[[], None] | None) -> bool:
         """Let the loop do the rest of a job; False if it is closed, so that nobody waits any more."""
         self._done.append(then)
@@ -370,15 +365,6 @@ class ThreadPool:
             except RuntimeError:
                 return False
         return True
-
-    def _do_late(self, job: Job) -> None:
-        """Run a job in a thread that ends with it."""
-        result = self._run(job)
-        if isinstance(result, Outbox):
-            self._answered.append(1)
-            result.send()
-        else:
-            self._tell(result)
 
     def _collect(self) -> None:
         self._wake_up_sent = False

@@ -113,6 +113,8 @@ class ThreadPool:
         self._is_stuck = False
         """A job that was said to be quick is not, and may still run."""
         self._helper: asyncio.TimerHandle | None = None
+        self._oldest: tuple[Job, bool] | None = None
+        """The job that must be gone when the helper looks, or else it has to help."""
         self._tasks_are_isolated = torchstate.isolates_all_tasks(loop)
         self._done: deque[Callable[[], None] | None] = deque()
         self._wake_up_sent = False
@@ -143,7 +145,7 @@ class ThreadPool:
             # A thread that is woken here often runs before this one goes on. What it has finished by then needs no
             # wake-up.
             self._wake_up_sent = True
-            self._sleepers.pop().ring()
+            self._wake()
             self._wake_up_sent = False
             if self._done:
                 self._loop.call_soon(self._collect)
@@ -179,12 +181,12 @@ class ThreadPool:
         if jobs > max(takers, wanted) and busy < self._size and self._helper is None:
             # Whoever is to take them may get stuck. With all threads at work there would be nobody to help: each takes
             # the next job before it sleeps.
-            self._helper = self._loop.call_later(_HELP_AFTER_S, self._help)
+            self._look_later(max(takers, wanted))
         self._wake_up_sent = True  # as above
         try:
             while takers < wanted and self._jobs:
-                if sleepers:
-                    sleepers.pop().ring()
+                if self._wake():
+                    pass
                 elif len(self._threads) < self._size:
                     # if the system has no more, the pool must not count on this one
                     self._threads.append(self._launch(str(len(self._threads))))
@@ -194,15 +196,41 @@ class ThreadPool:
         finally:
             self._collect()
 
+    def _wake(self) -> bool:
+        """Wake the thread that fell asleep last; False if none is asleep."""
+        try:
+            bell = self._sleepers.pop()
+        except IndexError:
+            return False  # the last of them may have seen a job by itself, just now
+        bell.ring()
+        return True
+
+    def _look_later(self, place: int = 0) -> None:
+        """See in a while whether the job at that place of the queue is still there."""
+        try:
+            self._oldest = self._jobs[place]
+        except IndexError:
+            self._oldest = None
+        self._helper = self._loop.call_later(_HELP_AFTER_S, self._help)
+
     def _help(self) -> None:
         """Jobs, and answers to others, may have been waiting for a while."""
         # First this: from now on no thread counts on it
         self._helper = None
+        oldest, self._oldest = self._oldest, None
         self._send_unsent()
-        if self._jobs and not self._closed:
+        if not self._jobs or self._closed:
+            return
+        try:
+            is_stuck = self._jobs[0] is oldest
+        except IndexError:
+            return  # a thread has just taken the last one
+        if is_stuck:
             self._is_stuck = True
             self._wanted += len(self._jobs)
             self._ring()
+        else:
+            self._look_later()
 
     def _send_unsent(self) -> None:
         while self._unsent:
@@ -322,8 +350,10 @@ class ThreadPool:
                 torchstate.save_and_reset()
             if not is_quick:
                 self._slow.pop()
-            if isinstance(result, Outbox):
-                if outbox is not None and result is not outbox:
+            if result is not None and result is outbox:
+                answered += 1
+            elif isinstance(result, Outbox):
+                if outbox is not None:
                     self._answered.append(answered)
                     outbox.send()
                     answered = 0

@@ -232,20 +232,17 @@ class Executor(Replies):
         if id_ == inbound.latest_id:
             return  # it came twice, and runs once
         inbound.latest_id = id_
-        function = inbound.functions.get(arg)
-        if (
-            function.__class__ is not Function
-            or not function.is_plain
-            or inbound.is_full
-            or inbound.connection.is_congested
-        ):
+        function = inbound.plain.get(arg)
+        connection = inbound.connection
+        if function is None or inbound.is_full or connection.is_congested:
             self._admit(inbound, Request(0, id_, arg, timeout_ms, 0, 0, 0, bytearray(payload), ()))
             return
-        run = Run(self, inbound, function, id_, timeout_ms, self._copy_context())
-        run.context.run(_set_scope, run)
+        context = self._copy_context()
+        run = Run(self, inbound, function, id_, timeout_ms, context)
+        context.run(_set_scope, run)
         if payload:
             try:
-                run.args = run.context.run(_plain_content, payload)
+                run.args = context.run(_plain_content, payload)
             except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
                 not_found = isinstance(error, AttributeError | ImportError | LookupError)
                 self.raised(run, self._not_unpacked(error) if not_found else error)
@@ -257,7 +254,7 @@ class Executor(Replies):
         inbound.register(run)
         if inbound.ended is None:
             run.outbox = inbound.outbox or self._open_outbox(inbound)
-        self.threads.submit(run.work, is_quick=function.is_quick, is_alone=not inbound.connection.is_reading)
+        self.threads.submit(run.work, is_quick=function.is_quick, is_alone=not connection.is_reading)
 
     def _open_outbox(self, inbound: Inbound) -> ReplyOutbox | None:
         """Where threads put the answers to a connection's requests; None if it can be written by the loop alone."""

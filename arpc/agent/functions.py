@@ -81,7 +81,7 @@ class Function:
             self.is_quick = False
 
     @classmethod
-    def of_coroutine(cls, call: Callable[[], Any], name: str) -> Function:
+    def of_coroutine(cls, call: Callable[..., Any], name: str) -> Function:
         """What the runtime itself lets run as a coroutine, in the name of another function."""
         made = cls(call)
         made.mode = Mode.COROUTINE

@@ -64,7 +64,8 @@ class Run(msgspec.Struct):
     coroutine: Coroutine[Any, Any, Any] | None = None
     state: torchstate.SavedState | None = None
     task: asyncio.Task[Any] | None = None
-    tick: int = NEVER
+    bucket: dict[int, Run] | None = None
+    """Those that expire with it, while its deadline is watched."""
     ended: bool = False
     expired: bool = False
     is_registered: bool = False
@@ -227,6 +228,8 @@ class Inbound:
         self.functions: dict[int, Function | Exception] = {}
         self.coroutines: dict[int, Function] = {}
         """Those of the functions that are nothing but a coroutine to be awaited, as most are."""
+        self.plain: dict[int, Function] = {}
+        """Those that are nothing but a function to be called in a thread."""
         self.max_handlers = max_handlers
         self.limit = max_handlers
         """How many requests may run at once: so many, or none while its caller does not take replies."""
@@ -255,10 +258,13 @@ class Inbound:
     def define(self, number: int, function: Function | Exception) -> None:
         """The caller will call this function by its number; or it cannot be called, and why."""
         self.functions[number] = function
-        if isinstance(function, Function) and function.is_simple:
-            self.coroutines[number] = function
-        else:
-            self.coroutines.pop(number, None)
+        self.coroutines.pop(number, None)
+        self.plain.pop(number, None)
+        if isinstance(function, Function):
+            if function.is_simple:
+                self.coroutines[number] = function
+            elif function.is_plain:
+                self.plain[number] = function
 
     def set_limit(self, max_handlers: int) -> None:
         """Let that many requests run at once."""
@@ -288,17 +294,19 @@ class Inbound:
         if run.is_registered:
             return
         run.is_registered = True
-        self.running[run.id] = run
-        self.is_full = self.is_full or len(self.running) >= self.limit
-        if not run.timeout_ms:
+        id_, timeout_ms = run.id, run.timeout_ms
+        self.running[id_] = run
+        if len(self.running) >= self.limit:
+            self.is_full = True
+        if not timeout_ms:
             return
         now = self._time()
-        if run.timeout_ms != self._usual_ms or now >= self._usual_until:
-            self._find_tick(run.timeout_ms, now)
-        run.tick = self._usual_tick
-        self._usual_bucket[run.id] = run
+        if timeout_ms != self._usual_ms or now >= self._usual_until:
+            self._find_tick(timeout_ms, now)
+        run.bucket = bucket = self._usual_bucket
+        bucket[id_] = run
         if run._deadline is None:  # noqa: SLF001 - nobody has asked for it before, so it counts from now
-            run._deadline = now + run.timeout_ms / 1000  # noqa: SLF001
+            run._deadline = now + timeout_ms / 1000  # noqa: SLF001
 
     def _find_tick(self, timeout_ms: int, now: float) -> None:
         """Requests of about the same time with the same timeout share a tick: find it once for all."""
@@ -317,20 +325,20 @@ class Inbound:
         id_ = run.id
         if self.running.pop(id_, None) is not run:
             return False
-        if (tick := run.tick) and (bucket := self._by_tick.get(tick)) is not None:
-            bucket.pop(id_, None)
+        if run.bucket is not None:
+            run.bucket.pop(id_, None)
         return True
 
     def claim_answers(self, answers: deque[tuple[Run, bytes]], limit_bytes: int) -> list[bytes]:
         """The same for many that have ended in threads: the frames of those that are still to be answered."""
-        running, by_tick = self.running, self._by_tick
+        running = self.running
         frames = []
         size_bytes = 0
         while answers and size_bytes < limit_bytes:
             run, data = answers.popleft()
             id_ = run.id
             if running.pop(id_, None) is run:  # this is `claim`, written out
-                if (tick := run.tick) and (bucket := by_tick.get(tick)) is not None:
+                if (bucket := run.bucket) is not None:
                     bucket.pop(id_, None)
                 frames.append(data)
                 size_bytes += len(data)
@@ -344,13 +352,16 @@ class Inbound:
             self.ended(run)
         if self.is_full:
             self._look_for_room()
-        if run.tick and (bucket := self._by_tick.get(run.tick)) is not None:
-            bucket.pop(run.id, None)
+        if run.bucket is not None:
+            run.bucket.pop(run.id, None)
 
     def expire(self, tick: int) -> None:
         if tick == self._usual_tick:
             self._usual_ms = 0
-        for run in list(self._by_tick.pop(tick, {}).values()):
+        bucket = self._by_tick.pop(tick, {})
+        expired = list(bucket.values())
+        bucket.clear()  # they refer to it
+        for run in expired:
             run.expire()
 
     def cancel(self, call_id: int) -> None:

@@ -113,6 +113,8 @@ class ThreadPool:
         self._is_stuck = False
         """A job that was said to be quick is not, and may still run."""
         self._helper: asyncio.TimerHandle | None = None
+        self._oldest: tuple[Job, bool] | None = None
+        """The job that must be gone when the helper looks, or else it has to help."""
         self._tasks_are_isolated = torchstate.isolates_all_tasks(loop)
         self._done: deque[Callable[[], None] | None] = deque()
         self._wake_up_sent = False
@@ -131,8 +133,10 @@ class ThreadPool:
         """
         self._unfinished += 1
         if self._closed:
-            # what ends late may have something to clear away still, when the others have gone
-            threading.Thread(target=self._do_late, args=(job,), name=f"arpc-{self._name}-late", daemon=True).start()
+            # What ends late may have something to clear away still, when the others have gone. The thread ends when it
+            # finds no other job.
+            self._jobs.append((job, False))
+            self._launch("late")
             return
         self._jobs.append((job, is_quick))
         if self._will_ring:
@@ -141,7 +145,7 @@ class ThreadPool:
             # A thread that is woken here often runs before this one goes on. What it has finished by then needs no
             # wake-up.
             self._wake_up_sent = True
-            self._sleepers.pop().ring()
+            self._wake()
             self._wake_up_sent = False
             if self._done:
                 self._loop.call_soon(self._collect)
@@ -177,29 +181,56 @@ class ThreadPool:
         if jobs > max(takers, wanted) and busy < self._size and self._helper is None:
             # Whoever is to take them may get stuck. With all threads at work there would be nobody to help: each takes
             # the next job before it sleeps.
-            self._helper = self._loop.call_later(_HELP_AFTER_S, self._help)
+            self._look_later(max(takers, wanted))
         self._wake_up_sent = True  # as above
         try:
             while takers < wanted and self._jobs:
-                if sleepers:
-                    sleepers.pop().ring()
+                if self._wake():
+                    pass
                 elif len(self._threads) < self._size:
-                    self._start_thread()
+                    # if the system has no more, the pool must not count on this one
+                    self._threads.append(self._launch(str(len(self._threads))))
                 else:
                     break
                 takers += 1
         finally:
             self._collect()
 
+    def _wake(self) -> bool:
+        """Wake the thread that fell asleep last; False if none is asleep."""
+        try:
+            bell = self._sleepers.pop()
+        except IndexError:
+            return False  # the last of them may have seen a job by itself, just now
+        bell.ring()
+        return True
+
+    def _look_later(self, place: int = 0) -> None:
+        """See in a while whether the job at that place of the queue is still there."""
+        try:
+            self._oldest = self._jobs[place]
+        except IndexError:
+            self._oldest = None
+        self._helper = self._loop.call_later(_HELP_AFTER_S, self._help)
+
     def _help(self) -> None:
         """Jobs, and answers to others, may have been waiting for a while."""
         # First this: from now on no thread counts on it
         self._helper = None
+        oldest, self._oldest = self._oldest, None
         self._send_unsent()
-        if self._jobs and not self._closed:
+        if not self._jobs or self._closed:
+            return
+        try:
+            is_stuck = self._jobs[0] is oldest
+        except IndexError:
+            return  # a thread has just taken the last one
+        if is_stuck:
             self._is_stuck = True
             self._wanted += len(self._jobs)
             self._ring()
+        else:
+            self._look_later()
 
     def _send_unsent(self) -> None:
         while self._unsent:
@@ -209,10 +240,11 @@ class ThreadPool:
 
     def _count_answered(self) -> None:
         answered = self._answered
+        count = 0
         while answered:
-            count = answered.popleft()
-            self._unfinished -= count
-            self._jobs_answered += count
+            count += answered.popleft()
+        self._unfinished -= count
+        self._jobs_answered += count
 
     @property
     def jobs_answered(self) -> int:
@@ -261,17 +293,15 @@ class ThreadPool:
             "jobs_queued": len(self._jobs),
         }
 
-    def _start_thread(self) -> None:
-        name = f"arpc-{self._name}-{len(self._threads)}"
+    def _launch(self, name: str) -> threading.Thread:
         bell = _Doorbell()
-        thread = threading.Thread(target=self._work, args=(bell,), name=name, daemon=True)
-        self._threads.append(thread)
+        thread = threading.Thread(target=self._work, args=(bell,), name=f"arpc-{self._name}-{name}", daemon=True)
         try:
             thread.start()
         except RuntimeError:
-            self._threads.pop()  # the system has no more: the pool must not count on this one
-            bell.close()
+            bell.close()  # the system has no more threads
             raise
+        return thread
 
     def _work(self, bell: _Doorbell) -> None:
         jobs = self._jobs
@@ -296,28 +326,42 @@ class ThreadPool:
             else:
                 self._sleep(bell)
                 continue
-            if outbox is not None and not (is_quick and answered < _ANSWERS_A_WRITE and self._may_wait(outbox)):
+            if outbox is not None and not (
+                is_quick
+                and answered < _ANSWERS_A_WRITE
+                and (outbox.is_watched or self._watch(outbox))
+                and self._helper is not None  # otherwise the loop does not look after what is unsent
+            ):
                 self._answered.append(answered)
                 outbox.send()
                 outbox = None
                 answered = 0
             if not is_quick:
                 self._slow.append(None)
-            result = self._run(job)
+            try:
+                result = job()
+            except BaseException:
+                # Jobs report their own errors; whatever arrives here is a bug, and must not cost the pool a thread
+                logger.exception("an internal error in a worker thread")
+                result = None
+            del job
+            # The blocks it was in have ended with it. Left are the two things that people switch without a block.
+            if not _is_grad_enabled() or _count_function_modes():
+                torchstate.save_and_reset()
             if not is_quick:
                 self._slow.pop()
-            del job
-            if not isinstance(result, Outbox):
-                if not self._tell(result):
-                    break
-                continue
-            if outbox is not None and result is not outbox:
-                self._answered.append(answered)
-                outbox.send()
-                answered = 0
-            outbox = result
-            answered += 1
-            del result
+            if result is not None and result is outbox:
+                answered += 1
+            elif isinstance(result, Outbox):
+                if outbox is not None:
+                    self._answered.append(answered)
+                    outbox.send()
+                    answered = 0
+                outbox = result
+                answered += 1
+            elif not self._tell(result):
+                break
+            del result  # what it refers to is not to stay while this thread sleeps
         bell.close()
 
     def _sleep(self, bell: _Doorbell) -> None:
@@ -333,24 +377,11 @@ class ThreadPool:
                 return
         bell.wait()
 
-    def _may_wait(self, outbox: Outbox) -> bool:
-        """Whether a thread may run another quick job before it sends: only if the loop looks after what is unsent."""
-        if not outbox.is_watched:
-            outbox.is_watched = True
-            self._unsent.append(outbox)
-        return self._helper is not None
-
-    def _run(self, job: Job) -> Callable[[], None] | Outbox | None:
-        try:
-            result = job()
-        except BaseException:
-            # Jobs report their own errors; whatever arrives here is a bug, and must not cost the pool a thread
-            logger.exception("an internal error in a worker thread")
-            result = None
-        # The blocks it was in have ended with it. Left are the two things that people switch without a block.
-        if not _is_grad_enabled() or _count_function_modes():
-            torchstate.save_and_reset()
-        return result
+    def _watch(self, outbox: Outbox) -> bool:
+        """Let the loop send what is in there, should this thread be stuck in its next job."""
+        outbox.is_watched = True
+        self._unsent.append(outbox)
+        return True
 
     def _tell(self, then: Callable[[], None] | None) -> bool:
         """Let the loop do the rest of a job; False if it is closed, so that nobody waits any more."""
@@ -364,15 +395,6 @@ class ThreadPool:
             except RuntimeError:
                 return False
         return True
-
-    def _do_late(self, job: Job) -> None:
-        """Run a job in a thread that ends with it."""
-        result = self._run(job)
-        if isinstance(result, Outbox):
-            self._answered.append(1)
-            result.send()
-        else:
-            self._tell(result)
 
     def _collect(self) -> None:
         self._wake_up_sent = False

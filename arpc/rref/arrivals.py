@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -15,13 +15,15 @@ from torch.jit import ScriptModule
 
 from arpc.agent.codec import Packed
 from arpc.agent.executor import HasInbound
-from arpc.agent.functions import Function
+from arpc.agent.functions import Function, name_of
 from arpc.agent.requests import Run
 from arpc.agent.scope import current_scope
 from arpc.errors import RRefCreationError, RRefError
 from arpc.ids import GloballyUniqueId
+from arpc.rref.calls import call_method
 from arpc.rref.events import RRefId, WorkerName
 from arpc.rref.labels import LABEL_BYTES, take_label, unpack_label
+from arpc.rref.methods import template_of
 from arpc.rref.values import NOTHING, Value, fresh
 from arpc.wire.frames import BRIEF_HEADER, brief_kind
 from arpc.wire.messages import Message, MessageType, ReplyFlag, RequestFlag, RRefCreate
@@ -82,54 +84,56 @@ class Arrival(msgspec.Struct, eq=False):
 class PlainRun(Run):
     """A creation as plain as the plainest request: of a coroutine, with nothing beside its arguments."""
 
-    arrivals: Any = None
-    rref: RRefId = 0
-    value: Any = None
-    flags: int = 0
-    payload: bytes | bytearray = b""
+    creation: tuple[Any, ...] = ()
+    """Those who take it, the RRef, its value, the flags of the message, and the payload until that is unpacked.
+
+    In one: to set a field of a Struct takes longer than to make it with one.
+    """
 
     def first_step(self) -> Any:
         _set_scope(self)
-        payload = self.payload
+        arrivals, rref, value, flags, payload = self.creation
         if payload:
-            self.payload = b""
-            coroutine = self.arrivals.unpack_and_call(self, payload)
+            self.creation = arrivals, rref, value, flags, b""
+            coroutine = arrivals.unpack_and_call(self, payload)
         else:
             coroutine = self.function.call()
         self.coroutine = coroutine
         return coroutine.send(None)
 
     def finished(self, result: Any) -> None:
-        value: Value = self.value
+        arrivals: Arrivals
+        value: Value
+        arrivals, rref, value, flags, _ = self.creation
         value.set(result)
-        arrivals: Arrivals = self.arrivals
-        arrivals.ended(self.rref)
+        arrivals.ended(rref)
         if self.ended:
             return
-        if self.flags and value.content is result:
+        if flags and value.content is result:
             if result is None:
                 arrivals.answer(self, _pack_brief(0, _BRIEF_TUPLE, self.id, 1, 0, 0))
                 return
-            payload = arrivals.plain_payload(result, self.flags)
+            payload = arrivals.plain_payload(result, flags)
             if payload is not None:
                 data = _pack_brief(len(payload), _BRIEF_TUPLE, self.id, 1, 0, 0) + payload
                 arrivals.answer(self, data)
                 return
-            if self.flags == _VALUE and (packed := arrivals.packed(self, result)) is not None:
+            if flags == _VALUE and (packed := arrivals.packed(self, result)) is not None:
                 self.executor.returned(self, packed)
                 return
         arrivals.answer(self, _pack_brief(0, _BRIEF_TUPLE, self.id, 0, 0, 0))
 
     def failed(self, error: BaseException) -> None:
-        value: Value = self.value
-        arrivals: Arrivals = self.arrivals
+        arrivals: Arrivals
+        value: Value
+        arrivals, rref, value, _, _ = self.creation
         is_cancelled = isinstance(error, asyncio.CancelledError)
         has_begun = self.coroutine is not None
         if is_cancelled:
-            value.fail(_cancelled(self.rref))
+            value.fail(_cancelled(rref))
         else:
             value.fail(error if has_begun else fresh(error))
-        arrivals.ended(self.rref)
+        arrivals.ended(rref)
         if is_cancelled or not has_begun:
             self.executor.raised(self, error)
         elif not self.ended:
@@ -144,10 +148,11 @@ class Arrivals:
         self._forks = service.forks
         self._values = service.values
         self._windows = service.windows
+        self._call_method = Function.of_coroutine(self._method_or_call, name_of(call_method))
 
     def attach(self) -> None:
         """The agent is there."""
-        executor = self.service.agent.executor
+        executor = self._executor = self.service.agent.executor
         self.answer = executor.answer
         self.unpack_and_call = executor.unpack_and_call
         self._copy_context = executor.context.copy
@@ -180,7 +185,7 @@ class Arrivals:
     def _refuse(self, run: Run, rref: RRefId) -> None:
         creator = run.inbound.caller.name
         error = RRefError(f"the creation of RRef {_text(rref)} was given up by worker {creator!r}")
-        self.service.agent.executor.raised(run, error)
+        self._executor.raised(run, error)
 
     async def _created_before(self, rref: RRefId) -> None:
         """Answer a message that came twice, like the first."""
@@ -233,24 +238,34 @@ class Arrivals:
             caller = inbound.caller.name
             window = self._windows.get((caller, incarnation))
             if window is not None and not made_bytes and window.admit(number, oldest):
-                context = self._copy_context()
-                run = PlainRun(self.service.agent.executor, inbound, function, id_, timeout_ms, context)
+                executor, context = self._executor, self._copy_context()
                 if not self._forks.creation_arrived(rref, fork, caller):
-                    self._refuse(run, rref)
+                    self._refuse(Run(executor, inbound, function, id_, timeout_ms, context), rref)
                     return
                 value = self._values.get(rref)
                 if value is None:
                     value = self._values[rref] = Value(function.name, caller)
                 else:
                     value.made, value.creator = function.name, caller
-                run.arrivals = self
-                run.rref = rref
-                run.value = value
-                run.flags = flags
-                run.payload = payload[LABEL_BYTES:]
-                self._start(run)
+                if function.call is call_method:
+                    function = self._call_method
+                creation = (self, rref, value, flags, payload[LABEL_BYTES:])
+                self._start(PlainRun(executor, inbound, function, id_, timeout_ms, context, creation=creation))
                 return
         handle(link, RRefCreate(flags, id_, arg, timeout_ms, 0, 0, 0, bytearray(payload), ()))
+
+    def _method_or_call(self, rref: RRefId, is_created: bool, name: str, /, *args: Any) -> Coroutine[Any, Any, Any]:
+        """In the place of `call_method`: the coroutine of the method itself, if there is nothing to be waited for."""
+        value = self._values.get(rref)
+        if value is not None and value.content is not NOTHING:
+            try:
+                method = self.service.get_method(value.content, name)
+                if template_of(method).is_simple:
+                    coroutine: Coroutine[Any, Any, Any] = method(*args)
+                    return coroutine
+            except Exception:  # noqa: BLE001 - what is wrong is raised again, as an error of the call
+                return call_method(rref, is_created, name, *args)
+        return call_method(rref, is_created, name, *args)
 
     def plain_payload(self, value: Any, flags: int) -> bytes | None:
         """A value that can be sent without a look at what is in it; None for others."""

@@ -161,7 +161,7 @@ class RRefContext(ControlService):
         use = self.forks.users.get(id_)
         if use is None:
             return  # nobody is left who could use it
-        owner = use.info.name
+        owner = use.owner
         if owner in self._lost:
             use.fail(OwnerLostError(f"worker {owner!r}, the owner of {use}, was lost, and the value with it", owner))
         else:
@@ -224,7 +224,6 @@ class RRefContext(ControlService):
             use = Use(rref, id_, owner.name, parent, UserState.LOST, is_created)
             use.failure = RRefError(f"{use} came too late: worker {parent!r}, which sent it, had given it up")
             return use
-        use.info = owner
         use.origin = f"received from worker {parent}"
         if use.state is UserState.REQUESTED:
             scope = current_scope.get()

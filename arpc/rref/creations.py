@@ -68,28 +68,34 @@ def start_creation(
     held: Use | Value
     if use is not None:
         held = use
-        use.info = owner
     else:
         held = context.values[rref] = Value()
     numbers = context.post.numbers(name)
     number, oldest = numbers.take_with_oldest()
-    creation = Creation(context, peer, owner, rref, fork, held, numbers, number, anchor)
+    try:
+        brings = function in context.awaited and not made
+    except TypeError:
+        brings = False  # not hashable, so not a function of a module
+    creation = Creation(context, peer, owner, rref, fork, held, numbers, number, anchor, brings)
     label = pack_label(context.incarnation, number, oldest, rref, fork, made)
     try:
-        if peer is not None and use is not None and timeout is UNSET and not kwargs and args.__class__ is tuple:
-            brings = function in context.awaited
+        if (
+            peer is not None
+            and use is not None
+            and timeout is UNSET
+            and not kwargs
+            and not made
+            and args.__class__ is tuple
+        ):
             kind = _CREATE_WITH_SCALAR if brings else _CREATE
             sent = agent.begin_shortly(peer, creation, function, args, kind, label, is_urgent=brings)
             if sent is not None:
                 creation.call_id, frame = sent
-                if brings:
-                    creation.brings = True
-                else:
+                if not brings:
                     creation.frame = frame
-                use.origin = made or function  # whose name few ask for; it is one of a module, which lives for ever
-                if isinstance(function, type):
-                    creation.makes = function
+                use.origin = function  # whose name few ask for; it is one of a module, which lives for ever
                 return creation
+            creation.brings = False
         creation.send(to, function, args, kwargs, timeout, made, label)
     except BaseException:
         creation.take_back()
@@ -109,13 +115,12 @@ class Creation(msgspec.Struct, eq=False):
     numbers: Numbers
     number: int
     anchor: object
+    brings: bool
+    """It was asked to bring the value if that is a scalar, which nobody can change: see `RRefContext.awaited`."""
     call_id: int = 0
     frame: bytes | None = None
     """What was sent, in case it has not left yet: then the answer may still be asked to bring the value."""
-    brings: bool = False
-    """It was asked to bring the value if that is a scalar, which nobody can change: see `RRefContext.awaited`."""
-    makes: type | None = None
-    """The class whose object the value will be, if that is what was called."""
+    made_class: type | None = None
     is_settled: bool = False
     error: BaseException | None = None
     waiter: asyncio.Future[tuple[Any, ...]] | None = None
@@ -123,6 +128,12 @@ class Creation(msgspec.Struct, eq=False):
     call: asyncio.Future[Any] | None = None
     """Stands between the agent and this creation, unless that took the shortest way."""
     watcher: OwnerFuture | None = None
+
+    @property
+    def makes(self) -> type | None:
+        """The class whose object the value will be, if that is what was called."""
+        origin = self.held.origin if isinstance(self.held, Use) else None
+        return origin if isinstance(origin, type) else self.made_class
 
     # -- the start of it
 
@@ -144,7 +155,7 @@ class Creation(msgspec.Struct, eq=False):
             self.held.origin = origin
         else:
             self.held.made = origin
-        self.makes = function if isinstance(function, type) else None
+        self.made_class = function if isinstance(function, type) else None
         agent, peer = self.context.agent, self.peer
         arguments = as_arguments(args)
         call: asyncio.Future[Any]
@@ -243,21 +254,28 @@ class Creation(msgspec.Struct, eq=False):
     def set_result(self, answer: tuple[Any, ...] | None) -> None:
         """The owner has answered, with a tuple of the value or without."""
         self.is_settled = True
-        self.anchor = self.frame = None
+        if self.anchor is not None:
+            self.anchor = None
+        if self.frame is not None:
+            self.frame = None
         self.numbers.settle(self.number)
         context, held = self.context, self.held
         if isinstance(held, Use):
-            is_awaited_scalar = self.waiter is not None and bool(answer) and _are_scalars(map(type, answer or ()))
-            if self.brings is not is_awaited_scalar:
+            if self.waiter is not None:
+                if self.brings is not (bool(answer) and _are_scalars(map(type, answer or ()))):
+                    self._learn(held.origin)
+            elif self.brings:
                 self._learn(held.origin)
-            held.fetches = None
+            if held.fetches is not None:
+                held.fetches = None
             following = context.forks.creation_confirmed(self.fork)
             if following:
                 context.carry_out(following)
         else:
             # on oneself: the creation was the worker's own user, and ends
             context.happened(UserDeleted(self.rref, self.fork, abandons=False))
-        self.brings = False
+        if self.brings:
+            self.brings = False
         waiter = self.waiter
         if waiter is not None:
             self.waiter = None

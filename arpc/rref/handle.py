@@ -176,8 +176,10 @@ class RRef(Generic[T]):
             if waiter is not None:
                 try:
                     answer = await waiter
-                finally:
+                except BaseException:
                     creation.waiter = None
+                    raise
+                finally:
                     del waiter  # whose exception refers to this frame
                 if answer:
                     return cast("T", answer[0])

@@ -54,6 +54,7 @@ class ControlService:
     values: dict[RRefId, Value]
     happened: Callable[[events.Event], Sequence[instructions.Instruction]]
     value: Callable[..., Awaitable[Any]]
+    get_method: Callable[[Any, str], Any]
 
     carry_out: Callable[[Sequence[instructions.Instruction]], None]
 

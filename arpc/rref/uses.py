@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 from arpc.agent.functions import name_of
 from arpc.agent.future import Future
 from arpc.errors import CallCancelledError, OwnerLostError, WorkerLostError
-from arpc.ids import GloballyUniqueId, WorkerInfo
+from arpc.ids import GloballyUniqueId
 from arpc.rref.states import UserFork, UserState
 from arpc.rref.values import fresh
 
-__all__ = ["NOBODY", "FetchFuture", "OwnerFuture", "Use", "as_owner_lost"]
-
-
-NOBODY: Final = WorkerInfo("", -1)
+__all__ = ["FetchFuture", "OwnerFuture", "Use", "as_owner_lost"]
 
 
 class OwnerFuture(Future[Any]):
@@ -49,8 +46,6 @@ class FetchFuture(OwnerFuture):
 class Use(UserFork):
     """One fork of this worker, as its handle and the context share it: with what is to be done when it changes."""
 
-    info: WorkerInfo = NOBODY
-    """The owner, as far as it is known."""
     origin: Any = ""
     """Where it was made, or the function that made it."""
     failure: Exception | None = None

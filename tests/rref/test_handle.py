@@ -267,7 +267,7 @@ async def test_waiting_for_a_value_can_be_cancelled_and_timed_out(group, gate, o
 
 
 async def test_a_creation_that_times_out(group, gate):
-    await connected(group)
+    await arpc.rpc_sync("worker1", objects.nothing)  # so that there is a connection
     rref = arpc.remote("worker1", objects.pass_gate, ("gate", 5), timeout=0.5)
     await gate.entered.wait()
     fetch = asyncio.ensure_future(rref.to_here())  # is interrupted, though its own timeout is far
@@ -283,7 +283,7 @@ async def test_a_creation_that_times_out(group, gate):
 
 
 async def test_users_elsewhere_of_a_creation_that_times_out(group, gate):
-    await connected(group)
+    await arpc.rpc_sync("worker1", objects.nothing)  # so that there is a connection
     rref = arpc.remote("worker1", objects.pass_gate, ("gate", 5), timeout=0.2)
     with pytest.raises(arpc.RRefCreationError, match="was cancelled, or ran past its deadline"):
         await arpc.rpc_sync("worker2", objects.fetch, (rref,))

@@ -142,7 +142,7 @@ async def test_the_host_does_not_wait_for_ever(address):
         loop = asyncio.get_running_loop()
         started = loop.time()
         await host.leave(grace_s=0.1)
-        assert 0.1 <= loop.time() - started < 5
+        assert 0.1 <= loop.time() - started < 30
 
 
 async def test_the_host_of_an_elastic_group_leaves_last(address):

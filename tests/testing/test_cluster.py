@@ -90,7 +90,7 @@ async def test_nothing_is_left_behind():
     for thread in set(threading.enumerate()) - before_threads:
         thread.join(30)
         assert not thread.is_alive(), thread
-    assert psutil.Process().num_fds() == before_fds
+    assert psutil.Process().num_fds() <= before_fds
 
 
 async def test_an_error_inside_ends_the_cluster_at_once():

@@ -371,7 +371,7 @@ async def test_a_failed_listen_leaves_no_socket(tmp_path):
     for address in (f"unix://{tmp_path}/file", f"unix://{tmp_path}/none/socket"):
         with pytest.raises(OSError, match="cannot listen"):
             await UnixTransport().listen(address, lambda: pytest.fail("nobody connects"))
-    assert process.num_fds() == before
+    assert process.num_fds() <= before  # less if the collector finds what other tests left
 
 
 async def test_tcp_does_not_wait_to_join_small_frames():

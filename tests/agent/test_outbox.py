@@ -172,8 +172,10 @@ async def test_a_call_that_is_cancelled_in_its_thread_is_counted_once(make_stage
 async def test_a_deadline_that_passes_in_a_thread_is_the_end(make_stage):
     stage = make_stage()
     async with socket_pair() as group:
+        call = group[0].rpc_async("worker1", hold_in_thread, timeout=0.5)
+        await stage.wait_until("held begun")
         with pytest.raises(arpc.RpcTimeoutError):
-            await group[0].rpc_sync("worker1", hold_in_thread, timeout=0.05)
+            await call
         await until(lambda: group[1].agent.executor.calls_failed == 1)
         stage.open()
         await assert_nothing_left(group)

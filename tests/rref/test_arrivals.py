@@ -123,7 +123,9 @@ async def test_a_creation_that_waits_goes_on_like_any_handler(group):
 
 async def test_a_creation_that_waits_can_run_out_of_time(group):
     objects.gates["gate"] = gate = objects.Gate()
-    rref = arpc.remote("worker1", objects.pass_gate, ("gate",), timeout=0.05)
+    await arpc.remote("worker1", objects.make_number, (0,))  # so that there is a connection
+    rref = arpc.remote("worker1", objects.pass_gate, ("gate",), timeout=0.5)
+    await gate.entered.wait()
     with pytest.raises(arpc.RRefCreationError, match="timed out"):
         await rref
     await gate.cancelled.wait()

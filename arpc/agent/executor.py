@@ -129,6 +129,7 @@ class Executor(Replies):
         self._returned_none = 0
         """Those that ended in `take` and sent nothing back, which are not counted among the others."""
         self._withdrawn: list[None] = []
+        """One for each answer of a thread that came after its request had been cancelled."""
         self._copy_context = context.copy
         self._idle = self.carriers.idle
         self._max_waiting = max_requests_waiting

@@ -163,6 +163,8 @@ class Run(msgspec.Struct):
                 result = context.run(function.call)
         except BaseException as error:  # noqa: BLE001 - whatever it raises is the caller's
             self.error = error
+            if begin:
+                function.measured(_clock() - begin)
             return self._worked
         if begin:
             function.measured(_clock() - begin)
@@ -254,6 +256,7 @@ class Inbound:
         self._usual_bucket: dict[int, Run] = {}
         self._replies: dict[int, BulkSend] = {}
         self.outbox: ReplyOutbox | None = None
+        """Where threads put what they answer without the loop, from the first time that one could."""
 
     def define(self, number: int, function: Function | Exception) -> None:
         """The caller will call this function by its number; or it cannot be called, and why."""

@@ -66,6 +66,8 @@ class WriteTurn:
             if self._rest or self._is_over or self._connection.is_full:
                 return False
             frames = take()
+            if not frames:
+                return True
             data = frames[0] if len(frames) == 1 else b"".join(frames)
             size_bytes = len(data)
             self._frames_sent += len(frames)

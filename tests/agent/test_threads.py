@@ -497,3 +497,8 @@ async def test_few_calls_of_what_is_known_to_be_quick_are_measured(pair, monkeyp
         assert run.work() == run._worked
     assert times == 2 * 4
     assert function.is_quick
+    times = 0
+    run = Run(executor, link.inbound, function, 0, 0, copy_context(), args=(0,))  # which has no length
+    assert run.work() == run._worked
+    assert times == 2, "those that fail take their time, too"
+    assert isinstance(run.error, TypeError)

@@ -92,6 +92,11 @@ class Answers:
 
     def _unpack(self, link: Link, message: Message) -> Any:
         codec = self.codec
+        if codec.is_handful(message):
+            handful = codec.handful_of(message)
+            if handful.meta:
+                codec.receive_reply(link.peer.info, codec.decoded(handful.meta), handful.slots)
+            return codec.handful_object(handful)
         if message.meta_end == message.meta_start:
             return codec.content(message)
         slots = codec.slots(message)

@@ -366,6 +366,13 @@ class Caller(ArgumentPacking):
         if payload is ONE_TENSOR and not meta and (lone := self.codec.lone_argument(slots, peer.info.name)) is not None:
             payload, slots = lone, _NO_SLOTS
             size_bytes = HEADER_BYTES + len(lone)
+        elif (
+            (slots or meta)
+            and not window
+            and (handful := self.codec.handful_of_arguments(payload, slots, meta, peer.info.name)) is not None
+        ):
+            payload, slots, meta = handful, _NO_SLOTS, None
+            size_bytes = HEADER_BYTES + len(handful)
         # the message
         if scope is not None:
             scope.call_begun(future)

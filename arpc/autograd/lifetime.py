@@ -11,6 +11,8 @@ from collections.abc import Coroutine, Iterable
 from contextvars import Context
 from typing import Any, Final
 
+from torch import Tensor
+
 from arpc.agent.agent import Agent
 from arpc.agent.scope import current_scope
 from arpc.autograd.context import AutogradContext, Container
@@ -70,10 +72,16 @@ class Lifetimes:
         """The same for one argument, a list of bytes and of tensors after it."""
         head, *tensors = packed
         peer = self.agent.peer(to)
-        if peer is None or self.agent.placement is not None or not ONLY_TENSORS.issuperset(map(type, tensors)):
+        if peer is None or self.agent.placement is not None:
             return self.request(message, to, (packed,), timeout_s)
+        slots: list[Tensor] = []
+        payload = self.agent.codec.parcel(head, tensors, is_call=True)
+        if payload is None:  # large, or not quite tensors
+            if not ONLY_TENSORS.issuperset(map(type, tensors)):
+                return self.request(message, to, (packed,), timeout_s)
+            payload, slots = dumps_flat(head, tensors, is_call=True)
         try:
-            return self.agent.request_packed(message, peer, *dumps_flat(head, tensors, is_call=True), timeout_s)
+            return self.agent.request_packed(message, peer, payload, slots, timeout_s)
         except ArpcError as error:
             future: asyncio.Future[Any] = self.agent.loop.create_future()
             future.set_exception(error)

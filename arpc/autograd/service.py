@@ -280,7 +280,7 @@ class AutogradService:
         if context is None:
             if parcel.gradients:
                 self.container.find(context_id)
-            return pack_parcel(NOTHING_LIVE)  # what was sent to here has not come, or nobody wants it any more
+            return self._packed(NOTHING_LIVE)  # what was sent to here has not come, or nobody wants it any more
         if pass_id in context.aborted_passes:
             raise AutogradError(f"the backward pass {pass_id} of autograd context {context_id} has failed")
         active: BackwardPass | None = context.active_pass
@@ -288,12 +288,12 @@ class AutogradService:
             riding = active.receive(caller, parcel, is_engaging=False)
             if active.failure is not None:
                 raise fresh(active.failure)  # the parent is told as well
-            return None if riding is None else pack_parcel(riding)
+            return None if riding is None else self._packed(riding)
         if active is None and pass_id == context.last_pass:
-            return pack_parcel(NOTHING_LIVE)  # all that was live has been answered for
+            return self._packed(NOTHING_LIVE)  # all that was live has been answered for
         engaged = self._start(context, pass_id, retain_graph=bool(retain_graph), deadline=deadline, parent=caller)
         engaged.receive(caller, parcel, is_engaging=True)
-        return _answer_of(engaged) if engaged.is_over else self._wait_for_answer(engaged, caller)
+        return self._answer_of(engaged) if engaged.is_over else self._wait_for_answer(engaged, caller)
 
     async def _wait_for_answer(self, engaged: BackwardPass, caller: int) -> Packed | PackedParcel | None:
         try:
@@ -301,7 +301,23 @@ class AutogradService:
         except asyncio.CancelledError:
             engaged.fail(AutogradError(f"backward pass {engaged.id} was cancelled by worker {self.name_of(caller)!r}"))
             raise
-        return _answer_of(engaged)
+        return self._answer_of(engaged)
+
+    def _answer_of(self, ended: BackwardPass) -> Packed | PackedParcel | None:
+        """What the worker that engaged this one is told at the end. Raises why the pass failed."""
+        ended.raise_failure()
+        return None if ended.answer is None else self._packed(ended.answer)
+
+    def _packed(self, parcel: Parcel) -> Packed | PackedParcel:
+        """A parcel that goes with an answer."""
+        packed = pack_parcel(parcel)
+        head, *tensors = packed
+        payload = self._agent.codec.parcel(head, tensors, is_call=False)
+        if payload is not None:
+            return Packed(payload, [])
+        if not ONLY_TENSORS.issuperset(map(type, tensors)):
+            return packed
+        return Packed(*dumps_flat(head, tensors, is_call=False))
 
     async def _on_backward(
         self, rref: int, is_created: bool, context_id: int, pass_id: int, retain_graph: bool
@@ -350,18 +366,6 @@ class AutogradService:
             "sends": sum(len(context.sends) for context in contexts),
             "recvs": sum(len(context.recvs) for context in contexts),
         }
-
-
-def _answer_of(ended: BackwardPass) -> Packed | PackedParcel | None:
-    """What the worker that engaged this one is told at the end. Raises why the pass failed."""
-    ended.raise_failure()
-    if ended.answer is None:
-        return None
-    packed = pack_parcel(ended.answer)
-    head, *tensors = packed
-    if not ONLY_TENSORS.issuperset(map(type, tensors)):
-        return packed
-    return Packed(*dumps_flat(head, tensors, is_call=False))
 
 
 def _caller() -> tuple[int, float | None]:

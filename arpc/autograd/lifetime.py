@@ -11,8 +11,6 @@ from collections.abc import Coroutine, Iterable
 from contextvars import Context
 from typing import Any, Final
 
-from torch import Tensor
-
 from arpc.agent.agent import Agent
 from arpc.agent.scope import current_scope
 from arpc.autograd.context import AutogradContext, Container
@@ -23,6 +21,7 @@ from arpc.log import get_logger
 from arpc.options import RpcOptions
 from arpc.wire.messages import AutogradQuery, AutogradRelease, Message
 from arpc.wire.pickling import dumps_flat
+from arpc.wire.tensors import Slot
 
 __all__ = ["Lifetimes"]
 
@@ -74,7 +73,7 @@ class Lifetimes:
         peer = self.agent.peer(to)
         if peer is None or self.agent.placement is not None:
             return self.request(message, to, (packed,), timeout_s)
-        slots: list[Tensor] = []
+        slots: list[Slot] = []
         payload = self.agent.codec.parcel(head, tensors, is_call=True)
         if payload is None:  # large, or not quite tensors
             if not ONLY_TENSORS.issuperset(map(type, tensors)):

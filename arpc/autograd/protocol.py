@@ -141,6 +141,12 @@ class PassProtocol:
         self._is_planned = False
         self._outbox: dict[int, _Letter] = {}
 
+    def take_over(self, told: Iterable[int], heard: Iterable[int], unacknowledged: int) -> None:
+        """Begin with what has happened before: who was told of the pass, who has announced, what is not answered."""
+        self._announced_to.update(told)
+        self._announced_by.update(heard)
+        self._unacknowledged += unacknowledged
+
     # -- events; each returns the sends that it resolves, with their gradients or None
 
     def planned(self, live: Iterable[Recv]) -> Resolved:

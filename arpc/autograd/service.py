@@ -16,12 +16,14 @@ from arpc.agent.functions import Prompt
 from arpc.agent.observers import Kind
 from arpc.agent.scope import current_scope
 from arpc.agent.threads import ThreadPool
-from arpc.autograd.context import AutogradContext, Container
+from arpc.autograd.at_once import run_at_once
+from arpc.autograd.brief import BriefPass
+from arpc.autograd.context import AutogradContext, Container, Send
 from arpc.autograd.fallback import choose_engine
 from arpc.autograd.heeded import is_heeded
 from arpc.autograd.lifetime import Lifetimes
 from arpc.autograd.pace import Pace
-from arpc.autograd.passes import BackwardPass, Threads
+from arpc.autograd.passes import BackwardPass, Sender, Threads
 from arpc.autograd.protocol import NOTHING_LIVE, ONLY_TENSORS, PackedParcel, Parcel, pack_parcel, unpack_parcel
 from arpc.autograd.recording import Recorder
 from arpc.autograd.roots import checked_roots
@@ -133,16 +135,24 @@ class AutogradService:
         timeout: float | Unset,
         threads: Threads | None = None,
     ) -> None:
-        started = self._start(
-            self.container.find(context_id),
+        context = self.container.find(context_id)
+        deadline = self._deadline(timeout)
+        checked = checked_roots(roots)
+        self._note_begin(context)
+        make = partial(
+            self._make_pass,
+            context,
             pass_id,
             retain_graph=retain_graph,
-            deadline=self._deadline(timeout),
+            deadline=deadline,
             parent=None,
-            roots=checked_roots(roots),
             threads=threads,
         )
-        started.start()
+        brief = BriefPass(self, context, pass_id, retain_graph=retain_graph, deadline=deadline, unfold=make)
+        started: BackwardPass | BriefPass = brief
+        if self._agent.observers.installed or not brief.try_to_start(checked, self.is_heeded):
+            started = full = make(roots=checked)
+            full.start()
         try:
             await started.wait()
         except BaseException as error:
@@ -215,10 +225,20 @@ class AutogradService:
         own = self._agent.loop.time() + timeout_s
         return own if inherited is None else min(own, inherited)
 
-    def _start(
+    def _note_begin(self, context: AutogradContext) -> None:
+        """A pass is to begin here. Raises `AutogradError` if another one of the context is under way."""
+        if context.active_pass is not None:
+            raise AutogradError(
+                f"a backward pass of autograd context {context.id} is under way already, on worker "
+                f"{self.info.name!r}: await it before the next one, or use a context for each"
+            )
+        self.passes_begun += 1
+
+    def _make_pass(
         self,
         context: AutogradContext,
         pass_id: int,
+        sends: Mapping[int, Send] | None = None,
         *,
         retain_graph: bool,
         deadline: float | None,
@@ -226,13 +246,7 @@ class AutogradService:
         roots: Sequence[Tensor] = (),
         threads: Threads | None = None,
     ) -> BackwardPass:
-        if context.active_pass is not None:
-            raise AutogradError(
-                f"a backward pass of autograd context {context.id} is under way already, on worker "
-                f"{self.info.name!r}: await it before the next one, or use a context for each"
-            )
-        self.passes_begun += 1
-        begun = BackwardPass(
+        made = BackwardPass(
             self,
             context,
             pass_id,
@@ -242,13 +256,14 @@ class AutogradService:
             parent=parent,
             roots=roots,
             threads=threads,
+            sends=sends,
         )
-        begun.activity = self._agent.observers.begin_activity("backward", Kind.BACKWARD)
-        return begun
+        made.activity = self._agent.observers.begin_activity("backward", Kind.BACKWARD)
+        return made
 
     # -- for passes
 
-    def send(self, backward_pass: BackwardPass, to: int, parcel: Parcel) -> asyncio.Future[Any]:
+    def send(self, backward_pass: Sender, to: int, parcel: Parcel) -> asyncio.Future[Any]:
         """Send a parcel; the future has the parcel that comes with the answer."""
         timeout_s = 0.0
         if backward_pass.deadline is not None:
@@ -291,7 +306,21 @@ class AutogradService:
             return None if riding is None else self._packed(riding)
         if active is None and pass_id == context.last_pass:
             return self._packed(NOTHING_LIVE)  # all that was live has been answered for
-        engaged = self._start(context, pass_id, retain_graph=bool(retain_graph), deadline=deadline, parent=caller)
+        self._note_begin(context)
+        if not self._agent.observers.installed:
+            answer = run_at_once(
+                context,
+                pass_id,
+                caller,
+                parcel,
+                retain_graph=bool(retain_graph),
+                worker=self.info,
+                pace=self.pace,
+                is_heeded=self.is_heeded,
+            )
+            if answer is not None:
+                return self._packed(answer)
+        engaged = self._make_pass(context, pass_id, retain_graph=bool(retain_graph), deadline=deadline, parent=caller)
         engaged.receive(caller, parcel, is_engaging=True)
         return self._answer_of(engaged) if engaged.is_over else self._wait_for_answer(engaged, caller)
 

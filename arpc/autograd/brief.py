@@ -45,6 +45,7 @@ class BriefPass:
         *,
         retain_graph: bool,
         deadline: float | None,
+        usual_timeout_s: float | None,
         unfold: Callable[[dict[int, Send]], BackwardPass],
     ) -> None:
         """``unfold`` makes what takes over, given the sends that are not resolved."""
@@ -52,6 +53,7 @@ class BriefPass:
         self.context = context
         self.retain_graph = retain_graph
         self.deadline = deadline
+        self.usual_timeout_s = usual_timeout_s
         self._host = host
         self._unfold = unfold
         self._unresolved = dict(context.sends)

@@ -45,6 +45,9 @@ class Sender(Protocol):
     context: AutogradContext
     retain_graph: bool
     deadline: float | None
+    """In the loop's time."""
+    usual_timeout_s: float | None
+    """In place of that, if all the time of the pass is left, and others have the same."""
 
 
 class Host(Protocol):
@@ -76,6 +79,7 @@ class BackwardPass:
     """What observers know of it."""
     abort_told: asyncio.Future[Any] | None = None
     """Done when all workers have heard of the failure."""
+    usual_timeout_s: float | None = None
     _last_begun: Any = None
     _is_planned = False
     _is_busy = False

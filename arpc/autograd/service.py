@@ -136,7 +136,7 @@ class AutogradService:
         threads: Threads | None = None,
     ) -> None:
         context = self.container.find(context_id)
-        deadline = self._deadline(timeout)
+        deadline, usual_timeout_s = self._deadline(timeout)
         checked = checked_roots(roots)
         self._note_begin(context)
         make = partial(
@@ -148,7 +148,15 @@ class AutogradService:
             parent=None,
             threads=threads,
         )
-        brief = BriefPass(self, context, pass_id, retain_graph=retain_graph, deadline=deadline, unfold=make)
+        brief = BriefPass(
+            self,
+            context,
+            pass_id,
+            retain_graph=retain_graph,
+            deadline=deadline,
+            usual_timeout_s=usual_timeout_s,
+            unfold=make,
+        )
         started: BackwardPass | BriefPass = brief
         if self._agent.observers.installed or not brief.try_to_start(checked, self.is_heeded):
             started = full = make(roots=checked)
@@ -172,7 +180,7 @@ class AutogradService:
         threads: Threads | None = None,
     ) -> None:
         """Run a pass from the value of an RRef, on its owner. ``threads`` is that of `backward`, for an own value."""
-        deadline = self._deadline(timeout)
+        deadline, _ = self._deadline(timeout)
         if rref.is_owner():
             try:
                 async with asyncio.timeout_at(deadline):
@@ -214,16 +222,17 @@ class AutogradService:
         else:
             await self._backward(context_id, pass_id, [value], retain_graph, timeout, threads)
 
-    def _deadline(self, timeout: float | Unset) -> float | None:
+    def _deadline(self, timeout: float | Unset) -> tuple[float | None, float | None]:
+        """When a pass has to be over; and its timeout, if that is all there is to it."""
         timeout_s = self._options.rpc_timeout if isinstance(timeout, Unset) else timeout
         if not timeout_s >= 0:
             raise ValueError(f"a timeout is 0 (none) or more seconds, not {timeout!r}")
         scope = current_scope.get()
         inherited = scope.deadline if scope is not None else None
-        if not timeout_s:
-            return inherited
-        own = self._agent.loop.time() + timeout_s
-        return own if inherited is None else min(own, inherited)
+        own = self._agent.loop.time() + timeout_s if timeout_s else None
+        if inherited is None:
+            return own, timeout_s
+        return inherited if own is None else min(own, inherited), None
 
     def _note_begin(self, context: AutogradContext) -> None:
         """A pass is to begin here. Raises `AutogradError` if another one of the context is under way."""
@@ -265,16 +274,18 @@ class AutogradService:
 
     def send(self, backward_pass: Sender, to: int, parcel: Parcel) -> asyncio.Future[Any]:
         """Send a parcel; the future has the parcel that comes with the answer."""
-        timeout_s = 0.0
-        if backward_pass.deadline is not None:
-            timeout_s = max(0.001, backward_pass.deadline - self._agent.loop.time())
         started = backward_pass
         packed = pack_parcel(parcel, started.context.id, started.id, int(started.retain_graph))
-        return self.lifetimes.send_tensors(AutogradGradients, to, packed, timeout_s)
+        usual_s = started.usual_timeout_s
+        if usual_s is not None:
+            return self.lifetimes.send_tensors(AutogradGradients, to, packed, usual_s, is_usual=True)
+        deadline = started.deadline
+        timeout_s = 0.0 if deadline is None else max(0.001, deadline - self._agent.loop.time())
+        return self.lifetimes.send_tensors(AutogradGradients, to, packed, timeout_s, is_usual=False)
 
     def abort(self, context: AutogradContext, pass_id: int, but: int | None = None) -> asyncio.Future[Any] | None:
         """Tell all who know a context that a pass has failed; the future is done when they have heard."""
-        context.aborts_told.add(pass_id)
+        context.aborts_told |= {pass_id}
         told = [
             self.lifetimes.notify(AutogradAbort, to, (context.id, pass_id), _ABORT_S)
             for to in context.known_workers

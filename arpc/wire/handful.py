@@ -64,6 +64,7 @@ _HEADER: Final = Struct("<BBHI")
 _LABEL: Final = Struct("<BB3H")
 _HEADER_BYTES: Final = _HEADER.size
 _LABEL_BYTES: Final = _LABEL.size
+_HALF: Final = PADDING[ALIGNMENT // 2]
 _REST: Final = ((0, 0, 0), (0, 0), (0,), ())
 _MAX_DIMENSIONS: Final = 3
 _UNALIGNED: Final = ALIGNMENT - 1
@@ -117,7 +118,7 @@ def handful_payload(
     count = len(slots)
     if count > MAX_TENSORS or len(meta) > _MAX_META_BYTES:
         return None
-    labels = [b""]
+    parts = [_pack_header(kind, count, len(meta), len(content))]
     memory: list[bytes] = []
     try:
         if count > 1 and kind < PARCEL_ARGUMENT and len({slot.untyped_storage()._cdata for slot in slots}) < count:
@@ -134,16 +135,18 @@ def handful_payload(
                 or (address := slot.data_ptr()) < _LOWEST_ADDRESS
             ):
                 return None
-            labels.append(label)
+            parts.append(label)
             # the one copy it makes on its way out
             memory.append(MEMORY[address : address + size])
             if padding:
                 memory.append(padding)
     except (RuntimeError, AttributeError):
         return None  # it hides its memory or its shape: a sparse, a nested one, one of vmap; or it is no tensor
-    labels[0] = _pack_header(kind, count, len(meta), len(content))
-    labels.append(PADDING[-(_HEADER_BYTES + _LABEL_BYTES * count) & _UNALIGNED])
-    return b"".join((*labels, *memory, meta, content))
+    if not count & 1:  # header and labels are half as long as what is aligned
+        parts.append(_HALF)
+    parts += memory
+    parts += (meta, content)
+    return b"".join(parts)
 
 
 def _label_of(slot: Tensor) -> tuple[bytes, int, bytes]:

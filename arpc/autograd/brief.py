@@ -98,12 +98,12 @@ class BriefPass:
         for record in graph.records:
             if record.sender not in told:
                 told[record.sender] = []
-        destinations = {send.to for send in self._unresolved.values()}
-        for peer in destinations:
-            if peer not in told:
-                told[peer] = []
+        for send in self._unresolved.values():
+            if send.to not in told:
+                told[send.to] = []
         for peer, gradients in told.items():
-            future = self._host.send(self, peer, Parcel(gradients, True, (), peer in destinations))
+            # Who gets gradients need not be asked what it will send: nothing here waits for that but the end
+            future = self._host.send(self, peer, Parcel(gradients, True, (), not gradients))
             self._outstanding[future] = peer
         if not told:
             self._finish()
@@ -226,7 +226,10 @@ class BriefPass:
     def _take_over(self) -> BackwardPass:
         """Let a `BackwardPass` go on from here."""
         full = self._full = self._unfold(self._unresolved)
-        full.take_over(self._leaves, self._used, self._told, self._heard, self._outstanding)
+        waiting = {send.to for send in self._unresolved.values()}.difference(self._heard)
+        # those that were not asked, and have not said by themselves, are to be told again
+        told = [peer for peer, gradients in self._told.items() if not gradients or peer not in waiting]
+        full.take_over(self._leaves, self._used, told, self._heard, self._outstanding)
         if self._over is not None and not self._over.done():
             self._over.set_result(None)
         return full

@@ -13,7 +13,6 @@ from typing import Any, Final, Protocol
 
 import torch
 
-
 __all__ = ["Pace", "ThreadsOnly"]
 
 SHORT_S: Final = 0.001

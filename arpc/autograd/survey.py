@@ -1,7 +1,7 @@
 """A small graph that runs in one piece: looked at with no more care than that takes, and run by one call of the engine.
 
-Where all gradients that enter a graph are there at once, it matters to nobody which of them reach which nodes. There are
-no regions then, and nothing to plan.
+Where all gradients that enter a graph are there at once, it matters to nobody which of them reach which nodes. There
+are no regions then, and nothing to plan.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A handful of small tensors, with or without a pickle around them, and what rides on the message: all in one payload.
 
-Like a lone tensor (`wire.lone`), such a message needs no table, and is as plain as one with a number in it: it takes the
-same short way through the agents. Calls that autograd records are like this, and so are the gradients that come back.
+Like a lone tensor (`wire.lone`), such a message needs no table, and is as plain as one with a number in it: it takes
+the same short way through the agents. Calls that autograd records are like this, and so are the gradients that come
+back.
 
 ::
 
@@ -188,7 +189,7 @@ def unpack_handful(body: bytearray) -> Handful:
         end = position + meta_size
         if end + content_size != len(body):
             raise ProtocolError("a handful of tensors of another size than it says")
-    except (StructError, TypeError, ValueError, LookupError) as error:
+    except (StructError, TypeError, ValueError, LookupError, RuntimeError) as error:
         raise ProtocolError(f"a handful of tensors that cannot be built: {error}") from error
     return Handful(kind, slots, body[position:end] if meta_size else b"", body[end:] if content_size else b"")
 

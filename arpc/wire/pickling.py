@@ -123,7 +123,7 @@ class Pickler:
             if len(args) == 1 and type(args[0]) is Tensor:
                 return ONE_TENSOR, [args[0]]
             kinds = set(map(type, args))
-            if _SCALARS >= kinds:
+            if kinds <= _SCALARS:
                 return _dumps(args, protocol=5), []
             if kinds == _ONLY_TENSORS and len(set(map(id, args))) == len(args) <= MAX_TENSORS:
                 return JUST_TENSORS[len(args)], list(args)

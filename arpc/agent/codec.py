@@ -185,14 +185,14 @@ class Codec:
     def plain_content(self, payload: bytes | bytearray) -> Any:
         """The object in a payload that is not empty and has no tensors beside it. It is the object's from now on.
 
-        Not for a payload with which something rides: see `handful`.
+        Not for a payload with which something rides: see `is_handful`.
         """
         if payload[0] > LAST_HANDFUL:
             return self.loads(payload, _NO_SLOTS)
-        return unpack_lone(payload) if payload[0] <= LONE_RESULT else self.handful_object(self.handful(payload))
+        return unpack_lone(payload) if payload[0] <= LONE_RESULT else self.handful_object(unpack_handful(payload))
 
     def handful_of(self, message: Message) -> Handful:
-        """`handful`, of a message that `is_handful`."""
+        """What is in such a message, the object not yet built. Raises `ProtocolError`."""
         return unpack_handful(message.body)
 
     @staticmethod
@@ -200,11 +200,6 @@ class Codec:
         """Whether a message is a handful of tensors, with which something may ride."""
         body = message.body
         return not message.table_end and len(body) > 0 and LONE_RESULT < body[0] <= LAST_HANDFUL
-
-    @staticmethod
-    def handful(payload: bytes | bytearray) -> Handful:
-        """What is in a payload, the meta data not decoded, the object not yet built. Raises `ProtocolError`."""
-        return unpack_handful(payload if payload.__class__ is bytearray else bytearray(payload))
 
     def handful_object(self, handful: Handful) -> Any:
         """The object of a handful. Raises `ProtocolError`, or whatever unpickling raises."""

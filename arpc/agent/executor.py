@@ -37,7 +37,7 @@ from arpc.errors import (
 )
 from arpc.log import get_logger
 from arpc.wire.frames import BRIEF_HEADER, brief_kind, frame
-from arpc.wire.handful import LAST_HANDFUL, Handful
+from arpc.wire.handful import LAST_HANDFUL, Handful, unpack_handful
 from arpc.wire.lone import LONE_RESULT, unpack_lone
 from arpc.wire.messages import WINDOW, FailureKind, Message, MessageType, Request, RequestFlag
 from arpc.wire.pickling import loads
@@ -242,7 +242,7 @@ class Executor(Replies):
         elif payload[0] <= LONE_RESULT:
             args = unpack_lone(payload)
         else:
-            args = self._receive_handful(run, self.codec.handful(payload))
+            args = self._receive_handful(run, unpack_handful(payload))
         return args
 
     def _receive_handful(self, run: Run, handful: Handful) -> Any:

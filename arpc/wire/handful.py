@@ -164,11 +164,12 @@ def _label_of(slot: Tensor) -> tuple[bytes, int, bytes]:
     return made
 
 
-def unpack_handful(body: bytearray) -> Handful:
+def unpack_handful(payload: bytes | bytearray) -> Handful:
     """What is in such a payload. Raises `ProtocolError`.
 
-    The tensors lie in the bytes given, which must not be used for anything else.
+    The tensors lie in the bytes given, if they are a bytearray: that must not be used for anything else.
     """
+    body = payload if payload.__class__ is bytearray else bytearray(payload)
     slots: list[Any] = []
     try:
         kind, count, meta_size, content_size = _unpack_header(body)

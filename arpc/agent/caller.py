@@ -245,14 +245,7 @@ class Caller(ArgumentPacking):
         if usual is None or now >= usual[2]:
             usual = self._next_usual_tick(now, timeout_s)
         tick, timeout_ms, _ = usual
-        calls = peer.calls
-        call = Call(future, message, 0, connection)
-        if tick != calls.tick or calls.number == LAST_NUMBER:
-            call_id = calls.add(tick, call)  # the bucket stays that of the default timeout
-        else:
-            calls.number = number = calls.number + 1
-            call_id = calls.base + number
-            calls.bucket[call_id] = call
+        call_id = peer.calls.add(tick, Call(future, message, 0, connection))
         connection.send(_pack_brief(len(payload), int(message.type), call_id, 1, timeout_ms, 0) + payload)
         return call_id
 

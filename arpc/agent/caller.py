@@ -410,6 +410,7 @@ class Caller(ArgumentPacking):
         elif (
             (slots or meta)
             and not window
+            and not (meta and self.observers.key in meta)  # such a handler is begun in another way
             and (handful := self.codec.handful_of_arguments(payload, slots, meta, peer.info.name)) is not None
         ):
             payload, slots, meta = handful, _NO_SLOTS, None

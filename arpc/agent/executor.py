@@ -243,6 +243,8 @@ class Executor(Replies):
             args = unpack_lone(payload)
         else:
             args = self._receive_handful(run, unpack_handful(payload))
+            if run.handling is not None:
+                raise ProtocolError("what is for observers came with a message that none of them sees")
         return args
 
     def _receive_handful(self, run: Run, handful: Handful) -> Any:

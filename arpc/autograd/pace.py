@@ -43,17 +43,33 @@ class Pace:
 
     def run(self, run: Callable[[], None], plan: Extent, elements: int) -> None:
         """Run a graph, on the loop or in a thread, and note what it took."""
-        key = plan.count, elements
-        if key not in self._suspects and self._seconds.get(key, math.inf) <= SHORT_S:
-            # Reading the time that a thread had of the CPU is slow, and tells nothing new as long as nothing changes
-            begun = perf_counter()
-            run()
-            if perf_counter() - begun > SHORT_S:
-                self._suspects.add(key)
-            return
+        if not self._run_as_known(run, (plan.count, elements)):
+            self._run_and_note(run, plan, elements)
+
+    def _run_as_known(self, run: Callable[[], None], key: tuple[int, int]) -> bool:
+        """Run a graph that is known to be short; False if it is not."""
+        if key in self._suspects or self._seconds.get(key, math.inf) > SHORT_S:
+            return False
+        # Reading the time that a thread had of the CPU is slow, and tells nothing new as long as nothing changes
+        begun = perf_counter()
+        run()
+        if perf_counter() - begun > SHORT_S:
+            self._suspects.add(key)
+        return True
+
+    def _run_and_note(self, run: Callable[[], None], plan: Extent, elements: int) -> None:
         begun, cpu_begun = perf_counter(), thread_time()
         run()
         self.took(plan, elements, perf_counter() - begun, thread_time() - cpu_begun)
+
+    def try_to_run(self, run: Callable[[], None], plan: Extent, elements: int) -> bool:
+        """Run a graph on the loop, if it `is_short`; whether it was."""
+        if self._run_as_known(run, (plan.count, elements)):
+            return True
+        if not self.is_short(plan, elements):
+            return False
+        self._run_and_note(run, plan, elements)
+        return True
 
     def is_short(self, plan: Extent, elements: int) -> bool:
         """Whether a run is to happen on the loop."""
@@ -85,6 +101,9 @@ class Pace:
 
 class ThreadsOnly(Pace):
     """For workers whose nodes and hooks may block, and wait for what the loop does: nothing runs there."""
+
+    def try_to_run(self, run: Callable[[], None], plan: Extent, elements: int) -> bool:
+        return False
 
     def is_short(self, plan: Extent, elements: int) -> bool:
         return False

@@ -7,6 +7,7 @@ are no regions then, and nothing to plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,16 +53,13 @@ class Survey:
             elements += gradient.numel()
         for leaf in self.leaves:
             elements += leaf.numel()
-        if not pace.is_short(self, elements):
-            return False
         for record in self.records:
             record.deliver = self._deliver
         try:
-            pace.run(lambda: self._run(edges, gradients, leaf_gradients), self, elements)
+            return pace.try_to_run(partial(self._run, edges, gradients, leaf_gradients), self, elements)
         finally:
             for record in self.records:
                 record.deliver = None
-        return True
 
     def _run(self, edges: Sequence[Edge], gradients: Sequence[Tensor], leaf_gradients: LeafGradients) -> None:
         leaves = self.leaves

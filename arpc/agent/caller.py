@@ -27,6 +27,7 @@ from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.streams import ItemOrder, Stream
 from arpc.errors import (
     ArpcError,
+    ConnectionClosedError,
     OverloadedError,
     RpcTimeoutError,
     SerializationError,
@@ -246,7 +247,11 @@ class Caller(ArgumentPacking):
             usual = self._next_usual_tick(now, timeout_s)
         tick, timeout_ms, _ = usual
         call_id = peer.calls.add(tick, Call(future, message, 0, connection))
-        connection.send(_pack_brief(len(payload), int(message.type), call_id, 1, timeout_ms, 0) + payload)
+        try:
+            connection.send(_pack_brief(len(payload), int(message.type), call_id, 1, timeout_ms, 0) + payload)
+        except ConnectionClosedError:  # of which nobody has heard yet
+            peer.calls.pop(call_id)
+            return 0
         return call_id
 
     def _next_usual_tick(self, now: float, timeout_s: float) -> tuple[int, int, float]:

@@ -59,7 +59,8 @@ class BriefPass:
         self._unresolved = dict(context.sends)
         self._used: list[int] = []
         self._leaves = LeafGradients()
-        self._told: dict[int, list[tuple[int, Sequence[Tensor | None]]]] = {}
+        self._told: dict[int, bool] = {}
+        """The others, and whether they were asked what they will send."""
         self._heard: list[int] = []
         self._outstanding: dict[asyncio.Future[PackedParcel | None], int] = {}
 
@@ -94,18 +95,19 @@ class BriefPass:
         return True
 
     def _post(self, graph: Survey) -> None:
-        told = self._told = graph.delivered
+        delivered = graph.delivered
         for record in graph.records:
-            if record.sender not in told:
-                told[record.sender] = []
+            if record.sender not in delivered:
+                delivered[record.sender] = []
         for send in self._unresolved.values():
-            if send.to not in told:
-                told[send.to] = []
-        for peer, gradients in told.items():
+            if send.to not in delivered:
+                delivered[send.to] = []
+        for peer, gradients in delivered.items():
             # Who gets gradients need not be asked what it will send: nothing here waits for that but the end
-            future = self._host.send(self, peer, Parcel(gradients, True, (), not gradients))
+            asks = self._told[peer] = not gradients
+            future = self._host.send(self, peer, Parcel(gradients, True, (), asks))
             self._outstanding[future] = peer
-        if not told:
+        if not delivered:
             self._finish()
 
     # -- what happens to it
@@ -113,7 +115,7 @@ class BriefPass:
     async def wait(self) -> None:
         """Until it is over. Raises why it failed."""
         if len(self._outstanding) == 1:
-            await self._wait_for_answer(*self._outstanding.popitem())
+            await self._wait_for_answer(*next(iter(self._outstanding.items())))
         elif not self.is_over:
             self._over = asyncio.get_running_loop().create_future()
             for future, peer in self._outstanding.items():
@@ -132,7 +134,6 @@ class BriefPass:
 
     async def _wait_for_answer(self, future: asyncio.Future[PackedParcel | None], peer: int) -> None:
         """Take the only answer there is to wait for here, and not in a turn of the loop of its own."""
-        self._outstanding[future] = peer
         task = asyncio.current_task()
         cancelled_before = task.cancelling() if task is not None else 0
         try:
@@ -200,6 +201,8 @@ class BriefPass:
                     self._take_over().receive(peer, Parcel(), is_engaging=True)
                 else:
                     self._finish()
+        except Exception as malformed:  # noqa: BLE001 - it must end here, whatever a peer has sent
+            self.fail(node_failure(malformed, self._host.info, self.context.id, None))
         finally:
             if outer is not None:
                 torchstate.restore(outer)
@@ -228,7 +231,7 @@ class BriefPass:
         full = self._full = self._unfold(self._unresolved)
         waiting = {send.to for send in self._unresolved.values()}.difference(self._heard)
         # those that were not asked, and have not said by themselves, are to be told again
-        told = [peer for peer, gradients in self._told.items() if not gradients or peer not in waiting]
+        told = [peer for peer, was_asked in self._told.items() if was_asked or peer not in waiting]
         full.take_over(self._leaves, self._used, told, self._heard, self._outstanding)
         if self._over is not None and not self._over.done():
             self._over.set_result(None)

@@ -111,7 +111,7 @@ def survey(edges: Iterable[Edge], is_heeded: IsHeeded, *, retain_graph: bool) ->
 def are_plain_leaves(edges: Iterable[Edge], is_heeded: IsHeeded) -> bool:
     """Whether gradients that come in here are for leaves without hooks and nothing else: nothing needs to run then."""
     for node, _ in edges:
-        leaf = getattr(node, "variable", None)
+        leaf = None if node.next_functions else getattr(node, "variable", None)
         if leaf is None or leaf._backward_hooks or is_heeded(node, leaf):  # noqa: SLF001 - torch has no other way to ask
             return False
     return True

@@ -282,3 +282,21 @@ async def test_it_fails_with_what_has_taken_over(group, monkeypatch, full_passes
         assert context.active_pass is None
         assert context.gradients == {}
     assert len(full_passes) == 1
+
+
+async def test_an_answer_that_makes_no_sense_ends_it(group, monkeypatch):
+    x = leaf()
+    postponed = Postponed(group[0], monkeypatch)
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", weigh, (x,))
+        task = asyncio.create_task(arpc.autograd.backward(ctx_id, [y.sum()]))
+        await asyncio.sleep(0)
+        ((_, future, _),) = postponed.sent
+        context = group[0].autograd.container.find(ctx_id)
+        (message_id,) = context.sends
+        too_many = [torch.ones(3), torch.ones(3)]
+        future.set_result(service.pack_parcel(service.Parcel([(message_id, too_many)], is_first=True)))
+        with pytest.raises(arpc.BackwardError):
+            await task
+        assert context.active_pass is None
+        assert context.gradients == {}

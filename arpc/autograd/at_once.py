@@ -15,7 +15,7 @@ from arpc.autograd.failure import node_failure
 from arpc.autograd.graph import Edge
 from arpc.autograd.pace import Pace
 from arpc.autograd.protocol import Parcel
-from arpc.autograd.survey import IsHeeded, survey
+from arpc.autograd.survey import Expectation, IsHeeded, survey
 from arpc.ids import WorkerInfo
 
 __all__ = ["run_at_once"]
@@ -31,6 +31,7 @@ def run_at_once(
     worker: WorkerInfo,
     pace: Pace,
     is_heeded: IsHeeded,
+    expectation: Expectation,
 ) -> Parcel | None:
     """Run a pass with the parcel that began it here: what goes back. None, and nothing has happened, if it takes more.
 
@@ -54,7 +55,7 @@ def run_at_once(
                     return None  # a leaf: nothing runs for it
                 edges.append(edge)
                 entering.append(gradient)
-    graph = survey(edges, is_heeded, retain_graph=retain_graph)
+    graph = survey(edges, is_heeded, expectation, retain_graph=retain_graph)
     if graph is None:
         return None
     for record in graph.records:

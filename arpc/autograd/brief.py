@@ -21,7 +21,7 @@ from arpc.autograd.context import AutogradContext, Send
 from arpc.autograd.failure import node_failure, peer_failure
 from arpc.autograd.passes import BackwardPass, Host
 from arpc.autograd.protocol import PackedParcel, Parcel, unpack_parcel
-from arpc.autograd.survey import IsHeeded, Survey, are_plain_leaves, survey
+from arpc.autograd.survey import Expectation, IsHeeded, Survey, are_plain_leaves, survey
 from arpc.errors import AutogradError
 
 __all__ = ["BriefPass"]
@@ -64,7 +64,7 @@ class BriefPass:
         self._heard: list[int] = []
         self._outstanding: dict[asyncio.Future[PackedParcel | None], int] = {}
 
-    def try_to_start(self, roots: Sequence[Tensor], is_heeded: IsHeeded) -> bool:
+    def try_to_start(self, roots: Sequence[Tensor], is_heeded: IsHeeded, expectation: Expectation) -> bool:
         """Begin, to be followed by `wait` at once. False, and nothing has happened, if a `BackwardPass` has to."""
         context, me = self.context, self._host.info.id
         if context.running_thread is not None:
@@ -73,7 +73,7 @@ class BriefPass:
             if send.to == me or not are_plain_leaves(send.source.edges, is_heeded):
                 return False
         edges = [(root.grad_fn, root.output_nr) for root in roots]
-        graph = survey(edges, is_heeded, retain_graph=self.retain_graph)
+        graph = survey(edges, is_heeded, expectation, retain_graph=self.retain_graph)
         if graph is None:
             return False
         for record in graph.records:

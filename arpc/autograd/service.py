@@ -27,6 +27,7 @@ from arpc.autograd.passes import BackwardPass, Sender, Threads
 from arpc.autograd.protocol import NOTHING_LIVE, ONLY_TENSORS, PackedParcel, Parcel, pack_parcel, unpack_parcel
 from arpc.autograd.recording import Recorder
 from arpc.autograd.roots import checked_roots
+from arpc.autograd.survey import Expectation
 from arpc.errors import AutogradError, RpcTimeoutError, WorkerLostError
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
@@ -62,6 +63,8 @@ class AutogradService:
         self.is_heeded: Callable[[Any, Any], bool] = is_heeded
         """Of a leaf, and its node: whether torch is to accumulate its gradients, with all hooks. See `heeded`."""
         self.passes_begun = 0
+        self._expected_of_roots = Expectation()
+        self._expected_of_others = Expectation()
         self._agent: Agent
         self._options = options
         self._rrefs = rrefs
@@ -158,7 +161,7 @@ class AutogradService:
             unfold=make,
         )
         started: BackwardPass | BriefPass = brief
-        if self._agent.observers.installed or not brief.try_to_start(checked, self.is_heeded):
+        if self._agent.observers.installed or not brief.try_to_start(checked, self.is_heeded, self._expected_of_roots):
             started = full = make(roots=checked)
             full.start()
         try:
@@ -328,6 +331,7 @@ class AutogradService:
                 worker=self.info,
                 pace=self.pace,
                 is_heeded=self.is_heeded,
+                expectation=self._expected_of_others,
             )
             if answer is not None:
                 return self._packed(answer)

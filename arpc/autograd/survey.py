@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,11 +19,36 @@ from arpc.autograd.graph import Edge
 from arpc.autograd.nodes import ANCHOR, RecvNode, RecvRecord
 from arpc.autograd.pace import SHORT_NODES, Pace
 
-__all__ = ["Survey", "are_plain_leaves", "survey"]
+__all__ = ["Expectation", "Survey", "are_plain_leaves", "survey"]
 
 _recv_class: Any = RecvNode
 _is_anomaly_enabled = torch._C.is_anomaly_enabled  # what `torch.is_anomaly_enabled` calls
 IsHeeded = Callable[[Any, Any], bool]
+_PASSED_OVER: Final = 15
+
+
+class Expectation:
+    """Whether graphs are likely to be small. They come again, step after step: what one was, the next will be.
+
+    To look at a part of a large one in vain takes as long as some of its nodes take to run.
+    """
+
+    __slots__ = ("_to_pass_over",)
+
+    def __init__(self) -> None:
+        self._to_pass_over = 0
+
+    @property
+    def is_good(self) -> bool:
+        """Whether to look at the next one. Asked once for each."""
+        if self._to_pass_over:
+            self._to_pass_over -= 1
+            return False
+        return True
+
+    def disappointed(self) -> None:
+        """It was large. Some are passed over now."""
+        self._to_pass_over = _PASSED_OVER
 
 
 class Survey:
@@ -79,9 +104,11 @@ class Survey:
             self.delivered[record.sender] = [item]
 
 
-def survey(edges: Iterable[Edge], is_heeded: IsHeeded, *, retain_graph: bool) -> Survey | None:
+def survey(
+    edges: Iterable[Edge], is_heeded: IsHeeded, expectation: Expectation, *, retain_graph: bool
+) -> Survey | None:
     """Look at all nodes that edges lead to; None if there are many, or there is something special about one of them."""
-    if _is_anomaly_enabled():
+    if _is_anomaly_enabled() or not expectation.is_good:
         return None
     nodes: dict[Any, None] = {}
     leaves: list[Tensor] = []
@@ -100,6 +127,7 @@ def survey(edges: Iterable[Edge], is_heeded: IsHeeded, *, retain_graph: bool) ->
             for child, _ in further:
                 stack.append(child)
             if len(nodes) > SHORT_NODES:
+                expectation.disappointed()
                 return None
         elif (leaf := getattr(node, "variable", None)) is not None:
             if is_heeded(node, leaf):

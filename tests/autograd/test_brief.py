@@ -300,3 +300,20 @@ async def test_an_answer_that_makes_no_sense_ends_it(group, monkeypatch):
             await task
         assert context.active_pass is None
         assert context.gradients == {}
+
+
+def deep(x: torch.Tensor, nodes: int) -> torch.Tensor:
+    for _ in range(nodes):
+        x = x + 1
+    return x
+
+
+async def test_large_graphs_are_not_looked_at_in_vain_each_time(group, full_passes):
+    x = leaf()
+    for nodes, passes in ((2 * pace.SHORT_NODES, 1), (1, 15), (1, 0), (1, 0)):
+        for _ in range(max(1, passes)):
+            full_passes.clear()
+            async with arpc.autograd.context() as ctx_id:
+                await arpc.autograd.backward(ctx_id, [deep(x, nodes).sum()])
+                assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [1.0] * 3
+            assert len(full_passes) == bool(passes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
@@ -182,14 +182,20 @@ class Codec:
             return self.payload(message, self.slots(message))
         return self.plain_content(message.body) if message.body else None
 
-    def plain_content(self, payload: bytes | bytearray) -> Any:
+    @staticmethod
+    def plain_content(payload: bytes | bytearray, load: Callable[..., Any] = loads) -> Any:
         """The object in a payload that is not empty and has no tensors beside it. It is the object's from now on.
 
         Not for a payload with which something rides: see `is_handful`.
         """
         if payload[0] > LAST_HANDFUL:
-            return self.loads(payload, _NO_SLOTS)
-        return unpack_lone(payload) if payload[0] <= LONE_RESULT else self.handful_object(unpack_handful(payload))
+            return load(payload, _NO_SLOTS)
+        if payload[0] <= LONE_RESULT:
+            return unpack_lone(payload)
+        handful = unpack_handful(payload)
+        if handful.meta:
+            raise ProtocolError("something rides on a message that nobody looks for it in")
+        return _object_of(handful, load)
 
     def handful_of(self, message: Message) -> Handful:
         """What is in such a message, the object not yet built. Raises `ProtocolError`."""
@@ -203,17 +209,7 @@ class Codec:
 
     def handful_object(self, handful: Handful) -> Any:
         """The object of a handful. Raises `ProtocolError`, or whatever unpickling raises."""
-        kind, slots, _, content = handful
-        if kind == HANDFUL_ARGUMENTS:
-            return self.loads(content, slots) if content else tuple(slots)
-        if kind == HANDFUL_RESULT:
-            if content:
-                return self.loads(content, slots)
-            if len(slots) != 1:
-                raise ProtocolError(f"a result of {len(slots)} tensors that says nothing else")
-            return slots[0]
-        parcel = [bytes(content), *slots]
-        return (parcel,) if kind == PARCEL_ARGUMENT else parcel
+        return _object_of(handful, self.loads)
 
     def payload(self, message: Message, slots: list[Any]) -> Any:
         """The object in a message, None if there is none. Raises whatever unpickling raises."""
@@ -256,3 +252,17 @@ class Codec:
         if interceptor is None:
             raise ProtocolError(f"meta data of the unknown feature {key!r}")
         return interceptor
+
+
+def _object_of(handful: Handful, load: Callable[..., Any]) -> Any:
+    kind, slots, _, content = handful
+    if kind == HANDFUL_ARGUMENTS:
+        return load(content, slots) if content else tuple(slots)
+    if kind == HANDFUL_RESULT:
+        if content:
+            return load(content, slots)
+        if len(slots) != 1:
+            raise ProtocolError(f"a result of {len(slots)} tensors that says nothing else")
+        return slots[0]
+    parcel = [bytes(content), *slots]
+    return (parcel,) if kind == PARCEL_ARGUMENT else parcel

@@ -101,7 +101,7 @@ class GuardedCodec(Codec):
         if not body:
             return None
         _refuse_by_value(message)
-        return self.plain_content(body)
+        return self.plain_content(body, self.loads)
 
     def handful_of(self, message: Message) -> Handful:
         _refuse_by_value(message)

@@ -42,6 +42,12 @@ def double(tensor: torch.Tensor) -> None:
     tensor.grad.mul_(2)
 
 
+@pytest.fixture(autouse=True)
+def _no_hurry(monkeypatch):
+    """However slow the machine is, what takes next to nothing is not taken for long."""
+    monkeypatch.setattr(pace, "SHORT_S", 60.0)
+
+
 @pytest.fixture
 def full_passes(monkeypatch) -> list[BackwardPass]:
     """The passes that took all the machinery."""

@@ -17,6 +17,7 @@ from arpc.agent.streams import Stream
 from arpc.errors import NotInitializedError
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
+from arpc.rref.context import RRefContext
 from arpc.rref.handle import RRef, create_remote
 from arpc.runtime import Worker, current
 from arpc.startup import start_worker
@@ -174,7 +175,10 @@ def remote(
     it passes, or anything else keeps it from being known whether the value exists, every use of the RRef raises
     `RRefCreationError`.
     """
-    return create_remote(current().rref_context, to, func, args, kwargs, timeout)
+    scope = current_scope.get()
+    # `current`, written out
+    rrefs: RRefContext = (scope.worker if scope is not None else current()).rref_context
+    return create_remote(rrefs, to, func, args, kwargs, timeout)
 
 
 def stream(

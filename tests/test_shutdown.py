@@ -149,7 +149,7 @@ async def test_the_options_say_how_long_at_most():
 @pytest.mark.parametrize("group_hears_first", [False, True])
 async def test_a_worker_that_was_lost_is_not_waited_for(monkeypatch, group_hears_first):
     """Whoever finds out tells the group, and says who it was, whichever of the two happens first."""
-    options = RpcOptions(heartbeat_interval=0.1, heartbeat_timeout=0.2, gc_freeze=False)
+    options = RpcOptions(heartbeat_interval=0.1, heartbeat_timeout=0.5, gc_freeze=False)
     async with cluster(2, options=options) as group:
         await group[0].rpc_sync("worker1", echo)
         await group[1].shutdown(graceful=False)

@@ -19,10 +19,11 @@ from arpc.agent.caller import Caller
 from arpc.agent.codec import Codec, Interceptor
 from arpc.agent.connector import Connector, Link, PeerWatcher
 from arpc.agent.deadlines import Deadlines
-from arpc.agent.executor import Executor, Service
+from arpc.agent.executor import Executor, Service, Wrapper
 from arpc.agent.functions import Preparation
 from arpc.agent.guard import Guard, GuardedCodec
 from arpc.agent.heartbeat import Heartbeat
+from arpc.agent.labelled import never_shortly
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.metering import Meter, Metering
 from arpc.agent.observers import Observer, Observers
@@ -54,6 +55,7 @@ from arpc.wire.messages import (
     Message,
     MessageType,
     Reply,
+    ReplyFlag,
     Request,
 )
 from arpc.wire.pickling import Reducer
@@ -66,6 +68,7 @@ logger = get_logger("arpc.agent")
 _REQUEST: Final = int(MessageType.REQUEST)
 _BRIEF_REQUEST: Final = brief_kind(_REQUEST)
 _BRIEF_REPLY: Final = brief_kind(int(MessageType.REPLY))
+_BRIEF_TUPLE: Final = brief_kind(int(MessageType.REPLY), ReplyFlag.TUPLE)
 _is_pristine = torchstate.is_pristine
 
 _OF_ONLOOKERS: Final = (Inspect, Cancel, Goodbye)
@@ -86,7 +89,7 @@ class Agent(Caller, Answers):
         transports: Mapping[str, Transport],
         resolve: Callable[[str | int], Awaitable[WorkerRecord]],
         handlers: Mapping[type[Message], Callable[..., Any]] | None = None,
-        wrappers: Mapping[type[Message], Callable[..., Any]] | None = None,
+        wrappers: Mapping[type[Message], Wrapper] | None = None,
         shortcuts: Mapping[type[Message], Callable[..., Any]] | None = None,
         reducers: Mapping[type, Reducer] | None = None,
         families: Mapping[type, Reducer] | None = None,
@@ -180,11 +183,9 @@ class Agent(Caller, Answers):
             # A feature's own messages are calls too, of the one function that serves them
             shortcut = (shortcuts or {}).get(message_class)
             self._services[message_class] = self.executor.serve(message_class, function, shortcut)
-        for message_class, function in (wrappers or {}).items():
+        for message_class, wrapper in (wrappers or {}).items():
             # and so are those that name a function, which is run in its own way by another
-            self._services[message_class] = self.executor.serve_wrapped(message_class, function)
-        # of those, how many arguments come before the function's own
-        self._leading = {int(message_class.type): message_class.leading for message_class in wrappers or {}}
+            self._services[message_class] = self.executor.serve_wrapped(wrapper)
         for message_class, service in self._services.items():
             handle = service.handle
             self._handlers[message_class] = handle if guard is None else self._guarded(guard, message_class, handle)
@@ -306,7 +307,7 @@ class Agent(Caller, Answers):
     def set_meter(self, meter: Meter | None) -> None:
         """Let somebody hear how long each call and each handler takes, from now on; None: nobody."""
         if self._metering is not None:
-            del self.call_and_wait, self.begin  # what is in the class comes to light again
+            del self.call_and_wait, self.begin, self.begin_shortly  # what is in the class comes to light again
         self._metering = metering = (
             None if meter is None else Metering(meter, self._peers, self.begin, self._call_unknown)
         )
@@ -315,6 +316,7 @@ class Agent(Caller, Answers):
         if metering is not None:
             self.call_and_wait = metering.call_and_wait  # type: ignore[method-assign]
             self.begin = metering.begin  # type: ignore[method-assign]
+            self.begin_shortly = never_shortly  # type: ignore[method-assign]
         if not self.is_closing:
             for message_class, handle in self._takers_of_requests.items():
                 self._handlers[message_class] = handle if metering is None else partial(metering.handle, handle)
@@ -391,6 +393,7 @@ class Agent(Caller, Answers):
             metered = partial(self._metering.take, link.inbound)
             takers = {kind: metered(MESSAGE_CLASSES[kind & 0xFF], take) for kind, take in takers.items()}
         takers[_BRIEF_REPLY] = partial(self._take_reply, link)
+        takers[_BRIEF_TUPLE] = partial(self._take_tuple, link)
         if self._tasks_are_isolated:
             return takers
         return {kind: partial(_take_with_pristine_state, take) for kind, take in takers.items()}

@@ -22,6 +22,7 @@ from arpc.wire.messages import (
     ItemFlag,
     Message,
     Reply,
+    ReplyFlag,
 )
 
 __all__ = ["Answers"]
@@ -53,7 +54,25 @@ class Answers:
             peer.release(call)
         future = call.future
         if not future.done():
-            _set_result(future, None)
+            try:
+                _set_result(future, None)  # type: ignore[arg-type]  # which is found out at no cost
+            except TypeError:  # it is no future of asyncio's
+                future.set_result(None)
+
+    def _take_tuple(self, link: Link, id_: int, arg: int, _timeout_ms: int, payload: bytes | bytearray) -> None:
+        """The same for a reply that is a tuple."""
+        if payload:
+            self._on_reply(link, Reply(ReplyFlag.TUPLE, id_, arg, 0, 0, 0, 0, bytearray(payload), ()))
+            return
+        peer = link.peer
+        try:
+            call = peer.calls.buckets[id_ >> SEQUENCE_BITS].pop(id_)
+        except KeyError:
+            return
+        if call.size_bytes:
+            peer.release(call)
+        if not call.future.done():
+            call.future.set_result((None,) if arg else ())
 
     def _take_tensors(self, link: Link, id_: int, payload: bytes | bytearray) -> None:
         """`_on_reply` for a few small tensors."""
@@ -69,7 +88,10 @@ class Answers:
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code
             call.future.set_exception(self._unreadable(call, error))
         else:
-            _set_result(call.future, value)
+            if isinstance(call.future, asyncio.Future):
+                _set_result(call.future, value)
+            else:
+                call.future.set_result(value)
         finally:
             current_scope.reset(token)
 
@@ -83,18 +105,20 @@ class Answers:
         call = link.peer.pop(message.id)
         if call is None or call.future.done():
             return  # it was cancelled, or timed out, and the two crossed on their way
-        if not message.body:
-            _set_result(call.future, None)
-            return
         try:
-            value = self._result(link, message)
+            value = self._result(link, message) if message.body else None
         except ProtocolError:
             call.future.set_exception(SerializationError(f"the result of {call.name} is malformed"))
             raise
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code
             call.future.set_exception(self._unreadable(call, error))
         else:
-            _set_result(call.future, value)
+            if message.flags & ReplyFlag.TUPLE:
+                value = (value,) if message.arg else ()
+            if isinstance(call.future, asyncio.Future):
+                _set_result(call.future, value)
+            else:
+                call.future.set_result(value)
 
     def _on_item(self, link: Link, message: Message) -> None:
         call = link.peer.calls.get(message.id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from arpc.agent.codec import Codec, Interceptor
@@ -43,9 +43,7 @@ class ArgumentPacking:
     info: WorkerInfo
     codec: Codec
     observers: Observers
-    known_peer: Callable[[str | int | WorkerInfo], Peer]
     _interceptors: Sequence[Interceptor]
-    _leading: Mapping[int, int]
     _max_payload_bytes: int
     _pickler: Pickler
     _preparations: Mapping[type, Preparation]
@@ -56,14 +54,12 @@ class ArgumentPacking:
         function: Any,
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
-        leading: int,
         future: asyncio.Future[Any],
     ) -> tuple[Any, tuple[Any, ...]]:
-        arguments = as_arguments(args)
-        function, own = prepare(function, arguments[leading:], kwargs)
+        function, arguments = prepare(function, as_arguments(args), kwargs)
         if isinstance(future, Future):
             future.script_type = getattr(function, "returns", None)
-        return function, (*arguments[:leading], *own)
+        return function, arguments
 
     def _pickle(
         self,
@@ -126,20 +122,6 @@ class ArgumentPacking:
                 function, args, dict(kwargs) if kwargs else None, main_by_value=by_value, to=peer.info
             )
             raise unsendable(function, error) from error
-
-    def explained(
-        self,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        to: str | int | WorkerInfo,
-        error: Exception,
-    ) -> SerializationError:
-        """Why a call cannot be sent, for a feature whose messages have more in them than the caller's arguments."""
-        peer = self.known_peer(to)
-        return self._pickler.explained(
-            function, args, dict(kwargs or {}), error, main_by_value=peer.main_by_value, to=peer.info
-        )
 
 
 def as_arguments(args: Any) -> tuple[Any, ...]:

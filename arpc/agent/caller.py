@@ -19,6 +19,7 @@ from arpc.agent.deadlines import NEVER, Deadlines
 from arpc.agent.executor import Executor
 from arpc.agent.functions import name_of
 from arpc.agent.future import Future
+from arpc.agent.labelled import LabelledCalls
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.observers import kind_of
 from arpc.agent.peers import Peer
@@ -60,7 +61,7 @@ _NO_BUFFERS: Final[list[memoryview]] = []
 T = TypeVar("T")
 
 
-class Caller(ArgumentPacking):
+class Caller(LabelledCalls, ArgumentPacking):
     """The part of an agent that makes calls; the rest is in the class that inherits."""
 
     add_peer: Callable[[WorkerRecord], Peer]
@@ -185,21 +186,26 @@ class Caller(ArgumentPacking):
         future: Future[Any] | None = None,
         function: Callable[..., Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
+        label: bytes = b"",
     ) -> Future[Any]:
         """Send a feature's own message; the future is for what its handler returns there. Called on the loop.
 
-        ``function`` and ``kwargs``: for a message that names a function, as a call does.
+        ``function`` and ``kwargs``: for a message that names a function, as a call does. ``label``: see `begin`.
         """
         if future is None:
             future = Future(loop=self.loop)
         begun = future
         named = message if function is None else function
         type_ = int(message.type)
+
+        def begin(peer: Peer) -> int:
+            return self.begin(peer, begun, named, args, kwargs, timeout, 0, type_, label=label)
+
         peer = self.peer(to)
         if peer is None or peer.must_be_asked_for:
-            self._defer(begun, to, lambda peer: self.begin(peer, begun, named, args, kwargs, timeout, 0, type_))
+            self._defer(begun, to, begin)
         else:
-            begun.on_cancel = partial(peer.cancel, self.begin(peer, begun, named, args, kwargs, timeout, 0, type_))
+            begun.on_cancel = partial(peer.cancel, begin(peer))
         return begun
 
     def request_packed(
@@ -338,7 +344,7 @@ class Caller(ArgumentPacking):
         future.add_done_callback(ended)
         return stream
 
-    def begin(  # noqa: C901, PLR0912, PLR0915 - the hot path: one long function instead of many calls
+    def begin(  # noqa: C901, PLR0912, PLR0913, PLR0915, PLR0917 - the hot path: one long function instead of many calls
         self,
         peer: Peer,
         future: asyncio.Future[Any],
@@ -350,10 +356,12 @@ class Caller(ArgumentPacking):
         type_: int = _REQUEST,
         window: int = 0,
         riders: bool | None = None,
+        label: bytes = b"",
     ) -> int:
         """Send one request; its reply completes the future. Raises before anything was sent if it cannot be.
 
         ``type_`` is another message than REQUEST for a feature's own; ``function`` is its class if it names none.
+        ``label`` is what such a message has before its payload.
         """
         if self.is_closing or get_ident() != self._thread:
             raise self._refusal(function)
@@ -367,7 +375,7 @@ class Caller(ArgumentPacking):
                 future,
                 kind_of(type_, flags),
                 is_awaited=not isinstance(future, Future),
-                send=lambda: self.begin(*arguments, riders=True),
+                send=lambda: self.begin(*arguments, riders=True, label=label),
             )
         # the deadline
         scope = current_scope.get()
@@ -392,7 +400,7 @@ class Caller(ArgumentPacking):
                 and args.__class__ is not Prepared
                 and (prepare := self._preparations.get(type(function))) is not None
             ):
-                function, args = self._prepared(prepare, function, args, kwargs, self._leading.get(type_, 0), future)
+                function, args = self._prepared(prepare, function, args, kwargs, future)
                 kwargs = None
         slots = _NO_SLOTS
         if args or kwargs or not function_id:
@@ -414,12 +422,15 @@ class Caller(ArgumentPacking):
             size_bytes = HEADER_BYTES + len(lone)
         elif (
             (slots or meta)
-            and not window
+            and not (window or label)
             and not (meta and self.observers.key in meta)  # such a handler is begun in another way
             and (handful := self.codec.handful_of_arguments(payload, slots, meta, peer.info.name)) is not None
         ):
             payload, slots, meta = handful, _NO_SLOTS, None
             size_bytes = HEADER_BYTES + len(handful)
+        if label:
+            payload = label + payload
+            size_bytes = HEADER_BYTES + len(payload)
         # the message
         if scope is not None:
             scope.call_begun(future)

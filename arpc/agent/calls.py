@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -14,7 +13,7 @@ from arpc.agent.functions import name_of
 from arpc.agent.streams import ItemOrder
 from arpc.transport.base import BulkSend, Connection
 
-__all__ = ["LAST_NUMBER", "SEQUENCE_BITS", "Call", "Calls"]
+__all__ = ["LAST_NUMBER", "SEQUENCE_BITS", "Call", "Calls", "Recipient"]
 
 SEQUENCE_BITS: Final = 24
 # Those of `turn` have the upper half of the numbers, those of `add` the lower
@@ -24,13 +23,21 @@ _MANY: Final = _TURN >> 1
 LAST_NUMBER: Final = _TURN - 1
 
 
+class Recipient(Protocol):
+    """Who hears how a call has ended, once: a future, or what does with less than one until somebody waits."""
+
+    def done(self) -> bool: ...
+    def set_result(self, result: Any, /) -> None: ...
+    def set_exception(self, exception: Exception, /) -> None: ...
+
+
 class Call(msgspec.Struct, gc=False):
     """One call that has not ended.
 
     Not tracked by the garbage collector: a hundred thousand of them would keep it busy.
     """
 
-    future: asyncio.Future[Any]
+    future: Recipient
     function: Any
     size_bytes: int
     """What it takes of the window; 0 for one so small that it is not counted."""

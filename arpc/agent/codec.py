@@ -25,7 +25,7 @@ from arpc.wire.handful import (
 )
 from arpc.wire.lone import LONE_ARGUMENT, LONE_RESULT, lone_payload, unpack_lone
 from arpc.wire.messages import Message
-from arpc.wire.pickling import JUST_A_TENSOR, JUST_TENSORS, Pickler, Reducer, loads
+from arpc.wire.pickling import JUST_A_TENSOR, JUST_TENSORS, Pickler, Reducer, dumps_plain, loads
 from arpc.wire.staging import Stager
 from arpc.wire.tensors import Slot, pack, unpack
 
@@ -146,6 +146,12 @@ class Codec:
         kind = PARCEL_ARGUMENT if is_call else PARCEL_RESULT
         return handful_payload(kind, tensors, self._inline_limit, b"", head)
 
+    def brief_result(self, value: Any) -> bytes | None:
+        """The payload of a reply with no meta data, made in any thread; None if it takes more than that."""
+        if type(value) is Tensor:
+            return lone_payload(LONE_RESULT, value, self._inline_limit)
+        return dumps_plain(value)
+
     def stager_to(self, worker: str) -> Stager | None:
         """For the arguments of calls to a worker; None if nothing but the CPU is known here."""
         return None if self._placement is None else self._placement.stager(worker)
@@ -203,9 +209,11 @@ class Codec:
 
     @staticmethod
     def is_handful(message: Message) -> bool:
-        """Whether a message is a handful of tensors, with which something may ride."""
+        """Whether a message is a handful of tensors, with which something may ride. One with a label never is."""
         body = message.body
-        return not message.table_end and len(body) > 0 and LONE_RESULT < body[0] <= LAST_HANDFUL
+        return (
+            not (message.table_end or message.label_bytes) and len(body) > 0 and LONE_RESULT < body[0] <= LAST_HANDFUL
+        )
 
     def handful_object(self, handful: Handful) -> Any:
         """The object of a handful. Raises `ProtocolError`, or whatever unpickling raises."""
@@ -213,7 +221,7 @@ class Codec:
 
     def payload(self, message: Message, slots: list[Any]) -> Any:
         """The object in a message, None if there is none. Raises whatever unpickling raises."""
-        start = message.table_end
+        start = message.table_end + message.label_bytes
         body = message.body
         if not start:
             return self.loads(body, slots) if body else None

@@ -279,6 +279,8 @@ class Connector:
                     if peer.connection is not None:
                         return peer.connection
         except TimeoutError as error:
+            if peer.connection is not None:
+                return peer.connection
             if failure is not None:
                 raise failure from error
             seconds = self._options.connect_timeout
@@ -335,7 +337,10 @@ class Connector:
             except (OSError, ProtocolError) as error:
                 errors[address] = error
             except BaseException:
-                connection.abort(WireError("the attempt was given up"))
+                # One that has opened meanwhile carries calls: a loop that was busy may run the timer of the attempt
+                # before it wakes who waits for the connection
+                if not connection.is_open:
+                    connection.abort(WireError("the attempt was given up"))
                 raise
             else:
                 peer.hosts.add(_host_of(address))
@@ -386,7 +391,8 @@ class Connector:
                 try:
                     await lane.wait_opened()
                 except BaseException:
-                    lane.abort(WireError("the attempt was given up"))
+                    if not lane.is_open:
+                        lane.abort(WireError("the attempt was given up"))
                     raise
                 finally:
                     self._handshaking.discard(lane)

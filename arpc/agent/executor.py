@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import inspect
 from asyncio.tasks import _enter_task, _leave_task
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +20,7 @@ from arpc.agent.codec import Codec, Packed
 from arpc.agent.failures import describe_failure
 from arpc.agent.functions import Function, Mode, Prompt
 from arpc.agent.observers import Observers
+from arpc.agent.outbox import ReplyOutbox
 from arpc.agent.replies import Replies
 from arpc.agent.requests import NO_CONTEXT, Inbound, Run
 from arpc.agent.scope import current_scope
@@ -43,7 +43,7 @@ from arpc.wire.messages import WINDOW, FailureKind, Message, MessageType, Reques
 from arpc.wire.pickling import loads
 from arpc.wire.protocol import Direct
 
-__all__ = ["Executor"]
+__all__ = ["Executor", "HasInbound", "Service", "Wrapped", "Wrapper"]
 
 logger = get_logger("arpc.executor")
 
@@ -79,6 +79,29 @@ class Service(NamedTuple):
     """Who takes the plainest of them straight from the read, by their `frames.brief_kind`."""
 
 
+class Wrapped(Protocol):
+    """One message of a feature that names a function."""
+
+    def make(self, function: Function, /, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+        """Runs the function in its own way; what this returns is the answer."""
+
+    def not_begun(self, error: BaseException) -> None:
+        """The function is not there, or its arguments cannot be unpacked; the caller is told."""
+
+
+class Wrapper(Protocol):
+    """How a feature takes messages that name a function, as requests do."""
+
+    def admit(self, run: Run, message: Message) -> Wrapped | None:
+        """What is to run, once the label of the message has been taken off; None if the message is answered so.
+
+        Raises `ProtocolError` if it has no label.
+        """
+
+    def direct(self, link: HasInbound, handle: Callable[[HasInbound, Message], None]) -> dict[int, Direct]:
+        """As in a `Service`. What it does not take is for ``handle``."""
+
+
 class Executor(Replies):
     """Runs requests of all peers of one worker."""
 
@@ -107,6 +130,7 @@ class Executor(Replies):
         self._calls_ended = 0
         self._returned_none = 0
         """Those that ended in `take` and sent nothing back, which are not counted among the others."""
+        self._withdrawn: list[None] = []
         self._copy_context = context.copy
         self._idle = self.carriers.idle
         self._max_waiting = max_requests_waiting
@@ -124,7 +148,18 @@ class Executor(Replies):
 
     @property
     def calls_handled(self) -> int:
-        return self._calls_ended + self._returned_none
+        self._count_withdrawn()
+        return self._calls_ended + self._returned_none + self.threads.jobs_answered
+
+    def answer_withdrawn(self) -> None:
+        """A thread has an answer to a request that was cancelled before. Called in any thread."""
+        self._withdrawn.append(None)
+
+    def _count_withdrawn(self) -> None:
+        # each has been counted where it was cancelled, and by the pool
+        while self._withdrawn:
+            self._withdrawn.pop()
+            self._calls_ended -= 1
 
     # -- observers
 
@@ -164,7 +199,7 @@ class Executor(Replies):
         _enter_task(self.loop, carrier.task)
         try:
             # to call it runs none of its code yet
-            coroutine = context.run(self._unpack_and_call, run, payload) if payload else function.call()
+            coroutine = context.run(self.unpack_and_call, run, payload) if payload else function.call()
             waits_for = context.run(coroutine.send, None)
         except StopIteration as stop:
             result = stop.value
@@ -199,20 +234,17 @@ class Executor(Replies):
         if id_ == inbound.latest_id:
             return  # it came twice, and runs once
         inbound.latest_id = id_
-        function = inbound.functions.get(arg)
-        if (
-            function.__class__ is not Function
-            or not function.is_plain
-            or inbound.is_full
-            or inbound.connection.is_congested
-        ):
+        function = inbound.plain.get(arg)
+        connection = inbound.connection
+        if function is None or inbound.is_full or connection.is_congested:
             self._admit(inbound, Request(0, id_, arg, timeout_ms, 0, 0, 0, bytearray(payload), ()))
             return
-        run = Run(self, inbound, function, id_, timeout_ms, self._copy_context())
-        run.context.run(_set_scope, run)
+        context = self._copy_context()
+        run = Run(self, inbound, function, id_, timeout_ms, context)
+        context.run(_set_scope, run)
         if payload:
             try:
-                run.args = run.context.run(self._unpack_plain, run, payload)
+                run.args = context.run(self._unpack_plain, run, payload)
             except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
                 not_found = isinstance(error, AttributeError | ImportError | LookupError)
                 self.raised(run, self._not_unpacked(error) if not_found else error)
@@ -222,9 +254,20 @@ class Executor(Replies):
                 self.carriers.start(run)
                 return
         inbound.register(run)
-        self.threads.submit(run.work, is_quick=function.is_quick)
+        if inbound.ended is None and run.meta is None:  # what rides on a reply is put there on the loop
+            run.outbox = inbound.outbox or self._open_outbox(inbound)
+        self.threads.submit(run.work, is_quick=function.is_quick, is_alone=not connection.is_reading)
 
-    def _unpack_and_call(self, run: Run, payload: bytes | bytearray) -> Coroutine[Any, Any, Any]:
+    def _open_outbox(self, inbound: Inbound) -> ReplyOutbox | None:
+        """Where threads put the answers to a connection's requests; None if it can be written by the loop alone."""
+        turn = inbound.connection.share_writing()
+        if turn is None:
+            return None
+        inbound.outbox = outbox = ReplyOutbox(inbound, turn, self.codec.brief_result, self.readmit)
+        return outbox
+
+    def unpack_and_call(self, run: Run, payload: bytes | bytearray) -> Coroutine[Any, Any, Any]:
+        """Call a function that is nothing but a coroutine with what is in a payload. In the handler's context."""
         try:
             args = self._unpack_plain(run, payload)
         except (AttributeError, ImportError, LookupError, StopIteration) as error:
@@ -403,8 +446,8 @@ class Executor(Replies):
         run = Run(self, inbound, function, id_, timeout_ms, self._copy_context())
         self._answer(run, payload)
 
-    def serve_wrapped(self, message_class: type[Message], wrapper: Callable[..., Any]) -> Service:
-        """Give messages of a class, which name a function as requests do, to ``wrapper``: function, flags, arguments.
+    def serve_wrapped(self, wrapper: Wrapper) -> Service:
+        """Give messages that name a function, as requests do, to a feature.
 
         They never wait for room: others that run may wait for what they bring.
         """
@@ -412,45 +455,42 @@ class Executor(Replies):
         def handle(link: HasInbound, message: Message) -> None:
             inbound = link.inbound
             function = inbound.functions.get(message.arg)
-            if isinstance(function, Function):
-                self.carriers.start(self._run(inbound, _wrapped(wrapper, function, message.flags), message))
-                return
-            if message.arg:
-                self._start_special(inbound, function, message)  # which says what is wrong with it
-                return
-            run = self._run(inbound, _UNKNOWN, message)
+            run = self._run(inbound, function if isinstance(function, Function) else _UNKNOWN, message)
             try:
-                run.context.run(self._enter, run, message)
-            except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+                wrapped = wrapper.admit(run, message)
+            except ProtocolError as error:
                 self.raised(run, error)
                 return
-            run.function = _wrapped(wrapper, run.function, message.flags)
+            if wrapped is None:
+                return
+            if isinstance(function, Function):
+                # before it is unpacked: what observers put around a function belongs around all of this
+                run.function = _wrapped(wrapped, function)
+            try:
+                self._check_found(function, message)
+                run.context.run(self._enter, run, message)
+            except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+                wrapped.not_begun(error)
+                self.raised(run, error)
+                return
+            if not isinstance(function, Function):  # it came with its arguments
+                run.function = _wrapped(wrapped, run.function)
             self.carriers.start(run)
 
-        def direct_with(link: HasInbound, flags: int, kind: int) -> Direct:
-            inbound = link.inbound
-            coroutines, functions, connection = inbound.coroutines, inbound.functions, inbound.connection
-            base = kind << 32  # `take` finds the wrapped function by its number with this above it
+        return Service(handle, lambda link: wrapper.direct(link, handle))
 
-            def take(id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
-                number = base | arg
-                if number not in coroutines:
-                    function = functions.get(arg)
-                    if isinstance(function, Function):
-                        coroutines[number] = _wrapped(wrapper, function, flags)
-                if number not in coroutines or inbound.is_full or connection.is_congested or not self._idle:
-                    handle(link, message_class(flags, id_, arg, timeout_ms, 0, 0, 0, bytearray(payload), ()))
-                else:
-                    self.take(inbound, id_, number, timeout_ms, payload)
-
-            return take
-
-        def direct(link: HasInbound) -> dict[int, Direct]:
-            type_ = int(message_class.type)
-            kinds = {brief_kind(type_, flags): flags for flags in (0, RequestFlag.VALUE)}
-            return {kind: direct_with(link, flags, kind) for kind, flags in kinds.items()}
-
-        return Service(handle, direct)
+    def answer(self, run: Run, data: bytes) -> None:
+        """The end of a request that a feature has taken, with the frame of the reply."""
+        if run.is_registered or run.handling is not None:
+            self._end(run, data, None)
+            return
+        run.ended = True
+        run.context = NO_CONTEXT
+        self._calls_ended += 1
+        try:  # noqa: SIM105 - which costs nothing
+            run.inbound.connection.send(data)
+        except ConnectionClosedError:
+            pass  # the caller knows: its own end of the connection is closed too
 
     def _answer(self, run: Run, payload: bytes | bytearray | None = None) -> None:
         """Run a `Prompt` function here and now, with what is in its message or a payload. Torch must be pristine."""
@@ -459,7 +499,7 @@ class Executor(Replies):
                 result = run.context.run(run.begin)
             else:
                 run.context.run(_set_scope, run)
-                result = run.context.run(self._unpack_and_call, run, payload)
+                result = run.context.run(self.unpack_and_call, run, payload)
         except BaseException as error:  # noqa: BLE001 - whatever it raises is the caller's
             torchstate.save_and_reset()
             self.raised(run, error)
@@ -489,10 +529,7 @@ class Executor(Replies):
         if message.flags & RequestFlag.STREAM:
             run.is_stream = True
         try:
-            if isinstance(function, Exception):
-                raise function.with_traceback(None)
-            if function is None and message.arg:
-                raise ProtocolError(f"call {message.id} of function {message.arg}, which was never sent")
+            self._check_found(function, message)
             run.context.run(self._enter, run, message)
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             self.raised(run, error)
@@ -501,6 +538,13 @@ class Executor(Replies):
             self._run_inline(run)  # calling a generator function runs none of its code
         else:
             self._launch(run)
+
+    @staticmethod
+    def _check_found(function: Function | Exception | None, message: Message) -> None:
+        if isinstance(function, Exception):
+            raise function.with_traceback(None)
+        if function is None and message.arg:
+            raise ProtocolError(f"call {message.id} of function {message.arg}, which was never sent")
 
     def _enter(self, run: Run, message: Message) -> None:
         current_scope.set(run)
@@ -562,7 +606,7 @@ class Executor(Replies):
         if function.returns_future:
             return await _future_of(result, function.name, self.loop)
         # not asyncio.iscoroutine, to which a generator is one
-        return await result if inspect.iscoroutine(result) else result
+        return await result if isinstance(result, Coroutine) else result
 
     def define(self, inbound: Inbound, message: Message) -> None:
         """A peer sends a function that it will call by number. Raises `ProtocolError` if there are too many."""
@@ -610,8 +654,12 @@ class Executor(Replies):
     def _start_thread(self, run: Run) -> None:
         if run.message is not None and not self._enter_and_go_on(run):
             return
-        run.inbound.register(run)
-        self.threads.submit(run.work, is_quick=run.function.is_quick)
+        inbound, function = run.inbound, run.function
+        inbound.register(run)
+        if inbound.ended is None and run.handling is None and run.meta is None and function.is_plain:
+            # none of those who want to hear of its end, or to add to its answer, are there
+            run.outbox = None if run.is_stream else inbound.outbox or self._open_outbox(inbound)
+        self.threads.submit(run.work, is_quick=function.is_quick)
 
     def thread_returned(self, run: Run, result: Any) -> None:
         """A plain function has ended in its thread."""
@@ -698,12 +746,12 @@ async def _future_of(result: Any, name: str, loop: asyncio.AbstractEventLoop) ->
     return result.result() if isinstance(result, concurrent.futures.Future) else result.value()
 
 
+def _wrapped(wrapped: Wrapped, function: Function) -> Function:
+    return Function.of_coroutine(partial(wrapped.make, function), function.name)
+
+
 def _unknown_function() -> None:
     """Stands in the error reply of a call whose function could not be found."""
-
-
-def _wrapped(wrapper: Callable[..., Any], function: Function, flags: int) -> Function:
-    return Function.of_coroutine(partial(wrapper, function, flags), function.name)
 
 
 _UNKNOWN: Final = Function(_unknown_function)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from functools import partial
@@ -15,10 +14,9 @@ __all__ = ["Function", "Mode", "Preparation", "Prompt", "async_execution", "inli
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# A function that took less than this that many times in a row is quick; then one call of so many is measured
+# A function that took less than this that many times in a row is quick
 _QUICK_S: Final = 20e-6
 _QUICK_CALLS: Final = 8
-_MEASURED: Final = 16
 
 Preparation = Callable[[Any, tuple[Any, ...], Mapping[str, Any] | None], "tuple[Any, tuple[Any, ...]]"]
 """What makes a call of something that is no function of Python's own ready to be sent: function and arguments.
@@ -48,7 +46,6 @@ class Function:
     """A callable, and how to run it."""
 
     __slots__ = (
-        "_calls",
         "_quick_calls",
         "call",
         "is_plain",
@@ -69,19 +66,14 @@ class Function:
         # nothing but a coroutine to be awaited, or nothing but a function to be called in a thread
         self.is_simple = self.mode is Mode.COROUTINE and not self.returns_future and _is_async_def(call)
         self.is_plain = self.mode is Mode.THREAD and not self.returns_future
-        # It takes less time than a second thread would take to begin. See `begin_measuring`
+        # It takes less time than a second thread would take to begin. See `measured`
         self.is_quick = False
         self._quick_calls = 0
-        self._calls = 0
 
-    def begin_measuring(self) -> float:
-        """A call begins, in a thread. Returns what `end_measuring` needs, 0 if this one is not measured."""
+    def measured(self, seconds: float) -> None:
+        """A call has ended in a thread."""
         # Two threads may get in each other's way here; then a call is counted wrongly, and that is all
-        self._calls = calls = self._calls + 1
-        return time.perf_counter() if not self.is_quick or not calls % _MEASURED else 0.0
-
-    def end_measuring(self, begin: float) -> None:
-        if time.perf_counter() - begin < _QUICK_S:
+        if seconds < _QUICK_S:
             self._quick_calls += 1
             self.is_quick = self._quick_calls >= _QUICK_CALLS
         else:
@@ -89,7 +81,7 @@ class Function:
             self.is_quick = False
 
     @classmethod
-    def of_coroutine(cls, call: Callable[[], Any], name: str) -> Function:
+    def of_coroutine(cls, call: Callable[..., Any], name: str) -> Function:
         """What the runtime itself lets run as a coroutine, in the name of another function."""
         made = cls.__new__(cls)  # there is nothing to find out, and no thread to be measured
         made.call = call

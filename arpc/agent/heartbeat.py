@@ -65,7 +65,7 @@ class Heartbeat:
         for connection in connections:
             # A peer that takes bytes is alive: its answers may wait behind a large message that is still on its way to
             # it
-            taken[connection] = connection.bytes_sent - connection.unsent_bytes
+            taken[connection] = connection.count_sent() - connection.unsent_bytes
             is_heard = self._heard[connection] != heard_before.get(connection)
             if is_heard or taken[connection] > self._taken.get(connection, 0):
                 silent[connection] = now

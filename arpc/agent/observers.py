@@ -49,8 +49,6 @@ __all__ = [
 _now = time.perf_counter_ns
 _NOTHING: Final[tuple[()]] = ()
 _DESCRIBE: Final = "__arpc_describe__"
-_CREATION_ARGS: Final = 6
-"""What is before the function's own arguments in the creation of an RRef's value."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -245,8 +243,7 @@ class Observers:
         send: Callable[[], int],
     ) -> int:
         """Make a request by ``send``, which returns its id, and tell observers of it."""
-        named_args = args[_CREATION_ARGS:] if args and kind is Kind.REMOTE else args
-        request = Outgoing(peer.info, call_name(function, named_args), kind, is_awaited, function, began_ns=_now())
+        request = Outgoing(peer.info, call_name(function, args), kind, is_awaited, function, began_ns=_now())
         observers = tuple(concerned)
         for observer in observers:
             observer.request_begins(request)
@@ -389,10 +386,11 @@ class Observers:
         if isinstance(function, _Watched):
             return function  # it has begun already
         handling.kind = kind_of(message.type, message.flags)
-        if handling.kind is Kind.REMOTE and isinstance(function.call, partial):
-            handling.function = call_name(function.call.args[0].call, (run.args or ())[_CREATION_ARGS:], function.name)
-        else:
-            handling.function = call_name(function.call, run.args, function.name)
+        # that which a feature runs in its own way is the first argument of the feature's
+        called = function.call
+        if handling.kind is Kind.REMOTE and isinstance(called, partial):
+            called = called.args[0].call
+        handling.function = call_name(called, run.args, function.name)
         handling.received_bytes = HEADER_BYTES + message.size_bytes
         found = [observer.handler_begins(handling) for observer in handling.observers]
         parts = [steps for steps in found if steps is not None]
@@ -435,7 +433,7 @@ class _Watched(Function):
         self.returns_future = function.returns_future
         self.is_quick = function.is_quick
         self.is_simple = self.is_plain = False  # whose short ways pass observers by
-        self._quick_calls = self._calls = 0
+        self._quick_calls = 0
         inner = function.call
 
         def call(*args: Any, **kwargs: Any) -> Any:

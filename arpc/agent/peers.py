@@ -160,6 +160,15 @@ class Peer:
             return False
         return self.in_flight_bytes == 0 or self.in_flight_bytes + size_bytes <= limit
 
+    def take_room(self, size_bytes: int) -> bool:
+        """Count a small call that is about to be sent, unless something is in its way."""
+        in_flight_bytes = self.in_flight_bytes + size_bytes
+        if self._max_in_flight or in_flight_bytes > self._window_bytes:
+            return False
+        self.in_flight_bytes = in_flight_bytes
+        self.in_flight_calls += 1
+        return True
+
     def _send(self, connection: Connection, call: Call, data: bytes, buffers: list[memoryview]) -> None:
         self.in_flight_bytes += call.size_bytes
         self.in_flight_calls += 1

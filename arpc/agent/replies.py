@@ -50,6 +50,7 @@ class Replies:
     readmit: Callable[[Inbound], None]
     tell_failure: Callable[[str, BaseException], None] | None
     _calls_ended: int
+    _count_withdrawn: Callable[[], None]
     _is_closed: bool
     _observers: Observers
     _pickler: Pickler
@@ -137,6 +138,7 @@ class Replies:
             if self._is_closed and not run.expired:
                 kind = FailureKind.LEFT
             run.cancel_nested()
+            self._count_withdrawn()
         if isinstance(error, ProtocolError):
             logger.warning(
                 "a malformed request of worker %s: %s",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import Context
 from typing import Any, Final, Protocol
@@ -13,6 +14,7 @@ import msgspec
 from arpc import torchstate
 from arpc.agent.deadlines import NEVER, Deadlines
 from arpc.agent.functions import Function
+from arpc.agent.outbox import ReplyOutbox
 from arpc.agent.scope import current_scope
 from arpc.agent.streams import Producer
 from arpc.ids import WorkerInfo
@@ -25,6 +27,9 @@ __all__ = ["Inbound", "Run", "RunHost"]
 # cycle to collect
 NO_CONTEXT: Final = Context()
 _NESTED_LIMIT: Final = 32
+# The last bits of a call's number: one call of sixteen has none of them
+_UNMEASURED: Final = 15
+_clock = time.perf_counter
 
 
 class RunHost(Protocol):
@@ -38,6 +43,7 @@ class RunHost(Protocol):
     def returned(self, run: Run, result: Any) -> None: ...
     def thread_returned(self, run: Run, result: Any) -> None: ...
     def raised(self, run: Run, error: BaseException) -> None: ...
+    def answer_withdrawn(self) -> None: ...
 
 
 class Run(msgspec.Struct):
@@ -58,7 +64,8 @@ class Run(msgspec.Struct):
     coroutine: Coroutine[Any, Any, Any] | None = None
     state: torchstate.SavedState | None = None
     task: asyncio.Task[Any] | None = None
-    tick: int = NEVER
+    bucket: dict[int, Run] | None = None
+    """Those that expire with it, while its deadline is watched."""
     ended: bool = False
     expired: bool = False
     is_registered: bool = False
@@ -74,6 +81,8 @@ class Run(msgspec.Struct):
     kwargs: dict[str, Any] | None = None
     result: Any = None
     error: BaseException | None = None
+    outbox: ReplyOutbox | None = None
+    """Where a thread may put the answer."""
     handling: Any = None
     """What observers know of it, an `observers.Handling`; None if nobody observes."""
     _deadline: float | None = None
@@ -87,11 +96,6 @@ class Run(msgspec.Struct):
         if deadline is None and self.timeout_ms:
             deadline = self._deadline = self.executor.time() + self.timeout_ms / 1000
         return deadline
-
-    def arrived(self, now: float) -> None:
-        """Count the deadline from now, unless somebody has asked for it before."""
-        if self._deadline is None:
-            self._deadline = now + self.timeout_ms / 1000
 
     @property
     def worker(self) -> Any:
@@ -140,7 +144,7 @@ class Run(msgspec.Struct):
             self.returned_coroutine.close()  # it may never have begun
         self.executor.raised(self, error)
 
-    def work(self) -> Callable[[], None] | None:
+    def work(self) -> Callable[[], None] | ReplyOutbox | None:
         """Call the function, in a thread."""
         # taken before the look: a run that ends drops them after it has said so
         args, kwargs, context = self.args, self.kwargs, self.context
@@ -148,16 +152,26 @@ class Run(msgspec.Struct):
             return None  # cancelled while it waited for a thread
         self.args = self.kwargs = None
         function = self.function
-        begin = function.begin_measuring()
+        # Of those that are known to be quick some are measured, to see that they still are
+        begin = 0.0 if function.is_quick and self.id & _UNMEASURED else _clock()
         try:
             if kwargs:
-                self.result = context.run(function.call, *(args or ()), **kwargs)
+                result = context.run(function.call, *(args or ()), **kwargs)
+            elif args:
+                result = context.run(function.call, *args)
             else:
-                self.result = context.run(function.call, *(args or ()))
+                result = context.run(function.call)
         except BaseException as error:  # noqa: BLE001 - whatever it raises is the caller's
             self.error = error
+            return self._worked
         if begin:
-            function.end_measuring(begin)
+            function.measured(_clock() - begin)
+        outbox = self.outbox
+        # What it called may be on its way still, and is not to be overtaken by the answer
+        if outbox is not None and self.nested is None and outbox.put(self, result):
+            self.context = NO_CONTEXT
+            return outbox
+        self.result = result
         return self._worked
 
     def _worked(self) -> None:
@@ -186,7 +200,7 @@ class Run(msgspec.Struct):
         """Stop it as soon as it can be stopped; a function in a thread runs to its end, but its result is not used."""
         if self.task is not None:
             self.task.cancel()
-        else:
+        elif self.outbox is None or self.inbound.claim(self):
             # first, so that a thread that waits for one of them goes on
             self.cancel_nested()
             self.executor.raised(self, asyncio.CancelledError())
@@ -214,6 +228,8 @@ class Inbound:
         self.functions: dict[int, Function | Exception] = {}
         self.coroutines: dict[int, Function] = {}
         """Those of the functions that are nothing but a coroutine to be awaited, as most are."""
+        self.plain: dict[int, Function] = {}
+        """Those that are nothing but a function to be called in a thread."""
         self.max_handlers = max_handlers
         self.limit = max_handlers
         """How many requests may run at once: so many, or none while its caller does not take replies."""
@@ -237,14 +253,18 @@ class Inbound:
         self._usual_until = 0.0
         self._usual_bucket: dict[int, Run] = {}
         self._replies: dict[int, BulkSend] = {}
+        self.outbox: ReplyOutbox | None = None
 
     def define(self, number: int, function: Function | Exception) -> None:
         """The caller will call this function by its number; or it cannot be called, and why."""
         self.functions[number] = function
-        if isinstance(function, Function) and function.is_simple:
-            self.coroutines[number] = function
-        else:
-            self.coroutines.pop(number, None)
+        self.coroutines.pop(number, None)
+        self.plain.pop(number, None)
+        if isinstance(function, Function):
+            if function.is_simple:
+                self.coroutines[number] = function
+            elif function.is_plain:
+                self.plain[number] = function
 
     def set_limit(self, max_handlers: int) -> None:
         """Let that many requests run at once."""
@@ -274,16 +294,19 @@ class Inbound:
         if run.is_registered:
             return
         run.is_registered = True
-        self.running[run.id] = run
-        self.is_full = self.is_full or len(self.running) >= self.limit
-        if not run.timeout_ms:
+        id_, timeout_ms = run.id, run.timeout_ms
+        self.running[id_] = run
+        if len(self.running) >= self.limit:
+            self.is_full = True
+        if not timeout_ms:
             return
         now = self._time()
-        if run.timeout_ms != self._usual_ms or now >= self._usual_until:
-            self._find_tick(run.timeout_ms, now)
-        run.tick = self._usual_tick
-        self._usual_bucket[run.id] = run
-        run.arrived(now)
+        if timeout_ms != self._usual_ms or now >= self._usual_until:
+            self._find_tick(timeout_ms, now)
+        run.bucket = bucket = self._usual_bucket
+        bucket[id_] = run
+        if run._deadline is None:  # noqa: SLF001 - nobody has asked for it before, so it counts from now
+            run._deadline = now + timeout_ms / 1000  # noqa: SLF001
 
     def _find_tick(self, timeout_ms: int, now: float) -> None:
         """Requests of about the same time with the same timeout share a tick: find it once for all."""
@@ -297,19 +320,48 @@ class Inbound:
             self._deadlines.watch(tick, self)
         self._usual_bucket = bucket
 
+    def claim(self, run: Run) -> bool:
+        """Take a request out that may have ended in a thread: whoever succeeds answers it. Called in any thread."""
+        id_ = run.id
+        if self.running.pop(id_, None) is not run:
+            return False
+        if run.bucket is not None:
+            run.bucket.pop(id_, None)
+        return True
+
+    def claim_answers(self, answers: deque[tuple[Run, bytes]], limit_bytes: int) -> list[bytes]:
+        """The same for many that have ended in threads: the frames of those that are still to be answered."""
+        running = self.running
+        frames = []
+        size_bytes = 0
+        while answers and size_bytes < limit_bytes:
+            run, data = answers.popleft()
+            id_ = run.id
+            if running.pop(id_, None) is run:  # this is `claim`, written out
+                if (bucket := run.bucket) is not None:
+                    bucket.pop(id_, None)
+                frames.append(data)
+                size_bytes += len(data)
+            else:
+                run.executor.answer_withdrawn()
+        return frames
+
     def forget(self, run: Run) -> None:
         self.running.pop(run.id, None)
         if self.ended is not None:
             self.ended(run)
         if self.is_full:
             self._look_for_room()
-        if run.tick and (bucket := self._by_tick.get(run.tick)) is not None:
-            bucket.pop(run.id, None)
+        if run.bucket is not None:
+            run.bucket.pop(run.id, None)
 
     def expire(self, tick: int) -> None:
         if tick == self._usual_tick:
             self._usual_ms = 0
-        for run in list(self._by_tick.pop(tick, {}).values()):
+        bucket = self._by_tick.pop(tick, {})
+        expired = list(bucket.values())
+        bucket.clear()  # they refer to it
+        for run in expired:
             run.expire()
 
     def cancel(self, call_id: int) -> None:

@@ -1,12 +1,17 @@
-"""Threads that run plain functions, and hand results back to the loop in batches.
+"""Threads that run plain functions, and answer without the loop or hand results back to it in batches.
 
-What costs time is not the function but the way there and back. Three things make it short:
+What costs time is not the function but the way there and back. Five things make it short:
 
 - The loop wakes a thread by a write to a file descriptor, which lets go of the interpreter lock meanwhile. A lock or a
   queue would wake a thread that can do nothing but wait for the interpreter, and send it back to sleep.
-- Functions that have shown to be *quick* are left to one thread, which takes one after another. Many threads would only
-  get in each other's way. Should one of them be stuck after all, others come to help soon.
-- All results that are ready when the loop looks come with one wake-up.
+- Each thread has a descriptor of its own, and the one that fell asleep last is woken. With one for all, the system
+  would wake all of them.
+- A job may leave what is to be sent in an `Outbox`, which its thread sends. Then the loop is not woken at all.
+- Functions that have shown to be *quick* are left to one thread, which takes one after another and sends what many of
+  them left at once. Many threads would only get in each other's way. Should one of them be stuck after all, others come
+  to help soon.
+- That takes a timer, but not while a single job is under way. A timer that is about to go off costs as much as a switch
+  of threads, each time the loop goes to sleep.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -26,45 +32,62 @@ from torch._C import _len_torch_function_stack as _count_function_modes
 from arpc import torchstate
 from arpc.log import get_logger
 
-__all__ = ["ThreadPool"]
+__all__ = ["Outbox", "ThreadPool"]
 
 logger = get_logger("arpc.threads")
 
 _is_grad_enabled = torch.is_grad_enabled
-_HELP_AFTER_S: Final = 0.002
+# Longer than the system's own tick of 1 to 4 ms: a timer that is behind it costs little
+_HELP_AFTER_S: Final = 0.01
+_RING: Final = (1).to_bytes(8, sys.byteorder)
+# So that the peer is at work on the first while the next are made
+_ANSWERS_A_WRITE: Final = 32
+_UNCOUNTED: Final = 64
 
-Job = Callable[[], Callable[[], None] | None]
-"""Runs in a thread; what it returns runs on the loop afterwards. Must not raise, nor end in the middle of a block that
-switches a state of torch."""
+
+class Outbox:
+    """Where jobs leave what their thread is to send as soon as it has no other quick job."""
+
+    __slots__ = ("is_watched",)
+
+    def __init__(self) -> None:
+        self.is_watched = False
+        """The loop will look whether its thread is stuck."""
+
+    def send(self) -> None:
+        """Send all there is, in the thread that calls. Must not raise, nor block."""
+        raise NotImplementedError
+
+    def send_on_loop(self) -> None:
+        """Send all there is, on the loop: the thread may be stuck in another job."""
+        raise NotImplementedError
+
+
+Job = Callable[[], Callable[[], None] | Outbox | None]
+"""Runs in a thread. If it returns a function, that runs on the loop afterwards; if an outbox, that is sent, and the
+loop is not woken. Must not raise, nor end in the middle of a block that switches a state of torch."""
 
 
 class _Doorbell:
-    """Wakes as many sleeping threads as it is rung times. The loop rings, threads wait."""
+    """Wakes the one thread that it belongs to. The loop rings, the thread waits: once for each time it is rung."""
 
     def __init__(self) -> None:
         if hasattr(os, "eventfd"):
             self._waits = self._rings = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
+            self._size_bytes = 8
         else:
             self._waits, self._rings = os.pipe()
-            os.set_blocking(self._rings, False)
-        self._size = 8 if self._waits == self._rings else 1
-        self._open = list({self._waits, self._rings})
+            self._size_bytes = 1
 
-    def ring(self, times: int) -> None:
-        try:  # noqa: SIM105 - a block that suppresses costs more than the write
-            os.write(self._rings, times.to_bytes(8, "little") if self._size > 1 else bytes(times))
-        except BlockingIOError:
-            pass  # the pipe is full of rings nobody has heard yet: those will do
+    def ring(self) -> None:
+        os.write(self._rings, _RING[: self._size_bytes])
 
     def wait(self) -> None:
-        os.read(self._waits, self._size)
+        os.read(self._waits, self._size_bytes)
 
     def close(self) -> None:
-        # Two threads may end at the same moment: each descriptor is closed by one of them. Closed twice, its number may
-        # be that of something else by then.
-        with contextlib.suppress(IndexError):
-            while True:
-                os.close(self._open.pop())
+        for descriptor in {self._waits, self._rings}:
+            os.close(descriptor)
 
 
 class ThreadPool:
@@ -74,63 +97,164 @@ class ThreadPool:
         self._loop = loop
         self._size = size
         self._name = name
-        self._bell = _Doorbell()
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[tuple[Job, bool]] = deque()
+        """What is to be done, and whether it is quick."""
         self._threads: list[threading.Thread] = []
-        self._done_with_bell: list[None] = []
-        """One for each thread that has ended, and one for the loop, which rings no more."""
+        self._sleepers: list[_Doorbell] = []
+        """Of the threads that sleep. The last to fall asleep, whose memory is warm, is the first to be woken."""
+        self._slow: list[None] = []
+        """One for each thread that is in a job which is not known to be quick."""
         self._unfinished = 0
+        self._new = 0
+        """Jobs submitted in this turn."""
         self._wanted = 0
-        """Threads that the jobs submitted in this turn want for themselves."""
+        """Threads that these want for themselves."""
         self._will_ring = False
+        self._is_stuck = False
+        """A job that was said to be quick is not, and may still run."""
         self._helper: asyncio.TimerHandle | None = None
+        self._oldest: tuple[Job, bool] | None = None
+        """The job that must be gone when the helper looks, or else it has to help."""
         self._tasks_are_isolated = torchstate.isolates_all_tasks(loop)
         self._done: deque[Callable[[], None] | None] = deque()
         self._wake_up_sent = False
+        self._answered: deque[int] = deque()
+        """How many jobs threads have finished without the loop, which counts them when it needs to know."""
+        self._jobs_answered = 0
+        self._unsent: deque[Outbox] = deque()
+        """What threads may still have to send while they are in another job."""
         self._closed = False
 
-    def submit(self, job: Job, *, is_quick: bool = False) -> None:
+    def submit(self, job: Job, *, is_quick: bool = False, is_alone: bool = False) -> None:
         """Run a job in a thread, from the end of this turn of the loop on. Called on the loop.
 
-        One that is quick may wait for others that are.
+        One that is quick may wait for others that are. One that is alone, as no other is about to be submitted in this
+        turn, may begin at once.
         """
         self._unfinished += 1
         if self._closed:
-            # what ends late may have something to clear away still, when the others have gone
-            threading.Thread(target=self._do, args=(job,), name=f"arpc-{self._name}-late", daemon=True).start()
+            # What ends late may have something to clear away still, when the others have gone. The thread ends when it
+            # finds no other job.
+            self._jobs.append((job, False))
+            self._launch("late")
             return
-        self._jobs.append(job)
-        if not is_quick:
-            self._wanted += 1
-        if not self._will_ring:
+        self._jobs.append((job, is_quick))
+        if self._will_ring:
+            self._new += 1
+        elif is_alone and self._sleepers and len(self._sleepers) == len(self._threads):
+            # A thread that is woken here often runs before this one goes on. What it has finished by then needs no
+            # wake-up.
+            self._wake_up_sent = True
+            self._wake()
+            self._wake_up_sent = False
+            if self._done:
+                self._loop.call_soon(self._collect)
+            if len(self._answered) > _UNCOUNTED:
+                self._count_answered()
+            return
+        else:
             # With the last read of this turn done, the loop has nothing better to do than to let a thread run
             self._will_ring = True
+            self._new = 1
             self._loop.call_soon(self._ring)
+        if not is_quick:
+            self._wanted += 1
 
     def _ring(self) -> None:
+        """See to it that somebody takes the jobs of this turn."""
+        self._will_ring = False
         if self._closed:
             return  # `close` has rung for all
-        self._will_ring = False
-        wanted = min(max(self._wanted, 1), self._size)
-        self._wanted = 0
-        # What was taken and is not finished may keep a thread busy each
-        busy = max(0, self._unfinished - len(self._jobs))
-        for _ in range(len(self._threads), min(self._size, self._unfinished, busy + wanted)):
-            self._start_thread()
-        # A thread that is woken here often runs before this one goes on. What it has finished by then needs no wake-up.
-        self._wake_up_sent = True
-        self._bell.ring(wanted)
-        self._collect()
+        self._count_answered()
+        jobs, sleepers = len(self._jobs), self._sleepers
+        awake = len(self._threads) - len(sleepers)
+        # What was taken and is not finished may keep a thread busy each; those that are awake and not busy are about
+        # to look for a job
+        busy = max(0, min(self._unfinished - jobs, awake))
+        takers = max(0, awake - busy - max(0, jobs - self._new))
+        wanted = min(self._wanted, self._size)
+        self._new = self._wanted = 0
+        if not busy:
+            self._is_stuck = False
+        if not wanted and (self._is_stuck or awake <= len(self._slow)):
+            wanted = 1  # otherwise a thread is at other quick jobs and takes these soon
+        if jobs > max(takers, wanted) and busy < self._size and self._helper is None:
+            # Whoever is to take them may get stuck. With all threads at work there would be nobody to help: each takes
+            # the next job before it sleeps.
+            self._look_later(max(takers, wanted))
+        self._wake_up_sent = True  # as above
+        try:
+            while takers < wanted and self._jobs:
+                if self._wake():
+                    pass
+                elif len(self._threads) < self._size:
+                    # if the system has no more, the pool must not count on this one
+                    self._threads.append(self._launch(str(len(self._threads))))
+                else:
+                    break
+                takers += 1
+        finally:
+            self._collect()
+
+    def _wake(self) -> bool:
+        """Wake the thread that fell asleep last; False if none is asleep."""
+        try:
+            bell = self._sleepers.pop()
+        except IndexError:
+            return False  # the last of them may have seen a job by itself, just now
+        bell.ring()
+        return True
+
+    def _look_later(self, place: int = 0) -> None:
+        """See in a while whether the job at that place of the queue is still there."""
+        try:
+            self._oldest = self._jobs[place]
+        except IndexError:
+            self._oldest = None
+        self._helper = self._loop.call_later(_HELP_AFTER_S, self._help)
 
     def _help(self) -> None:
-        """Jobs have been waiting for a while: let others take them."""
+        """Jobs, and answers to others, may have been waiting for a while."""
+        # First this: from now on no thread counts on it
         self._helper = None
-        if self._jobs and not self._closed:
+        oldest, self._oldest = self._oldest, None
+        self._send_unsent()
+        if not self._jobs or self._closed:
+            return
+        try:
+            is_stuck = self._jobs[0] is oldest
+        except IndexError:
+            return  # a thread has just taken the last one
+        if is_stuck:
+            self._is_stuck = True
             self._wanted += len(self._jobs)
             self._ring()
+        else:
+            self._look_later()
+
+    def _send_unsent(self) -> None:
+        while self._unsent:
+            outbox = self._unsent.popleft()
+            outbox.is_watched = False
+            outbox.send_on_loop()
+
+    def _count_answered(self) -> None:
+        answered = self._answered
+        count = 0
+        while answered:
+            count += answered.popleft()
+        self._unfinished -= count
+        self._jobs_answered += count
+
+    @property
+    def jobs_answered(self) -> int:
+        """Jobs that threads finished without the loop."""
+        self._count_answered()
+        return self._jobs_answered
 
     @property
     def idle_threads(self) -> int:
+        self._count_answered()
         return max(0, self._size - self._unfinished)
 
     def close(self) -> None:
@@ -145,9 +269,11 @@ class ThreadPool:
         self._closed = True
         if self._helper is not None:
             self._helper.cancel()
-        if self._threads:
-            self._bell.ring(len(self._threads))
-        self._leave_bell()
+            self._helper = None
+        self._send_unsent()
+        with contextlib.suppress(IndexError):
+            while True:
+                self._sleepers.pop().ring()
 
     async def join(self, timeout_s: float) -> bool:
         """Wait until the threads have ended; False if some are still busy."""
@@ -159,6 +285,7 @@ class ThreadPool:
         return True
 
     def statistics(self) -> dict[str, int]:
+        self._count_answered()
         return {
             "threads": len(self._threads),
             "threads_max": self._size,
@@ -166,44 +293,99 @@ class ThreadPool:
             "jobs_queued": len(self._jobs),
         }
 
-    def _start_thread(self) -> None:
-        name = f"arpc-{self._name}-{len(self._threads)}"
-        thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._threads.append(thread)
+    def _launch(self, name: str) -> threading.Thread:
+        bell = _Doorbell()
+        thread = threading.Thread(target=self._work, args=(bell,), name=f"arpc-{self._name}-{name}", daemon=True)
         try:
             thread.start()
         except RuntimeError:
-            self._threads.pop()  # the system has no more: the pool must not count on this one
+            bell.close()  # the system has no more threads
             raise
+        return thread
 
-    def _work(self) -> None:
-        take = self._jobs.popleft
+    def _work(self, bell: _Doorbell) -> None:
+        jobs = self._jobs
+        outbox: Outbox | None = None
+        answered = 0
         while True:
-            try:
-                job = take()
-            except IndexError:
-                if self._closed:
-                    self._leave_bell()
-                    return
-                self._bell.wait()
+            if jobs:
+                try:
+                    job, is_quick = jobs.popleft()
+                except IndexError:
+                    continue  # another was faster
+            elif outbox is not None:
+                # First this: when the next job comes, which may be as soon as the answer is out, the loop shall know
+                # that a thread is free
+                self._answered.append(answered)
+                outbox.send()
+                outbox = None
+                answered = 0
                 continue
-            if not self._do(job):
-                self._leave_bell()
-                return
+            elif self._closed:
+                break
+            else:
+                self._sleep(bell)
+                continue
+            if outbox is not None and not (
+                is_quick
+                and answered < _ANSWERS_A_WRITE
+                and (outbox.is_watched or self._watch(outbox))
+                and self._helper is not None  # otherwise the loop does not look after what is unsent
+            ):
+                self._answered.append(answered)
+                outbox.send()
+                outbox = None
+                answered = 0
+            if not is_quick:
+                self._slow.append(None)
+            try:
+                result = job()
+            except BaseException:
+                # Jobs report their own errors; whatever arrives here is a bug, and must not cost the pool a thread
+                logger.exception("an internal error in a worker thread")
+                result = None
             del job
+            # The blocks it was in have ended with it. Left are the two things that people switch without a block.
+            if not _is_grad_enabled() or _count_function_modes():
+                torchstate.save_and_reset()
+            if not is_quick:
+                self._slow.pop()
+            if result is not None and result is outbox:
+                answered += 1
+            elif isinstance(result, Outbox):
+                if outbox is not None:
+                    self._answered.append(answered)
+                    outbox.send()
+                    answered = 0
+                outbox = result
+                answered += 1
+            elif not self._tell(result):
+                break
+            del result  # what it refers to is not to stay while this thread sleeps
+        bell.close()
 
-    def _do(self, job: Job) -> bool:
-        """Run a job in this thread; False if the loop is closed, so that nobody waits any more."""
-        try:
-            result = job()
-        except BaseException:
-            # Jobs report their own errors; whatever arrives here is a bug, and must not cost the pool a thread
-            logger.exception("an internal error in a worker thread")
-            result = None
-        # The blocks it was in have ended with it. Left are the two things that people switch without a block.
-        if not _is_grad_enabled() or _count_function_modes():
-            torchstate.save_and_reset()
-        self._done.append(result)
+    def _sleep(self, bell: _Doorbell) -> None:
+        """Wait until there is a job, in a thread that found none."""
+        self._sleepers.append(bell)
+        # Looked at again: who came before that did not know that this one sleeps
+        if self._jobs or self._closed:
+            try:
+                self._sleepers.remove(bell)
+            except ValueError:
+                pass  # it is being rung
+            else:
+                return
+        bell.wait()
+
+    def _watch(self, outbox: Outbox) -> bool:
+        """Let the loop send what is in there, should this thread be stuck in its next job."""
+        outbox.is_watched = True
+        self._unsent.append(outbox)
+        return True
+
+    def _tell(self, then: Callable[[], None] | None) -> bool:
+        """Let the loop do the rest of a job; False if it is closed, so that nobody waits any more."""
+        self._done.append(then)
         # Only the first result after the loop looked needs to wake it. A race costs a spare wake-up, never a lost one:
         # the loop clears the flag before it empties the queue.
         if not self._wake_up_sent:
@@ -213,12 +395,6 @@ class ThreadPool:
             except RuntimeError:
                 return False
         return True
-
-    def _leave_bell(self) -> None:
-        # Closed by the last one: a number that is closed too early may be that of another file when it is used
-        self._done_with_bell.append(None)
-        if len(self._done_with_bell) > len(self._threads):
-            self._bell.close()
 
     def _collect(self) -> None:
         self._wake_up_sent = False
@@ -235,11 +411,6 @@ class ThreadPool:
         finally:
             if outer is not None:
                 torchstate.restore(outer)
-        # With all threads at work there is nobody to wake: whoever is done takes the next job before it sleeps
-        waiting = len(self._jobs)
-        if waiting and self._unfinished - waiting < self._size and self._helper is None and not self._closed:
-            # Whoever finished last may have gone to sleep before these came, or be stuck
-            self._helper = self._loop.call_later(_HELP_AFTER_S, self._help)
 
     def call(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         """A future for ``function(*args)`` run in a thread, as a step of the work that calls it."""

@@ -113,7 +113,9 @@ class TensorPipeAgent:
             "client_active_calls": sum(len(peer.calls) for peer in agent.peers),
             "server_active_calls": running,
             "server_active_async_calls": sum(
-                run.function.returns_future for link in agent.connector.links for run in link.inbound.running.values()
+                run.function.returns_future
+                for link in agent.connector.links
+                for run in [*link.inbound.running.values()]
             ),
         }
         if self.is_gil_profiled:

@@ -12,6 +12,7 @@ from torch.jit._builtins import _find_builtin
 
 from arpc.agent.agent import Agent
 from arpc.agent.functions import name_of
+from arpc.agent.labelled import never_shortly
 from arpc.agent.peers import Peer
 from arpc.errors import RpcTimeoutError
 from arpc.options import Unset
@@ -51,6 +52,7 @@ class Faults:
         self._sends: Counter[tuple[Any, ...]] = Counter()
         self._begin: Callable[..., int] = agent.begin
         agent.begin = self._begin_or_fail  # type: ignore[method-assign, assignment]
+        agent.begin_shortly = never_shortly  # type: ignore[method-assign]
 
     def _begin_or_fail(
         self,

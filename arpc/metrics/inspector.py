@@ -57,7 +57,7 @@ class Traffic:
                 self._before[name] = (sent + known[1], received + known[2])
                 del self._connections[name]
             if connection is not None:
-                self._connections[name] = (connection, connection.bytes_sent, connection.bytes_received)
+                self._connections[name] = (connection, connection.count_sent(), connection.bytes_received)
 
     def of(self, name: str) -> tuple[int, int]:
         """Bytes sent and received."""
@@ -179,7 +179,7 @@ class Inspector:
         handlers = Counter(
             (link.inbound.caller.name, run.function.name)
             for link in self._peer_links()
-            for run in link.inbound.running.values()
+            for run in list(link.inbound.running.values())  # threads take requests out
         )
         return calls, handlers
 

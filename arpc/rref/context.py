@@ -79,10 +79,17 @@ class RRefContext(ControlService):
         self._answers: dict[ForkId, asyncio.Future[None]] = {}
         """Set when a fork is confirmed, or never will be."""
         self._ends: dict[ForkId, list[asyncio.Future[None]]] = {}
-        self._thread = get_ident()
+        self.thread = get_ident()
+        """Of the worker's loop."""
+        self.tells_stacks = options.rref_creation_stacks
+        self.awaited: set[Any] = set()
+        """Functions whose last value was a scalar that came along with the answer, since somebody waited for it.
+
+        The next creation of one need not wait in case that somebody is going to.
+        """
         self._is_releasing = False
         self._is_closed = False
-        self._carry_out: dict[type[instructions.Instruction], Callable[[Any], object]] = {
+        self._ways: dict[type[instructions.Instruction], Callable[[Any], object]] = {
             instructions.SendForkRequest: self._send_fork_request,
             instructions.SendChildAccept: self._send_child_accept,
             instructions.SendUserDelete: self._send_user_delete,
@@ -98,9 +105,10 @@ class RRefContext(ControlService):
     def attach(self, agent: Agent) -> None:
         """The agent that messages go through. It was made with this context's handlers, so it comes later."""
         self.agent = agent
+        self._arrivals.attach()
         grace_s = self.options.rref_grace
         self.post = Post(agent, self.options, self._context, self.incarnation, self._settled)
-        self.drops = DropQueue(agent.loop, self._context, self.happened)
+        self.drops = DropQueue(agent.loop, self._context, self._dropped)
         self.offer_watch = OfferWatch(agent, self.forks, self.post, self._context, grace_s, self.happened)
 
     def identify(self, info: WorkerInfo) -> None:
@@ -114,9 +122,18 @@ class RRefContext(ControlService):
     def happened(self, event: events.Event) -> Sequence[instructions.Instruction]:
         """Tell the state machine of an event, and do what it says."""
         following = self.forks.handle(event)
-        for instruction in following:
-            self._carry_out[instruction.__class__](instruction)
+        self.carry_out(following)
         return following
+
+    def carry_out(self, following: Sequence[instructions.Instruction]) -> None:
+        """Do what the state machine has said."""
+        for instruction in following:
+            self._ways[instruction.__class__](instruction)
+
+    def _dropped(self, handle: ForkId | events.OwnerHandleDropped) -> None:
+        following = self.forks.handle_dropped(handle) if isinstance(handle, int) else self.forks.handle(handle)
+        if following:
+            self.carry_out(following)
 
     def _send_fork_request(self, send: instructions.SendForkRequest) -> None:
         self.post.add(RRefForkRequest, send.to, (send.rref, send.fork, send.is_created))
@@ -144,7 +161,7 @@ class RRefContext(ControlService):
         use = self.forks.users.get(id_)
         if use is None:
             return  # nobody is left who could use it
-        owner = use.info.name
+        owner = use.owner
         if owner in self._lost:
             use.fail(OwnerLostError(f"worker {owner!r}, the owner of {use}, was lost, and the value with it", owner))
         else:
@@ -207,8 +224,7 @@ class RRefContext(ControlService):
             use = Use(rref, id_, owner.name, parent, UserState.LOST, is_created)
             use.failure = RRefError(f"{use} came too late: worker {parent!r}, which sent it, had given it up")
             return use
-        use.info = owner
-        use.made = f"received from worker {parent}"
+        use.origin = f"received from worker {parent}"
         if use.state is UserState.REQUESTED:
             scope = current_scope.get()
             if scope is not None and scope.prerequisites is not None:
@@ -241,14 +257,9 @@ class RRefContext(ControlService):
         """Run a function here as if it had been called by itself."""
         return await self.agent.executor.call(bound(function, template_of(function)), args, kwargs)
 
-    @property
-    def is_on_loop(self) -> bool:
-        """Whether this is the thread of the worker's loop."""
-        return get_ident() == self._thread
-
     def on_loop(self, function: Callable[[], T]) -> T:
         """Run something on the loop, from whatever thread this is."""
-        return function() if get_ident() == self._thread else self.agent.on_loop(function)
+        return function() if get_ident() == self.thread else self.agent.on_loop(function)
 
     # -- letting go of them
 

@@ -6,251 +6,325 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from arpc.agent.arguments import as_arguments
 from arpc.agent.functions import name_of
 from arpc.agent.peers import Peer
-from arpc.errors import CallCancelledError, RpcTimeoutError, RRefCreationError, SerializationError
+from arpc.errors import CallCancelledError, RpcTimeoutError, RRefCreationError
 from arpc.ids import GloballyUniqueId, WorkerInfo
 from arpc.options import UNSET, Unset
+from arpc.rref.delivery import Numbers
 from arpc.rref.events import (
     CreationConfirmed,
     CreationFailed,
-    CreationStarted,
     ForkId,
     OwnerHandleDropped,
     RRefId,
     UserDeleted,
 )
+from arpc.rref.labels import pack_label
 from arpc.rref.uses import OwnerFuture, Use, as_owner_lost
 from arpc.rref.values import Value, fresh
-from arpc.wire.frames import HEADER, HEADER_BYTES
+from arpc.wire.frames import HEADER, brief_kind
 from arpc.wire.messages import MessageType, RequestFlag, RRefCreate
+from arpc.wire.pickling import SCALARS
 
 if TYPE_CHECKING:
     from arpc.rref.context import RRefContext
 
-__all__ = ["Creation"]
+__all__ = ["Creation", "start_creation"]
 
 _CREATE: Final = int(MessageType.RREF_CREATE)
+_CREATE_WITH_SCALAR: Final = brief_kind(_CREATE, RequestFlag.SCALAR)
 _unpack_header = HEADER.unpack_from
-_pack_header = HEADER.pack
+_Future = asyncio.Future  # uvloop's own `create_future` does the same in three times the time
+_are_scalars = SCALARS.issuperset
+_set_result = asyncio.Future.set_result
+# Where the flags are in a frame
+_FLAGS: Final = 5
+_WANTED: Final = tuple(bytes((flags | RequestFlag.VALUE,)) for flags in range(256))
 
 
-class Creation:
-    """One `remote`: kept by its RRef, and by the call while that is under way."""
+def start_creation(
+    context: RRefContext,
+    to: str | int | WorkerInfo,
+    function: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout: float | Unset,
+    made: str,
+    anchor: object,
+) -> Creation:
+    """Ask a worker to create a value. Nothing is waited for. ``anchor`` is kept until the answer is there."""
+    agent = context.agent
+    peer = agent.peer(to)
+    owner = peer.info if peer is not None else to if isinstance(to, WorkerInfo) else WorkerInfo(str(to), -1)
+    name = owner.name
+    forks, next_number = context.forks, context.ids.next_number
+    rref, fork = next_number(), next_number()
+    forks.creation_started(rref, fork, name)
+    use = forks.users.get(fork)
+    held: Use | Value
+    if use is not None:
+        held = use
+    else:
+        held = context.values[rref] = Value()
+    numbers = context.post.numbers(name)
+    number, oldest = numbers.take_with_oldest()
+    try:
+        brings = function in context.awaited and not made
+    except TypeError:
+        brings = False  # not hashable, so not a function of a module
+    creation = Creation(context, peer, owner, rref, fork, held, numbers, number, anchor, brings)
+    label = pack_label(context.incarnation, number, oldest, rref, fork, made)
+    try:
+        if (
+            peer is not None
+            and use is not None
+            and timeout is UNSET
+            and not kwargs
+            and not made
+            and args.__class__ is tuple
+        ):
+            kind = _CREATE_WITH_SCALAR if brings else _CREATE
+            sent = agent.begin_shortly(peer, creation, function, args, kind, label, is_urgent=brings)
+            if sent is not None:
+                creation.call_id, frame = sent
+                if not brings:
+                    creation.frame = frame
+                use.origin = function  # whose name few ask for; it is one of a module, which lives for ever
+                return creation
+            creation.brings = False
+        creation.send(to, function, args, kwargs, timeout, made, label)
+    except BaseException:
+        creation.take_back()
+        raise
+    return creation
 
-    __slots__ = (
-        "_anchor",
-        "_call_id",
-        "_context",
-        "_error",
-        "_fetch",
-        "_fork",
-        "_future",
-        "_number",
-        "_numbers",
-        "_peer",
-        "_watcher",
-        "held",
-        "makes",
-        "may_bring_value",
-        "owner",
-        "rref",
-    )
 
-    def __init__(
+class Creation(msgspec.Struct, eq=False):
+    """One `remote`: kept by its RRef, and by the call while that is under way, as the `Recipient` of its answer."""
+
+    context: RRefContext
+    peer: Peer | None
+    owner: WorkerInfo
+    rref: RRefId
+    fork: ForkId
+    held: Use | Value
+    numbers: Numbers
+    number: int
+    anchor: object
+    brings: bool
+    """It was asked to bring the value if that is a scalar, which nobody can change: see `RRefContext.awaited`."""
+    call_id: int = 0
+    frame: bytes | None = None
+    """What was sent, in case it has not left yet: then the answer may still be asked to bring the value."""
+    made_class: type | None = None
+    is_settled: bool = False
+    error: BaseException | None = None
+    waiter: asyncio.Future[tuple[Any, ...]] | None = None
+    """For the value, which comes with the answer."""
+    call: asyncio.Future[Any] | None = None
+    """Stands between the agent and this creation, unless that took the shortest way."""
+    watcher: OwnerFuture | None = None
+
+    @property
+    def makes(self) -> type | None:
+        """The class whose object the value will be, if that is what was called."""
+        origin = self.held.origin if isinstance(self.held, Use) else None
+        return origin if isinstance(origin, type) else self.made_class
+
+    # -- the start of it
+
+    def send(
         self,
-        context: RRefContext,
         to: str | int | WorkerInfo,
         function: Callable[..., Any],
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
         timeout: float | Unset,
         made: str,
-        anchor: object,
+        label: bytes,
     ) -> None:
-        """Ask a worker to create a value. Nothing is waited for. ``anchor`` is kept until the answer is there."""
+        """Send any creation."""
         if not callable(function):
             raise TypeError(f"function should be callable, and {type(function).__qualname__} is not")
-        agent = context.agent
-        peer = agent.peer(to)
-        owner = peer.info if peer is not None else to if isinstance(to, WorkerInfo) else WorkerInfo(str(to), -1)
-        next_number = context.ids.next_number
-        self._context = context
-        self._peer = peer
-        self._anchor = anchor
-        self._call_id = 0
-        self._future: asyncio.Future[Any] | None = None
-        self._watcher: OwnerFuture | None = None
-        self._fetch: asyncio.Future[tuple[Any] | None] | None = None
-        self._error: BaseException | None = None
-        self.may_bring_value = False
-        """Worth a try: see `fetch_along`."""
-        self.makes = function if isinstance(function, type) else None
-        """The class whose object the value will be, if that is what was called."""
-        self.owner = owner
-        self.rref: RRefId = next_number()
-        self._fork: ForkId = next_number()
-        self.held: Use | Value
-        context.forks.handle(CreationStarted(self.rref, self._fork, owner.name))
-        if owner.name == context.info.name:
-            self.held = context.values[self.rref] = Value(made or name_of(function))
-        else:
-            self.held = use = context.forks.users[self._fork]
-            use.info = owner
-            use.made = made or name_of(function)
-        numbers = self._numbers = context.post.numbers(owner.name)
-        self._number = numbers.take()
-        content = (context.incarnation, self._number, numbers.oldest, self.rref, self._fork, made)
-        try:
-            arguments = args if isinstance(args, tuple) else as_arguments(args)
-            self._send(peer, to, function, (*content, *arguments), kwargs, timeout)
-        except BaseException as error:
-            self._take_back()
-            if isinstance(error, SerializationError):
-                cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-                raise agent.explained(function, arguments, kwargs, to, cause) from cause
-            raise
-
-    def _send(
-        self,
-        peer: Peer | None,
-        to: str | int | WorkerInfo,
-        function: Callable[..., Any],
-        content: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None,
-        timeout: float | Unset,
-    ) -> None:
-        agent = self._context.agent
-        future: asyncio.Future[Any]
-        if peer is None:
-            future = OwnerFuture(loop=agent.loop)
-            agent.request(RRefCreate, to, content, timeout, future=future, function=function, kwargs=kwargs)
-        else:
-            if peer.connection is not None:
-                peer.connection.gather()  # whoever makes an RRef is about to use it
-            future = agent.loop.create_future()
-            self._call_id = agent.begin(peer, future, function, content, kwargs, timeout, 0, _CREATE)
-            self.may_bring_value = timeout is UNSET
-        self._future = future
-        future.add_done_callback(self._settled)
-
-    def _take_back(self) -> None:
-        """It was never sent: nobody has to hear of it."""
-        context = self._context
-        self._numbers.settle(self._number)
+        origin = made or name_of(function)
         if isinstance(self.held, Use):
-            del context.forks.users[self._fork]
+            self.held.origin = origin
+        else:
+            self.held.made = origin
+        self.made_class = function if isinstance(function, type) else None
+        agent, peer = self.context.agent, self.peer
+        arguments = as_arguments(args)
+        call: asyncio.Future[Any]
+        if peer is None:
+            call = OwnerFuture(loop=agent.loop)
+            agent.request(
+                RRefCreate, to, arguments, timeout, future=call, function=function, kwargs=kwargs, label=label
+            )
+        else:
+            connection = peer.connection
+            if connection is not None:
+                connection.gather()  # whoever makes an RRef is about to use it
+            call = agent.loop.create_future()
+            call_id = agent.begin(peer, call, function, arguments, kwargs, timeout, 0, _CREATE, label=label)
+            self.call_id = call_id
+            if connection is not None and timeout is UNSET:
+                self.frame = _frame_of(connection.last_unsent, call_id)
+        self.call = call
+        call.add_done_callback(self._call_ended)
+
+    def take_back(self) -> None:
+        """It was never sent: nobody has to hear of it."""
+        context = self.context
+        self.numbers.settle(self.number)
+        if isinstance(self.held, Use):
+            del context.forks.users[self.fork]
         else:
             context.happened(OwnerHandleDropped(self.rref))
 
     # -- the value with the answer
 
-    def fetch_along(self) -> asyncio.Future[tuple[Any] | None] | None:
-        """Let the answer bring the value, too, if the creation has not left yet; a tuple of it, or None, follows."""
-        self.may_bring_value = False  # one attempt, in the turn of the loop that it was made in
-        peer = self._peer
-        if peer is None or peer.connection is None:
-            return None
-        connection = peer.connection
-        frame = connection.last_unsent
-        call = peer.calls.get(self._call_id)
-        if frame is None or call is None or self._context.agent.has_riders:
+    def fetch_along(self) -> asyncio.Future[tuple[Any, ...]] | None:
+        """Let the answer bring the value, too, if the creation has not left yet: the future is for a tuple of it.
+
+        If that is empty, the value has to be asked for.
+        """
+        agent = self.context.agent
+        if agent.has_riders:
             return None  # what rides on calls has to know a fetch from a creation
-        length, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, table_size = _unpack_header(frame)
-        if type_ != _CREATE or id_ != self._call_id or n_buffers:
-            return None  # another frame, or one whose tensors follow it
-        flags |= RequestFlag.VALUE
-        header = _pack_header(length, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, table_size)
-        connection.replace_last_unsent(header + frame[HEADER_BYTES:])
-        # The answer is for this one from now on, so that whoever fetches hears of it first hand
-        self._fetch = call.future = self._context.agent.loop.create_future()
-        self._fetch.add_done_callback(self._settled)
-        return self._fetch
+        if self.brings:
+            if self.waiter is not None:
+                return None
+            waiter = self.waiter = _Future(loop=agent.loop)
+            return waiter
+        frame, self.frame = self.frame, None  # one attempt, in the turn of the loop that it was made in
+        connection = self.peer.connection if self.peer is not None else None
+        if frame is None or connection is None:
+            return None
+        if not connection.amend(frame, frame[:_FLAGS] + _WANTED[frame[_FLAGS]] + frame[_FLAGS + 1 :]):
+            return None
+        waiter = self.waiter = _Future(loop=agent.loop)
+        return waiter
 
     # -- the end of it
 
     def future(self) -> OwnerFuture:
         """Done when the function has ended, with None; cancelling it cancels the function."""
-        watcher = self._watcher
+        watcher = self.watcher
         if watcher is None:
-            watcher = self._watcher = OwnerFuture(loop=self._context.agent.loop)
-            if self._future is not None:
-                watcher.on_cancel = self._cancel
-            else:
+            watcher = self.watcher = OwnerFuture(loop=self.context.agent.loop)
+            if self.is_settled:
                 self._tell(watcher)
+            else:
+                watcher.on_cancel = self._cancel
         return watcher
 
     def _cancel(self) -> None:
-        if self._future is not None:
-            self._future.cancel()
+        if self.call is not None:
+            self.call.cancel()
+        elif not self.is_settled:
+            self._failed(asyncio.CancelledError())
 
     def _tell(self, watcher: OwnerFuture) -> None:
         if watcher.done():
             return
-        if self._error is None:
+        if self.error is None:
             watcher.set_result(None)
-        elif isinstance(self._error, asyncio.CancelledError):
+        elif isinstance(self.error, asyncio.CancelledError):
             watcher.on_cancel = None
             watcher.cancel()
         else:
-            watcher.set_exception(fresh(self._error))
+            watcher.set_exception(fresh(self.error))
 
-    def _settled(self, future: asyncio.Future[Any]) -> None:
-        if future is self._fetch and not self._go_on_without(future):
-            return
-        context, held = self._context, self.held
-        self._numbers.settle(self._number)
-        self._future = self._anchor = None
-        if future.cancelled() or future.exception() is not None:
-            self._failed(future)
-        elif isinstance(held, Use):
-            held.fetches = None
-            context.happened(CreationConfirmed(self._fork))
+    def _call_ended(self, call: asyncio.Future[Any]) -> None:
+        self.call = None
+        if call.cancelled():
+            self._failed(asyncio.CancelledError())
+        elif (error := call.exception()) is not None:
+            self._failed(error)
+        else:
+            self.set_result(call.result())
+
+    def done(self) -> bool:
+        return self.is_settled
+
+    def set_result(self, answer: tuple[Any, ...] | None) -> None:
+        """The owner has answered, with a tuple of the value or without."""
+        self.is_settled = True
+        if self.anchor is not None:
+            self.anchor = None
+        if self.frame is not None:
+            self.frame = None
+        self.numbers.settle(self.number)
+        context, held = self.context, self.held
+        if isinstance(held, Use):
+            if self.waiter is not None:
+                if self.brings is not (bool(answer) and _are_scalars(map(type, answer or ()))):
+                    self._learn(held.origin)
+            elif self.brings:
+                self._learn(held.origin)
+            if held.fetches is not None:
+                held.fetches = None
+            following = context.forks.creation_confirmed(self.fork)
+            if following:
+                context.carry_out(following)
         else:
             # on oneself: the creation was the worker's own user, and ends
-            context.happened(UserDeleted(self.rref, self._fork, abandons=False))
-        if self._watcher is not None:
-            self._tell(self._watcher)
+            context.happened(UserDeleted(self.rref, self.fork, abandons=False))
+        if self.brings:
+            self.brings = False
+        waiter = self.waiter
+        if waiter is not None:
+            self.waiter = None
+            if not waiter.done():
+                _set_result(waiter, answer or ())
+        if self.watcher is not None:
+            self._tell(self.watcher)
 
-    def _go_on_without(self, fetch: asyncio.Future[Any]) -> bool:
-        """The fetch that the answer is for is done. False if that is because nobody waits for it any more."""
-        self._fetch = None
-        call = self._peer.calls.get(self._call_id) if self._peer is not None else None
-        if fetch.cancelled() and call is not None and self._future is not None:
-            call.future = self._future
-            return False
-        if self._future is not None:
-            self._future.remove_done_callback(self._settled)
-        return True
+    def _learn(self, function: Any) -> None:
+        """It was not foreseen that the value is a scalar that somebody waits for, or that it is not."""
+        if self.brings:
+            self.context.awaited.discard(function)
+        elif not isinstance(function, str):
+            self.context.awaited.add(function)
 
-    def _failed(self, future: asyncio.Future[Any]) -> None:
-        context, held = self._context, self.held
-        if future.cancelled():
-            self._error = asyncio.CancelledError()
-            if self._peer is not None:
-                self._peer.cancel(self._call_id)
+    def set_exception(self, error: Exception) -> None:
+        """It is not known what has become of it, or it was refused."""
+        self.is_settled = True
+        # later, as of any future: what ends with it may be among what is being ended
+        self.context.agent.loop.call_soon(self._failed, error)
+
+    def _failed(self, error: BaseException) -> None:
+        self.is_settled = True
+        self.brings = False
+        self.anchor = self.frame = None
+        self.numbers.settle(self.number)
+        context, held = self.context, self.held
+        if isinstance(error, asyncio.CancelledError):
+            self.error = error
+            if self.peer is not None:
+                self.peer.cancel(self.call_id)
         else:
-            # the future's own has a traceback once somebody awaits it, and that refers to the RRef
-            error = future.exception()
-            assert error is not None
-            self._error = fresh(error)
-        failure = self._failure(self._error)
-        fetch, self._fetch = self._fetch, None
-        if fetch is not None:
-            # cancelled by another way, while somebody waits
-            fetch.remove_done_callback(self._settled)
-            if not fetch.done():
-                fetch.set_exception(fresh(failure))
+            # a future's own has a traceback once somebody awaits it, and that refers to the RRef
+            self.error = fresh(error)
+        failure = self._failure(self.error)
+        waiter, self.waiter = self.waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_exception(fresh(failure))
         if isinstance(held, Use):
             if held.failure is None:
                 held.fail(failure)
-            goes_on = isinstance(self._error, RpcTimeoutError) and not context.options.timeouts_travel
+            goes_on = isinstance(self.error, RpcTimeoutError) and not context.options.timeouts_travel
             # the owner makes the value all the same, for as long as there is a handle here that nobody can use
-            context.happened(CreationConfirmed(self._fork) if goes_on else CreationFailed(self._fork))
+            context.happened(CreationConfirmed(self.fork) if goes_on else CreationFailed(self.fork))
         else:
             held.fail(failure)
-            context.happened(UserDeleted(self.rref, self._fork, abandons=True))
+            context.happened(UserDeleted(self.rref, self.fork, abandons=True))
+        if self.watcher is not None:
+            self._tell(self.watcher)
 
     def _failure(self, error: BaseException) -> Exception:
         """What uses of the RRef raise from now on."""
@@ -271,3 +345,11 @@ class Creation:
             return made
         assert isinstance(error, Exception)
         return as_owner_lost(error)
+
+
+def _frame_of(frame: bytes | None, call_id: int) -> bytes | None:
+    """The frame of a creation whose tensors, if any, are in it."""
+    if frame is None:
+        return None
+    _, type_, _, n_buffers, id_, *_ = _unpack_header(frame)
+    return frame if type_ == _CREATE and id_ == call_id and not n_buffers else None

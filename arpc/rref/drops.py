@@ -9,11 +9,12 @@ from contextlib import suppress
 from contextvars import Context
 from typing import Final, TypeAlias
 
-from arpc.rref.events import HandleDropped, OwnerHandleDropped
+from arpc.rref.events import ForkId, OwnerHandleDropped
 
 __all__ = ["DropQueue"]
 
-Dropped: TypeAlias = HandleDropped | OwnerHandleDropped
+Dropped: TypeAlias = ForkId | OwnerHandleDropped
+"""A user's handle, by its fork, or one of the owner."""
 
 # Nobody waits for a drop, and waking the loop for each takes longer than all the rest of it
 _LINGER_S: Final = 0.005
@@ -28,14 +29,14 @@ class DropQueue:
         self._loop = loop
         self._context = context
         self._dropped = dropped
-        self._events: deque[Dropped] = deque()
+        self._handles: deque[Dropped] = deque()
         self._is_scheduled = False
         self._timer: asyncio.Handle | None = None
         self._is_closed = False
 
-    def add(self, event: Dropped) -> None:
+    def add(self, handle: Dropped) -> None:
         """A handle is gone. Called by the garbage collector: on any thread, between any two instructions."""
-        self._events.append(event)
+        self._handles.append(handle)
         # A race costs a spare wake-up, never a lost one: the flag is cleared before the queue is emptied
         if not self._is_scheduled and not self._is_closed:
             self._is_scheduled = True
@@ -50,22 +51,22 @@ class DropQueue:
         self._timer = None
         self._is_scheduled = False
         self._handle(_PER_TURN)
-        if self._events and not self._is_closed:
+        if self._handles and not self._is_closed:
             self._is_scheduled = True
             self._timer = self._loop.call_soon(self._look, context=self._context.copy())
 
     def drain(self) -> None:
         """Handle all of them now. On the loop."""
-        self._handle(len(self._events))
+        self._handle(len(self._handles))
 
     def _handle(self, count: int) -> None:
-        for _ in range(min(count, len(self._events))):
+        for _ in range(min(count, len(self._handles))):
             if self._is_closed:
                 return
-            self._dropped(self._events.popleft())
+            self._dropped(self._handles.popleft())
 
     def __len__(self) -> int:
-        return len(self._events)
+        return len(self._handles)
 
     def close(self) -> None:
         """Nobody is told any more."""

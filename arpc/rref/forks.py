@@ -25,7 +25,7 @@ that. All else may be repeated.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Generic, TypeAlias, TypeVar
+from typing import Final, Generic, TypeAlias, TypeVar
 
 from arpc.ids import WorkerId, creator_of
 from arpc.rref.events import (
@@ -85,6 +85,15 @@ __all__ = ["Forks"]
 U = TypeVar("U", bound=UserFork)
 _Instructions: TypeAlias = Sequence[Instruction]
 _NOTHING: Final[_Instructions] = ()
+# each is found in a fraction of the time that an attribute of an Enum takes
+_CREATING: Final = UserState.CREATING
+_REQUESTED: Final = UserState.REQUESTED
+_CONFIRMED: Final = UserState.CONFIRMED
+_FAILED: Final = UserState.FAILED
+_LOST: Final = UserState.LOST
+_next_user_state = USER_TRANSITIONS.get
+_next_owner_state = OWNER_TRANSITIONS.get
+_AFTER_ARRIVAL: Final = OWNER_TRANSITIONS[OwnerState.EXPECTED, CreationArrived]
 
 
 class Forks(Generic[U]):
@@ -105,25 +114,25 @@ class Forks(Generic[U]):
         self._lost: set[WorkerId] = set()
         self._ghosts: dict[WorkerName, list[tuple[RRefId, ForkId]]] = {}
         """Forks of owners taken for lost. Should one of them come back after all, it may count them still."""
-        self._handlers: dict[type[Event], Callable[[Any], _Instructions]] = {
-            CreationStarted: self._creation_started,
-            CreationConfirmed: self._creation_settled,
-            CreationFailed: self._creation_settled,
+        self._handlers: dict[type[Event], Callable[..., _Instructions]] = {
+            CreationStarted: self.creation_started,
+            CreationConfirmed: self.creation_confirmed,
+            CreationFailed: self._creation_failed,
             ForkReceived: self._fork_received,
-            ForkConfirmed: self._fork_settled,
-            ForkRefused: self._fork_settled,
+            ForkConfirmed: self._fork_confirmed,
+            ForkRefused: self._fork_refused,
             ForkOffered: self._fork_offered,
             ChildAccepted: self._child_accepted,
             OfferKnown: self._offer_known,
             OfferRefused: self._offer_refused,
             OfferQueried: self._offer_queried,
             DeleteUndelivered: self._delete_undelivered,
-            HandleDropped: self._handle_dropped,
+            HandleDropped: self.handle_dropped,
             ValueShared: self._value_shared,
-            CreationArrived: self._creation_arrived,
-            CreationEnded: self._creation_ended,
+            CreationArrived: self.creation_arrived,
+            CreationEnded: self.creation_ended,
             ForkRequested: self._fork_requested,
-            UserDeleted: self._user_deleted,
+            UserDeleted: self.user_deleted,
             ValueAwaited: self._value_awaited,
             OwnerHandleDropped: self._owner_handle_dropped,
             PeerLost: self._peer_lost,
@@ -131,8 +140,11 @@ class Forks(Generic[U]):
         }
 
     def handle(self, event: Event) -> Sequence[Instruction]:
-        """What is to be done about an event."""
-        return self._handlers[event.__class__](event)
+        """What is to be done about an event.
+
+        Those that happen to every RRef are methods, too, which take what is in the event.
+        """
+        return self._handlers[event.__class__](*event)
 
     # -- looking
 
@@ -167,57 +179,72 @@ class Forks(Generic[U]):
 
     # -- users
 
-    def _creation_started(self, event: CreationStarted) -> _Instructions:
-        if event.owner == self.name:
+    def creation_started(self, rref: RRefId, fork: ForkId, owner: WorkerName) -> _Instructions:
+        if owner == self.name:
             # on oneself: no user, but a value that is held by its handle and waits for its creation
-            owned = self.owned[event.rref] = Owned(event.rref, OwnerState.EXPECTED)
+            owned = self.owned[rref] = Owned(rref, OwnerState.EXPECTED)
             owned.holds = 1
         else:
-            self.users[event.fork] = self._make_user(event.rref, event.fork, event.owner, "", UserState.CREATING, False)
+            self.users[fork] = self._make_user(rref, fork, owner, "", _CREATING, False)
         return _NOTHING
 
-    def _creation_settled(self, event: CreationConfirmed | CreationFailed) -> _Instructions:
-        user = self.users.get(event.fork)
-        if user is None or not self._advance(user, event):
+    def creation_confirmed(self, fork: ForkId) -> _Instructions:
+        user = self.users.get(fork)
+        if user is None or (state := _next_user_state((user.state, CreationConfirmed))) is None:
             return _NOTHING
-        user.is_created = user.state is UserState.CONFIRMED
+        user.state = state
+        user.is_created = True
+        return _NOTHING if user.handles else self._end_if_unused(user)
+
+    def _creation_failed(self, fork: ForkId) -> _Instructions:
+        user = self.users.get(fork)
+        if user is None or (state := _next_user_state((user.state, CreationFailed))) is None:
+            return _NOTHING
+        user.state = state
         return self._end_if_unused(user)
 
-    def _fork_received(self, event: ForkReceived) -> _Instructions:
-        if event.fork in self._refused:
+    def _fork_received(
+        self, rref: RRefId, fork: ForkId, owner: WorkerName, parent: WorkerName, is_created: bool
+    ) -> _Instructions:
+        if fork in self._refused:
             return _NOTHING
-        if event.owner == self.name:
-            if self._find_or_expect(event.rref, is_created=event.is_created) is not None:
-                self.owned[event.rref].holds += 1
-            return self._accept(event.fork, event.parent)
-        user = self.users.get(event.fork)
+        if owner == self.name:
+            if (owned := self._find_or_expect(rref, is_created)) is not None:
+                owned.holds += 1
+            return self._accept(fork, parent)
+        user = self.users.get(fork)
         if user is not None:
             user.handles += 1
             return _NOTHING
         # the owner has counted it when it sent it
-        state = UserState.CONFIRMED if event.parent == event.owner else UserState.REQUESTED
-        self.users[event.fork] = self._make_user(
-            event.rref, event.fork, event.owner, event.parent, state, event.is_created
-        )
-        if state is UserState.REQUESTED:
-            return (SendForkRequest(event.owner, event.rref, event.fork, event.is_created),)
+        state = _CONFIRMED if parent == owner else _REQUESTED
+        self.users[fork] = self._make_user(rref, fork, owner, parent, state, is_created)
+        if state is _REQUESTED:
+            return (SendForkRequest(owner, rref, fork, is_created),)
         return _NOTHING
 
-    def _fork_settled(self, event: ForkConfirmed | ForkRefused) -> _Instructions:
-        user = self.users.get(event.fork)
-        if user is None or not self._advance(user, event):
+    def _fork_confirmed(self, fork: ForkId) -> _Instructions:
+        return self._fork_settled(fork, ForkConfirmed)
+
+    def _fork_refused(self, fork: ForkId) -> _Instructions:
+        return self._fork_settled(fork, ForkRefused)
+
+    def _fork_settled(self, fork: ForkId, event: type[Event]) -> _Instructions:
+        user = self.users.get(fork)
+        if user is None or (state := _next_user_state((user.state, event))) is None:
             return _NOTHING
-        mark = MarkConfirmed if user.state is UserState.CONFIRMED else MarkLost
-        return (mark(user.fork), *self._accept(user.fork, user.parent), *self._end_if_unused(user))
+        user.state = state
+        mark = MarkConfirmed if state is _CONFIRMED else MarkLost
+        return (mark(fork), *self._accept(fork, user.parent), *self._end_if_unused(user))
 
     def _accept(self, fork: ForkId, parent: WorkerName) -> _Instructions:
         """A fork needs its parent no more."""
         if parent == self.name:
-            return self._child_accepted(ChildAccepted(fork))
+            return self._child_accepted(fork)
         return (SendChildAccept(parent, fork),)
 
-    def _handle_dropped(self, event: HandleDropped) -> _Instructions:
-        user = self.users.get(event.fork)
+    def handle_dropped(self, fork: ForkId) -> _Instructions:
+        user = self.users.get(fork)
         if user is None or not user.handles:
             return _NOTHING
         user.handles -= 1
@@ -227,57 +254,49 @@ class Forks(Generic[U]):
         if user.handles or user.children or user.state in UNANSWERED:
             return _NOTHING
         del self.users[user.fork]
-        if user.state is UserState.LOST:
+        if user.state is _LOST:
             return (ForgetFork(user.fork),)
-        return (SendUserDelete(user.owner, user.rref, user.fork, user.state is UserState.FAILED),)
-
-    @staticmethod
-    def _advance(user: UserFork, event: Event) -> bool:
-        state = USER_TRANSITIONS.get((user.state, event.__class__))
-        if state is None:
-            return False
-        user.state = state
-        return True
+        return (SendUserDelete(user.owner, user.rref, user.fork, user.state is _FAILED),)
 
     # -- offers
 
-    def _fork_offered(self, event: ForkOffered) -> _Instructions:
-        self.offers[event.fork] = Offer(event.rref, event.to, event.parent)
-        if event.parent is None:
-            self.owned[event.rref].forks[event.fork] = event.to
+    def _fork_offered(self, rref: RRefId, fork: ForkId, to: WorkerName, parent: ForkId | None) -> _Instructions:
+        self.offers[fork] = Offer(rref, to, parent)
+        if parent is None:
+            self.owned[rref].forks[fork] = to
         else:
-            self.users[event.parent].children += 1
+            self.users[parent].children += 1
         return _NOTHING
 
-    def _child_accepted(self, event: ChildAccepted) -> _Instructions:
-        offer = self.offers.pop(event.fork, None)
+    def _child_accepted(self, fork: ForkId) -> _Instructions:
+        offer = self.offers.pop(fork, None)
         if offer is None:
             return _NOTHING
         if offer.parent is not None:
             return self._forget_child(offer.parent)
         if offer.to == self.name:
             # sent to itself: the handle that came of it holds the value now
-            return self._forget_fork(offer.rref, event.fork)
+            return self._forget_fork(offer.rref, fork)
         return _NOTHING
 
-    def _offer_known(self, event: OfferKnown) -> _Instructions:
-        offer = self.offers.get(event.fork)
+    def _offer_known(self, fork: ForkId) -> _Instructions:
+        offer = self.offers.get(fork)
         # a user's child still has to be accepted: known is not counted
         if offer is not None and offer.parent is None:
-            del self.offers[event.fork]
+            del self.offers[fork]
         return _NOTHING
 
-    def _offer_refused(self, event: OfferRefused) -> _Instructions:
-        offer = self.offers.pop(event.fork, None)
+    def _offer_refused(self, fork: ForkId) -> _Instructions:
+        offer = self.offers.pop(fork, None)
         if offer is None:
             return _NOTHING
         if offer.parent is not None:
             return self._forget_child(offer.parent)
-        return self._forget_fork(offer.rref, event.fork)
+        return self._forget_fork(offer.rref, fork)
 
-    def _offer_queried(self, event: OfferQueried) -> _Instructions:
-        if event.fork not in self.users:
-            self._refused[event.fork] = event.parent
+    def _offer_queried(self, fork: ForkId, parent: WorkerName) -> _Instructions:
+        if fork not in self.users:
+            self._refused[fork] = parent
         return _NOTHING
 
     def _forget_child(self, parent: ForkId) -> _Instructions:
@@ -288,73 +307,73 @@ class Forks(Generic[U]):
 
     # -- the owner
 
-    def _value_shared(self, event: ValueShared) -> _Instructions:
-        if event.rref not in self.owned:
-            owned = self.owned[event.rref] = Owned(event.rref, OwnerState.READY)
+    def _value_shared(self, rref: RRefId) -> _Instructions:
+        if rref not in self.owned:
+            owned = self.owned[rref] = Owned(rref, OwnerState.READY)
             owned.holds = 1
         return _NOTHING
 
-    def _creation_arrived(self, event: CreationArrived) -> _Instructions:
-        rref = event.rref
+    def creation_arrived(self, rref: RRefId, fork: ForkId, user: WorkerName) -> _Instructions:
         if rref in self._abandoned:
             self._abandoned.discard(rref)
             return _NOTHING
         owned = self.owned.get(rref)
         if owned is None:
-            owned = self.owned[rref] = Owned(rref, OwnerState.EXPECTED)
-        state = OWNER_TRANSITIONS.get((owned.state, CreationArrived))
+            self.owned[rref] = Owned(rref, _AFTER_ARRIVAL, {fork: user}, 1)  # nobody has asked for it before
+            return (RunCreation(rref),)
+        state = _next_owner_state((owned.state, CreationArrived))
         if state is None:
             return _NOTHING
         owned.state = state
-        owned.forks[event.fork] = event.user
+        owned.forks[fork] = user
         owned.holds += 1
         return (RunCreation(rref),)
 
-    def _creation_ended(self, event: CreationEnded) -> _Instructions:
-        owned = self.owned.get(event.rref)
-        state = OWNER_TRANSITIONS.get((owned.state, CreationEnded)) if owned is not None else None
-        if owned is None or state is None:
+    def creation_ended(self, rref: RRefId) -> _Instructions:
+        owned = self.owned.get(rref)
+        if owned is None or (state := _next_owner_state((owned.state, CreationEnded))) is None:
             return _NOTHING
         owned.state = state
         owned.holds -= 1
-        return self._drop_if_unused(owned)
+        return _NOTHING if owned.forks else self._drop_if_unused(owned)
 
-    def _fork_requested(self, event: ForkRequested) -> _Instructions:
-        owned = self._find_or_expect(event.rref, is_created=event.is_created)
+    def _fork_requested(self, rref: RRefId, fork: ForkId, user: WorkerName, is_created: bool) -> _Instructions:
+        owned = self._find_or_expect(rref, is_created)
         if owned is not None:
-            owned.forks[event.fork] = event.user
+            owned.forks[fork] = user
         return _NOTHING
 
-    def _user_deleted(self, event: UserDeleted) -> _Instructions:
-        self.offers.pop(event.fork, None)
-        owned = self.owned.get(event.rref)
+    def user_deleted(self, rref: RRefId, fork: ForkId, abandons: bool) -> _Instructions:
+        self.offers.pop(fork, None)
+        owned = self.owned.get(rref)
         if owned is None:
-            if event.abandons:
-                self._abandoned.add(event.rref)
+            if abandons:
+                self._abandoned.add(rref)
             return _NOTHING
-        if event.abandons and owned.state is OwnerState.EXPECTED:
-            self._abandoned.add(event.rref)
-            return self._abandon(owned, event)  # its fork would have come with the creation: it is not counted
-        return self._forget_fork(event.rref, event.fork)
+        if abandons and owned.state is OwnerState.EXPECTED:
+            self._abandoned.add(rref)
+            return self._abandon(owned, UserDeleted)  # its fork would have come with the creation: it is not counted
+        owned.forks.pop(fork, None)
+        return self._drop_if_unused(owned)
 
-    def _abandon(self, owned: Owned, event: UserDeleted | PeerLost) -> _Instructions:
-        owned.state = OWNER_TRANSITIONS[owned.state, event.__class__]
+    def _abandon(self, owned: Owned, event: type[Event]) -> _Instructions:
+        owned.state = OWNER_TRANSITIONS[owned.state, event]
         return (FailValue(owned.rref),)
 
-    def _value_awaited(self, event: ValueAwaited) -> _Instructions:
-        owned = self._find_or_expect(event.rref, is_created=event.is_created)
+    def _value_awaited(self, rref: RRefId, is_created: bool) -> _Instructions:
+        owned = self._find_or_expect(rref, is_created)
         if owned is not None:
             owned.holds += 1
         return _NOTHING
 
-    def _owner_handle_dropped(self, event: OwnerHandleDropped) -> _Instructions:
-        owned = self.owned.get(event.rref)
+    def _owner_handle_dropped(self, rref: RRefId) -> _Instructions:
+        owned = self.owned.get(rref)
         if owned is None or not owned.holds:
             return _NOTHING
         owned.holds -= 1
         return self._drop_if_unused(owned)
 
-    def _find_or_expect(self, rref: RRefId, *, is_created: bool) -> Owned | None:
+    def _find_or_expect(self, rref: RRefId, is_created: bool) -> Owned | None:
         """A value of this worker; one that is not here may still be on its way, unless that is known not to be so."""
         owned = self.owned.get(rref)
         if owned is not None:
@@ -379,38 +398,40 @@ class Forks(Generic[U]):
 
     # -- lost workers
 
-    def _peer_lost(self, event: PeerLost) -> _Instructions:
-        self._lost.add(event.id)
-        self._refused = {fork: parent for fork, parent in self._refused.items() if parent != event.name}
-        self._abandoned = {rref for rref in self._abandoned if creator_of(rref) != event.id}
+    def _peer_lost(self, name: WorkerName, id: WorkerId) -> _Instructions:  # noqa: A002 - as in WorkerInfo
+        self._lost.add(id)
+        self._refused = {fork: parent for fork, parent in self._refused.items() if parent != name}
+        self._abandoned = {rref for rref in self._abandoned if creator_of(rref) != id}
         following: list[Instruction] = []
         for fork, offer in list(self.offers.items()):
-            if offer.to == event.name:
-                following += self._offer_refused(OfferRefused(fork))
+            if offer.to == name:
+                following += self._offer_refused(fork)
         for user in list(self.users.values()):
-            if user.owner == event.name:
-                following += self._owner_lost(user, event)
+            if user.owner == name:
+                following += self._owner_lost(user)
         for owned in list(self.owned.values()):
-            if owned.state is OwnerState.EXPECTED and creator_of(owned.rref) == event.id:
-                following += self._abandon(owned, event)
+            if owned.state is OwnerState.EXPECTED and creator_of(owned.rref) == id:
+                following += self._abandon(owned, PeerLost)
             for fork, holder in list(owned.forks.items()):
-                if holder == event.name:
+                if holder == name:
                     del owned.forks[fork]
             following += self._drop_if_unused(owned)
         return following
 
-    def _owner_lost(self, user: UserFork, event: PeerLost) -> _Instructions:
-        was_requested = user.state is UserState.REQUESTED
-        if not self._advance(user, event):
+    def _owner_lost(self, user: UserFork) -> _Instructions:
+        was_requested = user.state is _REQUESTED
+        state = _next_user_state((user.state, PeerLost))
+        if state is None:
             return self._end_if_unused(user)
-        self._ghosts.setdefault(event.name, []).append((user.rref, user.fork))
+        user.state = state
+        self._ghosts.setdefault(user.owner, []).append((user.rref, user.fork))
         accept = self._accept(user.fork, user.parent) if was_requested else _NOTHING
         return (MarkLost(user.fork), *accept, *self._end_if_unused(user))
 
-    def _delete_undelivered(self, event: DeleteUndelivered) -> _Instructions:
-        self._ghosts.setdefault(event.owner, []).append((event.rref, event.fork))
+    def _delete_undelivered(self, owner: WorkerName, rref: RRefId, fork: ForkId) -> _Instructions:
+        self._ghosts.setdefault(owner, []).append((rref, fork))
         return _NOTHING
 
-    def _peer_returned(self, event: PeerReturned) -> _Instructions:
-        self._lost.discard(event.id)
-        return [SendUserDelete(event.name, rref, fork, False) for rref, fork in self._ghosts.pop(event.name, ())]
+    def _peer_returned(self, name: WorkerName, id: WorkerId) -> _Instructions:  # noqa: A002 - as in WorkerInfo
+        self._lost.discard(id)
+        return [SendUserDelete(name, rref, fork, False) for rref, fork in self._ghosts.pop(name, ())]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from threading import get_ident
 from types import TracebackType
 from typing import Any, Final, Generic, NoReturn, Self, TypeVar, cast
 
@@ -18,8 +19,8 @@ from arpc.ids import GloballyUniqueId, WorkerInfo
 from arpc.options import UNSET, Unset
 from arpc.rref.calls import call_method, rref_typeof_on_owner, stream_items, stream_method
 from arpc.rref.context import RRefContext
-from arpc.rref.creations import Creation
-from arpc.rref.events import HandleDropped, OwnerHandleDropped, RRefId
+from arpc.rref.creations import Creation, start_creation
+from arpc.rref.events import OwnerHandleDropped, RRefId
 from arpc.rref.proxies import AsyncProxy, RemoteProxy, StreamProxy, SyncProxy
 from arpc.rref.uses import FetchFuture, OwnerFuture, Use
 from arpc.rref.values import NOTHING, Value, fresh
@@ -30,6 +31,7 @@ __all__ = ["RRef", "create_remote"]
 T = TypeVar("T")
 
 _STACK_LIMIT: Final = 12
+_new_rref = object.__new__
 
 
 class RRef(Generic[T]):
@@ -80,7 +82,6 @@ class RRef(Generic[T]):
         rref: RRefId,
         held: Use | Value,
         owner: WorkerInfo,
-        creation: Creation | None = None,
     ) -> None:
         self._context = context
         self._rref = rref
@@ -88,9 +89,20 @@ class RRef(Generic[T]):
         self._use = held if isinstance(held, Use) else None
         self._value = held if isinstance(held, Value) else None
         self._is_released = False
-        self._creation = creation
+        self._creation: Creation | None = None
         self._type: Future[type[T]] | None = None
         self._hint = None
+
+    def _begin(self, creation: Creation) -> None:
+        """`_set_up` for one that is made here."""
+        held = creation.held
+        self._context = creation.context
+        self._rref = creation.rref
+        self._owner = creation.owner
+        self._use, self._value = (held, None) if isinstance(held, Use) else (None, held)
+        self._is_released = False
+        self._creation = creation
+        self._type = self._hint = None
 
     @classmethod
     def _make(
@@ -99,10 +111,9 @@ class RRef(Generic[T]):
         rref: RRefId,
         held: Use | Value,
         owner: WorkerInfo,
-        creation: Creation | None = None,
     ) -> Self:
         made = cls.__new__(cls)
-        made._set_up(context, rref, held, owner, creation)  # noqa: SLF001 - its own, in all but name
+        made._set_up(context, rref, held, owner)  # noqa: SLF001 - its own, in all but name
         return made
 
     # -- who and where
@@ -154,15 +165,24 @@ class RRef(Generic[T]):
         Raises what its creation raised, `RRefCreationError` if that timed out, `OwnerLostError` if the owner is lost,
         and `RpcTimeoutError` if the value does not come in time.
         """
-        self._check("to_here() called")
-        if self._value is not None:
-            return await self._wait_here(self._value, timeout)
         use, context, creation = self._use, self._context, self._creation
-        assert use is not None
-        if creation is not None and creation.may_bring_value and timeout is UNSET:
-            along = creation.fetch_along()
-            if along is not None and (answer := await self._answer(use, along)) is not None:
-                return cast("T", answer[0])
+        if self._is_released or (use is not None and use.failure is not None):
+            self._check("to_here() called")
+        if use is None:
+            assert self._value is not None
+            return await self._wait_here(self._value, timeout)
+        if creation is not None and (creation.brings or creation.frame is not None) and timeout is UNSET:
+            waiter = creation.fetch_along()
+            if waiter is not None:
+                try:
+                    answer = await waiter
+                except BaseException:
+                    creation.waiter = None
+                    raise
+                finally:
+                    del waiter  # whose exception refers to this frame
+                if answer:
+                    return cast("T", answer[0])
         future = FetchFuture(loop=context.agent.loop)
         future.owner = self._owner.name
         is_created = use.is_created
@@ -178,19 +198,6 @@ class RRef(Generic[T]):
             if use.fetches is not None:
                 use.fetches.discard(future)
             del future  # whose exception refers to this frame
-
-    @staticmethod
-    async def _answer(use: Use, along: asyncio.Future[tuple[Any] | None]) -> tuple[Any] | None:
-        """The value that comes with the answer to the creation, or why there is none, in the words of the RRef."""
-        try:
-            return await along
-        except Exception:
-            # the creation heard of it before, and knows best what it means
-            if use.failure is None:
-                raise
-        finally:
-            del along  # whose exception refers to this frame
-        raise fresh(use.failure)
 
     async def _wait_here(self, value: Value, timeout: float | Unset) -> T:
         if value.is_ready:
@@ -290,7 +297,11 @@ class RRef(Generic[T]):
         self._live_until(future)
 
     def _remote_method(self, name: str, timeout: float | Unset, /, *args: Any, **kwargs: Any) -> RRef[Any]:
-        arguments = (*self._target(), name, *args)
+        use = self._use
+        if use is None or use.failure is not None or self._is_released:
+            arguments = (*self._target(), name, *args)
+        else:
+            arguments = (self._rref, use.is_created, name, *args)
         return create_remote(self._context, self._owner.name, call_method, arguments, kwargs, timeout, anchor=self)
 
     def _stream_method(
@@ -358,9 +369,9 @@ class RRef(Generic[T]):
         # On any thread, at any time, and perhaps half made: see DropQueue
         if getattr(self, "_is_released", True):
             return
-        context = self._context
-        if self._use is not None:
-            context.drops.add(HandleDropped(self._use.fork))
+        use, context = self._use, self._context
+        if use is not None:
+            context.drops.add(use.fork)
         elif context.values.get(self._rref) is self._value:
             context.drops.add(OwnerHandleDropped(self._rref))
 
@@ -395,9 +406,11 @@ def create_remote(
     anchor: object = None,
 ) -> RRef[Any]:
     """An RRef to what a function returns on another worker. From any thread. ``anchor`` lives until that has run."""
-    made = _stack() if context.options.rref_creation_stacks else ""
-    if context.is_on_loop:
-        creation = Creation(context, to, function, args, kwargs, timeout, made, anchor)
+    made = _stack() if context.tells_stacks else ""
+    if get_ident() == context.thread:
+        creation = start_creation(context, to, function, args, kwargs, timeout, made, anchor)
     else:
-        creation = context.on_loop(lambda: Creation(context, to, function, args, kwargs, timeout, made, anchor))
-    return RRef._make(context, creation.rref, creation.held, creation.owner, creation)
+        creation = context.on_loop(lambda: start_creation(context, to, function, args, kwargs, timeout, made, anchor))
+    rref: RRef[Any] = _new_rref(RRef)
+    rref._begin(creation)  # noqa: SLF001 - its own, in all but name
+    return rref

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
+
+import msgspec
 
 from arpc.rref.events import ForkId, RRefId, WorkerName
 
@@ -20,7 +22,7 @@ __all__ = [
 ]
 
 
-class SendForkRequest(NamedTuple):
+class SendForkRequest(msgspec.Struct, frozen=True, gc=False):
     """Ask the owner to count a fork."""
 
     to: WorkerName
@@ -29,14 +31,14 @@ class SendForkRequest(NamedTuple):
     is_created: bool
 
 
-class SendChildAccept(NamedTuple):
+class SendChildAccept(msgspec.Struct, frozen=True, gc=False):
     """Tell the parent that its child is counted."""
 
     to: WorkerName
     fork: ForkId
 
 
-class SendUserDelete(NamedTuple):
+class SendUserDelete(msgspec.Struct, frozen=True, gc=False):
     """Tell the owner that a user has ended."""
 
     to: WorkerName
@@ -45,37 +47,37 @@ class SendUserDelete(NamedTuple):
     abandons: bool
 
 
-class RunCreation(NamedTuple):
+class RunCreation(msgspec.Struct, frozen=True, gc=False):
     """Make the value."""
 
     rref: RRefId
 
 
-class DropValue(NamedTuple):
+class DropValue(msgspec.Struct, frozen=True, gc=False):
     """Nobody holds it any more."""
 
     rref: RRefId
 
 
-class FailValue(NamedTuple):
+class FailValue(msgspec.Struct, frozen=True, gc=False):
     """Nobody will create it: tell those who wait."""
 
     rref: RRefId
 
 
-class ForgetFork(NamedTuple):
+class ForgetFork(msgspec.Struct, frozen=True, gc=False):
     """A user has ended here, and its owner, which is gone, will not be told."""
 
     fork: ForkId
 
 
-class MarkConfirmed(NamedTuple):
+class MarkConfirmed(msgspec.Struct, frozen=True, gc=False):
     """The owner counts a fork that asked for it: who waited for that may go on."""
 
     fork: ForkId
 
 
-class MarkLost(NamedTuple):
+class MarkLost(msgspec.Struct, frozen=True, gc=False):
     """It cannot be used any more."""
 
     fork: ForkId

@@ -8,6 +8,8 @@ from time import monotonic
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+import msgspec
+
 from arpc.rref.events import (
     CreationArrived,
     CreationConfirmed,
@@ -89,27 +91,22 @@ OWNER_TRANSITIONS: Final[Mapping[tuple[OwnerState, type[Event]], OwnerState]] = 
 )
 
 
-class UserFork:
-    """One fork held by this worker."""
+class UserFork(msgspec.Struct, eq=False):
+    """One fork held by this worker. A Struct because there is one for each RRef: this is the cheapest kind to make."""
 
-    __slots__ = ("children", "fork", "handles", "is_created", "owner", "parent", "rref", "since", "state")
-
-    def __init__(
-        self, rref: RRefId, fork: ForkId, owner: WorkerName, parent: WorkerName, state: UserState, is_created: bool
-    ) -> None:
-        self.rref = rref
-        self.fork = fork
-        self.owner = owner
-        self.parent = parent
-        """Who sent it; empty if it was made here."""
-        self.state = state
-        self.is_created = is_created
-        """It is certain that the creation has reached the owner."""
-        self.handles = 1
-        self.children = 0
-        """How many forks made from this one the owner may not count yet."""
-        self.since = monotonic()
-        """For those who look; nothing is decided by it."""
+    rref: RRefId
+    fork: ForkId
+    owner: WorkerName
+    parent: WorkerName
+    """Who sent it; empty if it was made here."""
+    state: UserState
+    is_created: bool
+    """It is certain that the creation has reached the owner."""
+    handles: int = 1
+    children: int = 0
+    """How many forks made from this one the owner may not count yet."""
+    since: float = msgspec.field(default_factory=monotonic)
+    """For those who look; nothing is decided by it."""
 
 
 class Offer(NamedTuple):
@@ -121,17 +118,14 @@ class Offer(NamedTuple):
     """What it was made from; None on the owner."""
 
 
-class Owned:
+class Owned(msgspec.Struct, eq=False):
     """One value of this worker that others can hold."""
 
-    __slots__ = ("forks", "holds", "rref", "since", "state")
-
-    def __init__(self, rref: RRefId, state: OwnerState) -> None:
-        self.rref = rref
-        self.state = state
-        self.forks: dict[ForkId, WorkerName] = {}
-        """Users that are counted, and who they belong to."""
-        self.holds = 0
-        """Handles on this worker, those who wait for the value, and the creation while it runs."""
-        self.since = monotonic()
-        """For those who look; nothing is decided by it."""
+    rref: RRefId
+    state: OwnerState
+    forks: dict[ForkId, WorkerName] = msgspec.field(default_factory=dict)
+    """Users that are counted, and who they belong to."""
+    holds: int = 0
+    """Handles on this worker, those who wait for the value, and the creation while it runs."""
+    since: float = msgspec.field(default_factory=monotonic)
+    """For those who look; nothing is decided by it."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from arpc.agent.functions import name_of
 from arpc.agent.future import Future
 from arpc.errors import CallCancelledError, OwnerLostError, WorkerLostError
-from arpc.ids import GloballyUniqueId, WorkerInfo
-from arpc.rref.events import ForkId, RRefId, WorkerName
+from arpc.ids import GloballyUniqueId
 from arpc.rref.states import UserFork, UserState
 from arpc.rref.values import fresh
 
@@ -46,20 +46,17 @@ class FetchFuture(OwnerFuture):
 class Use(UserFork):
     """One fork of this worker, as its handle and the context share it: with what is to be done when it changes."""
 
-    __slots__ = ("failure", "fetches", "info", "made")
+    origin: Any = ""
+    """Where it was made, or the function that made it."""
+    failure: Exception | None = None
+    """Why it cannot be used."""
+    fetches: set[OwnerFuture] | None = None
+    """Those who wait for a value that may never be created."""
 
-    def __init__(
-        self, rref: RRefId, fork: ForkId, owner: WorkerName, parent: WorkerName, state: UserState, is_created: bool
-    ) -> None:
-        UserFork.__init__(self, rref, fork, owner, parent, state, is_created)  # cheaper than super()
-        self.info: WorkerInfo
-        """The owner, as far as it is known."""
-        self.made: str
+    @property
+    def made(self) -> str:
         """Where it was made, or by which function."""
-        self.failure: Exception | None = None
-        """Why it cannot be used."""
-        self.fetches: set[OwnerFuture] | None = None
-        """Those who wait for a value that may never be created."""
+        return self.origin if isinstance(self.origin, str) else name_of(self.origin)
 
     @property
     def is_confirmed(self) -> bool:

@@ -8,6 +8,8 @@ import traceback
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
+import msgspec
+
 __all__ = ["NOTHING", "Value", "fresh"]
 
 NOTHING: Final = object()
@@ -29,22 +31,19 @@ def fresh(error: E) -> E:
     return made
 
 
-class Value:
+class Value(msgspec.Struct, eq=False):
     """Set once; awaited by any number of coroutines, each of which may be cancelled without harm to the others."""
 
-    __slots__ = ("_error", "_traceback", "_waiters", "content", "creator", "made", "stays")
-
-    def __init__(self, made: str = "") -> None:
-        self.content: Any = NOTHING
-        self._error: BaseException | None = None
-        self._traceback: TracebackType | None = None
-        self._waiters: list[asyncio.Future[None]] | None = None
-        self.made = made
-        """Where it was made, or by which function."""
-        self.creator = ""
-        """The worker that asked for it."""
-        self.stays = False
-        """It is a ScriptModule by its type, not only in fact: it is used where it is, and never copied elsewhere."""
+    made: str = ""
+    """Where it was made, or by which function."""
+    creator: str = ""
+    """The worker that asked for it."""
+    content: Any = NOTHING
+    stays: bool = False
+    """It is a ScriptModule by its type, not only in fact: it is used where it is, and never copied elsewhere."""
+    _error: BaseException | None = None
+    _traceback: TracebackType | None = None
+    _waiters: list[asyncio.Future[None]] | None = None
 
     @classmethod
     def of(cls, value: Any, made: str = "") -> Value:

@@ -154,12 +154,17 @@ class _FaultyReceiver:
         self._faults = faults = _ConnectionFaults(connection, self._transport)
         connection.send = faults.send  # type: ignore[method-assign]
         connection.send_bulk = faults.send_bulk  # type: ignore[method-assign]
+        connection.share_writing = _share_nothing  # type: ignore[method-assign] # what threads send would go past them
         self._receiver.connection_opened(connection)
 
     def connection_lost(self, connection: Connection, error: Exception | None) -> None:
         if self._faults is not None:
             self._faults.forget_all()
         self._receiver.connection_lost(connection, error)
+
+
+def _share_nothing() -> None:
+    """In the place of `Connection.share_writing`."""
 
 
 class _ConnectionFaults:

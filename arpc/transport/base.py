@@ -23,6 +23,7 @@ from typing import Protocol as TypingProtocol
 from arpc.errors import ConnectionClosedError, HandshakeError, WireError
 from arpc.log import get_logger
 from arpc.transport.doorway import HANDSHAKE_S, Doorway
+from arpc.transport.turns import WriteTurn
 from arpc.wire.frames import BRIEF_HEADER, CHUNK_BYTES, HEADER, HEADER_BYTES, frame
 from arpc.wire.handshake import Identity
 from arpc.wire.messages import Message, MessageType
@@ -164,7 +165,8 @@ class Connection(ABC):
         self._parked: set[BulkSend] = set()
         """Messages that wait with the carrier."""
         self.bulk_route: BulkRoute | None = None
-        self._is_reading = False
+        self.is_reading = False
+        """What comes now is one of several messages of a read."""
         self._is_closed = False
         self._is_greeted = False
         self._messages_received: Callable[[Connection, list[Message]], None] = receiver.messages_received
@@ -244,7 +246,7 @@ class Connection(ABC):
     def send(self, data: bytes) -> None:
         """Send one frame with no large tensors. All frames of a busy loop turn go out in one write."""
         out = self._out
-        if out or self._is_reading:
+        if out or self.is_reading:
             out.append(data)
             if len(out) == _FLUSH_FRAMES:
                 self.flush()
@@ -260,18 +262,45 @@ class Connection(ABC):
             out.append(data)
             self.loop.call_soon(self.flush)
 
+    def share_writing(self) -> WriteTurn | None:
+        """How threads send small frames on this connection; None if they cannot.
+
+        What they send may overtake what the loop sends in the same moment.
+        """
+        return None
+
     def gather(self) -> None:
         """More is about to be sent in this turn of the loop: let all of it go out in one write."""
         self._direct_left = 0
+
+    def send_later(self, data: bytes) -> None:
+        """`gather`, then `send`: a frame that may still be amended in this turn of the loop."""
+        self._direct_left = 0
+        out = self._out
+        if out or self.is_reading:
+            out.append(data)
+            if len(out) == _FLUSH_FRAMES:
+                self.flush()
+        elif self._is_mute:
+            self._refuse()
+        else:
+            out.append(data)
+            self.loop.call_soon(self.flush)
 
     @property
     def last_unsent(self) -> bytes | None:
         """The last frame of this turn of the loop, if it has not gone out yet."""
         return self._out[-1] if self._out else None
 
-    def replace_last_unsent(self, data: bytes) -> None:
-        """Send another frame of the same size in its place."""
-        self._out[-1] = data
+    def amend(self, data: bytes, by: bytes) -> bool:
+        """Send another frame of the same size in the place of `last_unsent`, if that is ``data``; it goes out soon."""
+        out = self._out
+        if not out or out[-1] is not data:
+            return False
+        out[-1] = by
+        if len(out) == 1 and not self.is_reading:
+            self.flush()  # whoever amends it waits for the answer
+        return True
 
     def _refuse(self) -> None:
         # Of one that was aborted everybody is about to hear that it is lost; that is soon enough
@@ -298,7 +327,7 @@ class Connection(ABC):
         if self.bulk_route is not None and self.bulk_route.take(bulk):
             return
         self._bulk.append(bulk)
-        if not self._out and not self._is_reading:
+        if not self._out and not self.is_reading:
             self.loop.call_soon(self.flush)
 
     def _begin_bulk(self, data: bytes, bulk: BulkSend) -> None:
@@ -443,13 +472,13 @@ class Connection(ABC):
 
     def _receive(self, size_bytes: int) -> None:
         """The same for any number of messages, and parts of them."""
-        self._is_reading = True
+        self.is_reading = True
         try:
             self._hand_over(self.protocol.receive(size_bytes))
         except Exception as error:  # noqa: BLE001 - told to the receiver
             self._raised(error)
         finally:
-            self._is_reading = False
+            self.is_reading = False
             if self.carrier is not None and self.carrier.has_news:
                 self._out.append(self.carrier.take_news())
             if self._out:
@@ -619,10 +648,14 @@ class Connection(ABC):
         """Let another take the messages from now on. What else happens the receiver still hears."""
         self._messages_received = messages_received
 
+    def count_sent(self) -> int:
+        """Bytes sent until now, those of threads included, which `bytes_sent` and the others may not know of yet."""
+        return self.bytes_sent
+
     def statistics(self) -> dict[str, int]:
         """Counters of this connection."""
         return {
-            "bytes_sent": self.bytes_sent,
+            "bytes_sent": self.count_sent(),
             "bytes_received": self.bytes_received,
             "frames_sent": self.frames_sent,
             "writes": self.writes,

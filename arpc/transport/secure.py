@@ -108,6 +108,9 @@ class SecureConnection(StreamConnection):
         self.protocol.close()
         self._shut()
 
+    def share_writing(self) -> None:
+        """Threads cannot: what is written is encrypted in one order."""
+
     # -- called by Connection
 
     def _write(self, data: bytes) -> None:

@@ -22,6 +22,7 @@ from arpc.errors import ConfigurationError, HandshakeError, WireError
 from arpc.transport.base import Accept, Connection, Listener, Receiver, Transport
 from arpc.transport.doorway import Doorway
 from arpc.transport.shm import Arena, Channel
+from arpc.transport.turns import WriteTurn
 from arpc.transport.warm import WarmMemory
 from arpc.wire.protocol import Protocol
 
@@ -38,7 +39,8 @@ _PEER_CREDENTIALS: Final = struct.Struct("iII")
 class StreamConnection(asyncio.BufferedProtocol, Connection):
     """A connection over an asyncio transport, uvloop's or the standard library's."""
 
-    _transport: asyncio.Transport
+    _transport: asyncio.Transport | WriteTurn
+    _turn: WriteTurn | None = None
 
     def __init__(
         self,
@@ -101,7 +103,41 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
         self._drained()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._turn is not None:
+            self._turn.end()
         self._ended(exc)
+
+    # -- threads
+
+    def share_writing(self) -> WriteTurn | None:
+        if self._turn is None and self.is_open and not self._is_mute:
+            transport = cast("asyncio.Transport", self._transport)
+            try:
+                sock = _duplicate(transport.get_extra_info("socket"))
+            except OSError:
+                return None  # no descriptor is left
+            self._turn = WriteTurn(transport, sock, self, self.loop.call_soon_threadsafe)
+            self._transport = self._turn
+            self._write = self._turn.write  # type: ignore[method-assign]
+        return self._turn
+
+    def close(self, reason: str = "") -> None:
+        if self._turn is not None:
+            self._turn.shut()  # nothing comes after a goodbye
+        super().close(reason)
+
+    def abort(self, error: Exception | None = None) -> None:
+        if self._turn is not None:
+            self._turn.shut()
+        super().abort(error)
+
+    def count_sent(self) -> int:
+        if self._turn is not None:
+            frames, size_bytes, writes = self._turn.take_counts()
+            self.frames_sent += frames
+            self.bytes_sent += size_bytes
+            self.writes += writes
+        return self.bytes_sent
 
     # -- called by Connection
 
@@ -127,6 +163,18 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
         if self._is_made:
             # Not at once: asyncio's own does not bear it in the middle of `resume_writing`
             self.loop.call_soon(self._transport.abort)
+
+
+def _duplicate(sock: socket.socket) -> socket.socket:
+    """Another descriptor of the same socket. What a loop offers may only look like a socket."""
+    descriptor = os.dup(sock.fileno())
+    try:
+        duplicate = socket.socket(sock.family, sock.type, sock.proto, fileno=descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise
+    duplicate.setblocking(False)  # as it is already, whatever timeout new ones may have
+    return duplicate
 
 
 def _describe(sock: socket.socket) -> str:

@@ -53,6 +53,7 @@ __all__ = [
     "Refusal",
     "Refuse",
     "Reply",
+    "ReplyFlag",
     "Request",
     "RequestFlag",
     "Welcome",
@@ -102,12 +103,11 @@ class Message(msgspec.Struct, gc=False):
     """The common shape; see the class docstrings for what ``id`` and ``arg`` mean.
 
     ``body`` is what follows the header: meta data from ``meta_start``, the tensor table from ``meta_end``, the payload
-    from ``table_end`` on. With neither meta data nor tensors all three are 0. ``buffers`` holds the large tensors.
+    from ``table_end`` on, behind the label of a feature if it has one. With neither meta data nor tensors all three are
+    0. ``buffers`` holds the large tensors.
     """
 
     type: ClassVar[MessageType]
-    leading: ClassVar[int] = 0
-    """Of one that names a function: how many of the arguments come before those of the function."""
 
     flags: int
     id: int
@@ -118,6 +118,8 @@ class Message(msgspec.Struct, gc=False):
     meta_start: int
     body: bytearray
     buffers: Sequence[memoryview]
+    label_bytes: int = 0
+    """How much of what comes before the payload is a feature's own: it says so when it has read it."""
 
     @property
     def meta(self) -> memoryview:
@@ -280,10 +282,12 @@ class Credit(Message):
 
 
 class RRefCreate(Message):
-    """Run function ``arg``, as a `Request` does, and keep what it returns under an id that the sender chose."""
+    """Run function ``arg``, as a `Request` does, and keep what it returns under an id that the sender chose.
+
+    The payload is that of a request, behind the label of `rref.labels`.
+    """
 
     type = MessageType.RREF_CREATE
-    leading = 6
 
 
 class RRefFetch(Message):
@@ -387,6 +391,15 @@ class RequestFlag:
     """The caller iterates: answer with items, at first as many as the meta says under `WINDOW`, more by `Credit`."""
     VALUE: Final = 4
     """Of an `RRefCreate`: answer with a tuple of the value, if it can be sent."""
+    SCALAR: Final = 8
+    """Of an `RRefCreate`: the same, if it is one of `pickling.SCALARS`."""
+
+
+class ReplyFlag:
+    """Bits of ``flags`` in a `Reply`."""
+
+    TUPLE: Final = 1
+    """The call returned a tuple of ``arg`` items, which are none, or the one that is in the payload."""
 
 
 class ItemFlag:

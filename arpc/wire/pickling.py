@@ -25,10 +25,12 @@ __all__ = [
     "JUST_A_TENSOR",
     "JUST_TENSORS",
     "ONE_TENSOR",
+    "SCALARS",
     "Parcel",
     "Pickler",
     "Reducer",
     "dumps_flat",
+    "dumps_plain",
     "importable_name",
     "loads",
 ]
@@ -38,9 +40,10 @@ __all__ = [
 _MAX_REUSED_BYTES: Final = 1024
 # A container this long is looked through only if it begins with a tensor
 _MAX_UNLIKELY: Final = 1000
-_SCALARS: Final = frozenset((int, float, bool, str, bytes, complex, type(None)))
+SCALARS: Final = frozenset((int, float, bool, str, bytes, complex, type(None)))
+"""Objects of just these types take up no slots, and to pickle them runs no code but the pickler's own."""
 _CONTAINERS: Final = frozenset((tuple, list, dict))
-_PLAIN: Final = _SCALARS | _CONTAINERS | {Tensor}
+_PLAIN: Final = SCALARS | _CONTAINERS | {Tensor}
 _ONLY_TENSORS: Final = {Tensor}
 _dump = pickle.Pickler.dump  # cloudpickle's own only explains recursion errors
 _dumps = pickle.dumps
@@ -123,7 +126,7 @@ class Pickler:
             if len(args) == 1 and type(args[0]) is Tensor:
                 return ONE_TENSOR, [args[0]]
             kinds = set(map(type, args))
-            if kinds <= _SCALARS:
+            if kinds <= SCALARS:
                 return _dumps(args, protocol=5), []
             if kinds == _ONLY_TENSORS and len(set(map(id, args))) == len(args) <= MAX_TENSORS:
                 return JUST_TENSORS[len(args)], list(args)
@@ -141,6 +144,8 @@ class Pickler:
         if value is None:
             return b"", []
         kind = type(value)
+        if kind in SCALARS:
+            return _dumps(value, protocol=5), []
         if kind is Tensor:
             return JUST_A_TENSOR, [value]
         if kind in _CONTAINERS:
@@ -195,12 +200,12 @@ def _cut_out(value: Any, tensors: list[Slot], seen: set[int]) -> Any:
     items = value
     if kind is dict:
         items = value.values()
-        if not _SCALARS.issuperset(map(type, value)):
+        if not SCALARS.issuperset(map(type, value)):
             raise _NotPlainError
     if len(items) > _MAX_UNLIKELY and type(next(iter(items))) is not Tensor:
         raise _NotPlainError
     kinds = set(map(type, items))
-    if kinds <= _SCALARS:
+    if kinds <= SCALARS:
         return value
     cut: list[Any]
     if kinds == _ONLY_TENSORS:
@@ -214,7 +219,7 @@ def _cut_out(value: Any, tensors: list[Slot], seen: set[int]) -> Any:
                 tensors.append(item)
                 cut.append(HOLE)
             else:
-                cut.append(item if kind_of_item in _SCALARS else _cut_out(item, tensors, seen))
+                cut.append(item if kind_of_item in SCALARS else _cut_out(item, tensors, seen))
     else:
         raise _NotPlainError
     if kind is tuple:
@@ -243,6 +248,19 @@ def dumps_flat(head: bytes, tensors: list[Slot], *, is_call: bool) -> tuple[byte
     """
     flat = [head, *[HOLE] * len(tensors)]
     return _dumps((flat,) if is_call else flat, protocol=5, buffer_callback=not_), tensors
+
+
+def dumps_plain(value: Any) -> bytes | None:
+    """`Pickler.dumps` for scalars, and containers of nothing but these; None for all else. Runs no code of others."""
+    if type(value) not in SCALARS:
+        tensors: list[Slot] = []
+        try:
+            _cut_out(value, tensors, set())
+        except (_NotPlainError, RecursionError):
+            return None
+        if tensors:
+            return None
+    return _dumps(value, protocol=5)
 
 
 def loads(payload: bytes | bytearray | memoryview, slots: list[Any]) -> Any:

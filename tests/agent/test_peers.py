@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -115,6 +116,25 @@ async def test_a_connection_that_takes_too_long():
     async with cluster(2, options=options, transports={"memory": Silent()}) as group:
         with pytest.raises(WorkerLostError, match=r"no connection to worker 'worker1' within 0\.05 s"):
             await group[0].rpc_sync("worker1", echo)
+        await assert_nothing_left(group)
+
+
+async def test_a_connection_that_opens_when_time_is_up_is_kept(monkeypatch):
+    """A loop that was busy runs the timer first, and then those who wait for the connection."""
+    options = arpc.RpcOptions(connect_timeout=0.2, gc_freeze=False)
+    async with cluster(2, options=options) as group:
+        peer = peer_of(group)
+        opened = peer.opened
+
+        def opened_late(*args: Any, **kwargs: Any) -> None:
+            opened(*args, **kwargs)
+            time.sleep(0.3)
+
+        monkeypatch.setattr(peer, "opened", opened_late)
+        assert await group[0].rpc_sync("worker1", echo, args=("sent",)) == "sent"
+        await until(lambda: peer._connecting is None)
+        assert await group[0].rpc_sync("worker1", echo, args=("open",)) == "open"
+        assert peer.connects == 1
         await assert_nothing_left(group)
 
 

@@ -15,7 +15,7 @@ import torch
 import arpc
 from arpc.agent.functions import Function
 from arpc.agent.requests import NO_CONTEXT, Run
-from arpc.agent.threads import ThreadPool, _Doorbell
+from arpc.agent.threads import Outbox, ThreadPool, _Doorbell
 from arpc.testing import cluster
 from tests.agent.leftovers import assert_nothing_left, until
 from tests.agent.stage import call_on, call_on_in_thread, echo, echo_in_thread, hold_in_thread
@@ -125,12 +125,12 @@ async def test_a_function_that_is_cancelled_as_it_begins_still_has_its_context(p
     run = Run(pair[1].agent.executor, link.inbound, Function(variable.get), 1, 0, copy_context())
     run.context.run(variable.set, "its own")
 
-    def cancelled(_: Function) -> float:
+    def cancelled() -> float:
         run.ended = True
         run.context = NO_CONTEXT
         return 0.0
 
-    monkeypatch.setattr(Function, "begin_measuring", cancelled)
+    monkeypatch.setattr("arpc.agent.requests._clock", cancelled)
     assert run.work() is not None
     assert run.result == "its own"
 
@@ -322,76 +322,178 @@ async def test_quick_jobs_behind_one_that_is_stuck_get_help(pool):
     assert pool.statistics()["threads"] == 2
 
 
+async def test_what_is_stuck_holds_up_only_what_comes_at_once(pool, monkeypatch):
+    """Once it has shown, nobody waits for it any more."""
+    release = threading.Event()
+    done = asyncio.Event()
+    pool.submit(lambda: release.wait(10) and None, is_quick=True)
+    pool.submit(lambda: done.set, is_quick=True)
+    await done.wait()
+    monkeypatch.setattr("arpc.agent.threads._HELP_AFTER_S", 60)
+    for _ in range(3):
+        done.clear()
+        pool.submit(lambda: done.set, is_quick=True)
+        async with asyncio.timeout(10):
+            await done.wait()
+    release.set()
+    await until(lambda: pool.statistics()["jobs_unfinished"] == 0)
+
+
+async def test_the_thread_that_slept_last_is_woken(pool):
+    """Its memory is warm, and the others need not hear of it."""
+    both = threading.Barrier(2)
+    await asyncio.gather(pool.call(both.wait, 10), pool.call(both.wait, 10))
+    await until(lambda: len(pool._sleepers) == 2)
+    seen = set()
+    for _ in range(10):
+        seen.add(await pool.call(threading.get_ident))
+        await until(lambda: len(pool._sleepers) == 2)
+    assert len(seen) == 1
+
+
+class Letters(Outbox):
+    """Remembers what was sent, and from where."""
+
+    __slots__ = ("letters", "sent")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.letters: list[int] = []
+        self.sent: list[tuple[str, list[int]]] = []
+
+    def send(self) -> None:
+        self._send("thread")
+
+    def send_on_loop(self) -> None:
+        self._send("loop")
+
+    def _send(self, by: str) -> None:
+        letters, self.letters = self.letters, []
+        if letters:
+            self.sent.append((by, letters))
+
+    def write(self, letter: int) -> Outbox:
+        self.letters.append(letter)
+        return self
+
+
+async def test_a_thread_sends_what_many_quick_jobs_left_at_once(pool, monkeypatch):
+    monkeypatch.setattr("arpc.agent.threads._HELP_AFTER_S", 60)
+    box = Letters()
+    for number in range(100):
+        pool.submit(lambda number=number: box.write(number), is_quick=True)
+    await until(lambda: pool.statistics()["jobs_unfinished"] == 0 and not box.letters)
+    await until(lambda: len(pool._sleepers) == 1)
+    assert [letter for _, letters in box.sent for letter in letters] == [*range(100)]
+    assert [len(letters) for _, letters in box.sent] == [32, 32, 32, 4]
+    assert {by for by, _ in box.sent} == {"thread"}
+    assert pool.jobs_answered == 100
+
+
+async def test_what_was_left_is_sent_before_a_job_that_may_take_long(pool):
+    box = Letters()
+    release = threading.Event()
+    for is_quick in (True, False):
+        pool.submit(lambda: box.write(1), is_quick=is_quick)
+        pool.submit(lambda: release.wait(10) and None)
+    await until(lambda: box.sent == [("thread", [1]), ("thread", [1])])
+    release.set()
+    await until(lambda: pool.statistics()["jobs_unfinished"] == 0)
+
+
+async def test_what_was_left_before_a_job_that_is_stuck_is_sent_by_the_loop(pool):
+    box = Letters()
+    release = threading.Event()
+    pool.submit(lambda: box.write(1), is_quick=True)
+    pool.submit(lambda: release.wait(10) and None, is_quick=True)
+    pool.submit(lambda: box.write(2), is_quick=True)
+    await until(lambda: sum(len(letters) for _, letters in box.sent) == 2)
+    assert not release.is_set()
+    release.set()
+    await until(lambda: pool.statistics()["jobs_unfinished"] == 0)
+
+
+async def test_outboxes_of_several_connections_are_all_sent(pool, monkeypatch):
+    monkeypatch.setattr("arpc.agent.threads._HELP_AFTER_S", 60)
+    boxes = [Letters(), Letters(), Letters()]
+    for number in range(30):
+        pool.submit(lambda number=number: boxes[number // 10].write(number), is_quick=True)
+    await until(lambda: pool.jobs_answered == 30 and len(pool._sleepers) == 1)
+    assert [box.sent for box in boxes] == [[("thread", [*range(10 * n, 10 * n + 10)])] for n in range(3)]
+
+
+async def test_one_that_is_alone_begins_at_once(pool):
+    """Not even the loop has to turn for it."""
+    await pool.call(max, 1, 2)
+    await until(lambda: len(pool._sleepers) == 1)
+    begun = threading.Event()
+    pool.submit(begun.set, is_alone=True)
+    assert begun.wait(10)
+    await until(lambda: pool.statistics()["jobs_unfinished"] == 0)
+
+
+async def test_what_is_answered_late_is_sent_too():
+    pool = ThreadPool(asyncio.get_running_loop(), 1, "test")
+    box = Letters()
+    pool.close()
+    pool.submit(lambda: box.write(1))
+    await until(lambda: box.sent == [("thread", [1])])
+    assert pool.jobs_answered == 1
+
+
 @pytest.mark.parametrize("has_eventfd", [True, False])
-async def test_a_doorbell_wakes_as_many_as_it_is_rung_times(monkeypatch, has_eventfd):
+def test_a_doorbell_wakes_once_for_each_ring(monkeypatch, has_eventfd):
     if not has_eventfd:
         monkeypatch.delattr("os.eventfd", raising=False)
     bell = _Doorbell()
-    woken: list[int] = []
+    heard: list[int] = []
 
-    def wait(number: int) -> None:
-        bell.wait()
-        woken.append(number)
+    def wait() -> None:
+        for number in range(3):
+            bell.wait()
+            heard.append(number)
 
-    waiting = [threading.Thread(target=wait, args=(number,), daemon=True) for number in range(3)]
-    for thread in waiting:
-        thread.start()
-    bell.ring(2)
-    await until(lambda: len(woken) == 2)
-    bell.ring(1)
-    for thread in waiting:
-        thread.join(10)
-    assert sorted(woken) == [0, 1, 2]
-    bell.close()
-
-
-@pytest.mark.parametrize("has_eventfd", [True, False])
-def test_a_doorbell_is_closed_once(monkeypatch, has_eventfd):
-    if not has_eventfd:
-        monkeypatch.delattr("os.eventfd", raising=False)
-    bell = _Doorbell()
+    waiting = threading.Thread(target=wait, daemon=True)
+    bell.ring()  # before anybody waits
+    waiting.start()
+    bell.ring()
+    bell.ring()
+    waiting.join(10)
+    assert heard == [0, 1, 2]
     numbers = {bell._waits, bell._rings}
     bell.close()
-    # whoever comes next gets the same numbers
-    read, write = os.pipe()
-    assert numbers <= {read, write}
-    bell.close()
-    os.close(read)
-    os.close(write)
+    for number in numbers:
+        with pytest.raises(OSError, match="descriptor"):
+            os.fstat(number)
 
 
-@pytest.mark.parametrize("has_eventfd", [True, False])
-def test_a_doorbell_that_nobody_hears_blocks_nobody(monkeypatch, has_eventfd):
-    if not has_eventfd:
-        monkeypatch.delattr("os.eventfd", raising=False)
-    bell = _Doorbell()
-    for _ in range(512):
-        bell.ring(1024)
-    bell.wait()
-    assert bell._open
-    bell.close()
-
-
-def test_a_function_that_is_always_quick_is_known_as_such(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr("arpc.agent.functions.time.perf_counter", lambda: now)
+def test_a_function_that_is_always_quick_is_known_as_such():
     function = Function(len)
-
-    def call(seconds: float) -> bool:
-        nonlocal now
-        now += 1
-        begin = function.begin_measuring()
-        now += seconds
-        if begin:
-            function.end_measuring(begin)
-        return bool(begin)
-
-    assert all(call(1e-6) for _ in range(7))
+    for _ in range(7):
+        function.measured(1e-6)
     assert not function.is_quick
-    call(1e-6)
+    function.measured(1e-6)
     assert function.is_quick
-    assert 1 <= sum(call(1e-6) for _ in range(32)) <= 3, "few of those that are known to be quick are measured"
-    assert function.is_quick
-    while not call(1.0):
-        pass
+    function.measured(1.0)
     assert not function.is_quick
+
+
+async def test_few_calls_of_what_is_known_to_be_quick_are_measured(pair, monkeypatch):
+    executor = pair[1].agent.executor
+    (link,) = pair[1].agent.connector.links
+    function = Function(len)
+    for _ in range(8):
+        function.measured(0.0)
+    times = 0
+
+    def count() -> float:
+        nonlocal times
+        times += 1
+        return 1.0
+
+    monkeypatch.setattr("arpc.agent.requests._clock", count)
+    for number in range(64):
+        run = Run(executor, link.inbound, function, number, 0, copy_context(), args=("",))
+        assert run.work() == run._worked
+    assert times == 2 * 4
+    assert function.is_quick

@@ -8,7 +8,7 @@ import pytest
 from arpc.options import RpcOptions
 from arpc.testing import Cluster, cluster
 
-OPTIONS = RpcOptions(gc_freeze=False, shutdown_timeout=30, rref_grace=0.2, control_backoff=0.02)
+OPTIONS = RpcOptions(gc_freeze=False, shutdown_timeout=30, rref_grace=0.2, control_backoff=0.02, control_retries=10)
 
 
 async def until(condition: Callable[[], bool]) -> None:

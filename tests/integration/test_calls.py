@@ -33,6 +33,30 @@ async def test_processes_call_each_other(processes: Processes, listen: str):
             assert all(address.startswith(f"{scheme}://") for address in addresses.values())
 
 
+async def test_replies_of_threads_and_of_the_loop_share_a_socket(processes: Processes):
+    """Small ones that threads send, and large ones that the loop sends in many pieces."""
+    options = QUICK.replace(listen=("unix://",), shared_memory_bytes=0)
+    async with processes.group("a", main=functions.serve, options=options) as worker:
+
+        async def call(number: int) -> None:
+            for turn in range(20):
+                value: object = (number, turn)
+                if number % 8 == 0:
+                    value = torch.full((MIB // 4 + 1000 * turn,), number)
+                    assert torch.equal(await worker.rpc_sync("a", functions.plain_echo, args=(value,)), value)
+                elif number % 8 == 1:
+                    value = bytes([number]) * (40_000 * turn)
+                    assert await worker.rpc_sync("a", functions.plain_echo, args=(value,)) == value
+                else:
+                    function = functions.echo if number % 8 == 2 else functions.plain_echo
+                    assert await worker.rpc_sync("a", function, args=(value,)) == value
+
+        await asyncio.gather(*(call(number) for number in range(64)))
+        statistics = await worker.rpc_sync("a", functions.statistics)
+        assert statistics["executor"]["calls_handled"] >= 64 * 20
+        assert statistics["peers"]["test"]["connects"] == 1
+
+
 async def test_workers_of_one_host_find_their_unix_sockets(processes: Processes):
     async with processes.group("a", "b", main=functions.serve) as worker:
         (address,) = (await worker.rendezvous.resolve("b")).addresses

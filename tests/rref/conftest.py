@@ -10,7 +10,7 @@ from arpc.options import RpcOptions
 from arpc.testing import Cluster, cluster
 
 # Quick to try again, and patient enough for a slow machine
-OPTIONS = RpcOptions(gc_freeze=False, shutdown_timeout=30, rref_grace=0.2, control_backoff=0.02, control_retries=12)
+OPTIONS = RpcOptions(gc_freeze=False, shutdown_timeout=30, rref_grace=0.2, control_backoff=0.02, control_retries=16)
 
 
 async def until(condition: Callable[[], bool]) -> None:

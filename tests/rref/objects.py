@@ -116,3 +116,30 @@ async def make_behind_gate(owner: str) -> object:
 
 def make_script_module() -> torch.jit.ScriptModule:
     return torch.jit.script(torch.nn.Linear(2, 3))
+
+
+class Rotten:
+    """Can be packed, and not unpacked."""
+
+    def __reduce__(self):
+        return spoil, ()
+
+
+def spoil() -> None:
+    raise LookupError("it has gone bad on the way")
+
+
+async def give_back_later(value: object, *_: object, **__: object) -> object:
+    return value
+
+
+async def call_add(rref: arpc.RRef[Counter]) -> int:
+    return await rref.rpc_sync().add(1)
+
+
+async def make_number(number: int) -> int:
+    return number
+
+
+async def make_list(number: int) -> list[int]:
+    return [number]

@@ -64,6 +64,54 @@ async def test_only_the_last_creation_of_a_turn_brings_its_value(group):
     assert await first == 1
 
 
+async def test_a_scalar_that_was_awaited_is_expected_to_be_awaited_again(group):
+    await connected(group)
+    awaited = group[0].rref_context.awaited
+    for number in range(3):
+        before = calls_handled(group, 1)
+        rref = arpc.remote("worker1", objects.make_number, (number,))
+        assert rref._creation.brings is (number > 1)  # the first one defines the function, and takes the long way
+        assert await rref == number
+        assert calls_handled(group, 1) == before + 1
+        assert await rref == number  # which asks for it
+        assert calls_handled(group, 1) == before + 2
+    assert objects.make_number in awaited
+    unwanted = arpc.remote("worker1", objects.make_number, (3,))
+    await unwanted._get_future()
+    assert objects.make_number not in awaited
+    assert await unwanted == 3
+
+
+async def test_what_was_expected_to_be_a_scalar_may_be_another_object(group):
+    await connected(group)
+    assert await arpc.remote("worker1", objects.make_list, (1,)) == [1]
+    group[0].rref_context.awaited.add(objects.make_list)
+    rref = arpc.remote("worker1", objects.make_list, (2,))
+    assert rref._creation.brings
+    assert await rref == [2]
+    assert objects.make_list not in group[0].rref_context.awaited
+
+
+async def test_two_who_wait_for_one_answer(group, gate):
+    await connected(group)
+    group[0].rref_context.awaited.add(objects.pass_gate)
+    first_of_all = arpc.remote("worker1", objects.make_number, (0,))
+    assert await first_of_all == 0
+    gate.event.set()
+    assert await arpc.remote("worker1", objects.pass_gate, ("gate", 5)) == 5
+    gate.event.clear()
+    gate.entered.clear()
+    rref = arpc.remote("worker1", objects.pass_gate, ("gate", 6))
+    assert rref._creation.brings
+    both = [asyncio.ensure_future(rref.to_here()) for _ in range(2)]
+    await gate.entered.wait()
+    both[0].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await both[0]
+    gate.event.set()
+    assert await both[1] == 6
+
+
 async def test_a_later_fetch_asks_again(group):
     await connected(group)
     rref = arpc.remote("worker1", Counter)
@@ -169,6 +217,18 @@ async def test_cancelling_a_creation_interrupts_who_waits_for_its_answer(group, 
 async def test_functions_that_travel_by_value_can_create(group):
     base = 3
     assert await arpc.remote("worker1", lambda number: base + number, (4,)) == 7
+
+
+class Multiplier(list[int]):
+    """A function that cannot be hashed."""
+
+    def __call__(self, number: int) -> int:
+        return self[0] * number
+
+
+async def test_functions_that_cannot_be_hashed_can_create(group):
+    for _ in range(2):
+        assert await arpc.remote("worker1", Multiplier([3]), (4,)) == 12
 
 
 async def test_keyword_arguments_of_any_name(group):

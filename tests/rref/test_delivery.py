@@ -47,3 +47,20 @@ def test_in_any_order_and_number_each_is_admitted_once(data):
     arrived = [number for number, oldest in [*copies, *sent] if window.admit(number, oldest)]
     assert sorted(arrived) == [number for number, _ in sent]
     assert len(window) == 0
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(0, 5)), max_size=40))
+def test_the_oldest_number_is_right_after_any_story(story):
+    """None takes a number, others settle one of the open ones."""
+    numbers, open_ = Numbers(), []
+    taken = 0
+    for step in story:
+        if step is None:
+            number, oldest = numbers.take_with_oldest()
+            taken += 1
+            open_.append(number)
+            assert number == taken
+            assert oldest == min(open_)
+        elif open_:
+            numbers.settle(open_.pop(step % len(open_)))
+        assert numbers.oldest == min(open_, default=taken + 1)

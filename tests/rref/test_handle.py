@@ -267,7 +267,9 @@ async def test_waiting_for_a_value_can_be_cancelled_and_timed_out(group, gate, o
 
 
 async def test_a_creation_that_times_out(group, gate):
-    rref = arpc.remote("worker1", objects.pass_gate, ("gate", 5), timeout=0.05)
+    await arpc.rpc_sync("worker1", objects.nothing)  # so that there is a connection
+    rref = arpc.remote("worker1", objects.pass_gate, ("gate", 5), timeout=0.5)
+    await gate.entered.wait()
     fetch = asyncio.ensure_future(rref.to_here())  # is interrupted, though its own timeout is far
     with pytest.raises(arpc.RpcTimeoutError):
         await rref._get_future()
@@ -281,7 +283,8 @@ async def test_a_creation_that_times_out(group, gate):
 
 
 async def test_users_elsewhere_of_a_creation_that_times_out(group, gate):
-    rref = arpc.remote("worker1", objects.pass_gate, ("gate", 5), timeout=0.05)
+    await arpc.rpc_sync("worker1", objects.nothing)  # so that there is a connection
+    rref = arpc.remote("worker1", objects.pass_gate, ("gate", 5), timeout=0.2)
     with pytest.raises(arpc.RRefCreationError, match="was cancelled, or ran past its deadline"):
         await arpc.rpc_sync("worker2", objects.fetch, (rref,))
 

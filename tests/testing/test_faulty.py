@@ -231,7 +231,7 @@ async def count() -> int:
 @asynccontextmanager
 async def faulty_cluster(*faults: Fault) -> AsyncIterator[tuple[FaultyTransport, object]]:
     network = FaultyTransport(MemoryNetwork())
-    options = RpcOptions(gc_freeze=False, heartbeat_interval=0.02, heartbeat_timeout=0.2)
+    options = RpcOptions(gc_freeze=False, heartbeat_interval=0.1, heartbeat_timeout=0.5)
     async with cluster(2, transports={"memory": network}, options=options) as group:
         # connected: a call with a short timeout is then sent, however slow the machine
         await group[0].rpc_sync("worker1", echo, args=(0,))

@@ -1,0 +1,112 @@
+"""Answers that threads send themselves, without waking the loop.
+
+A plain function that ends in a thread has its answer there. If that is nothing, a number or the like, it needs nothing
+of the loop's: it is put into the *outbox* of its connection, and the thread sends what is in there before it goes to
+sleep, many answers in one write. The loop sends what a thread leaves behind, because the peer does not take it now or
+the thread is stuck in its next function.
+
+Who sends an answer has taken its request out of the connection's table (`Inbound.claim`), which is one step for the
+interpreter. A cancellation, a deadline and the end of a connection do the same first, so each request has one end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final, Protocol
+
+import torch
+from torch._C import _len_torch_function_stack as _count_function_modes
+
+from arpc.agent.threads import Outbox
+from arpc.errors import ConnectionClosedError
+from arpc.transport.base import Connection
+from arpc.transport.turns import WriteTurn
+from arpc.wire.frames import BRIEF_HEADER, brief_kind
+from arpc.wire.messages import MessageType
+
+__all__ = ["ReplyOutbox"]
+
+_WRITE_BYTES: Final = 1 << 16
+_is_grad_enabled = torch.is_grad_enabled
+_pack_brief = BRIEF_HEADER.pack
+_BRIEF_REPLY: Final = brief_kind(int(MessageType.REPLY))
+
+
+class _Requests(Protocol):
+    """The requests of a connection, see `requests.Inbound`."""
+
+    @property
+    def connection(self) -> Connection: ...
+    @property
+    def is_full(self) -> bool: ...
+    def claim_answers(self, answers: deque[tuple[Any, bytes]], limit_bytes: int) -> list[bytes]: ...
+
+
+class ReplyOutbox(Outbox):
+    """The outbox of one connection."""
+
+    __slots__ = ("_answers", "_inbound", "_pack", "_readmit", "_turn")
+
+    def __init__(
+        self,
+        inbound: _Requests,
+        turn: WriteTurn,
+        pack: Callable[[Any], bytes | None],
+        readmit: Callable[[Any], None],
+    ) -> None:
+        """``pack`` makes the payload of a result, in any thread; None if it cannot."""
+        super().__init__()
+        # Requests, and the frames that answer them
+        self._answers: deque[tuple[Any, bytes]] = deque()
+        self._pack = pack
+        self._inbound = inbound
+        self._turn = turn
+        self._readmit = readmit
+
+    def put(self, run: Any, result: Any) -> bool:
+        """Keep the result of a request to be sent; False if that takes the loop. In any thread."""
+        if result is None:
+            self._answers.append((run, _pack_brief(0, _BRIEF_REPLY, run.id, 0, 0, 0)))
+            return True
+        if not _is_grad_enabled() or _count_function_modes():
+            return False  # the function has left something switched, that could change how a tensor looks
+        try:
+            payload = self._pack(result)
+        except Exception:  # noqa: BLE001 - it is raised again, and told, on the loop
+            return False
+        if payload is None or len(payload) > _WRITE_BYTES:
+            return False
+        self._answers.append((run, _pack_brief(len(payload), _BRIEF_REPLY, run.id, 0, 0, 0) + payload))
+        return True
+
+    def send(self) -> None:
+        """Send all there is, in any thread but the loop's."""
+        while self._answers:
+            if not self._turn.send(self._take):
+                self._leave_to_loop()
+                return
+        # Looked at after requests have been taken out: if it is false now, whoever makes it true sees the room
+        if self._inbound.is_full:
+            self._leave_to_loop()
+
+    def _leave_to_loop(self) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._inbound.connection.loop.call_soon_threadsafe(self.send_on_loop)
+
+    def send_on_loop(self) -> None:
+        """Send all there is, on the loop."""
+        inbound = self._inbound
+        while self._answers:
+            with self._turn.lock:
+                frames = self._take()
+            with suppress(ConnectionClosedError):  # then the caller knows
+                for data in frames:
+                    inbound.connection.send(data)
+        if inbound.is_full:
+            self._readmit(inbound)
+
+    def _take(self) -> list[bytes]:
+        """The next answers, which are sent from now on. Whoever calls has the turn to write."""
+        return self._inbound.claim_answers(self._answers, _WRITE_BYTES)

@@ -1,0 +1,332 @@
+"""Answers that threads send themselves: which ones, that each request has one end, and what happens if they cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from contextvars import copy_context
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import arpc
+from arpc.agent.deadlines import Deadlines
+from arpc.agent.functions import Function
+from arpc.agent.outbox import ReplyOutbox
+from arpc.agent.requests import Inbound, Run
+from arpc.ids import WorkerInfo
+from arpc.options import RpcOptions
+from arpc.testing import Cluster, cluster
+from arpc.transport.stream import TcpTransport, UnixTransport
+from arpc.wire.pickling import dumps_plain
+from tests.agent.leftovers import assert_both_alive, assert_nothing_left, until
+from tests.agent.stage import call_on_in_thread, echo, echo_in_thread, hold_in_thread
+
+UNIX = RpcOptions(gc_freeze=False, shared_memory_bytes=0, listen=("unix://",))
+KIB = 1 << 10
+
+
+@asynccontextmanager
+async def socket_pair(scheme: str = "unix", **options: Any) -> AsyncIterator[Cluster]:
+    """Two workers with a socket between them; none of their tables holds anything in the end."""
+    listen = ("unix://",) if scheme == "unix" else ("tcp://127.0.0.1:0",)
+    transport = UnixTransport() if scheme == "unix" else TcpTransport()
+    async with cluster(2, options=UNIX.replace(listen=listen, **options), transports={scheme: transport}) as group:
+        await group[0].rpc_sync("worker1", echo)
+        yield group
+        await assert_nothing_left(group)
+
+
+def answered_by_threads(group: Cluster) -> int:
+    return group[1].agent.executor.threads.jobs_answered
+
+
+class Thing:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Thing) and other.value == self.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+# -- which answers
+
+
+PLAIN = [None, 7, -1.5, "text", b"bytes", True, 2**70, (1, "two", None), [1, [2, {"three": 3}]], {}, "x" * 60 * KIB]
+
+
+@pytest.mark.parametrize("scheme", ["unix", "tcp"])
+async def test_what_is_plain_is_sent_by_its_thread(scheme):
+    async with socket_pair(scheme) as group:
+        for value in PLAIN:
+            result = await group[0].rpc_sync("worker1", echo_in_thread, args=(value,))
+            assert result == value
+            assert type(result) is type(value)
+        assert answered_by_threads(group) == len(PLAIN)
+
+
+async def test_a_small_tensor_is_sent_by_its_thread():
+    async with socket_pair() as group:
+        for shape in [(), (5,), (2, 3)]:
+            tensor = torch.rand(shape)
+            assert torch.equal(await group[0].rpc_sync("worker1", echo_in_thread, args=(tensor,)), tensor)
+        assert answered_by_threads(group) == 3
+
+
+def tensors(count: int) -> list[torch.Tensor]:
+    return [torch.ones(2)] * count
+
+
+def fail() -> None:
+    raise ZeroDivisionError("on purpose")
+
+
+def hand_out_a_coroutine() -> Any:
+    return echo("awaited")
+
+
+def switch_off_and_return() -> torch.Tensor:
+    torch.set_grad_enabled(False)
+    return torch.ones(2)
+
+
+async def test_what_takes_more_is_sent_by_the_loop():
+    async with socket_pair() as group:
+        assert await group[0].rpc_sync("worker1", Thing, args=(3,)) == Thing(3)
+        assert await group[0].rpc_sync("worker1", bytes, args=(200 * KIB,)) == bytes(200 * KIB)
+        assert await group[0].rpc_sync("worker1", hand_out_a_coroutine) == "awaited"
+        assert await group[0].rpc_sync("worker1", call_on_in_thread, args=("worker0", echo, 5)) == 5
+        assert torch.equal(await group[0].rpc_sync("worker1", torch.ones, args=(300 * KIB,)), torch.ones(300 * KIB))
+        assert len(await group[0].rpc_sync("worker1", tensors, args=(3,))) == 3
+        with pytest.raises(ZeroDivisionError, match="on purpose"):
+            await group[0].rpc_sync("worker1", fail)
+        # what a function leaves switched might show in how its tensor looks
+        assert (await group[0].rpc_sync("worker1", switch_off_and_return)).tolist() == [1.0, 1.0]
+        assert answered_by_threads(group) == 0
+        assert group[1].agent.executor.calls_handled == 9
+        assert await group[0].rpc_sync("worker1", torch.is_grad_enabled)
+        assert answered_by_threads(group) == 1
+
+
+async def test_who_wants_to_hear_of_the_end_of_a_request_does():
+    async with socket_pair() as group:
+        (link,) = group[1].agent.connector.links
+        ended: list[str] = []
+        link.inbound.ended = lambda run: ended.append(run.function.name)
+        await group[0].rpc_sync("worker1", echo_in_thread)
+        link.inbound.ended = None
+        await group[0].rpc_sync("worker1", echo_in_thread)
+        assert ended == ["echo_in_thread"]
+        assert answered_by_threads(group) == 1
+
+
+# -- together with the rest
+
+
+async def test_many_at_once_and_the_counters():
+    async with socket_pair() as group:
+        calls = [group[0].rpc_sync("worker1", echo_in_thread, args=(number,)) for number in range(200)]
+        assert await asyncio.gather(*calls) == [*range(200)]
+        executor = group[1].agent.executor
+        assert executor.calls_handled == 201
+        assert executor.statistics()["calls_handled"] == 201
+        assert executor.threads.statistics()["jobs_unfinished"] == 0
+        peers = [group[0].statistics()["peers"]["worker1"], group[1].statistics()["peers"]["worker0"]]
+        assert peers[0]["bytes_received"] == peers[1]["bytes_sent"]
+        assert peers[1]["frames_sent"] >= 201
+
+
+async def test_requests_that_wait_for_room_get_it_when_a_thread_has_answered():
+    async with socket_pair(max_handlers_per_peer=2) as group:
+        calls = [group[0].rpc_sync("worker1", echo_in_thread, args=(number,)) for number in range(200)]
+        async with asyncio.timeout(20):
+            assert await asyncio.gather(*calls) == [*range(200)]
+        (link,) = group[1].agent.connector.links
+        assert not link.inbound.waiting
+
+
+async def test_a_call_that_is_cancelled_in_its_thread_is_counted_once(make_stage):
+    stage = make_stage()
+    async with socket_pair() as group:
+        executor = group[1].agent.executor
+        call = asyncio.create_task(group[0].rpc_sync("worker1", hold_in_thread))
+        await stage.wait_until("held begun")
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await until(lambda: executor.calls_failed == 1)
+        stage.open()
+        await assert_nothing_left(group)
+        assert executor.calls_handled == 2
+        await assert_both_alive(group)
+
+
+async def test_a_deadline_that_passes_in_a_thread_is_the_end(make_stage):
+    stage = make_stage()
+    async with socket_pair() as group:
+        with pytest.raises(arpc.RpcTimeoutError):
+            await group[0].rpc_sync("worker1", hold_in_thread, timeout=0.05)
+        await until(lambda: group[1].agent.executor.calls_failed == 1)
+        stage.open()
+        await assert_nothing_left(group)
+        assert group[1].agent.executor.calls_handled == 2
+
+
+async def test_a_connection_that_ends_under_a_thread_does_no_harm(make_stage):
+    stage = make_stage()
+    async with socket_pair() as group:
+        call = asyncio.create_task(group[0].rpc_sync("worker1", hold_in_thread))
+        await stage.wait_until("held begun")
+        group[0].agent.known_peer("worker1").connection.abort()
+        with pytest.raises(arpc.WorkerLostError):
+            await call
+        stage.open()
+        await assert_nothing_left(group)
+        await assert_both_alive(group)
+
+
+async def test_a_peer_that_does_not_read_gets_its_answers_later(make_stage):
+    """The thread finds the connection full, and leaves its answer to the loop."""
+    stage = make_stage()
+    async with socket_pair() as group:
+        call = asyncio.create_task(group[0].rpc_sync("worker1", hold_in_thread, args=("held", "late")))
+        await stage.wait_until("held begun")
+        connection = group[1].agent.known_peer("worker0").connection
+        connection._congested()
+        stage.open()
+        assert await call == "late"
+        assert connection._turn._writes == 0, "a thread has written to a connection that is full"
+        connection._drained()
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_a_storm_of_everything(seed):
+    """Small, large and failing answers of threads and of the loop, some of them not wanted any more."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def chance() -> float:
+        return float(torch.rand((), generator=generator))
+
+    outcomes: Counter[str] = Counter()
+
+    async def call(number: int) -> None:
+        timeout = 0.002 if chance() < 0.1 else 60
+        function = echo if chance() < 0.2 else echo_in_thread
+        value: Any = number if chance() < 0.7 else bytes([number % 256]) * int(chance() * 300 * KIB)
+        if chance() < 0.05:
+            with pytest.raises(ZeroDivisionError):
+                await group[0].rpc_sync("worker1", fail)
+            outcomes["failed"] += 1
+            return
+        try:
+            assert await group[0].rpc_sync("worker1", function, args=(value,), timeout=timeout) == value
+        except arpc.RpcTimeoutError:
+            outcomes["late"] += 1
+        else:
+            outcomes["answered"] += 1
+
+    async with socket_pair(num_worker_threads=4) as group:
+        calls = [asyncio.create_task(call(number)) for number in range(400)]
+        await asyncio.sleep(0)
+        for number, task in enumerate(calls):
+            if number % 9 == 0:
+                task.cancel()
+                outcomes["cancelled"] += 1
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(result is None or isinstance(result, asyncio.CancelledError) for result in results)
+        assert sum(outcomes.values()) == 400
+        await assert_both_alive(group)
+
+
+# -- one end for each request, whatever comes first
+
+
+class _Line:
+    """A connection, its turn and its executor in one, for requests that end in any order."""
+
+    def __init__(self) -> None:
+        self.loop = self
+        self.is_closed = False
+        self.is_blocked = False
+        self.lock = threading.RLock()
+        self.sent: list[bytes] = []
+        self.ended: list[int] = []
+        self.withdrawn = 0
+        self.callbacks: list[Any] = []
+        self.time = lambda: 0.0
+        self.worker = None
+
+    def send(self, data: Any) -> bool:
+        if callable(data):  # as a `WriteTurn`
+            if not self.is_blocked:
+                self.sent += data()
+            return not self.is_blocked
+        self.sent.append(data)  # as a `Connection`
+        return True
+
+    def call_soon_threadsafe(self, callback: Any) -> None:
+        self.callbacks.append(callback)
+
+    def raised(self, run: Run, error: BaseException) -> None:
+        if not run.ended:
+            run.ended = True
+            self.ended.append(run.id)
+            run.inbound.forget(run)
+
+    def thread_returned(self, run: Run, result: Any) -> None:
+        assert result is not None
+
+    def answer_withdrawn(self) -> None:
+        self.withdrawn += 1
+
+
+_events = st.sampled_from(["work", "cancel", "expire", "send", "send on loop", "turn", "block"])
+
+
+@given(st.lists(st.tuples(_events, st.integers(0, 4)), max_size=40))
+def test_each_request_has_one_end(events):
+    line: Any = _Line()
+    deadlines: Any = Deadlines.__new__(Deadlines)
+    inbound = Inbound(line, WorkerInfo("caller", 0), deadlines, max_handlers=100, main_by_value=False)
+    outbox = ReplyOutbox(inbound, line, dumps_plain, lambda _: None)
+    runs = [
+        Run(line, inbound, Function(len), number, 0, copy_context(), args=("",), outbox=outbox) for number in range(5)
+    ]
+    for run in runs:
+        inbound.register(run)
+    worked: set[int] = set()
+    for event, number in events:
+        run = runs[number]
+        if event == "work" and number not in worked:
+            worked.add(number)
+            assert run.work() is (None if run.ended else outbox)
+        elif event == "cancel":
+            inbound.cancel(number)
+        elif event == "expire":
+            run.expire()
+        elif event == "send":
+            outbox.send()
+        elif event == "send on loop":
+            outbox.send_on_loop()
+        elif event == "turn":
+            while line.callbacks:
+                line.callbacks.pop(0)()
+        else:
+            line.is_blocked = not line.is_blocked
+    for run in runs:
+        if run.id not in worked:
+            run.work()
+    line.is_blocked = False
+    outbox.send()
+    answered = [int.from_bytes(data[8:16], "little") for data in line.sent]
+    assert sorted([*answered, *line.ended]) == [0, 1, 2, 3, 4]
+    assert not inbound.running
+    assert line.withdrawn <= len(line.ended)

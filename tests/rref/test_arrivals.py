@@ -1,0 +1,167 @@
+"""Creations at the owner: the short way and the long one do the same."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+import arpc
+from arpc.rref import arrivals
+from arpc.rref.labels import pack_label
+from arpc.testing import Cluster
+from arpc.wire.frames import frame
+from arpc.wire.messages import MessageType
+from tests.rref import objects
+from tests.rref.conftest import OPTIONS, cluster, until
+from tests.rref.objects import Counter, Rotten
+
+# a coroutine and a thread, with and without tensors beside the arguments, and with keyword arguments
+ROTTEN = [
+    pytest.param(objects.give_back_later, (Rotten(),), {}, id="coroutine"),
+    pytest.param(objects.give_back, (Rotten(),), {}, id="thread"),
+    pytest.param(objects.give_back_later, (torch.ones(3), Rotten()), {}, id="tensor-beside"),
+    pytest.param(objects.give_back_later, (1,), {"rotten": Rotten()}, id="keyword"),
+    pytest.param(lambda rotten: rotten, (Rotten(),), {}, id="function-by-value"),
+]
+
+
+@pytest.mark.parametrize(("function", "args", "kwargs"), ROTTEN)
+async def test_arguments_that_cannot_be_unpacked_are_told_to_all_who_use_the_value(group, function, args, kwargs):
+    rref = arpc.remote("worker1", function, args, kwargs)
+    early = rref.rpc_async().add(1)  # under way before anybody knows
+    elsewhere = arpc.rpc_async("worker2", objects.call_add, (rref,))
+    for use in (early, elsewhere, rref.to_here()):
+        with pytest.raises(arpc.SerializationError, match="gone bad"):
+            await use
+    with pytest.raises(arpc.SerializationError, match="gone bad"):
+        await rref.rpc_sync().add(1)
+    with pytest.raises(arpc.SerializationError, match="gone bad"):
+        await rref._get_future()
+    del early, elsewhere, use
+
+
+async def test_a_function_that_is_not_there_is_told_to_all_who_use_the_value(group, monkeypatch):
+    module = ModuleType("only_here")
+    exec("async def make(): pass", vars(module))  # whose module the owner will not find
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    await arpc.rpc_sync("worker1", objects.nothing)
+    rref = arpc.remote("worker1", module.make)
+    monkeypatch.delitem(sys.modules, "only_here")  # the frame has not left yet
+    early = rref.rpc_async().add(1)
+    for use in (early, rref.to_here()):
+        with pytest.raises(arpc.SerializationError, match="not on worker"):
+            await use
+    del early, use
+
+
+async def test_an_error_of_the_function_is_no_error_of_the_creation(group):
+    rref = arpc.remote("worker1", objects.fail, ("no luck",))
+    assert await rref._get_future() is None
+    with pytest.raises(ValueError, match="no luck"):
+        await rref.rpc_sync().add(1)
+
+
+def count_long_ways(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Messages that do not take the short way, from now on."""
+    taken: list[object] = []
+    admit = arrivals.Arrivals.admit
+
+    def counted(self: arrivals.Arrivals, run: object, message: object) -> object:
+        taken.append(message)
+        return admit(self, run, message)
+
+    monkeypatch.setattr(arrivals.Arrivals, "admit", counted)
+    return taken
+
+
+async def test_both_ways_make_the_same(group, monkeypatch):
+    taken = count_long_ways(monkeypatch)
+    await arpc.remote("worker1", objects.make_number, (0,))  # the first one of all is never short
+    assert len(taken) == 1
+    short = arpc.remote("worker1", objects.make_number, (5,))
+    assert await short == 5
+    assert len(taken) == 1
+    long = arpc.remote("worker1", objects.make_number, (), {"number": 5})
+    assert await long == 5
+    assert len(taken) == 2
+    rows = [row for row in group[1].rrefs() if row.id in {short.ids()[0], long.ids()[0]}]
+    assert [(row.state, row.made, row.forks) for row in rows] == [
+        ("ready", "make_number for worker worker0", {"worker0": 1})
+    ] * 2
+    assert {str(row.made) for row in group[0].rrefs()} == {"make_number"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [OPTIONS.replace(max_calls_in_flight=8), OPTIONS.replace(rref_creation_stacks=True)],
+    ids=["calls-are-counted", "stacks-are-told"],
+)
+async def test_what_needs_the_long_way_takes_it(options):
+    async with cluster(2, options=options):
+        for number in range(3):
+            rref = arpc.remote("worker1", objects.make_number, (number,))
+            assert await rref == number
+            assert await rref.remote().bit_length() == number.bit_length()
+
+
+async def test_a_creation_that_waits_goes_on_like_any_handler(group):
+    objects.gates["gate"] = gate = objects.Gate()
+    await arpc.remote("worker1", objects.make_number, (0,))
+    rref = arpc.remote("worker1", objects.pass_gate, ("gate", 7))
+    waiting = asyncio.ensure_future(rref.to_here())
+    await gate.entered.wait()
+    (row,) = [row for row in group[1].rrefs() if row.state == "creating"]
+    assert row.type == "not there yet"
+    gate.event.set()
+    assert await waiting == 7
+    del objects.gates["gate"]
+
+
+async def test_a_creation_that_waits_can_run_out_of_time(group):
+    objects.gates["gate"] = gate = objects.Gate()
+    rref = arpc.remote("worker1", objects.pass_gate, ("gate",), timeout=0.05)
+    with pytest.raises(arpc.RRefCreationError, match="timed out"):
+        await rref
+    await gate.cancelled.wait()
+    del objects.gates["gate"]
+
+
+async def test_a_creation_that_was_given_up_before_it_came_is_refused(group: Cluster):
+    await arpc.remote("worker1", objects.make_number, (0,))
+    context = group[1].rref_context
+    rref, fork = group[0].rref_context.ids.next_number(), group[0].rref_context.ids.next_number()
+    context.forks.user_deleted(rref, fork, True)
+    peer = group[0].agent.known_peer("worker1")
+    numbers = group[0].rref_context.post.numbers("worker1")
+    number, oldest = numbers.take_with_oldest()
+    label = pack_label(group[0].rref_context.incarnation, number, oldest, rref, fork, "")
+    future = group[0].agent.loop.create_future()
+    group[0].agent.begin(
+        peer, future, objects.make_number, (1,), None, 5.0, 0, int(MessageType.RREF_CREATE), label=label
+    )
+    with pytest.raises(arpc.RRefError, match="given up by worker 'worker0'"):
+        await future
+    numbers.settle(number)
+    assert rref not in context.forks.owned
+
+
+async def test_a_malformed_label_is_refused_and_nothing_else_happens(group, caplog):
+    assert await arpc.remote("worker1", objects.make_number, (1,)) == 1
+    peer = group[0].agent.known_peer("worker1")
+    number = peer.function_ids[objects.make_number]
+    for payload in (b"", b"short", pack_label(1, 1, 1, 1, 1, "made")[:-1]):
+        peer.connection.send(frame(MessageType.RREF_CREATE, 0, 1, number, 0, payload))
+    assert await arpc.remote("worker1", objects.make_number, (2,)) == 2
+    assert caplog.text.count("malformed request of worker worker0") == 3
+
+
+async def test_methods_of_a_value_can_be_chained_on_the_short_way(group):
+    rref = arpc.remote("worker1", Counter, (0,))
+    for _ in range(5):
+        rref = rref.remote().next()
+    assert (await rref).total == 5
+    await until(lambda: len(group[1].rrefs()) == 1)

@@ -173,10 +173,11 @@ def handshake_seeds() -> Iterable[bytes]:
 
 
 def make_tensors() -> Callable[[bytes], None]:
-    """The table of a message with its inline tensors and buffers, and the tensor without a table."""
+    """The table of a message with its inline tensors and buffers, and the tensors without a table."""
     import torch
 
     from arpc.errors import ProtocolError, SerializationError
+    from arpc.wire.handful import unpack_handful
     from arpc.wire.lone import LONE_RESULT, unpack_lone
     from arpc.wire.rebuilding import unpack
 
@@ -194,6 +195,10 @@ def make_tensors() -> Callable[[bytes], None]:
                 found = unpack_lone(bytearray(bytes([1 + data[1] % LONE_RESULT]) + data[2:]))
                 touch(found[0] if isinstance(found, tuple) else found)
                 return
+            if data[0] & 4:
+                for slot in unpack_handful(bytearray(data[1:])).slots:
+                    touch(slot.detach())
+                return
             split = 2 + data[1]
             table, rest = data[2:split], data[split:]
             body = bytearray(b"\0" * (-len(rest) % 16) + rest)
@@ -210,6 +215,7 @@ def tensor_seeds() -> Iterable[bytes]:
     """Tensors of all kinds, packed."""
     import torch
 
+    from arpc.wire.handful import HANDFUL_ARGUMENTS, handful_payload
     from arpc.wire.lone import LONE_RESULT, lone_payload
     from arpc.wire.tensors import pack
 
@@ -235,6 +241,9 @@ def tensor_seeds() -> Iterable[bytes]:
         lone = lone_payload(LONE_RESULT, tensor, 1 << 12)
         assert lone is not None
         yield b"\1\1" + lone[1:]
+    handful = handful_payload(HANDFUL_ARGUMENTS, [torch.ones(3), torch.ones(2, 2)], 1 << 12, b"meta", b"content")
+    assert handful is not None
+    yield b"\4" + handful
 
 
 # -- pickles

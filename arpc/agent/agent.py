@@ -162,6 +162,7 @@ class Agent(Caller, Answers):
         self._default_tick = 0
         self._default_tick_until = 0.0
         self._default_timeout_ms = 0
+        self._usual_ticks: dict[float, tuple[int, int, float]] = {}
         self.connector = Connector(self, identity, options, transports, context, watchers)
         self.heartbeat = Heartbeat(self.loop, options, self.connector)
         self._handlers: dict[type[Message], _Handler] = {

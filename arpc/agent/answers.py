@@ -16,6 +16,8 @@ from arpc.errors import (
     SerializationError,
 )
 from arpc.ids import WorkerInfo
+from arpc.wire.handful import LAST_HANDFUL, Handful, unpack_handful
+from arpc.wire.lone import LONE_RESULT, unpack_lone
 from arpc.wire.messages import (
     ItemFlag,
     Message,
@@ -38,7 +40,10 @@ class Answers:
 
     def _take_reply(self, link: Link, id_: int, _arg: int, _timeout_ms: int, payload: bytes | bytearray) -> None:
         if payload:
-            self._on_reply(link, Reply(0, id_, 0, 0, 0, 0, 0, bytearray(payload), ()))
+            if payload[0] <= LAST_HANDFUL and self.guard is None:
+                self._take_tensors(link, id_, payload)
+            else:
+                self._on_reply(link, Reply(0, id_, 0, 0, 0, 0, 0, bytearray(payload), ()))
             return
         peer = link.peer
         try:
@@ -68,6 +73,33 @@ class Answers:
             peer.release(call)
         if not call.future.done():
             call.future.set_result((None,) if arg else ())
+
+    def _take_tensors(self, link: Link, id_: int, payload: bytes | bytearray) -> None:
+        """`_on_reply` for a few small tensors."""
+        call = link.peer.pop(id_)
+        if call is None or call.future.done():
+            return
+        token = current_scope.set(self._scope)
+        try:
+            value = unpack_lone(payload) if payload[0] <= LONE_RESULT else self._handful(link, unpack_handful(payload))
+        except ProtocolError:
+            call.future.set_exception(SerializationError(f"the result of {call.name} is malformed"))
+            raise
+        except BaseException as error:  # noqa: BLE001 - unpickling runs user code
+            call.future.set_exception(self._unreadable(call, error))
+        else:
+            if isinstance(call.future, asyncio.Future):
+                _set_result(call.future, value)
+            else:
+                call.future.set_result(value)
+        finally:
+            current_scope.reset(token)
+
+    def _handful(self, link: Link, handful: Handful) -> Any:
+        codec = self.codec
+        if handful.meta:
+            codec.receive_reply(link.peer.info, codec.decoded(handful.meta), handful.slots)
+        return codec.handful_object(handful)
 
     def _on_reply(self, link: Link, message: Message) -> None:
         call = link.peer.pop(message.id)
@@ -113,6 +145,8 @@ class Answers:
 
     def _unpack(self, link: Link, message: Message) -> Any:
         codec = self.codec
+        if codec.is_handful(message):
+            return self._handful(link, codec.handful_of(message))
         if message.meta_end == message.meta_start:
             return codec.content(message)
         slots = codec.slots(message)

@@ -28,6 +28,7 @@ from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.streams import ItemOrder, Stream
 from arpc.errors import (
     ArpcError,
+    ConnectionClosedError,
     OverloadedError,
     RpcTimeoutError,
     SerializationError,
@@ -52,6 +53,7 @@ _MAX_TIMEOUT_S: Final = MAX_TIMEOUT_MS / 1000  # seven weeks: as good as none
 _pack_brief = BRIEF_HEADER.pack
 _BRIEF_REQUEST: Final = brief_kind(_REQUEST)
 _NO_ARGS: Final = ()
+_FEW_TIMEOUTS: Final = 16
 _NO_SLOTS: Final[list[Slot]] = []
 _NO_BUFFERS: Final[list[memoryview]] = []
 
@@ -87,6 +89,7 @@ class Caller(LabelledCalls, ArgumentPacking):
     _thread: int
     _time: Callable[[], float]
     _unknown: Callable[[Any], Exception]
+    _usual_ticks: dict[float, tuple[int, int, float]]
 
     def call(
         self,
@@ -225,6 +228,49 @@ class Caller(LabelledCalls, ArgumentPacking):
             call_id = send()
         future.on_cancel = partial(peer.cancel, call_id)
         return future
+
+    def request_plain(
+        self, message: type[Message], peer: Peer, payload: bytes, timeout_s: float, future: asyncio.Future[Any]
+    ) -> int:
+        """The same on the shortest way, for a small payload and a timeout that is asked for again and again.
+
+        Returns the number of the call, 0 if it has to go the other way: then nothing has happened.
+        """
+        connection = peer.connection
+        if (
+            connection is None
+            or connection.is_congested
+            or peer.backlog
+            or self._least_bytes
+            or self.is_closing
+            or get_ident() != self._thread
+            or (any(self._occasions) and self.observers.concerned())
+        ):
+            return 0
+        now = self._time()
+        usual = self._usual_ticks.get(timeout_s)
+        if usual is None or now >= usual[2]:
+            usual = self._next_usual_tick(now, timeout_s)
+        tick, timeout_ms, _ = usual
+        call_id = peer.calls.add(tick, Call(future, message, 0, connection))
+        try:
+            connection.send(_pack_brief(len(payload), int(message.type), call_id, 1, timeout_ms, 0) + payload)
+        except ConnectionClosedError:  # of which nobody has heard yet
+            peer.calls.pop(call_id)
+            return 0
+        return call_id
+
+    def _next_usual_tick(self, now: float, timeout_s: float) -> tuple[int, int, float]:
+        """The tick of such a timeout, what the peer is told of it, and until when that holds."""
+        if len(self._usual_ticks) > _FEW_TIMEOUTS:
+            self._usual_ticks.clear()
+        usual = NEVER, 0, float("inf")
+        if timeout_s:
+            tick = self.deadlines.tick(now, timeout_s)
+            timeout_ms = max(1, int(timeout_s * 1000)) if self.options.timeouts_travel else 0
+            usual = tick, timeout_ms, self.deadlines.time_of(tick) - timeout_s
+        self._usual_ticks[timeout_s] = usual
+        return usual
 
     def _send_packed(
         self,
@@ -374,6 +420,14 @@ class Caller(LabelledCalls, ArgumentPacking):
         if payload is ONE_TENSOR and not meta and (lone := self.codec.lone_argument(slots, peer.info.name)) is not None:
             payload, slots = lone, _NO_SLOTS
             size_bytes = HEADER_BYTES + len(lone)
+        elif (
+            (slots or meta)
+            and not (window or label)
+            and not (meta and self.observers.key in meta)  # such a handler is begun in another way
+            and (handful := self.codec.handful_of_arguments(payload, slots, meta, peer.info.name)) is not None
+        ):
+            payload, slots, meta = handful, _NO_SLOTS, None
+            size_bytes = HEADER_BYTES + len(handful)
         if label:
             payload = label + payload
             size_bytes = HEADER_BYTES + len(payload)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
@@ -12,9 +12,20 @@ from arpc.agent.placement import PLACE, Placement, ToCaller
 from arpc.errors import ProtocolError
 from arpc.ids import WorkerInfo
 from arpc.wire.frames import frame
+from arpc.wire.handful import (
+    HANDFUL_ARGUMENTS,
+    HANDFUL_RESULT,
+    LAST_HANDFUL,
+    MAX_TENSORS,
+    PARCEL_ARGUMENT,
+    PARCEL_RESULT,
+    Handful,
+    handful_payload,
+    unpack_handful,
+)
 from arpc.wire.lone import LONE_ARGUMENT, LONE_RESULT, lone_payload, unpack_lone
 from arpc.wire.messages import Message
-from arpc.wire.pickling import Pickler, Reducer, dumps_plain, loads
+from arpc.wire.pickling import JUST_A_TENSOR, JUST_TENSORS, Pickler, Reducer, dumps_plain, loads
 from arpc.wire.staging import Stager
 from arpc.wire.tensors import Slot, pack, unpack
 
@@ -111,6 +122,30 @@ class Codec:
         """The same for a reply to a request that has brought no meta data."""
         return lone_payload(LONE_RESULT, slots[0], self._inline_limit)
 
+    def handful_of_arguments(
+        self, payload: bytes, slots: list[Slot], meta: dict[str, Any] | None, to: str
+    ) -> bytes | None:
+        """The payload of a call with a few small tensors, whatever rides on it; None if it takes a `frame`."""
+        if self._placement is not None and self._placement.stager(to).moves_host_memory:
+            return None
+        count = len(slots)
+        content = b"" if count <= MAX_TENSORS and payload is JUST_TENSORS[count] else payload
+        packed_meta = _encode_meta(meta) if meta else b""
+        return handful_payload(HANDFUL_ARGUMENTS, slots, self._inline_limit, packed_meta, content)
+
+    def handful_of_result(self, payload: bytes, slots: list[Slot], meta: dict[str, Any] | None) -> bytes | None:
+        """The same for a reply that need not go to a device."""
+        content = b"" if payload is JUST_A_TENSOR else payload
+        packed_meta = _encode_meta(meta) if meta else b""
+        return handful_payload(HANDFUL_RESULT, slots, self._inline_limit, packed_meta, content)
+
+    def parcel(self, head: bytes, tensors: Sequence[Tensor], *, is_call: bool) -> bytes | None:
+        """The payload of a feature's own message, a list of bytes and of small tensors after it, or of the answer."""
+        if self._placement is not None:
+            return None
+        kind = PARCEL_ARGUMENT if is_call else PARCEL_RESULT
+        return handful_payload(kind, tensors, self._inline_limit, b"", head)
+
     def brief_result(self, value: Any) -> bytes | None:
         """The payload of a reply with no meta data, made in any thread; None if it takes more than that."""
         if type(value) is Tensor:
@@ -137,10 +172,13 @@ class Codec:
 
     def meta(self, message: Message) -> dict[str, Any]:
         """What interceptors of the peer added. Raises `ProtocolError`."""
-        if message.meta_end == message.meta_start:
-            return {}
+        return {} if message.meta_end == message.meta_start else self.decoded(message.meta)
+
+    @staticmethod
+    def decoded(meta: bytes | bytearray | memoryview) -> dict[str, Any]:
+        """The same of what is not empty."""
         try:
-            return _decode_meta(message.meta)
+            return _decode_meta(meta)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ProtocolError(f"malformed meta data: {error}") from error
 
@@ -151,9 +189,35 @@ class Codec:
         return self.plain_content(message.body) if message.body else None
 
     @staticmethod
-    def plain_content(payload: bytes | bytearray) -> Any:
-        """The object in a payload that is not empty and has no tensors beside it. It is the object's from now on."""
-        return unpack_lone(payload) if payload[0] <= LONE_RESULT else loads(payload, _NO_SLOTS)
+    def plain_content(payload: bytes | bytearray, load: Callable[..., Any] = loads) -> Any:
+        """The object in a payload that is not empty and has no tensors beside it. It is the object's from now on.
+
+        Not for a payload with which something rides: see `is_handful`.
+        """
+        if payload[0] > LAST_HANDFUL:
+            return load(payload, _NO_SLOTS)
+        if payload[0] <= LONE_RESULT:
+            return unpack_lone(payload)
+        handful = unpack_handful(payload)
+        if handful.meta:
+            raise ProtocolError("something rides on a message that nobody looks for it in")
+        return _object_of(handful, load)
+
+    def handful_of(self, message: Message) -> Handful:
+        """What is in such a message, the object not yet built. Raises `ProtocolError`."""
+        return unpack_handful(message.body)
+
+    @staticmethod
+    def is_handful(message: Message) -> bool:
+        """Whether a message is a handful of tensors, with which something may ride. One with a label never is."""
+        body = message.body
+        return (
+            not (message.table_end or message.label_bytes) and len(body) > 0 and LONE_RESULT < body[0] <= LAST_HANDFUL
+        )
+
+    def handful_object(self, handful: Handful) -> Any:
+        """The object of a handful. Raises `ProtocolError`, or whatever unpickling raises."""
+        return _object_of(handful, self.loads)
 
     def payload(self, message: Message, slots: list[Any]) -> Any:
         """The object in a message, None if there is none. Raises whatever unpickling raises."""
@@ -196,3 +260,17 @@ class Codec:
         if interceptor is None:
             raise ProtocolError(f"meta data of the unknown feature {key!r}")
         return interceptor
+
+
+def _object_of(handful: Handful, load: Callable[..., Any]) -> Any:
+    kind, slots, _, content = handful
+    if kind == HANDFUL_ARGUMENTS:
+        return load(content, slots) if content else tuple(slots)
+    if kind == HANDFUL_RESULT:
+        if content:
+            return load(content, slots)
+        if len(slots) != 1:
+            raise ProtocolError(f"a result of {len(slots)} tensors that says nothing else")
+        return slots[0]
+    parcel = [bytes(content), *slots]
+    return (parcel,) if kind == PARCEL_ARGUMENT else parcel

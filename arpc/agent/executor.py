@@ -16,7 +16,7 @@ from torch._C import _len_torch_function_stack as _count_function_modes
 
 from arpc import torchstate
 from arpc.agent.carriers import Carriers
-from arpc.agent.codec import Codec
+from arpc.agent.codec import Codec, Packed
 from arpc.agent.failures import describe_failure
 from arpc.agent.functions import Function, Mode, Prompt
 from arpc.agent.observers import Observers
@@ -37,6 +37,8 @@ from arpc.errors import (
 )
 from arpc.log import get_logger
 from arpc.wire.frames import BRIEF_HEADER, brief_kind, frame
+from arpc.wire.handful import LAST_HANDFUL, Handful, unpack_handful
+from arpc.wire.lone import LONE_RESULT, unpack_lone
 from arpc.wire.messages import WINDOW, FailureKind, Message, MessageType, Request, RequestFlag
 from arpc.wire.pickling import loads
 from arpc.wire.protocol import Direct
@@ -54,11 +56,11 @@ _is_grad_enabled = torch.is_grad_enabled
 _COROUTINE: Final = Mode.COROUTINE
 _THREAD: Final = Mode.THREAD
 _INLINE: Final = Mode.INLINE
-_plain_content = Codec.plain_content
 # A caller keeps to its own window, twice of it for what is small; and its options may not be the same
 _WINDOWS: Final = 16
 # By number, with each connection
 _MAX_FUNCTIONS: Final = 1 << 16
+_NO_SLOTS: Final[list[Any]] = []
 _GENERATORS: Final = frozenset((Mode.GENERATOR, Mode.ASYNC_GENERATOR))
 
 
@@ -243,7 +245,7 @@ class Executor(Replies):
         context.run(_set_scope, run)
         if payload:
             try:
-                run.args = context.run(_plain_content, payload)
+                run.args = context.run(self._unpack_plain, run, payload)
             except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
                 not_found = isinstance(error, AttributeError | ImportError | LookupError)
                 self.raised(run, self._not_unpacked(error) if not_found else error)
@@ -253,7 +255,7 @@ class Executor(Replies):
                 self.carriers.start(run)
                 return
         inbound.register(run)
-        if inbound.ended is None:
+        if inbound.ended is None and run.meta is None:  # what rides on a reply is put there on the loop
             run.outbox = inbound.outbox or self._open_outbox(inbound)
         self.threads.submit(run.work, is_quick=function.is_quick, is_alone=not connection.is_reading)
 
@@ -268,13 +270,33 @@ class Executor(Replies):
     def unpack_and_call(self, run: Run, payload: bytes | bytearray) -> Coroutine[Any, Any, Any]:
         """Call a function that is nothing but a coroutine with what is in a payload. In the handler's context."""
         try:
-            args = _plain_content(payload)
+            args = self._unpack_plain(run, payload)
         except (AttributeError, ImportError, LookupError, StopIteration) as error:
             raise self._not_unpacked(error) from error  # StopIteration would look like the end of the handler
         if run.has_prerequisites:
             run.function = self._after(run.prerequisites, run.function)
         coroutine: Coroutine[Any, Any, Any] = run.function.call(*args)
         return coroutine
+
+    def _unpack_plain(self, run: Run, payload: bytes | bytearray) -> tuple[Any, ...]:
+        """The arguments in a payload that has no tensors beside it."""
+        args: tuple[Any, ...]
+        if payload[0] > LAST_HANDFUL:
+            args = loads(payload, _NO_SLOTS)
+        elif payload[0] <= LONE_RESULT:
+            args = unpack_lone(payload)
+        else:
+            args = self._receive_handful(run, unpack_handful(payload))
+            if run.handling is not None:
+                raise ProtocolError("what is for observers came with a message that none of them sees")
+        return args
+
+    def _receive_handful(self, run: Run, handful: Handful) -> Any:
+        codec = self.codec
+        if handful.meta:
+            run.meta = codec.decoded(handful.meta)
+            codec.receive_request(run.inbound.caller, run.meta, handful.slots)
+        return codec.handful_object(handful)
 
     def _not_unpacked(self, error: BaseException) -> SerializationError:
         return SerializationError(
@@ -389,9 +411,12 @@ class Executor(Replies):
             launch(self._run(link.inbound, served, message))
 
         def direct(link: HasInbound) -> dict[int, Direct]:
+            inbound = link.inbound
+            kind = brief_kind(int(message_class.type))
+            if isinstance(function, Prompt):
+                return {kind: partial(self._take_prompt, inbound, served)}
             if shortcut is None:
                 return {}
-            inbound = link.inbound
 
             def take(id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
                 try:
@@ -406,9 +431,21 @@ class Executor(Replies):
                 else:
                     self.returned(Run(self, inbound, served, id_, timeout_ms, self._copy_context()), result)
 
-            return {brief_kind(int(message_class.type)): take}
+            return {kind: take}
 
         return Service(handle, direct)
+
+    def _take_prompt(
+        self,
+        inbound: Inbound,
+        function: Function,
+        id_: int,
+        _arg: int,
+        timeout_ms: int,
+        payload: bytes | bytearray,
+    ) -> None:
+        run = Run(self, inbound, function, id_, timeout_ms, self._copy_context())
+        self._answer(run, payload)
 
     def serve_wrapped(self, wrapper: Wrapper) -> Service:
         """Give messages that name a function, as requests do, to a feature.
@@ -456,10 +493,14 @@ class Executor(Replies):
         except ConnectionClosedError:
             pass  # the caller knows: its own end of the connection is closed too
 
-    def _answer(self, run: Run) -> None:
-        """Run a `Prompt` function here and now. Torch's state must be pristine."""
+    def _answer(self, run: Run, payload: bytes | bytearray | None = None) -> None:
+        """Run a `Prompt` function here and now, with what is in its message or a payload. Torch must be pristine."""
         try:
-            result = run.context.run(run.begin)
+            if payload is None:
+                result = run.context.run(run.begin)
+            else:
+                run.context.run(_set_scope, run)
+                result = run.context.run(self.unpack_and_call, run, payload)
         except BaseException as error:  # noqa: BLE001 - whatever it raises is the caller's
             torchstate.save_and_reset()
             self.raised(run, error)
@@ -474,6 +515,12 @@ class Executor(Replies):
             self._calls_ended += 1
             with suppress(ConnectionClosedError):  # then the caller knows
                 run.inbound.connection.send(_pack_brief(0, _BRIEF_REPLY, run.id, 0, 0, 0))
+        elif result.__class__ is Packed and not result.slots and run.handling is None:
+            run.context = NO_CONTEXT
+            self._calls_ended += 1
+            packed = result.payload
+            with suppress(ConnectionClosedError):
+                run.inbound.connection.send(_pack_brief(len(packed), _BRIEF_REPLY, run.id, 0, 0, 0) + packed)
         else:
             self.returned(run, result)
 
@@ -512,7 +559,9 @@ class Executor(Replies):
         """
         codec = self.codec
         try:
-            if message.meta_end == message.meta_start:
+            if codec.is_handful(message):
+                payload = self._receive_handful(run, codec.handful_of(message))
+            elif message.meta_end == message.meta_start:
                 payload = codec.content(message)
             else:
                 slots = codec.slots(message)

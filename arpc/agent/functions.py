@@ -83,11 +83,12 @@ class Function:
     @classmethod
     def of_coroutine(cls, call: Callable[..., Any], name: str) -> Function:
         """What the runtime itself lets run as a coroutine, in the name of another function."""
-        made = cls(call)
+        made = cls.__new__(cls)  # there is nothing to find out, and no thread to be measured
+        made.call = call
         made.mode = Mode.COROUTINE
-        made.is_simple = True
-        made.is_plain = False
         made.name = name
+        made.is_simple = True
+        made.returns_future = made.is_plain = made.is_quick = False
         return made
 
 

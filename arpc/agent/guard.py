@@ -18,7 +18,7 @@ from arpc.errors import NotAllowedError
 from arpc.ids import WorkerInfo
 from arpc.options import RpcOptions
 from arpc.wire.allowlist import Key, callable_named, may_call_method
-from arpc.wire.lone import LONE_RESULT, unpack_lone
+from arpc.wire.handful import Handful
 from arpc.wire.messages import Message, Request, RRefCreate
 from arpc.wire.pickling import Pickler, Reducer
 from arpc.wire.rebuilding import unpack
@@ -101,7 +101,11 @@ class GuardedCodec(Codec):
         if not body:
             return None
         _refuse_by_value(message)
-        return unpack_lone(body) if body[0] <= LONE_RESULT else self.loads(body, [])
+        return self.plain_content(body, self.loads)
+
+    def handful_of(self, message: Message) -> Handful:
+        _refuse_by_value(message)
+        return super().handful_of(message)
 
     def payload(self, message: Message, slots: list[Any]) -> Any:
         _refuse_by_value(message)

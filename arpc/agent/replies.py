@@ -89,7 +89,10 @@ class Replies:
             meta = run.context.run(self.codec.intercept_reply, run.inbound.caller, meta, slots)
         elif not slots:
             return _pack_header(len(payload), _REPLY, 0, 0, run.id, 0, 0, 0, 0) + payload, None
-        return self.codec.frame(_REPLY, 0, run.id, 0, 0, payload, slots, meta, self.codec.stager_back(run.meta))
+        stager = self.codec.stager_back(run.meta)
+        if slots and stager is None and (handful := self.codec.handful_of_result(payload, slots, meta)) is not None:
+            return _pack_header(len(handful), _REPLY, 0, 0, run.id, 0, 0, 0, 0) + handful, None
+        return self.codec.frame(_REPLY, 0, run.id, 0, 0, payload, slots, meta, stager)
 
     def _pickle_result(self, run: Run, result: Any) -> tuple[bytes, list[Slot]]:
         if result.__class__ is Packed:

@@ -39,6 +39,18 @@ class Send(NamedTuple):
 class AutogradContext:
     """One context on one worker."""
 
+    active_pass: Any = None
+    """The `BackwardPass` under way, if any."""
+    running_thread: Any = None
+    """The future of what a pass runs in a thread, which may go on after the pass was ended."""
+    last_pass = -1
+    """The last pass that has ended here, and so may still fail elsewhere."""
+    aborted_passes: frozenset[int] = frozenset()
+    aborts_told: frozenset[int] = frozenset()
+    """Those of them that this worker has told others of."""
+    sends_used = 0
+    """How often gradients have come for a message, in all passes."""
+
     def __init__(self, context_id: int) -> None:
         self.id = context_id
         self.since = monotonic()
@@ -51,17 +63,6 @@ class AutogradContext:
         """Ids of the workers that were told of this context, or told this one."""
         self.gradients: dict[Tensor, Tensor] = {}
         """What passes that have ended here have accumulated. Replaced, never changed."""
-        self.active_pass: Any = None
-        """The `BackwardPass` under way, if any."""
-        self.running_thread: Any = None
-        """The future of what a pass runs in a thread, which may go on after the pass was ended."""
-        self.last_pass: int = -1
-        """The last pass that has ended here, and so may still fail elsewhere."""
-        self.aborted_passes: set[int] = set()
-        self.aborts_told: set[int] = set()
-        """Those of them that this worker has told others of."""
-        self.sends_used = 0
-        """How often gradients have come for a message, in all passes."""
         self._before_last_pass: dict[Tensor, Tensor] = self.gradients
 
     @property
@@ -99,7 +100,7 @@ class AutogradContext:
 
     def roll_back(self, pass_id: int) -> None:
         """A pass has failed: no gradient of it stays."""
-        self.aborted_passes.add(pass_id)
+        self.aborted_passes |= {pass_id}
         if pass_id == self.last_pass:
             self.gradients = self._before_last_pass
             self.last_pass = -1

@@ -26,7 +26,7 @@ from arpc.autograd.heeded import accumulate_heeded, is_heeded
 from arpc.autograd.nodes import ANCHOR, PauseSignal, RecvRecord, current_run, run_backward
 from arpc.errors import AutogradError
 
-__all__ = ["Delivery", "LocalEngine", "RegionEngine", "Source"]
+__all__ = ["Delivery", "LocalEngine", "RegionEngine", "Source", "call_engine", "compact"]
 
 Gradients: TypeAlias = "Sequence[Tensor | None]"
 Delivery: TypeAlias = "tuple[RecvRecord, Gradients]"
@@ -102,7 +102,7 @@ class LocalEngine(ABC):
         if not self.retain_graph:
             record.is_spent = True
         self._unheard.discard(record)
-        self.delivered.append((record, [_compact(gradient) for gradient in gradients]))
+        self.delivered.append((record, [compact(gradient) for gradient in gradients]))
 
     @property
     def is_to_accumulate(self) -> bool:
@@ -243,7 +243,7 @@ class RegionEngine(LocalEngine):
         inputs = (ANCHOR, *variables)
         watching = self._watch() if _is_anomaly_enabled() else ()
         try:
-            gradients = _call_engine(entering, inputs, retain_graph=self.retain_graph)
+            gradients = call_engine(*_columns(entering), inputs, retain_graph=self.retain_graph)
         finally:
             for handle in watching:
                 handle.remove()
@@ -302,7 +302,9 @@ class RegionEngine(LocalEngine):
             token.grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]  # noqa: SLF001 - last in the engine's queue
         try:
             with _without_pause_warnings():
-                _call_engine(entering, inputs, retain_graph=self.retain_graph, barriers=list(barriers.values()))
+                call_engine(
+                    *_columns(entering), inputs, retain_graph=self.retain_graph, barriers=list(barriers.values())
+                )
         except PauseSignal as pause:
             run = pause.run
         else:
@@ -332,7 +334,7 @@ class RegionEngine(LocalEngine):
         return note
 
 
-def _compact(gradient: Tensor | None) -> Tensor | None:
+def compact(gradient: Tensor | None) -> Tensor | None:
     """A small gradient without strides of its own, a large one as it is.
 
     To describe strides takes longer than to copy little. Of a large one that was expanded little travels.
@@ -354,23 +356,25 @@ def _variables(regions: list[Region]) -> list[Tensor]:
     return list({node: variable for region in regions for node, variable in region.leaves.items()}.values())
 
 
-def _call_engine(
-    entering: list[tuple[Edge, Tensor]],
+def _columns(entering: list[tuple[Edge, Tensor]]) -> tuple[list[Edge], list[Tensor]]:
+    return [edge for edge, _ in entering], [gradient for _, gradient in entering]
+
+
+def call_engine(
+    edges: Sequence[Edge],
+    gradients: Sequence[Tensor],
     inputs: tuple[Any, ...],
     *,
     retain_graph: bool,
     barriers: Sequence[Tensor] = (),
 ) -> tuple[Tensor | None, ...]:
-    roots: list[Any] = []
-    gradients: list[Tensor] = []
-    for (node, place), gradient in entering:
-        roots.append(GradientEdge(node, place))
-        gradients.append(gradient)
+    """Have torch's engine run what the edges lead to, as far as the inputs need it: their gradients."""
+    roots: tuple[Any, ...] = tuple([GradientEdge(node, place) for node, place in edges])
     if barriers:
-        roots += barriers
-        gradients += [_NO_GRADIENT] * len(barriers)
+        roots = (*roots, *barriers)
+        gradients = [*gradients, *[_NO_GRADIENT] * len(barriers)]
     result: tuple[Tensor | None, ...] = run_backward(
-        tuple(roots), tuple(gradients), retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False
+        roots, tuple(gradients), retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False
     )
     return result
 

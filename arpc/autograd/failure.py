@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from types import TracebackType
 from typing import Any, Final
 
-from arpc.errors import ArpcError, BackwardError
+from arpc.errors import (
+    ArpcError,
+    AutogradError,
+    BackwardError,
+    CallCancelledError,
+    RpcTimeoutError,
+    ShutdownError,
+    WorkerLostError,
+)
 from arpc.ids import WorkerInfo
 
-__all__ = ["node_failure"]
+__all__ = ["node_failure", "peer_failure"]
 
 # What torch calls the node in its own errors
 _NAMED: Final = re.compile(r"Function '?(\w+Backward\w*)'?")
@@ -35,6 +44,29 @@ def node_failure(error: Exception, worker: WorkerInfo, context_id: int, last_beg
     failure = BackwardError(text, worker.name, worker.id, name, stack, str(error), (worker.id,))
     failure.__cause__ = error
     return failure
+
+
+def peer_failure(error: BaseException, me: int, context_id: int, peer: str) -> BaseException:
+    """Why a parcel was not answered by a peer, as the failure of a pass on worker ``me``."""
+    what = f"the backward pass of autograd context {context_id}"
+    made: Exception
+    if isinstance(error, BackwardError):
+        error.path = (me, *error.path)
+        return error
+    if str(error).startswith(what):
+        return error
+    if isinstance(error, WorkerLostError):
+        made = WorkerLostError(f"{what} failed: {error}", error.worker or peer)
+    elif isinstance(error, ShutdownError):
+        made = WorkerLostError(f"{what} failed: worker {peer!r} is shutting down", peer)
+    elif isinstance(error, RpcTimeoutError):
+        made = RpcTimeoutError(f"{what} did not end in time: worker {peer!r} had not answered")
+    elif isinstance(error, asyncio.CancelledError | CallCancelledError):
+        made = AutogradError(f"{what} was ended on worker {peer!r}")
+    else:
+        return error
+    made.__cause__ = error
+    return made
 
 
 def _node_in(trace: TracebackType | None) -> Any:

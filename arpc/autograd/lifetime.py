@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Iterable
 from contextvars import Context
+from functools import partial
+from pickle import dumps
 from typing import Any, Final
 
 from arpc.agent.agent import Agent
+from arpc.agent.future import Future
 from arpc.agent.scope import current_scope
 from arpc.autograd.context import AutogradContext, Container
 from arpc.autograd.protocol import ONLY_TENSORS
@@ -21,6 +24,7 @@ from arpc.log import get_logger
 from arpc.options import RpcOptions
 from arpc.wire.messages import AutogradQuery, AutogradRelease, Message
 from arpc.wire.pickling import dumps_flat
+from arpc.wire.tensors import Slot
 
 __all__ = ["Lifetimes"]
 
@@ -66,18 +70,32 @@ class Lifetimes:
             future.set_exception(error)
         return future
 
-    def send_tensors(self, message: type[Message], to: int, packed: list[Any], timeout_s: float) -> asyncio.Future[Any]:
-        """The same for one argument, a list of bytes and of tensors after it."""
+    def send_tensors(
+        self, message: type[Message], to: int, packed: list[Any], timeout_s: float, *, is_usual: bool
+    ) -> asyncio.Future[Any]:
+        """The same for one argument, a list of bytes and of tensors after it. Usual: as its timeout is."""
+        agent = self.agent
         head, *tensors = packed
-        peer = self.agent.peer(to)
-        if peer is None or self.agent.placement is not None or not ONLY_TENSORS.issuperset(map(type, tensors)):
+        peer = agent.peer(to)
+        if peer is None or agent.placement is not None:
             return self.request(message, to, (packed,), timeout_s)
+        slots: list[Slot] = []
+        payload = agent.codec.parcel(head, tensors, is_call=True)
+        if payload is None:  # large, or not quite tensors
+            if not ONLY_TENSORS.issuperset(map(type, tensors)):
+                return self.request(message, to, (packed,), timeout_s)
+            payload, slots = dumps_flat(head, tensors, is_call=True)
+        elif is_usual:
+            future: Future[Any] = Future(loop=agent.loop)
+            if call_id := agent.request_plain(message, peer, payload, timeout_s, future):
+                future.on_cancel = partial(peer.cancel, call_id)
+                return future
         try:
-            return self.agent.request_packed(message, peer, *dumps_flat(head, tensors, is_call=True), timeout_s)
+            return agent.request_packed(message, peer, payload, slots, timeout_s)
         except ArpcError as error:
-            future: asyncio.Future[Any] = self.agent.loop.create_future()
-            future.set_exception(error)
-            return future
+            failed: asyncio.Future[Any] = agent.loop.create_future()
+            failed.set_exception(error)
+            return failed
 
     def notify(
         self, message: type[Message], to: int | str, args: tuple[Any, ...], timeout_s: float
@@ -144,6 +162,17 @@ class Lifetimes:
         return context
 
     def _tell(self, to: int, context_id: int) -> asyncio.Future[Any]:
+        # of a future that is cancelled the peer does not hear: it is to forget the context all the same
+        future = self.agent.loop.create_future()
+        peer = self.agent.peer(to)
+        payload = dumps((context_id,), 5)
+        if (
+            peer is not None
+            and self.agent.placement is None
+            and self.agent.request_plain(AutogradRelease, peer, payload, self._attempt_s, future)
+        ):
+            future.add_done_callback(_look_at)
+            return future
         return self.notify(AutogradRelease, to, (context_id,), self._attempt_s)
 
     async def _tell_again(self, workers: Iterable[int], context_id: int) -> None:

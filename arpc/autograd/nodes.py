@@ -129,6 +129,8 @@ _SourceRpc: Any = type(
 )
 RecvNode: Final[type] = _RecvRpc._backward_cls  # noqa: SLF001 - the class of the node in the graph
 """The class of recv nodes; their ``record`` is a `RecvRecord`."""
+# What the engine calls. It would find out first that this is the function which was given, and no other.
+RecvNode.apply = _recv_backward  # type: ignore[attr-defined]
 
 # What `Function.apply` comes down to when no transform of functorch is active; that alone takes a microsecond to tell,
 # and under one nothing can be sent anyway

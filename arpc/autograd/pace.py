@@ -7,13 +7,11 @@ so what a graph of the same size took before is the best guess. Of a new one, wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import perf_counter, thread_time
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
-
-from arpc.autograd.graph import Plan
 
 __all__ = ["Pace", "ThreadsOnly"]
 
@@ -26,6 +24,15 @@ SHORT_ELEMENTS: Final = 100_000
 _REMEMBERED: Final = 1024
 
 
+class Extent(Protocol):
+    """A graph, as far as it is judged here: a plan, or what is known of one that needs none."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def nodes(self) -> Iterable[Any]: ...
+
+
 class Pace:
     """What runs took on one worker. A graph is told from others by how many nodes and elements it is about."""
 
@@ -34,21 +41,37 @@ class Pace:
         self._suspects: set[tuple[int, int]] = set()
         """Graphs that are known to be short, and that took long the last time."""
 
-    def run(self, run: Callable[[], None], plan: Plan, elements: int) -> None:
+    def run(self, run: Callable[[], None], plan: Extent, elements: int) -> None:
         """Run a graph, on the loop or in a thread, and note what it took."""
-        key = plan.count, elements
-        if key not in self._suspects and self._seconds.get(key, math.inf) <= SHORT_S:
-            # Reading the time that a thread had of the CPU is slow, and tells nothing new as long as nothing changes
-            begun = perf_counter()
-            run()
-            if perf_counter() - begun > SHORT_S:
-                self._suspects.add(key)
-            return
+        if not self._run_as_known(run, (plan.count, elements)):
+            self._run_and_note(run, plan, elements)
+
+    def _run_as_known(self, run: Callable[[], None], key: tuple[int, int]) -> bool:
+        """Run a graph that is known to be short; False if it is not."""
+        if key in self._suspects or self._seconds.get(key, math.inf) > SHORT_S:
+            return False
+        # Reading the time that a thread had of the CPU is slow, and tells nothing new as long as nothing changes
+        begun = perf_counter()
+        run()
+        if perf_counter() - begun > SHORT_S:
+            self._suspects.add(key)
+        return True
+
+    def _run_and_note(self, run: Callable[[], None], plan: Extent, elements: int) -> None:
         begun, cpu_begun = perf_counter(), thread_time()
         run()
         self.took(plan, elements, perf_counter() - begun, thread_time() - cpu_begun)
 
-    def is_short(self, plan: Plan, elements: int) -> bool:
+    def try_to_run(self, run: Callable[[], None], plan: Extent, elements: int) -> bool:
+        """Run a graph on the loop, if it `is_short`; whether it was."""
+        if self._run_as_known(run, (plan.count, elements)):
+            return True
+        if not self.is_short(plan, elements):
+            return False
+        self._run_and_note(run, plan, elements)
+        return True
+
+    def is_short(self, plan: Extent, elements: int) -> bool:
         """Whether a run is to happen on the loop."""
         seconds = self._seconds.get((plan.count, elements))
         if seconds is not None:
@@ -62,7 +85,7 @@ class Pace:
         # anomaly mode changes warning filters, which are the process's: that stays on the loop
         return is_short or torch.is_anomaly_enabled()
 
-    def took(self, plan: Plan, elements: int, seconds: float, cpu_seconds: float) -> None:
+    def took(self, plan: Extent, elements: int, seconds: float, cpu_seconds: float) -> None:
         """Note what a run took, and how much of that the CPU was busy with it."""
         if seconds <= SHORT_S:
             self._suspects.discard((plan.count, elements))
@@ -79,10 +102,13 @@ class Pace:
 class ThreadsOnly(Pace):
     """For workers whose nodes and hooks may block, and wait for what the loop does: nothing runs there."""
 
-    def is_short(self, plan: Plan, elements: int) -> bool:
+    def try_to_run(self, run: Callable[[], None], plan: Extent, elements: int) -> bool:
         return False
 
-    def run(self, run: Callable[[], None], plan: Plan, elements: int) -> None:
+    def is_short(self, plan: Extent, elements: int) -> bool:
+        return False
+
+    def run(self, run: Callable[[], None], plan: Extent, elements: int) -> None:
         run()
 
 

@@ -7,7 +7,7 @@ meanwhile waits until it is back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -16,22 +16,16 @@ from torch import Tensor
 
 from arpc import torchstate
 from arpc.agent.observers import Activity
-from arpc.autograd.context import AutogradContext
+from arpc.autograd.accumulation import LeafGradients
+from arpc.autograd.context import AutogradContext, Send
 from arpc.autograd.engine import LocalEngine, Source
-from arpc.autograd.failure import node_failure
+from arpc.autograd.failure import node_failure, peer_failure
 from arpc.autograd.pace import Pace
 from arpc.autograd.protocol import PackedParcel, Parcel, PassProtocol, Resolved, unpack_parcel
-from arpc.errors import (
-    AutogradError,
-    BackwardError,
-    CallCancelledError,
-    RpcTimeoutError,
-    ShutdownError,
-    WorkerLostError,
-)
+from arpc.errors import AutogradError, RpcTimeoutError
 from arpc.ids import WorkerInfo
 
-__all__ = ["BackwardPass", "Host", "Threads"]
+__all__ = ["BackwardPass", "Host", "Sender", "Threads"]
 
 # Walking goes on in a thread after this many nodes, which take about a millisecond
 WALK_NODES: Final = 2000
@@ -44,6 +38,18 @@ class Threads(Protocol):
         """A future of the loop for a function run in some thread."""
 
 
+class Sender(Protocol):
+    """A pass, as far as its parcels are concerned."""
+
+    id: int
+    context: AutogradContext
+    retain_graph: bool
+    deadline: float | None
+    """In the loop's time."""
+    usual_timeout_s: float | None
+    """In place of that, if all the time of the pass is left, and others have the same."""
+
+
 class Host(Protocol):
     """What a pass needs of its worker."""
 
@@ -53,7 +59,7 @@ class Host(Protocol):
     @property
     def threads(self) -> Threads: ...
 
-    def send(self, backward_pass: BackwardPass, to: int, parcel: Parcel) -> asyncio.Future[PackedParcel | None]:
+    def send(self, backward_pass: Sender, to: int, parcel: Parcel) -> asyncio.Future[PackedParcel | None]:
         """Send a parcel; the future has the parcel that comes with the answer."""
 
     def abort(self, context: AutogradContext, pass_id: int, but: int | None = None) -> asyncio.Future[Any] | None:
@@ -73,6 +79,7 @@ class BackwardPass:
     """What observers know of it."""
     abort_told: asyncio.Future[Any] | None = None
     """Done when all workers have heard of the failure."""
+    usual_timeout_s: float | None = None
     _last_begun: Any = None
     _is_planned = False
     _is_busy = False
@@ -93,7 +100,9 @@ class BackwardPass:
         parent: int | None,
         roots: Sequence[Tensor] = (),
         threads: Threads | None = None,
+        sends: Mapping[int, Send] | None = None,
     ) -> None:
+        """``sends``: those that are to be resolved, if not all of the context's."""
         self.id = pass_id
         self.context = context
         self.retain_graph = retain_graph
@@ -112,7 +121,7 @@ class BackwardPass:
         self._places: dict[int, int] = {}
         """Which source each send is."""
         destinations: dict[int, int] = {}
-        for message_id, send in context.sends.items():
+        for message_id, send in (context.sends if sends is None else sends).items():
             self._places[message_id] = len(sources)
             destinations[message_id] = send.to
             sources.append(send.source)
@@ -124,6 +133,23 @@ class BackwardPass:
             self._wait_for_thread(context.running_thread, self._earlier_thread_returned)
 
     # -- what happens to it
+
+    def take_over(
+        self,
+        leaves: LeafGradients,
+        used: Iterable[int],
+        told: Iterable[int],
+        heard: Iterable[int],
+        outstanding: Collection[asyncio.Future[PackedParcel | None]],
+    ) -> None:
+        """Go on where a `BriefPass` has got to: what it computed, the sends it resolved, and who was told by whom.
+
+        Some of its parcels have not been answered: `answered` is to be called when they are.
+        """
+        self._engine.leaves = leaves
+        self._used += used
+        self._outstanding.update(outstanding)
+        self._protocol.take_over(told, heard, len(outstanding))
 
     def start(self) -> None:
         """Begin, on the worker that has the roots. To be followed by `wait` at once."""
@@ -146,7 +172,7 @@ class BackwardPass:
                 await self._wait_for_answer(*unwatched[0])
             else:
                 for peer, future in unwatched:
-                    future.add_done_callback(partial(self._answered, peer))
+                    future.add_done_callback(partial(self.answered, peer))
                     del future
             del unwatched
         if not self.is_over:
@@ -174,9 +200,9 @@ class BackwardPass:
             # the future of a pass that fails meanwhile is cancelled, which is not to cancel who waits for it
             if not future.done() or (task is not None and task.cancelling() > cancelled_before):
                 raise
-            self._answered(peer, future)
+            self.answered(peer, future)
         else:
-            self._answered(peer, future)
+            self.answered(peer, future)
         finally:
             del future  # whose error has this frame in its traceback: the whole graph would be in a cycle
 
@@ -377,15 +403,16 @@ class BackwardPass:
         if self._unwatched is not None:
             self._unwatched.append((to, future))
         else:
-            future.add_done_callback(partial(self._answered, to))
+            future.add_done_callback(partial(self.answered, to))
 
-    def _answered(self, peer: int, future: asyncio.Future[PackedParcel | None]) -> None:
+    def answered(self, peer: int, future: asyncio.Future[PackedParcel | None]) -> None:
+        """A parcel has been answered, or will not be."""
         self._outstanding.discard(future)
         error = asyncio.CancelledError() if future.cancelled() else future.exception()
         if self.is_over:
             return
         if error is not None:
-            self.fail(self._peer_failure(peer, error))
+            self.fail(peer_failure(error, self._host.info.id, self.context.id, self._host.name_of(peer)))
             return
         self._protocol.acknowledged()
         answer = future.result()
@@ -427,26 +454,3 @@ class BackwardPass:
             return error
         last_begun = self._last_begun if self.is_over else self._engine.last_begun
         return node_failure(error, self._host.info, self.context.id, last_begun)
-
-    def _peer_failure(self, peer: int, error: BaseException) -> BaseException:
-        """Why a parcel was not answered, as the failure of the pass."""
-        what = f"the backward pass of autograd context {self.context.id}"
-        name = self._host.name_of(peer)
-        made: Exception
-        if isinstance(error, BackwardError):
-            error.path = (self._host.info.id, *error.path)
-            return error
-        if str(error).startswith(what):
-            return error
-        if isinstance(error, WorkerLostError):
-            made = WorkerLostError(f"{what} failed: {error}", error.worker or name)
-        elif isinstance(error, ShutdownError):
-            made = WorkerLostError(f"{what} failed: worker {name!r} is shutting down", name)
-        elif isinstance(error, RpcTimeoutError):
-            made = RpcTimeoutError(f"{what} did not end in time: worker {name!r} had not answered")
-        elif isinstance(error, asyncio.CancelledError | CallCancelledError):
-            made = AutogradError(f"{what} was ended on worker {name!r}")
-        else:
-            return error
-        made.__cause__ = error
-        return made

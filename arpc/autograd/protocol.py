@@ -21,6 +21,8 @@ backwards, each is resolved.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from struct import Struct
+from struct import error as StructError  # noqa: N812 - a class, whatever it is called
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import msgspec
@@ -75,6 +77,11 @@ ONLY_TENSORS: Final = frozenset((Tensor,))
 """The types in a parcel in which every tensor has a gradient, and all are plain: these can be pickled quickly."""
 _IS_FIRST: Final = 1
 _ASKS: Final = 2
+_SIMPLE: Final = tuple(Struct(f"<B{heading}QBQ") for heading in range(4))
+"""By the length of its heading, a parcel with the gradients of one send and nothing else: a zero, which no other begins
+with, the heading, the bits and the send."""
+_pack_simple: Final = tuple(simple.pack for simple in _SIMPLE)
+_unpack_simple: Final = tuple(simple.unpack for simple in _SIMPLE)
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(list[int]).decode
 
@@ -82,11 +89,11 @@ _decode: Final = msgspec.msgpack.Decoder(list[int]).decode
 def pack_parcel(parcel: Parcel, *heading: int) -> PackedParcel:
     """Make a parcel ready to travel, with some numbers before it."""
     gradients, is_first, ids, asks = parcel
-    numbers = [*heading, (_IS_FIRST if is_first else 0) | (_ASKS if asks else 0), len(ids), *ids]
-    if len(gradients) == 1:  # as most are
+    if len(gradients) == 1 and not ids:  # as most are
         ((send, tensors),) = gradients
-        numbers.append(send)
-        return [_encode(numbers), *tensors]
+        bits = (_IS_FIRST if is_first else 0) | (_ASKS if asks else 0)
+        return [_pack_simple[len(heading)](0, *heading, bits, send), *tensors]
+    numbers = [*heading, (_IS_FIRST if is_first else 0) | (_ASKS if asks else 0), len(ids), *ids]
     flat: list[Any] = []
     for send, tensors in gradients:
         numbers += (send, len(tensors))
@@ -100,19 +107,22 @@ def unpack_parcel(packed: PackedParcel, heading: int = 0) -> tuple[Parcel, list[
     What was packed is emptied: whoever takes the gradients shall be the only one that has them.
     """
     try:
+        if packed[0][0] == 0:
+            _, *numbers = _unpack_simple[heading](packed[0])
+            *_, bits, send = numbers
+            simple = Parcel([(send, packed[1:])], bits & _IS_FIRST != 0, (), bits & _ASKS != 0)
+            packed.clear()
+            return simple, numbers
         numbers = _decode(packed[0])
         bits = numbers[heading]
         end = heading + 2 + numbers[heading + 1]
         ids = numbers[heading + 2 : end] if numbers[heading + 1] else ()
         gradients: list[tuple[int, Sequence[Any]]] = []
-        if len(numbers) == end + 1:
-            gradients.append((numbers[end], packed[1:]))
-        elif len(numbers) > end:
-            place = 1
-            for send, count in zip(numbers[end::2], numbers[end + 1 :: 2], strict=True):
-                gradients.append((send, packed[place : place + count]))
-                place += count
-    except (msgspec.MsgspecError, LookupError, TypeError, ValueError) as error:
+        place = 1
+        for send, count in zip(numbers[end::2], numbers[end + 1 :: 2], strict=True):
+            gradients.append((send, packed[place : place + count]))
+            place += count
+    except (StructError, msgspec.MsgspecError, LookupError, TypeError, ValueError) as error:
         raise ProtocolError(f"a malformed parcel of gradients: {error}") from error
     packed.clear()
     return Parcel(gradients, bits & _IS_FIRST != 0, ids, bits & _ASKS != 0), numbers
@@ -140,6 +150,12 @@ class PassProtocol:
         self._unacknowledged = 0
         self._is_planned = False
         self._outbox: dict[int, _Letter] = {}
+
+    def take_over(self, told: Iterable[int], heard: Iterable[int], unacknowledged: int) -> None:
+        """Begin with what has happened before: who was told of the pass, who has announced, what is not answered."""
+        self._announced_to.update(told)
+        self._announced_by.update(heard)
+        self._unacknowledged += unacknowledged
 
     # -- events; each returns the sends that it resolves, with their gradients or None
 

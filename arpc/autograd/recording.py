@@ -6,8 +6,10 @@ grad, because its result may; except for a builtin operator, which makes nothing
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from struct import Struct
 from types import BuiltinFunctionType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,6 +23,10 @@ from arpc.wire.tensors import Slot
 
 __all__ = ["Recorder"]
 
+_IDS: Final = Struct("<QQ")
+_IDS_BYTES: Final = _IDS.size
+_pack_ids = _IDS.pack
+_unpack_ids: Callable[[bytes], Any] = _IDS.unpack
 _current = current_context_id.get
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -38,7 +44,7 @@ class Recorder:
         self.occasions = container.contexts
         """Calls are looked at only while there are contexts."""
 
-    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot]) -> tuple[int, int] | None:
+    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot]) -> bytes | None:
         context_id = _current()
         if context_id is None or not _is_grad_enabled():
             return None
@@ -49,7 +55,7 @@ class Recorder:
         if not message_id and isinstance(function, BuiltinFunctionType):
             return None
         context.known_workers.add(peer.id)
-        return context_id, message_id
+        return _pack_ids(context_id, message_id)
 
     def request_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
         context_id, message_id = _checked(meta)
@@ -61,8 +67,8 @@ class Recorder:
         if message_id:
             self._record_recv(context, peer, message_id, slots)
 
-    def reply_sent(self, peer: WorkerInfo, meta: Any, slots: list[Slot]) -> tuple[int, int] | None:
-        context = self._container.contexts.get(meta[0])
+    def reply_sent(self, peer: WorkerInfo, meta: Any, slots: list[Slot]) -> bytes | None:
+        context = self._container.contexts.get(_checked(meta)[0])
         if context is None or not slots:
             return None
         if _is_grad_enabled():
@@ -70,7 +76,7 @@ class Recorder:
         else:  # a generator that is suspended inside a no_grad block
             with torch.enable_grad():
                 message_id = self._record_send(context, peer, slots)
-        return (context.id, message_id) if message_id else None
+        return _pack_ids(context.id, message_id) if message_id else None
 
     def reply_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
         context_id, message_id = _checked(meta)
@@ -87,27 +93,28 @@ class Recorder:
         return message_id
 
     def _record_recv(self, context: AutogradContext, peer: WorkerInfo, message_id: int, slots: list[Any]) -> None:
-        places: list[int] = []
-        tensors: list[Tensor] = []
-        for place, slot in enumerate(slots):
-            if isinstance(slot, Tensor) and slot.requires_grad:
-                places.append(place)
-                # `data`: `detach()` would have them share a version counter
-                tensors.append(slot.data)
-        if not places:
+        # `data`: `detach()` would have them share a version counter
+        tensors = [slot.data for slot in slots if isinstance(slot, Tensor) and slot.requires_grad]
+        if not tensors:
             raise ProtocolError("gradients were announced for a message without tensors that require grad")
-        record = RecvRecord(message_id, peer.id, len(places))
+        record = RecvRecord(message_id, peer.id, len(tensors))
         if _is_grad_enabled():
             attached = attach_recv(tensors, record)
         else:
             with torch.enable_grad():
                 attached = attach_recv(tensors, record)
-        for place, tensor in zip(places, attached, strict=True):
-            slots[place] = tensor
         context.recvs[message_id] = attached[0].grad_fn
+        if len(attached) == len(slots):
+            slots[:] = attached
+            return
+        remaining = iter(attached)
+        for place, slot in enumerate(slots):
+            if isinstance(slot, Tensor) and slot.requires_grad:
+                slots[place] = next(remaining)
 
 
 def _checked(meta: Any) -> tuple[int, int]:
-    if not (isinstance(meta, list) and len(meta) == 2 and isinstance(meta[0], int) and isinstance(meta[1], int)):
+    if meta.__class__ is not bytes or len(meta) != _IDS_BYTES:
         raise ProtocolError("malformed ids of an autograd context")
-    return meta[0], meta[1]
+    ids: tuple[int, int] = _unpack_ids(meta)
+    return ids

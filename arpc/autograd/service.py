@@ -16,15 +16,18 @@ from arpc.agent.functions import Prompt
 from arpc.agent.observers import Kind
 from arpc.agent.scope import current_scope
 from arpc.agent.threads import ThreadPool
-from arpc.autograd.context import AutogradContext, Container
+from arpc.autograd.at_once import run_at_once
+from arpc.autograd.brief import BriefPass
+from arpc.autograd.context import AutogradContext, Container, Send
 from arpc.autograd.fallback import choose_engine
 from arpc.autograd.heeded import is_heeded
 from arpc.autograd.lifetime import Lifetimes
 from arpc.autograd.pace import Pace
-from arpc.autograd.passes import BackwardPass, Threads
+from arpc.autograd.passes import BackwardPass, Sender, Threads
 from arpc.autograd.protocol import NOTHING_LIVE, ONLY_TENSORS, PackedParcel, Parcel, pack_parcel, unpack_parcel
 from arpc.autograd.recording import Recorder
 from arpc.autograd.roots import checked_roots
+from arpc.autograd.survey import Expectation
 from arpc.errors import AutogradError, RpcTimeoutError, WorkerLostError
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
@@ -60,6 +63,8 @@ class AutogradService:
         self.is_heeded: Callable[[Any, Any], bool] = is_heeded
         """Of a leaf, and its node: whether torch is to accumulate its gradients, with all hooks. See `heeded`."""
         self.passes_begun = 0
+        self._expected_of_roots = Expectation()
+        self._expected_of_others = Expectation()
         self._agent: Agent
         self._options = options
         self._rrefs = rrefs
@@ -133,16 +138,32 @@ class AutogradService:
         timeout: float | Unset,
         threads: Threads | None = None,
     ) -> None:
-        started = self._start(
-            self.container.find(context_id),
+        context = self.container.find(context_id)
+        deadline, usual_timeout_s = self._deadline(timeout)
+        checked = checked_roots(roots)
+        self._note_begin(context)
+        make = partial(
+            self._make_pass,
+            context,
             pass_id,
             retain_graph=retain_graph,
-            deadline=self._deadline(timeout),
+            deadline=deadline,
             parent=None,
-            roots=checked_roots(roots),
             threads=threads,
         )
-        started.start()
+        brief = BriefPass(
+            self,
+            context,
+            pass_id,
+            retain_graph=retain_graph,
+            deadline=deadline,
+            usual_timeout_s=usual_timeout_s,
+            unfold=make,
+        )
+        started: BackwardPass | BriefPass = brief
+        if self._agent.observers.installed or not brief.try_to_start(checked, self.is_heeded, self._expected_of_roots):
+            started = full = make(roots=checked)
+            full.start()
         try:
             await started.wait()
         except BaseException as error:
@@ -162,7 +183,7 @@ class AutogradService:
         threads: Threads | None = None,
     ) -> None:
         """Run a pass from the value of an RRef, on its owner. ``threads`` is that of `backward`, for an own value."""
-        deadline = self._deadline(timeout)
+        deadline, _ = self._deadline(timeout)
         if rref.is_owner():
             try:
                 async with asyncio.timeout_at(deadline):
@@ -204,21 +225,32 @@ class AutogradService:
         else:
             await self._backward(context_id, pass_id, [value], retain_graph, timeout, threads)
 
-    def _deadline(self, timeout: float | Unset) -> float | None:
+    def _deadline(self, timeout: float | Unset) -> tuple[float | None, float | None]:
+        """When a pass has to be over; and its timeout, if that is all there is to it."""
         timeout_s = self._options.rpc_timeout if isinstance(timeout, Unset) else timeout
         if not timeout_s >= 0:
             raise ValueError(f"a timeout is 0 (none) or more seconds, not {timeout!r}")
         scope = current_scope.get()
         inherited = scope.deadline if scope is not None else None
-        if not timeout_s:
-            return inherited
-        own = self._agent.loop.time() + timeout_s
-        return own if inherited is None else min(own, inherited)
+        own = self._agent.loop.time() + timeout_s if timeout_s else None
+        if inherited is None:
+            return own, timeout_s
+        return inherited if own is None else min(own, inherited), None
 
-    def _start(
+    def _note_begin(self, context: AutogradContext) -> None:
+        """A pass is to begin here. Raises `AutogradError` if another one of the context is under way."""
+        if context.active_pass is not None:
+            raise AutogradError(
+                f"a backward pass of autograd context {context.id} is under way already, on worker "
+                f"{self.info.name!r}: await it before the next one, or use a context for each"
+            )
+        self.passes_begun += 1
+
+    def _make_pass(
         self,
         context: AutogradContext,
         pass_id: int,
+        sends: Mapping[int, Send] | None = None,
         *,
         retain_graph: bool,
         deadline: float | None,
@@ -226,13 +258,7 @@ class AutogradService:
         roots: Sequence[Tensor] = (),
         threads: Threads | None = None,
     ) -> BackwardPass:
-        if context.active_pass is not None:
-            raise AutogradError(
-                f"a backward pass of autograd context {context.id} is under way already, on worker "
-                f"{self.info.name!r}: await it before the next one, or use a context for each"
-            )
-        self.passes_begun += 1
-        begun = BackwardPass(
+        made = BackwardPass(
             self,
             context,
             pass_id,
@@ -242,24 +268,27 @@ class AutogradService:
             parent=parent,
             roots=roots,
             threads=threads,
+            sends=sends,
         )
-        begun.activity = self._agent.observers.begin_activity("backward", Kind.BACKWARD)
-        return begun
+        made.activity = self._agent.observers.begin_activity("backward", Kind.BACKWARD)
+        return made
 
     # -- for passes
 
-    def send(self, backward_pass: BackwardPass, to: int, parcel: Parcel) -> asyncio.Future[Any]:
+    def send(self, backward_pass: Sender, to: int, parcel: Parcel) -> asyncio.Future[Any]:
         """Send a parcel; the future has the parcel that comes with the answer."""
-        timeout_s = 0.0
-        if backward_pass.deadline is not None:
-            timeout_s = max(0.001, backward_pass.deadline - self._agent.loop.time())
         started = backward_pass
         packed = pack_parcel(parcel, started.context.id, started.id, int(started.retain_graph))
-        return self.lifetimes.send_tensors(AutogradGradients, to, packed, timeout_s)
+        usual_s = started.usual_timeout_s
+        if usual_s is not None:
+            return self.lifetimes.send_tensors(AutogradGradients, to, packed, usual_s, is_usual=True)
+        deadline = started.deadline
+        timeout_s = 0.0 if deadline is None else max(0.001, deadline - self._agent.loop.time())
+        return self.lifetimes.send_tensors(AutogradGradients, to, packed, timeout_s, is_usual=False)
 
     def abort(self, context: AutogradContext, pass_id: int, but: int | None = None) -> asyncio.Future[Any] | None:
         """Tell all who know a context that a pass has failed; the future is done when they have heard."""
-        context.aborts_told.add(pass_id)
+        context.aborts_told |= {pass_id}
         told = [
             self.lifetimes.notify(AutogradAbort, to, (context.id, pass_id), _ABORT_S)
             for to in context.known_workers
@@ -280,7 +309,7 @@ class AutogradService:
         if context is None:
             if parcel.gradients:
                 self.container.find(context_id)
-            return pack_parcel(NOTHING_LIVE)  # what was sent to here has not come, or nobody wants it any more
+            return self._packed(NOTHING_LIVE)  # what was sent to here has not come, or nobody wants it any more
         if pass_id in context.aborted_passes:
             raise AutogradError(f"the backward pass {pass_id} of autograd context {context_id} has failed")
         active: BackwardPass | None = context.active_pass
@@ -288,12 +317,27 @@ class AutogradService:
             riding = active.receive(caller, parcel, is_engaging=False)
             if active.failure is not None:
                 raise fresh(active.failure)  # the parent is told as well
-            return None if riding is None else pack_parcel(riding)
+            return None if riding is None else self._packed(riding)
         if active is None and pass_id == context.last_pass:
-            return pack_parcel(NOTHING_LIVE)  # all that was live has been answered for
-        engaged = self._start(context, pass_id, retain_graph=bool(retain_graph), deadline=deadline, parent=caller)
+            return self._packed(NOTHING_LIVE)  # all that was live has been answered for
+        self._note_begin(context)
+        if not self._agent.observers.installed:
+            answer = run_at_once(
+                context,
+                pass_id,
+                caller,
+                parcel,
+                retain_graph=bool(retain_graph),
+                worker=self.info,
+                pace=self.pace,
+                is_heeded=self.is_heeded,
+                expectation=self._expected_of_others,
+            )
+            if answer is not None:
+                return self._packed(answer)
+        engaged = self._make_pass(context, pass_id, retain_graph=bool(retain_graph), deadline=deadline, parent=caller)
         engaged.receive(caller, parcel, is_engaging=True)
-        return _answer_of(engaged) if engaged.is_over else self._wait_for_answer(engaged, caller)
+        return self._answer_of(engaged) if engaged.is_over else self._wait_for_answer(engaged, caller)
 
     async def _wait_for_answer(self, engaged: BackwardPass, caller: int) -> Packed | PackedParcel | None:
         try:
@@ -301,7 +345,23 @@ class AutogradService:
         except asyncio.CancelledError:
             engaged.fail(AutogradError(f"backward pass {engaged.id} was cancelled by worker {self.name_of(caller)!r}"))
             raise
-        return _answer_of(engaged)
+        return self._answer_of(engaged)
+
+    def _answer_of(self, ended: BackwardPass) -> Packed | PackedParcel | None:
+        """What the worker that engaged this one is told at the end. Raises why the pass failed."""
+        ended.raise_failure()
+        return None if ended.answer is None else self._packed(ended.answer)
+
+    def _packed(self, parcel: Parcel) -> Packed | PackedParcel:
+        """A parcel that goes with an answer."""
+        packed = pack_parcel(parcel)
+        head, *tensors = packed
+        payload = self._agent.codec.parcel(head, tensors, is_call=False)
+        if payload is not None:
+            return Packed(payload, [])
+        if not ONLY_TENSORS.issuperset(map(type, tensors)):
+            return packed
+        return Packed(*dumps_flat(head, tensors, is_call=False))
 
     async def _on_backward(
         self, rref: int, is_created: bool, context_id: int, pass_id: int, retain_graph: bool
@@ -350,18 +410,6 @@ class AutogradService:
             "sends": sum(len(context.sends) for context in contexts),
             "recvs": sum(len(context.recvs) for context in contexts),
         }
-
-
-def _answer_of(ended: BackwardPass) -> Packed | PackedParcel | None:
-    """What the worker that engaged this one is told at the end. Raises why the pass failed."""
-    ended.raise_failure()
-    if ended.answer is None:
-        return None
-    packed = pack_parcel(ended.answer)
-    head, *tensors = packed
-    if not ONLY_TENSORS.issuperset(map(type, tensors)):
-        return packed
-    return Packed(*dumps_flat(head, tensors, is_call=False))
 
 
 def _caller() -> tuple[int, float | None]:

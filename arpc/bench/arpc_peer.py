@@ -15,22 +15,22 @@ from typing import cast
 
 import arpc
 from arpc.bench import memory, payloads
-from arpc.bench.asyncio_caller import AsyncioCaller, Call, bulk_figures, latency_figures, start_memory_watch
+from arpc.bench.arpc_gradients import ArpcGradients
+from arpc.bench.asyncio_caller import Call, bulk_figures, latency_figures, start_memory_watch
 from arpc.bench.crowd import crowd
 from arpc.bench.functions import FUNCTIONS, Flavour, big, chained_async, nap, new_tensor_async
 from arpc.bench.overload import Attempt, open_loop
-from arpc.bench.systems import BULK_MINIMUM_CALLS, WARM_UP_SHARE, Measurement
+from arpc.bench.systems import BULK_MINIMUM_CALLS, CALLEE, WARM_UP_SHARE, Measurement, callee_name
 from arpc.runtime import current
 
 __all__ = ["Arpc", "system"]
 
-CALLEE = "callee"
 # A result is freed after the next was asked for: two blocks of memory take turns, and each end has to touch both
 FETCHES_UNTIL_WARM = 5
 PROFILING_TURNS = 40
 
 
-class ArpcCaller(AsyncioCaller):
+class ArpcCaller(ArpcGradients):
     """The measurements, with arpc's calls."""
 
     def prepare(self, function: str, flavour: str, payload: str) -> Call:
@@ -223,11 +223,6 @@ def start_worker(
         init_method=f"file://{place}/rendezvous",
         options=arpc.RpcOptions(listen=(listen,), max_calls_in_flight=max_calls_in_flight),
     )
-
-
-def callee_name(peer: int) -> str:
-    """The worker that is called `peer`-th."""
-    return CALLEE if peer == 0 else f"{CALLEE}{peer}"
 
 
 def _run_member(stay: Callable[[], None], listen: str, peers: int, peer: int, place: Path) -> None:

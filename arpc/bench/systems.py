@@ -16,6 +16,8 @@ from typing import Final, Protocol, cast
 
 __all__ = [
     "BULK_MINIMUM_CALLS",
+    "CALLEE",
+    "GRADIENTS_GROUP",
     "GROUP_SIZES",
     "PEERS",
     "REGISTRY",
@@ -28,6 +30,7 @@ __all__ = [
     "Measurement",
     "System",
     "bulk_warm_up_calls",
+    "callee_name",
     "load",
 ]
 
@@ -45,6 +48,12 @@ TORCH_THREADS_TRIED: Final = (2, 3, 4)
 GROUP_SIZES: Final = (2, 4, 8, 16, 32, 64)
 TORCH_GROUP_SIZES: Final = (2, 4, 8)
 """Each of its idle processes spins on a CPU: with more of them it would be the scheduler that is measured."""
+
+
+GRADIENTS_GROUP: Final = 9
+"""Workers of the group in which gradients go from one to eight and back."""
+
+CALLEE: Final = "callee"
 
 
 class Caller(Protocol):
@@ -107,7 +116,7 @@ _TORCH: Final = partial(Configuration, module="arpc.bench.torch_rpc", requires=(
 
 
 def _groups() -> Iterator[tuple[str, Configuration]]:
-    for workers in GROUP_SIZES:
+    for workers in (*GROUP_SIZES, GRADIENTS_GROUP):
         settings: dict[str, object] = {"peers": workers - 1}
         about = f"a group of {workers} workers"
         yield (
@@ -118,7 +127,7 @@ def _groups() -> Iterator[tuple[str, Configuration]]:
             f"floor-group-{workers}",
             _FLOOR(about=f"the floor, {about}", settings=settings | {"transport": "unix"}, transient=True),
         )
-        if workers in TORCH_GROUP_SIZES:
+        if workers in {*TORCH_GROUP_SIZES, GRADIENTS_GROUP}:
             yield (
                 f"torch-group-{workers}",
                 _TORCH(about=f"torch, {about}", settings=settings | {"threads": TORCH_THREADS}, transient=True),
@@ -211,6 +220,11 @@ REGISTRY: Final[Mapping[str, Configuration]] = {
 def bulk_warm_up_calls(size_bytes: int) -> int:
     """How many large transfers go before those that count. Of the largest, which take their time, one is enough."""
     return 2 if size_bytes <= 100_000_000 else 1
+
+
+def callee_name(peer: int) -> str:
+    """The worker that is called `peer`-th, where there are several."""
+    return CALLEE if peer == 0 else f"{CALLEE}{peer}"
 
 
 def load(name: str) -> System:

@@ -22,21 +22,19 @@ from arpc.bench.asyncio_caller import bulk_figures, latency_figures, start_memor
 from arpc.bench.blocking_caller import (
     MINIMUM_WARM_UP_S,
     BlockingCall,
-    BlockingCaller,
     StartedCall,
     one_by_one,
     window,
 )
 from arpc.bench.crowd import crowd
 from arpc.bench.functions import FUNCTIONS, big, new_tensor, noop
-from arpc.bench.systems import BULK_MINIMUM_CALLS, WARM_UP_SHARE, Measurement
+from arpc.bench.systems import BULK_MINIMUM_CALLS, CALLEE, WARM_UP_SHARE, Measurement, callee_name
+from arpc.bench.torch_gradients import TorchGradients
 
 __all__ = ["TorchRpc", "system"]
 
-CALLEE = "callee"
 
-
-class TorchCaller(BlockingCaller):
+class TorchCaller(TorchGradients):
     """The measurements with torch's calls."""
 
     def prepare(self, function: str, payload: str) -> BlockingCall:
@@ -172,11 +170,6 @@ def start_worker(name: str, rank: int, place: Path, peers: int, settings: dict[s
         warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
         init_rpc = cast("Callable[..., None]", rpc.init_rpc)  # torch has no type for it
         init_rpc(name, rank=rank, world_size=1 + peers, rpc_backend_options=options)
-
-
-def callee_name(peer: int) -> str:
-    """The worker that is called `peer`-th."""
-    return CALLEE if peer == 0 else f"{CALLEE}{peer}"
 
 
 def _run_member(stay: Callable[[], None], settings: dict[str, Any], peers: int, peer: int, place: Path) -> None:

@@ -17,11 +17,13 @@ from torch import Tensor
 
 from arpc.errors import RRefError, SerializationError, WorkerLostError
 from arpc.ids import WorkerInfo
+from arpc.wire.handful import MAX_TENSORS
 from arpc.wire.reducing import HOLE, HolePickler, Parcel, Reducer, importable_name
 from arpc.wire.tensors import Slot
 
 __all__ = [
     "JUST_A_TENSOR",
+    "JUST_TENSORS",
     "ONE_TENSOR",
     "SCALARS",
     "Parcel",
@@ -47,8 +49,11 @@ _dump = pickle.Pickler.dump  # cloudpickle's own only explains recursion errors
 _dumps = pickle.dumps
 JUST_A_TENSOR: Final = pickle.dumps(HOLE, protocol=5, buffer_callback=not_)
 """The pickle of a result that is a tensor. Always this very object, by which such a message is known."""
-ONE_TENSOR: Final = pickle.dumps((HOLE,), protocol=5, buffer_callback=not_)
-"""The same for the arguments of a call."""
+JUST_TENSORS: Final = tuple(
+    pickle.dumps((HOLE,) * count, protocol=5, buffer_callback=not_) for count in range(MAX_TENSORS + 1)
+)
+"""The same for the arguments of a call that are just so many tensors."""
+ONE_TENSOR: Final = JUST_TENSORS[1]
 
 
 class Pickler:
@@ -120,8 +125,11 @@ class Pickler:
         if not kwargs:
             if len(args) == 1 and type(args[0]) is Tensor:
                 return ONE_TENSOR, [args[0]]
-            if SCALARS.issuperset(map(type, args)):
+            kinds = set(map(type, args))
+            if kinds <= SCALARS:
                 return _dumps(args, protocol=5), []
+            if kinds == _ONLY_TENSORS and len(set(map(id, args))) == len(args) <= MAX_TENSORS:
+                return JUST_TENSORS[len(args)], list(args)
         try:
             return self._dumps_plain((args, kwargs) if kwargs else args, main_by_value=main_by_value, to=to)
         except (RRefError, WorkerLostError):

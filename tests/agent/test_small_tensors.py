@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import arpc
 from arpc.options import RpcOptions
 from arpc.testing import cluster
 from arpc.transport.stream import TcpTransport
@@ -53,3 +54,54 @@ async def test_a_thousand_small_tensors_are_one_message_with_one_write(as_dict: 
         for transport in counted:
             (size,) = transport.writes
             assert 64_000 < size < 100_000
+
+
+@arpc.export
+async def take(*values: Any, **more: Any) -> Any:
+    return values, more
+
+
+@arpc.export
+def take_in_thread(*values: Any, **more: Any) -> Any:
+    return values, more
+
+
+@arpc.export
+@arpc.inline
+def take_inline(*values: Any, **more: Any) -> Any:
+    return values, more
+
+
+WHOLE = torch.arange(6.0)
+FEW: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "two": ((torch.ones(2), torch.zeros(3, 1)), {}),
+    "the same twice": ((WHOLE, WHOLE), {}),
+    "parts of one": ((WHOLE[:3], WHOLE[3:]), {}),
+    "with a number": ((torch.ones(2), 3), {}),
+    "in containers": (({"a": [torch.ones(2), None]}, torch.ones(1)), {}),
+    "by name": ((torch.ones(2),), {"b": torch.ones(3)}),
+    "none": ((), {"b": 1}),
+    "one too many": (tuple(torch.ones(2) for _ in range(9)), {}),
+    "one that is large": ((torch.ones(2), torch.ones(100_000)), {}),
+    "one that is not plain": ((torch.ones(2), torch.eye(2).to_sparse()), {}),
+}
+
+
+@pytest.mark.parametrize("allow", [None, "exported"], ids=["free", "allow-list"])
+@pytest.mark.parametrize("function", [take, take_in_thread, take_inline], ids=lambda function: function.__name__)
+async def test_a_few_of_them_arrive_whatever_is_around_them(function: Any, allow: Any):
+    async with cluster(2, options=RpcOptions(gc_freeze=False, allow=allow)) as group:
+        for args, kwargs in FEW.values():
+            for _ in range(2):
+                values, more = await group[0].rpc_sync("worker1", function, args, kwargs)
+                assert len(values) == len(args)
+                for found, sent in zip([*values, *more.values()], [*args, *kwargs.values()], strict=True):
+                    torch.testing.assert_close(found, sent)
+
+
+async def test_what_has_memory_in_common_has_it_again():
+    async with cluster(2, options=RpcOptions(gc_freeze=False)) as group:
+        (first, second), _ = await group[0].rpc_sync("worker1", take, (WHOLE, WHOLE))
+        assert first is second
+        (low, high), _ = await group[0].rpc_sync("worker1", take, (WHOLE[:3], WHOLE[3:]))
+        assert low.untyped_storage().data_ptr() == high.untyped_storage().data_ptr()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 
 import pytest
 import torch
@@ -145,5 +146,13 @@ def test_malformed_ids_are_a_protocol_error(meta):
 async def test_recorded_without_tensors_is_a_protocol_error():
     recorder = Recorder(Container(0))
     with pytest.raises(ProtocolError):
-        recorder.request_received(WorkerInfo("peer", 1), [1 << 48, 7], [torch.ones(1)])
+        recorder.request_received(WorkerInfo("peer", 1), struct.pack("<QQ", 1 << 48, 7), [torch.ones(1)])
     assert current_context_id.get() == 1 << 48
+
+
+@pytest.mark.parametrize("meta", [b"", b"12345678", [1 << 48, 7], 7, None], ids=repr)
+async def test_ids_that_are_none_are_a_protocol_error(meta):
+    recorder = Recorder(Container(0))
+    with pytest.raises(ProtocolError):
+        recorder.request_received(WorkerInfo("peer", 1), meta, [torch.ones(1, requires_grad=True)])
+    assert current_context_id.get() is None

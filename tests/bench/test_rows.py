@@ -48,8 +48,7 @@ def test_the_cells_of_a_row_are_measured_in_one_session() -> None:
 def test_every_target_has_a_row_with_what_it_is_compared_with() -> None:
     rows = {row.key: row for row in ROWS}
     for target in TARGETS:
-        if target.row is not None:
-            assert target.against == "itself" or target.against in rows[target.row].cells, target
+        assert target.against == "itself" or target.against in rows[target.row].cells, target
 
 
 def test_every_point_is_on_a_curve_and_every_curve_has_points() -> None:

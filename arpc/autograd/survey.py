@@ -1,0 +1,145 @@
+"""A small graph that runs in one piece: looked at with no more care than that takes, and run by one call of the engine.
+
+Where all gradients that enter a graph are there at once, it matters to nobody which of them reach which nodes. There
+are no regions then, and nothing to plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from arpc.autograd.accumulation import LeafGradients
+from arpc.autograd.engine import call_engine, compact
+from arpc.autograd.graph import Edge
+from arpc.autograd.nodes import ANCHOR, RecvNode, RecvRecord
+from arpc.autograd.pace import SHORT_NODES, Pace
+
+__all__ = ["Expectation", "Survey", "are_plain_leaves", "survey"]
+
+_recv_class: Any = RecvNode
+_is_anomaly_enabled = torch._C.is_anomaly_enabled  # what `torch.is_anomaly_enabled` calls
+IsHeeded = Callable[[Any, Any], bool]
+_PASSED_OVER: Final = 15
+
+
+class Expectation:
+    """Whether graphs are likely to be small. They come again, step after step: what one was, the next will be.
+
+    To look at a part of a large one in vain takes as long as some of its nodes take to run.
+    """
+
+    __slots__ = ("_to_pass_over",)
+
+    def __init__(self) -> None:
+        self._to_pass_over = 0
+
+    @property
+    def is_good(self) -> bool:
+        """Whether to look at the next one. Asked once for each."""
+        if self._to_pass_over:
+            self._to_pass_over -= 1
+            return False
+        return True
+
+    def disappointed(self) -> None:
+        """It was large. Some are passed over now."""
+        self._to_pass_over = _PASSED_OVER
+
+
+class Survey:
+    """All that there is to know of a small graph. Its nodes are for a `Pace`, as those of a plan are."""
+
+    __slots__ = ("count", "delivered", "leaves", "nodes", "records", "retain_graph")
+
+    def __init__(
+        self, nodes: dict[Any, None], leaves: list[Tensor], records: list[RecvRecord], *, retain_graph: bool
+    ) -> None:
+        self.nodes = nodes
+        self.count = len(nodes)
+        self.leaves = leaves
+        """Tensors that get gradients here."""
+        self.records = records
+        """Messages whose tensors do."""
+        self.retain_graph = retain_graph
+        self.delivered: dict[int, list[tuple[int, Sequence[Tensor | None]]]] = {}
+        """What leaves this worker once it has run: by the worker that it goes to, the gradients for its messages."""
+
+    def try_to_run(
+        self, edges: Sequence[Edge], gradients: Sequence[Tensor], pace: Pace, leaf_gradients: LeafGradients
+    ) -> bool:
+        """Run it with gradients that enter at edges; False, and nothing has happened, if that would take too long."""
+        elements = 0
+        for gradient in gradients:
+            elements += gradient.numel()
+        for leaf in self.leaves:
+            elements += leaf.numel()
+        for record in self.records:
+            record.deliver = self._deliver
+        try:
+            return pace.try_to_run(partial(self._run, edges, gradients, leaf_gradients), self, elements)
+        finally:
+            for record in self.records:
+                record.deliver = None
+
+    def _run(self, edges: Sequence[Edge], gradients: Sequence[Tensor], leaf_gradients: LeafGradients) -> None:
+        leaves = self.leaves
+        inputs = (ANCHOR, *leaves)
+        results = call_engine(edges, gradients, inputs, retain_graph=self.retain_graph)
+        if leaves:
+            for leaf, gradient in zip(inputs, results, strict=True):
+                if gradient is not None:
+                    leaf_gradients.add(leaf, gradient)
+
+    def _deliver(self, record: RecvRecord, gradients: tuple[Tensor | None, ...]) -> None:
+        record.is_spent = not self.retain_graph
+        item = record.message_id, [compact(gradient) for gradient in gradients]
+        if record.sender in self.delivered:
+            self.delivered[record.sender].append(item)
+        else:
+            self.delivered[record.sender] = [item]
+
+
+def survey(
+    edges: Iterable[Edge], is_heeded: IsHeeded, expectation: Expectation, *, retain_graph: bool
+) -> Survey | None:
+    """Look at all nodes that edges lead to; None if there are many, or there is something special about one of them."""
+    if _is_anomaly_enabled() or not expectation.is_good:
+        return None
+    nodes: dict[Any, None] = {}
+    leaves: list[Tensor] = []
+    records: list[RecvRecord] = []
+    stack: list[Any] = [node for node, _ in edges]
+    while stack:
+        node = stack.pop()
+        if node is None or node in nodes:
+            continue
+        nodes[node] = None
+        if node.__class__ is _recv_class:
+            if node.record.is_spent:
+                return None
+            records.append(node.record)
+        elif further := node.next_functions:
+            for child, _ in further:
+                stack.append(child)
+            if len(nodes) > SHORT_NODES:
+                expectation.disappointed()
+                return None
+        elif (leaf := getattr(node, "variable", None)) is not None:
+            if is_heeded(node, leaf):
+                return None
+            leaves.append(leaf)
+    return Survey(nodes, leaves, records, retain_graph=retain_graph)
+
+
+def are_plain_leaves(edges: Iterable[Edge], is_heeded: IsHeeded) -> bool:
+    """Whether gradients that come in here are for leaves without hooks and nothing else: nothing needs to run then."""
+    for node, _ in edges:
+        leaf = None if node.next_functions else getattr(node, "variable", None)
+        if leaf is None or leaf._backward_hooks or is_heeded(node, leaf):  # noqa: SLF001 - torch has no other way to ask
+            return False
+    return True

@@ -1,0 +1,91 @@
+"""Distributed autograd with arpc: one step after another, forward, backward and the end of the context."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from typing import cast
+
+from torch import Tensor
+
+import arpc
+from arpc.bench.asyncio_caller import AsyncioCaller, latency_figures
+from arpc.bench.gradients import CONTEXTS, FAN_OUT, deepen, leaves, mul_async, pass_on_async, timed_engine
+from arpc.bench.systems import WARM_UP_SHARE, Measurement, callee_name
+
+__all__ = ["ArpcGradients"]
+
+_LEAST_PASSES = 5
+
+
+class ArpcGradients(AsyncioCaller):
+    """The measurements of autograd."""
+
+    async def autograd_op(self, *, budget_s: float) -> Measurement:
+        """One operation on another worker, and back: ``p50_us``."""
+        x, y = leaves()
+
+        async def step() -> None:
+            await _one_op(x, y)
+
+        await self._one_by_one(step, budget_s * WARM_UP_SHARE)
+        return latency_figures(await self._one_by_one(step, budget_s))
+
+    async def autograd_contexts(self, *, budget_s: float) -> Measurement:
+        """The same in several contexts at once."""
+        x, y = leaves()
+
+        async def step() -> None:
+            await asyncio.gather(*(_one_op(x, y) for _ in range(CONTEXTS)))
+
+        await self._one_by_one(step, budget_s * WARM_UP_SHARE)
+        return latency_figures(await self._one_by_one(step, budget_s))
+
+    async def autograd_group(self, *, budget_s: float) -> Measurement:
+        """Over more workers: ``chain_us`` of one that calls another, ``fan_out_us`` of many that are called at once."""
+        x, y = leaves()
+
+        async def chain() -> None:
+            async with arpc.autograd.context() as ctx_id:
+                result = await arpc.rpc_sync(callee_name(0), pass_on_async, (x, callee_name(1)))
+                await arpc.autograd.backward(ctx_id, [result.sum()])
+                assert len(arpc.autograd.get_gradients(ctx_id)) == 1
+
+        async def fan_out() -> None:
+            async with arpc.autograd.context() as ctx_id:
+                calls = [arpc.rpc_async(callee_name(peer), mul_async, (x, y)) for peer in range(FAN_OUT)]
+                results = [await call for call in calls]
+                await arpc.autograd.backward(ctx_id, [cast("Tensor", sum(results)).sum()])
+                assert len(arpc.autograd.get_gradients(ctx_id)) == 2
+
+        figures: Measurement = {}
+        for name, step in (("chain_us", chain), ("fan_out_us", fan_out)):
+            await self._one_by_one(step, budget_s * WARM_UP_SHARE)
+            figures[name] = latency_figures(await self._one_by_one(step, budget_s))["p50_us"]
+        return figures
+
+    async def autograd_outside(self, *, nodes: int, budget_s: float) -> Measurement:
+        """A pass over so many nodes of this worker: ``share`` of its time of the CPU that torch's engine does not take.
+
+        Of the CPU: a thread may have to wait for its turn, but not for long where little else goes on.
+        """
+        x, _ = leaves()
+        shares: list[float] = []
+        end = time.perf_counter() + budget_s
+        with timed_engine() as clock:
+            while time.perf_counter() < end or len(shares) < _LEAST_PASSES:
+                async with arpc.autograd.context() as ctx_id:
+                    root = deepen(x, nodes).sum()
+                    clock.seconds = 0.0
+                    begun = time.process_time()
+                    await arpc.autograd.backward(ctx_id, [root])
+                    shares.append(1 - clock.seconds / (time.process_time() - begun))
+        return {"share": statistics.median(shares)}
+
+
+async def _one_op(x: Tensor, y: Tensor) -> None:
+    async with arpc.autograd.context() as ctx_id:
+        product = await arpc.rpc_sync(callee_name(0), mul_async, (x, y))
+        await arpc.autograd.backward(ctx_id, [product.sum()])
+        assert len(arpc.autograd.get_gradients(ctx_id)) == 2

@@ -1,0 +1,74 @@
+"""Distributed autograd with torch: the same steps. They block, so contexts at the same time take threads."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+from torch import Tensor
+from torch.distributed import autograd as untyped_autograd
+from torch.distributed import rpc
+
+from arpc.bench.asyncio_caller import latency_figures
+from arpc.bench.blocking_caller import MINIMUM_WARM_UP_S, BlockingCall, BlockingCaller, one_by_one
+from arpc.bench.gradients import CONTEXTS, FAN_OUT, leaves, mul
+from arpc.bench.systems import WARM_UP_SHARE, Measurement, callee_name
+
+__all__ = ["TorchGradients"]
+
+autograd = cast("Any", untyped_autograd)  # torch has no types for it
+
+
+class TorchGradients(BlockingCaller):
+    """The measurements of autograd."""
+
+    async def autograd_op(self, *, budget_s: float) -> Measurement:
+        x, y = leaves()
+        return latency_figures(_measured(lambda: _one_op(x, y), budget_s))
+
+    async def autograd_contexts(self, *, budget_s: float) -> Measurement:
+        x, y = leaves()
+        with ThreadPoolExecutor(CONTEXTS) as threads:
+
+            def step() -> None:
+                for done in [threads.submit(_one_op, x, y) for _ in range(CONTEXTS)]:
+                    done.result()
+
+            return latency_figures(_measured(step, budget_s))
+
+    async def autograd_group(self, *, budget_s: float) -> Measurement:
+        x, y = leaves()
+
+        def chain() -> None:
+            with autograd.context() as ctx_id:
+                result = rpc.rpc_sync(callee_name(0), _pass_on, (x, callee_name(1)))
+                autograd.backward(ctx_id, [result.sum()])
+                assert len(autograd.get_gradients(ctx_id)) == 1
+
+        def fan_out() -> None:
+            with autograd.context() as ctx_id:
+                calls = [rpc.rpc_async(callee_name(peer), mul, (x, y)) for peer in range(FAN_OUT)]
+                results = [call.wait() for call in calls]
+                autograd.backward(ctx_id, [cast("Tensor", sum(results)).sum()])
+                assert len(autograd.get_gradients(ctx_id)) == 2
+
+        return {
+            name: latency_figures(_measured(step, budget_s))["p50_us"]
+            for name, step in (("chain_us", chain), ("fan_out_us", fan_out))
+        }
+
+
+def _measured(step: BlockingCall, budget_s: float) -> list[float]:
+    one_by_one(step, max(MINIMUM_WARM_UP_S, budget_s * WARM_UP_SHARE))
+    return one_by_one(step, budget_s)
+
+
+def _one_op(x: Tensor, y: Tensor) -> None:
+    with autograd.context() as ctx_id:
+        product = rpc.rpc_sync(callee_name(0), mul, (x, y))
+        autograd.backward(ctx_id, [product.sum()])
+        assert len(autograd.get_gradients(ctx_id)) == 2
+
+
+def _pass_on(x: Tensor, *further: str) -> Tensor:
+    return 2 * cast("Tensor", rpc.rpc_sync(further[0], _pass_on, (x, *further[1:]))) if further else 2 * x

@@ -1,0 +1,325 @@
+"""Passes that need no machinery, where it takes over all the same, and that nobody can tell the difference."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import arpc
+from arpc.autograd import pace, service
+from arpc.autograd.brief import BriefPass
+from arpc.autograd.passes import BackwardPass
+from tests.autograd import functions
+from tests.autograd.test_backward import leaf
+
+weight = torch.full((3,), 2.0, requires_grad=True)
+
+
+@arpc.inline
+def weigh(x):
+    return x * weight
+
+
+@arpc.inline
+def give_weight():
+    return weight
+
+
+async def weigh_by_way_of(x, further):
+    return await arpc.rpc_sync(further, weigh, (x,))
+
+
+async def weigh_with_mine(x, owner):
+    return x * await arpc.rpc_sync(owner, give_weight)
+
+
+def double(tensor: torch.Tensor) -> None:
+    assert tensor.grad is not None
+    tensor.grad.mul_(2)
+
+
+@pytest.fixture(autouse=True)
+def _no_hurry(monkeypatch):
+    """However slow the machine is, what takes next to nothing is not taken for long."""
+    monkeypatch.setattr(pace, "SHORT_S", 60.0)
+
+
+@pytest.fixture
+def full_passes(monkeypatch) -> list[BackwardPass]:
+    """The passes that took all the machinery."""
+    made: list[BackwardPass] = []
+
+    class Counted(BackwardPass):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(service, "BackwardPass", Counted)
+    return made
+
+
+async def test_a_call_and_back_takes_no_machinery(group, full_passes):
+    x = leaf()
+    for _ in range(2):
+        async with arpc.autograd.context() as ctx_id:
+            y = await arpc.rpc_sync("worker1", weigh, (x,))
+            await arpc.autograd.backward(ctx_id, [y.sum()])
+            assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [2.0] * 3
+            assert group[1].autograd.gradients(ctx_id)[weight].tolist() == x.tolist()
+    assert full_passes == []
+    assert [worker.statistics()["autograd"]["passes_begun"] for worker in group[:2]] == [2, 2]
+
+
+async def test_nor_do_several_workers_and_results_that_nobody_uses(group, full_passes):
+    x, unused = leaf(), leaf()
+    async with arpc.autograd.context() as ctx_id:
+        first, second, _ = await asyncio.gather(
+            arpc.rpc_sync("worker1", weigh, (x,)),
+            arpc.rpc_sync("worker2", weigh, (x,)),
+            arpc.rpc_sync("worker2", weigh, (unused,)),
+        )
+        await arpc.autograd.backward(ctx_id, [(first * 3 + second).sum()])
+        gradients = arpc.autograd.get_gradients(ctx_id)
+        assert gradients[x].tolist() == [8.0] * 3
+        assert unused not in gradients
+    assert full_passes == []
+
+
+async def test_nor_does_a_pass_that_stays_here(group, full_passes):
+    x = leaf()
+    async with arpc.autograd.context() as ctx_id:
+        await arpc.autograd.backward(ctx_id, [(x * x).sum()])
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == (2 * x).tolist()
+    assert full_passes == []
+
+
+async def test_a_second_pass_adds_to_the_first_and_the_graph_is_freed_with_it(group, full_passes):
+    x = leaf()
+    async with arpc.autograd.context() as ctx_id:
+        y = (await arpc.rpc_sync("worker1", weigh, (x,))).sum()
+        await arpc.autograd.backward(ctx_id, [y], retain_graph=True)
+        await arpc.autograd.backward(ctx_id, [y])
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [4.0] * 3
+        assert full_passes == []
+        with pytest.raises(arpc.AutogradError):
+            await arpc.autograd.backward(ctx_id, [y])
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [4.0] * 3
+
+
+@pytest.mark.parametrize("what", ["hook of a leaf", "hook after accumulation", "node before the call", "too long"])
+async def test_what_is_special_takes_it(group, full_passes, monkeypatch, what):
+    x = leaf()
+    sent, seen = x, []
+    if what == "hook of a leaf":
+        x.register_hook(lambda gradient: seen.append(gradient) or gradient * 2)
+    elif what == "hook after accumulation":
+        x.register_post_accumulate_grad_hook(double)
+    elif what == "node before the call":
+        sent = x * 2
+    else:
+        monkeypatch.setattr(group[0].autograd, "pace", pace.ThreadsOnly())
+        sent = x.clone()
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", weigh, (sent,))
+        await arpc.autograd.backward(ctx_id, [y.sum()])
+        expected = 2.0 if what == "too long" else 4.0
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [expected] * 3
+    assert len(full_passes) == 1
+    assert len(seen) == (what == "hook of a leaf")
+
+
+async def test_another_worker_behind_the_one_that_was_called(group, full_passes):
+    x = leaf()
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", weigh_by_way_of, (x, "worker2"))
+        await arpc.autograd.backward(ctx_id, [y.sum()])
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [2.0] * 3
+        assert group[2].autograd.gradients(ctx_id)[weight].tolist() == x.tolist()
+    assert len(full_passes) == 1  # that of the worker in the middle
+
+
+async def test_gradients_for_what_was_handed_out_on_request(group):
+    x = leaf()
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", weigh_with_mine, (x, "worker0"))
+        await arpc.autograd.backward(ctx_id, [y.sum()])
+        gradients = arpc.autograd.get_gradients(ctx_id)
+        assert gradients[x].tolist() == [2.0] * 3
+        assert gradients[weight].tolist() == x.tolist()
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_one_that_is_cancelled_at_any_moment_leaves_nothing(group, turns):
+    x = leaf()
+    async with arpc.autograd.context() as ctx_id:
+        y = (await arpc.rpc_sync("worker1", weigh, (x,))).sum()
+        task = asyncio.create_task(arpc.autograd.backward(ctx_id, [y], retain_graph=True))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        if task.cancelled():
+            assert not any(worker.autograd.gradients(ctx_id) for worker in group[:2])
+            await arpc.autograd.backward(ctx_id, [y], retain_graph=True)
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [2.0] * 3
+        assert group[1].autograd.gradients(ctx_id)[weight].tolist() == x.tolist()
+
+
+async def test_an_error_of_a_node_here_ends_it(group):
+    x = leaf()
+    async with arpc.autograd.context() as ctx_id:
+        y = functions.Boom.apply(await arpc.rpc_sync("worker1", weigh, (x,)))
+        with pytest.raises(arpc.BackwardError, match="boom") as caught:
+            await arpc.autograd.backward(ctx_id, [y.sum()])
+        assert caught.value.worker == "worker0"
+        assert arpc.autograd.get_gradients(ctx_id) == {}
+
+
+async def test_an_error_of_a_node_there_ends_it(group, full_passes):
+    x = leaf()
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", functions.boom, (x,))
+        with pytest.raises(arpc.BackwardError, match="boom") as caught:
+            await arpc.autograd.backward(ctx_id, [y.sum()])
+        assert caught.value.path == (0, 1)
+        assert not any(worker.autograd.gradients(ctx_id) for worker in group[:2])
+    assert full_passes == []
+
+
+async def test_a_context_that_is_left_during_a_pass_ends_it(group):
+    x = leaf()
+    begun = asyncio.Event()
+
+    async def run() -> None:
+        async with arpc.autograd.context() as ctx_id:
+            y = (await arpc.rpc_sync("worker1", weigh, (x,))).sum()
+            task = asyncio.create_task(arpc.autograd.backward(ctx_id, [y]))
+            await asyncio.sleep(0)
+            begun.set()
+        with pytest.raises(arpc.AutogradError, match="was left while a backward pass"):
+            await task
+
+    await run()
+    assert begun.is_set()
+
+
+# -- the machinery takes over
+
+
+class Postponed:
+    """Holds back what a pass sends, so that a test decides what is answered, and when."""
+
+    def __init__(self, worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent: list[tuple[int, asyncio.Future[Any], Callable[[], asyncio.Future[Any]]]] = []
+        send = worker.autograd.send
+
+        def hold(backward_pass: Any, to: int, parcel: Any) -> asyncio.Future[Any]:
+            future = asyncio.get_running_loop().create_future()
+            self.sent.append((to, future, lambda: send(backward_pass, to, parcel)))
+            return future
+
+        monkeypatch.setattr(worker.autograd, "send", hold)
+
+    async def let_go(self) -> None:
+        """Send it, and hand on the answers."""
+        while self.sent:
+            _, future, send = self.sent.pop(0)
+            future.set_result(await send())
+
+
+@pytest.mark.parametrize("workers", [("worker1",), ("worker1", "worker2")], ids=len)
+async def test_it_goes_on_when_a_parcel_comes_that_is_no_answer(group, monkeypatch, full_passes, workers):
+    x = leaf()
+    postponed = Postponed(group[0], monkeypatch)
+    async with arpc.autograd.context() as ctx_id:
+        results = [await arpc.rpc_sync(worker, weigh, (x,)) for worker in workers]
+        task = asyncio.create_task(arpc.autograd.backward(ctx_id, [sum(results).sum()]))
+        await asyncio.sleep(0)
+        brief = group[0].autograd.container.find(ctx_id).active_pass
+        assert isinstance(brief, BriefPass)
+        # as from one who asks what is still open here
+        answer = brief.receive(1, service.Parcel(asks=True), is_engaging=False)
+        assert answer == ([], True, [], True)  # nothing is; and it is asked the same now
+        assert [made.id for made in full_passes] == [brief.id]
+        assert group[0].autograd.container.find(ctx_id).active_pass is full_passes[0]
+        await postponed.let_go()
+        await task
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [2.0 * len(workers)] * 3
+
+
+async def test_it_goes_on_when_an_answer_leaves_something_open(group, monkeypatch, full_passes):
+    x = leaf()
+    postponed = Postponed(group[0], monkeypatch)
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", weigh, (x,))
+        task = asyncio.create_task(arpc.autograd.backward(ctx_id, [y.sum()]))
+        await asyncio.sleep(0)
+        ((_, future, _),) = postponed.sent
+        context = group[0].autograd.container.find(ctx_id)
+        (message_id,) = context.sends
+        future.set_result(service.pack_parcel(service.Parcel(is_first=True, ids=(message_id,))))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not task.done()
+        (full,) = full_passes
+        full.receive(1, service.Parcel([(message_id, [torch.full((3,), 7.0)])]), is_engaging=False)
+        await task
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [7.0] * 3
+
+
+async def test_it_fails_with_what_has_taken_over(group, monkeypatch, full_passes):
+    x = leaf()
+    postponed = Postponed(group[0], monkeypatch)
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", weigh, (x,))
+        task = asyncio.create_task(arpc.autograd.backward(ctx_id, [y.sum()]))
+        await asyncio.sleep(0)
+        context = group[0].autograd.container.find(ctx_id)
+        context.active_pass.receive(1, service.Parcel(), is_engaging=False)
+        ((_, future, _),) = postponed.sent
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert future.cancelled()
+        assert context.active_pass is None
+        assert context.gradients == {}
+    assert len(full_passes) == 1
+
+
+async def test_an_answer_that_makes_no_sense_ends_it(group, monkeypatch):
+    x = leaf()
+    postponed = Postponed(group[0], monkeypatch)
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", weigh, (x,))
+        task = asyncio.create_task(arpc.autograd.backward(ctx_id, [y.sum()]))
+        await asyncio.sleep(0)
+        ((_, future, _),) = postponed.sent
+        context = group[0].autograd.container.find(ctx_id)
+        (message_id,) = context.sends
+        too_many = [torch.ones(3), torch.ones(3)]
+        future.set_result(service.pack_parcel(service.Parcel([(message_id, too_many)], is_first=True)))
+        with pytest.raises(arpc.BackwardError):
+            await task
+        assert context.active_pass is None
+        assert context.gradients == {}
+
+
+def deep(x: torch.Tensor, nodes: int) -> torch.Tensor:
+    for _ in range(nodes):
+        x = x + 1
+    return x
+
+
+async def test_large_graphs_are_not_looked_at_in_vain_each_time(group, full_passes):
+    x = leaf()
+    for nodes, passes in ((2 * pace.SHORT_NODES, 1), (1, 15), (1, 0), (1, 0)):
+        for _ in range(max(1, passes)):
+            full_passes.clear()
+            async with arpc.autograd.context() as ctx_id:
+                await arpc.autograd.backward(ctx_id, [deep(x, nodes).sum()])
+                assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [1.0] * 3
+            assert len(full_passes) == bool(passes)

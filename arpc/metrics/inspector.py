@@ -135,7 +135,7 @@ class Inspector:
         """What is under way at this moment."""
         agent = self.agent
         return {
-            "in_flight": float(sum(len(peer.calls) for peer in agent.peers)),
+            "in_flight": float(sum(peer.calls_in_flight for peer in agent.peers)),
             "handlers": float(sum(len(link.inbound.running) for link in self._peer_links())),
         }
 
@@ -155,7 +155,7 @@ class Inspector:
                 PeerSnapshot(
                     name=peer.info.name,
                     state=peer.state.name.lower(),
-                    calls_made=peer.calls.made,
+                    calls_made=peer.calls_made,
                     in_flight=in_flight[peer.info.name],
                     waiting=len(peer.backlog),
                     bytes_in_flight=peer.in_flight_bytes,

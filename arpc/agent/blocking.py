@@ -191,7 +191,7 @@ class BlockingCalls:
         work = partial(self._agent.answer, peer.info, message, name_of(function))
         if isinstance(message, Reply) and message.meta_end == message.meta_start and _OURS not in message.body:
             # what is made of a result does not depend on what its caller has switched off
-            return torchstate.call_isolated(work)
+            return torchstate.run_with(torchstate.DEFAULTS, work)
         return self._agent.on_loop(work)
 
     def _give_back(self, lines: Lines, line: Line) -> None:

@@ -91,12 +91,12 @@ class Lines:
         finally:
             self._opening = None
         # the connection may have been lost meanwhile
-        if line is not None and main is not self.main:
-            line.close(_NOBODY)
-        elif line is not None:
+        if line is not None and main is self.main:
             self._all.add(line)
             self.free.append(line)
-            self.is_asked_for = False
+        elif line is not None:
+            line.close(_NOBODY)
+        self.is_asked_for = line is None  # then not again for a while
         self._arm(_RETRY_S)
 
     def _arm(self, seconds: float) -> None:

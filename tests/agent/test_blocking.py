@@ -143,7 +143,6 @@ async def test_a_result_that_cannot_be_built_is_told_of_as_ever():
 @pytest.mark.parametrize("switch", [torch.no_grad, torch.inference_mode])
 async def test_what_a_thread_has_switched_off_does_not_touch_its_results(switch: Callable[[], Any]):
     async with two() as (_, threads):
-
         tensor = torch.ones(3, requires_grad=True)
 
         def block() -> Any:
@@ -241,7 +240,8 @@ async def test_a_worker_has_no_line_to_itself_nor_to_one_of_its_process_alone():
 @pytest.mark.parametrize("are_told", [True, False])
 async def test_a_deadline_ends_a_call_and_not_the_line(stage: Stage, are_told: bool):
     async with two(QUIET.replace(timeouts_travel=are_told)) as (group, threads):
-        with pytest.raises(RpcTimeoutError, match="hold was sent to worker 'worker1' and did not end within its"):
+        # a callee that is told may be first to say so
+        with pytest.raises(RpcTimeoutError, match=r"hold (was sent to|on) worker 'worker1'"):
             await threads.call(hold, timeout=0.05)
         if are_told:
             await stage.wait_until("held cancelled")

@@ -49,8 +49,8 @@ _OURS: Final = b"arpc."
 """A pickle that names anything of this package may hold what belongs to the loop, such as an RRef."""
 _NUMBERS: Final = (float, int)
 _REPORT_S: Final = 0.05
-_MAX_LINES: Final = 2
-"""To one peer. Where more threads than this make calls, the loop is awake anyway, and its batches are cheaper."""
+_MAX_LINES: Final = 32
+"""To one peer. Each takes a socket and 256 KiB, here and there. A thread that finds none free takes the loop."""
 
 TAKES_LOOP: Final = object()
 """The call cannot be made on a line, and nothing of it has been sent."""
@@ -74,7 +74,7 @@ class BlockingCalls:
 
     # -- in any thread but the loop's
 
-    def call(  # noqa: PLR0911 - the hot path: one function, which leaves wherever a call turns out not to be plain
+    def call(  # noqa: C901, PLR0911, PLR0912 - the hot path, which ends where a call turns out not to be plain
         self,
         peer: Peer,
         function: Any,
@@ -103,9 +103,14 @@ class BlockingCalls:
         if agent.meter is not None and not is_metered:
             return self._metered(peer, function, packed, timeout)
         id_ = next(self._ids)
-        timeout_s: Any = agent.default_timeout if timeout.__class__ is Unset else timeout
+        if isinstance(timeout, Unset):
+            timeout_s = agent.default_timeout
+        elif _is_plain(timeout):
+            timeout_s = timeout
+        else:
+            return TAKES_LOOP
         function_id = peer.function_ids.get(function) if not packed or packed.is_named else None
-        if function_id is None or function_id in lines.not_for or not _is_plain(timeout_s):
+        if function_id is None or function_id in lines.not_for:
             return TAKES_LOOP
         data = self._request(peer, function_id, packed, id_, timeout_s)
         if data is None:
@@ -122,15 +127,20 @@ class BlockingCalls:
                 return TAKES_LOOP  # another worker has come under the peer's name
             line.known.add(function_id)
             data = frame(_FUNCTION, 0, 0, function_id, 0, definition[1]) + data
-        line.number += 1
+        line.calling = function  # first: what is counted must not seem to be over
+        line.calls_made += 1
         try:
             answer = line.request(data, id_, timeout_s)
         except NotSentError:
+            line.calls_made -= 1
             self._drop(lines, line)
             return TAKES_LOOP
         except BaseException as error:  # noqa: BLE001 - it is raised, in other words
             self._raise(peer, lines, line, id_, function, error)
-        _put_back(free, line)
+        line.calling = None
+        free.append(line)
+        if line.is_ended:
+            _take_back(free, line)
         if isinstance(answer, Message):
             return self._answer(peer, lines, function_id, function, answer)
         if not answer:
@@ -139,16 +149,19 @@ class BlockingCalls:
             return self._answer(peer, lines, function_id, function, Reply(0, id_, 0, 0, 0, 0, 0, answer, ()))
         try:
             return _plain_content(answer)
-        except ProtocolError as error:
-            raise SerializationError(f"the result of {name_of(function)} is malformed") from error
         except BaseException as error:  # unpickling runs user code
-            raise agent.unreadable(name_of(function), error) from error
+            raise self._unreadable(function, error) from error
+
+    def _unreadable(self, function: Any, error: BaseException) -> SerializationError:
+        if isinstance(error, ProtocolError):
+            return SerializationError(f"the result of {name_of(function)} is malformed")
+        return self._agent.unreadable(name_of(function), error)
 
     def _request(
         self, peer: Peer, function_id: int, packed: Prepared | tuple[()], id_: int, timeout_s: float
     ) -> bytes | None:
         """The frame of a request; None if it is not for a line."""
-        timeout_ms = max(1, int(timeout_s * 1000)) if self._are_told and timeout_s else 0
+        timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS) if self._are_told and timeout_s else 0
         if not packed:
             return _pack_brief(0, _BRIEF_REQUEST, id_, function_id, timeout_ms, 0)
         payload = packed.payload
@@ -195,6 +208,7 @@ class BlockingCalls:
         return self._agent.on_loop(work)
 
     def _give_back(self, lines: Lines, line: Line) -> None:
+        line.calling = None
         if line.is_ended:
             self._drop(lines, line)
         else:
@@ -202,6 +216,7 @@ class BlockingCalls:
 
     def _drop(self, lines: Lines, line: Line) -> None:
         line.close()
+        line.calling = None
         self._on_loop_soon(lines.forget, line)
 
     def _on_loop_soon(self, function: Callable[..., object], *args: Any) -> None:
@@ -260,16 +275,20 @@ class BlockingCalls:
                 meter.call_ended(*report)
 
 
-def _is_plain(timeout_s: Any) -> bool:
+def _is_plain(timeout: Any) -> bool:
     """Whether it is a time to wait; whatever else it is, others shall say what is wrong with it."""
-    return timeout_s.__class__ in _NUMBERS and 0 <= timeout_s <= _MAX_TIMEOUT_S
+    return timeout.__class__ in _NUMBERS and 0 <= timeout <= _MAX_TIMEOUT_S
 
 
 def _put_back(free: list[Line], line: Line) -> None:
     """A thread does not use a line any more."""
     free.append(line)
     if line.is_ended:
-        # its owner has let go of it, before or after this moment
-        with suppress(ValueError):
-            free.remove(line)
-            line.close()
+        _take_back(free, line)
+
+
+def _take_back(free: list[Line], line: Line) -> None:
+    """The owner of a line has let go of it, before or after it was put back. If it had no chance to close it, do so."""
+    with suppress(ValueError):
+        free.remove(line)
+        line.close()

@@ -59,13 +59,13 @@ class Lines:
 
     @property
     def calls_made(self) -> int:
-        """How many calls there have been. They are counted by their own ids."""
-        return self._made_before + sum(line.number for line in self._all)
+        """How many calls there have been."""
+        return self._made_before + sum(line.calls_made for line in self._all)
 
     @property
-    def in_use(self) -> int:
-        """How many calls are under way."""
-        return len(self._all) - len(self.free)
+    def under_way(self) -> list[Line]:
+        """Those on which a call is being made. Not all that are not free: a thread may be interrupted at any point."""
+        return [line for line in self._all if line.calling is not None]
 
     @property
     def count(self) -> int:
@@ -131,7 +131,7 @@ class Lines:
         """A line has ended, by itself or because nobody used it."""
         if line in self._all:
             self._all.remove(line)
-            self._made_before += line.number
+            self._made_before += line.calls_made
 
     # -- the end
 
@@ -143,7 +143,7 @@ class Lines:
         for line in lines:
             line.ending = make_error
             line.is_ended = True  # so a thread that puts it back now closes it
-            self._made_before += line.number
+            self._made_before += line.calls_made
         while (unused := self._take(free)) is not None:
             unused.close()
             lines.discard(unused)

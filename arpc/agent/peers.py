@@ -9,11 +9,13 @@ from collections.abc import Awaitable, Callable
 from enum import Enum, auto
 from functools import partial
 from itertools import count
+from time import monotonic
 from typing import Any, Final
 
 from arpc.agent.calls import SEQUENCE_BITS, Call, Calls
 from arpc.agent.codec import Codec
 from arpc.agent.deadlines import NEVER, Deadlines
+from arpc.agent.functions import name_of
 from arpc.agent.lines import Lines
 from arpc.errors import (
     ArpcError,
@@ -122,7 +124,15 @@ class Peer:
 
     @property
     def calls_in_flight(self) -> int:
-        return len(self.calls) + (0 if self.lines is None else self.lines.in_use)
+        return len(self.calls) + (0 if self.lines is None else len(self.lines.under_way))
+
+    def calls_of_threads(self) -> list[tuple[int, str, float | None]]:
+        """The calls under way on lines: id, name of the function, seconds left if that is limited."""
+        lines = () if self.lines is None else self.lines.under_way
+        now = monotonic()
+        # a call may end at any moment
+        found = [(line.call_id, line.calling, line.due_at) for line in lines]
+        return [(id_, name_of(f), due_at - now if due_at else None) for id_, f, due_at in found if f is not None]
 
     # -- functions
 

@@ -176,6 +176,7 @@ class Inspector:
             for _, call in peer.calls
             if call.function is not Inspect  # of those who look, and not of the program
         )
+        calls.update((peer.info.name, name) for peer in agent.peers for _, name, _ in peer.calls_of_threads())
         handlers = Counter(
             (link.inbound.caller.name, run.function.name)
             for link in self._peer_links()

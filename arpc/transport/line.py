@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
-from typing import Final
+from typing import Any, Final
 
 from arpc.errors import ConnectionClosedError, ProtocolError, WireError
 from arpc.transport.stream import connect_socket
@@ -28,6 +28,7 @@ _BRIEF_REPLY: Final = brief_kind(int(MessageType.REPLY))
 _unpack_brief = BRIEF_HEADER.unpack_from
 _TIMEVAL: Final = struct.Struct("ll")
 _LEAST_S: Final = 1e-4  # no time at all would mean no limit
+_MOST_S: Final = 1e8
 _ANY: Final = 0
 _SURE_S: Final = 1.0
 """After so long without a call it is looked whether the peer has closed the line."""
@@ -55,8 +56,12 @@ class Line:
         """No call is to be made on it any more. Set by its owner, on the loop."""
         self.ending: Callable[[str], Exception] | None = None
         """Why, if the owner has a reason that calls shall raise: makes the error for the name of a function."""
-        self.number = 0
-        """Of the last call; how many there were."""
+        self.calling: Any = None
+        """The function whose call is under way, for those who look."""
+        self.call_id = 0
+        self.due_at = 0.0
+        """When the time of the last call is up, 0 if it has no limit."""
+        self.calls_made = 0
         self.known: set[int] = set()
         """Functions that the peer has been told of on this line, by their numbers."""
         self.owed: set[int] = set()
@@ -81,6 +86,8 @@ class Line:
         if now - self.used_at > _SURE_S and not self.is_sound():
             raise NotSentError(f"{self.address} closed the connection while it was not used")
         self.used_at = now
+        self.call_id = id_
+        self.due_at = now + timeout_s if timeout_s else 0.0
         if timeout_s != self._timeout_s:
             self._set_timeout(timeout_s)
         try:
@@ -105,9 +112,9 @@ class Line:
             answer = self._take(size_bytes, id_)
             if answer is not None:
                 return answer
-            if timeout_s:
+            if self.due_at:
                 # what has come was not the answer, or not all of it
-                left_s = now + timeout_s - monotonic()
+                left_s = self.due_at - monotonic()
                 if left_s <= 0:
                     self.owed.add(id_)
                     raise TimeoutError
@@ -151,7 +158,7 @@ class Line:
             return False
 
     def _set_timeout(self, timeout_s: float) -> None:
-        seconds = max(timeout_s, _LEAST_S) if timeout_s else 0.0
+        seconds = min(max(timeout_s, _LEAST_S), _MOST_S) if timeout_s else 0.0
         value = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)

@@ -262,6 +262,9 @@ async def test_a_callee_that_cancels_is_heard(stage: Stage):
     async with two() as (group, threads):
         call = asyncio.ensure_future(threads.call(hold))
         await stage.wait_until("held begun")
+        ((_, _, left_s),) = threads.peer.calls_of_threads()
+        assert left_s is not None
+        assert 0 < left_s <= QUIET.rpc_timeout
         for link in links_of(group):
             link.inbound.cancel_all()
         with pytest.raises(CallCancelledError):
@@ -336,6 +339,8 @@ async def test_shutdown_ends_calls_under_way_and_closes_lines(stage: Stage):
         await stage.wait_until("held begun")
         assert group[0].statistics()["peers"]["worker1"]["calls_in_flight"] == 1
         assert not group[0].agent.is_quiet()
+        ((_, name, left_s),) = threads.peer.calls_of_threads()
+        assert (name, left_s) == ("hold", None)
         await group[0].shutdown(graceful=False)
         with pytest.raises(ShutdownError, match="this worker was shut down before hold ended"):
             await call
@@ -406,7 +411,7 @@ async def test_many_threads_share_few_lines():
         assert len(set(found)) == len(found)
         assert threads.lines.calls_made - made == len(found)
         assert 1 <= threads.lines.count <= threads.lines.limit
-        await until(lambda: threads.lines.in_use == 0)
+        await until(lambda: not threads.lines.under_way)
         await until(lambda: len(links_of(group)) == threads.lines.count)
 
 

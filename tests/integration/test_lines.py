@@ -27,7 +27,7 @@ async def start_blocking_call(worker: Any, name: str) -> asyncio.Future[Any]:
             await asyncio.sleep(0)
     call = asyncio.ensure_future(asyncio.to_thread(calls.call, peer, functions.hang, packed, 0))
     assert await worker.rpc_sync(name, functions.wait_for, args=("started",)) == 1
-    assert peer.lines.in_use == 1
+    assert len(peer.lines.under_way) == 1
     return call
 
 

@@ -595,6 +595,7 @@ class Connector:
         link = Link(connection, main.peer, inbound, is_mine=False)
         link.main = main
         self._links[connection] = link
+        link.peer.lines_here.add(connection)
         connection.owner = link
         connection.protocol.direct = self.agent.direct(link)
         connection.redirect(self.agent.line_received)
@@ -614,6 +615,7 @@ class Connector:
         self.agent.link_lost(link)
         link.inbound.cancel_all()
         if link.is_line:
+            link.peer.lines_here.discard(connection)
             return  # it says nothing of the peer, which has its connection
         for line in self._lines_of(link):
             line.connection.abort(error)

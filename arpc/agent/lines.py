@@ -68,6 +68,10 @@ class Lines:
         return [line for line in self._all if line.calling is not None]
 
     @property
+    def all(self) -> frozenset[Line]:
+        return frozenset(self._all)
+
+    @property
     def count(self) -> int:
         return len(self._all)
 
@@ -75,8 +79,9 @@ class Lines:
 
     def open_another(self, main: Connection | None) -> None:
         """A thread had to do without a line. ``main`` is the connection to the peer at this time."""
-        if main is None or not main.is_open or self._opening is not None or len(self._all) >= self.limit:
-            self.is_asked_for = False
+        is_other = self.main is not None and self.main is not main  # whose end is about to be told
+        if main is None or not main.is_open or is_other or self._opening is not None or len(self._all) >= self.limit:
+            self.is_asked_for = self._opening is not None
             return
         self.main = main
         self._opening = self._loop.create_task(self._run_open(main))
@@ -109,13 +114,17 @@ class Lines:
         self.is_asked_for = self._opening is not None
         now = monotonic()
         free = self.free
+        kept: list[Line] = []
         while (line := self._take(free, 0)) is not None:  # the one that has not been used for longest
-            # one that is owed an answer is not closed: its peer would take it for a sign that nobody wants the answer
-            if now - line.used_at < IDLE_S or (line.is_sound() and line.owed):
-                free.insert(0, line)
+            if now - line.used_at < IDLE_S:
+                kept.append(line)
                 break
-            line.close(_NOBODY)
-            self.forget(line)
+            if line.is_sound() and line.owed:
+                kept.append(line)  # its peer would take the end of it for a sign that nobody wants the answer
+            else:
+                line.close(_NOBODY)
+                self.forget(line)
+        free[:0] = kept
         if self._all or self.is_asked_for:
             self._arm(_RETRY_S)
 

@@ -31,6 +31,7 @@ from arpc.ids import WorkerInfo
 from arpc.log import get_logger
 from arpc.options import RpcOptions
 from arpc.transport.base import Connection
+from arpc.transport.line import Line
 from arpc.wire.frames import frame
 from arpc.wire.messages import MessageType
 from arpc.wire.pickling import importable_name
@@ -97,6 +98,8 @@ class Peer:
         self.connects = 0
         self.lines: Lines | None = None
         """For threads that block, see `agent.blocking`; None unless there are such."""
+        self.lines_here: set[Connection] = set()
+        """Those of its own threads."""
         self._answer_s = 0.0
         """How long the peer takes to answer, if calls in flight are limited: a mean that follows."""
         self._given_up = 0
@@ -125,6 +128,11 @@ class Peer:
     @property
     def calls_in_flight(self) -> int:
         return len(self.calls) + (0 if self.lines is None else len(self.lines.under_way))
+
+    def connections(self) -> list[Connection | Line]:
+        """All that lead to it or come from it."""
+        main = () if self.connection is None else (self.connection,)
+        return [*main, *self.lines_here, *(() if self.lines is None else self.lines.all)]
 
     def calls_of_threads(self) -> list[tuple[int, str, float | None]]:
         """The calls under way on lines: id, name of the function, seconds left if that is limited."""

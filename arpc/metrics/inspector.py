@@ -44,26 +44,27 @@ class Traffic:
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[int, int]] = {}
-        self._connections: dict[str, tuple[object, int, int]] = {}
+        self._connections: dict[str, dict[object, tuple[int, int]]] = {}
 
     def look(self, peers: tuple[Peer, ...]) -> None:
         """Take note of how much there is. What goes over a connection between the last look and its end is missed."""
         for peer in peers:
-            connection = peer.connection
             name = peer.info.name
-            known = self._connections.get(name)
-            if known is not None and known[0] is not connection:
-                sent, received = self._before.get(name, (0, 0))
-                self._before[name] = (sent + known[1], received + known[2])
-                del self._connections[name]
-            if connection is not None:
-                self._connections[name] = (connection, connection.count_sent(), connection.bytes_received)
+            known = self._connections.get(name, {})
+            found: dict[object, tuple[int, int]] = {
+                connection: (connection.count_sent(), connection.bytes_received) for connection in peer.connections()
+            }
+            for connection, (sent, received) in known.items():
+                if connection not in found:
+                    before = self._before.get(name, (0, 0))
+                    self._before[name] = (before[0] + sent, before[1] + received)
+            self._connections[name] = found
 
     def of(self, name: str) -> tuple[int, int]:
         """Bytes sent and received."""
         sent, received = self._before.get(name, (0, 0))
-        known = self._connections.get(name)
-        return (sent, received) if known is None else (sent + known[1], received + known[2])
+        known = self._connections.get(name, {}).values()
+        return sent + sum(out for out, _ in known), received + sum(back for _, back in known)
 
     def total(self) -> tuple[int, int]:
         """The same for all peers together."""

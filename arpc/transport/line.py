@@ -62,6 +62,8 @@ class Line:
         self.due_at = 0.0
         """When the time of the last call is up, 0 if it has no limit."""
         self.calls_made = 0
+        self.bytes_sent = 0
+        self.bytes_received = 0
         self.known: set[int] = set()
         """Functions that the peer has been told of on this line, by their numbers."""
         self.owed: set[int] = set()
@@ -98,6 +100,7 @@ class Line:
         except OSError as error:
             # a frame that did not leave as a whole is none
             raise NotSentError(str(error)) from error
+        self.bytes_sent += len(data)
         protocol = self._protocol
         while True:
             try:
@@ -105,6 +108,7 @@ class Line:
             except BlockingIOError:
                 self.owed.add(id_)
                 raise TimeoutError from None
+            self.bytes_received += size_bytes
             if protocol.is_plain:
                 length, kind, answered_id, _, _, sizes = _unpack_brief(protocol.buffer)
                 if length + HEADER_BYTES == size_bytes and kind == _BRIEF_REPLY and not sizes and answered_id == id_:
@@ -138,6 +142,10 @@ class Line:
         if protocol.output:
             self._send(protocol.take_output())
         return answer
+
+    def count_sent(self) -> int:
+        """Bytes sent."""
+        return self.bytes_sent
 
     def tell(self, data: bytes) -> None:
         """Send something that is not answered. If it cannot be sent, the next call will find out."""

@@ -276,9 +276,9 @@ async def test_a_callee_that_cancels_is_heard(stage: Stage):
 
 async def test_loss_of_a_line_ends_its_call_and_harms_nobody_else(stage: Stage):
     async with two() as (group, threads):
-        call = asyncio.ensure_future(threads.call(hold_in_thread))
-        beside = group[0].rpc_async("worker1", hold)
-        await stage.wait_until("held begun")
+        call = asyncio.ensure_future(threads.call(hold_in_thread, "one"))
+        beside = group[0].rpc_async("worker1", hold, args=("other",))
+        await stage.wait_until("one begun", "other begun")
         for link in links_of(group):
             link.connection.abort(WireError("for a test"))
         with pytest.raises(WorkerLostError, match=r"'worker1' was lost: .*\(hold_in_thread may have run\)"):
@@ -503,8 +503,12 @@ async def test_both_sides_count_the_same_calls():
     async with two() as (group, threads):
         made, handled = group[0].agent.calls_made, group[1].agent.executor.calls_handled
         for _ in range(5):
-            await threads.call(echo_in_thread)
+            await threads.call(echo_in_thread, "x" * 1000)
         assert group[0].agent.calls_made == made + 5
         await until(lambda: group[1].agent.executor.calls_handled == handled + 5)
+        for peer in (threads.peer, group[1].agent.known_peer("worker0")):
+            _, beside = peer.connections()
+            assert 5000 < beside.bytes_sent < 7000
+            assert 5000 < beside.bytes_received < 7000
         await asyncio.gather(*(worker.shutdown() for worker in group))
         assert all(worker.is_shut_down for worker in group)

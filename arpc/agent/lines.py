@@ -25,7 +25,9 @@ logger = get_logger("arpc.connections")
 
 IDLE_S: Final = 60.0
 """A line that nobody has used for so long is closed."""
+_LOOK_S: Final = 5.0
 _RETRY_S: Final = 30.0
+_LATE_S: Final = 1.0
 _NOBODY: Final = "nobody uses it"
 
 MakeError = Callable[[str], Exception]
@@ -46,13 +48,14 @@ class Lines:
         self.main: Connection | None = None
         """The connection that they belong to; None while there is none, and so no lines."""
         self.is_asked_for = False
-        """Another line is being opened, or was tried in vain a moment ago."""
+        """Another line is being opened, or was tried in vain not long ago."""
         self.not_for: set[int] = set()
         """Functions, by number, whose results are better off on the connection itself."""
         self._loop = loop
         self._open_line = open_line
         self._all: set[Line] = set()
         self._made_before = 0
+        self._ask_again_at = 0.0
         self._opening: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         _every_pool.add(self)
@@ -101,32 +104,39 @@ class Lines:
             self.free.append(line)
         elif line is not None:
             line.close(_NOBODY)
-        self.is_asked_for = line is None  # then not again for a while
-        self._arm(_RETRY_S)
+        self.is_asked_for = line is None
+        if line is None:
+            self._ask_again_at = monotonic() + _RETRY_S
+        self._arm()
 
-    def _arm(self, seconds: float) -> None:
+    def _arm(self) -> None:
         if self._timer is None:
-            self._timer = self._loop.call_later(seconds, self._look_after)
+            self._timer = self._loop.call_later(_LOOK_S, self._look_after)
 
     def _look_after(self) -> None:
-        """Close what nobody uses, and let threads ask again."""
+        """Close what nobody uses, wake who has waited too long, and let threads ask again."""
         self._timer = None
-        self.is_asked_for = self._opening is not None
         now = monotonic()
+        if now >= self._ask_again_at:
+            self.is_asked_for = self._opening is not None
+        for line in self.under_way:
+            # A signal that interrupts a socket makes it wait all the time again: where these are frequent, for ever
+            if 0 < line.due_at < now - _LATE_S:
+                line.wake()
         free = self.free
         kept: list[Line] = []
-        while (line := self._take(free, 0)) is not None:  # the one that has not been used for longest
-            if now - line.used_at < IDLE_S:
-                kept.append(line)
+        while (unused := self._take(free, 0)) is not None:  # the one that has not been used for longest
+            if now - unused.used_at < IDLE_S:
+                kept.append(unused)
                 break
-            if line.is_sound() and line.owed:
-                kept.append(line)  # its peer would take the end of it for a sign that nobody wants the answer
+            if unused.is_sound() and unused.owed:
+                kept.append(unused)  # its peer would take the end of it for a sign that nobody wants the answer
             else:
-                line.close(_NOBODY)
-                self.forget(line)
+                unused.close(_NOBODY)
+                self.forget(unused)
         free[:0] = kept
         if self._all or self.is_asked_for:
-            self._arm(_RETRY_S)
+            self._arm()
 
     @staticmethod
     def _take(free: list[Line], index: int = -1) -> Line | None:

@@ -127,6 +127,9 @@ class Line:
     def _take(self, size_bytes: int, id_: int) -> Message | None:
         """What a read has brought; the answer to a call, if that is complete by now."""
         protocol = self._protocol
+        if not size_bytes and 0 < self.due_at < monotonic():
+            self.is_ended = True
+            raise TimeoutError  # it was woken because of that
         if not size_bytes:
             raise LineClosedError(f"{self.address} closed the connection without a goodbye", self._farewell)
         answer: Message | None = None
@@ -175,7 +178,7 @@ class Line:
     # -- the end
 
     def wake(self) -> None:
-        """Let the thread that waits on it find that the line has ended. From any thread."""
+        """Let the thread that waits on it find that the line has ended, or that its time is up. From any thread."""
         self.is_ended = True
         with suppress(OSError):  # it has ended already
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -258,6 +258,21 @@ async def test_a_deadline_ends_a_call_and_not_the_line(stage: Stage, are_told: b
             await stage.wait_until("held ended")
 
 
+async def test_a_thread_that_signals_keep_from_noticing_is_woken_when_its_time_is_up(stage: Stage):
+    async with two() as (_, threads):
+        call = asyncio.ensure_future(threads.call(hold, timeout=500))
+        await stage.wait_until("held begun")
+        threads.lines._look_after()
+        (line,) = threads.lines.under_way
+        line.due_at -= 1000
+        threads.lines._look_after()
+        with pytest.raises(RpcTimeoutError, match="hold was sent to worker 'worker1' and did not end within its"):
+            await call
+        await until(lambda: not threads.lines.count)
+        await threads.have_line()
+        assert await threads.call(echo, 1) == 1
+
+
 async def test_a_callee_that_cancels_is_heard(stage: Stage):
     async with two() as (group, threads):
         call = asyncio.ensure_future(threads.call(hold))

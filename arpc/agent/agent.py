@@ -72,6 +72,7 @@ _BRIEF_TUPLE: Final = brief_kind(int(MessageType.REPLY), ReplyFlag.TUPLE)
 _is_pristine = torchstate.is_pristine
 
 _OF_ONLOOKERS: Final = (Inspect, Cancel, Goodbye)
+_OF_LINES: Final = (Request, Function, Cancel, Goodbye)
 
 _Handler = Callable[[Link, Message], None]
 
@@ -154,10 +155,11 @@ class Agent(Caller, Answers):
         self._deferred: set[asyncio.Task[None]] = set()
         self._pickler = self.codec.pickler
         self._interceptors = self.codec.interceptors
-        self._occasions = (
+        self.occasions = self._occasions = (
             *(interceptor.occasions for interceptor in self._interceptors),
             *(observer.occasions for observer in observers),
         )
+        """While any of these is not empty, something may ride on calls."""
         # The tick of the default timeout changes every half second or so
         self._default_tick = 0
         self._default_tick_until = 0.0
@@ -191,6 +193,8 @@ class Agent(Caller, Answers):
             self._handlers[message_class] = handle if guard is None else self._guarded(guard, message_class, handle)
 
         self._takers_of_requests = {message_class: self._handlers[message_class] for message_class in self._requests}
+        self.meter: Meter | None = None
+        """Who hears how long calls and handlers take; see `set_meter`."""
         self._metering: Metering | None = None
 
     def _guarded(self, guard: Guard, message_class: type[Message], handle: _Handler) -> _Handler:
@@ -306,6 +310,7 @@ class Agent(Caller, Answers):
 
     def set_meter(self, meter: Meter | None) -> None:
         """Let somebody hear how long each call and each handler takes, from now on; None: nobody."""
+        self.meter = meter
         if self._metering is not None:
             del self.call_and_wait, self.begin, self.begin_shortly  # what is in the class comes to light again
         self._metering = metering = (
@@ -367,6 +372,13 @@ class Agent(Caller, Answers):
                 error = OverloadedError(f"{link.inbound.limit} questions of this onlooker are not answered yet")
                 self.executor.reject(link, message, error)
 
+    def line_received(self, connection: Connection, messages: list[Message]) -> None:
+        """Messages of a thread of a peer, which makes calls and does nothing else."""
+        for message in messages:
+            if not isinstance(message, _OF_LINES):
+                raise ProtocolError(f"a line brought {message.type.name}, and may only bring calls")
+        self.messages_received(connection, messages)
+
     def _on_function(self, link: Link, message: Message) -> None:
         self.executor.define(link.inbound, message)
 
@@ -387,13 +399,14 @@ class Agent(Caller, Answers):
         if self.guard is None:
             # the short ways unpickle whatever comes
             takers[_BRIEF_REQUEST] = partial(self.executor.take, link.inbound)
-            for service in self._services.values():
+            for service in () if link.is_line else self._services.values():
                 takers |= service.direct(link)
         if self._metering is not None:
             metered = partial(self._metering.take, link.inbound)
             takers = {kind: metered(MESSAGE_CLASSES[kind & 0xFF], take) for kind, take in takers.items()}
-        takers[_BRIEF_REPLY] = partial(self._take_reply, link)
-        takers[_BRIEF_TUPLE] = partial(self._take_tuple, link)
+        if not link.is_line:
+            takers[_BRIEF_REPLY] = partial(self._take_reply, link)
+            takers[_BRIEF_TUPLE] = partial(self._take_tuple, link)
         if self._tasks_are_isolated:
             return takers
         return {kind: partial(_take_with_pristine_state, take) for kind, take in takers.items()}
@@ -424,11 +437,11 @@ class Agent(Caller, Answers):
         return True
 
     def is_quiet(self) -> bool:
-        return not (self._deferred or any(len(peer.calls) for peer in self.peers) or self.connector.busy_links())
+        return not (self._deferred or any(peer.calls_in_flight for peer in self.peers) or self.connector.busy_links())
 
     @property
     def calls_made(self) -> int:
-        return sum(peer.calls.made for peer in self.peers)
+        return sum(peer.calls_made for peer in self.peers)
 
     async def aclose(self, reason: str = "it was shut down") -> None:
         """Take no more calls, end what is under way, say goodbye and close every connection."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from arpc.agent.calls import SEQUENCE_BITS, Call
+from arpc.agent.calls import SEQUENCE_BITS
 from arpc.agent.codec import Codec
 from arpc.agent.connector import Link
 from arpc.agent.failures import rebuild_failure
@@ -106,12 +106,12 @@ class Answers:
         if call is None or call.future.done():
             return  # it was cancelled, or timed out, and the two crossed on their way
         try:
-            value = self._result(link, message) if message.body else None
+            value = self._result(link.peer.info, message) if message.body else None
         except ProtocolError:
             call.future.set_exception(SerializationError(f"the result of {call.name} is malformed"))
             raise
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code
-            call.future.set_exception(self._unreadable(call, error))
+            call.future.set_exception(self.unreadable(call.name, error))
         else:
             if message.flags & ReplyFlag.TUPLE:
                 value = (value,) if message.arg else ()
@@ -128,35 +128,35 @@ class Answers:
             call.items.end_arrived(message.arg, lambda: self._on_reply(link, message))
             return
         try:
-            value = self._result(link, message) if message.body else None
+            value = self._result(link.peer.info, message) if message.body else None
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code
             link.peer.cancel(message.id)
-            call.future.set_exception(self._unreadable(call, error))
+            call.future.set_exception(self.unreadable(call.name, error))
         else:
             call.items.item_arrived(message.arg, value)
 
-    def _result(self, link: Link, message: Message) -> Any:
+    def _result(self, peer: WorkerInfo, message: Message) -> Any:
         # Objects that belong to a worker must find this one, whoever's context this callback happens to run in
         token = current_scope.set(self._scope)
         try:
-            return self._unpack(link, message)
+            return self._unpack(peer, message)
         finally:
             current_scope.reset(token)
 
-    def _unpack(self, link: Link, message: Message) -> Any:
+    def _unpack(self, peer: WorkerInfo, message: Message) -> Any:
         codec = self.codec
         if codec.is_handful(message):
             return self._handful(link, codec.handful_of(message))
         if message.meta_end == message.meta_start:
             return codec.content(message)
         slots = codec.slots(message)
-        codec.receive_reply(link.peer.info, codec.meta(message), slots)
+        codec.receive_reply(peer, codec.meta(message), slots)
         return codec.payload(message, slots)
 
-    def _unreadable(self, call: Call, error: BaseException) -> SerializationError:
+    def unreadable(self, function: str, error: BaseException) -> SerializationError:
+        """The error of a call whose result cannot be built here."""
         made = SerializationError(
-            f"the result of {call.name} cannot be unpacked on worker {self.info.name!r}: "
-            f"{type(error).__name__}: {error}"
+            f"the result of {function} cannot be unpacked on worker {self.info.name!r}: {type(error).__name__}: {error}"
         )
         made.__cause__ = error
         return made
@@ -172,15 +172,34 @@ class Answers:
         call = link.peer.pop(message.id)
         if call is None or call.future.done():
             return
+        try:
+            error = self._failure(link.peer.info, message, call.name)
+        except Exception as reason:
+            call.future.set_exception(SerializationError(f"the failure of {call.name} is malformed"))
+            raise ProtocolError(f"a malformed failure: {reason}") from reason
+        call.future.set_exception(error)
+
+    def _failure(self, peer: WorkerInfo, message: Message, function: str) -> Exception:
         codec = self.codec
         token = current_scope.set(self._scope)
         try:
             slots = codec.slots(message) if message.table_end else []
             payload = memoryview(message.body)[message.table_end :]
-            error = rebuild_failure(message.flags, payload, slots, link.peer.info.name, call.name, codec.loads)
-        except Exception as reason:
-            call.future.set_exception(SerializationError(f"the failure of {call.name} is malformed"))
-            raise ProtocolError(f"a malformed failure: {reason}") from reason
+            return rebuild_failure(message.flags, payload, slots, peer.name, function, codec.loads)
         finally:
             current_scope.reset(token)
-        call.future.set_exception(error)
+
+    def answer(self, peer: WorkerInfo, message: Message, function: str) -> Any:
+        """The result that an answer holds, for a call that this agent does not know. Raises the failure it may be."""
+        if isinstance(message, Reply):
+            try:
+                return self._result(peer, message)
+            except ProtocolError as error:
+                raise SerializationError(f"the result of {function} is malformed") from error
+            except BaseException as error:
+                raise self.unreadable(function, error) from error
+        try:
+            failure = self._failure(peer, message, function)
+        except Exception as error:
+            raise SerializationError(f"the failure of {function} is malformed") from error
+        raise failure

@@ -29,6 +29,7 @@ from arpc.log import get_logger
 from arpc.options import RpcOptions
 from arpc.transport.base import Connection, Listener, Transport
 from arpc.transport.lanes import Lanes
+from arpc.transport.line import Line, open_line
 from arpc.transport.memory import connect_pair
 from arpc.transport.stream import is_loopback, split_tcp
 from arpc.wire import protocol as wire
@@ -43,6 +44,10 @@ logger = get_logger("arpc.connections")
 _RETRY_S: Final = 0.02
 ONLOOKER: Final = "onlooker"
 """The feature of a caller that is no worker and only looks: it may send `Inspect` messages, and is in no books."""
+LINE: Final = "line"
+"""The feature of a further connection on which a thread of a worker makes its calls: it carries nothing else."""
+MAX_LINES: Final = 64
+"""How many of them a peer may have."""
 _PASSING: Final = frozenset((Refusal.DUPLICATE, Refusal.STARTING))
 """Refusals after which to try again."""
 _ONLOOKER_HANDLERS: Final = 16
@@ -51,7 +56,7 @@ _ONLOOKER_HANDLERS: Final = 16
 class Link:
     """What the agent keeps about one connection."""
 
-    __slots__ = ("connection", "goodbye", "inbound", "is_mine", "is_onlooker", "peer")
+    __slots__ = ("connection", "goodbye", "inbound", "is_mine", "is_onlooker", "main", "peer")
 
     def __init__(self, connection: Connection, peer: Peer, inbound: Inbound, *, is_mine: bool) -> None:
         self.connection = connection
@@ -61,7 +66,13 @@ class Link:
         """This worker made the connection."""
         self.is_onlooker = False
         """The peer is no worker, see `ONLOOKER`."""
+        self.main: Link | None = None
+        """That of the connection which this one is beside, if it is a line, see `LINE`."""
         self.goodbye: str | None = None
+
+    @property
+    def is_line(self) -> bool:
+        return self.main is not None
 
 
 class PeerWatcher(Protocol):
@@ -100,6 +111,7 @@ class _Host(Protocol):
     def add_peer(self, record: WorkerRecord) -> Peer: ...
     def make_peer(self, info: WorkerInfo) -> Peer: ...
     def inspection_received(self, connection: Connection, messages: list[Message]) -> None: ...
+    def line_received(self, connection: Connection, messages: list[Message]) -> None: ...
     def direct(self, link: Link) -> Mapping[int, wire.Direct]: ...
     def link_lost(self, link: Link) -> None: ...
     def messages_received(self, connection: Connection, messages: list[Message]) -> None: ...
@@ -191,7 +203,9 @@ class Connector:
                 self._admit_lane(identity, token, protocol)
                 return
             self._admit_now()
-            if ONLOOKER not in identity.features:
+            if LINE in identity.features:
+                self._admit_line(identity)
+            elif ONLOOKER not in identity.features:
                 self._admit(identity)
             elif self.agent.peer(identity.name) is not None:
                 # roles go by names, and what workers may do is not for others
@@ -213,6 +227,25 @@ class Connector:
             raise Refused(Refusal.STALE, "there is no connection that this one could belong to")
         protocol.join(main.protocol)
         self._joining[protocol] = main
+
+    def _admit_line(self, identity: Identity) -> None:
+        """Whether a peer may have a further connection for its calls: only while it has the one that it belongs to."""
+        main = self._main_link(identity)
+        if main is None:
+            raise Refused(Refusal.STALE, f"worker {identity.name!r} has no connection that a line could belong to")
+        if len(self._lines_of(main)) >= MAX_LINES:
+            raise Refused(Refusal.DUPLICATE, f"worker {identity.name!r} has {MAX_LINES} lines already")
+
+    def _main_link(self, identity: Identity) -> Link | None:
+        """The connection to that very worker."""
+        peer = self.agent.peer(WorkerInfo(identity.name, identity.id))
+        main = peer.connection if peer is not None else None
+        if main is None or not main.is_open or main.peer.incarnation != identity.incarnation:
+            return None
+        return self._links.get(main)
+
+    def _lines_of(self, main: Link) -> list[Link]:
+        return [link for link in self._links.values() if link.main is main]
 
     def _admit_now(self) -> None:
         """Whether anybody may come in at this time. Runs before the last word of the handshake, as those below do."""
@@ -410,6 +443,30 @@ class Connector:
             finally:
                 self._joining.pop(protocol, None)
 
+    async def open_line(self, peer: Peer) -> Line:
+        """A further connection to a peer, for a thread to make calls on. Raises `OSError` or `WireError`."""
+        record = await self.agent.resolve(peer.info.name)
+        main = peer.connection
+        if main is None or main.peer.incarnation != record.incarnation:
+            raise WireError(f"there is no connection to worker {peer.info.name!r} that a line could belong to")
+        usable = [a for a in self._usable(record) if a.startswith(self._line_schemes)]
+        if not usable:
+            raise WireError(f"worker {peer.info.name!r} has no address that a thread can connect to")
+
+        def admit(identity: Identity) -> None:
+            if (identity.name, identity.id, identity.incarnation) != (record.name, record.id, record.incarnation):
+                raise Refused(Refusal.STALE, f"found worker {identity.name!r} where {record.name!r} was to be")
+
+        me = msgspec.structs.replace(self._identity, features=(LINE,))
+        protocol = wire.Protocol(Handshake(Role.CONNECTOR, me, self._options.secret, admit), self._limits)
+        async with asyncio.timeout(self._options.connect_timeout):
+            return await open_line(usable[0], protocol)
+
+    @property
+    def _line_schemes(self) -> tuple[str, ...]:
+        """How addresses begin that a plain socket can connect to."""
+        return ("unix://", "tcp://") if self._options.tls is None else ("unix://",)
+
     async def is_alive(self, record: WorkerRecord) -> bool:
         """Whether the worker of a record, in that very incarnation, still answers at its addresses."""
         found: list[int] = []
@@ -475,6 +532,9 @@ class Connector:
         if ONLOOKER in identity.features:
             self._opened_by_onlooker(connection)
             return
+        if LINE in identity.features:
+            self._line_opened(connection)
+            return
         peer = self.agent.peer(WorkerInfo(identity.name, identity.id))
         if peer is None:
             record = WorkerRecord(identity.name, identity.id, identity.incarnation, (), "", identity.main)
@@ -519,6 +579,27 @@ class Connector:
         if self.agent.is_closing:
             connection.abort(WireError("this worker is shutting down"))
 
+    def _line_opened(self, connection: Connection) -> None:
+        """A thread of a peer has a connection of its own for its calls."""
+        main = self._main_link(connection.peer)
+        if main is None or self.agent.is_closing:
+            connection.abort(WireError("the connection that it belongs to has ended"))
+            return
+        inbound = Inbound(
+            connection,
+            main.peer.info,
+            self.agent.deadlines,
+            max_handlers=self._options.max_handlers_per_peer,
+            main_by_value=main.inbound.main_by_value,
+        )
+        link = Link(connection, main.peer, inbound, is_mine=False)
+        link.main = main
+        self._links[connection] = link
+        link.peer.lines_here.add(connection)
+        connection.owner = link
+        connection.protocol.direct = self.agent.direct(link)
+        connection.redirect(self.agent.line_received)
+
     def lost(self, connection: Connection, error: Exception | None) -> None:
         self._joining.pop(connection.protocol, None)
         link = self._links.pop(connection, None)
@@ -533,6 +614,11 @@ class Connector:
             logger.warning("the connection to worker %s was closed: %s", name, error, extra={"peer": name})
         self.agent.link_lost(link)
         link.inbound.cancel_all()
+        if link.is_line:
+            link.peer.lines_here.discard(connection)
+            return  # it says nothing of the peer, which has its connection
+        for line in self._lines_of(link):
+            line.connection.abort(error)
         link.peer.lost(connection, error, reason=link.goodbye)
         # one that a newer connection has replaced changes nothing, nor does that of an earlier start of the worker
         is_latest = link.peer.connection is None and connection.peer.incarnation == link.peer.incarnation
@@ -575,7 +661,8 @@ class Connector:
     # -- looking
 
     def open_connections(self) -> list[Connection]:
-        return [connection for connection in self._links if connection.is_open]
+        """Those that show whether a peer is alive: on a line nobody listens while no call is made."""
+        return [connection for connection, link in self._links.items() if connection.is_open and not link.is_line]
 
     def busy_links(self) -> bool:
         """Whether handlers run, or requests wait, for any peer. One who only looks is not waited for."""

@@ -9,11 +9,14 @@ from collections.abc import Awaitable, Callable
 from enum import Enum, auto
 from functools import partial
 from itertools import count
+from time import monotonic
 from typing import Any, Final
 
 from arpc.agent.calls import SEQUENCE_BITS, Call, Calls
 from arpc.agent.codec import Codec
 from arpc.agent.deadlines import NEVER, Deadlines
+from arpc.agent.functions import name_of
+from arpc.agent.lines import Lines
 from arpc.errors import (
     ArpcError,
     AuthenticationError,
@@ -28,6 +31,7 @@ from arpc.ids import WorkerInfo
 from arpc.log import get_logger
 from arpc.options import RpcOptions
 from arpc.transport.base import Connection
+from arpc.transport.line import Line
 from arpc.wire.frames import frame
 from arpc.wire.messages import MessageType
 from arpc.wire.pickling import importable_name
@@ -92,6 +96,10 @@ class Peer:
         self.backlog: deque[tuple[int, Call, bytes, list[memoryview]]] = deque()
         """Calls that wait for a connection, or for room in the window."""
         self.connects = 0
+        self.lines: Lines | None = None
+        """For threads that block, see `agent.blocking`; None unless there are such."""
+        self.lines_here: set[Connection] = set()
+        """Those of its own threads."""
         self._answer_s = 0.0
         """How long the peer takes to answer, if calls in flight are limited: a mean that follows."""
         self._given_up = 0
@@ -112,7 +120,33 @@ class Peer:
         """Another worker may have its name by now: what is packed must be packed for that one."""
         return self.connection is None and not self.is_verified
 
+    @property
+    def calls_made(self) -> int:
+        """How many calls there have been, on whatever connection."""
+        return self.calls.made + (0 if self.lines is None else self.lines.calls_made)
+
+    @property
+    def calls_in_flight(self) -> int:
+        return len(self.calls) + (0 if self.lines is None else len(self.lines.under_way))
+
+    def connections(self) -> list[Connection | Line]:
+        """All that lead to it or come from it."""
+        main = () if self.connection is None else (self.connection,)
+        return [*main, *self.lines_here, *(() if self.lines is None else self.lines.all)]
+
+    def calls_of_threads(self) -> list[tuple[int, str, float | None]]:
+        """The calls under way on lines: id, name of the function, seconds left if that is limited."""
+        lines = () if self.lines is None else self.lines.under_way
+        now = monotonic()
+        # a call may end at any moment
+        found = [(line.call_id, line.calling, line.due_at) for line in lines]
+        return [(id_, name_of(f), due_at - now if due_at else None) for id_, f, due_at in found if f is not None]
+
     # -- functions
+
+    def definition(self, function: Any) -> tuple[int, bytes] | None:
+        """Number and pickle of a function that has been defined. From any thread."""
+        return self._definitions.get(function)
 
     def define(self, function: Any) -> int:
         """The number of a function that the peer can import, 0 for one that must travel by value with each call."""
@@ -367,23 +401,35 @@ class Peer:
             self.state = PeerState.IDLE
             if reason is not None:
                 self.gone(f"worker {self.info.name!r} has left: {reason}")
-        what = f"worker {self.info.name!r} was lost"
-        text = f"{what}: {error}" if error is not None else f"{what}: it closed the connection"
-        if reason is not None:
-            text = f"worker {self.info.name!r} has left: {reason}"
+        text = self._how_lost(error, reason)
+        if self.lines is not None and self.lines.main is connection:
+            self.lines.end(partial(self._lost_error, text, error))
         for call_id, call in sent:
             self.calls.pop(call_id)
             self.in_flight_bytes -= call.size_bytes
             if call.size_bytes:
                 self.in_flight_calls -= 1
             if not call.future.done():
-                failure = WorkerLostError(f"{text} ({call.name} may have run)", self.info.name)
-                failure.__cause__ = error
-                call.future.set_exception(failure)
+                call.future.set_exception(self._lost_error(text, error, call.name))
         if self.backlog and self.connection is None:
             self._wake()
         elif self.backlog:
             self.drain()
+
+    def lost_with(self, error: Exception | None, reason: str | None, function: str) -> WorkerLostError:
+        """The error of a call that was under way on a connection when that ended."""
+        return self._lost_error(self._how_lost(error, reason), error, function)
+
+    def _how_lost(self, error: Exception | None, reason: str | None) -> str:
+        if reason is not None:
+            return f"worker {self.info.name!r} has left: {reason}"
+        what = f"worker {self.info.name!r} was lost"
+        return f"{what}: {error}" if error is not None else f"{what}: it closed the connection"
+
+    def _lost_error(self, text: str, error: Exception | None, function: str) -> WorkerLostError:
+        failure = WorkerLostError(f"{text} ({function} may have run)", self.info.name)
+        failure.__cause__ = error
+        return failure
 
     def succeeded_by(self, info: WorkerInfo) -> None:
         """Another worker has come under its name."""
@@ -428,18 +474,25 @@ class Peer:
         for call_id, call in self.calls:
             self.calls.pop(call_id)
             if not call.future.done():
-                call.future.set_exception(ShutdownError(f"this worker was shut down before {call.name} ended"))
+                call.future.set_exception(_shut_down_before(call.name))
+        if self.lines is not None:
+            await self.lines.aclose(_shut_down_before)
 
     def statistics(self) -> dict[str, int | str]:
         return {
             "state": self.state.name,
-            "calls_made": self.calls.made,
-            "calls_in_flight": len(self.calls),
+            "calls_made": self.calls_made,
+            "calls_in_flight": self.calls_in_flight,
             "calls_waiting": len(self.backlog),
             "bytes_in_flight": self.in_flight_bytes,
             "connects": self.connects,
+            **({} if self.lines is None else {"lines": self.lines.count}),
             **({} if self.connection is None else self.connection.statistics()),
         }
+
+
+def _shut_down_before(function: str) -> ShutdownError:
+    return ShutdownError(f"this worker was shut down before {function} ended")
 
 
 def unsendable(function: Any, error: Exception) -> SerializationError:

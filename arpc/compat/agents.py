@@ -110,7 +110,7 @@ class TensorPipeAgent:
         figures: dict[str, Any] = {
             "thread_pool_size": self.drop_in.worker.options.num_worker_threads,
             "num_idle_threads": executor.threads.idle_threads,
-            "client_active_calls": sum(len(peer.calls) for peer in agent.peers),
+            "client_active_calls": sum(peer.calls_in_flight for peer in agent.peers),
             "server_active_calls": running,
             "server_active_async_calls": sum(
                 run.function.returns_future

@@ -10,6 +10,8 @@ from typing import Any, Final
 import torch
 
 from arpc import torchstate
+from arpc.agent.arguments import Prepared
+from arpc.agent.blocking import TAKES_LOOP
 from arpc.agent.future import Future
 from arpc.agent.peers import Peer
 from arpc.compat.drop_in import DropIn
@@ -54,8 +56,7 @@ class _Call:
         drop_in: DropIn,
         peer: Peer,
         function: Callable[..., Any],
-        args: Sequence[Any] | None,
-        kwargs: Mapping[str, Any] | None,
+        packed: Prepared | tuple[()],
         timeout: float,
         *,
         is_awaited: bool,
@@ -63,10 +64,6 @@ class _Call:
         self._drop_in = drop_in
         self._is_awaited = is_awaited
         self._peer = peer
-        try:
-            packed = drop_in.agent.prepare(peer, function, args, kwargs)
-        except Exception as error:
-            raise packing_error(error, peer.info) from error
         self._packed = packed
         self._function = packed.function if packed else function
         self._kwargs = packed.kwargs if packed else None
@@ -111,6 +108,19 @@ class _Call:
             self._succeed(future.result())
 
 
+def _pack(
+    drop_in: DropIn,
+    peer: Peer,
+    function: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+) -> Prepared | tuple[()]:
+    try:
+        return drop_in.agent.prepare(peer, function, args, kwargs)
+    except Exception as error:
+        raise packing_error(error, peer.info) from error
+
+
 def call(
     drop_in: DropIn,
     peer: Peer,
@@ -121,9 +131,13 @@ def call(
 ) -> Any:
     """The result of a call. Raises in torch's words."""
     refuse_loop_thread("await arpc.rpc_sync(...)")
-    outcome: Outcome[Any] = Outcome()
-    _Call(drop_in, peer, function, args, kwargs, timeout, is_awaited=True).start(outcome.set, outcome.fail)
+    packed = _pack(drop_in, peer, function, args, kwargs)
     try:
+        result = drop_in.blocking.call(peer, function, packed, arpc_timeout(timeout))
+        if result is not TAKES_LOOP:
+            return result
+        outcome: Outcome[Any] = Outcome()
+        _Call(drop_in, peer, function, packed, timeout, is_awaited=True).start(outcome.set, outcome.fail)
         return outcome.wait()
     except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - it is translated
         raised = as_torch_error(error, peer.info, _seconds(drop_in, timeout), function)
@@ -144,6 +158,7 @@ def call_async(
 
     ``anchor`` lives until it has ended.
     """
+    packed = _pack(drop_in, peer, function, args, kwargs)
     future: torch.futures.Future[Any] = torch.futures.Future()
     completions = drop_in.completions
     timeout_s = _seconds(drop_in, timeout)
@@ -151,7 +166,7 @@ def call_async(
     def fail(error: BaseException) -> None:
         completions.fail(future, as_torch_error(error, peer.info, timeout_s, function))
 
-    started = _Call(drop_in, peer, function, args, kwargs, timeout, is_awaited=False)
+    started = _Call(drop_in, peer, function, packed, timeout, is_awaited=False)
     started.anchor = anchor
     started.start(partial(completions.complete, future), fail)
     return future

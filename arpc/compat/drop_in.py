@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from arpc.agent.blocking import BlockingCalls
 from arpc.agent.peers import Peer
 from arpc.agent.scope import WorkerScope
 from arpc.autograd.heeded import has_node_hooks
@@ -36,6 +37,7 @@ class DropIn:
         self.thread = thread
         self.worker = worker
         self.agent = worker.agent
+        self.blocking = BlockingCalls(worker.agent)
         self.completions: Completions = thread.call(lambda: Completions(thread.loop, worker.name))
         thread.scope = WorkerScope(worker)
         thread.call(self._set_up)

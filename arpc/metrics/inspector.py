@@ -44,26 +44,27 @@ class Traffic:
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[int, int]] = {}
-        self._connections: dict[str, tuple[object, int, int]] = {}
+        self._connections: dict[str, dict[object, tuple[int, int]]] = {}
 
     def look(self, peers: tuple[Peer, ...]) -> None:
         """Take note of how much there is. What goes over a connection between the last look and its end is missed."""
         for peer in peers:
-            connection = peer.connection
             name = peer.info.name
-            known = self._connections.get(name)
-            if known is not None and known[0] is not connection:
-                sent, received = self._before.get(name, (0, 0))
-                self._before[name] = (sent + known[1], received + known[2])
-                del self._connections[name]
-            if connection is not None:
-                self._connections[name] = (connection, connection.count_sent(), connection.bytes_received)
+            known = self._connections.get(name, {})
+            found: dict[object, tuple[int, int]] = {
+                connection: (connection.count_sent(), connection.bytes_received) for connection in peer.connections()
+            }
+            for connection, (sent, received) in known.items():
+                if connection not in found:
+                    before = self._before.get(name, (0, 0))
+                    self._before[name] = (before[0] + sent, before[1] + received)
+            self._connections[name] = found
 
     def of(self, name: str) -> tuple[int, int]:
         """Bytes sent and received."""
         sent, received = self._before.get(name, (0, 0))
-        known = self._connections.get(name)
-        return (sent, received) if known is None else (sent + known[1], received + known[2])
+        known = self._connections.get(name, {}).values()
+        return sent + sum(out for out, _ in known), received + sum(back for _, back in known)
 
     def total(self) -> tuple[int, int]:
         """The same for all peers together."""
@@ -135,7 +136,7 @@ class Inspector:
         """What is under way at this moment."""
         agent = self.agent
         return {
-            "in_flight": float(sum(len(peer.calls) for peer in agent.peers)),
+            "in_flight": float(sum(peer.calls_in_flight for peer in agent.peers)),
             "handlers": float(sum(len(link.inbound.running) for link in self._peer_links())),
         }
 
@@ -155,7 +156,7 @@ class Inspector:
                 PeerSnapshot(
                     name=peer.info.name,
                     state=peer.state.name.lower(),
-                    calls_made=peer.calls.made,
+                    calls_made=peer.calls_made,
                     in_flight=in_flight[peer.info.name],
                     waiting=len(peer.backlog),
                     bytes_in_flight=peer.in_flight_bytes,
@@ -176,6 +177,7 @@ class Inspector:
             for _, call in peer.calls
             if call.function is not Inspect  # of those who look, and not of the program
         )
+        calls.update((peer.info.name, name) for peer in agent.peers for _, name, _ in peer.calls_of_threads())
         handlers = Counter(
             (link.inbound.caller.name, run.function.name)
             for link in self._peer_links()

@@ -119,6 +119,11 @@ def dump(agent: Agent, info: WorkerInfo, pid: int) -> WorkerStack:
         for call_id, call in peer.calls
         if call.function is not Inspect
     ]
+    blocking = [
+        CallStack(call_id, peer.info.name, name, "sent", left_s)
+        for peer in agent.peers
+        for call_id, name, left_s in peer.calls_of_threads()
+    ]
     carriers = {id(run.task) for _, run in runs if run.task is not None}
     tasks = [
         task
@@ -131,7 +136,7 @@ def dump(agent: Agent, info: WorkerInfo, pid: int) -> WorkerStack:
         pid=pid,
         time_s=time.time(),
         handlers=[_handler(link, run, now, awaited, threads) for link, run in runs[:_MAX_ROWS]],
-        calls=[_call(to, call_id, call, now) for to, call_id, call in calls[:_MAX_ROWS]],
+        calls=[_call(to, call_id, call, now) for to, call_id, call in calls[:_MAX_ROWS]] + blocking,
         tasks=[
             TaskStack(task.get_name(), list(_chain_of(task.get_coro())), _awaited_by(task, awaited))
             for task in sorted(tasks, key=lambda task: task.get_name())[:_MAX_ROWS]

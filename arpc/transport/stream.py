@@ -26,7 +26,7 @@ from arpc.transport.turns import WriteTurn
 from arpc.transport.warm import WarmMemory
 from arpc.wire.protocol import Protocol
 
-__all__ = ["StreamConnection", "TcpTransport", "UnixTransport"]
+__all__ = ["StreamConnection", "TcpTransport", "UnixTransport", "connect_socket"]
 
 # Measured: what waits in the socket is what a small frame waits for, and more of it makes large ones no faster
 _SOCKET_BUFFER: Final = 1 << 17
@@ -317,6 +317,36 @@ class UnixTransport(Transport):
             _remove_socket(path, os.getpid())
             raise
         return listener.opened(server, f"unix://{path}", path)
+
+
+async def connect_socket(address: str) -> socket.socket:
+    """A connected socket that does not block, for whoever moves the bytes himself. Raises as `Transport.connect`."""
+    loop = asyncio.get_running_loop()
+    targets: list[tuple[int, Any]]
+    if address.startswith("unix://"):
+        targets = [(socket.AF_UNIX, split_unix(address))]
+    else:
+        found = await loop.getaddrinfo(*split_tcp(address), type=socket.SOCK_STREAM)
+        targets = [(family, target) for family, _, _, _, target in found]
+    failure = OSError(f"{address} has no address")
+    for family, target in targets:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, target)
+            stranger = _other_user(sock)
+            if stranger is not None:
+                raise HandshakeError(f"a process of another user ({stranger}) is at the other end of {address}")
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            _tune(sock)
+            return sock
+    raise failure
 
 
 def _bind_unix(path: str) -> socket.socket:

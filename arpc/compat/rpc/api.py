@@ -8,7 +8,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 
@@ -42,6 +42,8 @@ _default_pickler = _internal_rpc_pickler
 _thread_local_var = threading.local()
 _ALL_WORKER_NAMES: set[str] = set()
 _gatherings = Gatherings()
+_NAMES: Final = (str, int, WorkerInfo)
+"""What a worker is given by."""
 
 
 @contextlib.contextmanager
@@ -91,7 +93,7 @@ def _drop_in() -> DropIn:
 def _check(to: Any, func: Any, args: Sequence[Any] | None) -> None:
     if not callable(func):
         raise TypeError("function should be callable.")
-    if not isinstance(to, str | int | WorkerInfo):
+    if not isinstance(to, _NAMES):
         raise ValueError(f"Cannot get WorkerInfo from name {to}")  # noqa: TRY004 - torch's own, which people catch
     if isinstance(func, torch.jit.ScriptFunction):
         for arg in args or ():

@@ -1,0 +1,294 @@
+"""Calls of threads that block, made by the thread itself on a line to the peer, see `transport.line`.
+
+A line is for what is plain: a function that the peer knows, arguments and a result that are pickles and small tensors,
+a caller with nothing around it that others have to hear of. Whatever is more than that takes the way over the loop, as
+does any call for which no line is free. Which way a call takes shows in nothing but its duration.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from time import perf_counter_ns
+from typing import Any, Final, NoReturn
+
+from arpc import torchstate
+from arpc.agent.agent import Agent
+from arpc.agent.arguments import Prepared
+from arpc.agent.codec import Codec
+from arpc.agent.functions import name_of
+from arpc.agent.lines import Lines
+from arpc.agent.peers import Peer
+from arpc.agent.scope import WorkerScope, current_scope
+from arpc.errors import ProtocolError, RpcTimeoutError, SerializationError
+from arpc.log import get_logger
+from arpc.options import Unset
+from arpc.transport.line import Line, LineClosedError, NotSentError
+from arpc.wire.frames import BRIEF_HEADER, MAX_TIMEOUT_MS, brief_kind, frame
+from arpc.wire.messages import Message, MessageType, Reply, RequestFlag
+from arpc.wire.pickling import ONE_TENSOR
+
+__all__ = ["TAKES_LOOP", "BlockingCalls"]
+
+logger = get_logger("arpc.connections")
+
+_REQUEST: Final = int(MessageType.REQUEST)
+_FUNCTION: Final = int(MessageType.FUNCTION)
+_CANCEL: Final = int(MessageType.CANCEL)
+_BRIEF_REQUEST: Final = brief_kind(_REQUEST)
+_pack_brief = BRIEF_HEADER.pack
+_plain_content = Codec.plain_content
+_is_pristine = torchstate.is_pristine
+_MAX_TIMEOUT_S: Final = MAX_TIMEOUT_MS / 1000
+_MAX_BYTES: Final = 1 << 16
+"""A larger request would wait in the socket, and its thread with it."""
+_OURS: Final = b"arpc."
+"""A pickle that names anything of this package may hold what belongs to the loop, such as an RRef."""
+_NUMBERS: Final = (float, int)
+_REPORT_S: Final = 0.05
+_MAX_LINES: Final = 32
+"""To one peer. Each takes a socket and 256 KiB, here and there. A thread that finds none free takes the loop."""
+
+TAKES_LOOP: Final = object()
+"""The call cannot be made on a line, and nothing of it has been sent."""
+
+
+class BlockingCalls:
+    """The calls that threads of one worker make on lines."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._codec = agent.codec
+        self._occasions = agent.occasions
+        options = agent.options
+        self.is_on = agent.guard is None and agent.placement is None and not options.max_calls_in_flight
+        """False: every call takes the loop."""
+        self._are_told = options.timeouts_travel
+        self._shared_from_bytes = options.shared_memory_from_bytes
+        self._ids = count(1)
+        self._reports: deque[tuple[str, Any, int, BaseException | None]] = deque()
+        self._is_report_due = False
+
+    # -- in any thread but the loop's
+
+    def call(  # noqa: C901, PLR0911, PLR0912 - the hot path, which ends where a call turns out not to be plain
+        self,
+        peer: Peer,
+        function: Any,
+        packed: Prepared | tuple[()],
+        timeout: float | Unset,
+        *,
+        is_metered: bool = False,
+    ) -> Any:
+        """The result of a call, or `TAKES_LOOP`. Raises what the call raises.
+
+        ``packed`` is what `Agent.prepare` has made of its arguments.
+        """
+        agent = self._agent
+        lines = peer.lines
+        scope = current_scope.get()
+        if (
+            not self.is_on
+            or (scope is not None and scope.__class__ is not WorkerScope)  # a handler's calls end with it
+            or any(self._occasions)
+            or agent.is_closing
+        ):
+            return TAKES_LOOP
+        if lines is None or not lines.free:
+            self._ask_for_line(peer, lines)
+            return TAKES_LOOP
+        if agent.meter is not None and not is_metered:
+            return self._metered(peer, function, packed, timeout)
+        id_ = next(self._ids)
+        if isinstance(timeout, Unset):
+            timeout_s = agent.default_timeout
+        elif _is_plain(timeout):
+            timeout_s = timeout
+        else:
+            return TAKES_LOOP
+        function_id = peer.function_ids.get(function) if not packed or packed.is_named else None
+        if function_id is None or function_id in lines.not_for:
+            return TAKES_LOOP
+        data = self._request(peer, function_id, packed, id_, timeout_s)
+        if data is None:
+            return TAKES_LOOP
+        free = lines.free
+        try:
+            line = free.pop()
+        except IndexError:
+            return TAKES_LOOP  # other threads were faster
+        if function_id not in line.known:
+            definition = peer.definition(function)
+            if definition is None or definition[0] != function_id:
+                _put_back(free, line)
+                return TAKES_LOOP  # another worker has come under the peer's name
+            line.known.add(function_id)
+            data = frame(_FUNCTION, 0, 0, function_id, 0, definition[1]) + data
+        line.calling = function  # first: what is counted must not seem to be over
+        line.calls_made += 1
+        try:
+            answer = line.request(data, id_, timeout_s)
+        except NotSentError:
+            line.calls_made -= 1
+            self._drop(lines, line)
+            return TAKES_LOOP
+        except BaseException as error:  # noqa: BLE001 - it is raised, in other words
+            self._raise(peer, lines, line, id_, function, error)
+        line.calling = None
+        free.append(line)
+        if line.is_ended:
+            _take_back(free, line)
+        if isinstance(answer, Message):
+            return self._answer(peer, lines, function_id, function, answer)
+        if not answer:
+            return None
+        if _OURS in answer or not _is_pristine():
+            return self._answer(peer, lines, function_id, function, Reply(0, id_, 0, 0, 0, 0, 0, answer, ()))
+        try:
+            return _plain_content(answer)
+        except BaseException as error:  # unpickling runs user code
+            raise self._unreadable(function, error) from error
+
+    def _unreadable(self, function: Any, error: BaseException) -> SerializationError:
+        if isinstance(error, ProtocolError):
+            return SerializationError(f"the result of {name_of(function)} is malformed")
+        return self._agent.unreadable(name_of(function), error)
+
+    def _request(
+        self, peer: Peer, function_id: int, packed: Prepared | tuple[()], id_: int, timeout_s: float
+    ) -> bytes | None:
+        """The frame of a request; None if it is not for a line."""
+        timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS) if self._are_told and timeout_s else 0
+        if not packed:
+            return _pack_brief(0, _BRIEF_REQUEST, id_, function_id, timeout_ms, 0)
+        payload = packed.payload
+        flags = RequestFlag.KWARGS if packed.kwargs else 0
+        if len(payload) > _MAX_BYTES or _OURS in payload:
+            return None
+        slots = packed.slots
+        if payload is ONE_TENSOR and (lone := self._codec.lone_argument(slots, peer.info.name)) is not None:
+            payload = lone
+        elif slots:
+            data, buffers = self._codec.frame(_REQUEST, flags, id_, function_id, timeout_ms, payload, list(slots))
+            return None if buffers or len(data) > _MAX_BYTES else data
+        return _pack_brief(len(payload), _REQUEST | flags << 8, id_, function_id, timeout_ms, 0) + payload
+
+    def _raise(self, peer: Peer, lines: Lines, line: Line, id_: int, function: Any, error: BaseException) -> NoReturn:
+        """What a call raises that has not been answered. ``line`` has been taken for it."""
+        name = name_of(function)
+        if isinstance(error, TimeoutError):
+            if self._are_told and not line.is_ended:
+                line.owed.discard(id_)  # one that waits to be run is not answered
+                line.tell(frame(_CANCEL, 0, id_, 0, 0, b""))
+            self._give_back(lines, line)
+            raise RpcTimeoutError(
+                f"{name} was sent to worker {peer.info.name!r} and did not end within its timeout"
+            ) from None
+        self._drop(lines, line)
+        if not isinstance(error, OSError):
+            raise error  # the thread was interrupted
+        if line.ending is not None:
+            raise line.ending(name) from error
+        if isinstance(error, ProtocolError):
+            logger.warning("a line to worker %s was closed: %s", peer.info.name, error, extra={"peer": peer.info.name})
+        farewell = error.farewell if isinstance(error, LineClosedError) else None
+        raise peer.lost_with(error, farewell, name) from error
+
+    def _answer(self, peer: Peer, lines: Lines, function_id: int, function: Any, message: Message) -> Any:
+        """What is in an answer that is more than a pickle."""
+        if sum(buffer.nbytes for buffer in message.buffers) >= self._shared_from_bytes:
+            lines.not_for.add(function_id)  # where there is shared memory, a line is the longer way for these
+        work = partial(self._agent.answer, peer.info, message, name_of(function))
+        if isinstance(message, Reply) and message.meta_end == message.meta_start and _OURS not in message.body:
+            # what is made of a result does not depend on what its caller has switched off
+            return torchstate.run_with(torchstate.DEFAULTS, work)
+        return self._agent.on_loop(work)
+
+    def _give_back(self, lines: Lines, line: Line) -> None:
+        line.calling = None
+        if line.is_ended:
+            self._drop(lines, line)
+        else:
+            _put_back(lines.free, line)
+
+    def _drop(self, lines: Lines, line: Line) -> None:
+        line.close()
+        line.calling = None
+        self._on_loop_soon(lines.forget, line)
+
+    def _on_loop_soon(self, function: Callable[..., object], *args: Any) -> None:
+        with suppress(RuntimeError):  # the loop has ended, and with it all that it could be told of
+            self._agent.loop.call_soon_threadsafe(function, *args)
+
+    # -- lines
+
+    def _ask_for_line(self, peer: Peer, lines: Lines | None) -> None:
+        if lines is None:
+            self._on_loop_soon(self._open_line, peer)
+        elif not lines.is_asked_for and lines.count < lines.limit:
+            lines.is_asked_for = True  # two threads at once ask for two, and the second comes to nothing
+            self._on_loop_soon(self._open_line, peer)
+
+    def _open_line(self, peer: Peer) -> None:
+        """On the loop: have one more line to a peer."""
+        agent = self._agent
+        if agent.is_closing:
+            return
+        if peer.lines is None:
+            limit = 0 if peer.info.id == agent.info.id else _MAX_LINES
+            peer.lines = Lines(peer.info.name, agent.loop, partial(agent.connector.open_line, peer), limit)
+        peer.lines.open_another(peer.connection)
+
+    # -- meters
+
+    def _metered(self, peer: Peer, function: Any, packed: Prepared | tuple[()], timeout: float | Unset) -> Any:
+        began_ns = perf_counter_ns()
+        error: BaseException | None = None
+        result: Any = None
+        try:
+            result = self.call(peer, function, packed, timeout, is_metered=True)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            if result is not TAKES_LOOP:
+                self._report(peer.info.name, function, perf_counter_ns() - began_ns, error)
+            del error  # it refers to this frame
+        return result
+
+    def _report(self, peer: str, function: Any, duration_ns: int, error: BaseException | None) -> None:
+        """Have the meter told of a call, soon: it belongs to the loop, which is not to be woken for each."""
+        self._reports.append((peer, function, duration_ns, error))
+        if not self._is_report_due:
+            self._is_report_due = True
+            self._on_loop_soon(self._agent.loop.call_later, _REPORT_S, self._tell_meter)
+
+    def _tell_meter(self) -> None:
+        self._is_report_due = False  # before they are taken: one that comes meanwhile asks again
+        meter = self._agent.meter
+        while self._reports:
+            report = self._reports.popleft()
+            if meter is not None:
+                meter.call_ended(*report)
+
+
+def _is_plain(timeout: Any) -> bool:
+    """Whether it is a time to wait; whatever else it is, others shall say what is wrong with it."""
+    return timeout.__class__ in _NUMBERS and 0 <= timeout <= _MAX_TIMEOUT_S
+
+
+def _put_back(free: list[Line], line: Line) -> None:
+    """A thread does not use a line any more."""
+    free.append(line)
+    if line.is_ended:
+        _take_back(free, line)
+
+
+def _take_back(free: list[Line], line: Line) -> None:
+    """The owner of a line has let go of it, before or after it was put back. If it had no chance to close it, do so."""
+    with suppress(ValueError):
+        free.remove(line)
+        line.close()

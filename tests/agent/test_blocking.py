@@ -1,0 +1,529 @@
+"""Calls of threads on lines, between workers of one process that meet over unix sockets or TCP."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from arpc.agent import lines as lines_module
+from arpc.agent.blocking import TAKES_LOOP, BlockingCalls
+from arpc.agent.connector import MAX_LINES
+from arpc.agent.lines import Lines
+from arpc.agent.metering import Meter
+from arpc.agent.observers import Observer
+from arpc.errors import (
+    CallCancelledError,
+    RpcTimeoutError,
+    SerializationError,
+    ShutdownError,
+    WireError,
+    WorkerLostError,
+)
+from arpc.options import UNSET, RpcOptions, Unset
+from arpc.testing import Cluster, cluster
+from arpc.transport.stream import TcpTransport, UnixTransport
+from arpc.wire.frames import frame
+from arpc.wire.messages import MessageType
+from tests.agent.leftovers import assert_both_alive, assert_nothing_left, until
+from tests.agent.stage import Stage, echo, echo_in_thread, hold, hold_in_thread
+
+QUIET = RpcOptions(gc_freeze=False, shared_memory_bytes=0, listen=("unix://",))
+
+
+class Threads:
+    """Makes blocking calls of worker0, as the threads of a drop-in do."""
+
+    def __init__(self, group: Cluster) -> None:
+        self.agent = group[0].agent
+        self.calls = BlockingCalls(self.agent)
+        self.peer = self.agent.known_peer("worker1")
+
+    @property
+    def lines(self) -> Lines:
+        assert self.peer.lines is not None
+        return self.peer.lines
+
+    def block(self, function: Any, *args: Any, timeout: float | Unset = UNSET, **kwargs: Any) -> Any:
+        """In a thread: the result on a line, or that it takes the loop."""
+        packed = self.agent.prepare(self.peer, function, args, kwargs)
+        return self.calls.call(self.peer, function, packed, timeout)
+
+    async def call(self, function: Any, *args: Any, **more: Any) -> Any:
+        return await asyncio.to_thread(self.block, function, *args, **more)
+
+    async def have_line(self, *functions: Any) -> None:
+        """The peer knows these functions, and there is a line to it."""
+        for function in (echo, *functions):
+            await asyncio.to_thread(self.agent.prepare, self.peer, function, (), None)
+        await until(lambda: self.peer.connection is not None)
+        await self.call(echo)
+        await until(lambda: self.peer.lines is not None and bool(self.peer.lines.free))
+
+
+@asynccontextmanager
+async def two(options: RpcOptions = QUIET, *functions: Any) -> AsyncIterator[tuple[Cluster, Threads]]:
+    ways = {"unix": UnixTransport(), "tcp": TcpTransport()}
+    async with cluster(2, options=options, transports=ways) as group:
+        await group[0].rpc_sync("worker1", echo)
+        threads = Threads(group)
+        await threads.have_line(echo_in_thread, hold, hold_in_thread, *functions)
+        yield group, threads
+        await assert_nothing_left(group)
+
+
+def links_of(group: Cluster) -> list[Any]:
+    """The lines that worker1 knows of."""
+    return [link for link in group[1].agent.connector.links if link.is_line]
+
+
+# -- what a call is on a line
+
+
+@pytest.mark.parametrize("listen", ["unix://", "tcp://127.0.0.1:0"])
+@pytest.mark.parametrize("function", [echo, echo_in_thread])
+async def test_results_are_those_of_any_call(listen: str, function: Any):
+    async with two(QUIET.replace(listen=(listen,), secret=b"told to both")) as (group, threads):
+        before = threads.lines.calls_made
+        assert await threads.call(function) is None
+        for value in (1, "text", b"bytes", [1, {"a": (2, None)}], {1: 2.5}, 1 << 70, "x" * 30_000):
+            assert await threads.call(function, value) == value
+            assert await threads.call(function, value=value) == value
+        for tensor in (torch.arange(6.0).reshape(2, 3), torch.ones(2, requires_grad=True), torch.tensor(3)):
+            assert torch.equal(await threads.call(function, tensor), tensor)
+            assert torch.equal((await threads.call(function, [tensor, 1]))[0], tensor)
+        assert threads.lines.calls_made - before == 21
+        assert group[0].statistics()["peers"]["worker1"]["lines"] == 1
+        assert len(links_of(group)) == 1
+        assert await group[0].rpc_sync("worker1", function, args=(2,)) == 2
+
+
+def fail(text: str) -> None:
+    raise LookupError(text)
+
+
+async def test_failures_are_those_of_any_call():
+    async with two(QUIET, fail) as (group, threads):
+        with pytest.raises(LookupError, match="no luck") as on_line:
+            await threads.call(fail, "no luck")
+        with pytest.raises(LookupError, match="no luck") as on_loop:
+            await group[0].rpc_sync("worker1", fail, args=("no luck",))
+        assert str(on_line.value.__cause__) == str(on_loop.value.__cause__)
+        assert await threads.call(echo, 1) == 1
+
+
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return _refuse, ()
+
+
+def _refuse() -> None:
+    raise ZeroDivisionError("not here")
+
+
+def make_unreadable() -> Any:
+    return Unreadable()
+
+
+async def test_a_result_that_cannot_be_built_is_told_of_as_ever():
+    async with two(QUIET, make_unreadable) as (group, threads):
+        with pytest.raises(SerializationError) as on_line:
+            await threads.call(make_unreadable)
+        with pytest.raises(SerializationError) as on_loop:
+            await group[0].rpc_sync("worker1", make_unreadable)
+        assert str(on_line.value) == str(on_loop.value)
+        assert isinstance(on_line.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("switch", [torch.no_grad, torch.inference_mode])
+async def test_what_a_thread_has_switched_off_does_not_touch_its_results(switch: Callable[[], Any]):
+    async with two() as (_, threads):
+        tensor = torch.ones(3, requires_grad=True)
+
+        def block() -> Any:
+            with switch():
+                found = threads.block(echo, torch.ones(3)), threads.block(echo, [tensor])
+                assert not torch.is_grad_enabled()
+                return found
+
+        alone, within = await asyncio.to_thread(block)
+        assert not alone.is_inference()
+        assert not within[0].is_inference()
+        assert within[0].requires_grad
+
+
+async def test_large_results_come_on_a_line_once_and_then_by_the_loop():
+    async with two(QUIET.replace(shared_memory_from_bytes=100_000), zeros) as (_, threads):
+        for size in (5_000, 20_000):
+            assert (await threads.call(zeros, size)).shape == (size,)
+        assert (await threads.call(zeros, 50_000)).shape == (50_000,)
+        assert await threads.call(zeros, 1) is TAKES_LOOP
+
+
+def zeros(size: int) -> torch.Tensor:
+    return torch.zeros(size)
+
+
+# -- what takes the loop
+
+
+async def test_what_is_not_plain_takes_the_loop():
+    async with two() as (group, threads):
+        made = threads.lines.calls_made
+        rref = group[0].remote("worker1", list)
+        await rref.to_here()
+        for args in ((torch.zeros(100_000),), ("x" * 100_000,), (lambda: 1,), (rref,)):
+            assert await threads.call(echo, *args) is TAKES_LOOP or args[0].__class__.__name__ == "function"
+        assert await threads.call(lambda: 1) is TAKES_LOOP
+        for timeout in (-2.0, "soon", float("nan"), 1e12, True):
+            assert await threads.call(echo, timeout=timeout) is TAKES_LOOP
+        threads.calls.is_on = False
+        assert await threads.call(echo) is TAKES_LOOP
+        assert threads.lines.calls_made <= made + 1
+        del rref
+
+
+async def test_calls_of_handlers_take_the_loop():
+    async with two(QUIET, block_in_handler) as (group, threads):
+        _threads.append(threads)
+        try:
+            assert await group[1].rpc_sync("worker0", block_in_handler) == "takes the loop"
+        finally:
+            _threads.clear()
+
+
+_threads: list[Threads] = []
+
+
+def block_in_handler() -> str:
+    return "takes the loop" if _threads[0].block(echo) is TAKES_LOOP else "took a line"
+
+
+async def test_calls_that_are_observed_take_the_loop():
+    async with two() as (_, threads):
+        observer = Observer()
+        threads.agent.observe(observer)
+        assert await threads.call(echo) is TAKES_LOOP
+        threads.agent.unobserve(observer)
+        assert await threads.call(echo, 1) == 1
+
+
+@pytest.mark.parametrize("change", [{"max_calls_in_flight": 5}, {"allow": "exported"}])
+async def test_some_workers_have_no_lines(change: dict[str, Any]):
+    ways = {"unix": UnixTransport()}
+    async with cluster(2, options=QUIET.replace(**change), transports=ways) as group:
+        assert not BlockingCalls(group[0].agent).is_on
+
+
+async def test_a_worker_has_no_line_to_itself_nor_to_one_of_its_process_alone():
+    async with cluster(2) as group:
+        await group[0].rpc_sync("worker1", echo)
+        await group[0].rpc_sync("worker0", echo)
+        for name in ("worker0", "worker1"):
+            threads = Threads(group)
+            threads.peer = threads.agent.known_peer(name)
+            assert await threads.call(echo) is TAKES_LOOP
+            await until(lambda threads=threads: threads.peer.lines is not None)  # type: ignore[misc]
+            await until(lambda threads=threads: threads.lines._opening is None)  # type: ignore[misc]
+            assert await threads.call(echo) is TAKES_LOOP
+            assert threads.lines.count == 0
+
+
+# -- deadlines
+
+
+@pytest.mark.parametrize("are_told", [True, False])
+async def test_a_deadline_ends_a_call_and_not_the_line(stage: Stage, are_told: bool):
+    async with two(QUIET.replace(timeouts_travel=are_told)) as (group, threads):
+        # a callee that is told may be first to say so
+        with pytest.raises(RpcTimeoutError, match=r"hold (was sent to|on) worker 'worker1'"):
+            await threads.call(hold, timeout=0.05)
+        if are_told:
+            await stage.wait_until("held cancelled")
+        else:
+            assert threads.lines.free[-1].owed
+            assert not stage.was_reached("held cancelled")
+            stage.open()
+        for number in range(3):
+            assert await threads.call(echo, number, timeout=20) == number
+        await until(lambda: threads.lines.free[-1].is_sound() and not threads.lines.free[-1].owed)
+        assert threads.lines.count == 1
+        assert len(links_of(group)) == 1
+        if not are_told:
+            await stage.wait_until("held ended")
+
+
+async def test_a_thread_that_signals_keep_from_noticing_is_woken_when_its_time_is_up(stage: Stage):
+    async with two() as (_, threads):
+        call = asyncio.ensure_future(threads.call(hold, timeout=500))
+        await stage.wait_until("held begun")
+        threads.lines._look_after()
+        (line,) = threads.lines.under_way
+        line.due_at -= 1000
+        threads.lines._look_after()
+        with pytest.raises(RpcTimeoutError, match="hold was sent to worker 'worker1' and did not end within its"):
+            await call
+        await until(lambda: not threads.lines.count)
+        await threads.have_line()
+        assert await threads.call(echo, 1) == 1
+
+
+async def test_a_callee_that_cancels_is_heard(stage: Stage):
+    async with two() as (group, threads):
+        call = asyncio.ensure_future(threads.call(hold))
+        await stage.wait_until("held begun")
+        ((_, _, left_s),) = threads.peer.calls_of_threads()
+        assert left_s is not None
+        assert 0 < left_s <= QUIET.rpc_timeout
+        for link in links_of(group):
+            link.inbound.cancel_all()
+        with pytest.raises(CallCancelledError):
+            await call
+
+
+# -- the end of a line, and of those it leads to
+
+
+async def test_loss_of_a_line_ends_its_call_and_harms_nobody_else(stage: Stage):
+    async with two() as (group, threads):
+        call = asyncio.ensure_future(threads.call(hold_in_thread, "one"))
+        beside = group[0].rpc_async("worker1", hold, args=("other",))
+        await stage.wait_until("one begun", "other begun")
+        for link in links_of(group):
+            link.connection.abort(WireError("for a test"))
+        with pytest.raises(WorkerLostError, match=r"'worker1' was lost: .*\(hold_in_thread may have run\)"):
+            await call
+        stage.open()
+        await beside
+        await assert_both_alive(group)
+        assert group[0].statistics()["peers"]["worker1"]["connects"] == 1
+        await threads.have_line()
+        assert await threads.call(echo, 2) == 2
+
+
+async def test_a_line_that_was_closed_while_idle_is_replaced_and_no_call_is_lost():
+    async with two() as (group, threads):
+        for link in links_of(group):
+            link.connection.close("not needed")
+        await until(lambda: not threads.lines.free[-1].is_sound())
+        threads.lines.free[-1].used_at -= 10
+        assert await threads.call(echo, 1) is TAKES_LOOP
+        await until(lambda: not threads.lines.count)
+        await threads.have_line()
+        assert await threads.call(echo, 1) == 1
+        await until(lambda: len(links_of(group)) == 1)
+
+
+async def test_loss_of_the_peer_ends_calls_on_lines(stage: Stage):
+    async with two() as (group, threads):
+        call = asyncio.ensure_future(threads.call(hold, timeout=0))
+        await stage.wait_until("held begun")
+        main = threads.peer.connection
+        assert main is not None
+        main.abort(WireError("it has not been heard of"))
+        with pytest.raises(WorkerLostError, match=r"'worker1' was lost: it has not been heard of \(hold may have run"):
+            await call
+        await stage.wait_until("held cancelled")
+        await until(lambda: not links_of(group))
+        assert threads.lines.count == 0
+        await assert_both_alive(group)
+        await threads.have_line()
+        assert await threads.call(echo, 3) == 3
+
+
+async def test_a_peer_that_leaves_says_so(stage: Stage):
+    async with two() as (group, threads):
+        call = asyncio.ensure_future(threads.call(hold, timeout=0))
+        await stage.wait_until("held begun")
+        await group[1].shutdown(graceful=False)
+        with pytest.raises(WorkerLostError, match=r"worker 'worker1' has left: it was shut down"):
+            await call
+        await until(lambda: not threads.lines.count)
+        assert await threads.call(echo) is TAKES_LOOP
+        await group[0].shutdown(graceful=False)
+
+
+async def test_shutdown_ends_calls_under_way_and_closes_lines(stage: Stage):
+    async with two() as (group, threads):
+        call = asyncio.ensure_future(threads.call(hold, timeout=0))
+        await stage.wait_until("held begun")
+        assert group[0].statistics()["peers"]["worker1"]["calls_in_flight"] == 1
+        assert not group[0].agent.is_quiet()
+        ((_, name, left_s),) = threads.peer.calls_of_threads()
+        assert (name, left_s) == ("hold", None)
+        await group[0].shutdown(graceful=False)
+        with pytest.raises(ShutdownError, match="this worker was shut down before hold ended"):
+            await call
+        assert await threads.call(echo) is TAKES_LOOP
+        await stage.wait_until("held cancelled")
+        await until(lambda: not links_of(group))
+        await group[1].shutdown(graceful=False)
+
+
+async def test_bad_bytes_on_a_line_end_it_and_nothing_else(caplog: pytest.LogCaptureFixture):
+    async with two() as (group, threads):
+        (link,) = links_of(group)
+        link.connection._write(b"\xff" * 64)
+        with pytest.raises(WorkerLostError, match=r"'worker1' was lost: .*\(echo may have run\)"):
+            await threads.call(echo)
+        await until(lambda: not links_of(group))
+        await threads.have_line()
+        assert await threads.call(echo, 1) == 1
+        assert "a line to worker worker1 was closed" in caplog.text
+        await assert_both_alive(group)
+
+
+@pytest.mark.parametrize("type_", [MessageType.REPLY, MessageType.INSPECT, MessageType.RREF_FETCH])
+async def test_a_line_may_bring_calls_alone(type_: MessageType, caplog: pytest.LogCaptureFixture):
+    async with two() as (group, threads):
+        threads.lines.free[-1].tell(frame(type_, 0, 1, 1, 0, b"x"))
+        await until(lambda: not links_of(group))
+        assert f"a line brought {type_.name}" in caplog.text
+        await assert_both_alive(group)
+
+
+async def test_idle_lines_are_closed(monkeypatch: pytest.MonkeyPatch, stage: Stage):
+    async with two(QUIET.replace(timeouts_travel=False)) as (group, threads):
+        assert await threads.call(echo, 1) == 1
+        threads.lines._look_after()
+        assert threads.lines.count == 1
+        with pytest.raises(RpcTimeoutError):
+            await threads.call(hold, timeout=0.01)
+        monkeypatch.setattr(lines_module, "IDLE_S", 0.0)
+        threads.lines._look_after()
+        assert threads.lines.count == 1, "its peer would take it for a sign that nobody wants the answer"
+        stage.open()
+        await until(lambda: threads.lines.free[-1].is_sound() and not threads.lines.free[-1].owed)
+        made = threads.lines.calls_made
+        threads.lines._look_after()
+        assert threads.lines.count == 0
+        assert threads.lines.calls_made == made
+        await until(lambda: not links_of(group))
+
+
+# -- who may have how many
+
+
+async def test_many_threads_share_few_lines():
+    async with two() as (group, threads):
+        found: list[int] = []
+
+        def work(number: int) -> None:
+            for each in range(30):
+                result = threads.block(echo, number * 100 + each)
+                if result is not TAKES_LOOP:
+                    assert result == number * 100 + each
+                    found.append(result)
+
+        made = threads.lines.calls_made
+        await asyncio.gather(*(asyncio.to_thread(work, number) for number in range(8)))
+        assert found
+        assert len(set(found)) == len(found)
+        assert threads.lines.calls_made - made == len(found)
+        assert 1 <= threads.lines.count <= threads.lines.limit
+        await until(lambda: not threads.lines.under_way)
+        await until(lambda: len(links_of(group)) == threads.lines.count)
+
+
+async def test_a_peer_may_have_so_many_lines_and_no_more():
+    async with two() as (group, threads):
+        opened = [await threads.agent.connector.open_line(threads.peer) for _ in range(MAX_LINES - 1)]
+        await until(lambda: len(links_of(group)) == MAX_LINES)
+        with pytest.raises(WireError, match="has 64 lines already"):
+            await threads.agent.connector.open_line(threads.peer)
+        for line in opened:
+            line.close()
+        await until(lambda: len(links_of(group)) == 1)
+
+
+async def test_a_line_needs_the_connection_that_it_belongs_to():
+    async with two() as (group, threads):
+        main = threads.peer.connection
+        threads.peer.connection = None
+        with pytest.raises(WireError, match="there is no connection to worker 'worker1'"):
+            await threads.agent.connector.open_line(threads.peer)
+        threads.peer.connection = main
+        there = group[1].agent.known_peer("worker0")
+        main_there, there.connection = there.connection, None
+        with pytest.raises(WireError, match="'worker0' has no connection that a line could belong to"):
+            await threads.agent.connector.open_line(threads.peer)
+        there.connection = main_there
+
+
+async def test_a_line_is_not_asked_for_signs_of_life():
+    options = QUIET.replace(heartbeat_interval=0.02, heartbeat_timeout=5.0)
+    async with two(options) as (group, threads):
+        (link,) = links_of(group)
+        frames_sent = link.connection.frames_sent
+        pings = group[1].agent.heartbeat.pings_sent
+        await until(lambda: group[1].agent.heartbeat.pings_sent > pings + 8)
+        assert link.connection.is_open
+        assert link.connection.frames_sent == frames_sent
+        assert await threads.call(echo, 1) == 1
+
+
+async def test_a_child_of_a_fork_leaves_the_lines_to_its_parent():
+    async with two() as (_, threads):
+        line = threads.lines.free[-1]
+        near, far = socket.socketpair()
+        copy = Lines("worker1", threads.agent.loop, lambda: asyncio.sleep(0), 2)  # type: ignore[arg-type,return-value]
+        with near, far:
+            copy._all = {type(line)(near, line._protocol, "unix:///there")}
+            copy.free = list(copy._all)
+            copy.abandon()
+            assert not copy.free
+            assert not copy.count
+            assert near.fileno() == -1
+            far.setblocking(False)
+            assert far.recv(100) == b""  # no word of it was said
+        assert await threads.call(echo, 1) == 1
+
+
+# -- who counts
+
+
+class Heard(Meter):
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str, bool]] = []
+
+    def call_ended(self, peer: str, function: Any, duration_ns: int, error: BaseException | None) -> None:
+        assert duration_ns > 0
+        self.calls.append((peer, function.__name__, error is None))
+
+    def handler_ended(self, caller: str, function: str, duration_ns: int) -> None: ...
+    def handler_failed(self, caller: str, function: str, error: BaseException) -> None: ...
+
+
+async def test_meters_hear_of_calls_on_lines():
+    async with two(QUIET, fail) as (group, threads):
+        meter = Heard()
+        threads.agent.set_meter(meter)
+        made = group[0].agent.calls_made
+        assert await threads.call(echo, 1) == 1
+        with pytest.raises(LookupError):
+            await threads.call(fail, "x")
+        assert await threads.call(lambda: 1) is TAKES_LOOP
+        assert group[0].agent.calls_made == made + 2
+        await until(lambda: len(meter.calls) == 2)
+        assert meter.calls == [("worker1", "echo", True), ("worker1", "fail", False)]
+        threads.agent.set_meter(None)
+
+
+async def test_both_sides_count_the_same_calls():
+    async with two() as (group, threads):
+        made, handled = group[0].agent.calls_made, group[1].agent.executor.calls_handled
+        for _ in range(5):
+            await threads.call(echo_in_thread, "x" * 1000)
+        assert group[0].agent.calls_made == made + 5
+        await until(lambda: group[1].agent.executor.calls_handled == handled + 5)
+        for peer in (threads.peer, group[1].agent.known_peer("worker0")):
+            _, beside = peer.connections()
+            assert 5000 < beside.count_sent() < 7000
+            assert 5000 < beside.bytes_received < 7000
+        await asyncio.gather(*(worker.shutdown() for worker in group))
+        assert all(worker.is_shut_down for worker in group)

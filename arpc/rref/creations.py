@@ -95,7 +95,7 @@ def start_creation(
                     creation.frame = frame
                 use.origin = function  # whose name few ask for; it is one of a module, which lives for ever
                 return creation
-            creation.brings = False
+        creation.brings = False
         creation.send(to, function, args, kwargs, timeout, made, label)
     except BaseException:
         creation.take_back()

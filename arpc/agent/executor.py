@@ -197,7 +197,7 @@ class Executor(Replies):
         _enter_task(self.loop, carrier.task)
         try:
             # to call it runs none of its code yet
-            coroutine = context.run(self.unpack_and_call, run, payload) if payload else function.call()
+            coroutine = context.run(self._unpack_and_call, run, payload) if payload else function.call()
             waits_for = context.run(coroutine.send, None)
         except StopIteration as stop:
             result = stop.value
@@ -264,7 +264,7 @@ class Executor(Replies):
         inbound.outbox = outbox = ReplyOutbox(inbound, turn, self.codec.brief_result, self.readmit)
         return outbox
 
-    def unpack_and_call(self, run: Run, payload: bytes | bytearray) -> Coroutine[Any, Any, Any]:
+    def _unpack_and_call(self, run: Run, payload: bytes | bytearray) -> Coroutine[Any, Any, Any]:
         """Call a function that is nothing but a coroutine with what is in a payload. In the handler's context."""
         try:
             args = _plain_content(payload)
@@ -274,6 +274,16 @@ class Executor(Replies):
             run.function = self._after(run.prerequisites, run.function)
         coroutine: Coroutine[Any, Any, Any] = run.function.call(*args)
         return coroutine
+
+    def unpack_plain(self, run: Run, payload: bytes | bytearray) -> tuple[Any, ...]:
+        """The first half of `_unpack_and_call`; the other is to call the function of the run with these."""
+        try:
+            args: tuple[Any, ...] = _plain_content(payload)
+        except (AttributeError, ImportError, LookupError, StopIteration) as error:
+            raise self._not_unpacked(error) from error
+        if run.has_prerequisites:
+            run.function = self._after(run.prerequisites, run.function)
+        return args
 
     def _not_unpacked(self, error: BaseException) -> SerializationError:
         return SerializationError(

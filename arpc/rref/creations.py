@@ -294,6 +294,7 @@ class Creation(msgspec.Struct, eq=False):
     def set_exception(self, error: Exception) -> None:
         """It is not known what has become of it, or it was refused."""
         self.is_settled = True
+        self.error = error
         # later, as of any future: what ends with it may be among what is being ended
         self.context.agent.loop.call_soon(self._failed, error)
 

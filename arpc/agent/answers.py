@@ -81,12 +81,16 @@ class Answers:
             return
         token = current_scope.set(self._scope)
         try:
-            value = unpack_lone(payload) if payload[0] <= LONE_RESULT else self._handful(link, unpack_handful(payload))
+            value = (
+                unpack_lone(payload)
+                if payload[0] <= LONE_RESULT
+                else self._handful(link.peer.info, unpack_handful(payload))
+            )
         except ProtocolError:
             call.future.set_exception(SerializationError(f"the result of {call.name} is malformed"))
             raise
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code
-            call.future.set_exception(self._unreadable(call, error))
+            call.future.set_exception(self.unreadable(call.name, error))
         else:
             if isinstance(call.future, asyncio.Future):
                 _set_result(call.future, value)
@@ -95,10 +99,10 @@ class Answers:
         finally:
             current_scope.reset(token)
 
-    def _handful(self, link: Link, handful: Handful) -> Any:
+    def _handful(self, peer: WorkerInfo, handful: Handful) -> Any:
         codec = self.codec
         if handful.meta:
-            codec.receive_reply(link.peer.info, codec.decoded(handful.meta), handful.slots)
+            codec.receive_reply(peer, codec.decoded(handful.meta), handful.slots)
         return codec.handful_object(handful)
 
     def _on_reply(self, link: Link, message: Message) -> None:
@@ -146,7 +150,7 @@ class Answers:
     def _unpack(self, peer: WorkerInfo, message: Message) -> Any:
         codec = self.codec
         if codec.is_handful(message):
-            return self._handful(link, codec.handful_of(message))
+            return self._handful(peer, codec.handful_of(message))
         if message.meta_end == message.meta_start:
             return codec.content(message)
         slots = codec.slots(message)

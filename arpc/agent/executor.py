@@ -200,7 +200,7 @@ class Executor(Replies):
         _enter_task(self.loop, carrier.task)
         try:
             # to call it runs none of its code yet
-            coroutine = context.run(self.unpack_and_call, run, payload) if payload else function.call()
+            coroutine = context.run(self._unpack_and_call, run, payload) if payload else function.call()
             waits_for = context.run(coroutine.send, None)
         except StopIteration as stop:
             result = stop.value
@@ -245,7 +245,7 @@ class Executor(Replies):
         context.run(_set_scope, run)
         if payload:
             try:
-                run.args = context.run(self._unpack_plain, run, payload)
+                run.args = context.run(self._plain_arguments, run, payload)
             except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
                 not_found = isinstance(error, AttributeError | ImportError | LookupError)
                 self.raised(run, self._not_unpacked(error) if not_found else error)
@@ -267,10 +267,10 @@ class Executor(Replies):
         inbound.outbox = outbox = ReplyOutbox(inbound, turn, self.codec.brief_result, self.readmit)
         return outbox
 
-    def unpack_and_call(self, run: Run, payload: bytes | bytearray) -> Coroutine[Any, Any, Any]:
+    def _unpack_and_call(self, run: Run, payload: bytes | bytearray) -> Coroutine[Any, Any, Any]:
         """Call a function that is nothing but a coroutine with what is in a payload. In the handler's context."""
         try:
-            args = self._unpack_plain(run, payload)
+            args = self._plain_arguments(run, payload)
         except (AttributeError, ImportError, LookupError, StopIteration) as error:
             raise self._not_unpacked(error) from error  # StopIteration would look like the end of the handler
         if run.has_prerequisites:
@@ -278,7 +278,17 @@ class Executor(Replies):
         coroutine: Coroutine[Any, Any, Any] = run.function.call(*args)
         return coroutine
 
-    def _unpack_plain(self, run: Run, payload: bytes | bytearray) -> tuple[Any, ...]:
+    def unpack_plain(self, run: Run, payload: bytes | bytearray) -> tuple[Any, ...]:
+        """The first half of `_unpack_and_call`; the other is to call the function of the run with these."""
+        try:
+            args = self._plain_arguments(run, payload)
+        except (AttributeError, ImportError, LookupError, StopIteration) as error:
+            raise self._not_unpacked(error) from error
+        if run.has_prerequisites:
+            run.function = self._after(run.prerequisites, run.function)
+        return args
+
+    def _plain_arguments(self, run: Run, payload: bytes | bytearray) -> tuple[Any, ...]:
         """The arguments in a payload that has no tensors beside it."""
         args: tuple[Any, ...]
         if payload[0] > LAST_HANDFUL:
@@ -500,7 +510,7 @@ class Executor(Replies):
                 result = run.context.run(run.begin)
             else:
                 run.context.run(_set_scope, run)
-                result = run.context.run(self.unpack_and_call, run, payload)
+                result = run.context.run(self._unpack_and_call, run, payload)
         except BaseException as error:  # noqa: BLE001 - whatever it raises is the caller's
             torchstate.save_and_reset()
             self.raised(run, error)

@@ -102,9 +102,10 @@ def dump(agent: Agent, info: WorkerInfo, pid: int) -> WorkerStack:
     """Everything that waits on this worker now. Called on its loop."""
     now = agent.loop.time()
     awaited = {
-        id(call.future): AwaitedCall(peer.info.name, call_id, call.name)
+        id(future): AwaitedCall(peer.info.name, call_id, call.name)
         for peer in agent.peers
         for call_id, call in peer.calls
+        for future in _futures_of(call)
     }
     runs = [
         (link, run)
@@ -174,6 +175,17 @@ def _call(to: str, call_id: int, call: Call, now: float) -> CallStack:
     tick = call_id >> SEQUENCE_BITS
     left_s = None if tick == NEVER else Deadlines.time_of(tick) - now
     return CallStack(call_id, to, call.name, "waiting" if call.connection is None else "sent", left_s)
+
+
+def _futures_of(call: Call) -> Iterator[object]:
+    """What those wait for who wait for a call: its future, or one of whoever hears of its end."""
+    future = call.future
+    yield future
+    hearers = [getattr(callback, "__self__", None) for callback, _ in getattr(future, "_callbacks", None) or ()]
+    for hearer in (future, *hearers):
+        waiter = getattr(hearer, "waiter", None)
+        if waiter is not None:
+            yield waiter
 
 
 def _awaited_by(task: asyncio.Task[Any], awaited: Mapping[int, AwaitedCall]) -> AwaitedCall | None:

@@ -57,6 +57,7 @@ class Arrival(msgspec.Struct, eq=False):
     async def make(self, function: Function, /, *args: Any, **kwargs: Any) -> Packed | None:
         """Run the function, and keep what it returns, or raises. The answer says that it ended."""
         value = self.value
+        value.made = value.made or function.name
         try:
             if function.is_simple:
                 value.set(await function.call(*args, **kwargs))
@@ -85,7 +86,7 @@ class PlainRun(Run):
     """A creation as plain as the plainest request: of a coroutine, with nothing beside its arguments."""
 
     creation: tuple[Any, ...] = ()
-    """Those who take it, the RRef, its value, the flags of the message, and the payload until that is unpacked.
+    """Those who take it, the RRef, its value, the flags of the message, and the payload as long as that is packed.
 
     In one: to set a field of a Struct takes longer than to make it with one.
     """
@@ -94,8 +95,9 @@ class PlainRun(Run):
         _set_scope(self)
         arrivals, rref, value, flags, payload = self.creation
         if payload:
+            args = arrivals.unpack(self, payload)
             self.creation = arrivals, rref, value, flags, b""
-            coroutine = arrivals.unpack_and_call(self, payload)
+            coroutine = self.function.call(*args)
         else:
             coroutine = self.function.call()
         self.coroutine = coroutine
@@ -126,9 +128,9 @@ class PlainRun(Run):
     def failed(self, error: BaseException) -> None:
         arrivals: Arrivals
         value: Value
-        arrivals, rref, value, _, _ = self.creation
+        arrivals, rref, value, _, payload = self.creation
         is_cancelled = isinstance(error, asyncio.CancelledError)
-        has_begun = self.coroutine is not None
+        has_begun = not payload
         if is_cancelled:
             value.fail(_cancelled(rref))
         else:
@@ -154,7 +156,7 @@ class Arrivals:
         """The agent is there."""
         executor = self._executor = self.service.agent.executor
         self.answer = executor.answer
-        self.unpack_and_call = executor.unpack_and_call
+        self.unpack = executor.unpack_plain
         self._copy_context = executor.context.copy
         self._start = executor.carriers.start
 
@@ -171,7 +173,8 @@ class Arrivals:
         if not self._forks.creation_arrived(label.rref, label.fork, caller):
             self._refuse(run, label.rref)
             return None
-        value = self._value(label.rref, caller, label.made or run.function.name)
+        # one that comes with its arguments has no name yet
+        value = self._value(label.rref, caller, label.made or (run.function.name if message.arg else ""))
         return Arrival(self, run, label.rref, value, message.flags)
 
     def _value(self, rref: RRefId, creator: WorkerName, made: str) -> Value:

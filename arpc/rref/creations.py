@@ -95,7 +95,7 @@ def start_creation(
                     creation.frame = frame
                 use.origin = function  # whose name few ask for; it is one of a module, which lives for ever
                 return creation
-            creation.brings = False
+        creation.brings = False
         creation.send(to, function, args, kwargs, timeout, made, label)
     except BaseException:
         creation.take_back()
@@ -294,6 +294,7 @@ class Creation(msgspec.Struct, eq=False):
     def set_exception(self, error: Exception) -> None:
         """It is not known what has become of it, or it was refused."""
         self.is_settled = True
+        self.error = error
         # later, as of any future: what ends with it may be among what is being ended
         self.context.agent.loop.call_soon(self._failed, error)
 

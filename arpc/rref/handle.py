@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from functools import partial
 from threading import get_ident
 from types import TracebackType
 from typing import Any, Final, Generic, NoReturn, Self, TypeVar, cast
@@ -410,7 +411,8 @@ def create_remote(
     if get_ident() == context.thread:
         creation = start_creation(context, to, function, args, kwargs, timeout, made, anchor)
     else:
-        creation = context.on_loop(lambda: start_creation(context, to, function, args, kwargs, timeout, made, anchor))
+        # no lambda: what that refers to would take longer to look at, here too
+        creation = context.on_loop(partial(start_creation, context, to, function, args, kwargs, timeout, made, anchor))
     rref: RRef[Any] = _new_rref(RRef)
     rref._begin(creation)  # noqa: SLF001 - its own, in all but name
     return rref

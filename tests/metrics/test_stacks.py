@@ -27,6 +27,10 @@ async def calls_on():
     return await arpc.rpc_sync("worker2", waits, timeout=0)
 
 
+async def makes_an_rref():
+    return await arpc.remote("worker2", waits)
+
+
 def blocks():
     RELEASED.wait(30)
 
@@ -63,6 +67,22 @@ async def test_a_chain_of_awaits_is_followed_through_three_workers():
         assert names(last.frames) == ["waits", "innermost", "wait"]
         task.cancel()
         await asyncio.wait([task])
+
+
+async def test_who_waits_for_the_value_of_an_rref_waits_for_its_creation():
+    async with cluster(3) as group:
+        await arpc.rpc_sync("worker2", names, ((),))
+        await group[1].rpc_sync("worker2", names, ((),))
+        mine = asyncio.create_task(makes_an_rref(), name="mine")  # on the short way, and the one of a handler is not
+        handler = arpc.rpc_async("worker1", makes_an_rref)
+        await turns_until(lambda: len(group[2].metrics.stack().handlers) == 2)
+        (task,) = [task for task in group[0].metrics.stack().tasks if task.name == "mine"]
+        (middle,) = group[1].metrics.stack().handlers
+        for awaits in (task.awaits, middle.awaits):
+            assert (awaits.to, awaits.function) == ("worker2", "waits")
+        handler.cancel()
+        mine.cancel()
+        await asyncio.wait([mine])
 
 
 async def test_tasks_of_the_program_are_told_and_those_of_the_runtime_are_not():

@@ -58,11 +58,29 @@ async def test_a_function_that_is_not_there_is_told_to_all_who_use_the_value(gro
     del early, use
 
 
-async def test_an_error_of_the_function_is_no_error_of_the_creation(group):
-    rref = arpc.remote("worker1", objects.fail, ("no luck",))
-    assert await rref._get_future() is None
-    with pytest.raises(ValueError, match="no luck"):
-        await rref.rpc_sync().add(1)
+@pytest.mark.parametrize(
+    ("function", "args", "error"),
+    [
+        pytest.param(objects.fail, ("no luck",), ValueError, id="raised"),
+        pytest.param(objects.make_number, (), TypeError, id="too-few-arguments"),
+        pytest.param(objects.make_number, (1, 2), TypeError, id="too-many-arguments"),
+    ],
+)
+async def test_an_error_of_the_function_is_no_error_of_the_creation(group, function, args, error):
+    for _ in range(2):  # the long way, and the short one
+        rref = arpc.remote("worker1", function, args)
+        assert await rref._get_future() is None
+        with pytest.raises(error):
+            await rref.rpc_sync().add(1)
+        with pytest.raises(error):
+            await rref.remote().add(1)
+
+
+async def test_functions_without_a_number_have_a_name(group):
+    rref = arpc.remote("worker1", lambda: 5)
+    assert await rref == 5
+    (row,) = group[1].rrefs()
+    assert "<lambda> for worker worker0" in row.made
 
 
 def count_long_ways(monkeypatch: pytest.MonkeyPatch) -> list[object]:
@@ -128,7 +146,7 @@ async def test_a_creation_that_waits_can_run_out_of_time(group):
     await gate.entered.wait()
     with pytest.raises(arpc.RRefCreationError, match="timed out"):
         await rref
-    await gate.cancelled.wait()
+    await until(lambda: not any(link.inbound.running for link in group[1].agent.connector.links))
     del objects.gates["gate"]
 
 

@@ -181,6 +181,20 @@ async def test_who_waits_for_the_answer_hears_of_a_lost_owner(gate):
             await waiting
 
 
+async def test_the_future_of_a_creation_that_is_just_failing_has_its_error(group, gate):
+    await connected(group)
+    arpc.remote("worker1", objects.make_number, (1,))
+    rref = arpc.remote("worker1", objects.pass_gate, ("gate",))
+    await gate.entered.wait()
+    rref._creation.set_exception(arpc.RpcTimeoutError("late"))
+    group[0].agent.known_peer("worker1").cancel(rref._creation.call_id)
+    with pytest.raises(arpc.RpcTimeoutError, match="late"):
+        await rref._get_future()
+    with pytest.raises(arpc.RRefCreationError, match="timed out"):
+        await rref
+    await gate.cancelled.wait()
+
+
 async def test_the_future_of_a_creation_has_no_value_and_can_be_asked_for_late(group):
     rref = arpc.remote("worker1", int, (5,))
     assert await rref == 5

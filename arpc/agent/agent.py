@@ -141,7 +141,7 @@ class Agent(Caller, Answers):
         self.is_closing = False
         self.is_serving = False
         self._thread = get_ident()
-        # Where calls in flight are counted, none takes the shortest way, which counts nothing
+        # Whose calls may take the shortest way. It counts nothing: where calls in flight are counted, none does
         self._shortest_thread = self._thread if not options.max_calls_in_flight else 0
         self._least_bytes = HEADER_BYTES if options.max_calls_in_flight else 0
         # what else is in the body of a message has room beside it
@@ -446,6 +446,7 @@ class Agent(Caller, Answers):
     async def aclose(self, reason: str = "it was shut down") -> None:
         """Take no more calls, end what is under way, say goodbye and close every connection."""
         self.is_closing = True
+        self._shortest_thread = 0  # so that the shortest way, too, comes to hear of it
         for message_class in self._requests:
             self._handlers[message_class] = self.executor.refuse
         for link in self.connector.links:

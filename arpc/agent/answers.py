@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from asyncio import InvalidStateError
 from typing import Any
 
-from arpc.agent.calls import SEQUENCE_BITS
+from arpc.agent.calls import SEQUENCE_BITS, Call
 from arpc.agent.codec import Codec
 from arpc.agent.connector import Link
 from arpc.agent.failures import rebuild_failure
@@ -39,7 +40,7 @@ class Answers:
     _scope: WorkerScope
 
     def _take_reply(self, link: Link, id_: int, _arg: int, _timeout_ms: int, payload: bytes | bytearray) -> None:
-        if payload:
+        if payload and (payload[0] != LONE_RESULT or self.guard is not None):
             if payload[0] <= LAST_HANDFUL and self.guard is None:
                 self._take_tensors(link, id_, payload)
             else:
@@ -53,11 +54,17 @@ class Answers:
         if call.size_bytes:
             peer.release(call)
         future = call.future
-        if not future.done():
-            try:
-                _set_result(future, None)  # type: ignore[arg-type]  # which is found out at no cost
-            except TypeError:  # it is no future of asyncio's
-                future.set_result(None)
+        try:
+            value = unpack_lone(payload) if payload else None
+            _set_result(future, value)  # type: ignore[arg-type]  # which is found out at no cost
+        except InvalidStateError:
+            pass  # it was cancelled, and its task has not run since
+        except TypeError:  # it is no future of asyncio's
+            if not future.done():
+                future.set_result(value)
+        except ProtocolError:
+            future.set_exception(self._malformed(call))
+            raise
 
     def _take_tuple(self, link: Link, id_: int, arg: int, _timeout_ms: int, payload: bytes | bytearray) -> None:
         """The same for a reply that is a tuple."""
@@ -87,7 +94,7 @@ class Answers:
                 else self._handful(link.peer.info, unpack_handful(payload))
             )
         except ProtocolError:
-            call.future.set_exception(SerializationError(f"the result of {call.name} is malformed"))
+            call.future.set_exception(self._malformed(call))
             raise
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code
             call.future.set_exception(self.unreadable(call.name, error))
@@ -112,7 +119,7 @@ class Answers:
         try:
             value = self._result(link.peer.info, message) if message.body else None
         except ProtocolError:
-            call.future.set_exception(SerializationError(f"the result of {call.name} is malformed"))
+            call.future.set_exception(self._malformed(call))
             raise
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code
             call.future.set_exception(self.unreadable(call.name, error))
@@ -156,6 +163,10 @@ class Answers:
         slots = codec.slots(message)
         codec.receive_reply(peer, codec.meta(message), slots)
         return codec.payload(message, slots)
+
+    @staticmethod
+    def _malformed(call: Call) -> SerializationError:
+        return SerializationError(f"the result of {call.name} is malformed")
 
     def unreadable(self, function: str, error: BaseException) -> SerializationError:
         """The error of a call whose result cannot be built here."""

@@ -169,7 +169,7 @@ class BlockingCalls:
         if len(payload) > _MAX_BYTES or _OURS in payload:
             return None
         slots = packed.slots
-        if payload is ONE_TENSOR and (lone := self._codec.lone_argument(slots, peer.info.name)) is not None:
+        if payload is ONE_TENSOR and (lone := self._codec.lone_argument(slots[0], peer.info.name)) is not None:
             payload = lone
         elif slots:
             data, buffers = self._codec.frame(_REQUEST, flags, id_, function_id, timeout_ms, payload, list(slots))

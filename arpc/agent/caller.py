@@ -11,9 +11,11 @@ from functools import partial
 from threading import get_ident
 from typing import Any, Final, TypeVar
 
+from torch import Tensor
+
 from arpc import torchstate
 from arpc.agent.arguments import ArgumentPacking, Prepared, as_arguments
-from arpc.agent.calls import LAST_NUMBER, Call
+from arpc.agent.calls import Call, Calls
 from arpc.agent.connector import Connector
 from arpc.agent.deadlines import NEVER, Deadlines
 from arpc.agent.executor import Executor
@@ -36,6 +38,7 @@ from arpc.errors import (
 )
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
+from arpc.transport.base import Connection
 from arpc.wire.frames import BRIEF_HEADER, HEADER_BYTES, MAX_TIMEOUT_MS, brief_kind, frame
 from arpc.wire.messages import (
     Message,
@@ -139,28 +142,36 @@ class Caller(LabelledCalls, ArgumentPacking):
         if (
             function_id is None
             or connection is None
-            or args is not _NO_ARGS  # whatever else counts as false is for `begin` to judge
             or kwargs
             or timeout is not UNSET
             or current_scope.get().__class__ is not WorkerScope
-            or connection.is_congested
+            or (connection.is_congested and not peer.has_room(0))
             or peer.backlog
             or any(self._occasions)
-            or self.is_closing
             or get_ident() != self._shortest_thread
         ):
             call_id = self.begin(peer, future, function, args, kwargs, timeout)
-        else:
+        elif args is _NO_ARGS:  # whatever else counts as false is for `begin` to judge
             # what `begin` comes down to, if there is nothing special about a call
-            if self._time() >= self._default_tick_until:
-                self._next_default_tick()
             calls = peer.calls
-            if self._default_tick != calls.tick or calls.number == LAST_NUMBER:
-                calls.turn(self._default_tick)
-            calls.number = number = calls.number + 1
-            call_id = calls.base + number
+            if self._time() >= calls.until:
+                self._turn_to_default(calls)
+            try:
+                call_id = calls.next_id()
+            except StopIteration:
+                call_id = calls.take_id(self._default_tick)
             calls.bucket[call_id] = Call(future, function, 0, connection)
-            connection.send(_pack_brief(0, _BRIEF_REQUEST, call_id, function_id, self._default_timeout_ms, 0))
+            data = _pack_brief(0, _BRIEF_REQUEST, call_id, function_id, self._default_timeout_ms, 0)
+            left = connection.direct_left
+            if left:
+                # `Connection.send_brief`, written out
+                connection.direct_left = left - 1
+                connection.brief_sent += 1
+                connection._write(data)  # noqa: SLF001
+            else:
+                connection.send_brief(data)
+        else:
+            call_id = self._begin_simple(peer, connection, future, function, function_id, args)
         try:
             return await future
         except asyncio.CancelledError:
@@ -168,6 +179,43 @@ class Caller(LabelledCalls, ArgumentPacking):
             raise
         finally:
             del future  # whose exception refers to this frame, and so to the arguments
+
+    def _turn_to_default(self, calls: Calls) -> None:
+        """Let the bucket be that of calls which are made now and have the default timeout."""
+        if self._time() >= self._default_tick_until:
+            self._next_default_tick()
+        if calls.tick != self._default_tick:
+            calls.turn(self._default_tick)
+        calls.until = self._default_tick_until
+
+    def _begin_simple(
+        self,
+        peer: Peer,
+        connection: Connection,
+        future: asyncio.Future[Any],
+        function: Callable[..., Any],
+        function_id: int,
+        args: Any,
+    ) -> int:
+        """What `begin` comes down to if there is nothing special about a call but its one argument, a small tensor."""
+        if (
+            args.__class__ is not tuple
+            or len(args) != 1
+            or args[0].__class__ is not Tensor
+            or (payload := self.codec.lone_argument(args[0], peer.info.name)) is None
+            or not peer.has_room(size_bytes := HEADER_BYTES + len(payload))
+        ):
+            return self.begin(peer, future, function, args, None, UNSET)
+        calls = peer.calls
+        if self._time() >= calls.until:
+            self._turn_to_default(calls)
+        call_id = calls.take_id(self._default_tick)
+        calls.bucket[call_id] = Call(future, function, size_bytes, connection)
+        peer.in_flight_bytes += size_bytes
+        peer.in_flight_calls += 1
+        head = _pack_brief(len(payload), _BRIEF_REQUEST, call_id, function_id, self._default_timeout_ms, 0)
+        connection.send(head + payload)
+        return call_id
 
     async def _call_unknown(self, to: Any, function: Any, *arguments: Any) -> Any:
         """The peer or the function is of an unusual kind, or not known yet."""
@@ -417,7 +465,11 @@ class Caller(LabelledCalls, ArgumentPacking):
             payload = b""
             size_bytes = self._least_bytes  # not worth counting, nor is what the peer keeps of it
         meta = self._meta(peer, function, slots, window) if window or riders else None
-        if payload is ONE_TENSOR and not meta and (lone := self.codec.lone_argument(slots, peer.info.name)) is not None:
+        if (
+            payload is ONE_TENSOR
+            and not meta
+            and (lone := self.codec.lone_argument(slots[0], peer.info.name)) is not None
+        ):
             payload, slots = lone, _NO_SLOTS
             size_bytes = HEADER_BYTES + len(lone)
         elif (
@@ -460,10 +512,7 @@ class Caller(LabelledCalls, ArgumentPacking):
                 peer.submit(call_id, call, data, buffers)
             return call_id
         calls = peer.calls
-        if tick != calls.tick or calls.number == LAST_NUMBER:
-            calls.turn(tick)
-        calls.number = number = calls.number + 1
-        call_id = calls.base + number
+        call_id = calls.take_id(tick)
         data = _pack_brief(len(payload), type_ | flags << 8, call_id, function_id, timeout_ms, 0) + payload
         if size_bytes or connection is None or connection.is_congested or peer.backlog:
             call = calls.bucket[call_id] = Call(future, function, size_bytes)
@@ -532,6 +581,8 @@ class Caller(LabelledCalls, ArgumentPacking):
             raise ValueError(f"a timeout is 0 (none) or more seconds, not {timeout_s!r}")
         self.default_timeout = timeout_s
         self._default_tick_until = 0.0
+        for peer in self._peers.values():
+            peer.calls.until = 0.0
 
     def _submit_filled(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import count
+from operator import length_hint
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -60,8 +61,8 @@ class Calls:
     """The calls made to one peer.
 
     An id is ``tick << 24 | number``, so the table of pending calls is the timer wheel too. Most calls have the default
-    timeout, and hundreds share a tick: for those there is `bucket`, where the next id is ``base + number``. A caller
-    that finds ``tick`` to be another, or ``number`` to be `LAST_NUMBER`, calls `turn` first.
+    timeout, and hundreds share a tick: for those there is `bucket`, whose ids `next_id` gives out one after another,
+    until `until`. Who is in a hurry looks at that himself; `take_id` is for all others.
     """
 
     def __init__(
@@ -75,33 +76,55 @@ class Calls:
         self._abandon = abandon
         self.buckets: dict[int, dict[int, Call]] = {}
         self.tick = -1
-        self.base = 0
-        self.number = 0
-        """The last one taken of `bucket`."""
+        """The one that `bucket` is for."""
         self.bucket: dict[int, Call] = {}
+        self.until = 0.0
+        """Up to when `bucket` is that of a call with the default timeout; 0 if it is another. Set by the caller."""
         self._made_before = 0
         self._old: set[int] = set()
         """Ticks whose calls have numbers of an earlier round."""
+        self._ids = iter(range(LAST_NUMBER))
+        self.next_id = self._ids.__next__
+        """The next id of `bucket`. Raises StopIteration when they have run out: `turn` begins again."""
         self._numbers = count(1)
 
     @property
     def made(self) -> int:
         """How many there have been."""
-        return self._made_before + self.number
+        return self._made_before + self._taken
+
+    @property
+    def _taken(self) -> int:
+        """How many of the numbers of this round are taken."""
+        return LAST_NUMBER - length_hint(self._ids)
+
+    def take_id(self, tick: int) -> int:
+        """The next id, and let `bucket` be that of the tick."""
+        if tick != self.tick:
+            self.turn(tick)
+        try:
+            return self.next_id()
+        except StopIteration:
+            self.turn(tick)
+            return self.next_id()
 
     def turn(self, tick: int) -> None:
         """Let `bucket` be that of another tick, or begin again with the numbers of this one."""
-        if self.number > _MANY:  # before they run out
-            self._made_before += self.number
-            self.number = 0
+        taken = self._taken
+        if taken > _MANY:  # before they run out
+            self._made_before += taken
+            taken = 0
             self._old = {old for old, bucket in self.buckets.items() if bucket}
         # A call that waits for hours may have any number by now: keep away from it, at the price of a tick or two
         place = tick
         while place in self._old:
             place += 1
         self.tick = tick
+        self.until = 0.0
         self.bucket = self._bucket(place, is_watched=tick != NEVER)
-        self.base = place << SEQUENCE_BITS | _TURN
+        base = place << SEQUENCE_BITS | _TURN
+        self._ids = iter(range(base + taken, base + LAST_NUMBER))
+        self.next_id = self._ids.__next__
 
     def _bucket(self, tick: int, *, is_watched: bool) -> dict[int, Call]:
         bucket = self.buckets.get(tick)
@@ -131,8 +154,9 @@ class Calls:
 
     def expire(self, tick: int) -> None:
         expired = self.buckets.pop(tick, {})
-        if tick == self.base >> SEQUENCE_BITS:
+        if expired is self.bucket:
             self.tick = -1
+            self.until = 0.0
             self.bucket = {}  # the old one holds the futures of what has expired until the next call is made
         for call_id, call in expired.items():
             self._timed_out(call_id, call)

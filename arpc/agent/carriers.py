@@ -16,6 +16,7 @@ import asyncio
 from asyncio.tasks import _enter_task, _leave_task
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
+from types import GeneratorType
 from types import coroutine as generator_coroutine
 from typing import Any, Final, Protocol
 
@@ -23,9 +24,10 @@ import torch
 from torch._C import _len_torch_function_stack as _count_function_modes
 
 from arpc import torchstate
+from arpc.agent.scope import Scope, current_scope
 from arpc.log import get_logger
 
-__all__ = ["Carriers", "Job"]
+__all__ = ["Carrier", "Carriers", "Job"]
 
 logger = get_logger("arpc.carriers")
 
@@ -33,6 +35,7 @@ _IDLE_MAX: Final = 16
 _CLOSE_S: Final = 1.0
 _is_pristine = torchstate.is_pristine
 _is_grad_enabled = torch.is_grad_enabled
+_set_scope = current_scope.set
 
 
 class Job(Protocol):
@@ -77,11 +80,37 @@ def _step(job: Job, step: Callable[[Any], Any], value: Any) -> Any:
             torchstate.restore(outer)
 
 
+class Called(Scope, Protocol):
+    """A function to be called in the scope of its own call."""
+
+    function: Any
+    args: tuple[Any, ...] | None
+
+
 @generator_coroutine
-def _drive(job: Job, waits_for: Any) -> Generator[Any, Any, Any]:
-    """Carry on with a coroutine that waits for something; what it waits for is passed on to the Task."""
-    coroutine = job.coroutine
-    assert coroutine is not None
+def conveyor() -> Generator[Any, Any, Any]:
+    """Runs coroutines one after another: given a `Called`, it yields what its coroutine waits for or, at last, returns.
+
+    Which of the two it was, ``gi_yieldfrom`` tells: that is None unless a coroutine waits. One that raises is the last.
+    ``coroutine.send`` would raise StopIteration instead, and an exception takes longer than all the rest of a step.
+    """
+    called = yield
+    while True:
+        _set_scope(called)
+        args = called.args
+        if args is None:
+            coroutine = called.function.call()
+        else:
+            coroutine = called.function.call(*args)
+            called.args = args = None
+        called = None  # nothing is kept until the next one comes
+        called = yield (yield from coroutine)
+
+
+@generator_coroutine
+def _drive(job: Job, waits_for: Any, coroutine: Any) -> Generator[Any, Any, Any]:
+    """Carry on with a coroutine that waits for something, or with its conveyor; what it waits for goes to the Task."""
+    is_conveyed = coroutine.__class__ is GeneratorType
     step: Callable[[Any], Any]
     while True:
         try:
@@ -98,6 +127,8 @@ def _drive(job: Job, waits_for: Any) -> Generator[Any, Any, Any]:
             waits_for = _step(job, step, value)
         except StopIteration as stop:
             return stop.value
+        if is_conveyed and coroutine.gi_yieldfrom is None:
+            return waits_for  # which is the result
 
 
 def _tell(told: Callable[[Any], None], outcome: Any) -> None:
@@ -110,16 +141,26 @@ def _tell(told: Callable[[Any], None], outcome: Any) -> None:
             torchstate.restore(outer)
 
 
-class _Carrier:
+class Carrier:
     """A Task that waits for a job that has to wait."""
 
-    __slots__ = ("job", "task", "waits_for", "wake_up")
+    __slots__ = ("convey", "conveyor", "is_conveyed", "job", "task", "waits_for", "wake_up")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.wake_up: asyncio.Future[None] = loop.create_future()
         self.job: Job | None = None
         self.waits_for: Any = None
+        self.is_conveyed = False
+        """Its job was begun by the conveyor, which goes on with it."""
         self.task: asyncio.Task[Any]
+        self.renew()
+
+    def renew(self) -> None:
+        """Have a conveyor: the one before has ended with an exception."""
+        made = conveyor()
+        made.send(None)
+        self.conveyor: Any = made
+        self.convey: Callable[[Any], Any] = made.send
 
 
 class Carriers:
@@ -128,7 +169,7 @@ class Carriers:
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
         self._loop = loop
         self._name = name
-        self.idle: list[_Carrier] = []
+        self.idle: list[Carrier] = []
         """Those that wait for work; whoever starts a step on behalf of the last one calls `carry_on` if it waits."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._starting = 0
@@ -180,12 +221,13 @@ class Carriers:
         self.idle.pop()
         self._more()
 
-    def carry_on(self, job: Job, waits_for: Any) -> None:
-        """The first step, taken on behalf of the last of `idle`, was not the only one."""
+    def carry_on(self, job: Job, waits_for: Any, *, is_conveyed: bool = False) -> None:
+        """The first step, taken on behalf of the last of `idle` or by its conveyor, was not the only one."""
         if not _is_pristine():
             job.state = torchstate.save_and_reset()
         self.carried += 1
         carrier = self.idle.pop()
+        carrier.is_conveyed = is_conveyed
         carrier.job = job
         carrier.waits_for = waits_for
         job.task = carrier.task
@@ -198,7 +240,7 @@ class Carriers:
         """Have an idle carrier ready for the next job. One at a time: a burst of jobs that wait gets plain Tasks."""
         if len(self.idle) + self._starting < _IDLE_MAX and not self._closed:
             self._starting += 1
-            carrier = _Carrier(self._loop)
+            carrier = Carrier(self._loop)
             carrier.task = self._own(asyncio.Task(self._wait_for_job(carrier), loop=self._loop))
 
     def _own(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
@@ -207,7 +249,7 @@ class Carriers:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _wait_for_job(self, carrier: _Carrier) -> None:
+    async def _wait_for_job(self, carrier: Carrier) -> None:
         self._starting -= 1
         if self._closed:
             return
@@ -227,7 +269,7 @@ class Carriers:
             # cancelled between its first step and now: what it waits for is told, and then the handler
             waits_for = carrier.waits_for
             carrier.waits_for = self._cancelled_wait(waits_for)
-        await self._finish(job, carrier.waits_for)
+        await self._finish(job, carrier.waits_for, carrier.conveyor if carrier.is_conveyed else job.coroutine)
 
     def _cancelled_wait(self, waits_for: Any) -> Any:
         if waits_for is not None:
@@ -252,7 +294,7 @@ class Carriers:
             except BaseException as error:  # noqa: BLE001 - thrown in by the Task, for the coroutine
                 _tell(job.failed, error)
             else:
-                await self._finish(job, waits_for)
+                await self._finish(job, waits_for, job.coroutine)
 
         def never_ran(task: asyncio.Task[Any]) -> None:
             if task.cancelled() and job.coroutine is None:
@@ -265,9 +307,9 @@ class Carriers:
         if not self.idle:
             self._more()
 
-    async def _finish(self, job: Job, waits_for: Any) -> None:
+    async def _finish(self, job: Job, waits_for: Any, coroutine: Any) -> None:
         try:
-            result = await _drive(job, waits_for)
+            result = await _drive(job, waits_for, coroutine)
         except BaseException as error:  # noqa: BLE001 - thrown in by the Task, for the coroutine
             _tell(job.failed, error)
         else:

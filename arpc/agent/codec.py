@@ -112,15 +112,15 @@ class Codec:
             return data, self._placement.late(packed.buffers, packed.waits)
         return data, packed.buffers
 
-    def lone_argument(self, slots: list[Slot], to: str) -> bytes | None:
+    def lone_argument(self, tensor: Slot, to: str) -> bytes | None:
         """The payload of a call of a worker with one small tensor and nothing else; None if it takes a `frame`."""
         if self._placement is not None and self._placement.stager(to).moves_host_memory:
             return None
-        return lone_payload(LONE_ARGUMENT, slots[0], self._inline_limit)
+        return lone_payload(LONE_ARGUMENT, tensor, self._inline_limit)
 
-    def lone_result(self, slots: list[Slot]) -> bytes | None:
+    def lone_result(self, tensor: Slot) -> bytes | None:
         """The same for a reply to a request that has brought no meta data."""
-        return lone_payload(LONE_RESULT, slots[0], self._inline_limit)
+        return lone_payload(LONE_RESULT, tensor, self._inline_limit)
 
     def handful_of_arguments(
         self, payload: bytes, slots: list[Slot], meta: dict[str, Any] | None, to: str

@@ -12,10 +12,11 @@ from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 from torch._C import _len_torch_function_stack as _count_function_modes
 
 from arpc import torchstate
-from arpc.agent.carriers import Carriers
+from arpc.agent.carriers import Carrier, Carriers
 from arpc.agent.codec import Codec, Packed
 from arpc.agent.failures import describe_failure
 from arpc.agent.functions import Function, Mode, Prompt
@@ -183,52 +184,91 @@ class Executor(Replies):
     def take(self, inbound: Inbound, id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
         """Run the plainest of requests, straight from the read.
 
-        This is `Carriers.start` for a `Run`, written out: the steps of the handler run in its context with nothing of
-        ours between them and the read. Torch's state must be pristine.
+        This is `Carriers.start` for a `Run`, written out, and with a `carriers.conveyor`. Torch's state must be
+        pristine.
         """
         function = inbound.coroutines.get(arg)
         connection = inbound.connection
         idle = self._idle
-        if function is None or inbound.is_full or connection.is_congested or not idle or id_ == inbound.latest_id:
+        if (
+            function is None
+            or inbound.is_full
+            or (connection.is_congested and connection.held_bytes > self._window_bytes)
+            or not idle
+            or id_ == inbound.latest_id
+        ):
             self._take_other(inbound, id_, arg, timeout_ms, payload)
             return
         inbound.latest_id = id_
         carrier = idle[-1]
         context = self._copy_context()
         run = Run(self, inbound, function, id_, timeout_ms)
-        context.run(_set_scope, run)
         _enter_task(self.loop, carrier.task)
         try:
-            # to call it runs none of its code yet
-            coroutine = context.run(self._unpack_and_call, run, payload) if payload else function.call()
-            waits_for = context.run(coroutine.send, None)
-        except StopIteration as stop:
-            result = stop.value
-            error = None
-        except BaseException as raised:  # noqa: BLE001 - it is the caller's, see `raised`
-            error = raised
-        else:
+            if payload:
+                context.run(self._unpack, run, payload)
+            result = context.run(carrier.convey, run)
+        except BaseException as error:  # noqa: BLE001 - it is the caller's, see `raised`
             _leave_task(self.loop, carrier.task)
+            carrier.renew()
             run.context = context
-            run.coroutine = coroutine
-            self.carriers.carry_on(run, waits_for)
+            self._stepped(carrier)
+            self.raised(run, error)
             return
         _leave_task(self.loop, carrier.task)
+        waiting = carrier.conveyor.gi_yieldfrom
+        if waiting is not None:
+            run.context = context
+            run.coroutine = waiting
+            self.carriers.carry_on(run, result, is_conveyed=True)
+        elif result is None and run.meta is None:
+            self._returned_none += 1
+            try:
+                # first of all, so that the caller goes on while this worker tidies up
+                data = _pack_brief(0, _BRIEF_REPLY, id_, 0, 0, 0)
+                left = connection.direct_left
+                if left:
+                    # `Connection.send_brief`, written out
+                    connection.direct_left = left - 1
+                    connection.brief_sent += 1
+                    connection._write(data)  # noqa: SLF001
+                else:
+                    connection.send_brief(data)
+            finally:
+                # `_stepped`, written out
+                if not _is_grad_enabled() or _count_function_modes():
+                    torchstate.save_and_reset()
+                if carrier.wake_up.done():
+                    self.carriers.replace_idle()
+        else:
+            run.context = context
+            self._took(run, carrier, result)
+
+    def _took(self, run: Run, carrier: Carrier, result: Any) -> None:
+        """Answer a request that has ended in `take`, with a result."""
+        if result.__class__ is Tensor and not run.meta and (lone := self.codec.lone_result(result)) is not None:
+            # what `returned` comes down to, for a small tensor
+            run.ended = True
+            run.context = NO_CONTEXT
+            self._calls_ended += 1
+            try:
+                run.inbound.connection.send(_pack_brief(len(lone), _BRIEF_REPLY, run.id, 0, 0, 0) + lone)
+            except ConnectionClosedError:
+                pass  # the caller knows
+            finally:
+                self._stepped(carrier)
+        else:
+            self._stepped(carrier)
+            self.returned(run, result)
+
+    def _stepped(self, carrier: Carrier) -> None:
+        """Tidy up after a handler that has ended in its first step."""
+        self.carriers.steps_without_wait += 1
         # The blocks it was in have ended with it. Left are the two things that people switch without a block.
         if not _is_grad_enabled() or _count_function_modes():
             torchstate.save_and_reset()
         if carrier.wake_up.done():
             self.carriers.replace_idle()
-        if error is None and result is None:
-            self._returned_none += 1
-            connection.send(_pack_brief(0, _BRIEF_REPLY, id_, 0, 0, 0))
-            return
-        run.context = context
-        self.carriers.steps_without_wait += 1
-        if error is not None:
-            self.raised(run, error)
-        else:
-            self.returned(run, result)
 
     def _take_other(self, inbound: Inbound, id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
         """The same for what is not the first step of a coroutine, or has to wait."""
@@ -267,14 +307,14 @@ class Executor(Replies):
         inbound.outbox = outbox = ReplyOutbox(inbound, turn, self.codec.brief_result, self.readmit)
         return outbox
 
+    def _unpack(self, run: Run, payload: bytes | bytearray) -> None:
+        """Build the arguments of a plain request, in its context."""
+        _set_scope(run)
+        run.args = self.unpack_plain(run, payload)
+
     def _unpack_and_call(self, run: Run, payload: bytes | bytearray) -> Coroutine[Any, Any, Any]:
         """Call a function that is nothing but a coroutine with what is in a payload. In the handler's context."""
-        try:
-            args = self._plain_arguments(run, payload)
-        except (AttributeError, ImportError, LookupError, StopIteration) as error:
-            raise self._not_unpacked(error) from error  # StopIteration would look like the end of the handler
-        if run.has_prerequisites:
-            run.function = self._after(run.prerequisites, run.function)
+        args = self.unpack_plain(run, payload)
         coroutine: Coroutine[Any, Any, Any] = run.function.call(*args)
         return coroutine
 
@@ -363,7 +403,7 @@ class Executor(Replies):
         while (
             inbound.waiting
             and len(inbound.running) < inbound.limit
-            and not (connection.is_congested and connection.unsent_bytes > self._window_bytes)
+            and not (connection.is_congested and connection.held_bytes > self._window_bytes)
             and not self._is_closed
         ):
             message = inbound.next_waiting()

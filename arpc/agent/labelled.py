@@ -7,7 +7,7 @@ from collections.abc import Callable, Sized
 from threading import get_ident
 from typing import Any, Final
 
-from arpc.agent.calls import LAST_NUMBER, Call, Recipient
+from arpc.agent.calls import Call, Calls, Recipient
 from arpc.agent.peers import Peer
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.wire.frames import BRIEF_HEADER, HEADER_BYTES
@@ -30,12 +30,11 @@ class LabelledCalls:
 
     is_closing: bool
     _default_tick: int
-    _default_tick_until: float
     _default_timeout_ms: int
-    _next_default_tick: Callable[[], None]
     _occasions: tuple[Sized, ...]
     _shortest_thread: int
     _time: Callable[[], float]
+    _turn_to_default: Callable[[Calls], None]
 
     def begin_shortly(
         self,
@@ -79,13 +78,13 @@ class LabelledCalls:
                 size_bytes = HEADER_BYTES + len(label)
                 if size_bytes > _MAX_PAYLOAD_BYTES or not peer.take_room(size_bytes):
                     return None
-        if self._time() >= self._default_tick_until:
-            self._next_default_tick()
         calls = peer.calls
-        if self._default_tick != calls.tick or calls.number == LAST_NUMBER:
-            calls.turn(self._default_tick)
-        calls.number = number = calls.number + 1
-        call_id = calls.base + number
+        if self._time() >= calls.until:
+            self._turn_to_default(calls)
+        try:
+            call_id = calls.next_id()
+        except StopIteration:
+            call_id = calls.take_id(self._default_tick)
         data = _pack_brief(len(label), kind, call_id, function_id, self._default_timeout_ms, 0) + label
         call = Call(recipient, function, size_bytes, connection)
         try:

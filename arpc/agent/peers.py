@@ -172,7 +172,7 @@ class Peer:
         connection = self.connection
         # small ones pass those that wait for room
         may_go = not self.backlog or call.size_bytes <= _SMALL_BYTES
-        if connection is not None and may_go and self._has_room(call.size_bytes):
+        if connection is not None and may_go and self.has_room(call.size_bytes):
             self._send(connection, call, data, buffers)
             return
         waiting = len(self.backlog) - self._given_up
@@ -185,7 +185,8 @@ class Peer:
         self.backlog.append((call_id, call, data, buffers))
         self._wake()
 
-    def _has_room(self, size_bytes: int) -> bool:
+    def has_room(self, size_bytes: int) -> bool:
+        """Whether a call of that size need not wait for others to end."""
         limit = self._window_bytes if size_bytes > _SMALL_BYTES else 2 * self._window_bytes
         connection = self.connection
         if connection is not None and connection.is_congested and connection.unsent_bytes > limit:
@@ -244,7 +245,7 @@ class Peer:
                     call.is_waiting = False  # of many that expire at once, those who wait for them are told first
                 else:
                     self._given_up -= 1
-            elif not self._has_room(call.size_bytes):
+            elif not self.has_room(call.size_bytes):
                 return
             else:
                 self.backlog.popleft()

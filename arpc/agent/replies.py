@@ -105,7 +105,7 @@ class Replies:
             raise SerializationError(
                 f"the result of {run.function.name} ({type(result).__qualname__}) cannot be sent: {error}"
             ) from error
-        if payload is JUST_A_TENSOR and not run.meta and (lone := self.codec.lone_result(slots)) is not None:
+        if payload is JUST_A_TENSOR and not run.meta and (lone := self.codec.lone_result(slots[0])) is not None:
             return lone, []
         return payload, slots
 
@@ -186,7 +186,7 @@ class Replies:
         try:
             if buffers:
                 inbound.send_reply(run.id, data, buffers)
-                if inbound.limit and inbound.connection.unsent_bytes > self._window_bytes:
+                if inbound.limit and inbound.connection.held_bytes > self._window_bytes:
                     # What this read brought may ask for much more: none of it runs before the replies have gone out
                     inbound.set_limit(0)
                     self.loop.call_soon(self.readmit, inbound)

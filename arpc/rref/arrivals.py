@@ -275,7 +275,7 @@ class Arrivals:
         kind = type(value)
         if kind in SCALARS:
             return _dumps(value, protocol=5)
-        return self.service.agent.codec.lone_result([value]) if kind is Tensor and flags == _VALUE else None
+        return self.service.agent.codec.lone_result(value) if kind is Tensor and flags == _VALUE else None
 
 
 def _cancelled(rref: RRefId) -> RRefCreationError:

@@ -117,6 +117,10 @@ class Carrier(TypingProtocol):
     def has_news(self) -> bool:
         """Something is to be told to the peer. Looked at after each read, so that it joins what is written then."""
 
+    @property
+    def unread_bytes(self) -> int:
+        """What it has carried and the peer has not read yet."""
+
     def opened(self) -> None: ...
 
     def closing(self) -> None:
@@ -147,10 +151,12 @@ class Connection(ABC):
         """The peer does not take bytes as fast as they are sent."""
         self.is_full = False
         """The same, of this connection alone and without its bulk route."""
-        self.bytes_sent = 0
         self.bytes_received = 0
-        self.frames_sent = 0
         self.writes = 0
+        self.brief_sent = 0
+        """Frames of nothing but a header that were written on their own: not counted in the next two."""
+        self._bytes_sent = 0
+        self._frames_sent = 0
         self._opened: asyncio.Future[None] = self.loop.create_future()
         # nobody may be waiting when a handshake fails; the error is told to the receiver as well
         self._opened.add_done_callback(_retrieve)
@@ -176,7 +182,8 @@ class Connection(ABC):
         self._watch: asyncio.TimerHandle | None = None
         # How many frames may be written on their own before the next read, if that is of one message; 0 once mute
         self._direct_frames = _DIRECT_FRAMES
-        self._direct_left = _DIRECT_FRAMES
+        self.direct_left = _DIRECT_FRAMES
+        """How many of them are left; 0 also while others wait to be written, and in a read."""
         self._error: Exception | None = None
 
     # -- what a kind of connection provides
@@ -231,6 +238,22 @@ class Connection(ABC):
         return self.protocol.state is State.OPEN and not self._is_closed
 
     @property
+    def bytes_sent(self) -> int:
+        return self._bytes_sent + HEADER_BYTES * self.brief_sent
+
+    @bytes_sent.setter
+    def bytes_sent(self, count: int) -> None:
+        self._bytes_sent = count - HEADER_BYTES * self.brief_sent
+
+    @property
+    def frames_sent(self) -> int:
+        return self._frames_sent + self.brief_sent
+
+    @frames_sent.setter
+    def frames_sent(self, count: int) -> None:
+        self._frames_sent = count - self.brief_sent
+
+    @property
     def unsent_bytes(self) -> int:
         """Bytes this side still holds because the peer does not take them."""
         unsent = 0 if self._is_aborted else self._unsent_bytes()
@@ -243,19 +266,40 @@ class Connection(ABC):
         self._counted_frames = len(out)
         return unsent + self._bulk_bytes + self._counted_bytes
 
+    @property
+    def held_bytes(self) -> int:
+        """The same, and what the carrier has for a peer that does not read."""
+        return self.unsent_bytes + (self.carrier.unread_bytes if self.carrier is not None else 0)
+
     def send(self, data: bytes) -> None:
         """Send one frame with no large tensors. All frames of a busy loop turn go out in one write."""
+        left = self.direct_left
+        if left:
+            # Little is going on, so waiting for more to join would only cost time
+            self.direct_left = left - 1
+            self._frames_sent += 1
+            self._bytes_sent += len(data)
+            self._write(data)
+        else:
+            self._send_with_others(data)
+
+    def send_brief(self, data: bytes) -> None:
+        """The same for a frame that has no body."""
+        # Written out in `Caller.call_and_wait` and `Executor.take`
+        left = self.direct_left
+        if left:
+            self.direct_left = left - 1
+            self.brief_sent += 1
+            self._write(data)
+        else:
+            self._send_with_others(data)
+
+    def _send_with_others(self, data: bytes) -> None:
         out = self._out
         if out or self.is_reading:
             out.append(data)
             if len(out) == _FLUSH_FRAMES:
                 self.flush()
-        elif self._direct_left:
-            # Little is going on, so waiting for more to join would only cost time
-            self._direct_left -= 1
-            self.frames_sent += 1
-            self.bytes_sent += len(data)
-            self._write(data)
         elif self._is_mute:
             self._refuse()
         else:
@@ -271,21 +315,16 @@ class Connection(ABC):
 
     def gather(self) -> None:
         """More is about to be sent in this turn of the loop: let all of it go out in one write."""
-        self._direct_left = 0
+        self.direct_left = 0
+
+    def write_with_others(self) -> None:
+        """Write no frame on its own any more, so that all go through `send`, `send_brief` and `send_bulk`."""
+        self.direct_left = self._direct_frames = 0
 
     def send_later(self, data: bytes) -> None:
         """`gather`, then `send`: a frame that may still be amended in this turn of the loop."""
-        self._direct_left = 0
-        out = self._out
-        if out or self.is_reading:
-            out.append(data)
-            if len(out) == _FLUSH_FRAMES:
-                self.flush()
-        elif self._is_mute:
-            self._refuse()
-        else:
-            out.append(data)
-            self.loop.call_soon(self.flush)
+        self.direct_left = 0
+        self._send_with_others(data)
 
     @property
     def last_unsent(self) -> bytes | None:
@@ -383,9 +422,9 @@ class Connection(ABC):
             out.clear()
         elif out:
             data = out[0] if len(out) == 1 else b"".join(out)
-            self.frames_sent += len(out)
+            self._frames_sent += len(out)
             self.writes += 1
-            self.bytes_sent += len(data)
+            self._bytes_sent += len(data)
             out.clear()
             self._write(data)
         if self._bulk and not self.is_full:
@@ -415,7 +454,7 @@ class Connection(ABC):
 
     def write_chunk(self, header: bytes, chunk: memoryview) -> None:
         """Write a piece of a tensor now."""
-        self.bytes_sent += chunk.nbytes + HEADER_BYTES
+        self._bytes_sent += chunk.nbytes + HEADER_BYTES
         self.writes += 1
         self._write_chunk(header, chunk)
 
@@ -462,7 +501,7 @@ class Connection(ABC):
             # `Protocol.receive` do is written out here: every call less is felt in the time of a round trip.
             length, kind, id_, arg, timeout_ms, sizes = _unpack_brief(protocol.buffer)
             if length + HEADER_BYTES == size_bytes and not sizes and (take := protocol.direct.get(kind)) is not None:
-                self._direct_left = self._direct_frames
+                self.direct_left = self._direct_frames
                 try:
                     take(id_, arg, timeout_ms, protocol.buffer[HEADER_BYTES:size_bytes] if length else b"")
                 except Exception as error:  # noqa: BLE001 - told to the receiver
@@ -473,8 +512,13 @@ class Connection(ABC):
     def _receive(self, size_bytes: int) -> None:
         """The same for any number of messages, and parts of them."""
         self.is_reading = True
+        self.direct_left = 0
+        are_several = True
         try:
-            self._hand_over(self.protocol.receive(size_bytes))
+            messages = self.protocol.receive(size_bytes)
+            # Several at once are answered by as many, which shall go out together
+            are_several = len(messages) > 1 or messages is SEVERAL_TAKEN
+            self._hand_over(messages)
         except Exception as error:  # noqa: BLE001 - told to the receiver
             self._raised(error)
         finally:
@@ -483,6 +527,8 @@ class Connection(ABC):
                 self._out.append(self.carrier.take_news())
             if self._out:
                 self.flush()
+            if not are_several:
+                self.direct_left = self._direct_frames
 
     def _raised(self, error: Exception) -> None:
         if not isinstance(error, WireError | OSError):
@@ -494,9 +540,6 @@ class Connection(ABC):
         protocol = self.protocol
         if protocol.state is State.CLOSED:
             return  # it was refused or aborted: what still comes is for nobody
-        # Several at once are answered by as many, which shall go out together
-        are_several = len(messages) > 1 or messages is SEVERAL_TAKEN
-        self._direct_left = 0 if are_several else self._direct_frames
         if not self._is_greeted and protocol.state is not State.HANDSHAKE:
             self._greeted()
         if messages:
@@ -545,7 +588,7 @@ class Connection(ABC):
         """Say what the protocol says first, and expect the handshake to end some day."""
         data = self.protocol.take_output()
         if data:
-            self.bytes_sent += len(data)
+            self._bytes_sent += len(data)
             self._write(data)
         if self._watch is None:
             self._expect_handshake()
@@ -583,7 +626,7 @@ class Connection(ABC):
 
     def _fall_silent(self) -> None:
         self._is_mute = True
-        self._direct_left = self._direct_frames = 0
+        self.write_with_others()
 
     def _expect_handshake(self) -> None:
         seconds = self.handshake_s

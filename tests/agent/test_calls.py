@@ -6,6 +6,7 @@ import asyncio
 import gc
 import weakref
 from collections import Counter
+from operator import length_hint
 from typing import Any
 
 import pytest
@@ -376,13 +377,17 @@ def test_an_id_still_in_use_is_not_given_out_again(table, a_call):
 
 def take_number(calls: Calls, tick: int, call: Call) -> int:
     """What the agent does for a call with nothing special about it."""
-    if tick != calls.tick or calls.number == LAST_NUMBER:
-        calls.turn(tick)
-    calls.number += 1
-    call_id = calls.base + calls.number
+    call_id = calls.take_id(tick)
     assert call_id not in calls.bucket
     calls.bucket[call_id] = call
     return call_id
+
+
+def leave_numbers(calls: Calls, left: int) -> None:
+    """As if all but so many of the numbers of this round had been taken."""
+    end = next(calls._ids) + 1 + length_hint(calls._ids)
+    calls._ids = iter(range(end - left, end))
+    calls.next_id = calls._ids.__next__
 
 
 @pytest.mark.parametrize("tick", [NEVER, Deadlines.tick(1000.0, 86400.0)])
@@ -390,7 +395,7 @@ def test_numbers_that_run_out_begin_again_apart_from_those_in_use(table, a_call,
     calls, _, timed_out = table
     waiting = [take_number(calls, tick, a_call) for _ in range(3)]
     for round_ in range(3):
-        calls.number = LAST_NUMBER - 2
+        leave_numbers(calls, 2)
         waiting += [take_number(calls, tick, a_call) for _ in range(5)]
         assert len(set(waiting)) == len(calls) == 8 + 5 * round_
     assert calls.made == 3 * LAST_NUMBER + 3
@@ -407,7 +412,7 @@ def test_ticks_that_take_turns_do_not_share_numbers_in_use(table, a_call):
     calls, deadlines, _ = table
     tick = deadlines.tick(1.0, 5.0)
     ids = [take_number(calls, which, a_call) for which in (NEVER, tick, NEVER)]
-    calls.number = LAST_NUMBER - 1
+    leave_numbers(calls, 1)
     ids += [take_number(calls, which, a_call) for which in (tick, NEVER, tick, NEVER, tick)]
     assert len(set(ids)) == len(calls) == 8
 
@@ -415,11 +420,21 @@ def test_ticks_that_take_turns_do_not_share_numbers_in_use(table, a_call):
 async def test_calls_without_a_timeout_never_run_out_of_numbers(pair):
     await pair[0].rpc_sync("worker1", echo, timeout=0)
     calls = pair[0].agent.known_peer("worker1").calls
-    calls.number = LAST_NUMBER - 2
+    leave_numbers(calls, 2)
     async with asyncio.timeout(30):  # the reply of one with a wrong id would find nobody
         for number in range(6):
             assert await pair[0].rpc_sync("worker1", echo, args=(number,), timeout=0) == number
     await assert_nothing_left(pair)
+
+
+async def test_another_default_timeout_is_that_of_the_next_call(pair):
+    await pair[0].rpc_sync("worker1", echo)
+    calls = pair[0].agent.known_peer("worker1").calls
+    before = calls.tick
+    pair[0].agent.set_default_timeout(0)
+    await pair[0].rpc_sync("worker1", echo)
+    assert before != NEVER
+    assert calls.tick == NEVER
 
 
 async def test_what_is_no_tuple_of_arguments_is_refused_every_time(pair):

@@ -195,7 +195,7 @@ async def test_a_full_peer_gets_no_chunk_until_it_has_room():
 
 async def test_unsent_bytes_are_those_nobody_has_taken():
     connection, _ = await opened()
-    connection._direct_left = 0
+    connection.direct_left = 0
     connection.unsent = 7
     connection.send(small_frame(1, b"four"))
     buffers = views(10, 20)
@@ -255,7 +255,7 @@ async def test_close_flushes_although_the_peer_has_said_goodbye():
     connection, endpoint = await opened()
     connection.feed(frame(MessageType.GOODBYE, 0, 0, 0, 0, b"so long"))
     assert not connection.is_open
-    connection._direct_left = 0
+    connection.direct_left = 0
     connection.send(small_frame(1))
     connection.close()
     assert connection.take() == [(MessageType.REQUEST, 1)]
@@ -349,7 +349,7 @@ async def test_the_first_error_is_the_one_that_is_told():
 async def test_nothing_is_written_or_read_between_abort_and_the_end():
     connection, endpoint = await opened()
     buffers = views(3 * CHUNK_BYTES)
-    connection._direct_left = 0
+    connection.direct_left = 0
     connection.send(small_frame(1))
     connection.abort()
     connection.send(small_frame(2))
@@ -430,3 +430,30 @@ async def test_statistics_of_a_connection_that_is_over():
     assert statistics["unsent_bytes"] == 0
     assert statistics["frames_sent"] >= 1
     assert statistics["bytes_received"] > 0
+
+
+async def test_frames_without_a_body_are_counted_like_others():
+    connection, _ = await opened()
+    before = connection.frames_sent, connection.bytes_sent
+    connection.send_brief(small_frame(1))
+    connection.send(small_frame(2, b"four"))
+    assert connection.frames_sent == before[0] + 2
+    assert connection.bytes_sent == before[1] + 2 * HEADER_BYTES + 4
+    connection.frames_sent += 1
+    connection.bytes_sent += 10
+    assert connection.frames_sent == before[0] + 3
+    assert connection.bytes_sent == before[1] + 2 * HEADER_BYTES + 14
+
+
+async def test_frames_without_a_body_wait_with_others():
+    connection, _ = await opened()
+    connection.write_with_others()
+    connection.take()
+    connection.send_brief(small_frame(1))
+    connection.send(small_frame(2))
+    assert connection.take() == []
+    await asyncio.sleep(0)
+    assert connection.take() == [(MessageType.REQUEST, 1), (MessageType.REQUEST, 2)]
+    connection.close()
+    with pytest.raises(ConnectionClosedError):
+        connection.send_brief(small_frame(3))

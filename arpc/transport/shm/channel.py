@@ -87,6 +87,8 @@ class Channel:
         """Sizes of the messages that were lent and that the peer has not read yet."""
         self._unread_bytes = 0
         """Their sum, and that of the messages that are being copied."""
+        self._copying_bytes = 0
+        """Those of messages that a thread copies: they are parked meanwhile, and count as unsent."""
         self._borrowed: BorrowedArena | None = None
         self._lender = 0
         self._read_count = 0
@@ -155,10 +157,12 @@ class Channel:
             self._copied(data, bulk, placement, _try(placement))
         else:
             self._connection.park(bulk)
+            self._copying_bytes += bulk.size_bytes
             self._arena.copy_in_thread(placement, lambda error: self._copied_in_thread(data, bulk, placement, error))
         return True
 
     def _copied_in_thread(self, data: bytes, bulk: BulkSend, placement: Placement, error: BaseException | None) -> None:
+        self._copying_bytes -= bulk.size_bytes
         # The world may have changed: it may have been dropped, and the connection may be gone
         if self._connection.unpark(bulk):
             self._copied(data, bulk, placement, error)
@@ -244,6 +248,11 @@ class Channel:
             raise ProtocolError("shared memory was lent that was not offered")
         self._read_count += 1
         return self._borrowed.borrow(struct.unpack(f"<{len(sizes)}Q", message.body), sizes)
+
+    @property
+    def unread_bytes(self) -> int:
+        """What was lent and the peer has not read yet."""
+        return self._unread_bytes - self._copying_bytes
 
     @property
     def has_news(self) -> bool:

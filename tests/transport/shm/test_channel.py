@@ -253,10 +253,12 @@ async def test_a_peer_that_does_not_read_gets_no_more_than_the_window():
             both.near.connection.send_bulk(bulk_frame(number, buffers), buffers)
         await turns_until(lambda: both.near.connection.is_congested and both.near_arena.sends == 1 + 2)
         assert both.near.connection.unsent_bytes > 7 * MIB
+        assert both.near.connection.held_bytes == both.near.connection.unsent_bytes + 2 * MIB
         socket.resume_reading()
         await both.far.received(10)
         assert sorted(both.far.numbers) == list(range(10))
         await turns_until(lambda: not channel._unread)
+        assert both.near.connection.held_bytes == 0
         await both.send(os.urandom(MIB))
         assert both.near_arena.sends == 1 + 2 + 1, "it reads again, so it is lent to again"
 

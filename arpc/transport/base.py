@@ -618,6 +618,8 @@ class Connection(ABC):
             self._error = self._error or error
             self._fall_silent()
             self._is_aborted = True
+            self._out.clear()
+            self._counted_frames = self._counted_bytes = 0
             self._bulk.clear()
             self._parked.clear()
             self._bulk_bytes = 0

@@ -1,5 +1,103 @@
-"""The command ``arpc``, as ``python -m arpc`` finds it. It is in `arpc_cli`, outside of what takes torch to import."""
+"""The command ``arpc``.
 
-from arpc_cli import COMMANDS, Command, main
+A command is an entry of `COMMANDS`: a name, a sentence, a function that declares its arguments and one that runs and
+returns the exit status. The standard library parses them, so that ``arpc`` works wherever arpc is installed; what a
+command needs beyond that it asks for itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from arpc import __version__, certs
+from arpc.bench import command as bench
+from arpc.console import stack, top, trace
+from arpc.launch import command as launch
 
 __all__ = ["COMMANDS", "Command", "main"]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One subcommand."""
+
+    name: str
+    about: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+COMMANDS: Final = (
+    Command(
+        "launch",
+        "run a script as a group of workers, in processes of this machine",
+        launch.add_arguments,
+        launch.run,
+    ),
+    Command(
+        "bench",
+        "measure arpc against torch.distributed.rpc and the bare floor, on this machine",
+        bench.add_arguments,
+        bench.run,
+    ),
+    Command(
+        "certs",
+        "make a certificate authority for tests, and certificates of workers",
+        certs.add_arguments,
+        certs.run,
+    ),
+    Command("top", "watch a running group: its workers, calls, connections and RRefs", top.add_arguments, top.run),
+    Command(
+        "stack",
+        "print what every worker of a running group waits for, call by call and await by await",
+        stack.add_arguments,
+        stack.run,
+    ),
+    Command(
+        "trace",
+        "record all workers of a running group for some seconds, in one trace for Perfetto or a browser",
+        trace.add_arguments,
+        trace.run,
+    ),
+)
+
+
+class _PrintCompletion(argparse.Action):
+    """``--print-completion SHELL``: writes what a shell needs to complete commands and options, and stops."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[object] | None,
+        option_string: str | None = None,
+    ) -> None:
+        try:
+            import shtab
+        except ImportError:
+            parser.error("completion takes shtab: pip install 'arpc[cli]'")
+        print(shtab.complete(parser, shell=str(values)))  # noqa: T201 - that is what it is for
+        parser.exit()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command that `arguments`, or else the process's own, ask for; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="arpc", description="An asyncio-native RPC runtime for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"arpc {__version__}")
+    parser.add_argument(
+        "--print-completion",
+        choices=("bash", "zsh", "tcsh"),
+        action=_PrintCompletion,
+        help="print what makes the shell complete commands and options; takes shtab",
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        one = commands.add_parser(command.name, help=command.about, description=command.about)
+        command.add_arguments(one)
+        one.set_defaults(run_command=command.run)
+    options = parser.parse_args(arguments)
+    status: int = options.run_command(options)
+    return status

@@ -21,20 +21,6 @@ def test_the_module_is_the_command() -> None:
     assert done.stdout == f"arpc {arpc.__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["no-such-command"], []], ids=" ".join)
-def test_nothing_slow_is_imported_to_say_what_there_is(arguments: list[str]) -> None:
-    code = (
-        "import sys, arpc_cli\n"
-        "try:\n"
-        "    arpc_cli.main(sys.argv[1:])\n"
-        "finally:\n"
-        "    print([name for name in ('arpc', 'torch', 'numpy', 'aiohttp') if name in sys.modules])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines()[-1] == "[]"
-    assert done.stdout.startswith(f"arpc {arpc.__version__}" if arguments == ["--version"] else ("usage: arpc", "[]"))
-
-
 @pytest.mark.parametrize("arguments", [[], ["no-such-command"]])
 def test_without_a_command_it_says_which_there_are(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

@@ -235,10 +235,10 @@ async def _meet_members(rendezvous: Rendezvous, record: WorkerRecord, agent: Age
 
 
 async def _withdraw(rendezvous: Rendezvous, error: BaseException) -> None:
-    if isinstance(error, ConfigurationError):
-        # all of the group find the same mistake, and the host of the store waits until they have
-        with suppress(RendezvousError):
-            await rendezvous.leave(grace_s=_LEAVE_S)
+    # of a mistake in what was configured all of the group hear: the host of the store waits until they have
+    grace_s = _LEAVE_S if isinstance(error, ConfigurationError) else 0
+    with suppress(RendezvousError):
+        await rendezvous.leave(grace_s=grace_s)  # if it has joined: what it did next may have failed, or been cancelled
     await rendezvous.aclose()
 
 

@@ -113,6 +113,19 @@ async def test_a_start_that_is_cancelled_leaves_the_group_to_others():
         await waiting
 
 
+async def test_who_has_joined_and_fails_then_leaves(monkeypatch):
+    async def fail(*_: Any) -> None:
+        raise LookupError("nobody to meet")
+
+    async with cluster(["first"], elastic=True) as group:
+        with monkeypatch.context() as patch:
+            patch.setattr(startup, "_meet_members", fail)
+            with pytest.raises(ExceptionGroup) as failure:
+                await group.add("second")
+        assert failure.group_contains(LookupError, match="nobody to meet")
+        assert [member.name for member in await group[0].rendezvous.members()] == ["first"]
+
+
 async def test_two_workers_of_one_process_over_sockets():
     store = HashStore()
     tasks = [asyncio.create_task(start(f"worker{rank}", store, 2, rank)) for rank in range(2)]

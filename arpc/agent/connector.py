@@ -48,6 +48,9 @@ LINE: Final = "line"
 """The feature of a further connection on which a thread of a worker makes its calls: it carries nothing else."""
 MAX_LINES: Final = 64
 """How many of them a peer may have."""
+LINE_HANDLERS: Final = 64
+"""Requests of one line that may run at once, of the number that a peer may have. One is made at a time, but those that
+their caller has given up may run on."""
 _PASSING: Final = frozenset((Refusal.DUPLICATE, Refusal.STARTING))
 """Refusals after which to try again."""
 _ONLOOKER_HANDLERS: Final = 16
@@ -235,6 +238,9 @@ class Connector:
             raise Refused(Refusal.STALE, f"worker {identity.name!r} has no connection that a line could belong to")
         if len(self._lines_of(main)) >= MAX_LINES:
             raise Refused(Refusal.DUPLICATE, f"worker {identity.name!r} has {MAX_LINES} lines already")
+        left = main.inbound.max_handlers - LINE_HANDLERS
+        if left < max(self._options.max_handlers_per_peer // 2, len(main.inbound.running)):
+            raise Refused(Refusal.DUPLICATE, f"worker {identity.name!r} may not have so many requests running")
 
     def _main_link(self, identity: Identity) -> Link | None:
         """The connection to that very worker."""
@@ -589,9 +595,10 @@ class Connector:
             connection,
             main.peer.info,
             self.agent.deadlines,
-            max_handlers=self._options.max_handlers_per_peer,
+            max_handlers=LINE_HANDLERS,
             main_by_value=main.inbound.main_by_value,
         )
+        _let_run(main.inbound, -LINE_HANDLERS)
         link = Link(connection, main.peer, inbound, is_mine=False)
         link.main = main
         self._links[connection] = link
@@ -614,8 +621,9 @@ class Connector:
             logger.warning("the connection to worker %s was closed: %s", name, error, extra={"peer": name})
         self.agent.link_lost(link)
         link.inbound.cancel_all()
-        if link.is_line:
+        if link.main is not None:
             link.peer.lines_here.discard(connection)
+            _let_run(link.main.inbound, LINE_HANDLERS)
             return  # it says nothing of the peer, which has its connection
         for line in self._lines_of(link):
             line.connection.abort(error)
@@ -726,6 +734,13 @@ def _feature(identity: Identity, name: str) -> str | None:
         if feature.startswith(name):
             return feature.removeprefix(name)
     return None
+
+
+def _let_run(inbound: Inbound, more: int) -> None:
+    """Let so many more requests, or fewer, run at once."""
+    inbound.max_handlers += more
+    if inbound.limit:  # otherwise none may while its caller does not take replies
+        inbound.set_limit(inbound.max_handlers)
 
 
 def _lanes_of(main: Connection) -> list[Connection]:

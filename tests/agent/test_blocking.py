@@ -13,7 +13,7 @@ import torch
 
 from arpc.agent import lines as lines_module
 from arpc.agent.blocking import TAKES_LOOP, BlockingCalls
-from arpc.agent.connector import MAX_LINES
+from arpc.agent.connector import LINE_HANDLERS, MAX_LINES
 from arpc.agent.lines import Lines
 from arpc.agent.metering import Meter
 from arpc.agent.observers import Observer
@@ -439,6 +439,35 @@ async def test_a_peer_may_have_so_many_lines_and_no_more():
         for line in opened:
             line.close()
         await until(lambda: len(links_of(group)) == 1)
+
+
+async def test_lines_take_their_share_of_the_requests_that_a_peer_may_have_running():
+    async with two(QUIET.replace(max_handlers_per_peer=4 * LINE_HANDLERS)) as (group, threads):
+        (main,) = [link.inbound for link in group[1].agent.connector.links if not link.is_line]
+        another = await threads.agent.connector.open_line(threads.peer)
+        await until(lambda: len(links_of(group)) == 2)
+        assert [link.inbound.limit for link in links_of(group)] == [LINE_HANDLERS] * 2
+        assert main.limit == main.max_handlers == 2 * LINE_HANDLERS
+        with pytest.raises(WireError, match="may not have so many requests running"):
+            await threads.agent.connector.open_line(threads.peer)
+        another.close()
+        await until(lambda: main.limit == 3 * LINE_HANDLERS)
+        main.running |= dict.fromkeys(range(-2 * LINE_HANDLERS - 1, 0))  # type: ignore[arg-type]
+        with pytest.raises(WireError, match="may not have so many requests running"):
+            await threads.agent.connector.open_line(threads.peer)
+        main.running.clear()
+
+
+async def test_few_requests_at_once_are_few_with_lines_too():
+    ways = {"unix": UnixTransport()}
+    async with cluster(2, options=QUIET.replace(max_handlers_per_peer=1), transports=ways) as group:
+        await group[0].rpc_sync("worker1", echo)
+        threads = Threads(group)
+        assert await threads.call(echo) is TAKES_LOOP
+        await until(lambda: threads.peer.lines is not None and threads.lines.is_asked_for and not threads.lines.count)
+        with pytest.raises(WireError, match="may not have so many requests running"):
+            await threads.agent.connector.open_line(threads.peer)
+        assert not links_of(group)
 
 
 async def test_a_line_needs_the_connection_that_it_belongs_to():

@@ -13,7 +13,8 @@ import stat
 import struct
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self, cast
 from urllib.parse import urlsplit
@@ -22,7 +23,7 @@ from arpc.errors import ConfigurationError, HandshakeError, WireError
 from arpc.transport.base import Accept, Connection, Listener, Receiver, Transport
 from arpc.transport.doorway import Doorway
 from arpc.transport.shm import Arena, Channel
-from arpc.transport.turns import WriteTurn
+from arpc.transport.turns import WriteTurn, write_pieces
 from arpc.transport.warm import WarmMemory
 from arpc.wire.protocol import Protocol
 
@@ -41,6 +42,7 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
 
     _transport: asyncio.Transport | WriteTurn
     _turn: WriteTurn | None = None
+    _write_pieces: Callable[[Iterable[bytes | memoryview]], None]
 
     def __init__(
         self,
@@ -87,6 +89,7 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
     def _begin(self, transport: asyncio.Transport) -> None:
         """There is somebody at the other end."""
         self._write = transport.write  # type: ignore[method-assign] # one call less for every write
+        self._write_pieces = partial(write_pieces, transport)
         self.start()
 
     buffer_updated = Connection._received  # type: ignore[assignment] # noqa: SLF001 - the same but for a name
@@ -119,6 +122,7 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
             self._turn = WriteTurn(transport, sock, self, self.loop.call_soon_threadsafe)
             self._transport = self._turn
             self._write = self._turn.write  # type: ignore[method-assign]
+            self._write_pieces = self._turn.writelines
         return self._turn
 
     def close(self, reason: str = "") -> None:
@@ -145,7 +149,7 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
         self._transport.write(data)
 
     def _write_chunk(self, header: bytes, chunk: memoryview) -> None:
-        self._transport.writelines((header, chunk))
+        self._write_pieces((header, chunk))
 
     def _unsent_bytes(self) -> int:
         return self._transport.get_write_buffer_size()

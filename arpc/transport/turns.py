@@ -18,13 +18,22 @@ from collections.abc import Callable, Iterable
 from threading import RLock
 from typing import Any, Protocol
 
-__all__ = ["WriteTurn"]
+__all__ = ["WriteTurn", "write_pieces"]
 
 
 class _Writable(Protocol):
     @property
     def is_full(self) -> bool:
         """The transport holds bytes that the system did not take."""
+
+
+def write_pieces(transport: asyncio.Transport, pieces: Iterable[bytes | memoryview]) -> None:
+    """``transport.writelines``, after which it has told if it holds anything back."""
+    transport.writelines(pieces)
+    if transport.get_write_buffer_size():
+        # That of asyncio does not tell before 3.12.9 and 3.13.2 (CVE-2024-12254), but looks whether it should have when
+        # it is given limits
+        transport.set_write_buffer_limits(high=0)
 
 
 class WriteTurn:
@@ -106,7 +115,7 @@ class WriteTurn:
         with self.lock:
             if self._rest:
                 self._write_rest()
-            self._transport.writelines(pieces)
+            write_pieces(self._transport, pieces)
 
     def get_write_buffer_size(self) -> int:
         return self._transport.get_write_buffer_size() + len(self._rest)

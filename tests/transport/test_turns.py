@@ -66,7 +66,13 @@ class Pipe:
         self.is_full = bool(self._buffer)
 
     def writelines(self, pieces: Iterable[bytes]) -> None:
+        # as that of asyncio, which did not tell for some time
+        was_full = self.is_full
         self.write(b"".join(pieces))
+        self.is_full = was_full
+
+    def set_write_buffer_limits(self, high: int) -> None:
+        self.is_full = len(self._buffer) > high
 
     def get_write_buffer_size(self) -> int:
         return len(self._buffer)

@@ -211,7 +211,7 @@ class Answers:
                 return self._result(peer, message)
             except ProtocolError as error:
                 raise SerializationError(f"the result of {function} is malformed") from error
-            except BaseException as error:
+            except Exception as error:  # the rest is for the thread that waits for it, as Ctrl-C is
                 raise self.unreadable(function, error) from error
         try:
             failure = self._failure(peer, message, function)

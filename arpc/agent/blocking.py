@@ -132,10 +132,12 @@ class BlockingCalls:
         try:
             answer = line.request(data, id_, timeout_s)
         except NotSentError:
+            line.calling = None
             line.calls_made -= 1
             self._drop(lines, line)
             return TAKES_LOOP
         except BaseException as error:  # noqa: BLE001 - it is raised, in other words
+            line.calling = None  # before all that a thread may be interrupted in
             self._raise(peer, lines, line, id_, function, error)
         line.calling = None
         free.append(line)
@@ -149,7 +151,7 @@ class BlockingCalls:
             return self._answer(peer, lines, function_id, function, Reply(0, id_, 0, 0, 0, 0, 0, answer, ()))
         try:
             return _plain_content(answer)
-        except BaseException as error:  # unpickling runs user code
+        except Exception as error:  # unpickling runs user code; the rest is for this thread, as Ctrl-C is
             raise self._unreadable(function, error) from error
 
     def _unreadable(self, function: Any, error: BaseException) -> SerializationError:
@@ -208,7 +210,6 @@ class BlockingCalls:
         return self._agent.on_loop(work)
 
     def _give_back(self, lines: Lines, line: Line) -> None:
-        line.calling = None
         if line.is_ended:
             self._drop(lines, line)
         else:
@@ -216,7 +217,6 @@ class BlockingCalls:
 
     def _drop(self, lines: Lines, line: Line) -> None:
         line.close()
-        line.calling = None
         self._on_loop_soon(lines.forget, line)
 
     def _on_loop_soon(self, function: Callable[..., object], *args: Any) -> None:

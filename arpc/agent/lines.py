@@ -124,6 +124,12 @@ class Lines:
             if 0 < line.due_at < now - _LATE_S:
                 line.wake()
         free = self.free
+        for line in self.all.difference(free):
+            # A thread that is interrupted between two steps may lose a line that it has just taken. Should one be about
+            # to use it, it finds that it is closed, and sends nothing.
+            if line.calling is None and not line.owed and now - line.used_at >= IDLE_S:
+                line.close(_NOBODY)
+                self.forget(line)
         kept: list[Line] = []
         while (unused := self._take(free, 0)) is not None:  # the one that has not been used for longest
             if now - unused.used_at < IDLE_S:

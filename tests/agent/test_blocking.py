@@ -27,6 +27,7 @@ from arpc.errors import (
 )
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.testing import Cluster, cluster
+from arpc.transport.line import NotSentError
 from arpc.transport.stream import TcpTransport, UnixTransport
 from arpc.wire.frames import frame
 from arpc.wire.messages import MessageType
@@ -404,6 +405,75 @@ async def test_idle_lines_are_closed(monkeypatch: pytest.MonkeyPatch, stage: Sta
         assert threads.lines.count == 0
         assert threads.lines.calls_made == made
         await until(lambda: not links_of(group))
+
+
+async def test_a_line_that_an_interrupted_thread_has_lost_is_closed(monkeypatch: pytest.MonkeyPatch):
+    async with two() as (group, threads):
+        lost = threads.lines.free.pop()
+        threads.lines._look_after()
+        assert threads.lines.count == 1, "a thread may be about to use it"
+        monkeypatch.setattr(lines_module, "IDLE_S", 0.0)
+        lost.calling = echo
+        threads.lines._look_after()
+        assert threads.lines.count == 1
+        lost.calling = None
+        threads.lines._look_after()
+        assert threads.lines.count == 0
+        await until(lambda: not links_of(group))
+        with pytest.raises(NotSentError):
+            lost.request(b"", 1, 0.0)
+
+
+@pytest.mark.parametrize("step", ["tell", "close"])
+async def test_a_thread_that_is_interrupted_twice_leaves_no_call_under_way(step: str, monkeypatch: pytest.MonkeyPatch):
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    async with two() as (_, threads):
+        (line,) = threads.lines.free
+        error = TimeoutError if step == "tell" else KeyboardInterrupt
+        with monkeypatch.context() as patched:
+            patched.setattr(line, "request", lambda *_: _raise(error))
+            patched.setattr(line, step, interrupt)
+            found = await asyncio.to_thread(_caught, threads.block, echo)
+        assert isinstance(found, KeyboardInterrupt)
+        assert not threads.lines.under_way
+        line.close()
+        threads.lines.forget(line)
+
+
+async def test_an_interrupt_while_a_result_is_built_is_one():
+    async with two(QUIET, make_interrupting, make_interrupting_tensor) as (_, threads):
+        for function in (make_interrupting, make_interrupting_tensor):
+            assert isinstance(await asyncio.to_thread(_caught, threads.block, function), KeyboardInterrupt)
+        assert await threads.call(echo, 1) == 1
+
+
+class Interrupting:
+    """Its unpickling is interrupted."""
+
+    def __reduce__(self) -> Any:
+        return _raise, (KeyboardInterrupt,)
+
+
+def make_interrupting() -> Any:
+    return Interrupting()
+
+
+def make_interrupting_tensor() -> Any:
+    return [torch.ones(3), Interrupting()]
+
+
+def _raise(error: type[BaseException]) -> None:
+    raise error
+
+
+def _caught(call: Callable[..., Any], *args: Any) -> BaseException | None:
+    try:
+        call(*args)
+    except BaseException as error:
+        return error
+    return None
 
 
 # -- who may have how many

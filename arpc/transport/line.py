@@ -32,6 +32,8 @@ _MOST_S: Final = 1e8
 _ANY: Final = 0
 _SURE_S: Final = 1.0
 """After so long without a call it is looked whether the peer has closed the line."""
+_KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
+"""In seconds, and how often."""
 
 
 class NotSentError(WireError):
@@ -108,6 +110,8 @@ class Line:
             except BlockingIOError:
                 self.owed.add(id_)
                 raise TimeoutError from None
+            except TimeoutError as error:  # of the system's: the peer's host does not answer
+                raise LineClosedError(f"{self.address} does not answer: {error}", None) from error
             self.bytes_received += size_bytes
             if protocol.is_plain:
                 length, kind, answered_id, _, _, sizes = _unpack_brief(protocol.buffer)
@@ -213,7 +217,22 @@ async def open_line(address: str, protocol: Protocol) -> Line:
                 raise ConnectionClosedError(f"{address} closed the connection in its handshake")
             protocol.receive(size_bytes)
         sock.setblocking(True)
+        _keep_alive(sock)
     except BaseException:
         sock.close()
         raise
     return Line(sock, protocol, address)
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """Have the system look whether the peer's host is there: a long call is silent, and routers forget what is silent.
+
+    A connection of the loop has a heartbeat.
+    """
+    if sock.family == socket.AF_UNIX:
+        return
+    with suppress(OSError):  # not all of them everywhere
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEP_ALIVE.items():
+            if hasattr(socket, name):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 from collections.abc import Callable, Iterable
 from threading import RLock
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 __all__ = ["WriteTurn", "write_pieces"]
+
+_FOR_NOW: Final = frozenset((errno.ENOBUFS, errno.ENOMEM))
+"""The system has no memory, which does not end a connection."""
 
 
 class _Writable(Protocol):
@@ -86,8 +90,10 @@ class WriteTurn:
                 sent = self._send(data)
             except (BlockingIOError, InterruptedError):
                 sent = 0
-            except OSError:
-                return True  # the connection is lost, and the loop is about to hear of it
+            except OSError as error:
+                if error.errno not in _FOR_NOW:
+                    return True  # the connection is lost, and the loop is about to hear of it
+                sent = 0
             if sent < size_bytes:
                 self._rest = data[sent:]
                 with contextlib.suppress(RuntimeError):  # the loop is closed

@@ -566,6 +566,12 @@ async def test_a_line_is_not_asked_for_signs_of_life():
         assert await threads.call(echo, 1) == 1
 
 
+async def test_the_system_looks_after_a_line_that_is_silent():
+    async with two(QUIET.replace(listen=("tcp://127.0.0.1:0",))) as (_, threads):
+        (line,) = threads.lines.free
+        assert line._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
 async def test_a_child_of_a_fork_leaves_the_lines_to_its_parent():
     async with two() as (_, threads):
         line = threads.lines.free[-1]

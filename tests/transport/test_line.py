@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
@@ -229,3 +230,17 @@ def test_close_says_goodbye_once(ends: tuple[Line, Peer]):
     line.close("done")
     assert peer.socket.recv(MIB) == frame(MessageType.GOODBYE, 0, 0, 0, 0, b"done")
     assert peer.socket.recv(MIB) == b""
+
+
+def test_a_host_that_does_not_answer_is_no_deadline_that_has_passed(
+    ends: tuple[Line, Peer], monkeypatch: pytest.MonkeyPatch
+):
+    line, _ = ends
+
+    def time_out(_: memoryview) -> int:
+        raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+    monkeypatch.setattr(line, "_receive_into", time_out)
+    with pytest.raises(LineClosedError, match="does not answer"):
+        line.request(REQUEST, 1, 0.0)
+    assert not line.owed

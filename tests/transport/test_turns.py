@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import threading
 from collections.abc import Callable, Iterable
@@ -153,6 +154,20 @@ def test_a_connection_that_is_lost_is_the_loops_to_notice():
     assert pipe.turn.send(in_thread(b"first"))
     assert not pipe.callbacks
     assert pipe.turn.get_write_buffer_size() == 0
+
+
+@pytest.mark.parametrize("code", [errno.ENOBUFS, errno.ENOMEM])
+def test_a_system_without_memory_loses_no_frame(code):
+    pipe = Pipe(100)
+
+    def refuse(_: bytes) -> int:
+        raise OSError(code, "not now")
+
+    pipe.turn._send = refuse
+    assert pipe.turn.send(in_thread(b"first"))
+    assert pipe.turn.get_write_buffer_size() == 5
+    pipe.run_callbacks()
+    assert pipe.taken == b"first"
 
 
 _steps = st.one_of(

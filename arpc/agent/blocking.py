@@ -20,7 +20,7 @@ from arpc.agent.agent import Agent
 from arpc.agent.arguments import Prepared
 from arpc.agent.codec import Codec
 from arpc.agent.functions import name_of
-from arpc.agent.lines import Lines
+from arpc.agent.lines import MAX_OWED, Lines
 from arpc.agent.peers import Peer
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.errors import ProtocolError, RpcTimeoutError, SerializationError
@@ -213,7 +213,7 @@ class BlockingCalls:
         if line.is_ended:
             self._drop(lines, line)
         else:
-            _put_back(lines.free, line)
+            _put_back(lines.free if len(line.owed) < MAX_OWED else lines.aside, line)
 
     def _drop(self, lines: Lines, line: Line) -> None:
         line.close()

@@ -28,6 +28,8 @@ IDLE_S: Final = 60.0
 _LOOK_S: Final = 5.0
 _RETRY_S: Final = 30.0
 _LATE_S: Final = 1.0
+MAX_OWED: Final = 32
+"""So many unanswered calls that were given up set a line aside: a peer lets only so many of a line run at once."""
 _NOBODY: Final = "nobody uses it"
 
 MakeError = Callable[[str], Exception]
@@ -45,6 +47,8 @@ class Lines:
         """How many there may be."""
         self.free: list[Line] = []
         """Those that no thread uses, the last one used at the end. Another list after each `end`."""
+        self.aside: list[Line] = []
+        """Those on which so many calls have been given up, and not been answered, that the next could have to wait."""
         self.main: Connection | None = None
         """The connection that they belong to; None while there is none, and so no lines."""
         self.is_asked_for = False
@@ -130,6 +134,13 @@ class Lines:
             if line.calling is None and not line.owed and now - line.used_at >= IDLE_S:
                 line.close(_NOBODY)
                 self.forget(line)
+        for _ in range(len(self.aside)):
+            resting = self.aside.pop(0)
+            if not resting.is_sound():
+                resting.close()
+                self.forget(resting)
+            else:
+                (self.aside if len(resting.owed) >= MAX_OWED else free).append(resting)
         kept: list[Line] = []
         while (unused := self._take(free, 0)) is not None:  # the one that has not been used for longest
             if now - unused.used_at < IDLE_S:
@@ -169,7 +180,7 @@ class Lines:
             line.ending = make_error
             line.is_ended = True  # so a thread that puts it back now closes it
             self._made_before += line.calls_made
-        while (unused := self._take(free)) is not None:
+        while (unused := self._take(free) or self._take(self.aside)) is not None:
             unused.close()
             lines.discard(unused)
         for line in lines:
@@ -191,6 +202,7 @@ class Lines:
         self.limit = 0
         free, self.free = self.free, []
         free.clear()
+        self.aside.clear()
         for line in self._all:
             line.abandon()
         self._all = set()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from arpc.agent import blocking as blocking_module
 from arpc.agent import lines as lines_module
 from arpc.agent.blocking import TAKES_LOOP, BlockingCalls
 from arpc.agent.connector import LINE_HANDLERS, MAX_LINES
@@ -405,6 +406,49 @@ async def test_idle_lines_are_closed(monkeypatch: pytest.MonkeyPatch, stage: Sta
         assert threads.lines.count == 0
         assert threads.lines.calls_made == made
         await until(lambda: not links_of(group))
+
+
+async def test_a_line_that_is_owed_many_answers_is_set_aside(monkeypatch: pytest.MonkeyPatch, stage: Stage):
+    monkeypatch.setattr(blocking_module, "MAX_OWED", 2)
+    monkeypatch.setattr(lines_module, "MAX_OWED", 2)
+    async with two(QUIET.replace(timeouts_travel=False)) as (_, threads):
+        (line,) = threads.lines.free
+        for _ in range(2):
+            assert threads.lines.free == [line]
+            with pytest.raises(RpcTimeoutError):
+                await threads.call(hold, timeout=0.01)
+        assert threads.lines.aside == [line]
+        assert await threads.call(echo) is TAKES_LOOP
+        await until(lambda: len(threads.lines.free) == 1)
+        assert await threads.call(echo, 1) == 1
+        threads.lines._look_after()
+        assert threads.lines.aside == [line]
+        stage.open()
+        await until(lambda: line.is_sound() and not line.owed)
+        threads.lines._look_after()
+        assert line in threads.lines.free
+        assert threads.lines.count == 2
+
+
+@pytest.mark.parametrize("how", ["end", "loss"])
+async def test_a_line_that_was_set_aside_is_closed_in_the_end(how: str, monkeypatch: pytest.MonkeyPatch, stage: Stage):
+    monkeypatch.setattr(blocking_module, "MAX_OWED", 1)
+    async with two(QUIET.replace(timeouts_travel=False)) as (group, threads):
+        (line,) = threads.lines.free
+        with pytest.raises(RpcTimeoutError):
+            await threads.call(hold, timeout=0.01)
+        assert threads.lines.aside == [line]
+        if how == "loss":
+            for link in links_of(group):
+                link.connection.abort()
+            await until(lambda: not links_of(group))
+            threads.lines._look_after()
+            assert threads.lines.count == 0
+        else:
+            threads.lines.end(WorkerLostError)
+        assert not threads.lines.aside
+        assert line._socket.fileno() == -1
+        stage.open()
 
 
 async def test_a_line_that_an_interrupted_thread_has_lost_is_closed(monkeypatch: pytest.MonkeyPatch):

@@ -640,6 +640,8 @@ class Caller(LabelledCalls, ArgumentPacking):
     def _call_from_thread(self, future: Future[Any], *arguments: Any) -> None:
         context = copy_context()
         state = torchstate.capture()
+        if (scope := current_scope.get()) is not None:
+            scope.call_comes()
         if any(self._occasions):
             to, function, *_ = arguments
             self.observers.thread_calls(context, self._name_of(to), function)

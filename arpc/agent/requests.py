@@ -74,6 +74,8 @@ class Run(msgspec.Struct):
     items_sent: int = 0
     nested: list[asyncio.Future[Any]] | None = None
     nested_limit: int = _NESTED_LIMIT
+    has_called: bool = False
+    """Its thread has made calls, which may not have begun."""
     producer: Producer | None = None
     returned_coroutine: Coroutine[Any, Any, Any] | None = None
     meta: dict[str, Any] | None = None
@@ -170,13 +172,18 @@ class Run(msgspec.Struct):
             function.measured(_clock() - begin)
         outbox = self.outbox
         # What it called may be on its way still, and is not to be overtaken by the answer
-        if outbox is not None and self.nested is None and outbox.put(self, result):
+        if outbox is not None and not self.has_called and self.nested is None and outbox.put(self, result):
             self.context = NO_CONTEXT
             return outbox
         self.result = result
         return self._worked
 
     def _worked(self) -> None:
+        if self.has_called:
+            # the loop may have looked for what threads have done before it looks at what they asked for
+            self.has_called = False
+            self.inbound.connection.loop.call_soon(torchstate.run_with, torchstate.DEFAULTS, self._worked)
+            return
         result, error = self.result, self.error
         self.result = self.error = None  # it may be kept for a while, and they may be large
         if error is not None:
@@ -192,6 +199,9 @@ class Run(msgspec.Struct):
             self.nested = [call for call in self.nested if not call.done()]
             self.nested_limit = max(_NESTED_LIMIT, 2 * len(self.nested))
         self.nested.append(future)
+
+    def call_comes(self) -> None:
+        self.has_called = True
 
     def cancel_nested(self) -> None:
         nested, self.nested = self.nested, None

@@ -39,6 +39,9 @@ class Scope(Protocol):
     def call_begun(self, future: asyncio.Future[Any]) -> None:
         """A call was made in this scope; one of a handler ends with the handler if that is cancelled."""
 
+    def call_comes(self) -> None:
+        """A thread makes a call in this scope, which begins on the loop, soon. In that thread."""
+
 
 class WorkerScope(NamedTuple):
     """The scope of code that belongs to a worker and runs for no caller."""
@@ -50,6 +53,9 @@ class WorkerScope(NamedTuple):
 
     def call_begun(self, future: asyncio.Future[Any]) -> None:
         """Nothing to keep: this scope has no end of its own."""
+
+    def call_comes(self) -> None:
+        """Nothing to wait for."""
 
 
 current_scope: ContextVar[Scope | None] = ContextVar("arpc.scope", default=None)

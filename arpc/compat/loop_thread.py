@@ -121,8 +121,11 @@ class LoopThread:
         those of the handler.
         """
         context = copy_context()
-        if current_scope not in context or context[current_scope] is None:
+        scope = current_scope.get()
+        if scope is None:
             context.run(current_scope.set, self.scope)
+        else:
+            scope.call_comes()
         return context
 
     def submit(self, context: Context, job: Callable[[], None]) -> None:

@@ -116,6 +116,27 @@ async def test_what_takes_more_is_sent_by_the_loop():
         assert answered_by_threads(group) == 1
 
 
+arrived: list[int] = []
+
+
+async def arrive(number: int) -> None:
+    arrived.append(number)
+
+
+def call_and_forget(number: int) -> None:
+    arpc.rpc_async("worker0", arrive, args=(number,))
+
+
+async def test_an_answer_does_not_overtake_the_calls_of_its_thread():
+    arrived.clear()
+    async with socket_pair() as group:
+        for number in range(20):
+            await group[0].rpc_sync("worker1", call_and_forget, args=(number,))
+            assert arrived == list(range(number + 1))
+        assert answered_by_threads(group) == 0
+        await until(lambda: group[1].agent.is_quiet())
+
+
 async def test_who_wants_to_hear_of_the_end_of_a_request_does():
     async with socket_pair() as group:
         (link,) = group[1].agent.connector.links

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 import pytest
 import torch
 
+from arpc.agent.scope import WorkerScope, current_scope
 from arpc.compat.loop_thread import LoopThread, Outcome, refuse_loop_thread
 from arpc.errors import ShutdownError
 
@@ -102,3 +103,21 @@ def test_an_outcome_is_handed_from_thread_to_thread() -> None:
     outcome: Outcome[int] = Outcome()
     threading.Thread(target=outcome.set, args=(3,)).start()
     assert outcome.wait() == 3
+
+
+def test_a_handler_that_enters_has_called(thread: LoopThread) -> None:
+    class Handler(WorkerScope):
+        calls = 0
+
+        def call_comes(self) -> None:
+            Handler.calls += 1
+
+    token = current_scope.set(Handler("worker"))
+    try:
+        assert thread.call(current_scope.get) == Handler("worker")
+        assert thread.caller_context()[current_scope] == Handler("worker")
+    finally:
+        current_scope.reset(token)
+    assert Handler.calls == 2
+    thread.scope = WorkerScope("another")
+    assert thread.call(current_scope.get) == WorkerScope("another")

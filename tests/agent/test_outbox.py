@@ -134,7 +134,7 @@ async def test_an_answer_does_not_overtake_the_calls_of_its_thread():
             await group[0].rpc_sync("worker1", call_and_forget, args=(number,))
             assert arrived == list(range(number + 1))
         assert answered_by_threads(group) == 0
-        await until(lambda: group[1].agent.is_quiet())
+        await until(group[1].agent.is_quiet)
 
 
 async def test_who_wants_to_hear_of_the_end_of_a_request_does():

@@ -11,7 +11,7 @@ import msgspec
 from arpc.agent.arguments import as_arguments
 from arpc.agent.functions import name_of
 from arpc.agent.peers import Peer
-from arpc.errors import CallCancelledError, RpcTimeoutError, RRefCreationError
+from arpc.errors import CallCancelledError, RpcTimeoutError, RRefCreationError, SerializationError
 from arpc.ids import GloballyUniqueId, WorkerInfo
 from arpc.options import UNSET, Unset
 from arpc.rref.delivery import Numbers
@@ -243,10 +243,12 @@ class Creation(msgspec.Struct, eq=False):
         self.call = None
         if call.cancelled():
             self._failed(asyncio.CancelledError())
-        elif (error := call.exception()) is not None:
-            self._failed(error)
-        else:
+        elif (error := call.exception()) is None:
             self.set_result(call.result())
+        elif isinstance(error, SerializationError) and error.is_of_answer:
+            self._unreadable(error)
+        else:
+            self._failed(error)
 
     def done(self) -> bool:
         return self.is_settled
@@ -293,10 +295,20 @@ class Creation(msgspec.Struct, eq=False):
 
     def set_exception(self, error: Exception) -> None:
         """It is not known what has become of it, or it was refused."""
+        if isinstance(error, SerializationError) and error.is_of_answer:
+            self._unreadable(error)
+            return
         self.is_settled = True
         self.error = error
         # later, as of any future: what ends with it may be among what is being ended
         self.context.agent.loop.call_soon(self._failed, error)
+
+    def _unreadable(self, error: Exception) -> None:
+        """The value is there, and came with the answer, but cannot be built here: that is for who waits for it."""
+        waiter, self.waiter = self.waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_exception(error)
+        self.set_result(None)
 
     def _failed(self, error: BaseException) -> None:
         self.is_settled = True

@@ -124,9 +124,20 @@ class Rotten:
     def __reduce__(self):
         return spoil, ()
 
+    def where(self) -> str:
+        return arpc.get_worker_info().name
+
 
 def spoil() -> None:
     raise LookupError("it has gone bad on the way")
+
+
+def make_unreadable() -> Rotten:
+    return Rotten()
+
+
+async def make_unreadable_later() -> Rotten:
+    return Rotten()
 
 
 async def give_back_later(value: object, *_: object, **__: object) -> object:

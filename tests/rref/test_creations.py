@@ -139,6 +139,21 @@ async def test_a_value_that_cannot_travel_says_so_and_stays(group):
     assert await rref.rpc_sync().acquire() is True
 
 
+@pytest.mark.parametrize("function", [objects.make_unreadable, objects.make_unreadable_later])
+@pytest.mark.parametrize("timeout", [arpc.UNSET, 30])
+async def test_a_value_that_cannot_be_built_here_says_so_and_stays(group, function, timeout):
+    await connected(group)
+    await arpc.remote("worker1", function).rpc_sync().where()  # the function has a number now
+    rref = arpc.remote("worker1", function, timeout=timeout)
+    for _ in range(2):
+        with pytest.raises(arpc.SerializationError, match="gone bad") as caught:
+            await rref
+        assert caught.value.is_of_answer
+        assert rref.failure is None
+    assert rref.confirmed_by_owner()
+    assert await rref.rpc_sync().where() == "worker1"
+
+
 async def test_who_waits_for_the_answer_can_be_cancelled_and_the_creation_goes_on(group, gate):
     await connected(group)
 

@@ -85,13 +85,12 @@ class BriefPass:
             if not graph.try_to_run(edges, gradients, self._host.pace, self._leaves):
                 context.active_pass = None
                 return False
+            self._post(graph)
         except Exception as error:  # noqa: BLE001 - whatever nodes and hooks of users raise
             self.fail(node_failure(error, self._host.info, context.id, None))
         except BaseException as error:
             self.fail(AutogradError(f"the backward pass of context {context.id} was ended by {error!r}"))
             raise
-        if not self.is_over:
-            self._post(graph)
         return True
 
     def _post(self, graph: Survey) -> None:

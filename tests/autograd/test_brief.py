@@ -179,6 +179,23 @@ async def test_an_error_of_a_node_here_ends_it(group):
         assert arpc.autograd.get_gradients(ctx_id) == {}
 
 
+async def test_gradients_that_cannot_be_sent_end_it(group, monkeypatch):
+    x = leaf()
+
+    def break_down(*_: Any, **__: Any) -> None:
+        raise RuntimeError("it cannot be packed")
+
+    async with arpc.autograd.context() as ctx_id:
+        y = (await arpc.rpc_sync("worker1", weigh, (x,))).sum()
+        with monkeypatch.context() as patched, pytest.raises(arpc.BackwardError, match="cannot be packed"):
+            patched.setattr(group[0].autograd.lifetimes, "send_tensors", break_down)
+            await arpc.autograd.backward(ctx_id, [y], retain_graph=True)
+        assert arpc.autograd.get_gradients(ctx_id) == {}
+        assert group[0].statistics()["autograd"]["passes"] == 0
+        await arpc.autograd.backward(ctx_id, [y])
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [2.0] * 3
+
+
 async def test_an_error_of_a_node_there_ends_it(group, full_passes):
     x = leaf()
     async with arpc.autograd.context() as ctx_id:

@@ -37,6 +37,8 @@ __all__ = ["Arrivals"]
 
 _VALUE: Final = RequestFlag.VALUE
 _SCALAR: Final = RequestFlag.SCALAR
+_OF_ANY_SIZE: Final = frozenset((str, bytes))
+_MAX_UNASKED: Final = 4096
 _KINDS: Final = {flags: brief_kind(int(MessageType.RREF_CREATE), flags) for flags in (0, _VALUE, _SCALAR)}
 _BRIEF_TUPLE: Final = brief_kind(int(MessageType.REPLY), ReplyFlag.TUPLE)
 _pack_brief = BRIEF_HEADER.pack
@@ -74,7 +76,9 @@ class Arrival(msgspec.Struct, eq=False):
         finally:
             self.arrivals.ended(self.rref)
         content = value.content
-        is_wanted = self.flags & _VALUE or (self.flags & _SCALAR and type(content) in SCALARS)
+        is_wanted = self.flags & _VALUE or (
+            self.flags & _SCALAR and type(content) in SCALARS and not _is_too_large(content)
+        )
         return self.arrivals.packed(self.run, content) if is_wanted and not value.stays else None
 
     def not_begun(self, error: BaseException) -> None:
@@ -274,8 +278,15 @@ class Arrivals:
         """A value that can be sent without a look at what is in it; None for others."""
         kind = type(value)
         if kind in SCALARS:
+            if flags == _SCALAR and _is_too_large(value):
+                return None
             return _dumps(value, protocol=5)
         return self.service.agent.codec.lone_result(value) if kind is Tensor and flags == _VALUE else None
+
+
+def _is_too_large(scalar: Any) -> bool:
+    """Whether a scalar is not to be sent to who has not asked for it yet: it may be meant to stay where it is."""
+    return scalar.__class__ in _OF_ANY_SIZE and len(scalar) > _MAX_UNASKED
 
 
 def _cancelled(rref: RRefId) -> RRefCreationError:

@@ -253,8 +253,10 @@ class Creation(msgspec.Struct, eq=False):
     def done(self) -> bool:
         return self.is_settled
 
-    def set_result(self, answer: tuple[Any, ...] | None) -> None:
+    def set_result(self, answer: Any) -> None:
         """The owner has answered, with a tuple of the value or without."""
+        if answer.__class__ is not tuple:
+            answer = ()  # which is what None means, and all that can be made of anything else
         self.is_settled = True
         if self.anchor is not None:
             self.anchor = None
@@ -264,7 +266,7 @@ class Creation(msgspec.Struct, eq=False):
         context, held = self.context, self.held
         if isinstance(held, Use):
             if self.waiter is not None:
-                if self.brings is not (bool(answer) and _are_scalars(map(type, answer or ()))):
+                if self.brings is not (bool(answer) and _are_scalars(map(type, answer))):
                     self._learn(held.origin)
             elif self.brings:
                 self._learn(held.origin)
@@ -282,7 +284,7 @@ class Creation(msgspec.Struct, eq=False):
         if waiter is not None:
             self.waiter = None
             if not waiter.done():
-                _set_result(waiter, answer or ())
+                _set_result(waiter, answer)
         if self.watcher is not None:
             self._tell(self.watcher)
 

@@ -154,3 +154,11 @@ async def make_number(number: int) -> int:
 
 async def make_list(number: int) -> list[int]:
     return [number]
+
+
+def repeat(text: str, count: int) -> str:
+    return text * count
+
+
+async def repeat_later(text: str, count: int) -> str:
+    return text * count

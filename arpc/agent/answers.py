@@ -135,10 +135,10 @@ class Answers:
 
     def _on_item(self, link: Link, message: Message) -> None:
         call = link.peer.calls.get(message.id)
-        if call is None or call.items is None or call.future.done():
+        if call is None or (items := call.items) is None or call.future.done():
             return
         if message.flags & ItemFlag.LAST:
-            call.items.end_arrived(message.arg, lambda: self._on_reply(link, message))
+            items.end_arrived(message.arg, lambda: self._on_reply(link, message))
             return
         try:
             value = self._result(link.peer.info, message) if message.body else None
@@ -147,7 +147,7 @@ class Answers:
             call.future.set_exception(self.unreadable(call.name, error))
             del call  # this frame is the error's, too, and the garbage collector does not look into a `Call`
         else:
-            call.items.item_arrived(message.arg, value)
+            items.item_arrived(message.arg, value)
 
     def _result(self, peer: WorkerInfo, message: Message) -> Any:
         # Objects that belong to a worker must find this one, whoever's context this callback happens to run in

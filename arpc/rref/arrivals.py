@@ -38,6 +38,7 @@ __all__ = ["Arrivals"]
 _VALUE: Final = RequestFlag.VALUE
 _SCALAR: Final = RequestFlag.SCALAR
 _OF_ANY_SIZE: Final = frozenset((str, bytes))
+# Of these more is not sent to who has not asked for it: it may be meant to stay where it is
 _MAX_UNASKED: Final = 4096
 _KINDS: Final = {flags: brief_kind(int(MessageType.RREF_CREATE), flags) for flags in (0, _VALUE, _SCALAR)}
 _BRIEF_TUPLE: Final = brief_kind(int(MessageType.REPLY), ReplyFlag.TUPLE)
@@ -77,7 +78,9 @@ class Arrival(msgspec.Struct, eq=False):
             self.arrivals.ended(self.rref)
         content = value.content
         is_wanted = self.flags & _VALUE or (
-            self.flags & _SCALAR and type(content) in SCALARS and not _is_too_large(content)
+            self.flags & _SCALAR
+            and (kind := type(content)) in SCALARS
+            and (kind not in _OF_ANY_SIZE or len(content) <= _MAX_UNASKED)
         )
         return self.arrivals.packed(self.run, content) if is_wanted and not value.stays else None
 
@@ -278,15 +281,10 @@ class Arrivals:
         """A value that can be sent without a look at what is in it; None for others."""
         kind = type(value)
         if kind in SCALARS:
-            if flags == _SCALAR and _is_too_large(value):
+            if kind in _OF_ANY_SIZE and flags == _SCALAR and len(value) > _MAX_UNASKED:
                 return None
             return _dumps(value, protocol=5)
         return self.service.agent.codec.lone_result(value) if kind is Tensor and flags == _VALUE else None
-
-
-def _is_too_large(scalar: Any) -> bool:
-    """Whether a scalar is not to be sent to who has not asked for it yet: it may be meant to stay where it is."""
-    return scalar.__class__ in _OF_ANY_SIZE and len(scalar) > _MAX_UNASKED
 
 
 def _cancelled(rref: RRefId) -> RRefCreationError:

@@ -308,22 +308,29 @@ async def test_it_fails_with_what_has_taken_over(group, monkeypatch, full_passes
     assert len(full_passes) == 1
 
 
-async def test_an_answer_that_makes_no_sense_ends_it(group, monkeypatch):
+@pytest.mark.parametrize("answer", ["too many gradients", [], [b""], [b"\0"], [b"\xc1"], 7, ["text"]], ids=repr)
+@pytest.mark.parametrize("workers", [("worker1",), ("worker1", "worker2")], ids=len)
+@pytest.mark.parametrize("is_brief", [True, False])
+async def test_an_answer_that_makes_no_sense_ends_it(group, monkeypatch, full_passes, is_brief, workers, answer):
     x = leaf()
+    sent = x if is_brief else x * 1
     postponed = Postponed(group[0], monkeypatch)
     async with arpc.autograd.context() as ctx_id:
-        y = await arpc.rpc_sync("worker1", weigh, (x,))
+        y = sum([await arpc.rpc_sync(worker, weigh, (sent,)) for worker in workers])
         task = asyncio.create_task(arpc.autograd.backward(ctx_id, [y.sum()]))
         await asyncio.sleep(0)
-        ((_, future, _),) = postponed.sent
+        _, future, _ = postponed.sent[0]
         context = group[0].autograd.container.find(ctx_id)
-        (message_id,) = context.sends
-        too_many = [torch.ones(3), torch.ones(3)]
-        future.set_result(service.pack_parcel(service.Parcel([(message_id, too_many)], is_first=True)))
-        with pytest.raises(arpc.BackwardError):
-            await task
+        if answer == "too many gradients":
+            too_many = [torch.ones(3), torch.ones(3)]
+            answer = service.pack_parcel(service.Parcel([(next(iter(context.sends)), too_many)], is_first=True))
+        future.set_result(answer)
+        with pytest.raises((arpc.BackwardError, arpc.errors.ProtocolError)):
+            async with asyncio.timeout(30):
+                await task
         assert context.active_pass is None
         assert context.gradients == {}
+    assert len(full_passes) == (not is_brief)
 
 
 def deep(x: torch.Tensor, nodes: int) -> torch.Tensor:

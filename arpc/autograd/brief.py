@@ -239,8 +239,9 @@ class BriefPass:
     # -- the end
 
     def _finish(self) -> None:
+        gradients = self._leaves.take()  # first: what a peer has sent for them may be no gradients
         self._end()
-        self.context.commit(self.id, self._leaves.take())
+        self.context.commit(self.id, gradients)
 
     def _end(self) -> None:
         self.is_over = True

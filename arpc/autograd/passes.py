@@ -427,9 +427,9 @@ class BackwardPass:
     # -- the end
 
     def _finish(self) -> None:
-        leaves = self._engine.leaves
+        gradients = self._engine.leaves.take()  # first: what a peer has sent for them may be no gradients
         self._end()
-        self.context.commit(self.id, leaves.take())
+        self.context.commit(self.id, gradients)
 
     def _end(self) -> None:
         self.is_over = True

@@ -188,7 +188,12 @@ class ShutdownError(ArpcError, RuntimeError):
 
 
 class SerializationError(ArpcError, TypeError):
-    """Something that was to travel cannot be pickled or unpickled; the text names it."""
+    """Something that was to travel cannot be pickled or unpickled; the text names it.
+
+    ``is_of_answer`` is True if the call has been answered, and it is only here that the answer cannot be unpickled.
+    """
+
+    is_of_answer = False
 
 
 class NotAllowedError(ArpcError, PermissionError):

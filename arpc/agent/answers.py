@@ -98,6 +98,7 @@ class Answers:
             raise
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code
             call.future.set_exception(self.unreadable(call.name, error))
+            del call  # this frame is the error's, too, and the garbage collector does not look into a `Call`
         else:
             if isinstance(call.future, asyncio.Future):
                 _set_result(call.future, value)
@@ -123,6 +124,7 @@ class Answers:
             raise
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code
             call.future.set_exception(self.unreadable(call.name, error))
+            del call  # this frame is the error's, too, and the garbage collector does not look into a `Call`
         else:
             if message.flags & ReplyFlag.TUPLE:
                 value = (value,) if message.arg else ()
@@ -133,18 +135,19 @@ class Answers:
 
     def _on_item(self, link: Link, message: Message) -> None:
         call = link.peer.calls.get(message.id)
-        if call is None or call.items is None or call.future.done():
+        if call is None or (items := call.items) is None or call.future.done():
             return
         if message.flags & ItemFlag.LAST:
-            call.items.end_arrived(message.arg, lambda: self._on_reply(link, message))
+            items.end_arrived(message.arg, lambda: self._on_reply(link, message))
             return
         try:
             value = self._result(link.peer.info, message) if message.body else None
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code
             link.peer.cancel(message.id)
             call.future.set_exception(self.unreadable(call.name, error))
+            del call  # this frame is the error's, too, and the garbage collector does not look into a `Call`
         else:
-            call.items.item_arrived(message.arg, value)
+            items.item_arrived(message.arg, value)
 
     def _result(self, peer: WorkerInfo, message: Message) -> Any:
         # Objects that belong to a worker must find this one, whoever's context this callback happens to run in
@@ -174,6 +177,7 @@ class Answers:
             f"the result of {function} cannot be unpacked on worker {self.info.name!r}: {type(error).__name__}: {error}"
         )
         made.__cause__ = error
+        made.is_of_answer = True
         return made
 
     def _on_failure(self, link: Link, message: Message) -> None:

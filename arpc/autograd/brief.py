@@ -85,13 +85,12 @@ class BriefPass:
             if not graph.try_to_run(edges, gradients, self._host.pace, self._leaves):
                 context.active_pass = None
                 return False
+            self._post(graph)
         except Exception as error:  # noqa: BLE001 - whatever nodes and hooks of users raise
             self.fail(node_failure(error, self._host.info, context.id, None))
         except BaseException as error:
             self.fail(AutogradError(f"the backward pass of context {context.id} was ended by {error!r}"))
             raise
-        if not self.is_over:
-            self._post(graph)
         return True
 
     def _post(self, graph: Survey) -> None:
@@ -240,8 +239,9 @@ class BriefPass:
     # -- the end
 
     def _finish(self) -> None:
+        gradients = self._leaves.take()  # first: what a peer has sent for them may be no gradients
         self._end()
-        self.context.commit(self.id, self._leaves.take())
+        self.context.commit(self.id, gradients)
 
     def _end(self) -> None:
         self.is_over = True

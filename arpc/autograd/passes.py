@@ -22,7 +22,7 @@ from arpc.autograd.engine import LocalEngine, Source
 from arpc.autograd.failure import node_failure, peer_failure
 from arpc.autograd.pace import Pace
 from arpc.autograd.protocol import PackedParcel, Parcel, PassProtocol, Resolved, unpack_parcel
-from arpc.errors import AutogradError, RpcTimeoutError
+from arpc.errors import AutogradError, ProtocolError, RpcTimeoutError
 from arpc.ids import WorkerInfo
 
 __all__ = ["BackwardPass", "Host", "Sender", "Threads"]
@@ -417,15 +417,19 @@ class BackwardPass:
         self._protocol.acknowledged()
         answer = future.result()
         if answer is not None:
-            self._inbox.append((peer, unpack_parcel(answer)[0]))
+            try:
+                self._inbox.append((peer, unpack_parcel(answer)[0]))
+            except ProtocolError as malformed:
+                self.fail(malformed)
+                return
         self._call_pristine(self._advance)
 
     # -- the end
 
     def _finish(self) -> None:
-        leaves = self._engine.leaves
+        gradients = self._engine.leaves.take()  # first: what a peer has sent for them may be no gradients
         self._end()
-        self.context.commit(self.id, leaves.take())
+        self.context.commit(self.id, gradients)
 
     def _end(self) -> None:
         self.is_over = True

@@ -37,6 +37,9 @@ __all__ = ["Arrivals"]
 
 _VALUE: Final = RequestFlag.VALUE
 _SCALAR: Final = RequestFlag.SCALAR
+_OF_ANY_SIZE: Final = frozenset((str, bytes))
+# Of these more is not sent to who has not asked for it: it may be meant to stay where it is
+_MAX_UNASKED: Final = 4096
 _KINDS: Final = {flags: brief_kind(int(MessageType.RREF_CREATE), flags) for flags in (0, _VALUE, _SCALAR)}
 _BRIEF_TUPLE: Final = brief_kind(int(MessageType.REPLY), ReplyFlag.TUPLE)
 _pack_brief = BRIEF_HEADER.pack
@@ -74,7 +77,11 @@ class Arrival(msgspec.Struct, eq=False):
         finally:
             self.arrivals.ended(self.rref)
         content = value.content
-        is_wanted = self.flags & _VALUE or (self.flags & _SCALAR and type(content) in SCALARS)
+        is_wanted = self.flags & _VALUE or (
+            self.flags & _SCALAR
+            and (kind := type(content)) in SCALARS
+            and (kind not in _OF_ANY_SIZE or len(content) <= _MAX_UNASKED)
+        )
         return self.arrivals.packed(self.run, content) if is_wanted and not value.stays else None
 
     def not_begun(self, error: BaseException) -> None:
@@ -274,6 +281,8 @@ class Arrivals:
         """A value that can be sent without a look at what is in it; None for others."""
         kind = type(value)
         if kind in SCALARS:
+            if kind in _OF_ANY_SIZE and flags == _SCALAR and len(value) > _MAX_UNASKED:
+                return None
             return _dumps(value, protocol=5)
         return self.service.agent.codec.lone_result(value) if kind is Tensor and flags == _VALUE else None
 

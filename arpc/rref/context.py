@@ -31,7 +31,7 @@ from arpc.rref.post import Item, Post
 from arpc.rref.service import ControlService
 from arpc.rref.states import UserState
 from arpc.rref.uses import Use
-from arpc.rref.values import Value
+from arpc.rref.values import NOTHING, Value
 from arpc.wire.messages import Message, RRefChildAccept, RRefForkQuery, RRefForkRequest, RRefUserDelete
 
 __all__ = ["RRefContext", "Skin"]
@@ -93,7 +93,7 @@ class RRefContext(ControlService):
             instructions.SendForkRequest: self._send_fork_request,
             instructions.SendChildAccept: self._send_child_accept,
             instructions.SendUserDelete: self._send_user_delete,
-            instructions.DropValue: lambda drop: self.values.pop(drop.rref, None),
+            instructions.DropValue: self._drop_value,
             instructions.FailValue: lambda fail: self._fail_value(fail.rref),
             instructions.MarkConfirmed: lambda mark: self._answer(mark.fork),
             instructions.MarkLost: lambda mark: self._mark_lost(mark.fork),
@@ -143,6 +143,12 @@ class RRefContext(ControlService):
 
     def _send_user_delete(self, send: instructions.SendUserDelete) -> None:
         self.post.add(RRefUserDelete, send.to, (send.rref, send.fork, send.abandons))
+
+    def _drop_value(self, drop: instructions.DropValue) -> None:
+        value = self.values.pop(drop.rref, None)
+        if value is not None and value.content is NOTHING:
+            # released before its creation came, which will find another in its place: nobody is to wait for this one
+            value.fail(RRefError(f"RRef {_text(drop.rref)} was released before its value was there"))
 
     def _fail_value(self, rref: RRefId) -> None:
         value = self.values.get(rref)

@@ -11,7 +11,7 @@ import msgspec
 from arpc.agent.arguments import as_arguments
 from arpc.agent.functions import name_of
 from arpc.agent.peers import Peer
-from arpc.errors import CallCancelledError, RpcTimeoutError, RRefCreationError
+from arpc.errors import CallCancelledError, RpcTimeoutError, RRefCreationError, SerializationError
 from arpc.ids import GloballyUniqueId, WorkerInfo
 from arpc.options import UNSET, Unset
 from arpc.rref.delivery import Numbers
@@ -243,16 +243,20 @@ class Creation(msgspec.Struct, eq=False):
         self.call = None
         if call.cancelled():
             self._failed(asyncio.CancelledError())
-        elif (error := call.exception()) is not None:
-            self._failed(error)
-        else:
+        elif (error := call.exception()) is None:
             self.set_result(call.result())
+        elif isinstance(error, SerializationError) and error.is_of_answer:
+            self._unreadable(error)
+        else:
+            self._failed(error)
 
     def done(self) -> bool:
         return self.is_settled
 
-    def set_result(self, answer: tuple[Any, ...] | None) -> None:
+    def set_result(self, answer: Any) -> None:
         """The owner has answered, with a tuple of the value or without."""
+        if answer.__class__ is not tuple:
+            answer = ()  # which is what None means, and all that can be made of anything else
         self.is_settled = True
         if self.anchor is not None:
             self.anchor = None
@@ -262,7 +266,7 @@ class Creation(msgspec.Struct, eq=False):
         context, held = self.context, self.held
         if isinstance(held, Use):
             if self.waiter is not None:
-                if self.brings is not (bool(answer) and _are_scalars(map(type, answer or ()))):
+                if self.brings is not (bool(answer) and _are_scalars(map(type, answer))):
                     self._learn(held.origin)
             elif self.brings:
                 self._learn(held.origin)
@@ -280,7 +284,7 @@ class Creation(msgspec.Struct, eq=False):
         if waiter is not None:
             self.waiter = None
             if not waiter.done():
-                _set_result(waiter, answer or ())
+                _set_result(waiter, answer)
         if self.watcher is not None:
             self._tell(self.watcher)
 
@@ -293,10 +297,20 @@ class Creation(msgspec.Struct, eq=False):
 
     def set_exception(self, error: Exception) -> None:
         """It is not known what has become of it, or it was refused."""
+        if isinstance(error, SerializationError) and error.is_of_answer:
+            self._unreadable(error)
+            return
         self.is_settled = True
         self.error = error
         # later, as of any future: what ends with it may be among what is being ended
         self.context.agent.loop.call_soon(self._failed, error)
+
+    def _unreadable(self, error: Exception) -> None:
+        """The value is there, and came with the answer, but cannot be built here: that is for who waits for it."""
+        waiter, self.waiter = self.waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_exception(error)
+        self.set_result(None)
 
     def _failed(self, error: BaseException) -> None:
         self.is_settled = True

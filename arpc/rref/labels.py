@@ -9,6 +9,7 @@ from struct import Struct
 from typing import Final, NamedTuple
 
 from arpc.errors import ProtocolError
+from arpc.wire.frames import ALIGNMENT
 from arpc.wire.messages import Message
 
 __all__ = ["LABEL_BYTES", "Label", "pack_label", "take_label", "unpack_label"]
@@ -52,6 +53,8 @@ def take_label(message: Message) -> Label:
     made = body[start + LABEL_BYTES : end].decode(errors="replace")
     if start:
         message.label_bytes = end - start
+    elif end % ALIGNMENT:
+        message.body = body[end:]  # a copy: a tensor that follows at once is to be aligned
     else:
-        del body[:end]  # which leaves what is there aligned
+        del body[:end]
     return Label(incarnation, number, oldest, rref, fork, made)

@@ -82,6 +82,6 @@ def unpack_lone(body: bytes | bytearray) -> Any:
         else:
             shape = (first, second, third)[:dimensions]
             tensor = finished(_from_numpy(_ndarray(shape, _numpy_dtypes[code], body, _LABEL_BYTES)), code)
-    except (StructError, TypeError, ValueError, KeyError) as error:
+    except (StructError, TypeError, ValueError, KeyError, RuntimeError) as error:
         raise ProtocolError(f"a lone tensor that cannot be built: {error}") from error
     return (tensor,) if kind == LONE_ARGUMENT else tensor

@@ -179,6 +179,24 @@ async def test_an_error_of_a_node_here_ends_it(group):
         assert arpc.autograd.get_gradients(ctx_id) == {}
 
 
+async def test_gradients_that_cannot_be_sent_end_it(group, monkeypatch):
+    x = leaf()
+
+    def break_down(*_: Any, **__: Any) -> None:
+        raise RuntimeError("it cannot be packed")
+
+    async with arpc.autograd.context() as ctx_id:
+        y = (await arpc.rpc_sync("worker1", weigh, (x,))).sum()
+        with monkeypatch.context() as patched:
+            patched.setattr(group[0].autograd.lifetimes, "send_tensors", break_down)
+            with pytest.raises(arpc.BackwardError, match="cannot be packed"):
+                await arpc.autograd.backward(ctx_id, [y], retain_graph=True)
+        assert arpc.autograd.get_gradients(ctx_id) == {}
+        assert group[0].statistics()["autograd"]["passes"] == 0
+        await arpc.autograd.backward(ctx_id, [y])
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [2.0] * 3
+
+
 async def test_an_error_of_a_node_there_ends_it(group, full_passes):
     x = leaf()
     async with arpc.autograd.context() as ctx_id:
@@ -290,22 +308,31 @@ async def test_it_fails_with_what_has_taken_over(group, monkeypatch, full_passes
     assert len(full_passes) == 1
 
 
-async def test_an_answer_that_makes_no_sense_ends_it(group, monkeypatch):
+@pytest.mark.parametrize("answer", ["too many gradients", "no gradient", [], [b"\0"], 7], ids=repr)
+@pytest.mark.parametrize("workers", [("worker1",), ("worker1", "worker2")], ids=len)
+@pytest.mark.parametrize("is_brief", [True, False])
+async def test_an_answer_that_makes_no_sense_ends_it(group, monkeypatch, full_passes, is_brief, workers, answer):
     x = leaf()
+    sent = x if is_brief else x * 1
     postponed = Postponed(group[0], monkeypatch)
     async with arpc.autograd.context() as ctx_id:
-        y = await arpc.rpc_sync("worker1", weigh, (x,))
+        y = sum([await arpc.rpc_sync(worker, weigh, (sent,)) for worker in workers])
         task = asyncio.create_task(arpc.autograd.backward(ctx_id, [y.sum()]))
         await asyncio.sleep(0)
-        ((_, future, _),) = postponed.sent
+        (_, future, _), *others = postponed.sent
         context = group[0].autograd.container.find(ctx_id)
-        (message_id,) = context.sends
-        too_many = [torch.ones(3), torch.ones(3)]
-        future.set_result(service.pack_parcel(service.Parcel([(message_id, too_many)], is_first=True)))
-        with pytest.raises(arpc.BackwardError):
-            await task
+        if isinstance(answer, str):
+            gradients = [torch.ones(3), torch.ones(3)] if answer == "too many gradients" else [answer]
+            answer = service.pack_parcel(service.Parcel([(next(iter(context.sends)), gradients)], is_first=True))
+        future.set_result(answer)
+        for _, other, _ in others:
+            other.set_result(service.pack_parcel(service.Parcel(is_first=True)))
+        with pytest.raises((arpc.BackwardError, arpc.errors.ProtocolError)):
+            async with asyncio.timeout(30):
+                await task
         assert context.active_pass is None
         assert context.gradients == {}
+    assert len(full_passes) == (not is_brief)
 
 
 def deep(x: torch.Tensor, nodes: int) -> torch.Tensor:

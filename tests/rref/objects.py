@@ -124,9 +124,20 @@ class Rotten:
     def __reduce__(self):
         return spoil, ()
 
+    def where(self) -> str:
+        return arpc.get_worker_info().name
+
 
 def spoil() -> None:
     raise LookupError("it has gone bad on the way")
+
+
+def make_unreadable() -> Rotten:
+    return Rotten()
+
+
+async def make_unreadable_later() -> Rotten:
+    return Rotten()
 
 
 async def give_back_later(value: object, *_: object, **__: object) -> object:
@@ -143,3 +154,11 @@ async def make_number(number: int) -> int:
 
 async def make_list(number: int) -> list[int]:
     return [number]
+
+
+def repeat(text: str, count: int) -> str:
+    return text * count
+
+
+async def repeat_later(text: str, count: int) -> str:
+    return text * count

@@ -92,6 +92,37 @@ async def test_what_was_expected_to_be_a_scalar_may_be_another_object(group):
     assert objects.make_list not in group[0].rref_context.awaited
 
 
+@pytest.mark.parametrize("function", [objects.repeat, objects.repeat_later])
+@pytest.mark.parametrize("count", [10, 10_000])
+async def test_what_was_expected_to_be_small_and_is_large_stays_until_it_is_asked_for(group, function, count):
+    await connected(group)
+    awaited = group[0].rref_context.awaited
+    for _ in range(2):  # the first one defines the function
+        assert await arpc.remote("worker1", function, ("x", 3)) == "xxx"
+    assert function in awaited
+    rref = arpc.remote("worker1", function, ("x", count))
+    assert rref._creation.brings
+    assert await rref == "x" * count
+    assert (function in awaited) == (count == 10)  # the large one did not come with the answer
+
+
+async def test_an_answer_that_makes_no_sense_is_one_without_the_value(group, gate):
+    await connected(group)
+    made = []
+
+    async def make_and_wait():
+        made.append(arpc.remote("worker1", objects.pass_gate, ("gate", 5)))
+        return await made[0]
+
+    waits = asyncio.create_task(make_and_wait())
+    await gate.entered.wait()
+    creation = made[0]._creation
+    assert creation.waiter is not None
+    creation.set_result(torch.ones(2))
+    gate.event.set()
+    assert await waits == 5
+
+
 async def test_two_who_wait_for_one_answer(group, gate):
     await connected(group)
     group[0].rref_context.awaited.add(objects.pass_gate)
@@ -137,6 +168,21 @@ async def test_a_value_that_cannot_travel_says_so_and_stays(group):
             await rref
     assert rref.confirmed_by_owner()
     assert await rref.rpc_sync().acquire() is True
+
+
+@pytest.mark.parametrize("function", [objects.make_unreadable, objects.make_unreadable_later])
+@pytest.mark.parametrize("timeout", [arpc.UNSET, 30])
+async def test_a_value_that_cannot_be_built_here_says_so_and_stays(group, function, timeout):
+    await connected(group)
+    await arpc.remote("worker1", function).rpc_sync().where()  # the function has a number now
+    rref = arpc.remote("worker1", function, timeout=timeout)
+    for _ in range(2):
+        with pytest.raises(arpc.SerializationError, match="gone bad") as caught:
+            await rref
+        assert caught.value.is_of_answer
+        assert rref.failure is None
+    assert rref.confirmed_by_owner()
+    assert await rref.rpc_sync().where() == "worker1"
 
 
 async def test_who_waits_for_the_answer_can_be_cancelled_and_the_creation_goes_on(group, gate):

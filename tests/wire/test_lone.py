@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from arpc.errors import ProtocolError
 from arpc.wire.frames import ALIGNMENT
 from arpc.wire.lone import LONE_ARGUMENT, LONE_RESULT, lone_payload, unpack_lone
-from arpc.wire.table import DTYPES
+from arpc.wire.table import DTYPE_CODES, DTYPES, Code
 from tests.wire.exchange import assert_same
 from tests.wire.test_tensors import filled
 
@@ -124,6 +124,10 @@ def test_a_tensor_of_vmap_takes_a_table():
         pytest.param(bytes([LONE_RESULT, 0, 1, 0]) + b"\x05" + bytes(11) + bytes(16), id="too few bytes"),
         pytest.param(bytes([LONE_RESULT, 0, 3, 0]) + b"\xff" * 12 + bytes(16), id="too many elements"),
         pytest.param(bytes([LONE_RESULT, 0, 9, 0]) + b"\x01" * 12 + bytes(16), id="too many dimensions"),
+        pytest.param(
+            bytes([LONE_RESULT, DTYPE_CODES[torch.int64] | Code.REQUIRES_GRAD, 0, 0]) + bytes(12) + bytes(8),
+            id="integers that require grad",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(body):

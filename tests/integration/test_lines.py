@@ -12,7 +12,7 @@ import pytest
 import arpc
 from arpc.agent.blocking import BlockingCalls
 from tests.integration import functions
-from tests.integration.processes import QUICK, Processes
+from tests.integration.processes import IMPATIENT, QUICK, Processes
 
 
 async def start_blocking_call(worker: Any, name: str) -> asyncio.Future[Any]:
@@ -45,7 +45,7 @@ async def test_a_killed_callee_ends_calls_on_lines_at_once(processes: Processes)
 
 
 async def test_a_stopped_callee_ends_calls_on_lines_within_the_heartbeat_time(processes: Processes):
-    async with processes.group("sleepy", main=functions.serve) as worker:
+    async with processes.group("sleepy", main=functions.serve, options=IMPATIENT) as worker:
         call = await start_blocking_call(worker, "sleepy")
         processes["sleepy"].signal(signal.SIGSTOP)
         with pytest.raises(arpc.WorkerLostError, match="'sleepy' was lost: it has not been heard of for"):

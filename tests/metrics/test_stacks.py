@@ -83,6 +83,7 @@ async def test_who_waits_for_the_value_of_an_rref_waits_for_its_creation():
         handler.cancel()
         mine.cancel()
         await asyncio.wait([mine])
+        await group.shutdown(graceful=False)  # what was created is still under way
 
 
 async def test_tasks_of_the_program_are_told_and_those_of_the_runtime_are_not():

@@ -48,7 +48,8 @@ async def test_calls_gather_while_another_batch_runs(group, sizes, gate):
     gate.opened.set()
     assert await first == 0
     assert await asyncio.gather(*others) == list(range(1, 40))
-    assert sizes == [1, 32, 7]
+    assert sizes[:2] == [1, 32]  # and the last few, which may come in two reads
+    assert sum(sizes) == 40
 
 
 async def test_tensors_that_cannot_be_stacked_wait_apart(group, sizes):

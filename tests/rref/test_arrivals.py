@@ -145,7 +145,7 @@ async def test_a_creation_that_waits_can_run_out_of_time(group):
     rref = arpc.remote("worker1", objects.pass_gate, ("gate",), timeout=0.5)
     await gate.entered.wait()
     # whoever is first to notice
-    with pytest.raises(arpc.RRefCreationError, match="timed out|ran past its deadline"):
+    with pytest.raises(arpc.RRefCreationError, match=r"timed out|ran past its deadline"):
         await rref
     await until(lambda: not any(link.inbound.running for link in group[1].agent.connector.links))
     del objects.gates["gate"]

@@ -46,7 +46,10 @@ _UNCOUNTED: Final = 64
 
 
 class Outbox:
-    """Where jobs leave what their thread is to send as soon as it has no other quick job."""
+    """Where jobs leave what their thread is to send as soon as it has no other quick job. To be derived from.
+
+    No abstract class: whether a job returned one is asked after each, and that takes longer of those.
+    """
 
     __slots__ = ("is_watched",)
 

@@ -19,7 +19,7 @@ from arpc import torchstate
 from arpc.autograd.accumulation import LeafGradients
 from arpc.autograd.context import AutogradContext, Send
 from arpc.autograd.failure import node_failure, peer_failure
-from arpc.autograd.passes import BackwardPass, Host
+from arpc.autograd.passes import BackwardPass, Host, take_only_answer
 from arpc.autograd.protocol import PackedParcel, Parcel, unpack_parcel
 from arpc.autograd.survey import Expectation, IsHeeded, Survey, are_plain_leaves, survey
 from arpc.errors import AutogradError
@@ -114,7 +114,7 @@ class BriefPass:
     async def wait(self) -> None:
         """Until it is over. Raises why it failed."""
         if len(self._outstanding) == 1:
-            await self._wait_for_answer(*next(iter(self._outstanding.items())))
+            await take_only_answer(*next((peer, future) for future, peer in self._outstanding.items()), self._answered)
         elif not self.is_over:
             self._over = asyncio.get_running_loop().create_future()
             for future, peer in self._outstanding.items():
@@ -130,22 +130,6 @@ class BriefPass:
                 raise failure
             finally:
                 del failure
-
-    async def _wait_for_answer(self, future: asyncio.Future[PackedParcel | None], peer: int) -> None:
-        """Take the only answer there is to wait for here, and not in a turn of the loop of its own."""
-        task = asyncio.current_task()
-        cancelled_before = task.cancelling() if task is not None else 0
-        try:
-            await future
-        except (Exception, asyncio.CancelledError):
-            # the future of a pass that fails meanwhile is cancelled, which is not to cancel who waits for it
-            if not future.done() or (task is not None and task.cancelling() > cancelled_before):
-                raise
-            self._answered(peer, future)
-        else:
-            self._answered(peer, future)
-        finally:
-            del future  # whose error has this frame in its traceback
 
     def receive(self, sender: int, parcel: Parcel, *, is_engaging: bool) -> Parcel | None:
         """A parcel has come that is no answer."""

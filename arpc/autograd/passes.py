@@ -25,7 +25,7 @@ from arpc.autograd.protocol import PackedParcel, Parcel, PassProtocol, Resolved,
 from arpc.errors import AutogradError, ProtocolError, RpcTimeoutError
 from arpc.ids import WorkerInfo
 
-__all__ = ["BackwardPass", "Host", "Sender", "Threads"]
+__all__ = ["BackwardPass", "Host", "Sender", "Threads", "take_only_answer"]
 
 # Walking goes on in a thread after this many nodes, which take about a millisecond
 WALK_NODES: Final = 2000
@@ -66,6 +66,26 @@ class Host(Protocol):
         """Tell all who know the context that a pass has failed; the future is done when they have heard."""
 
     def name_of(self, worker: int) -> str: ...
+
+
+Answer = asyncio.Future[PackedParcel | None]
+
+
+async def take_only_answer(peer: int, future: Answer, answered: Callable[[int, Answer], None]) -> None:
+    """Take the only answer there is to wait for here, and not in a turn of the loop of its own."""
+    task = asyncio.current_task()
+    cancelled_before = task.cancelling() if task is not None else 0
+    try:
+        await future
+    except (Exception, asyncio.CancelledError):
+        # the future of a pass that fails meanwhile is cancelled, which is not to cancel who waits for it
+        if not future.done() or (task is not None and task.cancelling() > cancelled_before):
+            raise
+        answered(peer, future)
+    else:
+        answered(peer, future)
+    finally:
+        del future  # whose error has this frame in its traceback: the whole graph would be in a cycle
 
 
 class BackwardPass:
@@ -169,7 +189,7 @@ class BackwardPass:
         if self._unwatched is not None:
             unwatched, self._unwatched = self._unwatched, None
             if len(unwatched) == 1:
-                await self._wait_for_answer(*unwatched[0])
+                await take_only_answer(*unwatched[0], self.answered)
             else:
                 for peer, future in unwatched:
                     future.add_done_callback(partial(self.answered, peer))
@@ -189,22 +209,6 @@ class BackwardPass:
                 raise failure
             finally:
                 del failure
-
-    async def _wait_for_answer(self, peer: int, future: asyncio.Future[PackedParcel | None]) -> None:
-        """Take the only answer there is to wait for here, and not in a turn of the loop of its own."""
-        task = asyncio.current_task()
-        cancelled_before = task.cancelling() if task is not None else 0
-        try:
-            await future
-        except (Exception, asyncio.CancelledError):
-            # the future of a pass that fails meanwhile is cancelled, which is not to cancel who waits for it
-            if not future.done() or (task is not None and task.cancelling() > cancelled_before):
-                raise
-            self.answered(peer, future)
-        else:
-            self.answered(peer, future)
-        finally:
-            del future  # whose error has this frame in its traceback: the whole graph would be in a cycle
 
     def fail(self, error: BaseException, *, told_by: int | None = None) -> None:
         """End it here with an error, and take back what it computed.

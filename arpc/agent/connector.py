@@ -350,16 +350,12 @@ class Connector:
             self._attempts.add(record.id)
         peer.is_verified = True
 
-        def admit(identity: Identity) -> None:
-            if (identity.name, identity.id, identity.incarnation) != (record.name, record.id, record.incarnation):
-                raise Refused(Refusal.STALE, f"found worker {identity.name!r} where {record.name!r} was to be")
-
         errors: dict[str, Exception] = {}
         for address in self._usable(record):
             token = secrets.token_hex(8) if self._options.bulk_connections and address.startswith("tcp://") else ""
             features = (*self._identity.features, _MAIN + token) if token else self._identity.features
             me = msgspec.structs.replace(self._identity, features=features)
-            handshake = Handshake(Role.CONNECTOR, me, self._options.secret, admit)
+            handshake = Handshake(Role.CONNECTOR, me, self._options.secret, _only(record))
             protocol = wire.Protocol(handshake, self._limits)
             try:
                 connection = await self._context.run(self._start, address, protocol)
@@ -413,14 +409,10 @@ class Connector:
         """Make the further connections for large tensors. Without them it works as well, only not as fast."""
         peer = main.peer
 
-        def admit(identity: Identity) -> None:
-            if (identity.name, identity.id, identity.incarnation) != (peer.name, peer.id, peer.incarnation):
-                raise Refused(Refusal.STALE, f"found worker {identity.name!r} where {peer.name!r} was to be")
-
         # of what a main connection can do besides, a lane does nothing
         me = msgspec.structs.replace(self._identity, features=(_LANE + token,))
         for _ in range(self._options.bulk_connections):
-            protocol = wire.Protocol(Handshake(Role.CONNECTOR, me, self._options.secret, admit), self._limits)
+            protocol = wire.Protocol(Handshake(Role.CONNECTOR, me, self._options.secret, _only(peer)), self._limits)
             # before the handshake: the first chunk may come with its last word
             protocol.join(main.protocol)
             self._joining[protocol] = main
@@ -459,12 +451,8 @@ class Connector:
         if not usable:
             raise WireError(f"worker {peer.info.name!r} has no address that a thread can connect to")
 
-        def admit(identity: Identity) -> None:
-            if (identity.name, identity.id, identity.incarnation) != (record.name, record.id, record.incarnation):
-                raise Refused(Refusal.STALE, f"found worker {identity.name!r} where {record.name!r} was to be")
-
         me = msgspec.structs.replace(self._identity, features=(LINE,))
-        protocol = wire.Protocol(Handshake(Role.CONNECTOR, me, self._options.secret, admit), self._limits)
+        protocol = wire.Protocol(Handshake(Role.CONNECTOR, me, self._options.secret, _only(record)), self._limits)
         async with asyncio.timeout(self._options.connect_timeout):
             return await open_line(usable[0], protocol)
 
@@ -721,6 +709,16 @@ _CLOSE_S: Final = 2.0
 
 class _UnansweredError(WireError):
     """Nobody answered at any address of a worker."""
+
+
+def _only(expected: WorkerRecord | Identity) -> Callable[[Identity], None]:
+    """Who may answer a connection: that very worker, and not another that has come to its address."""
+
+    def admit(identity: Identity) -> None:
+        if (identity.name, identity.id, identity.incarnation) != (expected.name, expected.id, expected.incarnation):
+            raise Refused(Refusal.STALE, f"found worker {identity.name!r} where {expected.name!r} was to be")
+
+    return admit
 
 
 def _host_of(address: str) -> str:

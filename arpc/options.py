@@ -257,6 +257,11 @@ class RpcOptions:
     ``"127.0.0.1:8265"``; port 0 lets the system choose, see `Worker.http_address`. Beyond loopback it takes a secret.
     Empty: nowhere. ``ARPC_HTTP``"""
 
+    busy_poll: float = field(default_factory=lambda: _env_float("ARPC_BUSY_POLL", 0.0002))
+    """Seconds for which the loop stays awake once something has come, since the next message is likely to follow: to
+    wake up a CPU takes longer than to answer. It gives way to other programs, ends while threads are busy, and becomes
+    rare where it is in vain. 0: it sleeps at once, which is slower and takes less of the CPU. ``ARPC_BUSY_POLL``"""
+
     switch_interval: float | None = None
     """`sys.setswitchinterval` for this process: how long a thread busy in Python may keep the loop waiting."""
 
@@ -274,6 +279,7 @@ class RpcOptions:
             "shutdown_timeout",
             "control_backoff",
             "rref_grace",
+            "busy_poll",
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):

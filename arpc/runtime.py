@@ -51,6 +51,7 @@ from arpc.transport.doorway import Doorway
 from arpc.transport.secure import TlsTransport
 from arpc.transport.shm import Arena, empty_shared, open_arena, shared
 from arpc.transport.stream import TcpTransport, UnixTransport
+from arpc.transport.vigil import Vigil
 from arpc.transport.warm import WarmMemory
 
 __all__ = ["Worker", "current"]
@@ -110,6 +111,7 @@ class Worker:
         """Memory that others of this host can see; None if there is none."""
         self.receive_memory: WarmMemory | None = None
         self.doorway: Doorway | None = None
+        self.vigil: Vigil | None = None
         self._kept: dict[type, Any] = {}
         self._shutdown: asyncio.Task[None] | None = None
         self._lost: WorkerLostError | None = None
@@ -256,6 +258,7 @@ class Worker:
             "worker": self.info.name,
             **self.agent.statistics(),
             "doorway": self.doorway.statistics() if self.doorway is not None else {},
+            "vigil": self.vigil.statistics() if self.vigil is not None else {},
             "heartbeat": self.agent.heartbeat.statistics(),
             "rendezvous": self.rendezvous.statistics(),
             "members": self.lookout.roster.statistics(),
@@ -286,12 +289,16 @@ class Worker:
             max_strangers=options.max_strangers,
             handshake_s=options.handshake_timeout,
         )
+        vigil = self.vigil = Vigil(options.busy_poll) if options.busy_poll else None
+        tls = options.tls
         return {
-            "tcp": TcpTransport(memory, door) if options.tls is None else TlsTransport(options.tls, memory, door),
-            "unix": UnixTransport(memory, self.arena, door),
+            "tcp": TcpTransport(memory, door, vigil) if tls is None else TlsTransport(tls, memory, door, vigil),
+            "unix": UnixTransport(memory, self.arena, door, vigil),
         }
 
     async def close_transports(self) -> None:
+        if self.vigil is not None:
+            self.vigil.close()
         if self.arena is not None:
             await self.arena.aclose()
         if self.receive_memory is not None:

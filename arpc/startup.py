@@ -24,6 +24,7 @@ from arpc.agent.membership import WorkerRecord
 from arpc.agent.placement import Placement, find_backends
 from arpc.agent.rendezvous import Rendezvous, create_rendezvous, open_store
 from arpc.agent.scope import WorkerScope, current_scope, worker_began
+from arpc.agent.threads import ThreadPool
 from arpc.agent.variables import VariableCarrier
 from arpc.autograd.service import AutogradService
 from arpc.devices import check_device_maps
@@ -154,6 +155,8 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
     )
     for feature in features:
         feature.attach(agent)
+    if worker.vigil is not None:
+        worker.vigil.are_threads_idle = partial(_are_idle, agent.executor.threads, autograd.threads)
     worker.rendezvous = rendezvous
     host = host_fingerprint()
     try:
@@ -186,6 +189,10 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
     _tune_process(options)
     worker_began(worker, agent.loop)
     return worker
+
+
+def _are_idle(*pools: ThreadPool) -> bool:
+    return all(pool.is_asleep for pool in pools)
 
 
 def _tune_process(options: RpcOptions) -> None:

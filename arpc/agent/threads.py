@@ -260,6 +260,11 @@ class ThreadPool:
         self._count_answered()
         return max(0, self._size - self._unfinished)
 
+    @property
+    def is_asleep(self) -> bool:
+        """No thread has anything to do."""
+        return len(self._sleepers) == len(self._threads)
+
     def close(self) -> None:
         """End the threads as they become free. One that is stuck in user code is left behind: it is a daemon.
 

@@ -17,6 +17,7 @@ from arpc.tls import TLS, CertifiedNames
 from arpc.transport.base import Receiver
 from arpc.transport.doorway import Doorway
 from arpc.transport.stream import StreamConnection, TcpTransport
+from arpc.transport.vigil import Vigil
 from arpc.transport.warm import WarmMemory
 from arpc.wire.protocol import Protocol
 
@@ -38,8 +39,9 @@ class SecureConnection(StreamConnection):
         context: ssl.SSLContext,
         *,
         server_side: bool,
+        vigil: Vigil | None = None,
     ) -> None:
-        super().__init__(protocol, receiver, memory)
+        super().__init__(protocol, receiver, memory, vigil=vigil)
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
@@ -138,15 +140,19 @@ class SecureConnection(StreamConnection):
 class TlsTransport(TcpTransport):
     """``tcp://host:port`` where all that is said there is said in TLS, by both sides with a certificate."""
 
-    def __init__(self, tls: TLS, memory: WarmMemory | None = None, doorway: Doorway | None = None) -> None:
-        super().__init__(memory, doorway)
+    def __init__(
+        self, tls: TLS, memory: WarmMemory | None = None, doorway: Doorway | None = None, vigil: Vigil | None = None
+    ) -> None:
+        super().__init__(memory, doorway, vigil)
         self._tls = tls
 
     def _make(self, protocol: Protocol, receiver: Receiver) -> SecureConnection:
-        return SecureConnection(protocol, receiver, self._memory, self._tls.client_context, server_side=False)
+        context = self._tls.client_context
+        return SecureConnection(protocol, receiver, self._memory, context, server_side=False, vigil=self._vigil)
 
     def _make_accepted(self, protocol: Protocol, receiver: Receiver) -> SecureConnection:
-        return SecureConnection(protocol, receiver, self._memory, self._tls.server_context, server_side=True)
+        context = self._tls.server_context
+        return SecureConnection(protocol, receiver, self._memory, context, server_side=True, vigil=self._vigil)
 
 
 def _explained(address: str, error: ssl.SSLError) -> HandshakeError:

@@ -24,6 +24,7 @@ from arpc.transport.base import Accept, Connection, Listener, Receiver, Transpor
 from arpc.transport.doorway import Doorway
 from arpc.transport.shm import Arena, Channel
 from arpc.transport.turns import WriteTurn, write_pieces
+from arpc.transport.vigil import Vigil
 from arpc.transport.warm import WarmMemory
 from arpc.wire.protocol import Protocol
 
@@ -42,6 +43,9 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
 
     _transport: asyncio.Transport | WriteTurn
     _turn: WriteTurn | None = None
+    _set_protocol: Callable[[asyncio.BaseProtocol], None]
+    _awake_for: Vigil | None = None
+    peer_process: int | None = None
     _write_pieces: Callable[[Iterable[bytes | memoryview]], None]
 
     def __init__(
@@ -50,9 +54,11 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
         receiver: Receiver,
         memory: WarmMemory | None = None,
         arena: Arena | None = None,
+        vigil: Vigil | None = None,
     ) -> None:
         Connection.__init__(self, protocol, receiver)
         self._arena = arena
+        self._vigil = vigil
         if memory is not None:
             protocol.allocate = memory.allocate
         self._address = "?"
@@ -78,6 +84,8 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
         sock = transport.get_extra_info("socket")
         self._address = _describe(sock)
         _tune(sock)
+        self._set_protocol = transport.set_protocol
+        self.peer_process = _process_of(sock)
         stranger = _other_user(sock)
         if stranger is not None:
             self.abort(HandshakeError(f"a process of another user ({stranger}) is at the other end of {self.address}"))
@@ -94,6 +102,11 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
 
     buffer_updated = Connection._received  # type: ignore[assignment] # noqa: SLF001 - the same but for a name
 
+    def _greeted(self) -> None:
+        super()._greeted()
+        if self._vigil is not None and self.is_open:
+            self._vigil.join(self)
+
     def eof_received(self) -> bool:
         self._has_eof = True
         # Our half closes too, once what was sent before `close` is out
@@ -106,9 +119,33 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
         self._drained()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._vigil is not None:
+            self._vigil.leave(self)
         if self._turn is not None:
             self._turn.end()
         self._ended(exc)
+
+    # -- told by a vigil
+
+    @property
+    def is_local(self) -> bool:
+        address = self._address
+        return address.startswith("unix://") or (address.startswith("tcp://") and is_loopback(split_tcp(address)[0]))
+
+    def stay_awake(self, vigil: Vigil | None) -> None:
+        if vigil is self._awake_for or not self.is_open:
+            return
+        self._awake_for = vigil
+        if vigil is None:
+            del self.buffer_updated  # that of the class again
+        else:
+            self.buffer_updated = self._updated_awake  # type: ignore[method-assign, assignment]
+        self._set_protocol(self)  # it is looked up once only
+
+    def _updated_awake(self, nbytes: int) -> None:
+        type(self).buffer_updated(self, nbytes)
+        if self._awake_for is not None:
+            self._awake_for.seen(self.loop)
 
     # -- threads
 
@@ -200,14 +237,30 @@ def _tune(sock: socket.socket) -> None:
 
 def _other_user(sock: socket.socket) -> int | None:
     """Who is there, if not this user or root. A unix socket may go without a secret because of this."""
-    if sock.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
+    if not _can_ask(sock):
         return None  # elsewhere the 0700 directory stands guard alone
     try:
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+        _, uid = _process_and_user(sock)
     except OSError:
         return -1  # who cannot be asked is not trusted
-    _, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
-    return None if uid in {os.getuid(), 0} else int(uid)
+    return None if uid in {os.getuid(), 0} else uid
+
+
+def _process_of(sock: socket.socket) -> int | None:
+    """The process at the other end, if that is known: the one which listened or connected."""
+    with contextlib.suppress(OSError):
+        return _process_and_user(sock)[0] or None if _can_ask(sock) else None
+    return None
+
+
+def _can_ask(sock: socket.socket) -> bool:
+    return sock.family == socket.AF_UNIX and hasattr(socket, "SO_PEERCRED")
+
+
+def _process_and_user(sock: socket.socket) -> tuple[int, int]:
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    process, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
+    return process, uid
 
 
 def _bracket(host: str) -> str:
@@ -258,12 +311,15 @@ def _remove_socket(path: str, process_id: int) -> None:
 class TcpTransport(Transport):
     """``tcp://host:port``; port 0 lets the system choose. Large tensors are read into ``memory``, if given."""
 
-    def __init__(self, memory: WarmMemory | None = None, doorway: Doorway | None = None) -> None:
+    def __init__(
+        self, memory: WarmMemory | None = None, doorway: Doorway | None = None, vigil: Vigil | None = None
+    ) -> None:
         self._memory = memory
         self._doorway = doorway
+        self._vigil = vigil
 
     def _make(self, protocol: Protocol, receiver: Receiver) -> StreamConnection:
-        return StreamConnection(protocol, receiver, self._memory)
+        return StreamConnection(protocol, receiver, self._memory, vigil=self._vigil)
 
     def _make_accepted(self, protocol: Protocol, receiver: Receiver) -> StreamConnection:
         return self._make(protocol, receiver)
@@ -291,14 +347,19 @@ class UnixTransport(Transport):
     """
 
     def __init__(
-        self, memory: WarmMemory | None = None, arena: Arena | None = None, doorway: Doorway | None = None
+        self,
+        memory: WarmMemory | None = None,
+        arena: Arena | None = None,
+        doorway: Doorway | None = None,
+        vigil: Vigil | None = None,
     ) -> None:
         self._memory = memory
         self._arena = arena
         self._doorway = doorway
+        self._vigil = vigil
 
     def _make(self, protocol: Protocol, receiver: Receiver) -> StreamConnection:
-        return StreamConnection(protocol, receiver, self._memory, self._arena)
+        return StreamConnection(protocol, receiver, self._memory, self._arena, self._vigil)
 
     async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
         path = split_unix(address)

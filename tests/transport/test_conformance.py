@@ -13,15 +13,33 @@ from arpc.transport.memory import MemoryNetwork
 from arpc.transport.secure import TlsTransport
 from arpc.transport.shm.mapping import is_supported
 from arpc.transport.stream import TcpTransport, UnixTransport
+from arpc.transport.vigil import Vigil, Watched
 from tests.certificates import tls_for
 from tests.conftest import LOOP_FACTORIES
 from tests.transport.shm.sharing import SharingTransport
+
+
+class Restless(Vigil):
+    """Changes its mind with all that comes, as to who shall stay awake."""
+
+    def join(self, connection: Watched) -> None:
+        super().join(connection)
+        connection.stay_awake(self)
+
+    def seen(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().seen(loop)
+        for connection in self._connections:
+            loop.call_soon(connection.stay_awake, None)
+            loop.call_soon(connection.stay_awake, self)
+
 
 TRANSPORTS: dict[str, tuple[Callable[[], Transport], str]] = {
     "memory": (MemoryNetwork, "memory://"),
     "tcp": (TcpTransport, "tcp://127.0.0.1:0"),
     "tls": (lambda: TlsTransport(tls_for("*")), "tcp://127.0.0.1:0"),
     "unix": (UnixTransport, "unix://"),
+    "unix, restless": (lambda: UnixTransport(vigil=Restless(0.001)), "unix://"),
+    "tls, restless": (lambda: TlsTransport(tls_for("*"), vigil=Restless(0.001)), "tcp://127.0.0.1:0"),
 }
 
 

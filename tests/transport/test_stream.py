@@ -231,6 +231,17 @@ def test_over_tcp_everybody_is_a_stranger_already():
         assert stream._other_user(sock) is None  # secrets and TLS are for that
 
 
+async def test_the_process_at_the_other_end_is_known():
+    async with Endpoints(UnixTransport(), "unix://") as endpoints:
+        near, far = await endpoints.pair()
+        assert near.connection.peer_process == far.connection.peer_process == os.getpid()
+        assert near.connection.is_local
+    async with Endpoints(TcpTransport(), TCP) as endpoints:
+        near, _ = await endpoints.pair()
+        assert near.connection.peer_process is None
+        assert near.connection.is_local
+
+
 async def test_a_process_of_another_user_is_refused(monkeypatch):
     async with Endpoints(UnixTransport(), "unix://") as endpoints:
         monkeypatch.setattr(stream, "_other_user", lambda _: 4711)

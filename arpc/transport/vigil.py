@@ -1,0 +1,218 @@
+"""Staying awake for the next message, where it is likely to come soon.
+
+A CPU that has nothing to do falls asleep, and takes much longer to wake up than a worker takes to answer: across two
+CPUs most of a round trip is that. So a worker that has just read something looks for more for a short while, turn by
+turn of its loop, before it lets the loop wait. Both sides of a conversation do, and neither sleeps in the middle of it.
+
+It must never cost others what it gains here:
+
+- Each look gives the CPU away first, if another program can use it; if one does, this is not the time for vigils. On
+  the one CPU that both sides of a conversation have, nobody looks at all: there, to wait is how the other gets to run.
+- Vigils in vain are paid for by those that were not. When most are in vain, one every now and then remains, to see
+  whether that has changed, and more and more seldom if not.
+- While threads of this process are busy, nobody looks: they need the CPU, or the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextvars import Context
+from time import perf_counter, process_time, thread_time
+from typing import Final, Protocol
+
+__all__ = ["Vigil", "Watched"]
+
+_CONSIDER_S: Final = 0.05
+"""How often it is considered who is worth a vigil, while something goes on."""
+_SELDOM_S: Final = 0.5
+_SILENT: Final = 100
+"""So many times nothing had come in between: then it is considered seldom."""
+_CREDIT: Final = 50
+"""How many vigils may be in vain after a time in which none was."""
+_LONGEST_PAUSE: Final = 64
+"""Between two attempts when the credit is used up, in times of considering."""
+_BUSY_SHARE: Final = 0.1
+"""Of the time, that other threads of this process have had of a CPU: then they are busy."""
+
+
+class Watched(Protocol):
+    """A connection, as far as it is looked after here."""
+
+    loop: asyncio.AbstractEventLoop
+    bytes_received: int
+
+    @property
+    def peer_process(self) -> int | None:
+        """The process at the other end, if it is on this host and that is known."""
+
+    @property
+    def is_local(self) -> bool:
+        """The other end is on this host."""
+
+    def stay_awake(self, vigil: Vigil | None) -> None:
+        """Tell a vigil of each read from now on, or none."""
+
+
+class Vigil:
+    """That of one worker, over all its connections. Each look takes at most ``longest_s`` since something came."""
+
+    def __init__(
+        self,
+        longest_s: float,
+        clock: Callable[[], float] = perf_counter,
+        give_way: Callable[[], None] | None = None,
+    ) -> None:
+        self.longest_s = longest_s
+        self._give_way = give_way or _yield_cpu
+        self.are_threads_idle: Callable[[], bool] = _always
+        """Asked at each look: whether no thread of this worker has anything to do."""
+        self.kept = 0
+        self.in_vain = 0
+        self._clock = clock
+        self._connections: dict[Watched, None] = {}
+        self._context = Context()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_looking = False
+        self._has_news = False
+        self._until = 0.0
+        self._credit = _CREDIT
+        self._pause = 1
+        self._paused = 0
+        self._is_crowded = False
+        self._silent = 0
+        self._bytes = 0
+        self._others_s = 0.0
+        self._considered = 0.0
+
+    # -- connections
+
+    def join(self, connection: Watched) -> None:
+        """Look after a connection until it leaves."""
+        self._connections[connection] = None
+        self._silent = 0
+        self._decide(connection, _own_cpus())
+        if self._timer is None:
+            self._considered, self._others_s = self._clock(), _others_s()
+            self._timer = connection.loop.call_later(_CONSIDER_S, self._consider, connection.loop)
+
+    def leave(self, connection: Watched) -> None:
+        self._connections.pop(connection, None)
+        if not self._connections:
+            self._end()
+
+    def close(self) -> None:
+        """Nobody stays awake any more."""
+        for connection in self._connections:
+            connection.stay_awake(None)
+        self._connections.clear()
+        self._end()
+
+    def _end(self) -> None:
+        self._is_looking = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # -- looking
+
+    def seen(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Something has come."""
+        self._has_news = True
+        if not self._is_looking and self._credit > 0:
+            self._is_looking = True
+            self._has_news = False
+            self._until = self._clock() + self.longest_s
+            self.kept += 1
+            loop.call_soon(self._look, loop, context=self._context)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Between two turns of the loop: it takes what has come, and does not wait for more as long as this goes on."""
+        if not self._is_looking:
+            return
+        if self._has_news:
+            self._has_news = False
+            self._until = self._clock() + self.longest_s
+            self._pause = 1
+            if self._credit < _CREDIT:
+                self._credit += 1
+        else:
+            begun = self._clock()
+            if begun >= self._until:
+                self._end_in_vain(1)
+                return
+            if not self.are_threads_idle():
+                self._is_looking = False
+                return
+            self._give_way()
+            if self._clock() - begun > self.longest_s:
+                self._end_in_vain(_CREDIT)
+                return
+        loop.call_soon(self._look, loop, context=self._context)
+
+    def _end_in_vain(self, price: int) -> None:
+        self._is_looking = False
+        self.in_vain += 1
+        self._credit = max(0, self._credit - price)
+        if not self._credit:
+            self._paused = 0
+            self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
+
+    # -- who is worth it
+
+    def _consider(self, loop: asyncio.AbstractEventLoop) -> None:
+        now, others_s, received = self._clock(), _others_s(), 0
+        self._is_crowded = others_s - self._others_s > _BUSY_SHARE * (now - self._considered)
+        self._considered, self._others_s = now, others_s
+        cpus = _own_cpus()
+        for connection in self._connections:
+            received += connection.bytes_received
+            self._decide(connection, cpus)
+        self._silent = 0 if received != self._bytes else self._silent + 1
+        self._bytes = received
+        if not self._credit:
+            self._paused += 1
+            self._credit = int(self._paused >= self._pause)  # it may have become worth it
+        self._timer = loop.call_later(_CONSIDER_S if self._silent < _SILENT else _SELDOM_S, self._consider, loop)
+
+    def _decide(self, connection: Watched, cpus: set[int]) -> None:
+        is_worth_it = not self._is_crowded and (len(cpus) > 1 or _is_elsewhere(connection, cpus))
+        connection.stay_awake(self if is_worth_it else None)
+
+    def statistics(self) -> dict[str, int]:
+        """Vigils, and those in which nothing came; connections that are worth one when something comes."""
+        return {"kept": self.kept, "in_vain": self.in_vain, "connections": len(self._connections)}
+
+
+def _always() -> bool:
+    return True
+
+
+def _is_elsewhere(connection: Watched, cpus: set[int]) -> bool:
+    """Whether the other side can run while this one, which has one CPU only, looks."""
+    if not connection.is_local:
+        return True
+    process = connection.peer_process
+    if process is None:
+        return False
+    try:
+        return not os.sched_getaffinity(process) <= cpus
+    except OSError:  # it is of another PID namespace, or gone
+        return False
+
+
+def _own_cpus() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def _others_s() -> float:
+    """The time of a CPU that the other threads of this process have had."""
+    return process_time() - thread_time()
+
+
+def _yield_cpu() -> None:
+    if hasattr(os, "sched_yield"):
+        os.sched_yield()

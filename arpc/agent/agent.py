@@ -41,7 +41,7 @@ from arpc.ids import WorkerInfo
 from arpc.log import get_logger
 from arpc.options import RpcOptions
 from arpc.transport.base import Connection, Transport
-from arpc.wire.frames import HEADER_BYTES, brief_kind
+from arpc.wire.frames import HEADER_BYTES, bare_lead, brief_kind
 from arpc.wire.handshake import Identity
 from arpc.wire.messages import (
     MESSAGE_CLASSES,
@@ -59,7 +59,7 @@ from arpc.wire.messages import (
     Request,
 )
 from arpc.wire.pickling import Reducer
-from arpc.wire.protocol import Direct
+from arpc.wire.protocol import Bare, Direct
 
 __all__ = ["Agent"]
 
@@ -67,7 +67,9 @@ logger = get_logger("arpc.agent")
 
 _REQUEST: Final = int(MessageType.REQUEST)
 _BRIEF_REQUEST: Final = brief_kind(_REQUEST)
+_REQUEST_LEAD: Final = bare_lead(_BRIEF_REQUEST)
 _BRIEF_REPLY: Final = brief_kind(int(MessageType.REPLY))
+_REPLY_LEAD: Final = bare_lead(_BRIEF_REPLY)
 _BRIEF_TUPLE: Final = brief_kind(int(MessageType.REPLY), ReplyFlag.TUPLE)
 _is_pristine = torchstate.is_pristine
 
@@ -306,7 +308,7 @@ class Agent(Caller, Answers):
         for message_class, handle in answers.items():
             self._handlers[message_class] = partial(self.observers.answered, handle) if is_observed else handle
         for link in self.connector.links:
-            link.connection.protocol.direct = self.direct(link)
+            self.take_directly(link)
 
     def set_meter(self, meter: Meter | None) -> None:
         """Let somebody hear how long each call and each handler takes, from now on; None: nobody."""
@@ -328,7 +330,7 @@ class Agent(Caller, Answers):
         for link in self.connector.links:
             link.inbound.ended = None
             link.inbound.began_ns.clear()
-            link.connection.protocol.direct = self.direct(link)
+            self.take_directly(link)
 
     @property
     def has_riders(self) -> bool:
@@ -388,6 +390,29 @@ class Agent(Caller, Answers):
 
     def _on_credit(self, link: Link, message: Message) -> None:
         link.inbound.add_credit(message.id, message.arg)
+
+    def take_directly(self, link: Link) -> None:
+        """Tell a connection who takes its plainest messages."""
+        protocol = link.connection.protocol
+        protocol.direct = self.direct(link)
+        protocol.bare = self._bare(link)
+
+    def _bare(self, link: Link) -> Mapping[bytes, Bare]:
+        """Who takes those that have no body. Whoever wants to see more of messages sees them go the other way."""
+        if (
+            self.is_closing
+            or self.observers.installed
+            or self._metering is not None
+            or not self._tasks_are_isolated
+            or link.is_onlooker
+        ):
+            return {}
+        takers: dict[bytes, Bare] = {}
+        if self.guard is None:
+            takers[_REQUEST_LEAD] = self.executor.bare_taker(link.inbound)
+        if not link.is_line:
+            takers[_REPLY_LEAD] = self._bare_reply_taker(link)
+        return takers
 
     def direct(self, link: Link) -> Mapping[int, Direct]:
         """Who takes the plainest messages of a connection."""
@@ -451,6 +476,7 @@ class Agent(Caller, Answers):
             self._handlers[message_class] = self.executor.refuse
         for link in self.connector.links:
             link.connection.protocol.direct = {}
+            link.connection.protocol.bare = {}
         self.heartbeat.close()
         await self.connector.stop_seeking()
         for task in list(self._deferred):

@@ -25,6 +25,7 @@ from arpc.wire.messages import (
     Reply,
     ReplyFlag,
 )
+from arpc.wire.protocol import Bare
 
 __all__ = ["Answers"]
 
@@ -65,6 +66,28 @@ class Answers:
         except ProtocolError:
             future.set_exception(self._malformed(call))
             raise
+
+    def _bare_reply_taker(self, link: Link) -> Bare:
+        """`_take_reply` for those of a connection that are None, as a function of their ids."""
+        peer = link.peer
+        buckets = peer.calls.buckets
+
+        def take(id_: int, _terms: bytes) -> None:
+            try:
+                call = buckets[id_ >> SEQUENCE_BITS].pop(id_)
+            except KeyError:
+                return  # it was cancelled, or timed out, and the two crossed on their way
+            if call.size_bytes:
+                peer.release(call)
+            try:
+                _set_result(call.future, None)  # type: ignore[arg-type]  # which is found out at no cost
+            except InvalidStateError:
+                pass  # it was cancelled, and its task has not run since
+            except TypeError:  # it is no future of asyncio's
+                if not call.future.done():
+                    call.future.set_result(None)
+
+        return take
 
     def _take_tuple(self, link: Link, id_: int, arg: int, _timeout_ms: int, payload: bytes | bytearray) -> None:
         """The same for a reply that is a tuple."""

@@ -39,7 +39,17 @@ from arpc.errors import (
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.transport.base import Connection
-from arpc.wire.frames import BRIEF_HEADER, HEADER_BYTES, MAX_TIMEOUT_MS, brief_kind, frame
+from arpc.wire.frames import (
+    BARE_HEADER,
+    BRIEF_HEADER,
+    HEADER_BYTES,
+    MAX_TIMEOUT_MS,
+    NO_TERMS,
+    TERMS,
+    bare_lead,
+    brief_kind,
+    frame,
+)
 from arpc.wire.messages import (
     Message,
     MessageType,
@@ -54,7 +64,9 @@ _REQUEST: Final = int(MessageType.REQUEST)
 _CREDIT: Final = int(MessageType.CREDIT)
 _MAX_TIMEOUT_S: Final = MAX_TIMEOUT_MS / 1000  # seven weeks: as good as none
 _pack_brief = BRIEF_HEADER.pack
+_pack_bare = BARE_HEADER.pack
 _BRIEF_REQUEST: Final = brief_kind(_REQUEST)
+_REQUEST_LEAD: Final = bare_lead(_BRIEF_REQUEST)
 _NO_ARGS: Final = ()
 _FEW_TIMEOUTS: Final = 16
 _NO_SLOTS: Final[list[Slot]] = []
@@ -132,16 +144,18 @@ class Caller(LabelledCalls, ArgumentPacking):
         """The result of a call. Cheaper than `call`, because nobody else can see its future."""
         try:
             peer = self._peers[to]
-            function_id = peer.function_ids.get(function)
+            terms = peer.terms[function]
         except (KeyError, TypeError):
-            return await self._call_unknown(to, function, args, kwargs, timeout)
-        connection = peer.connection
-        if connection is None and peer.must_be_asked_for:
-            return await self._call_unknown(to, function, args, kwargs, timeout)
+            known = self.peer(to)
+            if known is None or known.must_be_asked_for:
+                return await self._call_unknown(to, function, args, kwargs, timeout)
+            peer = known
+            terms = NO_TERMS
         future = self._create_future()
+        connection = peer.connection
         if (
-            function_id is None
-            or connection is None
+            terms is NO_TERMS
+            or connection is None  # never, if there are terms
             or kwargs
             or timeout is not UNSET
             or current_scope.get().__class__ is not WorkerScope
@@ -151,6 +165,8 @@ class Caller(LabelledCalls, ArgumentPacking):
             or get_ident() != self._shortest_thread
         ):
             call_id = self.begin(peer, future, function, args, kwargs, timeout)
+            if terms is NO_TERMS:
+                self._learn_terms(peer, function)
         elif args is _NO_ARGS:  # whatever else counts as false is for `begin` to judge
             # what `begin` comes down to, if there is nothing special about a call
             calls = peer.calls
@@ -161,7 +177,7 @@ class Caller(LabelledCalls, ArgumentPacking):
             except StopIteration:
                 call_id = calls.take_id(self._default_tick)
             calls.bucket[call_id] = Call(future, function, 0, connection)
-            data = _pack_brief(0, _BRIEF_REQUEST, call_id, function_id, self._default_timeout_ms, 0)
+            data = _pack_bare(_REQUEST_LEAD, call_id, terms, 0)
             left = connection.direct_left
             if left:
                 # `Connection.send_brief`, written out
@@ -171,7 +187,7 @@ class Caller(LabelledCalls, ArgumentPacking):
             else:
                 connection.send_brief(data)
         else:
-            call_id = self._begin_simple(peer, connection, future, function, function_id, args)
+            call_id = self._begin_simple(peer, connection, future, function, args)
         try:
             return await future
         except asyncio.CancelledError:
@@ -179,6 +195,17 @@ class Caller(LabelledCalls, ArgumentPacking):
             raise
         finally:
             del future  # whose exception refers to this frame, and so to the arguments
+
+    def _learn_terms(self, peer: Peer, function: Callable[..., Any]) -> None:
+        """Keep what the next call of a function says of it, if it is the default timeout that it has."""
+        try:
+            function_id = peer.function_ids.get(function)
+        except TypeError:
+            return
+        if function_id:
+            if self._time() >= self._default_tick_until:
+                self._next_default_tick()
+            peer.terms[function] = TERMS.pack(function_id, self._default_timeout_ms)
 
     def _turn_to_default(self, calls: Calls) -> None:
         """Let the bucket be that of calls which are made now and have the default timeout."""
@@ -194,7 +221,6 @@ class Caller(LabelledCalls, ArgumentPacking):
         connection: Connection,
         future: asyncio.Future[Any],
         function: Callable[..., Any],
-        function_id: int,
         args: Any,
     ) -> int:
         """What `begin` comes down to if there is nothing special about a call but its one argument, a small tensor."""
@@ -213,6 +239,7 @@ class Caller(LabelledCalls, ArgumentPacking):
         calls.bucket[call_id] = Call(future, function, size_bytes, connection)
         peer.in_flight_bytes += size_bytes
         peer.in_flight_calls += 1
+        function_id = peer.function_ids[function]
         head = _pack_brief(len(payload), _BRIEF_REQUEST, call_id, function_id, self._default_timeout_ms, 0)
         connection.send(head + payload)
         return call_id
@@ -583,6 +610,7 @@ class Caller(LabelledCalls, ArgumentPacking):
         self._default_tick_until = 0.0
         for peer in self._peers.values():
             peer.calls.until = 0.0
+            peer.terms.clear()
 
     def _submit_filled(
         self,

@@ -115,7 +115,7 @@ class _Host(Protocol):
     def make_peer(self, info: WorkerInfo) -> Peer: ...
     def inspection_received(self, connection: Connection, messages: list[Message]) -> None: ...
     def line_received(self, connection: Connection, messages: list[Message]) -> None: ...
-    def direct(self, link: Link) -> Mapping[int, wire.Direct]: ...
+    def take_directly(self, link: Link) -> None: ...
     def link_lost(self, link: Link) -> None: ...
     def messages_received(self, connection: Connection, messages: list[Message]) -> None: ...
     def output_drained(self, connection: Connection) -> None: ...
@@ -544,7 +544,7 @@ class Connector:
         link = Link(connection, peer, inbound, is_mine=is_mine)
         self._links[connection] = link
         connection.owner = link
-        connection.protocol.direct = self.agent.direct(link)
+        self.agent.take_directly(link)
         if self.agent.is_closing:
             connection.abort(WireError("this worker is shutting down"))
             return
@@ -568,7 +568,7 @@ class Connector:
         link.is_onlooker = True
         self._links[connection] = link
         connection.owner = link
-        connection.protocol.direct = self.agent.direct(link)
+        self.agent.take_directly(link)
         connection.redirect(self.agent.inspection_received)
         if self.agent.is_closing:
             connection.abort(WireError("this worker is shutting down"))
@@ -592,7 +592,7 @@ class Connector:
         self._links[connection] = link
         link.peer.lines_here.add(connection)
         connection.owner = link
-        connection.protocol.direct = self.agent.direct(link)
+        self.agent.take_directly(link)
         connection.redirect(self.agent.line_received)
 
     def lost(self, connection: Connection, error: Exception | None) -> None:

@@ -37,12 +37,12 @@ from arpc.errors import (
     WireError,
 )
 from arpc.log import get_logger
-from arpc.wire.frames import BRIEF_HEADER, brief_kind, frame
+from arpc.wire.frames import BARE_HEADER, BRIEF_HEADER, NO_TERMS, TERMS, bare_lead, brief_kind, frame
 from arpc.wire.handful import LAST_HANDFUL, Handful, unpack_handful
 from arpc.wire.lone import LONE_RESULT, unpack_lone
 from arpc.wire.messages import WINDOW, FailureKind, Message, MessageType, Request, RequestFlag
 from arpc.wire.pickling import loads
-from arpc.wire.protocol import Direct
+from arpc.wire.protocol import Bare, Direct
 
 __all__ = ["Executor", "HasInbound", "Service", "Wrapped", "Wrapper"]
 
@@ -51,7 +51,10 @@ logger = get_logger("arpc.executor")
 _REPLY: Final = int(MessageType.REPLY)
 _FAILURE: Final = int(MessageType.FAILURE)
 _pack_brief = BRIEF_HEADER.pack
+_pack_bare = BARE_HEADER.pack
 _BRIEF_REPLY: Final = brief_kind(_REPLY)
+_REPLY_LEAD: Final = bare_lead(_BRIEF_REPLY)
+_MAX_TERMS: Final = 256
 _set_scope = current_scope.set
 _is_grad_enabled = torch.is_grad_enabled
 _COROUTINE: Final = Mode.COROUTINE
@@ -210,30 +213,14 @@ class Executor(Replies):
             result = context.run(carrier.convey, run)
         except BaseException as error:  # noqa: BLE001 - it is the caller's, see `raised`
             _leave_task(self.loop, carrier.task)
-            carrier.renew()
-            run.context = context
-            self._stepped(carrier)
-            self.raised(run, error)
+            self._take_raised(run, carrier, context, error)
             return
         _leave_task(self.loop, carrier.task)
-        waiting = carrier.conveyor.gi_yieldfrom
-        if waiting is not None:
-            run.context = context
-            run.coroutine = waiting
-            self.carriers.carry_on(run, result, is_conveyed=True)
-        elif result is None and run.meta is None:
+        if result is None and run.meta is None and carrier.conveyor.gi_yieldfrom is None:
             self._returned_none += 1
             try:
                 # first of all, so that the caller goes on while this worker tidies up
-                data = _pack_brief(0, _BRIEF_REPLY, id_, 0, 0, 0)
-                left = connection.direct_left
-                if left:
-                    # `Connection.send_brief`, written out
-                    connection.direct_left = left - 1
-                    connection.brief_sent += 1
-                    connection._write(data)  # noqa: SLF001
-                else:
-                    connection.send_brief(data)
+                connection.send_brief(_pack_bare(_REPLY_LEAD, id_, NO_TERMS, 0))
             finally:
                 # `_stepped`, written out
                 if not _is_grad_enabled() or _count_function_modes():
@@ -241,12 +228,90 @@ class Executor(Replies):
                 if carrier.wake_up.done():
                     self.carriers.replace_idle()
         else:
-            run.context = context
-            self._took(run, carrier, result)
+            self._took(run, carrier, context, result)
 
-    def _took(self, run: Run, carrier: Carrier, result: Any) -> None:
-        """Answer a request that has ended in `take`, with a result."""
-        if result.__class__ is Tensor and not run.meta and (lone := self.codec.lone_result(result)) is not None:
+    def bare_taker(self, inbound: Inbound) -> Bare:
+        """`take` for requests of a connection that have no arguments, as a function of their ids and terms."""
+        known = inbound.bare
+        connection = inbound.connection
+        idle = self._idle
+        loop = self.loop
+        copy_context = self._copy_context
+        replace_idle = self.carriers.replace_idle
+
+        @torchstate.isolating_driver
+        def take(id_: int, terms: bytes) -> None:
+            if (
+                (expected := known.get(terms)) is None
+                or inbound.is_full
+                or connection.is_congested
+                or not idle
+                or id_ == inbound.latest_id
+            ):
+                self._take_with_terms(inbound, id_, terms)
+                return
+            # From here on this is `take`
+            inbound.latest_id = id_
+            carrier = idle[-1]
+            context = copy_context()
+            function, timeout_ms = expected
+            run = Run(self, inbound, function, id_, timeout_ms)
+            task = carrier.task
+            _enter_task(loop, task)
+            try:
+                result = context.run(carrier.convey, run)
+            except BaseException as error:  # noqa: BLE001 - it is the caller's, see `raised`
+                _leave_task(loop, task)
+                self._take_raised(run, carrier, context, error)
+                return
+            _leave_task(loop, task)
+            if result is None and run.meta is None and carrier.conveyor.gi_yieldfrom is None:
+                self._returned_none += 1
+                try:
+                    data = _pack_bare(_REPLY_LEAD, id_, NO_TERMS, 0)
+                    left = connection.direct_left
+                    if left:
+                        # `Connection.send_brief`, written out
+                        connection.direct_left = left - 1
+                        connection.brief_sent += 1
+                        connection._write(data)  # noqa: SLF001
+                    else:
+                        connection.send_brief(data)
+                finally:
+                    if not _is_grad_enabled() or _count_function_modes():
+                        torchstate.save_and_reset()
+                    if carrier.wake_up.done():
+                        replace_idle()
+            else:
+                self._took(run, carrier, context, result)
+
+        return take
+
+    def _take_with_terms(self, inbound: Inbound, id_: int, terms: bytes) -> None:
+        """`take` for one that has terms which are not known, or which has to wait."""
+        arg, timeout_ms = TERMS.unpack(terms)
+        function = inbound.coroutines.get(arg)
+        if function is not None:
+            if len(inbound.bare) >= _MAX_TERMS:  # what is left of a deadline is another time with each call
+                inbound.bare.clear()
+            inbound.bare[terms] = function, timeout_ms
+        self.take(inbound, id_, arg, timeout_ms, b"")
+
+    def _take_raised(self, run: Run, carrier: Carrier, context: Context, error: BaseException) -> None:
+        """Answer a request that has raised in `take`."""
+        carrier.renew()
+        run.context = context
+        self._stepped(carrier)
+        self.raised(run, error)
+
+    def _took(self, run: Run, carrier: Carrier, context: Context, result: Any) -> None:
+        """Answer a request that has ended in `take` with a result, or carry on with it if it waits."""
+        run.context = context
+        waiting = carrier.conveyor.gi_yieldfrom
+        if waiting is not None:
+            run.coroutine = waiting
+            self.carriers.carry_on(run, result, is_conveyed=True)
+        elif result.__class__ is Tensor and not run.meta and (lone := self.codec.lone_result(result)) is not None:
             # what `returned` comes down to, for a small tensor
             run.ended = True
             run.context = NO_CONTEXT

@@ -89,6 +89,8 @@ class Peer:
         self.main_by_value = True
         self.function_ids: dict[Any, int] = {}
         """Functions the peer knows on this connection, by identity."""
+        self.terms: dict[Any, bytes] = {}
+        """Some of them, as the `wire.frames.TERMS` of a call with the default timeout. Kept by the caller."""
         self.in_flight_bytes = 0
         self.in_flight_calls = 0
         """How many of them there are, if that is limited; else not all of them are counted."""
@@ -386,6 +388,7 @@ class Peer:
             of_main = [function for function in self._definitions if function.__module__ in _MAIN_NAMES]
             for function in of_main:
                 del self._definitions[function]
+        self.terms.clear()
         self.main_by_value = main_by_value
         self.connects += 1
         for function, (number, payload) in self._definitions.items():
@@ -399,6 +402,7 @@ class Peer:
         if connection is self.connection:
             self.connection = None
             self.function_ids.clear()
+            self.terms.clear()
             self.state = PeerState.IDLE
             if reason is not None:
                 self.gone(f"worker {self.info.name!r} has left: {reason}")

@@ -242,6 +242,8 @@ class Inbound:
         """Those of the functions that are nothing but a coroutine to be awaited, as most are."""
         self.plain: dict[int, Function] = {}
         """Those that are nothing but a function to be called in a thread."""
+        self.bare: dict[bytes, tuple[Function, int]] = {}
+        """Some of the `coroutines`, and the timeouts they were called with, by the `wire.frames.TERMS` of both."""
         self.max_handlers = max_handlers
         self.limit = max_handlers
         """How many requests may run at once: so many, or none while its caller does not take replies."""
@@ -273,6 +275,7 @@ class Inbound:
         self.functions[number] = function
         self.coroutines.pop(number, None)
         self.plain.pop(number, None)
+        self.bare.clear()
         if isinstance(function, Function):
             if function.is_simple:
                 self.coroutines[number] = function

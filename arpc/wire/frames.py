@@ -28,6 +28,7 @@ from arpc.errors import ProtocolError, SerializationError
 
 __all__ = [
     "ALIGNMENT",
+    "BARE_HEADER",
     "BRIEF_HEADER",
     "CHUNK_BYTES",
     "HEADER",
@@ -35,9 +36,12 @@ __all__ = [
     "MAX_BODY_BYTES",
     "MAX_BUFFERS",
     "MAX_TIMEOUT_MS",
+    "NO_TERMS",
     "PADDING",
+    "TERMS",
     "Header",
     "Limits",
+    "bare_lead",
     "brief_kind",
     "buffer_sizes_of",
     "check",
@@ -49,6 +53,12 @@ HEADER_BYTES: Final = HEADER.size
 # The same bytes, read and written as fewer fields where most are 0: length; type, flags and n_buffers as one (see
 # `brief_kind`); id; arg; timeout_ms; meta_size and table_size as one, 0 if the message has neither
 BRIEF_HEADER: Final = Struct("<IIQIIQ")
+# And as fewer still, where there is no body either. What such messages have in common is not taken apart, as that takes
+# longer than to look it up: all before the id (see `bare_lead`); the id; arg and timeout_ms (see `TERMS`); 0
+BARE_HEADER: Final = Struct("<8sQ8sQ")
+TERMS: Final = Struct("<II")
+NO_TERMS: Final = TERMS.pack(0, 0)
+_LEAD: Final = Struct("<II")
 ALIGNMENT: Final = 16
 CHUNK_BYTES: Final = 1 << 19
 MAX_BODY_BYTES: Final = (1 << 32) - 1
@@ -62,6 +72,11 @@ PADDING: Final = tuple(bytes(n) for n in range(ALIGNMENT))
 def brief_kind(type_: int, flags: int = 0) -> int:
     """The second field of a `BRIEF_HEADER`, of a message without large tensors."""
     return type_ | flags << 8
+
+
+def bare_lead(kind: int) -> bytes:
+    """The first field of a `BARE_HEADER`, of a message of that `brief_kind`."""
+    return _LEAD.pack(0, kind)
 
 
 class Header(NamedTuple):

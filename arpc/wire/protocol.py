@@ -22,7 +22,7 @@ from arpc.wire.lanes import LaneInbox, Stripe
 from arpc.wire.memory import allocate as allocate_memory
 from arpc.wire.messages import MESSAGE_CLASSES, Message, MessageType
 
-__all__ = ["SEVERAL_TAKEN", "Direct", "Lender", "Protocol", "State"]
+__all__ = ["SEVERAL_TAKEN", "Bare", "Direct", "Lender", "Protocol", "State"]
 
 RECEIVE_BYTES: Final = 256 * 1024
 BETWEEN_CHUNKS_BYTES: Final = 4096
@@ -45,6 +45,9 @@ _unpack_brief = BRIEF_HEADER.unpack_from
 
 Direct = Callable[[int, int, int, bytearray | bytes], None]
 """Takes id, arg, timeout_ms and payload of a message that has neither meta data nor tensors."""
+
+Bare = Callable[[int, bytes], None]
+"""Takes id and `frames.TERMS` of a message that has no body."""
 
 SEVERAL_TAKEN: Final[list[Message]] = []
 """An empty list: see `Protocol.receive`."""
@@ -128,6 +131,8 @@ class Protocol:
         """Where memory for large tensors comes from."""
         self.direct: Mapping[int, Direct] = MappingProxyType({})
         """Who takes the plainest messages without a `Message` being made of them, by `frames.brief_kind`."""
+        self.bare: Mapping[bytes, Bare] = MappingProxyType({})
+        """Who takes those of them that have no body and come alone, by `frames.bare_lead`; if nobody, `direct` does."""
         self.lender: Lender | None = None
         # A stranger is worth just the memory of a handshake; see `_open`
         self._set_buffer(bytearray(HEADER_BYTES + MAX_HANDSHAKE_BYTES))

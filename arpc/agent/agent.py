@@ -14,6 +14,7 @@ from threading import get_ident
 from typing import Any, Final
 
 from arpc import torchstate
+from arpc.agent.alarms import alarms_of
 from arpc.agent.answers import Answers
 from arpc.agent.caller import Caller
 from arpc.agent.codec import Codec, Interceptor
@@ -127,7 +128,9 @@ class Agent(Caller, Answers):
             self.messages_received = partial(  # type: ignore[method-assign]
                 placement.messages_received, self.messages_received
             )
-        self.deadlines = Deadlines(self.loop)
+        self._alarms = alarms_of(self.loop)
+        call_at = self.loop.call_at if self._alarms is None else self._alarms.call_at
+        self.deadlines = Deadlines(self.loop, call_at)
         self.executor = Executor(
             loop=self.loop,
             worker=worker,
@@ -168,7 +171,7 @@ class Agent(Caller, Answers):
         self._default_timeout_ms = 0
         self._usual_ticks: dict[float, tuple[int, int, float]] = {}
         self.connector = Connector(self, identity, options, transports, context, watchers)
-        self.heartbeat = Heartbeat(self.loop, options, self.connector)
+        self.heartbeat = Heartbeat(self.loop, options, self.connector, call_at)
         self._handlers: dict[type[Message], _Handler] = {
             Request: self.executor.request_received,
             Reply: self._on_reply,
@@ -490,6 +493,8 @@ class Agent(Caller, Answers):
         if self.placement is not None:
             self.placement.close()
         self.deadlines.close()
+        if self._alarms is not None:
+            self._alarms.close()
 
     def statistics(self) -> dict[str, Any]:
         """Counters of everything this agent keeps."""

@@ -11,6 +11,7 @@ import asyncio
 import heapq
 from typing import Final, Protocol
 
+from arpc.agent.alarms import Alarm, CallAt
 from arpc.log import get_logger
 
 __all__ = ["NEVER", "Deadlines", "Expirable"]
@@ -33,12 +34,13 @@ class Expirable(Protocol):
 class Deadlines:
     """Tells `Expirable` objects when the ticks they asked for have come."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, call_at: CallAt | None = None) -> None:
         self._loop = loop
+        self._call_at: CallAt = loop.call_at if call_at is None else call_at
         self.now = loop.time
         self._watchers: dict[int, list[Expirable]] = {}
         self._heap: list[int] = []
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Alarm | None = None
         self._timer_tick = 0
 
     @staticmethod
@@ -77,7 +79,7 @@ class Deadlines:
         if self._timer is not None:
             self._timer.cancel()
         self._timer_tick = tick
-        self._timer = self._loop.call_at(self.time_of(tick), self._fire)
+        self._timer = self._call_at(self.time_of(tick), self._fire)
 
     def _fire(self) -> None:
         self._timer = None

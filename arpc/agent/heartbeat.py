@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import Final, Protocol
 
+from arpc.agent.alarms import Alarm, CallAt
 from arpc.errors import WireError
 from arpc.options import RpcOptions
 from arpc.transport.base import Connection
@@ -25,8 +26,11 @@ class _Connections(Protocol):
 class Heartbeat:
     """One timer for all connections of a worker."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, options: RpcOptions, connections: _Connections) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, options: RpcOptions, connections: _Connections, call_at: CallAt
+    ) -> None:
         self._loop = loop
+        self._call_at = call_at
         self._connections = connections
         self._timeout_s = options.heartbeat_timeout
         self._interval_s = options.heartbeat_interval
@@ -36,7 +40,7 @@ class Heartbeat:
         self._taken: dict[Connection, int] = {}
         self._heard: dict[Connection, int] = {}
         self._expected = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Alarm | None = None
         self.pings_sent = 0
         self.peers_given_up = 0
         if self._interval_s:
@@ -50,7 +54,7 @@ class Heartbeat:
 
     def _arm(self) -> None:
         self._expected = self._loop.time() + self._period_s
-        self._timer = self._loop.call_at(self._expected, self._look)
+        self._timer = self._call_at(self._expected, self._look)
 
     def _look(self) -> None:
         now = self._loop.time()

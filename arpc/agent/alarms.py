@@ -1,0 +1,133 @@
+"""Timers of a worker that are always set, and cost nothing until they ring.
+
+A loop that has a timer tells the kernel at every wait how long that may last. The kernel sets up a timer of its own and
+removes it again, each time: of a small call between two workers on one CPU that is a twentieth. What is far away and
+never absent, the next deadline and the next look at the peers, is kept here instead. The kernel is told of the
+earliest of them, once, and wakes the loop as if a message had come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final, Protocol, cast
+
+__all__ = ["Alarm", "Alarms", "CallAt", "alarms_of"]
+
+_CLOCK_MONOTONIC: Final = 1
+_ABSOLUTE: Final = 1
+_LONG_BYTES: Final = 8
+# uvloop's clock counts whole milliseconds: what rings a little late is due by that clock, too
+_GRAIN_S: Final = 0.001
+
+
+class Alarm(Protocol):
+    """Something that will be called, as an `asyncio.TimerHandle` is."""
+
+    def cancel(self) -> None: ...
+
+
+CallAt = Callable[[float, Callable[[], None]], Alarm]
+"""Calls a function at a time of the loop's clock."""
+
+
+class _Alarm:
+    __slots__ = ("_alarms", "callback", "when")
+
+    def __init__(self, alarms: Alarms, when: float, callback: Callable[[], None]) -> None:
+        self.when = when
+        self.callback = callback
+        self._alarms = alarms
+
+    def cancel(self) -> None:
+        self._alarms.forget(self)
+
+
+class Alarms:
+    """A few timers, in the place of a loop's own. Raises `OSError` where the system has nothing to make them of."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: list[_Alarm] = []
+        self._set_for = float("inf")
+        # from Python 3.13 on, `os` has these two
+        self._libc: Any = cast("Any", ctypes.CDLL(None, use_errno=True))
+        self._fd = self._libc.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._fd < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create failed")
+        self._close_fd = weakref.finalize(self, os.close, self._fd)
+        loop.add_reader(self._fd, self._rang)
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> Alarm:
+        """Call a function at that time of the loop's clock, or a millisecond later."""
+        alarm = _Alarm(self, when, callback)
+        self._waiting.append(alarm)
+        if when < self._set_for:
+            self._set(when)
+        return alarm
+
+    def forget(self, alarm: _Alarm) -> None:
+        """It will not ring. Nothing is done if it has."""
+        # the clock stays as it is: it rings for nobody then, and is set for the next
+        with suppress(ValueError):
+            self._waiting.remove(alarm)
+
+    def close(self) -> None:
+        """None of them will ring."""
+        self._waiting.clear()
+        if self._close_fd.alive:
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._fd)
+            self._close_fd()
+
+    def _set(self, when: float) -> None:
+        if not self._close_fd.alive:
+            return
+        self._set_for = when
+        seconds, rest_s = divmod(max(when, 0.0) + _GRAIN_S, 1)
+        # no interval, and the time
+        times = (ctypes.c_long * 4)(0, 0, int(seconds), int(rest_s * 1e9))
+        if self._libc.timerfd_settime(self._fd, _ABSOLUTE, times, None):
+            raise OSError(ctypes.get_errno(), "timerfd_settime failed")
+
+    def _rang(self) -> None:
+        with suppress(BlockingIOError):  # it has been set anew meanwhile
+            os.read(self._fd, 8)
+        # After what has come in the same moment: an answer that is here is not too late
+        self._loop.call_soon(self._call_due)
+
+    def _call_due(self) -> None:
+        now = self._loop.time()
+        self._set_for = float("inf")
+        due = [alarm for alarm in self._waiting if alarm.when <= now]
+        for alarm in sorted(due, key=lambda alarm: alarm.when):
+            if alarm in self._waiting:  # not cancelled by one of those before
+                self._waiting.remove(alarm)
+                try:
+                    alarm.callback()
+                except Exception as error:  # noqa: BLE001 - what loops do with it
+                    details = {"message": f"Exception in callback {alarm.callback!r}", "exception": error}
+                    self._loop.call_exception_handler(details)
+        if self._waiting:
+            earliest = min(alarm.when for alarm in self._waiting)
+            if earliest < self._set_for:
+                self._set(earliest)
+
+
+def alarms_of(loop: asyncio.AbstractEventLoop) -> Alarms | None:
+    """Timers for this loop; None if they must be its own.
+
+    That is so but for uvloop on Linux: other loops may have another clock, and cannot be waited for in this way.
+    """
+    is_uvloop = type(loop).__module__.partition(".")[0] == "uvloop"
+    if sys.platform != "linux" or not is_uvloop or ctypes.sizeof(ctypes.c_long) != _LONG_BYTES:
+        return None
+    try:
+        return Alarms(loop)
+    except (OSError, AttributeError):  # no descriptor is left, or another C library
+        return None

@@ -448,7 +448,7 @@ class Agent(Caller, Answers):
             return
         link.peer.drain()
         link.inbound.output_drained()
-        if link.inbound.waiting:
+        if link.inbound.is_full:
             self.executor.readmit(link.inbound)
 
     # -- the end

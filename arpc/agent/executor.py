@@ -454,6 +454,8 @@ class Executor(Replies):
 
     def readmit(self, inbound: Inbound) -> None:
         """Something ended or was sent: see whether those that wait may run."""
+        if not inbound.limit and inbound.connection.is_behind:
+            return  # this is called again when it has caught up
         # This is called between two steps of any task, which may have switched something off for itself
         outer = None if torchstate.is_pristine() else torchstate.save_and_reset()
         inbound.set_limit(inbound.max_handlers)

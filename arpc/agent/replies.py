@@ -186,7 +186,8 @@ class Replies:
         try:
             if buffers:
                 inbound.send_reply(run.id, data, buffers)
-                if inbound.limit and inbound.connection.held_bytes > self._window_bytes:
+                connection = inbound.connection
+                if inbound.limit and (connection.is_behind or connection.held_bytes > self._window_bytes):
                     # What this read brought may ask for much more: none of it runs before the replies have gone out
                     inbound.set_limit(0)
                     self.loop.call_soon(self.readmit, inbound)

@@ -63,7 +63,7 @@ class Receiver(TypingProtocol):
         """
 
     def output_drained(self, connection: Connection) -> None:
-        """The peer takes bytes again, after `Connection.is_congested` was true."""
+        """There is room again, after `Connection.is_congested` or `Connection.is_behind` was true."""
 
 
 class BulkSend:
@@ -121,6 +121,10 @@ class Carrier(TypingProtocol):
     @property
     def unread_bytes(self) -> int:
         """What it has carried and the peer has not read yet."""
+
+    @property
+    def is_behind(self) -> bool:
+        """It has enough to do for now; it calls `Connection.carrier_caught_up` when that changes."""
 
     def opened(self) -> None: ...
 
@@ -271,6 +275,11 @@ class Connection(ABC):
     def held_bytes(self) -> int:
         """The same, and what the carrier has for a peer that does not read."""
         return self.unsent_bytes + (self.carrier.unread_bytes if self.carrier is not None else 0)
+
+    @property
+    def is_behind(self) -> bool:
+        """The carrier has enough to do: more large tensors would only pile up. `Receiver.output_drained` comes."""
+        return self.carrier is not None and self.carrier.is_behind
 
     def send(self, data: bytes) -> None:
         """Send one frame with no large tensors. All frames of a busy loop turn go out in one write."""
@@ -481,12 +490,21 @@ class Connection(ABC):
         """Tell the receiver if the peer takes bytes again."""
         was_congested = self.is_congested
         self.is_congested = self.is_full or (self.bulk_route is not None and self.bulk_route.is_full)
-        if was_congested and not self.is_congested and not self._is_closed:
-            try:
-                self.receiver.output_drained(self)
-            except Exception as error:
-                logger.exception("an internal error on the connection to %s closes it", self.address)
-                self.abort(error)
+        if was_congested and not self.is_congested:
+            self._tell_drained()
+
+    def carrier_caught_up(self) -> None:
+        """`is_behind` was true and is no longer."""
+        self._tell_drained()
+
+    def _tell_drained(self) -> None:
+        if self._is_closed:
+            return
+        try:
+            self.receiver.output_drained(self)
+        except Exception as error:
+            logger.exception("an internal error on the connection to %s closes it", self.address)
+            self.abort(error)
 
     # -- receiving
 

@@ -43,6 +43,9 @@ _ARENA: Final = int(MessageType.ARENA)
 _LENT: Final = int(MessageType.LENT)
 _FREED: Final = int(MessageType.FREED)
 _MAX_REASON_BYTES: Final = 200
+_FEW_COPIES: Final = 4
+"""So many messages keep the threads that copy at work. More only keep their tensors from being freed."""
+_COPIES_PER_WINDOW: Final = 4
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -89,6 +92,8 @@ class Channel:
         """Their sum, and that of the messages that are being copied."""
         self._copying_bytes = 0
         """Those of messages that a thread copies: they are parked meanwhile, and count as unsent."""
+        self._copying = 0
+        """How many they are."""
         self._borrowed: BorrowedArena | None = None
         self._lender = 0
         self._read_count = 0
@@ -157,11 +162,14 @@ class Channel:
             self._copied(data, bulk, placement, _try(placement))
         else:
             self._connection.park(bulk)
+            self._copying += 1
             self._copying_bytes += bulk.size_bytes
             self._arena.copy_in_thread(placement, lambda error: self._copied_in_thread(data, bulk, placement, error))
         return True
 
     def _copied_in_thread(self, data: bytes, bulk: BulkSend, placement: Placement, error: BaseException | None) -> None:
+        was_behind = self.is_behind
+        self._copying -= 1
         self._copying_bytes -= bulk.size_bytes
         # The world may have changed: it may have been dropped, and the connection may be gone
         if self._connection.unpark(bulk):
@@ -169,6 +177,8 @@ class Channel:
         else:
             self._unread_bytes -= bulk.size_bytes
             placement.drop()
+        if was_behind and not self.is_behind:
+            self._connection.carrier_caught_up()
 
     def _copied(self, data: bytes, bulk: BulkSend, placement: Placement, error: BaseException | None) -> None:
         if error is not None:
@@ -253,6 +263,11 @@ class Channel:
     def unread_bytes(self) -> int:
         """What was lent and the peer has not read yet."""
         return self._unread_bytes - self._copying_bytes
+
+    @property
+    def is_behind(self) -> bool:
+        """Enough wait to be copied. Each is there twice, or about to be, and only the copy is needed."""
+        return self._copying >= _FEW_COPIES and self._copying_bytes * _COPIES_PER_WINDOW > self._arena.window_bytes
 
     @property
     def has_news(self) -> bool:

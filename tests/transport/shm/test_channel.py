@@ -144,6 +144,35 @@ async def test_small_messages_pass_one_that_is_being_copied(gate):
         assert both.near.connection.unsent_bytes == 0
 
 
+async def test_whoever_sends_learns_that_much_waits_to_be_copied(gate):
+    async with sharing() as both:
+        connection = both.near.connection
+        buffers = [memoryview(os.urandom(6 * MIB))]
+        for number in range(3):
+            assert not connection.is_behind
+            connection.send_bulk(bulk_frame(number, buffers), buffers)
+        assert not connection.is_behind, "a few keep the threads at work"
+        connection.send_bulk(bulk_frame(3, buffers), buffers)
+        await turns_until(lambda: connection.is_behind)
+        assert both.near.drained == 0
+        gate.opened.set()
+        await both.far.received(4)
+        assert not connection.is_behind
+        assert both.near.drained == 1
+
+
+async def test_a_few_large_messages_are_no_reason_to_wait(gate):
+    async with sharing(capacity_bytes=256 * MIB) as both:
+        buffers = [memoryview(bytes(21 * MIB))]
+        for number in range(3):
+            both.near.connection.send_bulk(bulk_frame(number, buffers), buffers)
+        await gate.wait_entered()
+        assert not both.near.connection.is_behind, "small ones would wait for them"
+        gate.opened.set()
+        await both.far.received(3)
+        assert both.near.drained == 0
+
+
 async def test_one_that_is_dropped_while_it_is_copied(gate):
     async with sharing() as both:
         buffers = [memoryview(os.urandom(32 * MIB))]

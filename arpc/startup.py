@@ -156,6 +156,7 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
     for feature in features:
         feature.attach(agent)
     if worker.vigil is not None:
+        worker.vigil.call_at = agent.call_at
         worker.vigil.are_threads_idle = partial(_are_idle, agent.executor.threads, autograd.threads)
     worker.rendezvous = rendezvous
     host = host_fingerprint()

@@ -14,7 +14,7 @@ from threading import get_ident
 from typing import Any, Final
 
 from arpc import torchstate
-from arpc.agent.alarms import alarms_of
+from arpc.agent.alarms import CallAt, alarms_of
 from arpc.agent.answers import Answers
 from arpc.agent.caller import Caller
 from arpc.agent.codec import Codec, Interceptor
@@ -129,8 +129,9 @@ class Agent(Caller, Answers):
                 placement.messages_received, self.messages_received
             )
         self._alarms = alarms_of(self.loop)
-        call_at = self.loop.call_at if self._alarms is None else self._alarms.call_at
-        self.deadlines = Deadlines(self.loop, call_at)
+        self.call_at: CallAt = self.loop.call_at if self._alarms is None else self._alarms.call_at
+        """For timers that are always set: calls a function at a time of the loop's clock."""
+        self.deadlines = Deadlines(self.loop, self.call_at)
         self.executor = Executor(
             loop=self.loop,
             worker=worker,
@@ -171,7 +172,7 @@ class Agent(Caller, Answers):
         self._default_timeout_ms = 0
         self._usual_ticks: dict[float, tuple[int, int, float]] = {}
         self.connector = Connector(self, identity, options, transports, context, watchers)
-        self.heartbeat = Heartbeat(self.loop, options, self.connector, call_at)
+        self.heartbeat = Heartbeat(self.loop, options, self.connector, self.call_at)
         self._handlers: dict[type[Message], _Handler] = {
             Request: self.executor.request_received,
             Reply: self._on_reply,

@@ -19,6 +19,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from contextvars import Context
+from functools import partial
 from time import perf_counter, process_time, thread_time
 from typing import Final, Protocol
 
@@ -55,6 +56,12 @@ class Watched(Protocol):
         """Tell a vigil of each read from now on, or none."""
 
 
+class Timer(Protocol):
+    """Something that will be called, as an `asyncio.TimerHandle` is."""
+
+    def cancel(self) -> None: ...
+
+
 class Vigil:
     """That of one worker, over all its connections. Each look takes at most ``longest_s`` since something came."""
 
@@ -68,12 +75,14 @@ class Vigil:
         self._give_way = give_way or _yield_cpu
         self.are_threads_idle: Callable[[], bool] = _always
         """Asked at each look: whether no thread of this worker has anything to do."""
+        self.call_at: Callable[[float, Callable[[], None]], Timer] | None = None
+        """Calls a function at a time of the loop's clock; None: as the loop does."""
         self.kept = 0
         self.in_vain = 0
         self._clock = clock
         self._connections: dict[Watched, None] = {}
         self._context = Context()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Timer | None = None
         self._is_looking = False
         self._has_news = False
         self._until = 0.0
@@ -95,7 +104,7 @@ class Vigil:
         self._decide(connection, _own_cpus())
         if self._timer is None:
             self._considered, self._others_s = self._clock(), _others_s()
-            self._timer = connection.loop.call_later(_CONSIDER_S, self._consider, connection.loop)
+            self._consider_in(_CONSIDER_S, connection.loop)
 
     def leave(self, connection: Watched) -> None:
         self._connections.pop(connection, None)
@@ -161,6 +170,10 @@ class Vigil:
 
     # -- who is worth it
 
+    def _consider_in(self, delay_s: float, loop: asyncio.AbstractEventLoop) -> None:
+        call_at = self.call_at or loop.call_at
+        self._timer = call_at(loop.time() + delay_s, partial(self._consider, loop))
+
     def _consider(self, loop: asyncio.AbstractEventLoop) -> None:
         now, others_s, received = self._clock(), _others_s(), 0
         self._is_crowded = others_s - self._others_s > _BUSY_SHARE * (now - self._considered)
@@ -174,7 +187,7 @@ class Vigil:
         if not self._credit:
             self._paused += 1
             self._credit = int(self._paused >= self._pause)  # it may have become worth it
-        self._timer = loop.call_later(_CONSIDER_S if self._silent < _SILENT else _SELDOM_S, self._consider, loop)
+        self._consider_in(_CONSIDER_S if self._silent < _SILENT else _SELDOM_S, loop)
 
     def _decide(self, connection: Watched, cpus: set[int]) -> None:
         is_worth_it = not self._is_crowded and (len(cpus) > 1 or _is_elsewhere(connection, cpus))

@@ -32,9 +32,12 @@ class Loop:
     def call_soon(self, callback: Callable[..., None], *args: Any, context: Any = None) -> None:
         self.ready.append((callback, args))
 
-    def call_later(self, delay_s: float, callback: Callable[..., None], *args: Any) -> Handle:
+    def time(self) -> float:
+        return 0.0
+
+    def call_at(self, when: float, callback: Callable[..., None], *args: Any) -> Handle:
         handle = Handle()
-        self.later.append((delay_s, callback, args, handle))
+        self.later.append((when, callback, args, handle))
         return handle
 
     def turn(self) -> bool:

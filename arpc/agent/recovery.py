@@ -7,6 +7,7 @@ one that was stopped, or that the network keeps away, nothing is known until its
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextvars import Context
@@ -22,6 +23,7 @@ _LONGEST_S: Final = 1.0
 _FACTOR: Final = 2.0
 
 _random: Final = random.Random()  # noqa: S311 - nobody gains from guessing it
+os.register_at_fork(after_in_child=_random.seed)  # or workers that are forked from one process would all wait alike
 
 
 def backoff_delays(dice: random.Random = _random) -> Iterator[float]:

@@ -46,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the worker of rank 0 serves the group's dashboard, here or on a port of this machine",
     )
     parser.add_argument(
+        "--no-fork",
+        action="store_false",
+        dest="fork",
+        help="start an interpreter for each worker, instead of forking them from one that has imported torch",
+    )
+    parser.add_argument(
         "--on", choices=("local", "ray"), default="local", help="this machine, or a Ray cluster (local)"
     )
     parser.add_argument("--resources", metavar="NEEDS", default="CPU=1", help="on Ray: what a worker takes (CPU=1)")
@@ -82,7 +88,7 @@ def _complain(error: Exception) -> None:
 async def _launch_here(program: Program, group: Group, options: argparse.Namespace) -> int:
     slots = as_group(group)
     http = None if options.dashboard is None else choose_http(options.dashboard)
-    settings = Settings(options.max_restarts, options.grace, {}, http)
+    settings = Settings(options.max_restarts, options.grace, {}, http, options.fork)
     screen = Screen(slots)
     with tempfile.TemporaryDirectory(prefix="arpc-launch-") as name:
         command = command_for(program, options.arguments, Path(name))

@@ -6,6 +6,9 @@ launcher is done or was killed by whatever means, it ends all that is left and t
 so that "all" includes processes that workers started and that left their process groups; and should the keeper itself
 be killed, the kernel kills the workers.
 
+If it is told to, it keeps a process from which workers are forked, see `arpc.launch.template`. That one is never
+relied on: when it dies, refuses or takes too long, workers are started as if there were none.
+
 Messages are lines of JSON, with file descriptors along with those that need them.
 """
 
@@ -21,7 +24,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +37,42 @@ LAST_WORDS_S = 3.0
 STUCK_S = 30.0
 """A process that SIGKILL does not end for so long is stuck in the kernel, and not waited for."""
 POLL_S = 0.01
+FORK_S = 60.0
+"""After so long workers do not wait any more for a process to be forked from."""
 CANNOT_START = 127
 
 if sys.platform == "linux":
     _prctl: Callable[..., int] | None = ctypes.CDLL(None, use_errno=True).prctl
 else:
     _prctl = None
+
+
+@dataclass
+class Start:
+    """A worker that is to be started."""
+
+    rank: int
+    command: list[str]
+    environment: dict[str, str]
+    directory: str | None
+    session: bool
+    descriptors: list[int]
+    """Its stdin, stdout and stderr."""
+    since: float = field(default_factory=time.monotonic)
+    signals: list[int] = field(default_factory=list)
+    """What came for it while it was being forked."""
+
+    def close(self) -> None:
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+@dataclass
+class Forked:
+    """A worker that was forked from the template."""
+
+    pid: int
+    returncode: int | None = None
 
 
 class Keeper:
@@ -49,7 +84,9 @@ class Keeper:
         self._directory = directory
         self._received = b""
         self._descriptors: list[int] = []
-        self._workers: dict[int, subprocess.Popen[bytes]] = {}
+        self._workers: dict[int, subprocess.Popen[bytes] | Forked] = {}
+        self._selector = selectors.DefaultSelector()
+        self._template: Template | None = None
         self._wakeup, wakeup_writer = os.pipe()
         os.set_blocking(self._wakeup, False)
         os.set_blocking(wakeup_writer, False)
@@ -57,24 +94,27 @@ class Keeper:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # the launcher decides when it is over
-        if _prctl is not None:
-            _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self._adopts = _prctl is not None and _prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
 
     def run(self) -> None:
         """Serve until the launcher hangs up."""
-        selector = selectors.DefaultSelector()
-        selector.register(self._control, selectors.EVENT_READ)
-        selector.register(self._wakeup, selectors.EVENT_READ)
+        self._selector.register(self._control, selectors.EVENT_READ)
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
         while True:
-            for key, _ in selector.select():
+            for key, _ in self._selector.select(self._patience_s()):
                 if key.fileobj == self._wakeup:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wakeup, 4096)
                     self._reap()
+                elif key.fileobj != self._control:
+                    self._hear_template()
                 elif not self._hear():
+                    self._lose_template(start_others=False)
                     self.end_all()
                     self._remove_directory()
                     return
+            if self._patience_s() == 0:
+                self._lose_template()
 
     def _hear(self) -> bool:
         """Do what is asked for; False once nobody will ask any more."""
@@ -92,44 +132,189 @@ class Keeper:
 
     def _obey(self, order: dict[str, Any]) -> None:
         if "start" in order:
-            self._start(order["start"], order["command"], order["environment"], order["directory"])
+            self._start(order)
+        elif "template" in order:
+            self._warm(order["template"], order["environment"])
         elif "signal" in order:
             for rank in order["ranks"]:
-                worker = self._workers.get(rank)
-                if worker is not None:  # it is not reaped yet, so the number is its own
-                    with contextlib.suppress(PermissionError):  # it has become another user, or on macOS a zombie
-                        try:
-                            os.killpg(worker.pid, order["signal"])
-                        except ProcessLookupError:
-                            os.kill(worker.pid, order["signal"])  # it has moved to another group
+                self._signal(rank, order["signal"])
         elif "dismiss" in order:
             self._directory = None
         else:
             self.end_all()
             self._tell({"ended": True})
 
-    def _start(self, rank: int, command: list[str], environment: dict[str, str | None], directory: str | None) -> None:
-        out, err = self._descriptors[:2]
-        del self._descriptors[:2]
-        changed = {**os.environ, **environment}
+    def _signal(self, rank: int, number: int) -> None:
+        worker = self._workers.get(rank)
+        if worker is not None:  # it is not reaped yet, so the number is its own
+            with contextlib.suppress(PermissionError):  # it has become another user, or on macOS a zombie
+                try:
+                    os.killpg(worker.pid, number)
+                except ProcessLookupError:
+                    os.kill(worker.pid, number)  # it has moved to another group
+        elif self._template is not None:
+            forking = self._template.forking
+            if forking is not None and forking.rank == rank:
+                forking.signals.append(number)
+            for start in [start for start in self._template.waiting if start.rank == rank]:
+                self._template.waiting.remove(start)
+                self._never_started(start, number)
+
+    def _never_started(self, start: Start, number: int) -> None:
+        """A worker that waits for its turn has ended by a signal, as it would have while it imported."""
+        start.close()
+        self._tell({"exited": start.rank, "code": -number})
+
+    def _start(self, order: dict[str, Any]) -> None:
+        count = 3 if order["input"] else 2
+        descriptors = self._descriptors[:count]
+        del self._descriptors[:count]
+        if not order["input"]:
+            descriptors.insert(0, os.open(os.devnull, os.O_RDONLY))
+        start = Start(
+            order["start"],
+            order["command"],
+            _merged(order["environment"]),
+            order["directory"],
+            order["session"],
+            descriptors,
+        )
+        if order["fork"] and self._template is not None:
+            self._template.waiting.append(start)
+            self._fork_next()
+        else:
+            self._execute(start)
+
+    def _execute(self, start: Start) -> None:
+        stdin, stdout, stderr = start.descriptors
         try:
-            worker = self._workers[rank] = subprocess.Popen(  # noqa: S603 - it is there to run what it is told
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env={name: value for name, value in changed.items() if value is not None},
-                cwd=directory,
-                process_group=0,
+            worker = subprocess.Popen(  # noqa: S603 - it is there to run what it is told
+                start.command,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                env=start.environment,
+                cwd=start.directory,
+                process_group=None if start.session else 0,
+                start_new_session=start.session,
                 preexec_fn=_prepare_worker,  # noqa: PLW1509 - there are no other threads here
             )
         except OSError as error:
-            self._tell({"exited": rank, "code": CANNOT_START, "problem": f"cannot run {command[0]}: {error}"})
+            problem = f"cannot run {start.command[0]}: {error}"
+            self._tell({"exited": start.rank, "code": CANNOT_START, "problem": problem})
         else:
-            self._tell({"started": rank, "pid": worker.pid})
+            self._workers[start.rank] = worker
+            self._tell({"started": start.rank, "pid": worker.pid})
         finally:
-            os.close(out)
-            os.close(err)
+            start.close()
+
+    # -- the template --------------------------------------------------------------------------------------------------
+
+    def _warm(self, command: list[str], environment: dict[str, str | None]) -> None:
+        """Start the process that workers are forked from. They wait for it, but not for long."""
+        if not self._adopts or self._template is not None:
+            return
+        ours, theirs = socket.socketpair()
+        merged = _merged(environment)
+        try:
+            process = subprocess.Popen(  # noqa: S603 - it is there to run what it is told
+                [str(theirs.fileno()) if part == "{descriptor}" else part for part in command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=merged,
+                process_group=0,
+                pass_fds=(theirs.fileno(),),
+                preexec_fn=_prepare_worker,  # noqa: PLW1509 - there are no other threads here
+            )
+        except OSError:
+            ours.close()
+            return
+        finally:
+            theirs.close()
+        ours.settimeout(FORK_S)
+        self._template = Template(process, ours, merged)
+        self._selector.register(ours, selectors.EVENT_READ)
+
+    def _fork_next(self) -> None:
+        template = self._template
+        if template is None or not template.is_warm or template.forking is not None or not template.waiting:
+            return
+        start = template.forking = template.waiting.popleft()
+        permission, template.permit = os.pipe()
+        try:
+            template.ask(start, permission)
+        except OSError:
+            self._lose_template()
+        finally:
+            os.close(permission)
+
+    def _hear_template(self) -> None:
+        template = self._template
+        if template is None:
+            return
+        try:
+            data = template.line.recv(1 << 16)
+        except OSError:
+            data = b""
+        if not data:
+            self._lose_template()
+            return
+        *lines, template.received = (template.received + data).split(b"\n")
+        for line in lines:
+            answer = json.loads(line)
+            if "warm" in answer:
+                template.is_warm = True
+            elif template.forking is not None:
+                start, template.forking = template.forking, None
+                if "forked" in answer:
+                    self._adopt(start, answer["forked"], template)
+                else:
+                    self._execute(start)
+                os.close(template.permit)
+        self._fork_next()
+
+    def _adopt(self, start: Start, pid: int, template: Template) -> None:
+        """The worker is known: it may run."""
+        start.close()
+        self._workers[start.rank] = Forked(pid)
+        self._tell({"started": start.rank, "pid": pid})
+        for number in start.signals:
+            self._signal(start.rank, number)
+        with contextlib.suppress(BrokenPipeError):  # somebody was quick to kill it
+            os.write(template.permit, b".")
+        early, template.early = template.early.get(pid), {}
+        if early is not None:
+            self._exited(start.rank, early)
+
+    def _lose_template(self, *, start_others: bool = True) -> None:
+        """Do without the template from now on. Whom it was about to fork is not permitted to run, and executed."""
+        template, self._template = self._template, None
+        if template is None:
+            return
+        self._selector.unregister(template.line)
+        template.line.close()
+        template.process.kill()
+        template.process.wait()
+        starts = list(template.waiting)
+        if template.forking is not None:
+            os.close(template.permit)
+            starts.insert(0, template.forking)
+        for start in starts:
+            if not start_others or start.signals:
+                self._never_started(start, start.signals[0] if start.signals else signal.SIGTERM)
+            else:
+                self._execute(start)
+
+    def _patience_s(self) -> float | None:
+        """How long workers may still wait for the template."""
+        template = self._template
+        if template is None or not (template.waiting or template.forking):
+            return None
+        since = (template.forking or template.waiting[0]).since
+        return max(0.0, since + FORK_S - time.monotonic())
+
+    # -- the end -------------------------------------------------------------------------------------------------------
 
     def _reap(self) -> None:
         while True:
@@ -141,12 +326,29 @@ class Keeper:
                 return
             for rank, worker in list(self._workers.items()):
                 if worker.pid == pid:
-                    worker.returncode = os.waitstatus_to_exitcode(status)  # or it would look for the process itself
-                    del self._workers[rank]
-                    self._tell({"exited": rank, "code": worker.returncode})
+                    self._exited(rank, status)
+                    break
+            else:
+                self._reaped_stranger(pid, status)
+
+    def _exited(self, rank: int, status: int) -> None:
+        worker = self._workers.pop(rank)
+        worker.returncode = os.waitstatus_to_exitcode(status)  # or Popen would look for the process itself
+        self._tell({"exited": rank, "code": worker.returncode})
+
+    def _reaped_stranger(self, pid: int, status: int) -> None:
+        template = self._template
+        if template is None:
+            return
+        if pid == template.process.pid:
+            template.process.returncode = os.waitstatus_to_exitcode(status)  # its line tells the rest
+        elif template.forking is not None:
+            template.early[pid] = status  # a worker may end before the template has told of it
 
     def end_all(self) -> None:
-        """Ask all processes that are left to end, and after a while make them."""
+        """Ask all processes that are left to end, and after a while make them. The template stays for others."""
+        if self._template is not None and (self._template.forking or self._template.waiting):
+            self._lose_template(start_others=False)  # or it would fork one more behind our back
         deadline = time.monotonic() + LAST_WORDS_S
         asked: set[int] = set()
         while found := set(self._everyone()):
@@ -161,7 +363,7 @@ class Keeper:
             time.sleep(POLL_S)
 
     def _everyone(self) -> Iterator[int]:
-        """All processes that descend from this one. Without /proc, the workers alone."""
+        """All processes that descend from this one but for the template. Without /proc, the workers alone."""
         self._reap()
         if _prctl is None:
             yield from (worker.pid for worker in self._workers.values())
@@ -175,11 +377,12 @@ class Keeper:
                     if state != b"Z":
                         parents[int(entry.name)] = int(parent)
         me = os.getpid()
+        spared = {me} if self._template is None else {me, self._template.process.pid}
         for pid in parents:
             ancestor = pid
             while ancestor in parents and ancestor != me:
                 ancestor = parents[ancestor]
-            if ancestor == me and pid != me:
+            if ancestor == me and pid not in spared:
                 yield pid
 
     def _remove_directory(self) -> None:
@@ -192,6 +395,42 @@ class Keeper:
     def _tell(self, news: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone: reading will tell as well
             self._control.sendall(json.dumps(news).encode() + b"\n")
+
+
+class Template:
+    """The keeper's end of the process that workers are forked from. It is asked for one worker at a time."""
+
+    def __init__(self, process: subprocess.Popen[bytes], line: socket.socket, environment: dict[str, str]) -> None:
+        self.process = process
+        self.line = line
+        self.received = b""
+        self.is_warm = False
+        self.waiting: deque[Start] = deque()
+        self.forking: Start | None = None
+        self.permit = -1
+        """A byte written there lets the worker that is being forked run; closing it, end."""
+        self.early: dict[int, int] = {}
+        """How unknown processes ended while a worker was being forked, by their ids."""
+        self._environment = environment
+
+    def ask(self, start: Start, permission: int) -> None:
+        removed: dict[str, str | None] = dict.fromkeys(self._environment.keys() - start.environment.keys())
+        changed = {name: value for name, value in start.environment.items() if self._environment.get(name) != value}
+        order = {
+            "command": start.command,
+            "environment": removed | changed,
+            "directory": start.directory,
+            "session": start.session,
+            "keeper": os.getpid(),
+        }
+        data = json.dumps(order).encode() + b"\n"
+        socket.send_fds(self.line, [data[:1]], [*start.descriptors, permission])
+        self.line.sendall(data[1:])
+
+
+def _merged(environment: dict[str, str | None]) -> dict[str, str]:
+    """This process's environment with these changes; None removes."""
+    return {name: value for name, value in {**os.environ, **environment}.items() if value is not None}
 
 
 def _prepare_worker() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final, Self, TypeAlias
 
 from arpc.errors import ConfigurationError
+from arpc.launch.forking import can_fork, makes_no_difference, shared_environment, template_command
 
 __all__ = ["Exited", "Keeper", "KeeperLost", "News", "Started"]
 
@@ -56,6 +57,7 @@ class Keeper:
         self._control = control
         self._listener = listener
         self._ended = asyncio.Event()
+        self._template_environment: Mapping[str, str | None] | None = None
         self._pids: dict[int, int] = {}
         self._reading = asyncio.create_task(self._read(), name="arpc-launch-keeper")
 
@@ -90,6 +92,16 @@ class Keeper:
         ours.setblocking(False)
         return cls(process, ours, listener)
 
+    async def warm(self, environment: Mapping[str, str | None], modules: Sequence[str] = ()) -> None:
+        """From now on fork workers, where that makes no difference to them, from a process that has imported arpc.
+
+        That process also imports these modules. Where this cannot be done, nothing is.
+        """
+        if can_fork():
+            self._template_environment = shared_environment(environment)
+            command = template_command(modules)
+            await self._order({"template": command, "environment": dict(self._template_environment)})
+
     async def start(
         self,
         rank: int,
@@ -98,10 +110,25 @@ class Keeper:
         environment: Mapping[str, str | None],
         directory: str | None,
         output: tuple[int, int],
+        stdin: int | None = None,
+        session: bool = False,
+        fork: bool = True,
     ) -> None:
-        """Start a worker. The two descriptors, for its stdout and stderr, are the caller's to close."""
-        order = {"start": rank, "command": list(command), "environment": dict(environment), "directory": directory}
-        await self._order(order, output)
+        """Start a worker. The descriptors, for its stdout, stderr and perhaps stdin, are the caller's to close.
+
+        It leads a process group, or a ``session``. Unless ``fork`` forbids it, it may be forked, see `warm`.
+        """
+        shared = self._template_environment
+        order = {
+            "start": rank,
+            "command": list(command),
+            "environment": dict(environment),
+            "directory": directory,
+            "input": stdin is not None,
+            "session": session,
+            "fork": fork and shared is not None and makes_no_difference(command, environment, shared),
+        }
+        await self._order(order, output if stdin is None else (stdin, *output))
 
     async def signal(self, ranks: Sequence[int], number: signal.Signals) -> None:
         """Signal workers and the processes that they started; those that have ended are left alone."""

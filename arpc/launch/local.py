@@ -43,6 +43,7 @@ class Settings:
     grace_s: float = 10.0
     environment: Mapping[str, str] = field(default_factory=dict)
     http: str | None = None
+    fork: bool = True
 
     def __post_init__(self) -> None:
         if self.max_restarts < 0:
@@ -188,14 +189,10 @@ class LocalGroup:
     async def _start(self, keeper: Keeper, incarnation: int) -> None:
         server = self._server = StoreServer()
         meeting = Meeting(server.host, server.port, incarnation, self._settings.max_restarts, self._secret_file)
+        if self._settings.fork and len(self._slots) > 1 and not incarnation:
+            await keeper.warm(self._environment(self._slots[0], meeting))
         for slot in self._slots:
-            environment = {
-                **extend_path(os.environ),
-                **environment_of(slot, meeting, os.environ),
-                **self._settings.environment,
-            }
-            if self._settings.http is not None and slot.rank == 0:
-                environment["ARPC_HTTP"] = self._settings.http
+            environment = self._environment(slot, meeting)
             self.tails[slot.rank] = Tail()
             with contextlib.ExitStack() as stack:
                 ends: list[int] = []
@@ -213,6 +210,16 @@ class LocalGroup:
                     output=(ends[0], ends[1]),
                 )
         self._serving = asyncio.create_task(self._serve(server))
+
+    def _environment(self, slot: Slot, meeting: Meeting) -> dict[str, str]:
+        environment = {
+            **extend_path(os.environ),
+            **environment_of(slot, meeting, os.environ),
+            **self._settings.environment,
+        }
+        if self._settings.http is not None and slot.rank == 0:
+            environment["ARPC_HTTP"] = self._settings.http
+        return environment
 
     async def _serve(self, server: StoreServer) -> None:
         try:
@@ -300,6 +307,7 @@ async def local(
     grace_s: float = ...,
     environment: Mapping[str, str] | None = ...,
     http: str | None = ...,
+    fork: bool = ...,
     out: TextIO | None = ...,
     err: TextIO | None = ...,
 ) -> Launched[R]: ...
@@ -313,6 +321,7 @@ async def local(
     grace_s: float = ...,
     environment: Mapping[str, str] | None = ...,
     http: str | None = ...,
+    fork: bool = ...,
     out: TextIO | None = ...,
     err: TextIO | None = ...,
 ) -> Launched[R]: ...
@@ -326,6 +335,7 @@ async def local(
     grace_s: float = ...,
     environment: Mapping[str, str] | None = ...,
     http: str | None = ...,
+    fork: bool = ...,
     out: TextIO | None = ...,
     err: TextIO | None = ...,
 ) -> Launched[None]: ...
@@ -338,6 +348,7 @@ async def local(
     grace_s: float = 10.0,
     environment: Mapping[str, str] | None = None,
     http: str | None = None,
+    fork: bool = True,
     out: TextIO | None = None,
     err: TextIO | None = None,
 ) -> Launched[Any]:
@@ -361,7 +372,7 @@ async def local(
     raises, no process is left, nor any that the workers have started.
     """
     slots = as_group(workers)
-    settings = Settings(max_restarts, grace_s, environment or {}, http)
+    settings = Settings(max_restarts, grace_s, environment or {}, http, fork)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="arpc-launch-") as name:
         directory = Path(name)

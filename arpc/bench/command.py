@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from arpc.bench import report
+from arpc.bench.nursery import Nursery
 from arpc.bench.pairs import MeasurementFailedError, Pair
 from arpc.bench.rounds import Results, Schedule, measure_rounds
 from arpc.bench.rows import Row, select
@@ -122,10 +123,21 @@ async def measure(rows: list[Row], systems: list[str], schedule: Schedule) -> Re
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     results = Results(rows, schedule.rounds)
+    nursery = await Nursery.open()
+    try:
+        await _measure_sessions(rows, systems, schedule, results, nursery)
+    finally:
+        await nursery.aclose()
+    return results
+
+
+async def _measure_sessions(
+    rows: list[Row], systems: list[str], schedule: Schedule, results: Results, nursery: Nursery
+) -> None:
     for session in dict.fromkeys(row.session for row in rows):
         its_rows = [row for row in rows if row.session == session]
         names = dict.fromkeys(cell.system for row in its_rows for cell in row.cells.values())
-        pairs = {name: Pair(name) for name in names if name in systems}
+        pairs = {name: Pair(name, nursery) for name in names if name in systems}
         try:
             await _start(pairs, results)
             await measure_rounds(
@@ -141,7 +153,6 @@ async def measure(rows: list[Row], systems: list[str], schedule: Schedule) -> Re
         finally:
             for pair in pairs.values():
                 await pair.kill()
-    return results
 
 
 async def _start(pairs: Mapping[str, Pair], results: Results) -> None:

@@ -7,12 +7,11 @@ import json
 import os
 import shutil
 import signal
-import sys
 import tempfile
-from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 from typing import Any
 
+from arpc.bench.nursery import Nursery, Offspring
 from arpc.bench.placement import Placement, place
 from arpc.bench.processes import kill_family
 from arpc.bench.systems import REGISTRY, Measurement
@@ -31,11 +30,12 @@ class MeasurementFailedError(Exception):
 class Pair:
     """Starts, measures and stops the caller and the callee of one system. Use one `Pair` from one task at a time."""
 
-    def __init__(self, system: str) -> None:
+    def __init__(self, system: str, nursery: Nursery) -> None:
         self.system = system
+        self._nursery = nursery
         self._spins = REGISTRY[system].spins_when_idle
         self._directory: Path | None = None
-        self._processes: dict[str, Process] = {}
+        self._processes: dict[str, Offspring] = {}
 
     @property
     def running(self) -> bool:
@@ -94,8 +94,8 @@ class Pair:
         """Lets both sides shut down together; kills what has not ended in time."""
         self._thaw()
         for process in self._processes.values():
-            if process.stdin is not None:
-                process.stdin.close()
+            if process.returncode is None:
+                process.writer.write_eof()
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 for process in self._processes.values():
@@ -116,33 +116,27 @@ class Pair:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
 
-    async def _spawn(self, role: str, directory: Path) -> Process:
+    async def _spawn(self, role: str, directory: Path) -> Offspring:
+        configuration = REGISTRY[self.system]
         with (directory / f"{role}.log").open("wb") as log:
-            return await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-P", "-m", "arpc.bench.serve", self.system, role, str(directory)),
-                env={
-                    **os.environ,
-                    **REGISTRY[self.system].environment,
-                    # They see the same packages in the same order, from wherever this process was started.
-                    "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
-                },
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C comes to us alone; we end them in order
+            process = await self._nursery.start(
+                "arpc.bench.serve",
+                (self.system, role, str(directory)),
+                configuration.environment,
+                log,
+                fork=configuration.forks,
             )
+        if process.problem:
+            raise MeasurementFailedError(f"the {role} of {self.system} did not start: {process.problem}")
+        return process
 
     async def _say(self, role: str, message: dict[str, Any]) -> None:
-        pipe = self._processes[role].stdin
-        assert pipe is not None
-        pipe.write(json.dumps(message).encode() + b"\n")
-        await pipe.drain()
+        writer = self._processes[role].writer
+        writer.write(json.dumps(message).encode() + b"\n")
+        await writer.drain()
 
     async def _hear(self, role: str) -> dict[str, Any]:
-        pipe = self._processes[role].stdout
-        assert pipe is not None
-        line = await pipe.readline()
+        line = await self._processes[role].reader.readline()
         if not line:
             raise MeasurementFailedError(f"the {role} of {self.system} ended{self._log_tail()}")
         message: dict[str, Any] = json.loads(line)

@@ -77,6 +77,11 @@ def rules(results: Results, schedule: Schedule) -> list[str]:
     return [
         f"Placement: two processes a system; {pinned}. Bulk rows, and torch always, run unpinned.",
         (
+            "Start: the processes of every system are forked from one that has imported torch, as `arpc launch` does, so"
+            " that both sides have the same layout of addresses, which matters on one CPU."
+            + " Only {} start their own.".format(", ".join(name for name, one in REGISTRY.items() if not one.forks))
+        ),
+        (
             f"Opponent: calls against torch with {TORCH_THREADS} worker threads and a sliding window of futures, no"
             " barrier; bulk against torch as it comes; TCP rows also against torch forced to TCP."
         ),
@@ -92,7 +97,10 @@ def rules(results: Results, schedule: Schedule) -> list[str]:
         ),
         "Bulk: one transfer at a time; 1 MB is 10^6 bytes; the bytes of an echo count once.",
         "Many calls: processes that have done nothing else; at most 3 rounds, as for all that takes long.",
-        "Garbage collector: as each system leaves it; arpc and the floor freeze what is there at the start.",
+        (
+            "Garbage collector: as each system leaves it, but for what was imported before the fork, which is frozen;"
+            " arpc and the floor freeze what is there at the start."
+        ),
         f"Floor: {REGISTRY['floor-unix'].about}, or TCP; functions run in the read callback; numpy arrays for tensors.",
         "`x floor`: arpc's figure divided by the floor's. `x` an opponent: how many times as fast (or small) arpc is.",
         (

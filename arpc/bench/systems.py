@@ -101,6 +101,8 @@ class Configuration:
     """It burns CPU while nothing is asked of it, so that it is stopped while another system is measured."""
     timeout_s: float = 600.0
     """After which a measurement counts as hung."""
+    forks: bool = True
+    """Its processes are forked from one that has imported torch, and not started as interpreters of their own."""
     transient: bool = False
     """It is too large to stay: started for each measurement and ended after it."""
 
@@ -135,6 +137,8 @@ def _groups() -> Iterator[tuple[str, Configuration]]:
 
 
 _PEER: Final = partial(Configuration, timeout_s=60.0)
+_PEER_WITH_PROCESSES: Final = partial(_PEER, forks=False)
+"""Those that start the processes between which calls go by themselves."""
 
 PEERS: Final[Mapping[str, Configuration]] = {
     "rpyc": _PEER(
@@ -147,22 +151,22 @@ PEERS: Final[Mapping[str, Configuration]] = {
         about="grpc.aio: one unary method over a unix socket, tensors as bytes without protobuf",
         requires=("grpc",),
     ),
-    "xoscar": _PEER(
+    "xoscar": _PEER_WITH_PROCESSES(
         module="arpc.bench.peers.xoscar_actor",
         about="xoscar: an actor in the second process of a pool, tensors as numpy arrays",
         requires=("xoscar",),
     ),
-    "ray": _PEER(
+    "ray": _PEER_WITH_PROCESSES(
         module="arpc.bench.peers.ray_actor",
         about="Ray: an async actor, tensors as numpy arrays, which go through its shared memory",
         requires=("ray",),
     ),
-    "monarch": _PEER(
+    "monarch": _PEER_WITH_PROCESSES(
         module="arpc.bench.peers.monarch_actor",
         about="Monarch: an actor in a process of its own",
         requires=("monarch",),
     ),
-    "dask": _PEER(
+    "dask": _PEER_WITH_PROCESSES(
         module="arpc.bench.peers.dask_actor",
         about="Dask: an actor on a worker process, asynchronous client, tensors as numpy arrays",
         requires=("distributed",),

@@ -22,9 +22,9 @@ def can_fork() -> bool:
     return sys.platform == "linux"
 
 
-def template_command(modules: Sequence[str] = ()) -> list[str]:
+def template_command() -> list[str]:
     """What runs the process that workers are forked from; the keeper fills in the descriptor."""
-    return [sys.executable, "-c", BOOT, "{descriptor}", *modules]
+    return [sys.executable, "-c", BOOT, "{descriptor}"]
 
 
 def shared_environment(environment: Mapping[str, str | None]) -> dict[str, str | None]:

@@ -414,11 +414,11 @@ class Template:
         self._environment = environment
 
     def ask(self, start: Start, permission: int) -> None:
-        removed: dict[str, str | None] = dict.fromkeys(self._environment.keys() - start.environment.keys())
-        changed = {name: value for name, value in start.environment.items() if self._environment.get(name) != value}
+        names = self._environment.keys() | start.environment.keys()
+        wanted = {name: start.environment.get(name) for name in names}
         order = {
             "command": start.command,
-            "environment": removed | changed,
+            "environment": {n: value for n, value in wanted.items() if value != self._environment.get(n)},
             "directory": start.directory,
             "session": start.session,
             "keeper": os.getpid(),

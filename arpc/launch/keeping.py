@@ -57,6 +57,7 @@ class Keeper:
         self._control = control
         self._listener = listener
         self._ended = asyncio.Event()
+        self._ordering = asyncio.Lock()
         self._template_environment: Mapping[str, str | None] | None = None
         self._pids: dict[int, int] = {}
         self._reading = asyncio.create_task(self._read(), name="arpc-launch-keeper")
@@ -92,15 +93,15 @@ class Keeper:
         ours.setblocking(False)
         return cls(process, ours, listener)
 
-    async def warm(self, environment: Mapping[str, str | None], modules: Sequence[str] = ()) -> None:
-        """From now on fork workers, where that makes no difference to them, from a process that has imported arpc.
+    async def warm(self, environment: Mapping[str, str | None]) -> None:
+        """From now on fork workers, where that makes no difference to them, from a process that has imported torch.
 
-        That process also imports these modules. Where this cannot be done, nothing is.
+        The environment is that of a worker; others may differ in what `arpc launch` sets for each. Where nothing can
+        be forked, this does nothing.
         """
         if can_fork():
             self._template_environment = shared_environment(environment)
-            command = template_command(modules)
-            await self._order({"template": command, "environment": dict(self._template_environment)})
+            await self._order({"template": template_command(), "environment": dict(self._template_environment)})
 
     async def start(
         self,
@@ -164,15 +165,16 @@ class Keeper:
 
     async def _order(self, order: Mapping[str, object], descriptors: tuple[int, ...] = ()) -> None:
         data = json.dumps(order).encode() + b"\n"
-        try:
-            if descriptors:
-                # descriptors go with the first byte, which is sent apart: a full socket then needs no second attempt
-                await self._writable()
-                socket.send_fds(self._control, [data[:1]], descriptors)
-                data = data[1:]
-            await asyncio.get_running_loop().sock_sendall(self._control, data)
-        except OSError:
-            return  # the keeper is no more, and `_read` says so
+        async with self._ordering:  # an order is sent in parts
+            try:
+                if descriptors:
+                    # descriptors go with the first byte, which is sent apart: a full socket needs no second attempt
+                    await self._writable()
+                    socket.send_fds(self._control, [data[:1]], descriptors)
+                    data = data[1:]
+                await asyncio.get_running_loop().sock_sendall(self._control, data)
+            except OSError:
+                return  # the keeper is no more, and `_read` says so
 
     async def _writable(self) -> None:
         loop = asyncio.get_running_loop()

@@ -65,8 +65,8 @@ class Order:
 def main() -> None:
     """Serve the keeper at the descriptor in ``sys.argv[1]``. This returns in workers, when their program has ended."""
     keeper = socket.socket(fileno=int(sys.argv[1]))
-    for name in sys.argv[2:]:
-        importlib.import_module(name)
+    with contextlib.suppress(ImportError):
+        import uvloop  # noqa: F401 - optional: what `arpc.run` takes if it is there
     if not _is_single():
         os._exit(NOT_WANTED)
     gc.collect()
@@ -139,18 +139,14 @@ def hides_imported(directory: Path) -> bool:
         for path in directory.iterdir():
             module = sys.modules.get(path.name.partition(".")[0])
             if module is not None and path.name != "__main__.py" and _is_module(path):
-                if not _is_within(module, directory):
+                found = Path(getattr(module, "__file__", None) or "/").resolve()
+                if not found.is_relative_to(directory):
                     return True
     return False
 
 
 def _is_module(path: Path) -> bool:
     return path.suffix in {".py", ".pyc", ".so"} or (path / "__init__.py").exists()
-
-
-def _is_within(module: ModuleType, directory: Path) -> bool:
-    file = getattr(module, "__file__", None)
-    return file is not None and Path(file).resolve().is_relative_to(directory)
 
 
 def _fork(*, lead_group: bool) -> int | None:
@@ -171,7 +167,7 @@ def _fork(*, lead_group: bool) -> int | None:
         os.write(writer, str(worker).encode())
         os._exit(0)
     os.close(writer)
-    with open(reader, "rb") as pipe:
+    with os.fdopen(reader, "rb") as pipe:
         said = pipe.read()
     os.waitpid(middle, 0)
     if not said:
@@ -229,7 +225,7 @@ def _open_streams() -> None:
 
 
 def _forget_chance() -> None:
-    """What is random in a process is not to be the same in all. (The module `random` sees to itself.)"""
+    """What is random in a process is not to be the same in all. The module `random` sees to itself."""
     torch.default_generator.seed()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:

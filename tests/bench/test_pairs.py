@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from arpc.bench.nursery import Nursery
 from arpc.bench.pairs import MeasurementFailedError, Pair
 
 CALL = {"function": "noop", "flavour": "def", "payload": "none", "budget_s": 0.01}
@@ -15,10 +16,12 @@ CALL = {"function": "noop", "flavour": "def", "payload": "none", "budget_s": 0.0
 
 @pytest.fixture
 async def pair() -> AsyncIterator[Pair]:
-    pair = Pair("raw-unix")
+    nursery = await Nursery.open(warm=False)
+    pair = Pair("raw-unix", nursery)
     await pair.start()
     yield pair
     await pair.kill()
+    await nursery.aclose()
 
 
 def is_running(pid: int) -> bool:

@@ -1,0 +1,116 @@
+"""Where the processes of all systems come from: one keeper, and one process that has imported what they need.
+
+They are forked from that one, whichever system they belong to. Processes of a pair then have the same code at the same
+addresses, so that on one CPU they do not spoil its branch predictor for each other, and no system has by chance what
+another has not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO, Self, assert_never
+
+from arpc.launch.keeping import Exited, Keeper, KeeperLost, News, Started
+
+__all__ = ["Nursery", "Offspring"]
+
+
+class Offspring:
+    """One process, with a socket that is its stdin and stdout."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+        self.pid = 0
+        """0 as long as it is not started."""
+        self.returncode: int | None = None
+        self.problem = ""
+        self._started = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    async def wait(self) -> None:
+        """Returns when it has ended."""
+        await self._ended.wait()
+
+    async def wait_until_started(self) -> None:
+        """Returns when it has a process id, or will never have one."""
+        await self._started.wait()
+
+    def start_nowait(self, pid: int) -> None:
+        self.pid = pid
+        self._started.set()
+
+    def end_nowait(self, returncode: int, problem: str = "") -> None:
+        self.returncode = returncode
+        self.problem = problem
+        self._started.set()
+        self._ended.set()
+        self.writer.close()
+
+
+class Nursery:
+    """Starts processes and hears of their ends. `open` it, and `aclose` it: then none is left."""
+
+    def __init__(self) -> None:
+        self._keeper: Keeper | None = None
+        self._all: dict[int, Offspring] = {}
+        self._count = 0
+
+    @classmethod
+    async def open(cls, *, warm: bool = True) -> Self:
+        """Unless `warm`, there is nothing to fork from, and every process imports what it needs."""
+        nursery = cls()
+        nursery._keeper = await Keeper.open(nursery._hear)
+        if warm:
+            await nursery._keeper.warm(environment_of({}))
+        return nursery
+
+    async def start(
+        self, module: str, arguments: Sequence[str], variables: Mapping[str, str], log: BinaryIO, *, fork: bool
+    ) -> Offspring:
+        """Runs a module in a session of its own, with these variables besides ours. Its stderr goes to the log."""
+        assert self._keeper is not None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            child = Offspring(*await asyncio.open_unix_connection(sock=ours))
+            number = self._count = self._count + 1
+            self._all[number] = child
+            await self._keeper.start(
+                number,
+                [sys.executable, "-m", module, *arguments],
+                environment=environment_of(variables),
+                directory=None,
+                stdin=theirs.fileno(),
+                output=(theirs.fileno(), log.fileno()),
+                session=True,
+                fork=fork,
+            )
+        await child.wait_until_started()
+        return child
+
+    async def aclose(self) -> None:
+        if self._keeper is not None:
+            await self._keeper.aclose()
+
+    def _hear(self, news: News) -> None:
+        match news:
+            case Started(number, pid):
+                self._all[number].start_nowait(pid)
+            case Exited(number, exit_code, problem):
+                self._all.pop(number).end_nowait(exit_code, problem)
+            case KeeperLost():
+                while self._all:
+                    self._all.popitem()[1].end_nowait(-9, "the process that keeps all others was killed")
+            case _:
+                assert_never(news)
+
+
+def environment_of(variables: Mapping[str, str]) -> dict[str, str]:
+    """They see the same packages in the same order, from wherever this process was started."""
+    path = os.pathsep.join(part or str(Path.cwd()) for part in sys.path)
+    return {**os.environ, **variables, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}

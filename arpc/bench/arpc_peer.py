@@ -7,8 +7,8 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -195,13 +195,17 @@ class Arpc:
     def run(self, main: Coroutine[object, object, None]) -> None:
         arpc.run(main)
 
+    @contextmanager
+    def others(self, place: Path) -> Iterator[None]:
+        others = [(self._listen, self._peers, peer, place) for peer in range(1, self._peers)]
+        with crowd(_run_member, others) as self._dismiss:
+            yield
+
     @asynccontextmanager
     async def callee(self, place: Path) -> AsyncIterator[None]:
-        others = [(self._listen, self._peers, peer, place) for peer in range(1, self._peers)]
-        with crowd(_run_member, others, preload=[__name__]) as dismiss:
-            async with self._worker(CALLEE, 1, place):
-                yield
-                dismiss()  # a graceful shutdown waits for them
+        async with self._worker(CALLEE, 1, place):
+            yield
+            self._dismiss()  # a graceful shutdown waits for them
 
     @asynccontextmanager
     async def caller(self, place: Path) -> AsyncIterator[ArpcCaller]:

@@ -1,8 +1,9 @@
-"""More callees than one: processes that the callee of a pair starts, all from one that has imported what they need."""
+"""More callees than one: processes that are forked from the callee of a pair before it has a loop or a thread."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -16,17 +17,12 @@ JOIN_S = 10.0
 
 
 @contextmanager
-def crowd(
-    target: Callable[..., None], arguments: Sequence[tuple[object, ...]], preload: list[str]
-) -> Iterator[Callable[[], None]]:
+def crowd(target: Callable[..., None], arguments: Sequence[tuple[object, ...]]) -> Iterator[Callable[[], None]]:
     """Runs ``target(stay, *arguments)`` in a process for each of `arguments`; `stay()` blocks until it is to end.
 
     That is when what this yields is called, or at the end of the block.
-
-    The modules of `preload` are imported once, before the processes fork from there: sixty imports of torch take long.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(preload)
+    context = multiprocessing.get_context("fork")
     ends: list[Connection] = []
     processes: list[BaseProcess] = []
 
@@ -38,10 +34,10 @@ def crowd(
     try:
         for one in arguments:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_member, args=(target, theirs, one), daemon=True)
+            ends.append(ours)
+            process = context.Process(target=_member, args=(target, theirs, tuple(ends), one), daemon=True)
             process.start()
             theirs.close()
-            ends.append(ours)
             processes.append(process)
         yield dismiss
     finally:
@@ -53,8 +49,13 @@ def crowd(
                 member.join()
 
 
-def _member(target: Callable[..., None], end: Connection, arguments: tuple[object, ...]) -> None:
+def _member(
+    target: Callable[..., None], end: Connection, inherited: Sequence[Connection], arguments: tuple[object, ...]
+) -> None:
     die_with_parent()
+    os.dup2(2, 1)  # stdout is the line between the callee and the process that compares
+    for other in inherited:
+        other.close()  # or nobody would see the callee close them
 
     def stay() -> None:
         try:

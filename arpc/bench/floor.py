@@ -14,8 +14,8 @@ import itertools
 import pickle
 import struct
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -164,6 +164,14 @@ class Floor:
     def run(self, main: Coroutine[object, object, None]) -> None:
         uvloop.run(main)
 
+    def _other_sockets(self) -> list[str]:
+        return [f"socket{peer}" for peer in range(1, self._peers)]
+
+    @contextmanager
+    def others(self, place: Path) -> Iterator[None]:
+        with crowd(_run_member, [(place, name) for name in self._other_sockets()]):
+            yield
+
     @asynccontextmanager
     async def callee(self, place: Path) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
@@ -174,22 +182,20 @@ class Floor:
             server = await loop.create_server(Server, "127.0.0.1", 0)
             address = str(server.sockets[0].getsockname()[1])
         freeze_imports()
-        others = [(place, f"socket{peer}") for peer in range(1, self._peers)]
-        with crowd(_run_member, others, preload=[__name__]):
-            for _, name in others:
-                await read_address(place, f"{name}.ready")
-            leave_address(place, address)
-            try:
-                yield
-            finally:
-                server.close()
+        for name in self._other_sockets():
+            await read_address(place, f"{name}.ready")
+        leave_address(place, address)
+        try:
+            yield
+        finally:
+            server.close()
 
     @asynccontextmanager
     async def caller(self, place: Path) -> AsyncIterator[FloorCaller]:
         loop = asyncio.get_running_loop()
         address = await read_address(place)
         if address == "unix":
-            names = ["socket", *(f"socket{peer}" for peer in range(1, self._peers))]
+            names = ["socket", *self._other_sockets()]
             made = [await loop.create_unix_connection(Client, str(place / name)) for name in names]
         else:
             made = [await loop.create_connection(Client, "127.0.0.1", int(address))]

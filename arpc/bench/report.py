@@ -77,8 +77,8 @@ def rules(results: Results, schedule: Schedule) -> list[str]:
     return [
         f"Placement: two processes a system; {pinned}. Bulk rows, and torch always, run unpinned.",
         (
-            "Start: the processes of every system are forked from one that has imported torch, as `arpc launch` does, so"
-            " that both sides have the same layout of addresses, which matters on one CPU."
+            "Start: the processes of every system are forked from one that has imported torch, as `arpc launch` does,"
+            " so that both sides have the same layout of addresses, which matters on one CPU."
             + " Only {} start their own.".format(", ".join(name for name, one in REGISTRY.items() if not one.forks))
         ),
         (

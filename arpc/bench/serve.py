@@ -7,6 +7,7 @@ reads. The end of its input is the sign to shut down.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from arpc.bench.processes import die_with_parent
-from arpc.bench.systems import Caller, Measurement, System, load
+from arpc.bench.systems import Caller, GroupSystem, Measurement, System, load
 
 __all__ = ["main"]
 
@@ -65,9 +66,12 @@ def main(arguments: list[str]) -> None:
     """Runs one side of one system until its input ends."""
     name, role, place = arguments
     die_with_parent()  # so that nobody is left behind, however the process that compares may end
-    control = Control()
     system = load(name)
-    system.run((serve_caller if role == "caller" else serve_callee)(system, Path(place), control))
+    with contextlib.ExitStack() as stack:
+        if role == "callee" and isinstance(system, GroupSystem):
+            stack.enter_context(system.others(Path(place)))
+        control = Control()
+        system.run((serve_caller if role == "caller" else serve_callee)(system, Path(place), control))
 
 
 if __name__ == "__main__":

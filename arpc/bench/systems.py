@@ -8,11 +8,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol, cast
+from typing import Final, Protocol, cast, runtime_checkable
 
 __all__ = [
     "BULK_MINIMUM_CALLS",
@@ -27,6 +27,7 @@ __all__ = [
     "WARM_UP_SHARE",
     "Caller",
     "Configuration",
+    "GroupSystem",
     "Measurement",
     "System",
     "bulk_warm_up_calls",
@@ -85,6 +86,15 @@ class System(Protocol):
         ...
 
     def caller(self, place: Path) -> AbstractAsyncContextManager[Caller]: ...
+
+
+@runtime_checkable
+class GroupSystem(System, Protocol):
+    """A system that may have more callees than one."""
+
+    def others(self, place: Path) -> AbstractContextManager[None]:
+        """Runs all but the first, which are forked from it: entered in the callee's process before `run`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

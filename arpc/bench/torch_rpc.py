@@ -9,8 +9,8 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -146,14 +146,18 @@ class TorchRpc:
     def run(self, main: Coroutine[object, object, None]) -> None:
         asyncio.run(main)
 
+    @contextmanager
+    def others(self, place: Path) -> Iterator[None]:
+        others = [(self._settings, self._peers, peer, place) for peer in range(1, self._peers)]
+        with crowd(_run_member, others) as self._dismiss:
+            yield
+
     @asynccontextmanager
     async def callee(self, place: Path) -> AsyncIterator[None]:
-        others = [(self._settings, self._peers, peer, place) for peer in range(1, self._peers)]
-        with crowd(_run_member, others, preload=[__name__]) as dismiss:
-            start_worker(CALLEE, 1, place, self._peers, self._settings)
-            yield
-            dismiss()  # a graceful shutdown waits for them
-            rpc.shutdown()
+        start_worker(CALLEE, 1, place, self._peers, self._settings)
+        yield
+        self._dismiss()  # a graceful shutdown waits for them
+        rpc.shutdown()
 
     @asynccontextmanager
     async def caller(self, place: Path) -> AsyncIterator[TorchCaller]:

@@ -67,7 +67,7 @@ class Nursery:
         nursery = cls()
         nursery._keeper = await Keeper.open(nursery._hear)
         if warm:
-            await nursery._keeper.warm(environment_of({}))
+            await nursery._keeper.warm(command_of("arpc.bench.serve", ()), environment_of({}))
         return nursery
 
     async def start(
@@ -82,7 +82,7 @@ class Nursery:
             self._all[number] = child
             await self._keeper.start(
                 number,
-                [sys.executable, "-m", module, *arguments],
+                command_of(module, arguments),
                 environment=environment_of(variables),
                 directory=None,
                 stdin=theirs.fileno(),
@@ -108,6 +108,10 @@ class Nursery:
                     self._all.popitem()[1].end_nowait(-9, "the process that keeps all others was killed")
             case _:
                 assert_never(news)
+
+
+def command_of(module: str, arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", module, *arguments]
 
 
 def environment_of(variables: Mapping[str, str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from arpc.launch.template import BOOT
 
 __all__ = ["can_fork", "makes_no_difference", "shared_environment", "template_command"]
 
-_OWN: Final = re.compile(r"ARPC_\w+|RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_\w+|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+")
+_OWN: Final = re.compile(r"ARPC_\w+|((LOCAL|GROUP)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+")
 """Variables that workers have of their own: nothing reads these while it is imported."""
 
 
@@ -22,9 +22,12 @@ def can_fork() -> bool:
     return sys.platform == "linux"
 
 
-def template_command() -> list[str]:
-    """What runs the process that workers are forked from; the keeper fills in the descriptor."""
-    return [sys.executable, "-c", BOOT, "{descriptor}"]
+def template_command(command: Sequence[str]) -> list[str]:
+    """What runs the process that workers with this command are forked from; the keeper fills in the descriptor.
+
+    The command is there to be seen by ``ps``, and leaves room for that of the workers.
+    """
+    return [sys.executable, "-c", BOOT, "{descriptor}", *command[1:]]
 
 
 def shared_environment(environment: Mapping[str, str | None]) -> dict[str, str | None]:

@@ -170,7 +170,7 @@ class Keeper:
         descriptors = self._descriptors[:count]
         del self._descriptors[:count]
         if not order["input"]:
-            descriptors.insert(0, os.open(os.devnull, os.O_RDONLY))
+            descriptors.insert(0, os.open(os.devnull, os.O_RDWR))
         start = Start(
             order["start"],
             order["command"],
@@ -419,7 +419,6 @@ class Template:
         order = {
             "command": start.command,
             "environment": {n: value for n, value in wanted.items() if value != self._environment.get(n)},
-            "directory": start.directory,
             "session": start.session,
             "keeper": os.getpid(),
         }

@@ -93,15 +93,16 @@ class Keeper:
         ours.setblocking(False)
         return cls(process, ours, listener)
 
-    async def warm(self, environment: Mapping[str, str | None]) -> None:
+    async def warm(self, command: Sequence[str], environment: Mapping[str, str | None]) -> None:
         """From now on fork workers, where that makes no difference to them, from a process that has imported torch.
 
-        The environment is that of a worker; others may differ in what `arpc launch` sets for each. Where nothing can
-        be forked, this does nothing.
+        The command and the environment are those of a worker, and workers may differ in what `arpc launch` sets for
+        each. If they cannot be forked, this does nothing.
         """
-        if can_fork():
-            self._template_environment = shared_environment(environment)
-            await self._order({"template": template_command(), "environment": dict(self._template_environment)})
+        shared = shared_environment(environment)
+        if can_fork() and makes_no_difference(command, environment, shared):
+            self._template_environment = shared
+            await self._order({"template": template_command(command), "environment": dict(self._template_environment)})
 
     async def start(
         self,
@@ -127,7 +128,10 @@ class Keeper:
             "directory": directory,
             "input": stdin is not None,
             "session": session,
-            "fork": fork and shared is not None and makes_no_difference(command, environment, shared),
+            "fork": fork
+            and directory is None
+            and shared is not None
+            and makes_no_difference(command, environment, shared),
         }
         await self._order(order, output if stdin is None else (stdin, *output))
 

@@ -190,7 +190,7 @@ class LocalGroup:
         server = self._server = StoreServer()
         meeting = Meeting(server.host, server.port, incarnation, self._settings.max_restarts, self._secret_file)
         if self._settings.fork and len(self._slots) > 1 and not incarnation:
-            await keeper.warm(self._environment(self._slots[0], meeting))
+            await keeper.warm(self._command(0), self._environment(self._slots[0], meeting))
         for slot in self._slots:
             environment = self._environment(slot, meeting)
             self.tails[slot.rank] = Tail()

@@ -55,7 +55,6 @@ class Order:
     """As for an interpreter of its own: its path, then a script or ``-m`` and a module, then arguments."""
     environment: Mapping[str, str | None]
     """Where it differs from this process's."""
-    directory: str | None
     session: bool
     """It leads a session of its own, and not just a process group."""
     keeper: int
@@ -128,9 +127,7 @@ def _serve(keeper: socket.socket) -> Order:
 
 def _first_in_path(order: Order) -> Path:
     """Where the program will look for modules before anywhere else."""
-    if order.command[1] == "-m":
-        return Path(order.directory or Path.cwd())
-    return Path(order.directory or "", order.command[1]).resolve().parent
+    return Path.cwd() if order.command[1] == "-m" else Path(order.command[1]).resolve().parent
 
 
 def hides_imported(directory: Path) -> bool:
@@ -154,18 +151,19 @@ def _fork(*, lead_group: bool) -> int | None:
     reader, writer = os.pipe()
     middle = os.fork()
     if middle == 0:
+        worker = -1
         try:
             worker = os.fork()
-        except OSError:
-            os._exit(NOT_WANTED)
-        if worker == 0:
-            os.close(reader)
-            os.close(writer)
-            return None
-        if lead_group:
-            os.setpgid(worker, worker)  # here, so that it is done when the keeper hears of it
-        os.write(writer, str(worker).encode())
-        os._exit(0)
+            if worker > 0:
+                if lead_group:
+                    os.setpgid(worker, worker)  # here, so that it is done when the keeper hears of it
+                os.write(writer, str(worker).encode())
+        finally:
+            if worker != 0:
+                os._exit(0)  # whatever happened: that the pipe is empty tells
+        os.close(reader)
+        os.close(writer)
+        return None
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
         said = pipe.read()
@@ -191,8 +189,6 @@ def _take_place(order: Order, descriptors: list[int]) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if not permitted or os.getppid() != order.keeper:  # it died before it could take this one along
         os._exit(NOT_WANTED)
-    if order.directory is not None:
-        os.chdir(order.directory)
     for name, value in order.environment.items():
         if value is None:
             os.environ.pop(name, None)
@@ -201,6 +197,7 @@ def _take_place(order: Order, descriptors: list[int]) -> None:
     _open_streams()
     _forget_chance()
     sys.orig_argv[:] = order.command
+    _show_command(order.command)
 
 
 def _open_streams() -> None:
@@ -222,6 +219,16 @@ def _open_streams() -> None:
         stream.mode = mode  # type: ignore[misc]  # as the interpreter does
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+
+
+def _show_command(command: tuple[str, ...]) -> None:
+    """Have ``ps`` show the command of the worker, where that of the template was: as much of it as there is room."""
+    # the name, in brackets, may hold anything; the 48th and 49th fields say where the arguments are: see proc(5)
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    if 0 < start < end:
+        text = b"\0".join(map(os.fsencode, command))[: end - start - 1]
+        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
 def _forget_chance() -> None:

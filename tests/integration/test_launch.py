@@ -108,12 +108,21 @@ def sleeper(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_a_signal_to_the_launcher_ends_everything(sleeper: str, number: signal.Signals):
-    with command("-n", "2", sleeper) as launch:
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [
+        (signal.SIGINT, ["--no-fork"]),
+        (signal.SIGTERM, ["--no-fork"]),
+        (signal.SIGHUP, ["--no-fork"]),
+        (signal.SIGKILL, []),
+    ],
+)
+def test_a_signal_to_the_launcher_ends_everything(sleeper: str, number: signal.Signals, options: list[str]):
+    with command("-n", "2", *options, sleeper) as launch:
         launch.wait_for("awake", times=4)
         family = launch.family()
-        assert len(family) == 5  # the keeper, two workers, and what they have started
+        # the keeper, two workers, what they have started, and what they were forked from
+        assert len(family) == 5 if options else 6
         assert launch.process.pid is not None
         os.kill(launch.process.pid, number)
         assert launch.status() == (-9 if number is signal.SIGKILL else 128 + number)
@@ -132,7 +141,7 @@ def test_the_command_returns_the_status_of_the_first_failure_and_shows_its_trace
         "    raise ValueError('on purpose')\n"
         "time.sleep(1000)\n"
     )
-    with command("--role", "ps=1,trainer=2", str(path), "--max-restarts", "is the script's") as launch:
+    with command("--role", "ps=1,trainer=2", "--no-fork", str(path), "--max-restarts", "is the script's") as launch:
         assert launch.status() == 1
         assert launch.out == ""
         said = launch.err

@@ -64,6 +64,7 @@ class Launch:
     def __init__(self, program: Path | Module, *args: str, **settings) -> None:
         self.out, self.err = io.StringIO(), io.StringIO()
         settings.setdefault("workers", 2)
+        settings.setdefault("fork", False)  # which would import torch first
         self.task = asyncio.create_task(arpc.launch.local(program, args, out=self.out, err=self.err, **settings))
 
     async def result(self) -> Launched[None]:

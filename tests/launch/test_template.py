@@ -1,0 +1,287 @@
+"""Workers that are forked, next to the same that are started: nobody shall see a difference."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from arpc.launch import keeping, template
+from arpc.launch.keeping import Exited, Keeper, News, Started
+from arpc.launch.output import reading
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
+
+IS_FORKED = "print('torch' in sys.modules)"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What is left of a worker."""
+
+    exit_code: int
+    out: str
+    err: str
+
+
+class Group:
+    """A keeper, and programs that it runs."""
+
+    def __init__(self) -> None:
+        self.keeper: Keeper
+        self._count = 0
+        self._pids: dict[int, asyncio.Future[int]] = {}
+        self._exits: dict[int, asyncio.Future[int]] = {}
+
+    def hear(self, news: News) -> None:
+        match news:
+            case Started(rank, pid):
+                self._pids[rank].set_result(pid)
+            case Exited(rank, exit_code):
+                self._exits[rank].set_result(exit_code)
+
+    async def run(self, *words: str, then: Callable[[int], None] | None = None, **environment: str) -> Ended:
+        """Run a program to its end. Once it has a process, ``then`` is called with its rank."""
+        loop = asyncio.get_running_loop()
+        rank = self._count = self._count + 1
+        self._pids[rank], self._exits[rank] = loop.create_future(), loop.create_future()
+        pipes = [os.pipe(), os.pipe()]
+        readers = [asyncio.create_task(_read(reader)) for reader, _ in pipes]
+        command = [sys.executable, *words]
+        output = (pipes[0][1], pipes[1][1])
+        await self.keeper.start(rank, command, environment=environment, directory=None, output=output)
+        for descriptor in output:
+            os.close(descriptor)
+        if then is not None:
+            await self._pids[rank]
+            then(rank)
+        exit_code = await self._exits[rank]
+        return Ended(exit_code, *[await reader for reader in readers])
+
+
+async def _read(descriptor: int) -> str:
+    async with reading(descriptor) as reader:
+        return re.sub(r" at 0x\w+", "", (await reader.read()).decode())  # of objects, and each run has others
+
+
+@pytest.fixture
+async def group() -> AsyncIterator[Group]:
+    made = Group()
+    made.keeper = await Keeper.open(made.hear)
+    yield made
+    await made.keeper.aclose()
+
+
+FACTS = """
+    import json, os, signal, sys, threading
+    def about(stream):
+        names = "name mode encoding errors line_buffering write_through newlines".split()
+        return [getattr(stream, name) for name in names] + [type(stream.buffer).__name__, stream.seekable()]
+    print(json.dumps({
+        "globals": {name: str(value) for name, value in globals().items() if name.startswith("__")},
+        "main": vars(sys.modules["__main__"]) is globals(),
+        "interpreter": [sys.argv, sys.orig_argv, sys.path, str(sys.flags), sys.executable],
+        "streams": [about(stream) for stream in (sys.stdin, sys.stdout, sys.stderr)],
+        "originals": [sys.stdout is sys.__stdout__, sys.stdin.read()],
+        "descriptors": sorted(os.listdir("/proc/self/fd")),
+        "signals": [str(signal.getsignal(number)) for number in signal.Signals],
+        "mask": str(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+        "environment": sorted(os.environ.items()),
+        "threads": [threading.active_count(), len(os.listdir("/proc/self/task"))],
+        "place": [os.getcwd(), os.getpgid(0) == os.getpid(), os.getsid(0) == os.getppid()],
+        "command": open("/proc/self/cmdline").read().rstrip(chr(0)),
+        "hook": sys.excepthook is sys.__excepthook__,
+    }, indent=1, default=str))
+"""
+
+PROGRAMS = {
+    "facts": FACTS,
+    "an error": "def fail():\n    raise ValueError('on purpose')\nfail()",
+    "a chain of errors": "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise KeyError('x') from error",
+    "no Python": "print('never seen')\ndef (:\n",
+    "a status": "import sys\nsys.exit(3)",
+    "a text": "import sys\nsys.exit('some words')",
+    "an interrupt": "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\ntime.sleep(100)",
+    "a kill": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
+    "a hasty end": "import os\nprint('seen')\nos._exit(5)",
+    "a hook": "import sys\nsys.excepthook = lambda kind, error, _: print('hooked', kind, error)\nraise KeyError(1)",
+    "last words": """
+        import atexit, threading, time
+        atexit.register(print, "at exit")
+        threading.Thread(target=lambda: (time.sleep(0.05), print("from a thread"))).start()
+        class Last:
+            def __del__(self):
+                print("collected")
+        last = Last()
+        print("the end")
+    """,
+    "a child": """
+        import multiprocessing
+        def work(queue):
+            queue.put(__name__)
+        if __name__ == "__main__":
+            context = multiprocessing.get_context("spawn")
+            queue = context.SimpleQueue()
+            process = context.Process(target=work, args=(queue,))
+            process.start()
+            print(queue.get(), process.join(), process.exitcode)
+    """,
+}
+
+
+async def test_a_forked_worker_differs_in_nothing_from_one_that_was_started(group: Group, tmp_path: Path):
+    paths = [tmp_path / f"{name}.py" for name in PROGRAMS]
+    for path in paths:
+        path.write_text(textwrap.dedent(PROGRAMS[path.stem]))
+    (tmp_path / "module.py").write_text("import sys\nprint(__spec__, __file__, sys.argv)\nraise ValueError('there')")
+    show = tmp_path / "show.py"
+    show.write_text("import random, numpy, sys, torch\nprint(random.random(), numpy.random.rand(), torch.rand(1))")
+    forked = tmp_path / "forked.py"
+    forked.write_text(f"import sys\n{IS_FORKED}")
+    programs = [[str(path), "a word"] for path in paths]
+    programs += [["-m", "module", "a word"], ["-m", "no.such.module"], ["-m", "platform"]]
+    # where everybody looks, so that the directory of the tests need not be left
+    found = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "PYTHONUNBUFFERED": "1"}
+
+    started = [await group.run(*words, RANK="0", **found) for words in programs]
+    assert (await group.run(str(forked), **found)).out == "False\n"
+    await group.keeper.warm([sys.executable, str(forked)], found)
+    for words, ended in zip(programs, started, strict=True):
+        assert await group.run(*words, RANK="0", **found) == ended
+
+    assert (await group.run(str(forked), **found)).out == "True\n"
+    assert (await group.run(str(forked), **found, OMP_NUM_THREADS="7")).out == "False\n"
+    assert len({(await group.run(str(show), **found)).out for _ in range(2)}) == 2
+    (tmp_path / "queue.py").touch()  # which was imported from elsewhere
+    assert (await group.run(str(forked), **found)).out == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "is_hidden"),
+    [
+        ("queue.py", True),
+        ("queue/__init__.py", True),
+        ("queue.cpython-311.so", True),
+        ("queue/data.txt", False),
+        ("queue.txt", False),
+        ("no_such_module.py", False),
+        ("__main__.py", False),
+    ],
+)
+def test_modules_that_hide_what_is_imported(tmp_path: Path, module: str, is_hidden: bool):
+    path = tmp_path / module
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    assert template.hides_imported(tmp_path) is is_hidden
+
+
+def test_a_directory_does_not_hide_what_was_imported_from_there():
+    assert not template.hides_imported(Path(__file__).parents[2])
+    assert not template.hides_imported(Path("/no/such/directory"))
+
+
+# what the keeper makes of a process to fork from that does not do its work: each of these is one
+ASKED = """
+    import json, os, socket, sys, time
+    line = socket.socket(fileno=int(sys.argv[1]))
+    line.sendall(b'{"warm": true}\\n')
+    data, descriptors, _, _ = socket.recv_fds(line, 1, 4)
+    while not data.endswith(b"\\n"):
+        data += line.recv(1 << 16)
+"""
+BAD = {
+    "ends": "",
+    "ends when it is asked": ASKED,
+    "refuses": ASKED + '    line.sendall(b\'{"refused": "no"}\\n\')\n    line.recv(1)\n',
+    "forks, and ends before it can tell": ASKED
+    + "    if os.fork() == 0:\n"
+    + "        line.close()\n"
+    + "        os.write(descriptors[1], b'forked' if os.read(descriptors[3], 1) else b'')\n",
+}
+
+
+def use_instead(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    command = [sys.executable, "-S", "-c", textwrap.dedent(source), "{descriptor}"]
+    monkeypatch.setattr(keeping, "template_command", lambda _: command)
+
+
+@pytest.mark.parametrize("source", BAD.values(), ids=BAD.keys())
+async def test_without_a_process_to_fork_from_workers_are_started(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+):
+    use_instead(monkeypatch, source)
+    path = tmp_path / "script.py"
+    path.write_text("import sys; print('started')")
+    await group.keeper.warm([sys.executable, str(path)], {})
+    ends = await asyncio.gather(group.run(str(path)), group.run(str(path)))
+    assert ends == [Ended(0, "started\n", "")] * 2
+
+
+async def test_who_waits_to_be_forked_can_be_ended(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    use_instead(monkeypatch, "import time; time.sleep(1000)")
+    path = tmp_path / "script.py"
+    path.touch()
+    await group.keeper.warm([sys.executable, str(path)], {})
+    first, second = asyncio.create_task(group.run(str(path))), asyncio.create_task(group.run(str(path)))
+    await asyncio.sleep(0)
+    await group.keeper.signal([1], signal.SIGINT)
+    assert (await first).exit_code == -signal.SIGINT
+    await group.keeper.end_all()
+    assert (await second).exit_code == -signal.SIGTERM
+
+
+async def test_a_signal_reaches_one_that_is_just_being_forked(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    use_instead(
+        monkeypatch,
+        ASKED
+        + f"    open({str(tmp_path / 'asked')!r}, 'w').close()\n"
+        + f"    while not os.path.exists({str(tmp_path / 'go')!r}):\n"
+        + "        time.sleep(0.01)\n"
+        + "    if os.fork() == 0:\n"
+        + "        worker = os.fork()\n"
+        + "        if worker == 0:\n"
+        + "            os.read(descriptors[3], 1)\n"
+        + "            time.sleep(1000)\n"
+        + "        line.sendall(json.dumps({'forked': worker}).encode() + b'\\n')\n"
+        + "        os._exit(0)\n"
+        + "    for descriptor in descriptors:\n"
+        + "        os.close(descriptor)\n"
+        + "    line.recv(1)\n",
+    )
+    path = tmp_path / "script.py"
+    path.touch()
+    await group.keeper.warm([sys.executable, str(path)], {})
+    running = asyncio.create_task(group.run(str(path)))
+    while not (tmp_path / "asked").exists():  # noqa: ASYNC110 - it is another process
+        await asyncio.sleep(0.01)
+    await group.keeper.signal([1], signal.SIGUSR1)
+    (tmp_path / "go").touch()
+    assert (await running).exit_code == -signal.SIGUSR1
+
+
+async def test_many_are_started_at_once(group: Group, tmp_path: Path):
+    path = tmp_path / "script.py"
+    path.write_text("import sys; print(sys.argv[1])")
+    ends = await asyncio.gather(*(group.run(str(path), str(number)) for number in range(4)))
+    assert [ended.out for ended in ends] == ["0\n", "1\n", "2\n", "3\n"]
+
+
+async def test_nobody_is_left_when_the_keeper_is_killed(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    use_instead(monkeypatch, "import time; time.sleep(1000)")
+    await group.keeper.warm([sys.executable, str(tmp_path / "script.py")], {})
+    (keeper,) = (child for child in psutil.Process().children() if str(keeping.SCRIPT) in child.cmdline())
+    while not (family := keeper.children()):  # noqa: ASYNC110 - it is another process
+        await asyncio.sleep(0.01)
+    keeper.kill()
+    assert psutil.wait_procs(family, timeout=60)[1] == []

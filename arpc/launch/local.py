@@ -366,6 +366,9 @@ async def local(
     ``workers`` is how many, or how many of each role; ``environment`` is added to theirs. What they print appears in
     ``out`` and ``err``, or stdout and stderr, with their names before it. ``http`` is where rank 0 serves a dashboard.
 
+    On Linux two or more workers are forked from one process that has imported torch, which saves time and memory;
+    unless ``fork`` is False, for scripts that set what torch reads while it is imported.
+
     The first worker that fails ends the group: the others are asked to end (SIGTERM) and after ``grace_s`` seconds
     made to. Then the group is started again, up to ``max_restarts`` times, with a new place to meet; or `LaunchError`
     is raised, which has that worker's traceback. Cancelling ends the group in the same way. When this returns or

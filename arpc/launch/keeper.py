@@ -37,8 +37,10 @@ LAST_WORDS_S = 3.0
 STUCK_S = 30.0
 """A process that SIGKILL does not end for so long is stuck in the kernel, and not waited for."""
 POLL_S = 0.01
-FORK_S = 60.0
-"""After so long workers do not wait any more for a process to be forked from."""
+FORK_S = 300.0
+"""After so long workers do not wait any more for a process to be forked from: imports from a far disk take long."""
+ASK_S = 10.0
+"""A process to be forked from that does not read what it is asked for so long is stuck."""
 CANNOT_START = 127
 
 if sys.platform == "linux":
@@ -216,12 +218,13 @@ class Keeper:
             return
         ours, theirs = socket.socketpair()
         merged = _merged(environment)
+        said = os.memfd_create("stderr")  # workers say it again, as they would if they imported themselves
         try:
             process = subprocess.Popen(  # noqa: S603 - it is there to run what it is told
                 [str(theirs.fileno()) if part == "{descriptor}" else part for part in command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=said,
                 env=merged,
                 process_group=0,
                 pass_fds=(theirs.fileno(),),
@@ -231,8 +234,9 @@ class Keeper:
             ours.close()
             return
         finally:
+            os.close(said)
             theirs.close()
-        ours.settimeout(FORK_S)
+        ours.settimeout(ASK_S)
         self._template = Template(process, ours, merged)
         self._selector.register(ours, selectors.EVENT_READ)
 

@@ -45,6 +45,8 @@ BOOT: Final = (
 PR_SET_PDEATHSIG: Final = 1
 DESCRIPTORS: Final = 4
 NOT_WANTED: Final = 127
+WARNINGS_BYTES: Final = 1 << 16
+"""How much of what was said while importing, to a file of the keeper's, each worker says again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,7 @@ def _take_place(order: Order, descriptors: list[int]) -> None:
     if order.session:
         os.setsid()
     permission = descriptors.pop()
+    warnings = os.pread(2, WARNINGS_BYTES, 0)
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -189,6 +192,8 @@ def _take_place(order: Order, descriptors: list[int]) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if not permitted or os.getppid() != order.keeper:  # it died before it could take this one along
         os._exit(NOT_WANTED)
+    with contextlib.suppress(OSError):  # as where Python writes its warnings
+        os.write(2, warnings)
     for name, value in order.environment.items():
         if value is None:
             os.environ.pop(name, None)

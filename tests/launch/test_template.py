@@ -142,6 +142,7 @@ async def test_a_forked_worker_differs_in_nothing_from_one_that_was_started(grou
     paths = [tmp_path / f"{name}.py" for name in PROGRAMS]
     for path in paths:
         path.write_text(textwrap.dedent(PROGRAMS[path.stem]))
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.write(2, b'a warning\\n')")
     (tmp_path / "module.py").write_text("import sys\nprint(__spec__, __file__, sys.argv)\nraise ValueError('there')")
     show = tmp_path / "show.py"
     show.write_text("import random, numpy, sys, torch\nprint(random.random(), numpy.random.rand(), torch.rand(1))")

@@ -67,6 +67,11 @@ class Group:
         exit_code = await self._exits[rank]
         return Ended(exit_code, *[await reader for reader in readers])
 
+    @staticmethod
+    def process() -> psutil.Process:
+        (found,) = (child for child in psutil.Process().children() if str(keeping.SCRIPT) in child.cmdline())
+        return found
+
 
 async def _read(descriptor: int) -> str:
     async with reading(descriptor) as reader:
@@ -162,7 +167,23 @@ async def test_a_forked_worker_differs_in_nothing_from_one_that_was_started(grou
     assert (await group.run(str(forked), **found)).out == "True\n"
     assert (await group.run(str(forked), **found, OMP_NUM_THREADS="7")).out == "False\n"
     assert len({(await group.run(str(show), **found)).out for _ in range(2)}) == 2
+    await group.keeper.end_all()  # as before a restart
+    assert (await group.run(str(forked), **found)).out == "True\n"
     (tmp_path / "queue.py").touch()  # which was imported from elsewhere
+    assert (await group.run(str(forked), **found)).out == "False\n"
+    (tmp_path / "queue.py").unlink()
+
+    def kill_template(_: int) -> None:
+        (killed,) = (child for child in group.process().children() if template.BOOT in child.cmdline())
+        killed.kill()
+        go.touch()
+
+    go = tmp_path / "go"
+    waiting = tmp_path / "waiting.py"
+    waiting.write_text(
+        f"import os, sys, time\nwhile not os.path.exists({str(go)!r}):\n    time.sleep(0.01)\n{IS_FORKED}"
+    )
+    assert (await group.run(str(waiting), then=kill_template, **found)).out == "True\n"
     assert (await group.run(str(forked), **found)).out == "False\n"
 
 
@@ -281,8 +302,7 @@ async def test_many_are_started_at_once(group: Group, tmp_path: Path):
 async def test_nobody_is_left_when_the_keeper_is_killed(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     use_instead(monkeypatch, "import time; time.sleep(1000)")
     await group.keeper.warm([sys.executable, str(tmp_path / "script.py")], {})
-    (keeper,) = (child for child in psutil.Process().children() if str(keeping.SCRIPT) in child.cmdline())
-    while not (family := keeper.children()):  # noqa: ASYNC110 - it is another process
+    while not (family := group.process().children()):  # noqa: ASYNC110 - it is another process
         await asyncio.sleep(0.01)
-    keeper.kill()
+    group.process().kill()
     assert psutil.wait_procs(family, timeout=60)[1] == []

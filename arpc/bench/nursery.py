@@ -60,6 +60,7 @@ class Nursery:
         self._keeper: Keeper | None = None
         self._all: dict[int, Offspring] = {}
         self._count = 0
+        self._is_lost = False
 
     @classmethod
     async def open(cls, *, warm: bool = True) -> Self:
@@ -80,6 +81,8 @@ class Nursery:
             child = Offspring(*await asyncio.open_unix_connection(sock=ours))
             number = self._count = self._count + 1
             self._all[number] = child
+            if self._is_lost:
+                self._hear(KeeperLost())
             await self._keeper.start(
                 number,
                 command_of(module, arguments),
@@ -104,6 +107,7 @@ class Nursery:
             case Exited(number, exit_code, problem):
                 self._all.pop(number).end_nowait(exit_code, problem)
             case KeeperLost():
+                self._is_lost = True
                 while self._all:
                     self._all.popitem()[1].end_nowait(-9, "the process that keeps all others was killed")
             case _:

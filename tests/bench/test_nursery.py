@@ -58,3 +58,4 @@ async def test_when_the_keeper_is_killed_all_have_ended(nursery: Nursery, tmp_pa
     await child.wait()
     assert "was killed" in child.problem
     assert psutil.wait_procs([process], timeout=60)[1] == []
+    assert "was killed" in (await start(nursery, tmp_path / "log")).problem

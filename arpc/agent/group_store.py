@@ -44,6 +44,8 @@ OPERATION_LIMIT_S: Final = 30.0
 """A store that takes longer to answer counts as lost: its host is stopped, or the network is gone."""
 
 CLOSE_LIMIT_S: Final = 1.0
+IDLE_S: Final = 1.0
+"""After so long without anything to do, the thread ends."""
 FIRST_DELAY_S: Final = 0.001
 LONGEST_DELAY_S: Final = 0.05
 
@@ -145,14 +147,12 @@ class StoreThread:
     """One thread that does what it is handed, in that order, and tells the loop.
 
     What was handed in is done even if nobody waits for it any more. So when a step is cancelled and the one that undoes
-    it is handed in next, the second can rely on the first.
+    it is handed in next, the second can rely on the first. While there is nothing to do there is no thread either: all
+    system calls of a process take longer when it has more than one, and most groups meet once.
     """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # a daemon: a call into a store whose host is stopped may never come back
-        self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="arpc-store", daemon=True)
-        self._thread.start()
+        self._jobs = _Jobs()
         self._stop = weakref.finalize(self, self._jobs.put, None)  # also when nobody closes it
 
     def submit_nowait(self, function: Callable[[], T]) -> asyncio.Future[T]:
@@ -192,15 +192,49 @@ class StoreThread:
         self._stop()
         await asyncio.wait((ended,), timeout=CLOSE_LIMIT_S)
         if ended.done():
-            self._thread.join(CLOSE_LIMIT_S)  # on the loop, but there is nothing left to the thread but to return
+            self._jobs.join(CLOSE_LIMIT_S)  # on the loop, but there is nothing left to the thread but to return
         else:
             logger.warning("a call into the store has not come back in %g s: its thread stays behind", CLOSE_LIMIT_S)
 
 
-def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # it holds the store, which may be gone before the next one comes
+class _Jobs:
+    """What is to be done, and the thread that does it, which does not keep a `StoreThread` alive."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # the garbage collector may find a `StoreThread`, and put the end of its jobs, wherever this is held
+        self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+
+    def put(self, job: Callable[[], None] | None) -> None:
+        """Do it after all that was put before; None ends the thread."""
+        with self._lock:
+            self._queue.put(job)
+            if self._thread is None and job is not None:
+                # a daemon: a call into a store whose host is stopped may never come back
+                self._thread = threading.Thread(target=self._serve, name="arpc-store", daemon=True)
+                self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                job = self._queue.get(timeout=IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if self._queue.empty():
+                        self._thread = None
+                        return
+                continue
+            if job is None:
+                return
+            job()
+            del job  # it holds the store, which may be gone before the next one comes
 
 
 def _settle(future: asyncio.Future[T], settle: Callable[[Any], None], value: object) -> None:

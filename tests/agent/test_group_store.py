@@ -137,9 +137,9 @@ async def test_a_store_that_does_not_answer_counts_as_lost(monkeypatch, caplog):
     monkeypatch.setattr(group_store, "CLOSE_LIMIT_S", 0.05)
     group = wrap(HashStore())
     gate = threading.Event()
-    (thread,) = store_threads()
     with pytest.raises(RendezvousError, match=r"has not answered for 0\.05 s"):
         await group.run(lambda _: gate.wait())
+    (thread,) = store_threads()
     assert group.is_lost
     await group.aclose()
     assert "its thread stays behind" in caplog.text
@@ -201,3 +201,18 @@ async def test_a_loop_that_is_gone_does_not_disturb_the_thread():
     gate.set()
     assert await thread.run(lambda: "alive", limit_s=10) == "alive"
     await thread.aclose(lambda: None)
+
+
+async def test_a_thread_that_has_nothing_to_do_ends_and_another_takes_its_place(monkeypatch):
+    monkeypatch.setattr("arpc.agent.group_store.IDLE_S", 0.001)
+    thread = StoreThread()
+    served_by: set[threading.Thread] = set()
+    for _ in range(3):
+        served_by.add(await thread.run(threading.current_thread, limit_s=10))
+        while any(one.is_alive() for one in served_by):  # noqa: ASYNC110 - it waits for threads
+            await asyncio.sleep(0.001)
+    assert len(served_by) == 3
+    order = [thread.submit_nowait(lambda number=number: number) for number in range(100)]
+    assert await asyncio.gather(*order) == list(range(100))
+    await thread.aclose()
+    assert not any(one.name == "arpc-store" and one not in served_by for one in threading.enumerate())

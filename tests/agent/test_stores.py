@@ -294,7 +294,7 @@ async def test_something_that_is_no_store():
 
 async def test_cancelled_while_nobody_is_there(closed_port):
     opening = asyncio.create_task(open_store(init_method=f"tcp://127.0.0.1:{closed_port}", rank=1, world_size=2))
-    await until(store_threads)
+    await until(lambda: opening.get_coro().cr_await)  # it waits for somebody to be there
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
         await opening

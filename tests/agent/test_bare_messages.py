@@ -1,0 +1,242 @@
+"""Requests and replies without a body, which take the shortest way if every task keeps its torch state to itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import torch
+
+import arpc
+from arpc.agent.executor import _MAX_TERMS
+from arpc.agent.observers import Observer
+from arpc.errors import ProtocolError, RpcTimeoutError
+from arpc.testing import cluster
+from arpc.wire.frames import TERMS
+
+OPTIONS = arpc.RpcOptions(gc_freeze=False)
+seen: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen() -> None:
+    seen.clear()
+
+
+async def nothing() -> None:
+    seen.append("called")
+
+
+async def number() -> int:
+    return 7
+
+
+async def fail() -> None:
+    raise ValueError("on purpose")
+
+
+async def pause() -> None:
+    await asyncio.sleep(0)
+
+
+async def wait_for_ever() -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        seen.append("ended")
+
+
+async def remaining() -> None:
+    seen.append(arpc.remaining_time())
+
+
+async def forget_to_switch_back() -> None:
+    seen.append(torch.is_grad_enabled())
+    torch.set_grad_enabled(False)
+
+
+async def who_runs() -> None:
+    seen.append(asyncio.current_task())
+
+
+def run(main: Callable[[Any, Any], Coroutine[Any, Any, None]]) -> None:
+    """As a program does: under `arpc.run`, where tasks are isolated."""
+
+    async def in_a_group() -> None:
+        async with cluster(2, options=OPTIONS) as group:
+            await group[0].rpc_sync("worker1", nothing)
+            seen.clear()
+            await main(group[0], group[1])
+
+    arpc.run(in_a_group())
+
+
+def link_between(here: Any, there: Any) -> Any:
+    """What a worker knows about its connection to another."""
+    return here.agent.peer(there.name).connection.owner
+
+
+def test_they_end_in_every_way():
+    async def main(here: Any, there: Any) -> None:
+        for _ in range(3):
+            await here.rpc_sync("worker1", nothing)
+            assert await here.rpc_sync("worker1", number) == 7
+            with pytest.raises(ValueError, match="on purpose"):
+                await here.rpc_sync("worker1", fail)
+            await here.rpc_sync("worker1", pause)
+            with pytest.raises(RpcTimeoutError):
+                await here.rpc_sync("worker1", wait_for_ever, timeout=0.01)
+        inbound = link_between(there, here).inbound
+        assert {function.name.rpartition(".")[2] for function, _ in inbound.bare.values()} >= {"nothing", "pause"}
+        assert seen.count("called") == 3
+
+    run(main)
+
+
+def test_cancelling_reaches_the_handler():
+    async def main(here: Any, _: Any) -> None:
+        here.agent.set_default_timeout(0)
+        for _ in range(2):  # the second has terms that are known
+            task = asyncio.create_task(here.rpc_sync("worker1", wait_for_ever))
+            await here.rpc_sync("worker1", pause)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            while "ended" not in seen:  # noqa: ASYNC110 - it ends on another worker
+                await asyncio.sleep(0.001)
+            seen.clear()
+
+    run(main)
+
+
+def test_a_new_default_timeout_holds_from_the_next_call_on():
+    async def main(here: Any, _: Any) -> None:
+        for timeout_s in (40, 0, 20):
+            here.agent.set_default_timeout(timeout_s)
+            for _ in range(3):
+                await here.rpc_sync("worker1", remaining)
+        assert [None if left is None else round(left, -1) for left in seen] == [40] * 3 + [None] * 3 + [20] * 3
+
+    run(main)
+
+
+def test_torch_is_as_it_was_for_the_next_handler():
+    async def main(here: Any, _: Any) -> None:
+        for _ in range(3):
+            await here.rpc_sync("worker1", forget_to_switch_back)
+        assert seen == [True] * 3
+        assert torch.is_grad_enabled()
+
+    run(main)
+
+
+def test_each_runs_in_a_task_and_the_caller_in_another():
+    async def main(here: Any, _: Any) -> None:
+        await here.rpc_sync("worker1", who_runs)
+        await here.rpc_sync("worker1", who_runs)
+        assert all(isinstance(task, asyncio.Task) and task is not asyncio.current_task() for task in seen)
+
+    run(main)
+
+
+def test_one_that_comes_twice_runs_once_and_few_terms_are_kept():
+    async def main(here: Any, there: Any) -> None:
+        await here.rpc_sync("worker1", nothing)
+        link = link_between(there, here)
+        take = there.agent.executor.bare_taker(link.inbound)
+        function_id = here.agent.peer("worker1").function_ids[nothing]
+        seen.clear()
+        taken = asyncio.Event()
+
+        def take_many() -> None:  # between the steps of tasks, as a read does
+            for timeout_ms in range(1, 2 * _MAX_TERMS):
+                terms = TERMS.pack(function_id, timeout_ms)
+                take((1 << 60) + timeout_ms, terms)
+                take((1 << 60) + timeout_ms, terms)
+            taken.set()
+
+        asyncio.get_running_loop().call_soon(take_many)
+        await taken.wait()
+        assert len(seen) == 2 * _MAX_TERMS - 1
+        assert 0 < len(link.inbound.bare) <= _MAX_TERMS
+
+    run(main)
+
+
+def test_a_number_that_nobody_defined():
+    async def main(here: Any, there: Any) -> None:
+        peer = here.agent.peer("worker1")
+        await here.rpc_sync("worker1", nothing)
+        peer.terms[nothing] = TERMS.pack(9999, 0)
+        with pytest.raises(ProtocolError, match="never sent"):
+            await here.rpc_sync("worker1", nothing)
+        assert all(arg != 9999 for arg, _ in map(TERMS.unpack, link_between(there, here).inbound.bare))
+
+    run(main)
+
+
+def test_whoever_meters_or_observes_sees_them_and_they_go_back_to_the_shortest_way():
+    class Meter:
+        def call_ended(self, peer: str, function: Any, duration_ns: int, error: BaseException | None) -> None:
+            seen.append("call")
+
+        def handler_ended(self, peer: str, function: str, duration_ns: int) -> None:
+            seen.append("handler")
+
+        def handler_failed(self, peer: str, function: str, error: BaseException) -> None:
+            seen.append("failure")
+
+    class Watcher(Observer):
+        key = "watcher"
+
+        def handler_begins(self, handling: Any) -> None:
+            seen.append("observed")
+
+    async def main(here: Any, there: Any) -> None:
+        protocols = [link_between(here, there).connection.protocol, link_between(there, here).connection.protocol]
+        assert all(protocol.bare for protocol in protocols)
+        for worker in (here, there):
+            worker.agent.set_meter(Meter())
+        assert not any(protocol.bare for protocol in protocols)
+        await here.rpc_sync("worker1", number)
+        assert sorted(seen) == ["call", "handler"]
+        for worker in (here, there):
+            worker.agent.set_meter(None)
+        assert all(protocol.bare for protocol in protocols)
+        seen.clear()
+        watcher = Watcher()
+        there.agent.observe(watcher)
+        await here.rpc_sync("worker1", nothing)
+        assert "observed" in seen
+        there.agent.unobserve(watcher)
+        seen.clear()
+        await here.rpc_sync("worker1", nothing)
+        assert seen == ["called"]
+        assert all(protocol.bare for protocol in protocols)
+
+    run(main)
+
+
+def test_a_connection_that_was_lost_is_made_again():
+    async def main(here: Any, there: Any) -> None:
+        peer = here.agent.peer("worker1")
+        await here.rpc_sync("worker1", nothing)
+        assert nothing in peer.terms
+        peer.connection.abort(ConnectionError("on purpose"))
+        while peer.connection is not None:  # noqa: ASYNC110 - it ends in a turn of the loop or two
+            await asyncio.sleep(0)
+        assert not peer.terms
+        await here.rpc_sync("worker1", nothing)
+        await here.rpc_sync("worker1", nothing)
+        assert peer.connects == 2
+        assert nothing in peer.terms
+
+    run(main)
+
+
+async def test_where_tasks_share_torch_state_they_go_the_other_way():
+    async with cluster(2, options=OPTIONS) as group:
+        await group[0].rpc_sync("worker1", nothing)
+        assert not link_between(group[0], group[1]).connection.protocol.bare

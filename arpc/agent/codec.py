@@ -133,6 +133,12 @@ class Codec:
         packed_meta = _encode_meta(meta) if meta else b""
         return handful_payload(HANDFUL_ARGUMENTS, slots, self._inline_limit, packed_meta, content)
 
+    def handful_of_tensors(self, slots: list[Slot], meta: dict[str, Any] | None, to: str) -> bytes | None:
+        """The same for a call with tensors alone."""
+        if self._placement is not None and self._placement.stager(to).moves_host_memory:
+            return None
+        return handful_payload(HANDFUL_ARGUMENTS, slots, self._inline_limit, _encode_meta(meta) if meta else b"")
+
     def handful_of_result(self, payload: bytes, slots: list[Slot], meta: dict[str, Any] | None) -> bytes | None:
         """The same for a reply that need not go to a device."""
         content = b"" if payload is JUST_A_TENSOR else payload

@@ -247,25 +247,23 @@ class Codec:
 
     def receive_request(self, peer: WorkerInfo, meta: dict[str, Any], slots: list[Any]) -> None:
         for key, value in meta.items():
-            self._interceptor(key).request_received(peer, value, slots)
+            (self._by_key.get(key) or self._unknown(key)).request_received(peer, value, slots)
 
     def intercept_reply(self, peer: WorkerInfo, meta: dict[str, Any], slots: list[Slot]) -> dict[str, Any]:
         reply: dict[str, Any] = {}
         for key, value in meta.items():
-            added = self._interceptor(key).reply_sent(peer, value, slots)
+            added = (self._by_key.get(key) or self._unknown(key)).reply_sent(peer, value, slots)
             if added is not None:
                 reply[key] = added
         return reply
 
     def receive_reply(self, peer: WorkerInfo, meta: dict[str, Any], slots: list[Any]) -> None:
         for key, value in meta.items():
-            self._interceptor(key).reply_received(peer, value, slots)
+            (self._by_key.get(key) or self._unknown(key)).reply_received(peer, value, slots)
 
-    def _interceptor(self, key: str) -> Interceptor:
-        interceptor = self._by_key.get(key)
-        if interceptor is None:
-            raise ProtocolError(f"meta data of the unknown feature {key!r}")
-        return interceptor
+    @staticmethod
+    def _unknown(key: str) -> Interceptor:
+        raise ProtocolError(f"meta data of the unknown feature {key!r}")
 
 
 def _object_of(handful: Handful, load: Callable[..., Any]) -> Any:

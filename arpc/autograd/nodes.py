@@ -155,12 +155,10 @@ def attach_send(tensors: Sequence[Tensor]) -> Any:
     go. Grad mode must be on.
     """
     count = len(tensors)
-    for tensor in tensors:
-        if tensor.__class__ not in _PLAIN:
-            return _apply_send(_TOKEN, *tensors).grad_fn  # which does not look at them: they may do something then
-    if count < _FEW:
-        return _delayed_errors[count](_TOKEN, *tensors)[0].grad_fn
-    return _make_delayed_error("a send node was run", 1 + count)(_TOKEN, *tensors)[0].grad_fn
+    if not _PLAIN.issuperset(map(type, tensors)):
+        return _apply_send(_TOKEN, *tensors).grad_fn  # which does not look at them: they may do something then
+    make = _delayed_errors[count] if count < _FEW else _make_delayed_error("a send node was run", 1 + count)
+    return make(_TOKEN, *tensors)[0].grad_fn
 
 
 def pause_at(send: Any) -> RemovableHandle:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from struct import Struct
+from struct import error as StructError  # noqa: N812 - a class, whatever it is called
 from types import BuiltinFunctionType
 from typing import Any, Final
 
@@ -24,11 +25,11 @@ from arpc.wire.tensors import Slot
 __all__ = ["Recorder"]
 
 _IDS: Final = Struct("<QQ")
-_IDS_BYTES: Final = _IDS.size
 _pack_ids = _IDS.pack
 _unpack_ids: Callable[[bytes], Any] = _IDS.unpack
 _current = current_context_id.get
 _is_grad_enabled = torch.is_grad_enabled
+_new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
 
 
 class Recorder:
@@ -89,7 +90,7 @@ class Recorder:
         if not tensors:
             return 0
         message_id = self._container.new_message_id()
-        context.sends[message_id] = Send(peer.id, Source.of_send(attach_send(tensors)))
+        context.sends[message_id] = _new_tuple(Send, (peer.id, Source.of_send(attach_send(tensors))))
         return message_id
 
     def _record_recv(self, context: AutogradContext, peer: WorkerInfo, message_id: int, slots: list[Any]) -> None:
@@ -114,7 +115,8 @@ class Recorder:
 
 
 def _checked(meta: Any) -> tuple[int, int]:
-    if meta.__class__ is not bytes or len(meta) != _IDS_BYTES:
-        raise ProtocolError("malformed ids of an autograd context")
-    ids: tuple[int, int] = _unpack_ids(meta)
+    try:
+        ids: tuple[int, int] = _unpack_ids(meta)
+    except (StructError, TypeError) as error:
+        raise ProtocolError("malformed ids of an autograd context") from error
     return ids

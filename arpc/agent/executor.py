@@ -546,10 +546,8 @@ class Executor(Replies):
         def direct(link: HasInbound) -> dict[int, Direct]:
             inbound = link.inbound
             kind = brief_kind(int(message_class.type))
-            if isinstance(function, Prompt):
-                return {kind: partial(self._take_prompt, inbound, served)}
             if shortcut is None:
-                return {}
+                return {kind: partial(self._take_prompt, inbound, served)} if isinstance(function, Prompt) else {}
 
             def take(id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
                 try:

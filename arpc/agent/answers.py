@@ -118,9 +118,7 @@ class Answers:
         token = current_scope.set(self._scope)
         try:
             value = (
-                unpack_lone(payload)
-                if payload[0] <= LONE_RESULT
-                else self._handful(peer.info, unpack_handful(payload))
+                unpack_lone(payload) if payload[0] <= LONE_RESULT else self._handful(peer.info, unpack_handful(payload))
             )
         except ProtocolError:
             call.future.set_exception(self._malformed(call))

@@ -233,7 +233,7 @@ class Caller(LabelledCalls, ArgumentPacking):
         """
         meta: dict[str, Any] | None = None
         if args.__class__ is tuple and len(args) == 1 and args[0].__class__ is Tensor and not riders:
-            slots = args
+            slots = list(args)
             payload = self.codec.lone_argument(args[0], peer.info.name)
         elif (
             args.__class__ is tuple
@@ -243,16 +243,15 @@ class Caller(LabelledCalls, ArgumentPacking):
         ):
             slots = list(args)
             if riders:
-                meta = self._meta(peer, function, slots, 0)
+                # `_meta`, written out: observers have nothing to say
+                meta = {}
+                for interceptor, occasions in zip(self._interceptors, self._occasions, strict=False):
+                    if occasions and (added := interceptor.request_sent(peer.info, function, slots)) is not None:
+                        meta[interceptor.key] = added
             payload = self.codec.handful_of_tensors(slots, meta, peer.info.name)
         else:
             return self.begin(peer, future, function, args, None, UNSET)
-        if (
-            payload is None
-            or connection.is_congested
-            or (meta and self.observers.key in meta)
-            or not peer.take_room(size_bytes := HEADER_BYTES + len(payload))
-        ):
+        if payload is None or connection.is_congested or not peer.take_room(size_bytes := HEADER_BYTES + len(payload)):
             return self.begin(peer, future, function, tuple(slots), None, UNSET, riders=False, meta=meta)
         calls = peer.calls
         if self._time() >= calls.until:

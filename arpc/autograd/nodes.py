@@ -6,6 +6,7 @@ Torch's own names are kept, since people know them from graphs and profiles.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -87,6 +88,7 @@ def _recv_forward(ctx: Any, _: Tensor, tensors: Sequence[Tensor], record: RecvRe
     ctx.record = record
     # like local autograd: no gradient is None, not zeros
     ctx.set_materialize_grads(False)
+    # They come in a list: as direct inputs they would be copied
     return tuple(tensors)
 
 
@@ -171,14 +173,11 @@ def _pause(_: Any) -> None:
     raise PauseSignal(current_run())
 
 
-def attach_recv(tensors: Sequence[Tensor], record: RecvRecord) -> tuple[Tensor, ...]:
-    """The same tensors with one recv node as their history. They must have none yet, and grad mode must be on.
+attach_recv: Final[Callable[[Sequence[Tensor], RecvRecord], tuple[Tensor, ...]]] = partial(_apply_recv, ANCHOR)
+"""The same tensors with one recv node as their history. They must have none yet, and grad mode must be on.
 
-    They are no views and no leaves, so they may be changed in place, and each counts its own versions if it did before.
-    """
-    # In a list: as direct inputs they would be copied
-    attached: tuple[Tensor, ...] = _apply_recv(ANCHOR, tensors, record)
-    return attached
+They are no views and no leaves, so they may be changed in place, and each counts its own versions if it did before.
+"""
 
 
 def accumulate_at(leaves: Sequence[Tensor], gradients: list[Tensor]) -> None:

@@ -98,14 +98,15 @@ class Recorder:
         tensors = [slot.data for slot in slots if isinstance(slot, Tensor) and slot.requires_grad]
         if not tensors:
             raise ProtocolError("gradients were announced for a message without tensors that require grad")
-        record = RecvRecord(message_id, peer.id, len(tensors))
+        count = len(tensors)
+        record = RecvRecord(message_id, peer.id, count)
         if _is_grad_enabled():
             attached = attach_recv(tensors, record)
         else:
             with torch.enable_grad():
                 attached = attach_recv(tensors, record)
         context.recvs[message_id] = attached[0].grad_fn
-        if len(attached) == len(slots):
+        if count == len(slots):
             slots[:] = attached
             return
         remaining = iter(attached)

@@ -124,15 +124,15 @@ def handful_payload(
     if count > MAX_TENSORS or len(meta) > _MAX_META_BYTES:
         return None
     head = _pack_header(kind, count, len(meta), len(content))
-    memory = []
-    storages = set()
+    memory: list[bytes] = []
+    storages: set[int] = set()
     try:
         for slot in slots:
             if slot.__class__ not in _PLAIN or not slot.is_cpu:
                 return None
-            label, size, padding, item_bytes = _labels.get(
-                (slot.dtype, slot.shape, slot.requires_grad)
-            ) or _label_of(slot)
+            label, size, padding, item_bytes = _labels.get((slot.dtype, slot.shape, slot.requires_grad)) or _label_of(
+                slot
+            )
             if (
                 not label
                 or size > limit_bytes

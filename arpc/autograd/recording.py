@@ -6,7 +6,8 @@ grad, because its result may; except for a builtin operator, which makes nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from struct import Struct
 from struct import error as StructError  # noqa: N812 - a class, whatever it is called
 from types import BuiltinFunctionType
@@ -29,6 +30,8 @@ _pack_ids = _IDS.pack
 _unpack_ids: Callable[[bytes], Any] = _IDS.unpack
 _current = current_context_id.get
 _is_grad_enabled = torch.is_grad_enabled
+_requires_grad = attrgetter("requires_grad")
+_data_of = attrgetter("data")
 _new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
 
 
@@ -86,7 +89,7 @@ class Recorder:
             self._record_recv(context, peer, message_id, slots)
 
     def _record_send(self, context: AutogradContext, peer: WorkerInfo, slots: list[Slot]) -> int:
-        tensors = [slot for slot in slots if isinstance(slot, Tensor) and slot.requires_grad]
+        tensors = _requiring_grad(slots)
         if not tensors:
             return 0
         message_id = self._container.new_message_id()
@@ -95,7 +98,7 @@ class Recorder:
 
     def _record_recv(self, context: AutogradContext, peer: WorkerInfo, message_id: int, slots: list[Any]) -> None:
         # `data`: `detach()` would have them share a version counter
-        tensors = [slot.data for slot in slots if isinstance(slot, Tensor) and slot.requires_grad]
+        tensors = list(map(_data_of, _requiring_grad(slots)))
         if not tensors:
             raise ProtocolError("gradients were announced for a message without tensors that require grad")
         count = len(tensors)
@@ -113,6 +116,13 @@ class Recorder:
         for place, slot in enumerate(slots):
             if isinstance(slot, Tensor) and slot.requires_grad:
                 slots[place] = next(remaining)
+
+
+def _requiring_grad(slots: Sequence[Any]) -> list[Tensor]:
+    try:
+        return list(filter(_requires_grad, slots))
+    except AttributeError:  # there is memory among them that is no tensor's
+        return [slot for slot in slots if isinstance(slot, Tensor) and slot.requires_grad]
 
 
 def _checked(meta: Any) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 
+import numpy as np
 import pytest
 import torch
 
@@ -154,3 +155,30 @@ async def test_ids_that_are_none_are_a_protocol_error(meta):
     with pytest.raises(ProtocolError):
         recorder.request_received(WorkerInfo("peer", 1), meta, [torch.ones(1, requires_grad=True)])
     assert current_context_id.get() is None
+
+
+@pytest.mark.parametrize("elements", [4, 1 << 20], ids=["small", "large"])
+@pytest.mark.parametrize("is_same", [False, True], ids=["two", "twice"])
+async def test_a_call_is_recorded_once_whatever_way_it_goes(group, elements, is_same):
+    x = torch.ones(elements, requires_grad=True)
+    y = x if is_same else torch.ones(elements, requires_grad=True)
+    async with arpc.autograd.context() as ctx_id:
+        z = await arpc.rpc_sync("worker1", functions.mul, (x, y))
+        (sent,) = of(group, 0, ctx_id).sends.values()
+        assert [node.variable for node, _ in sent.source.edges] == ([x] if is_same else [x, y])
+        (replied,) = of(group, 1, ctx_id).sends.values()
+        assert len(replied.source.edges) == 1
+        await arpc.autograd.backward(ctx_id, [z.sum()])
+        gradients = arpc.autograd.get_gradients(ctx_id)
+        assert gradients.keys() == {x, y}
+        assert gradients[x].unique().tolist() == [2.0 if is_same else 1.0]
+
+
+async def test_memory_that_is_no_tensor_goes_along(group):
+    x = leaf()
+    async with arpc.autograd.context() as ctx_id:
+        numbers, z = await arpc.rpc_sync("worker1", functions.give_back, ([np.ones(3), x],))
+        assert numbers.tolist() == [1.0] * 3
+        assert z.grad_fn.name() == RECV
+        (sent,) = of(group, 0, ctx_id).sends.values()
+        assert [node.variable for node, _ in sent.source.edges] == [x]

@@ -318,28 +318,37 @@ class Executor(Replies):
             return
         # what `returned` comes down to, for a small tensor
         lone = None if run.meta else self.codec.lone_result(result)
-        if lone is not None:
-            data = _pack_brief(len(lone), _BRIEF_REPLY, run.id, 0, 0, 0) + lone
-        else:
-            try:
-                data, buffers = self._pack_slots(run, JUST_A_TENSOR, [result])
-            except BaseException as error:  # noqa: BLE001 - whatever an interceptor raises is the caller's
-                self._stepped(carrier)
-                self.raised(run, error)
-                return
-            if buffers is not None:
-                self._stepped(carrier)
-                self._end(run, data, buffers)
-                return
+        if lone is None:
+            self._stepped(carrier)
+            self._return_tensor(run, result)
+            return
         run.ended = True
         run.context = NO_CONTEXT
         self._calls_ended += 1
         try:
-            run.inbound.connection.send(data)
+            run.inbound.connection.send(_pack_brief(len(lone), _BRIEF_REPLY, run.id, 0, 0, 0) + lone)
         except ConnectionClosedError:
             pass  # the caller knows
         finally:
             self._stepped(carrier)
+
+    def _return_tensor(self, run: Run, result: Tensor) -> None:
+        """The same if something rides on the reply, or it is large."""
+        try:
+            data, buffers = self._pack_slots(run, JUST_A_TENSOR, [result])
+        except BaseException as error:  # noqa: BLE001 - whatever an interceptor raises is the caller's
+            self.raised(run, error)
+            return
+        if buffers is not None:
+            self._end(run, data, buffers)
+            return
+        run.ended = True
+        run.context = NO_CONTEXT
+        self._calls_ended += 1
+        try:  # noqa: SIM105 - which costs nothing
+            run.inbound.connection.send(data)
+        except ConnectionClosedError:
+            pass  # the caller knows
 
     def _stepped(self, carrier: Carrier) -> None:
         """Tidy up after a handler that has ended in its first step."""

@@ -132,7 +132,7 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
             resolve=partial(_resolve, rendezvous, name, placement),
             handlers={**rrefs.handlers, **autograd.handlers, **profiler.handlers, **metrics.handlers},
             wrappers=rrefs.wrappers,
-            shortcuts=rrefs.shortcuts,
+            shortcuts={**rrefs.shortcuts, **autograd.shortcuts},
             reducers=reducers,
             families=kinds.FAMILIES,
             preparations=kinds.PREPARATIONS,

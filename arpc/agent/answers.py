@@ -17,7 +17,7 @@ from arpc.errors import (
     SerializationError,
 )
 from arpc.ids import WorkerInfo
-from arpc.wire.handful import LAST_HANDFUL, Handful, unpack_handful
+from arpc.wire.handful import HANDFUL_RESULT, LAST_HANDFUL, Handful, unpack_handful
 from arpc.wire.lone import LONE_RESULT, unpack_lone
 from arpc.wire.messages import (
     ItemFlag,
@@ -106,15 +106,19 @@ class Answers:
 
     def _take_tensors(self, link: Link, id_: int, payload: bytes | bytearray) -> None:
         """`_on_reply` for a few small tensors."""
-        call = link.peer.pop(id_)
-        if call is None or call.future.done():
+        peer = link.peer
+        try:
+            call = peer.calls.buckets[id_ >> SEQUENCE_BITS].pop(id_)
+        except KeyError:
+            return
+        if call.size_bytes:
+            peer.release(call)
+        if call.future.done():
             return
         token = current_scope.set(self._scope)
         try:
             value = (
-                unpack_lone(payload)
-                if payload[0] <= LONE_RESULT
-                else self._handful(link.peer.info, unpack_handful(payload))
+                unpack_lone(payload) if payload[0] <= LONE_RESULT else self._handful(peer.info, unpack_handful(payload))
             )
         except ProtocolError:
             call.future.set_exception(self._malformed(call))
@@ -132,8 +136,11 @@ class Answers:
 
     def _handful(self, peer: WorkerInfo, handful: Handful) -> Any:
         codec = self.codec
-        if handful.meta:
-            codec.receive_reply(peer, codec.decoded(handful.meta), handful.slots)
+        kind, slots, meta, content = handful
+        if meta:
+            codec.receive_reply(peer, codec.decoded(meta), slots)
+        if kind == HANDFUL_RESULT and not content and len(slots) == 1:
+            return slots[0]
         return codec.handful_object(handful)
 
     def _on_reply(self, link: Link, message: Message) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 from arpc.agent.codec import Codec, Interceptor
@@ -45,6 +45,8 @@ class ArgumentPacking:
     observers: Observers
     _interceptors: Sequence[Interceptor]
     _max_payload_bytes: int
+    _occasions: tuple[Sized, ...]
+    """Of the interceptors in their order, and of others after them."""
     _pickler: Pickler
     _preparations: Mapping[type, Preparation]
 
@@ -99,11 +101,12 @@ class ArgumentPacking:
     def _meta(self, peer: Peer, function: Any, slots: list[Slot], window: int) -> dict[str, Any]:
         """What rides on a call."""
         meta: dict[str, Any] = {WINDOW: window} if window else {}
-        for interceptor in self._interceptors:
-            has_say = interceptor.occasions or interceptor is self.observers  # some of whom stand by
-            added = interceptor.request_sent(peer.info, function, slots) if has_say else None
-            if added is not None:
-                meta[interceptor.key] = added
+        observers = self.observers
+        for interceptor, occasions in zip(self._interceptors, self._occasions, strict=False):
+            if occasions or interceptor is observers:  # some of whom stand by
+                added = interceptor.request_sent(peer.info, function, slots)
+                if added is not None:
+                    meta[interceptor.key] = added
         return meta
 
     def _pickle_with_function(

@@ -70,6 +70,7 @@ _REQUEST_LEAD: Final = bare_lead(_BRIEF_REQUEST)
 _NO_ARGS: Final = ()
 _FEW_TIMEOUTS: Final = 16
 _NO_SLOTS: Final[list[Slot]] = []
+_ONLY_TENSORS: Final = {Tensor}
 _NO_BUFFERS: Final[list[memoryview]] = []
 
 
@@ -161,12 +162,13 @@ class Caller(LabelledCalls, ArgumentPacking):
             or current_scope.get().__class__ is not WorkerScope
             or (connection.is_congested and not peer.has_room(0))
             or peer.backlog
-            or any(self._occasions)
             or get_ident() != self._shortest_thread
         ):
             call_id = self.begin(peer, future, function, args, kwargs, timeout)
             if terms is NO_TERMS:
                 self._learn_terms(peer, function)
+        elif any(self._occasions):
+            call_id = self._begin_simple(peer, connection, future, function, args, riders=True)
         elif args is _NO_ARGS:  # whatever else counts as false is for `begin` to judge
             # what `begin` comes down to, if there is nothing special about a call
             calls = peer.calls
@@ -222,23 +224,40 @@ class Caller(LabelledCalls, ArgumentPacking):
         future: asyncio.Future[Any],
         function: Callable[..., Any],
         args: Any,
+        *,
+        riders: bool = False,
     ) -> int:
-        """What `begin` comes down to if there is nothing special about a call but its one argument, a small tensor."""
-        if (
-            args.__class__ is not tuple
-            or len(args) != 1
-            or args[0].__class__ is not Tensor
-            or (payload := self.codec.lone_argument(args[0], peer.info.name)) is None
-            or not peer.has_room(size_bytes := HEADER_BYTES + len(payload))
+        """What `begin` comes down to if there is nothing special about a call but its arguments, a few small tensors.
+
+        ``riders``: something may ride on it.
+        """
+        meta: dict[str, Any] | None = None
+        if args.__class__ is tuple and len(args) == 1 and args[0].__class__ is Tensor and not riders:
+            slots = list(args)
+            payload = self.codec.lone_argument(args[0], peer.info.name)
+        elif (
+            args.__class__ is tuple
+            and set(map(type, args)) == _ONLY_TENSORS
+            and len(set(map(id, args))) == len(args)
+            and not (riders and self.observers.concerned())
         ):
+            slots = list(args)
+            if riders:
+                # `_meta`, written out: observers have nothing to say
+                meta = {}
+                for interceptor, occasions in zip(self._interceptors, self._occasions, strict=False):
+                    if occasions and (added := interceptor.request_sent(peer.info, function, slots)) is not None:
+                        meta[interceptor.key] = added
+            payload = self.codec.handful_of_tensors(slots, meta, peer.info.name)
+        else:
             return self.begin(peer, future, function, args, None, UNSET)
+        if payload is None or connection.is_congested or not peer.take_room(size_bytes := HEADER_BYTES + len(payload)):
+            return self.begin(peer, future, function, tuple(slots), None, UNSET, riders=False, meta=meta)
         calls = peer.calls
         if self._time() >= calls.until:
             self._turn_to_default(calls)
         call_id = calls.take_id(self._default_tick)
         calls.bucket[call_id] = Call(future, function, size_bytes, connection)
-        peer.in_flight_bytes += size_bytes
-        peer.in_flight_calls += 1
         function_id = peer.function_ids[function]
         head = _pack_brief(len(payload), _BRIEF_REQUEST, call_id, function_id, self._default_timeout_ms, 0)
         connection.send(head + payload)
@@ -432,11 +451,12 @@ class Caller(LabelledCalls, ArgumentPacking):
         window: int = 0,
         riders: bool | None = None,
         label: bytes = b"",
+        meta: dict[str, Any] | None = None,
     ) -> int:
         """Send one request; its reply completes the future. Raises before anything was sent if it cannot be.
 
         ``type_`` is another message than REQUEST for a feature's own; ``function`` is its class if it names none.
-        ``label`` is what such a message has before its payload.
+        ``label`` is what such a message has before its payload. ``meta`` is what rides on it, if ``riders`` is False.
         """
         if self.is_closing or get_ident() != self._thread:
             raise self._refusal(function)
@@ -491,7 +511,8 @@ class Caller(LabelledCalls, ArgumentPacking):
                 as_arguments(args)
             payload = b""
             size_bytes = self._least_bytes  # not worth counting, nor is what the peer keeps of it
-        meta = self._meta(peer, function, slots, window) if window or riders else None
+        if window or riders:
+            meta = self._meta(peer, function, slots, window)
         if (
             payload is ONE_TENSOR
             and not meta

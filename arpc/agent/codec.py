@@ -133,6 +133,12 @@ class Codec:
         packed_meta = _encode_meta(meta) if meta else b""
         return handful_payload(HANDFUL_ARGUMENTS, slots, self._inline_limit, packed_meta, content)
 
+    def handful_of_tensors(self, slots: list[Slot], meta: dict[str, Any] | None, to: str) -> bytes | None:
+        """The same for a call with tensors alone."""
+        if self._placement is not None and self._placement.stager(to).moves_host_memory:
+            return None
+        return handful_payload(HANDFUL_ARGUMENTS, slots, self._inline_limit, _encode_meta(meta) if meta else b"")
+
     def handful_of_result(self, payload: bytes, slots: list[Slot], meta: dict[str, Any] | None) -> bytes | None:
         """The same for a reply that need not go to a device."""
         content = b"" if payload is JUST_A_TENSOR else payload
@@ -241,25 +247,23 @@ class Codec:
 
     def receive_request(self, peer: WorkerInfo, meta: dict[str, Any], slots: list[Any]) -> None:
         for key, value in meta.items():
-            self._interceptor(key).request_received(peer, value, slots)
+            (self._by_key.get(key) or self._unknown(key)).request_received(peer, value, slots)
 
     def intercept_reply(self, peer: WorkerInfo, meta: dict[str, Any], slots: list[Slot]) -> dict[str, Any]:
         reply: dict[str, Any] = {}
         for key, value in meta.items():
-            added = self._interceptor(key).reply_sent(peer, value, slots)
+            added = (self._by_key.get(key) or self._unknown(key)).reply_sent(peer, value, slots)
             if added is not None:
                 reply[key] = added
         return reply
 
     def receive_reply(self, peer: WorkerInfo, meta: dict[str, Any], slots: list[Any]) -> None:
         for key, value in meta.items():
-            self._interceptor(key).reply_received(peer, value, slots)
+            (self._by_key.get(key) or self._unknown(key)).reply_received(peer, value, slots)
 
-    def _interceptor(self, key: str) -> Interceptor:
-        interceptor = self._by_key.get(key)
-        if interceptor is None:
-            raise ProtocolError(f"meta data of the unknown feature {key!r}")
-        return interceptor
+    @staticmethod
+    def _unknown(key: str) -> Interceptor:
+        raise ProtocolError(f"meta data of the unknown feature {key!r}")
 
 
 def _object_of(handful: Handful, load: Callable[..., Any]) -> Any:

@@ -38,10 +38,10 @@ from arpc.errors import (
 )
 from arpc.log import get_logger
 from arpc.wire.frames import BARE_HEADER, BRIEF_HEADER, NO_TERMS, TERMS, bare_lead, brief_kind, frame
-from arpc.wire.handful import LAST_HANDFUL, Handful, unpack_handful
+from arpc.wire.handful import HANDFUL_ARGUMENTS, LAST_HANDFUL, Handful, unpack_handful
 from arpc.wire.lone import LONE_RESULT, unpack_lone
 from arpc.wire.messages import WINDOW, FailureKind, Message, MessageType, Request, RequestFlag
-from arpc.wire.pickling import loads
+from arpc.wire.pickling import JUST_A_TENSOR, loads
 from arpc.wire.protocol import Bare, Direct
 
 __all__ = ["Executor", "HasInbound", "Service", "Wrapped", "Wrapper"]
@@ -311,20 +311,44 @@ class Executor(Replies):
         if waiting is not None:
             run.coroutine = waiting
             self.carriers.carry_on(run, result, is_conveyed=True)
-        elif result.__class__ is Tensor and not run.meta and (lone := self.codec.lone_result(result)) is not None:
-            # what `returned` comes down to, for a small tensor
-            run.ended = True
-            run.context = NO_CONTEXT
-            self._calls_ended += 1
-            try:
-                run.inbound.connection.send(_pack_brief(len(lone), _BRIEF_REPLY, run.id, 0, 0, 0) + lone)
-            except ConnectionClosedError:
-                pass  # the caller knows
-            finally:
-                self._stepped(carrier)
-        else:
+            return
+        if result.__class__ is not Tensor:
             self._stepped(carrier)
             self.returned(run, result)
+            return
+        # what `returned` comes down to, for a small tensor
+        lone = None if run.meta else self.codec.lone_result(result)
+        if lone is None:
+            self._stepped(carrier)
+            self._return_tensor(run, result)
+            return
+        run.ended = True
+        run.context = NO_CONTEXT
+        self._calls_ended += 1
+        try:
+            run.inbound.connection.send(_pack_brief(len(lone), _BRIEF_REPLY, run.id, 0, 0, 0) + lone)
+        except ConnectionClosedError:
+            pass  # the caller knows
+        finally:
+            self._stepped(carrier)
+
+    def _return_tensor(self, run: Run, result: Tensor) -> None:
+        """The same if something rides on the reply, or it is large."""
+        try:
+            data, buffers = self._pack_slots(run, JUST_A_TENSOR, [result])
+        except BaseException as error:  # noqa: BLE001 - whatever an interceptor raises is the caller's
+            self.raised(run, error)
+            return
+        if buffers is not None:
+            self._end(run, data, buffers)
+            return
+        run.ended = True
+        run.context = NO_CONTEXT
+        self._calls_ended += 1
+        try:  # noqa: SIM105 - which costs nothing
+            run.inbound.connection.send(data)
+        except ConnectionClosedError:
+            pass  # the caller knows
 
     def _stepped(self, carrier: Carrier) -> None:
         """Tidy up after a handler that has ended in its first step."""
@@ -408,10 +432,11 @@ class Executor(Replies):
 
     def _receive_handful(self, run: Run, handful: Handful) -> Any:
         codec = self.codec
-        if handful.meta:
-            run.meta = codec.decoded(handful.meta)
-            codec.receive_request(run.inbound.caller, run.meta, handful.slots)
-        return codec.handful_object(handful)
+        kind, slots, meta, content = handful
+        if meta:
+            run.meta = codec.decoded(meta)
+            codec.receive_request(run.inbound.caller, run.meta, slots)
+        return tuple(slots) if kind == HANDFUL_ARGUMENTS and not content else codec.handful_object(handful)
 
     def _not_unpacked(self, error: BaseException) -> SerializationError:
         return SerializationError(
@@ -530,10 +555,8 @@ class Executor(Replies):
         def direct(link: HasInbound) -> dict[int, Direct]:
             inbound = link.inbound
             kind = brief_kind(int(message_class.type))
-            if isinstance(function, Prompt):
-                return {kind: partial(self._take_prompt, inbound, served)}
             if shortcut is None:
-                return {}
+                return {kind: partial(self._take_prompt, inbound, served)} if isinstance(function, Prompt) else {}
 
             def take(id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
                 try:

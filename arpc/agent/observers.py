@@ -222,9 +222,12 @@ class Observers:
 
     # -- requests of this worker
 
-    def concerned(self) -> list[Observer]:
+    def concerned(self) -> Sequence[Observer]:
         """Who wants to hear of a request that begins now."""
-        return [*self.installed, *[observer for observer in self.standing if observer.occasions]]
+        for observer in self.standing:
+            if observer.occasions:
+                return [*self.installed, *[observer for observer in self.standing if observer.occasions]]
+        return self.installed
 
     def thread_calls(self, context: Context, peer: str, function: Any) -> None:
         for observer in self.concerned():

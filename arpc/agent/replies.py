@@ -83,7 +83,10 @@ class Replies:
             self._end(run, data, buffers)
 
     def _pack_result(self, run: Run, result: Any) -> tuple[bytes, list[memoryview] | None]:
-        payload, slots = self._pickle_result(run, result)
+        return self._pack_slots(run, *self._pickle_result(run, result))
+
+    def _pack_slots(self, run: Run, payload: bytes, slots: list[Slot]) -> tuple[bytes, list[memoryview] | None]:
+        """A reply, and the memory that follows it; None if there are no tensors beside the payload."""
         meta = run.meta
         if meta:
             meta = run.context.run(self.codec.intercept_reply, run.inbound.caller, meta, slots)

@@ -6,9 +6,11 @@ A context has the same id on all workers that it touches. Everything here belong
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from contextvars import ContextVar
 from itertools import count
 from time import monotonic
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor
@@ -50,6 +52,9 @@ class AutogradContext:
     """Those of them that this worker has told others of."""
     sends_used = 0
     """How often gradients have come for a message, in all passes."""
+    gradients: Mapping[Tensor, Tensor] = MappingProxyType({})
+    """What passes that have ended here have accumulated. Replaced, never changed."""
+    _before_last_pass: Mapping[Tensor, Tensor] = gradients
 
     def __init__(self, context_id: int) -> None:
         self.id = context_id
@@ -61,16 +66,13 @@ class AutogradContext:
         """The recv nodes, by message id."""
         self.known_workers: set[int] = set()
         """Ids of the workers that were told of this context, or told this one."""
-        self.gradients: dict[Tensor, Tensor] = {}
-        """What passes that have ended here have accumulated. Replaced, never changed."""
-        self._before_last_pass: dict[Tensor, Tensor] = self.gradients
 
     @property
     def creator(self) -> int:
         """The id of the worker that made it."""
         return self.id >> LOCAL_BITS
 
-    def commit(self, pass_id: int, gradients: dict[Tensor, Tensor]) -> None:
+    def commit(self, pass_id: int, gradients: Mapping[Tensor, Tensor]) -> None:
         """Add what a pass computed here. It can be taken back until the next pass ends."""
         self._before_last_pass = self.gradients
         self.last_pass = pass_id
@@ -96,7 +98,7 @@ class AutogradContext:
         """It has ended: whoever still has it shall not keep the graph, or the gradients, alive."""
         self.sends.clear()
         self.recvs.clear()
-        self.gradients = self._before_last_pass = {}
+        self.gradients = self._before_last_pass = AutogradContext.gradients
 
     def roll_back(self, pass_id: int) -> None:
         """A pass has failed: no gradient of it stays."""

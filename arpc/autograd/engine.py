@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge
 from arpc.autograd.accumulation import LeafGradients
 from arpc.autograd.graph import Edge, Exit, Plan, Planner, Region
 from arpc.autograd.heeded import accumulate_heeded, is_heeded
-from arpc.autograd.nodes import ANCHOR, PauseSignal, RecvRecord, current_run, run_backward
+from arpc.autograd.nodes import ANCHOR, SEND_NAME, PauseSignal, RecvRecord, current_run, pause_at, run_backward
 from arpc.errors import AutogradError
 
 __all__ = ["Delivery", "LocalEngine", "RegionEngine", "Source", "call_engine", "compact"]
@@ -35,6 +35,7 @@ _is_anomaly_enabled: Final = torch._C.is_anomaly_enabled  # what `torch.is_anoma
 _SMALL: Final = 1024
 """Elements that are copied in less time than their strides are packed and unpacked."""
 _NO_GRADIENT: Final = torch.zeros(())
+_new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
 _SPENT: Final = (
     "Trying to backward through the graph a second time, and the first pass has freed it. Pass retain_graph=True to "
     "the first `arpc.autograd.backward`"
@@ -45,13 +46,14 @@ class Source(NamedTuple):
     """Where gradients enter a graph: the roots of a pass, or a message that was sent."""
 
     edges: Sequence[Edge]
-    token: Tensor | None
-    """The token of the send; None for the roots, whose gradients are there from the start."""
+    node: Any
+    """The node of the send; None for the roots, whose gradients are there from the start."""
 
     @classmethod
-    def of_send(cls, token: Tensor) -> Source:
-        assert token.grad_fn is not None
-        return cls(token.grad_fn.next_functions, token)
+    def of_send(cls, node: Any) -> Source:
+        """``node``: see `attach_send`."""
+        made: Source = _new_tuple(cls, (node.next_functions[1:], node))
+        return made
 
 
 class LocalEngine(ABC):
@@ -261,13 +263,12 @@ class RegionEngine(LocalEngine):
         plan, unresolved = self.plan, ~self._resolved
         now = {region.sources for region in ready}
         # who holds back what lies behind the border
-        barriers: dict[int, Tensor] = {}
+        barriers: dict[int, Any] = {}
         for exit_ in border:
             missing = plan.sources(exit_.to[0]) & unresolved
             lowest = (missing & -missing).bit_length() - 1
-            token = self.sources[lowest].token
-            assert token is not None  # the roots are resolved first
-            barriers[lowest] = token
+            barriers[lowest] = self.sources[lowest].node
+            assert barriers[lowest] is not None  # the roots are resolved first
         # Nodes and leaves may be shared with other contexts, whose calls of the engine meet the hooks too
         caught: list[tuple[int, Edge, Tensor]] = []
         handles: list[Any] = []
@@ -298,8 +299,9 @@ class RegionEngine(LocalEngine):
             *hooked,
             *[GradientEdge(*exit_.to) for exit_ in border],
         )
-        for token in barriers.values():
-            token.grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]  # noqa: SLF001 - last in the engine's queue
+        for node in barriers.values():
+            node._set_sequence_nr(0)  # noqa: SLF001 - last in the engine's queue
+            handles.append(pause_at(node))
         try:
             with _without_pause_warnings():
                 call_engine(
@@ -366,12 +368,12 @@ def call_engine(
     inputs: tuple[Any, ...],
     *,
     retain_graph: bool,
-    barriers: Sequence[Tensor] = (),
+    barriers: Sequence[Any] = (),
 ) -> tuple[Tensor | None, ...]:
     """Have torch's engine run what the edges lead to, as far as the inputs need it: their gradients."""
     roots: tuple[Any, ...] = tuple([GradientEdge(node, place) for node, place in edges])
     if barriers:
-        roots = (*roots, *barriers)
+        roots = (*roots, *[GradientEdge(node, 0) for node in barriers])
         gradients = [*gradients, *[_NO_GRADIENT] * len(barriers)]
     result: tuple[Tensor | None, ...] = run_backward(
         roots, tuple(gradients), retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False
@@ -424,5 +426,5 @@ def _without_pause_warnings() -> Iterator[None]:
         yield
         return
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"Error detected in torch::distributed::autograd::SendRpcBackward")
+        warnings.filterwarnings("ignore", message=rf"Error detected in (torch::autograd::Error|{SEND_NAME})")
         yield

@@ -113,7 +113,7 @@ class Lifetimes:
         Whoever is cancelled meanwhile need not wait: the others are told all the same.
         """
         context = self.forget(context_id)
-        if context is not None:
+        if context is not None and context.known_workers:
             await self._tell_all(context.known_workers - {self._container.worker_id}, context_id)
 
     def release_nowait(self, context_id: int) -> None:
@@ -132,6 +132,7 @@ class Lifetimes:
         for to, future in told:
             if cancelled is not None and not future.done():
                 late.append(to)
+                future.add_done_callback(_look_at)
                 continue
             try:
                 await future
@@ -163,17 +164,17 @@ class Lifetimes:
 
     def _tell(self, to: int, context_id: int) -> asyncio.Future[Any]:
         # of a future that is cancelled the peer does not hear: it is to forget the context all the same
-        future = self.agent.loop.create_future()
-        peer = self.agent.peer(to)
-        payload = dumps((context_id,), 5)
+        agent = self.agent
+        future = agent.loop.create_future()
+        peer = agent.peer(to)
+        args = context_id, self._container.worker_id
         if (
             peer is not None
-            and self.agent.placement is None
-            and self.agent.request_plain(AutogradRelease, peer, payload, self._attempt_s, future)
+            and agent.placement is None
+            and agent.request_plain(AutogradRelease, peer, dumps(args, 5), self._attempt_s, future)
         ):
-            future.add_done_callback(_look_at)
             return future
-        return self.notify(AutogradRelease, to, (context_id,), self._attempt_s)
+        return self.notify(AutogradRelease, to, args, self._attempt_s)
 
     async def _tell_again(self, workers: Iterable[int], context_id: int) -> None:
         """Tell workers of the end of a context until they have heard, or it is hopeless."""
@@ -181,22 +182,31 @@ class Lifetimes:
         for attempt in range(self._options.control_retries):
             await asyncio.sleep(self._options.control_backoff * _BACKOFF_FACTOR**attempt)
             told = {to: self._tell(to, context_id) for to in waiting}
+            for future in told.values():
+                future.add_done_callback(_look_at)
             await asyncio.wait(told.values())
             waiting = [to for to, future in told.items() if not _is_settled(future)]
             if not waiting:
                 return
         logger.info("workers %s did not hear of the end of autograd context %d", waiting, context_id)
 
-    def on_release(self, context_id: int) -> Coroutine[Any, Any, None] | None:
-        """Handler: a context has ended."""
-        scope = current_scope.get()
-        assert scope is not None
-        assert scope.caller is not None  # this is a handler
+    def on_release(self, context_id: int, teller: int) -> Coroutine[Any, Any, None] | None:
+        """Handler: a context has ended, says a worker."""
         context = self.forget(context_id)
         if context is None:
             return None
-        others = context.known_workers - {self._container.worker_id, scope.caller.id}
+        others = context.known_workers - {self._container.worker_id, teller}
         return self._tell_all(others, context_id) if others else None
+
+    def release_at_once(self, context_id: int, teller: int) -> Any:
+        """The same if nobody else has to hear of it, and nothing is under way; NotImplemented if it takes more."""
+        context = self._container.contexts.get(context_id)
+        if context is not None and (
+            context.active_pass is not None or not context.known_workers <= {self._container.worker_id, teller}
+        ):
+            return NotImplemented
+        self.forget(context_id)
+        return None
 
     # -- workers that are lost
 

@@ -6,11 +6,14 @@ Torch's own names are kept, since people know them from graphs and profiles.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from arpc.errors import AutogradError
 
@@ -24,6 +27,7 @@ __all__ = [
     "attach_recv",
     "attach_send",
     "current_run",
+    "pause_at",
     "run_backward",
 ]
 
@@ -35,7 +39,7 @@ ANCHOR: Final = torch.empty(0, requires_grad=True)
 
 
 class PauseSignal(BaseException):
-    """Raised by a send node that the engine has reached: what was ready has run. Not an error, and never seen outside.
+    """Raised at a send node that the engine has reached: what was ready has run. Not an error, and never seen outside.
 
     A BaseException, so that no hook of a user takes it for one.
     """
@@ -77,13 +81,14 @@ def _send_forward(_: Any, *__: Tensor) -> Tensor:
 
 
 def _send_backward(_: Any, *__: Any) -> Any:
-    raise PauseSignal(current_run())
+    raise AutogradError("a send node was run: this is a bug of arpc")
 
 
 def _recv_forward(ctx: Any, _: Tensor, tensors: Sequence[Tensor], record: RecvRecord) -> tuple[Tensor, ...]:
     ctx.record = record
     # like local autograd: no gradient is None, not zeros
     ctx.set_materialize_grads(False)
+    # They come in a list: as direct inputs they would be copied
     return tuple(tensors)
 
 
@@ -138,23 +143,41 @@ _apply_send: Final[Any] = super(Function, _SendRpc).apply
 _apply_recv: Final[Any] = super(Function, _RecvRpc).apply
 
 
-def attach_send(tensors: Sequence[Tensor]) -> Tensor:
-    """A token whose ``grad_fn`` leads to where the tensors came from. It keeps no memory of theirs.
+_PLAIN: Final = frozenset((Tensor, Parameter))
+# Torch's own way to make a node that must not be run, and by far the cheapest way to make one at all
+_make_delayed_error: Final[Any] = torch._C._functions.DelayedError  # noqa: SLF001 - that of `once_differentiable`
+_FEW: Final = 16
+_delayed_errors: Final = tuple(_make_delayed_error("a send node was run", 1 + count) for count in range(_FEW))
 
-    What is done to the tensors in place afterwards does not change where their gradients go. Grad mode must be on.
+
+def attach_send(tensors: Sequence[Tensor]) -> Any:
+    """A node whose edges, but for the first, lead to where the tensors came from. It keeps no memory of theirs.
+
+    Its first input is a scalar. What is done to the tensors in place afterwards does not change where their gradients
+    go. Grad mode must be on.
     """
-    token: Tensor = _apply_send(*tensors)
-    return token
+    count = len(tensors)
+    if not _PLAIN.issuperset(map(type, tensors)):
+        return _apply_send(_TOKEN, *tensors).grad_fn  # which does not look at them: they may do something then
+    make = _delayed_errors[count] if count < _FEW else _make_delayed_error("a send node was run", 1 + count)
+    return make(_TOKEN, *tensors)[0].grad_fn
 
 
-def attach_recv(tensors: Sequence[Tensor], record: RecvRecord) -> tuple[Tensor, ...]:
-    """The same tensors with one recv node as their history. They must have none yet, and grad mode must be on.
+def pause_at(send: Any) -> RemovableHandle:
+    """Let a send node raise a `PauseSignal` when the engine reaches it, until what is returned is removed."""
+    handle: RemovableHandle = send.register_prehook(_pause)
+    return handle
 
-    They are no views and no leaves, so they may be changed in place, and each counts its own versions if it did before.
-    """
-    # In a list: as direct inputs they would be copied
-    attached: tuple[Tensor, ...] = _apply_recv(ANCHOR, tensors, record)
-    return attached
+
+def _pause(_: Any) -> None:
+    raise PauseSignal(current_run())
+
+
+attach_recv: Final[Callable[[Sequence[Tensor], RecvRecord], tuple[Tensor, ...]]] = partial(_apply_recv, ANCHOR)
+"""The same tensors with one recv node as their history. They must have none yet, and grad mode must be on.
+
+They are no views and no leaves, so they may be changed in place, and each counts its own versions if it did before.
+"""
 
 
 def accumulate_at(leaves: Sequence[Tensor], gradients: list[Tensor]) -> None:

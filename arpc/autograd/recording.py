@@ -6,8 +6,10 @@ grad, because its result may; except for a builtin operator, which makes nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from struct import Struct
+from struct import error as StructError  # noqa: N812 - a class, whatever it is called
 from types import BuiltinFunctionType
 from typing import Any, Final
 
@@ -24,11 +26,13 @@ from arpc.wire.tensors import Slot
 __all__ = ["Recorder"]
 
 _IDS: Final = Struct("<QQ")
-_IDS_BYTES: Final = _IDS.size
 _pack_ids = _IDS.pack
 _unpack_ids: Callable[[bytes], Any] = _IDS.unpack
 _current = current_context_id.get
 _is_grad_enabled = torch.is_grad_enabled
+_requires_grad = attrgetter("requires_grad")
+_data_of = attrgetter("data")
+_new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
 
 
 class Recorder:
@@ -85,26 +89,27 @@ class Recorder:
             self._record_recv(context, peer, message_id, slots)
 
     def _record_send(self, context: AutogradContext, peer: WorkerInfo, slots: list[Slot]) -> int:
-        tensors = [slot for slot in slots if isinstance(slot, Tensor) and slot.requires_grad]
+        tensors = _requiring_grad(slots)
         if not tensors:
             return 0
         message_id = self._container.new_message_id()
-        context.sends[message_id] = Send(peer.id, Source.of_send(attach_send(tensors)))
+        context.sends[message_id] = _new_tuple(Send, (peer.id, Source.of_send(attach_send(tensors))))
         return message_id
 
     def _record_recv(self, context: AutogradContext, peer: WorkerInfo, message_id: int, slots: list[Any]) -> None:
         # `data`: `detach()` would have them share a version counter
-        tensors = [slot.data for slot in slots if isinstance(slot, Tensor) and slot.requires_grad]
+        tensors = list(map(_data_of, _requiring_grad(slots)))
         if not tensors:
             raise ProtocolError("gradients were announced for a message without tensors that require grad")
-        record = RecvRecord(message_id, peer.id, len(tensors))
+        count = len(tensors)
+        record = RecvRecord(message_id, peer.id, count)
         if _is_grad_enabled():
             attached = attach_recv(tensors, record)
         else:
             with torch.enable_grad():
                 attached = attach_recv(tensors, record)
         context.recvs[message_id] = attached[0].grad_fn
-        if len(attached) == len(slots):
+        if count == len(slots):
             slots[:] = attached
             return
         remaining = iter(attached)
@@ -113,8 +118,16 @@ class Recorder:
                 slots[place] = next(remaining)
 
 
+def _requiring_grad(slots: Sequence[Any]) -> list[Tensor]:
+    try:
+        return list(filter(_requires_grad, slots))
+    except AttributeError:  # there is memory among them that is no tensor's
+        return [slot for slot in slots if isinstance(slot, Tensor) and slot.requires_grad]
+
+
 def _checked(meta: Any) -> tuple[int, int]:
-    if meta.__class__ is not bytes or len(meta) != _IDS_BYTES:
-        raise ProtocolError("malformed ids of an autograd context")
-    ids: tuple[int, int] = _unpack_ids(meta)
+    try:
+        ids: tuple[int, int] = _unpack_ids(meta)
+    except (StructError, TypeError) as error:
+        raise ProtocolError("malformed ids of an autograd context") from error
     return ids

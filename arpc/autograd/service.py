@@ -79,6 +79,11 @@ class AutogradService:
             AutogradQuery: self.lifetimes.on_query,
         }
 
+    @property
+    def shortcuts(self) -> Mapping[type[Message], Callable[..., Any]]:
+        """Answers that need no handler, or NotImplemented."""
+        return {AutogradRelease: self.lifetimes.release_at_once}
+
     def attach(self, agent: Agent) -> None:
         """The agent that messages go through. It was made with this service's handlers, so it comes later."""
         self._agent = agent

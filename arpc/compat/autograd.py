@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arpc.autograd.context import AutogradContext, current_context_id
+from arpc.autograd.context import AutogradContext, Send, current_context_id
+from arpc.autograd.nodes import SEND_NAME
 from arpc.autograd.service import AutogradService
 from arpc.compat import current, reducers
 from arpc.compat.drop_in import DropIn
@@ -42,6 +43,17 @@ def _service() -> AutogradService:
     return _drop_in().worker.autograd
 
 
+class _SendFunction:
+    """Where tensors left, as torch shows it. What is in the graph there is for engines alone."""
+
+    def __init__(self, send: Send) -> None:
+        self.next_functions = tuple(send.source.edges)
+        """Where they came from."""
+
+    def name(self) -> str:
+        return SEND_NAME
+
+
 class DistAutogradContext:
     """What this worker has recorded in a context."""
 
@@ -53,11 +65,7 @@ class DistAutogradContext:
 
     def _send_functions(self) -> dict[int, Any]:
         """The nodes where tensors left, by message, in their order."""
-        return {
-            number: send.source.token.grad_fn
-            for number, send in list(self._context.sends.items())
-            if send.source.token is not None
-        }
+        return {number: _SendFunction(send) for number, send in list(self._context.sends.items())}
 
     def _recv_functions(self) -> dict[int, Any]:
         """The nodes where tensors came in, by message, in their order."""

@@ -18,6 +18,7 @@ what interceptors add. ``content`` is a pickle in which the tensors are holes, o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from struct import Struct
 from struct import error as StructError  # noqa: N812 - a class, whatever it is called
 from typing import Any, Final, NamedTuple
@@ -81,8 +82,8 @@ _ndarray = np.ndarray
 
 # Tensors of the same kind come again and again: what is to be said of one is made once
 _REMEMBERED: Final = 1024
-_labels: Final[dict[tuple[torch.dtype, Sequence[int], bool], tuple[bytes, int, bytes]]] = {}
-"""The label of a kind of tensor, its size, and what follows it."""
+_labels: Final[dict[tuple[torch.dtype, Sequence[int], bool], tuple[bytes, int, bytes, int]]] = {}
+"""The label of a kind of tensor, its size, what follows it, and the size of an element."""
 
 
 class _Kind(NamedTuple):
@@ -92,12 +93,15 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
     requires_grad: bool
     elements: int
-    shape: tuple[int, ...]
-    step_bytes: int
-    """From one tensor to the next."""
+    shape: tuple[int, ...] | None
+    """None for one dimension."""
+    offset: int
+    """Where it begins."""
 
 
-_kinds: Final[dict[bytes, _Kind]] = {}
+_layouts: Final[dict[bytes, tuple[tuple[_Kind, ...], int]]] = {}
+"""By all labels of a message: what they say, and where the last tensor ends."""
+_new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
 
 
 class Handful(NamedTuple):
@@ -119,15 +123,16 @@ def handful_payload(
     count = len(slots)
     if count > MAX_TENSORS or len(meta) > _MAX_META_BYTES:
         return None
-    parts = [_pack_header(kind, count, len(meta), len(content))]
+    head = _pack_header(kind, count, len(meta), len(content))
     memory: list[bytes] = []
+    storages: set[int] = set()
     try:
-        if count > 1 and kind < PARCEL_ARGUMENT and len({slot.untyped_storage()._cdata for slot in slots}) < count:
-            return None
         for slot in slots:
-            if type(slot) not in _PLAIN or not slot.is_cpu:
+            if slot.__class__ not in _PLAIN or not slot.is_cpu:
                 return None
-            label, size, padding = _labels.get((slot.dtype, slot.shape, slot.requires_grad)) or _label_of(slot)
+            label, size, padding, item_bytes = _labels.get((slot.dtype, slot.shape, slot.requires_grad)) or _label_of(
+                slot
+            )
             if (
                 not label
                 or size > limit_bytes
@@ -136,30 +141,32 @@ def handful_payload(
                 or (address := slot.data_ptr()) < _LOWEST_ADDRESS
             ):
                 return None
-            parts.append(label)
+            storages.add(address - slot.storage_offset() * item_bytes)
+            head += label
             # the one copy it makes on its way out
             memory.append(MEMORY[address : address + size])
             if padding:
                 memory.append(padding)
     except (RuntimeError, AttributeError):
         return None  # it hides its memory or its shape: a sparse, a nested one, one of vmap; or it is no tensor
+    if len(storages) < count and kind < PARCEL_ARGUMENT:
+        return None
     if not count & 1:  # header and labels are half as long as what is aligned
-        parts.append(_HALF)
-    parts += memory
-    parts += (meta, content)
-    return b"".join(parts)
+        head += _HALF
+    return b"".join((head, *memory, meta, content))
 
 
-def _label_of(slot: Tensor) -> tuple[bytes, int, bytes]:
+def _label_of(slot: Tensor) -> tuple[bytes, int, bytes, int]:
     """Make what is to be said of tensors like this one; an empty label if they need a table."""
     code = DTYPE_CODES.get(slot.dtype)
     shape = tuple(slot.shape)
     if code is None or code in COMPLEX_CODES or len(shape) > _MAX_DIMENSIONS or max(shape, default=0) > _MAX_DIMENSION:
-        return b"", 0, b""
+        return b"", 0, b"", 0
     if len(_labels) >= _REMEMBERED:
         _labels.clear()
     code |= _REQUIRES_GRAD if slot.requires_grad else 0
-    made = _LABEL.pack(code, len(shape), *shape, *_REST[len(shape)]), slot.nbytes, PADDING[-slot.nbytes & _UNALIGNED]
+    label = _LABEL.pack(code, len(shape), *shape, *_REST[len(shape)])
+    made = label, slot.nbytes, PADDING[-slot.nbytes & _UNALIGNED], slot.itemsize
     _labels[slot.dtype, slot.shape, slot.requires_grad] = made
     return made
 
@@ -173,46 +180,43 @@ def unpack_handful(payload: bytes | bytearray) -> Handful:
     slots: list[Any] = []
     try:
         kind, count, meta_size, content_size = _unpack_header(body)
-        place = _HEADER_BYTES
-        position = (_HEADER_BYTES + _LABEL_BYTES * count + _UNALIGNED) & ~_UNALIGNED
-        for _ in range(count):
-            label = bytes(body[place : place + _LABEL_BYTES])
-            place += _LABEL_BYTES
-            code, dtype, requires_grad, elements, shape, step_bytes = _kinds.get(label) or _kind_of(label)
-            if len(shape) == 1:
+        labels = bytes(body[_HEADER_BYTES : _HEADER_BYTES + _LABEL_BYTES * count])
+        kinds, position = _layouts.get(labels) or _layout_of(labels, count)
+        for code, dtype, requires_grad, elements, shape, offset in kinds:
+            if shape is None:
                 slots.append(
-                    _from_buffer(body, dtype=dtype, count=elements, offset=position, requires_grad=requires_grad)
+                    _from_buffer(body, dtype=dtype, count=elements, offset=offset, requires_grad=requires_grad)
                 )
             else:
-                tensor = _from_numpy(_ndarray(shape, NUMPY_DTYPES[code], body, position))
-                slots.append(finished(tensor, code))
-            position += step_bytes
+                slots.append(finished(_from_numpy(_ndarray(shape, NUMPY_DTYPES[code], body, offset)), code))
         end = position + meta_size
         if end + content_size != len(body):
             raise ProtocolError("a handful of tensors of another size than it says")
     except (StructError, TypeError, ValueError, LookupError, RuntimeError) as error:
         raise ProtocolError(f"a handful of tensors that cannot be built: {error}") from error
-    return Handful(kind, slots, body[position:end] if meta_size else b"", body[end:] if content_size else b"")
-
-
-def _kind_of(label: bytes) -> _Kind:
-    code, dimensions, *sizes = _LABEL.unpack(label)
-    if dimensions > _MAX_DIMENSIONS:
-        raise ValueError(f"{dimensions} dimensions")
-    shape = tuple(sizes[:dimensions])
-    elements = 1
-    for size in shape:
-        elements *= size
-    dtype = DTYPES[code & ~_REQUIRES_GRAD]
-    size_bytes = elements * dtype.itemsize
-    if len(_kinds) >= _REMEMBERED:
-        _kinds.clear()
-    made = _kinds[label] = _Kind(
-        code,
-        dtype,
-        code & _REQUIRES_GRAD != 0,
-        elements,
-        shape,
-        (size_bytes + _UNALIGNED) & ~_UNALIGNED,
+    made: Handful = _new_tuple(
+        Handful, (kind, slots, body[position:end] if meta_size else b"", body[end:] if content_size else b"")
     )
+    return made
+
+
+def _layout_of(labels: bytes, count: int) -> tuple[tuple[_Kind, ...], int]:
+    """What labels say, and where the last tensor ends."""
+    position = (_HEADER_BYTES + _LABEL_BYTES * count + _UNALIGNED) & ~_UNALIGNED
+    kinds: list[_Kind] = []
+    for code, dimensions, *sizes in _LABEL.iter_unpack(labels):
+        if dimensions > _MAX_DIMENSIONS:
+            raise ValueError(f"{dimensions} dimensions")
+        shape = tuple(sizes[:dimensions])
+        dtype = DTYPES[code & ~_REQUIRES_GRAD]
+        elements = prod(shape)
+        kinds.append(
+            _Kind(code, dtype, code & _REQUIRES_GRAD != 0, elements, None if dimensions == 1 else shape, position)
+        )
+        position += (elements * dtype.itemsize + _UNALIGNED) & ~_UNALIGNED
+    if len(kinds) != count:
+        raise ValueError(f"{count} tensors, and labels for {len(kinds)}")
+    if len(_layouts) >= _REMEMBERED:
+        _layouts.clear()
+    made = _layouts[labels] = tuple(kinds), position
     return made

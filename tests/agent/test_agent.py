@@ -160,7 +160,7 @@ async def with_interceptor(group: Any, monkeypatch: pytest.MonkeyPatch, make: An
         monkeypatch.setattr(codec, "interceptors", (*codec.interceptors, interceptor))
         monkeypatch.setitem(codec._by_key, interceptor.key, interceptor)
         monkeypatch.setattr(worker.agent, "_interceptors", codec.interceptors)
-        monkeypatch.setattr(worker.agent, "_occasions", (interceptor.occasions,))
+        monkeypatch.setattr(worker.agent, "_occasions", tuple(known.occasions for known in codec.interceptors))
     return added
 
 

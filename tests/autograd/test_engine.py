@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
@@ -229,3 +231,41 @@ def test_sums_change_no_gradient_that_was_added():
     gradients.add(leaf, parts[0])
     assert gradients.take()[leaf].tolist() == [21.0, 11.0, 11.0]
     assert [part.tolist() for part in parts] == [[float(number)] * 3 for number in range(1, 5)]
+
+
+class Marked(torch.Tensor):
+    """A tensor of another class."""
+
+
+@pytest.mark.parametrize(
+    "make", [lambda late: [late], lambda late: [late.as_subclass(Marked)], lambda late: [late] * 20]
+)
+def test_whatever_was_sent_the_engine_can_pause_there(make):
+    x = torch.ones(2, requires_grad=True)
+    shared = x * 2
+    early, late = (shared * 3).sum(), shared * 5
+    sent = make(late)
+    sources = [Source([(early.grad_fn, 0)], None), Source.of_send(attach_send(sent))]
+    assert len(sources[1].edges) == len(sent)
+    runs = []
+    shared.grad_fn.register_hook(lambda *_: runs.append(None))
+    engine = RegionEngine(sources, retain_graph=False)
+    assert engine.walk(100)
+    engine.resolve(0, [torch.ones(())])
+    engine.run()
+    assert not runs
+    engine.resolve(1, [torch.ones(2)] * len(sent))
+    engine.run()
+    assert len(runs) == 1
+    assert engine.leaves.take()[x].tolist() == [6.0 + 10.0 * len(sent)] * 2
+
+
+def test_what_was_sent_keeps_no_memory():
+    memory = np.ones(2, np.float32)
+    (tensor,) = attach_recv([torch.from_numpy(memory)], RecvRecord(1, 2, 1))
+    node = tensor.grad_fn
+    gone = weakref.ref(memory)
+    source = Source.of_send(attach_send([tensor]))
+    del tensor, memory
+    assert gone() is None
+    assert list(source.edges) == [(node, 0)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,6 @@ from tests.autograd import functions
 from tests.autograd.functions import Pair
 from tests.autograd.test_backward import leaf
 
-SEND = "torch::distributed::autograd::SendRpcBackward"
 RECV = "torch::distributed::autograd::RecvRpcBackward"
 
 
@@ -32,14 +32,13 @@ async def test_send_and_recv_nodes_on_both_sides(group):
         here, there = of(group, 0, ctx_id), of(group, 1, ctx_id)
         (sent,) = here.sends.values()
         assert sent.to == 1
-        assert sent.source.token.grad_fn.name() == SEND
-        assert [node.variable for node, _ in sent.source.token.grad_fn.next_functions] == [x, y]
+        assert [node.variable for node, _ in sent.source.edges] == [x, y]
         (received,) = there.recvs.values()
         assert received.name() == RECV
         assert here.sends.keys() == there.recvs.keys()
         assert there.sends.keys() == here.recvs.keys()
         (reply,) = there.sends.values()
-        assert reply.source.token.grad_fn.next_functions[0][0].name() == "MulBackward0"
+        assert reply.source.edges[0][0].name() == "MulBackward0"
         assert z.grad_fn.name() == RECV
         assert here.known_workers == {1}
         assert there.known_workers == {0}
@@ -60,7 +59,7 @@ async def test_only_what_requires_grad_is_recorded(group):
         pair = Pair(torch.ones(2), leaf())
         await arpc.rpc_sync("worker1", functions.give_back, ({"pair": pair, "numbers": [1, torch.ones(3)]},))
         (sent,) = of(group, 0, ctx_id).sends.values()
-        assert len(sent.source.token.grad_fn.next_functions) == 1
+        assert len(sent.source.edges) == 1
 
 
 async def test_a_context_goes_with_calls_whose_arguments_need_no_gradient(group):
@@ -156,3 +155,30 @@ async def test_ids_that_are_none_are_a_protocol_error(meta):
     with pytest.raises(ProtocolError):
         recorder.request_received(WorkerInfo("peer", 1), meta, [torch.ones(1, requires_grad=True)])
     assert current_context_id.get() is None
+
+
+@pytest.mark.parametrize("elements", [4, 1 << 20], ids=["small", "large"])
+@pytest.mark.parametrize("is_same", [False, True], ids=["two", "twice"])
+async def test_a_call_is_recorded_once_whatever_way_it_goes(group, elements, is_same):
+    x = torch.ones(elements, requires_grad=True)
+    y = x if is_same else torch.ones(elements, requires_grad=True)
+    async with arpc.autograd.context() as ctx_id:
+        z = await arpc.rpc_sync("worker1", functions.mul, (x, y))
+        (sent,) = of(group, 0, ctx_id).sends.values()
+        assert [node.variable for node, _ in sent.source.edges] == ([x] if is_same else [x, y])
+        (replied,) = of(group, 1, ctx_id).sends.values()
+        assert len(replied.source.edges) == 1
+        await arpc.autograd.backward(ctx_id, [z.sum()])
+        gradients = arpc.autograd.get_gradients(ctx_id)
+        assert gradients.keys() == {x, y}
+        assert gradients[x].unique().tolist() == [2.0 if is_same else 1.0]
+
+
+async def test_memory_that_is_no_tensor_goes_along(group):
+    x = leaf()
+    async with arpc.autograd.context() as ctx_id:
+        numbers, z = await arpc.rpc_sync("worker1", functions.give_back, ([np.ones(3), x],))
+        assert numbers.tolist() == [1.0] * 3
+        assert z.grad_fn.name() == RECV
+        (sent,) = of(group, 0, ctx_id).sends.values()
+        assert [node.variable for node, _ in sent.source.edges] == [x]

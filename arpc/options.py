@@ -268,6 +268,11 @@ class RpcOptions:
     gc_freeze: bool = True
     """Call `gc.freeze` once the worker is up, so that collections skip what torch loaded (45 ms each otherwise)."""
 
+    gc_backoff: int = 16
+    """Let Python's garbage collections be up to so many times rarer than `gc.set_threshold` says, as long as they find
+    nothing: thousands of calls in flight are many objects and no garbage. The first that finds some brings the usual
+    pace back, and so does the worker's shutdown. 1: leave it alone."""
+
     def __post_init__(self) -> None:
         for name in (
             "rpc_timeout",
@@ -311,6 +316,7 @@ class RpcOptions:
             ("shared_memory_from_bytes", 1),
             ("bulk_connections", 0),
             ("control_retries", 0),
+            ("gc_backoff", 1),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -28,6 +28,7 @@ from arpc.errors import (
     ShutdownError,
     WorkerLostError,
 )
+from arpc.garbage import BACKOFF
 from arpc.http.address import HttpServing
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
@@ -378,6 +379,7 @@ class Worker:
         with suppress(RendezvousError, OSError):
             # the host of the store waits a moment for the others, unless nobody is to be waited for
             await self.rendezvous.leave(grace_s=_LEAVE_S if graceful else 0)
+        BACKOFF.end(self.options.gc_backoff)
         if self.options.gc_freeze:
             gc.unfreeze()
         await self.rendezvous.aclose()

@@ -33,6 +33,7 @@ from arpc.errors import (
     ConfigurationError,
     RendezvousError,
 )
+from arpc.garbage import BACKOFF
 from arpc.http.address import HttpServing, refuse_open_page
 from arpc.ids import WorkerInfo, check_worker_name
 from arpc.log import configure_from_environment, get_logger
@@ -202,6 +203,7 @@ def _tune_process(options: RpcOptions) -> None:
     if options.gc_freeze:
         gc.collect()
         gc.freeze()
+    BACKOFF.begin(options.gc_backoff)
 
 
 def _restrict(guard: Guard, agent: Agent, rrefs: RRefContext, variables: VariableCarrier) -> None:

@@ -130,8 +130,8 @@ class Caller(LabelledCalls, ArgumentPacking):
             begun = future
             self._defer(begun, to, lambda peer: self.begin(peer, begun, function, args, kwargs, timeout))
             return future
-        call_id = self.begin(peer, future, function, args, kwargs, timeout)
-        future.on_cancel = lambda: peer.cancel(call_id)
+        future.call_id = self.begin(peer, future, function, args, kwargs, timeout)
+        future.callee = peer
         return future
 
     async def call_and_wait(

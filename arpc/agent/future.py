@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from types import CodeType
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from arpc import torchstate
 from arpc.errors import ShutdownError
@@ -25,6 +25,13 @@ _complete = asyncio.Future.set_result
 _fail = asyncio.Future.set_exception
 
 
+class Withdrawing(Protocol):
+    """Somebody calls are made to."""
+
+    def cancel(self, call_id: int) -> None:
+        """Let a call end, if it has not."""
+
+
 class Future(asyncio.Future[T], Generic[T]):
     """A value that is on its way.
 
@@ -38,6 +45,9 @@ class Future(asyncio.Future[T], Generic[T]):
     script_type: Any = None
     """Of the call of a TorchScript function: the type of its value, as the function's schema has it."""
     on_cancel: Callable[[], None] | None = None
+    callee: Withdrawing | None = None
+    """Whose call `call_id` ends if this is cancelled. Unlike `on_cancel` it takes no object more for each call."""
+    call_id = 0
     _code: CodeType | None = None
     _lasti = -1
 
@@ -68,11 +78,18 @@ class Future(asyncio.Future[T], Generic[T]):
         if not self._on_loop():
             self.get_loop().call_soon_threadsafe(self.cancel, msg)
             return True
-        on_cancel, self.on_cancel = self.on_cancel, None
         cancelled = super().cancel(msg)
+        self.withdraw()
+        return cancelled
+
+    def withdraw(self) -> None:
+        """Let end what the value would have come from: this is done, and nobody needs it. Called on the loop."""
+        on_cancel, self.on_cancel = self.on_cancel, None
+        callee, self.callee = self.callee, None
         if on_cancel is not None:
             on_cancel()
-        return cancelled
+        if callee is not None:
+            callee.cancel(self.call_id)
 
     # -- looking at it
 

@@ -67,11 +67,9 @@ class Use(UserFork):
         self.failure = failure
         fetches, self.fetches = self.fetches, None
         for future in fetches or ():
-            stop = future.on_cancel
             if not future.done():
                 future.set_exception(fresh(failure))
-                if stop is not None:
-                    stop()
+                future.withdraw()
 
     def __str__(self) -> str:
         rref, fork = (GloballyUniqueId.from_int(number) for number in (self.rref, self.fork))

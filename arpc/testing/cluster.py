@@ -109,7 +109,7 @@ async def cluster(
     names = [f"worker{number}" for number in range(workers)] if isinstance(workers, int) else list(workers)
     if not names or len(set(names)) < len(names):
         raise ConfigurationError(f"a cluster needs at least one worker, and names that differ, not {names}")
-    group = Cluster(options or RpcOptions(gc_freeze=False), transports, elastic=elastic)
+    group = Cluster(options or RpcOptions(gc_freeze=False, gc_backoff=1), transports, elastic=elastic)
     await group.start(names)
     before, scope = current_scope.get(), WorkerScope(group[0])
     current_scope.set(scope)

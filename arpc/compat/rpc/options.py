@@ -84,6 +84,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             rpc_timeout=self.rpc_timeout,
             timeouts_travel=False,
             gc_freeze=False,  # what the script makes of its garbage is its own affair
+            gc_backoff=1,
             num_worker_threads=self.num_worker_threads,
             device_maps=self.device_maps,  # type: ignore[arg-type]  # invariant keys
             devices=tuple(self.devices),

@@ -1,0 +1,68 @@
+"""How often Python looks for garbage in a process that makes and serves calls.
+
+Python looks at all new objects whenever there are 700 more than before. Thousands of calls in flight are many new
+objects and no garbage: to look at them again and again takes a third of the time there is. So as long as Python finds
+nothing it is let to look less often, and as soon as it finds something, as often as it would by itself. Whoever leaves
+no cycles behind is not disturbed, and whoever does sees no more of them than before, but for those of one delay.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any, Final
+
+__all__ = ["BACKOFF", "Backoff"]
+
+
+class Backoff:
+    """Lets collections that find nothing be rarer, up to a factor, while somebody wants that."""
+
+    def __init__(self) -> None:
+        self._factors: list[int] = []
+        self._lock = threading.Lock()
+        self._usual = 0
+        """The first of `gc.get_threshold`, as the program wants it."""
+        self._last = 0
+        """The same, as it was set here. If it is another, the program has set it meanwhile."""
+
+    def begin(self, factor: int) -> None:
+        """Let there be up to ``factor`` times as many new objects before Python looks at them; 1 changes nothing."""
+        if factor > 1:
+            with self._lock:
+                if not self._factors:
+                    self._usual = self._last = gc.get_threshold()[0]
+                    gc.callbacks.append(self._looked)
+                self._factors.append(factor)
+
+    def end(self, factor: int) -> None:
+        """Take back one `begin` with the same factor; the last brings back what was before."""
+        if factor > 1:
+            with self._lock:
+                self._factors.remove(factor)
+                if not self._factors:
+                    gc.callbacks.remove(self._looked)
+                    self._set(self._heed_program())
+
+    def _looked(self, phase: str, info: dict[str, Any]) -> None:
+        """Called by Python, in the midst of whatever made the last of the objects, in any thread: takes no lock."""
+        if phase == "stop":
+            usual = self._heed_program()
+            most = usual * max(self._factors, default=1)
+            self._set(usual if info["collected"] else min(2 * self._last, most))
+
+    def _heed_program(self) -> int:
+        """The usual threshold, which is that of the program if it has set one."""
+        now = gc.get_threshold()[0]
+        if now != self._last:
+            self._usual = self._last = now
+        return self._usual
+
+    def _set(self, threshold: int) -> None:
+        if threshold != self._last:
+            gc.set_threshold(threshold, *gc.get_threshold()[1:])
+            self._last = threshold
+
+
+BACKOFF: Final = Backoff()
+"""The one of this process, for all its workers."""

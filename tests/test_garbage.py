@@ -1,0 +1,123 @@
+"""Collections that find nothing get rarer, and one that finds something brings the usual pace back."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+import arpc
+from arpc.garbage import Backoff
+from arpc.testing import cluster
+
+
+@pytest.fixture(autouse=True)
+def thresholds():
+    """None of what other tests leave is found by the collections of these, nor does one come by itself."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 10, 10)
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+    gc.set_threshold(*before)
+
+
+def first_threshold() -> int:
+    return gc.get_threshold()[0]
+
+
+def leave_a_cycle() -> None:
+    cycle: list[object] = []
+    cycle.append(cycle)
+
+
+def test_collections_that_find_nothing_get_rarer_up_to_the_factor():
+    backoff = Backoff()
+    backoff.begin(4)
+    seen = []
+    for _ in range(4):
+        gc.collect(0)
+        seen.append(first_threshold())
+    assert seen == [200_000, 400_000, 400_000, 400_000]
+    assert gc.get_threshold()[1:] == (10, 10)
+    backoff.end(4)
+    assert first_threshold() == 100_000
+
+
+def test_one_that_finds_something_brings_the_usual_pace_back():
+    backoff = Backoff()
+    backoff.begin(16)
+    gc.collect(0)
+    gc.collect(0)
+    leave_a_cycle()
+    gc.collect(0)
+    assert first_threshold() == 100_000
+    gc.collect(0)
+    assert first_threshold() == 200_000
+    backoff.end(16)
+
+
+def test_a_threshold_that_the_program_sets_is_the_usual_one_from_then_on():
+    backoff = Backoff()
+    backoff.begin(2)
+    gc.collect(0)
+    gc.set_threshold(50_000, 10, 10)
+    gc.collect(0)
+    assert first_threshold() == 100_000
+    gc.collect(0)
+    assert first_threshold() == 100_000
+    backoff.end(2)
+    assert first_threshold() == 50_000
+
+
+def test_a_threshold_that_is_set_last_stays():
+    backoff = Backoff()
+    backoff.begin(2)
+    gc.collect(0)
+    gc.set_threshold(70_000, 10, 10)
+    backoff.end(2)
+    assert first_threshold() == 70_000
+
+
+def test_collections_that_are_switched_off_stay_so():
+    backoff = Backoff()
+    backoff.begin(16)
+    gc.set_threshold(0, 10, 10)
+    gc.collect(0)
+    assert first_threshold() == 0
+    backoff.end(16)
+    assert first_threshold() == 0
+
+
+def test_the_last_of_several_who_want_it_ends_it():
+    backoff = Backoff()
+    callbacks = len(gc.callbacks)
+    backoff.begin(1)
+    assert len(gc.callbacks) == callbacks, "a factor of 1 is none"
+    backoff.begin(2)
+    backoff.begin(4)
+    gc.collect(0)
+    gc.collect(0)
+    assert first_threshold() == 400_000
+    backoff.end(4)
+    gc.collect(0)
+    assert first_threshold() == 200_000
+    backoff.end(1)
+    backoff.end(2)
+    assert first_threshold() == 100_000
+    assert len(gc.callbacks) == callbacks
+
+
+async def test_workers_want_it_until_they_are_shut_down():
+    callbacks = len(gc.callbacks)
+    async with cluster(2, options=arpc.RpcOptions(gc_freeze=False)):
+        assert len(gc.callbacks) == callbacks + 1
+    assert len(gc.callbacks) == callbacks
+    assert first_threshold() == 100_000
+
+
+async def test_workers_that_shall_leave_it_alone():
+    callbacks = list(gc.callbacks)
+    async with cluster(2, options=arpc.RpcOptions(gc_freeze=False, gc_backoff=1)):
+        assert gc.callbacks == callbacks

@@ -32,6 +32,7 @@ Gradients: TypeAlias = "Sequence[Tensor | None]"
 Delivery: TypeAlias = "tuple[RecvRecord, Gradients]"
 
 _is_anomaly_enabled: Final = torch._C.is_anomaly_enabled  # what `torch.is_anomaly_enabled` calls
+_strided: Final = torch.strided
 _SMALL: Final = 1024
 """Elements that are copied in less time than their strides are packed and unpacked."""
 _NO_GRADIENT: Final = torch.zeros(())
@@ -243,7 +244,7 @@ class RegionEngine(LocalEngine):
         inputs = (ANCHOR, *variables)
         watching = self._watch() if _is_anomaly_enabled() else ()
         try:
-            gradients = call_engine(*_columns(entering), inputs, retain_graph=self.retain_graph)
+            gradients = call_engine(*_columns(entering), inputs, self.retain_graph)
         finally:
             for handle in watching:
                 handle.remove()
@@ -302,8 +303,12 @@ class RegionEngine(LocalEngine):
             token.grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]  # noqa: SLF001 - last in the engine's queue
         try:
             with _without_pause_warnings():
+                roots, gradients = _columns(entering)
                 call_engine(
-                    *_columns(entering), inputs, retain_graph=self.retain_graph, barriers=list(barriers.values())
+                    [*roots, *barriers.values()],
+                    [*gradients, *[_NO_GRADIENT] * len(barriers)],
+                    inputs,
+                    self.retain_graph,
                 )
         except PauseSignal as pause:
             run = pause.run
@@ -339,12 +344,7 @@ def compact(gradient: Tensor | None) -> Tensor | None:
 
     To describe strides takes longer than to copy little. Of a large one that was expanded little travels.
     """
-    if (
-        gradient is None
-        or gradient.numel() > _SMALL
-        or gradient.layout is not torch.strided
-        or gradient.is_contiguous()
-    ):
+    if gradient is None or gradient.layout is not _strided or gradient.is_contiguous() or gradient.numel() > _SMALL:
         return gradient
     return gradient.contiguous()
 
@@ -356,25 +356,19 @@ def _variables(regions: list[Region]) -> list[Tensor]:
     return list({node: variable for region in regions for node, variable in region.leaves.items()}.values())
 
 
-def _columns(entering: list[tuple[Edge, Tensor]]) -> tuple[list[Edge], list[Tensor]]:
-    return [edge for edge, _ in entering], [gradient for _, gradient in entering]
+def _columns(entering: list[tuple[Edge, Tensor]]) -> tuple[list[GradientEdge], list[Tensor]]:
+    return [GradientEdge(*edge) for edge, _ in entering], [gradient for _, gradient in entering]
 
 
 def call_engine(
-    edges: Sequence[Edge],
-    gradients: Sequence[Tensor],
-    inputs: tuple[Any, ...],
-    *,
-    retain_graph: bool,
-    barriers: Sequence[Tensor] = (),
+    roots: Sequence[Any], gradients: Sequence[Tensor], inputs: tuple[Any, ...], retain_graph: bool
 ) -> tuple[Tensor | None, ...]:
-    """Have torch's engine run what the edges lead to, as far as the inputs need it: their gradients."""
-    roots: tuple[Any, ...] = tuple([GradientEdge(node, place) for node, place in edges])
-    if barriers:
-        roots = (*roots, *barriers)
-        gradients = [*gradients, *[_NO_GRADIENT] * len(barriers)]
+    """Have torch's engine run what roots lead to, as far as the inputs need it: their gradients.
+
+    A root is a tensor, or a `GradientEdge`.
+    """
     result: tuple[Tensor | None, ...] = run_backward(
-        roots, tuple(gradients), retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False
+        tuple(roots), tuple(gradients), retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False
     )
     return result
 

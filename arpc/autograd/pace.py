@@ -57,18 +57,24 @@ class Pace:
             self._suspects.add(key)
         return True
 
-    def _run_and_note(self, run: Callable[[], None], plan: Extent, elements: int) -> None:
+    def _run_and_note(self, run: Callable[..., None], plan: Extent, elements: int, *args: Any) -> None:
         begun, cpu_begun = perf_counter(), thread_time()
-        run()
+        run(*args)
         self.took(plan, elements, perf_counter() - begun, thread_time() - cpu_begun)
 
-    def try_to_run(self, run: Callable[[], None], plan: Extent, elements: int) -> bool:
-        """Run a graph on the loop, if it `is_short`; whether it was."""
-        if self._run_as_known(run, (plan.count, elements)):
+    def try_to_run(self, run: Callable[..., None], plan: Extent, elements: int, *args: Any) -> bool:
+        """Run a graph on the loop, with these arguments, if it `is_short`; whether it was."""
+        key = plan.count, elements
+        if key not in self._suspects and self._seconds.get(key, math.inf) <= SHORT_S:
+            # `_run_as_known`, written out
+            begun = perf_counter()
+            run(*args)
+            if perf_counter() - begun > SHORT_S:
+                self._suspects.add(key)
             return True
         if not self.is_short(plan, elements):
             return False
-        self._run_and_note(run, plan, elements)
+        self._run_and_note(run, plan, elements, *args)
         return True
 
     def is_short(self, plan: Extent, elements: int) -> bool:
@@ -102,7 +108,7 @@ class Pace:
 class ThreadsOnly(Pace):
     """For workers whose nodes and hooks may block, and wait for what the loop does: nothing runs there."""
 
-    def try_to_run(self, run: Callable[[], None], plan: Extent, elements: int) -> bool:
+    def try_to_run(self, run: Callable[..., None], plan: Extent, elements: int, *args: Any) -> bool:
         return False
 
     def is_short(self, plan: Extent, elements: int) -> bool:

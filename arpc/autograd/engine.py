@@ -81,7 +81,8 @@ class LocalEngine(ABC):
         """Messages whose tensors may get gradients in this pass."""
         self._unheard: set[RecvRecord] = set()
         """Those of them that have not got any yet."""
-        self._planner = Planner(sources, is_heeded=is_heeded)
+        # in anomaly mode every node is watched
+        self._planner = Planner(sources, is_heeded=is_heeded, keeps_all=_is_anomaly_enabled())
         self._is_accumulated = False
 
     def walk(self, limit: int) -> bool:

@@ -229,3 +229,10 @@ def test_sums_change_no_gradient_that_was_added():
     gradients.add(leaf, parts[0])
     assert gradients.take()[leaf].tolist() == [21.0, 11.0, 11.0]
     assert [part.tolist() for part in parts] == [[float(number)] * 3 for number in range(1, 5)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_recv_leads_to_one_node_however_many_tensors_came(count):
+    received = attach_recv([torch.ones(2) for _ in range(count)], RecvRecord(1, 1, count))
+    (node,) = {tensor.grad_fn for tensor in received}
+    assert len(node.next_functions) != 2  # or the walk over a large graph would take it for another node

@@ -357,8 +357,10 @@ class AutogradService:
     ) -> _AnswerOfHandler:
         """Take part in a pass for longer than a moment."""
         _, deadline = _caller()
+        # The time that its sender has given it has just begun: it is the same again and again
+        usual_timeout_s = 0.0 if deadline is None else round(deadline - self._agent.loop.time(), 3) or None
         engaged: BackwardPass | BriefPass
-        engaged = brief = BriefPass(self, context, pass_id, retain_graph, deadline, None, caller)
+        engaged = brief = BriefPass(self, context, pass_id, retain_graph, deadline, usual_timeout_s, caller)
         if self._agent.observers.installed or not brief.try_to_pass_on(parcel, self._expected_of_relays):
             engaged = self._make_pass(context, pass_id, retain_graph=retain_graph, deadline=deadline, parent=caller)
             engaged.receive(caller, parcel, is_engaging=True)

@@ -38,7 +38,7 @@ from arpc.errors import (
 )
 from arpc.log import get_logger
 from arpc.wire.frames import BARE_HEADER, BRIEF_HEADER, NO_TERMS, TERMS, bare_lead, brief_kind, frame
-from arpc.wire.handful import HANDFUL_ARGUMENTS, LAST_HANDFUL, Handful, unpack_handful
+from arpc.wire.handful import HANDFUL_ARGUMENTS, LAST_HANDFUL, PARCEL_ARGUMENT, Handful, unpack_handful
 from arpc.wire.lone import LONE_RESULT, unpack_lone
 from arpc.wire.messages import WINDOW, FailureKind, Message, MessageType, Request, RequestFlag
 from arpc.wire.pickling import JUST_A_TENSOR, loads
@@ -401,14 +401,8 @@ class Executor(Replies):
         _set_scope(run)
         run.args = self.unpack_plain(run, payload)
 
-    def _unpack_and_call(self, run: Run, payload: bytes | bytearray) -> Coroutine[Any, Any, Any]:
-        """Call a function that is nothing but a coroutine with what is in a payload. In the handler's context."""
-        args = self.unpack_plain(run, payload)
-        coroutine: Coroutine[Any, Any, Any] = run.function.call(*args)
-        return coroutine
-
     def unpack_plain(self, run: Run, payload: bytes | bytearray) -> tuple[Any, ...]:
-        """The first half of `_unpack_and_call`; the other is to call the function of the run with these."""
+        """The arguments in a payload. In the handler's context."""
         try:
             args = self._plain_arguments(run, payload)
         except (AttributeError, ImportError, LookupError, StopIteration) as error:
@@ -547,7 +541,7 @@ class Executor(Replies):
         """
         served = Function(function.call if isinstance(function, Prompt) else function)
         served.name = message_class.__name__
-        launch = self._answer if isinstance(function, Prompt) else self._launch
+        launch = self._answer_message if isinstance(function, Prompt) else self._launch
 
         def handle(link: HasInbound, message: Message) -> None:
             launch(self._run(link.inbound, served, message))
@@ -556,7 +550,9 @@ class Executor(Replies):
             inbound = link.inbound
             kind = brief_kind(int(message_class.type))
             if shortcut is None:
-                return {kind: partial(self._take_prompt, inbound, served)} if isinstance(function, Prompt) else {}
+                if isinstance(function, Prompt):
+                    return {kind: partial(self._take_prompt, inbound, served, function.take_parcel)}
+                return {}
 
             def take(id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
                 try:
@@ -579,13 +575,31 @@ class Executor(Replies):
         self,
         inbound: Inbound,
         function: Function,
+        take_parcel: Callable[..., Any] | None,
         id_: int,
         _arg: int,
         timeout_ms: int,
         payload: bytes | bytearray,
     ) -> None:
         run = Run(self, inbound, function, id_, timeout_ms, self._copy_context())
-        self._answer(run, payload)
+        if take_parcel is not None and payload and payload[0] == PARCEL_ARGUMENT:
+            self._answer(run, self._call_with_parcel, run, take_parcel, payload)
+        else:
+            self._answer(run, self._call_promptly, run, payload)
+
+    def _call_promptly(self, run: Run, payload: bytes | bytearray) -> Any:
+        """Call a `Prompt` function with what is in a payload. In its context."""
+        _set_scope(run)
+        return run.function.call(*self.unpack_plain(run, payload))
+
+    @staticmethod
+    def _call_with_parcel(run: Run, take_parcel: Callable[..., Any], payload: bytes | bytearray) -> Any:
+        """The same for one that takes a parcel as it is."""
+        _set_scope(run)
+        _, tensors, meta, content = unpack_handful(payload)
+        if meta:
+            raise ProtocolError("something rides on a parcel")
+        return take_parcel(run.inbound.caller, content, tensors)
 
     def serve_wrapped(self, wrapper: Wrapper) -> Service:
         """Give messages that name a function, as requests do, to a feature.
@@ -633,21 +647,28 @@ class Executor(Replies):
         except ConnectionClosedError:
             pass  # the caller knows: its own end of the connection is closed too
 
-    def _answer(self, run: Run, payload: bytes | bytearray | None = None) -> None:
-        """Run a `Prompt` function here and now, with what is in its message or a payload. Torch must be pristine."""
+    def _answer_message(self, run: Run) -> None:
+        self._answer(run, run.begin)
+
+    def _answer(self, run: Run, call: Callable[..., Any], *args: Any) -> None:
+        """Run a `Prompt` function here and now, by a call in its context. Torch must be pristine."""
         try:
-            if payload is None:
-                result = run.context.run(run.begin)
-            else:
-                run.context.run(_set_scope, run)
-                result = run.context.run(self._unpack_and_call, run, payload)
+            result = run.context.run(call, *args)
         except BaseException as error:  # noqa: BLE001 - whatever it raises is the caller's
             torchstate.save_and_reset()
             self.raised(run, error)
             return
         if not _is_grad_enabled() or _count_function_modes():
             torchstate.save_and_reset()
-        if isinstance(result, Coroutine):
+        if result.__class__ is Packed and not result.slots and run.handling is None:
+            run.context = NO_CONTEXT
+            self._calls_ended += 1
+            packed = result.payload
+            try:  # noqa: SIM105 - which costs nothing
+                run.inbound.connection.send(_pack_brief(len(packed), _BRIEF_REPLY, run.id, 0, 0, 0) + packed)
+            except ConnectionClosedError:
+                pass  # the caller knows
+        elif isinstance(result, Coroutine):
             run.returned_coroutine = result
             self._carry(run, lambda: result)
         elif result is None and run.handling is None:
@@ -655,12 +676,6 @@ class Executor(Replies):
             self._calls_ended += 1
             with suppress(ConnectionClosedError):  # then the caller knows
                 run.inbound.connection.send(_pack_brief(0, _BRIEF_REPLY, run.id, 0, 0, 0))
-        elif result.__class__ is Packed and not result.slots and run.handling is None:
-            run.context = NO_CONTEXT
-            self._calls_ended += 1
-            packed = result.payload
-            with suppress(ConnectionClosedError):
-                run.inbound.connection.send(_pack_brief(len(packed), _BRIEF_REPLY, run.id, 0, 0, 0) + packed)
         else:
             self.returned(run, result)
 

@@ -98,10 +98,12 @@ class Prompt:
     It is a plain function, called on the loop; if it returns a coroutine, that goes on like any handler.
     """
 
-    __slots__ = ("call",)
+    __slots__ = ("call", "take_parcel")
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    def __init__(self, call: Callable[..., Any], take_parcel: Callable[..., Any] | None = None) -> None:
+        """``take_parcel`` is called instead, with the caller, the bytes and the tensors of a small parcel."""
         self.call = call
+        self.take_parcel = take_parcel
 
     def __call__(self, *args: Any) -> Any:
         return self.call(*args)

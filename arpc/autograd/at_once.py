@@ -7,31 +7,30 @@ it needs none of the state that a `BackwardPass` has.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from arpc.autograd.accumulation import LeafGradients
 from arpc.autograd.context import AutogradContext
 from arpc.autograd.failure import node_failure
-from arpc.autograd.graph import Edge
-from arpc.autograd.pace import Pace
-from arpc.autograd.protocol import Parcel
-from arpc.autograd.survey import Expectation, IsHeeded, survey
-from arpc.ids import WorkerInfo
+from arpc.autograd.passes import Host
+from arpc.autograd.protocol import NOTHING_LIVE, Parcel
+from arpc.autograd.survey import Expectation, survey
 
 __all__ = ["run_at_once"]
 
 
 def run_at_once(
+    host: Host,
     context: AutogradContext,
     pass_id: int,
     sender: int,
     parcel: Parcel,
-    *,
-    retain_graph: bool,
-    worker: WorkerInfo,
-    pace: Pace,
-    is_heeded: IsHeeded,
     expectation: Expectation,
+    retain_graph: bool,
 ) -> Parcel | None:
     """Run a pass with the parcel that began it here: what goes back. None, and nothing has happened, if it takes more.
 
@@ -44,18 +43,20 @@ def run_at_once(
     for send in sends.values():
         if send.to != sender:
             return None
-    edges: list[Edge] = []
+    roots: list[GradientEdge] = []
     entering: list[Tensor] = []
+    nodes: list[Any] = []
     for message_id, tensors in gradients:
         if message_id not in sends:
             return None
-        for edge, gradient in zip(sends[message_id].source.edges, tensors, strict=True):
+        for (node, place), gradient in zip(sends[message_id].source.edges, tensors, strict=True):
             if gradient is not None:
-                if not edge[0].next_functions:
+                if not node.next_functions:
                     return None  # a leaf: nothing runs for it
-                edges.append(edge)
+                roots.append(GradientEdge(node, place))
                 entering.append(gradient)
-    graph = survey(edges, is_heeded, expectation, retain_graph=retain_graph)
+                nodes.append(node)
+    graph = survey(nodes, host.is_heeded, expectation, retain_graph)
     if graph is None:
         return None
     for record in graph.records:
@@ -63,21 +64,22 @@ def run_at_once(
             return None
     leaf_gradients = LeafGradients()
     try:
-        if edges and not graph.try_to_run(edges, entering, pace, leaf_gradients):
+        if roots and not graph.try_to_run(roots, entering, host.pace, leaf_gradients):
             return None
     except BaseException as error:
-        _end(context, parcel, retain_graph=retain_graph)
+        _end(context, gradients, retain_graph)
         context.roll_back(pass_id)
         if isinstance(error, Exception):  # whatever nodes and hooks of users raise
-            raise node_failure(error, worker, context.id, None) from error
+            raise node_failure(error, host.info, context.id, None) from error
         raise
-    _end(context, parcel, retain_graph=retain_graph)
-    context.commit(pass_id, leaf_gradients.take())
-    return Parcel(graph.delivered.get(sender, ()), is_first=True)
+    _end(context, gradients, retain_graph)
+    context.commit(pass_id, leaf_gradients.take() if graph.leaves else {})
+    delivered = graph.delivered
+    return Parcel(delivered[sender], True) if delivered else NOTHING_LIVE
 
 
-def _end(context: AutogradContext, parcel: Parcel, *, retain_graph: bool) -> None:
-    context.sends_used += len(parcel.gradients)
+def _end(context: AutogradContext, gradients: Sequence[tuple[int, Any]], retain_graph: bool) -> None:
+    context.sends_used += len(gradients)
     if not retain_graph:  # what was gone through is freed
-        for message_id, _ in parcel.gradients:
+        for message_id, _ in gradients:
             context.sends.pop(message_id, None)

@@ -1,30 +1,35 @@
-"""A pass on the worker that began it, in the simplest and most frequent case.
+"""A pass in the simplest and most frequent cases: what can run at once runs, and the rest when all answers are there.
 
-The graph of the roots is small and runs at once, and what was sent to others were leaves: the gradients that come back
-need nothing to be run. Then one parcel goes to each of the others, and one answer comes from each. As soon as anything
-else happens, a `BackwardPass` goes on from there.
+Such a worker began the pass, or passes on what came with the one parcel that engaged it. The graph is small. One parcel
+goes to each of the others, one answer comes from each, and the gradients in these are for leaves, or for a part of the
+graph that leads to no other worker than the one that engaged this one. So nobody waits for what is known here before
+the end, and nobody need be asked for what is known there before that. As soon as anything else happens, a
+`BackwardPass` goes on from there.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from arpc import torchstate
 from arpc.autograd.accumulation import LeafGradients
 from arpc.autograd.context import AutogradContext, Send
 from arpc.autograd.failure import node_failure, peer_failure
-from arpc.autograd.passes import BackwardPass, Host, take_only_answer
+from arpc.autograd.passes import BackwardPass, Host, Threads, take_only_answer
 from arpc.autograd.protocol import PackedParcel, Parcel, unpack_parcel
-from arpc.autograd.survey import Expectation, IsHeeded, Survey, are_plain_leaves, survey
+from arpc.autograd.survey import Expectation, Survey, are_apart, is_plain_leaf, survey
 from arpc.errors import AutogradError
 
 __all__ = ["BriefPass"]
+
+_ones_like = torch.ones_like
 
 
 class BriefPass:
@@ -32,31 +37,36 @@ class BriefPass:
 
     failure: BaseException | None = None
     is_over = False
+    _answer: Parcel | None = None
     _abort_told: asyncio.Future[Any] | None = None
     _full: BackwardPass | None = None
     """Who has taken over."""
     _over: asyncio.Future[None] | None = None
+    _rest: Survey | None = None
+    """What is to run when all answers are there."""
 
     def __init__(
         self,
         host: Host,
         context: AutogradContext,
         pass_id: int,
-        *,
         retain_graph: bool,
         deadline: float | None,
         usual_timeout_s: float | None,
-        unfold: Callable[[dict[int, Send]], BackwardPass],
+        parent: int | None = None,
+        threads: Threads | None = None,
     ) -> None:
-        """``unfold`` makes what takes over, given the sends that are not resolved."""
         self.id = pass_id
         self.context = context
         self.retain_graph = retain_graph
         self.deadline = deadline
         self.usual_timeout_s = usual_timeout_s
+        self.parent = parent
+        self.threads = threads
         self._host = host
-        self._unfold = unfold
         self._unresolved = dict(context.sends)
+        self._arrived: dict[int, list[tuple[int, Send, Sequence[Tensor | None]]]] = {}
+        """What waits to be run, by the worker that it came from: the gradients of messages."""
         self._used: list[int] = []
         self._leaves = LeafGradients()
         self._told: dict[int, bool] = {}
@@ -64,34 +74,88 @@ class BriefPass:
         self._heard: list[int] = []
         self._outstanding: dict[asyncio.Future[PackedParcel | None], int] = {}
 
-    def try_to_start(self, roots: Sequence[Tensor], is_heeded: IsHeeded, expectation: Expectation) -> bool:
+    def try_to_start(self, roots: Sequence[Tensor], expectation: Expectation) -> bool:
         """Begin, to be followed by `wait` at once. False, and nothing has happened, if a `BackwardPass` has to."""
-        context, me = self.context, self._host.info.id
-        if context.running_thread is not None:
+        return self._try_to_begin(roots, None, [root.grad_fn for root in roots], expectation)
+
+    def try_to_pass_on(self, parcel: Parcel, expectation: Expectation) -> bool:
+        """The same with the parcel that engaged this worker."""
+        gradients, is_first, open_there, asks = parcel
+        # One that has no more to send and does not ask has nothing to run before this one's answer, nor has anybody
+        # who waits for it
+        if not is_first or open_there or asks:
             return False
-        for send in self._unresolved.values():
-            if send.to == me or not are_plain_leaves(send.source.edges, is_heeded):
+        unresolved = self._unresolved
+        roots: list[GradientEdge] = []
+        entering: list[Tensor] = []
+        nodes: list[Any] = []
+        for message_id, tensors in gradients:
+            send = unresolved.pop(message_id, None)
+            if send is None or send.to != self.parent:
                 return False
-        edges = [(root.grad_fn, root.output_nr) for root in roots]
-        graph = survey(edges, is_heeded, expectation, retain_graph=self.retain_graph)
+            self._used.append(message_id)
+            for (node, place), gradient in zip(send.source.edges, tensors, strict=True):
+                if gradient is not None:
+                    if not node.next_functions:
+                        return False  # a leaf: nothing runs for it
+                    roots.append(GradientEdge(node, place))
+                    entering.append(gradient)
+                    nodes.append(node)
+        for message_id in [message_id for message_id, send in unresolved.items() if send.to == self.parent]:
+            del unresolved[message_id]  # it gets none
+        return self._try_to_begin(roots, entering, nodes, expectation)
+
+    def _try_to_begin(
+        self, roots: Sequence[Any], gradients: Sequence[Tensor] | None, nodes: list[Any], expectation: Expectation
+    ) -> bool:
+        context, host = self.context, self._host
+        graph = self._look(nodes, expectation)
         if graph is None:
             return False
-        for record in graph.records:
-            if record.sender == me:
-                return False
         context.active_pass = self
         try:
-            gradients = [torch.ones_like(root) for root in roots]
-            if not graph.try_to_run(edges, gradients, self._host.pace, self._leaves):
+            if gradients is None:
+                gradients = list(map(_ones_like, roots))
+            if roots and not graph.try_to_run(roots, gradients, host.pace, self._leaves):
                 context.active_pass = None
                 return False
             self._post(graph)
         except Exception as error:  # noqa: BLE001 - whatever nodes and hooks of users raise
-            self.fail(node_failure(error, self._host.info, context.id, None))
+            self.fail(node_failure(error, host.info, context.id, None))
         except BaseException as error:
             self.fail(AutogradError(f"the backward pass of context {context.id} was ended by {error!r}"))
             raise
         return True
+
+    def _look(self, nodes: list[Any], expectation: Expectation) -> Survey | None:
+        """What is to run at once, if all that is known here allows for a brief pass."""
+        is_heeded = self._host.is_heeded
+        me, parent = self._host.info.id, self.parent
+        if self.context.running_thread is not None:
+            return None
+        later: list[Any] = []
+        for send in self._unresolved.values():
+            if send.to == me:
+                return None
+            for node, _ in send.source.edges:
+                if node.next_functions:
+                    later.append(node)
+                elif not is_plain_leaf(node, is_heeded):
+                    return None
+        graph = survey(nodes, is_heeded, expectation, self.retain_graph)
+        if graph is None:
+            return None
+        for record in graph.records:
+            if record.sender in (me, parent):
+                return None
+        if later:
+            rest = self._rest = survey(later, is_heeded, expectation, self.retain_graph)
+            if rest is None or not are_apart(graph, rest):
+                return None
+            for record in rest.records:
+                if record.sender != parent:
+                    return None
+        return graph
 
     def _post(self, graph: Survey) -> None:
         delivered = graph.delivered
@@ -114,7 +178,11 @@ class BriefPass:
     async def wait(self) -> None:
         """Until it is over. Raises why it failed."""
         if len(self._outstanding) == 1:
-            await take_only_answer(*next((peer, future) for future, peer in self._outstanding.items()), self._answered)
+            ((future, peer),) = self._outstanding.items()
+            try:
+                await take_only_answer(peer, future, self._answered)
+            finally:
+                del future
         elif not self.is_over:
             self._over = asyncio.get_running_loop().create_future()
             for future, peer in self._outstanding.items():
@@ -124,12 +192,24 @@ class BriefPass:
         if self._full is not None:
             await self._full.wait()
         elif self.failure is not None:
-            # given away: its traceback leads to this frame
+            self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise why it failed, if it has; see `BackwardPass.raise_failure`."""
+        if self._full is not None:
+            self._full.raise_failure()
+        elif self.failure is not None:
+            # given away: its traceback leads to frames that have this pass
             failure, self.failure = self.failure, None
             try:
                 raise failure
             finally:
                 del failure
+
+    @property
+    def answer(self) -> Parcel | None:
+        """What the answer to the parent carries."""
+        return self._answer if self._full is None else self._full.answer
 
     def receive(self, sender: int, parcel: Parcel, *, is_engaging: bool) -> Parcel | None:
         """A parcel has come that is no answer."""
@@ -145,7 +225,8 @@ class BriefPass:
             self.context.roll_back(self.id)
             for future in list(self._outstanding):
                 future.cancel()
-            self._abort_told = self._host.abort(self.context, self.id, told_by)
+            if self.parent is None or told_by is not None:
+                self._abort_told = self._host.abort(self.context, self.id, told_by)
 
     def cancel(self) -> None:
         """Whoever began it is cancelled; see `BackwardPass.cancel`."""
@@ -182,8 +263,10 @@ class BriefPass:
             if self._full is None and not self._outstanding:
                 if self._unresolved:
                     self._take_over().receive(peer, Parcel(), is_engaging=True)
-                else:
+                elif not self._arrived or self._try_to_run_rest():
                     self._finish()
+                else:
+                    self._take_over()
         except Exception as malformed:  # noqa: BLE001 - it must end here, whatever a peer has sent
             self.fail(node_failure(malformed, self._host.info, self.context.id, None))
         finally:
@@ -197,27 +280,69 @@ class BriefPass:
         parcel, _ = unpack_parcel(answer)
         unresolved = self._unresolved
         gradients, is_first, still_open, _ = parcel
-        if not is_first or still_open or not all(message_id in unresolved for message_id, _ in gradients):
+        if not is_first or still_open:
             self._take_over().receive(peer, parcel, is_engaging=True)
             return
+        for message_id, _ in gradients:
+            if message_id not in unresolved:
+                self._take_over().receive(peer, parcel, is_engaging=True)
+                return
         self._heard.append(peer)
         for message_id, tensors in gradients:
+            send = unresolved.pop(message_id)
+            edges = send.source.edges
+            if self._rest is not None and any(node.next_functions for node, _ in edges):
+                self._arrived.setdefault(peer, []).append((message_id, send, tensors))
+                continue
             self._used.append(message_id)
-            for (node, _), gradient in zip(unresolved.pop(message_id).source.edges, tensors, strict=True):
+            for (node, _), gradient in zip(edges, tensors, strict=True):
                 if gradient is not None:
                     self._leaves.add(node.variable, gradient)
-        for message_id in [message_id for message_id, send in unresolved.items() if send.to == peer]:
-            del unresolved[message_id]  # it gets none
+        if unresolved:
+            for message_id in [message_id for message_id, send in unresolved.items() if send.to == peer]:
+                del unresolved[message_id]  # it gets none
+
+    def _try_to_run_rest(self) -> bool:
+        """Run what waits for the answers, which are there now; False, and nothing has happened, if it takes long."""
+        rest = self._rest
+        assert rest is not None  # or nothing would wait
+        roots: list[GradientEdge] = []
+        entering: list[Tensor] = []
+        for_leaves: list[tuple[Tensor, Tensor]] = []
+        messages = [message for arrived in self._arrived.values() for message in arrived]
+        for _, send, tensors in messages:
+            for (node, place), gradient in zip(send.source.edges, tensors, strict=True):
+                if gradient is None:
+                    continue
+                if node.next_functions:
+                    roots.append(GradientEdge(node, place))
+                    entering.append(gradient)
+                else:
+                    for_leaves.append((node.variable, gradient))
+        if roots and not rest.try_to_run(roots, entering, self._host.pace, self._leaves):
+            return False
+        for leaf, gradient in for_leaves:
+            self._leaves.add(leaf, gradient)
+        self._used += [message_id for message_id, _, _ in messages]
+        self._arrived = {}
+        return True
 
     def _take_over(self) -> BackwardPass:
         """Let a `BackwardPass` go on from here."""
-        full = self._full = self._unfold(self._unresolved)
+        arrived, self._arrived = self._arrived, {}
         waiting = {send.to for send in self._unresolved.values()}.difference(self._heard)
+        sends = dict(self._unresolved)
+        for messages in arrived.values():
+            sends.update([(message_id, send) for message_id, send, _ in messages])
+        full = self._full = self._host.unfold(self, sends)
         # those that were not asked, and have not said by themselves, are to be told again
         told = [peer for peer, was_asked in self._told.items() if was_asked or peer not in waiting]
         full.take_over(self._leaves, self._used, told, self._heard, self._outstanding)
         if self._over is not None and not self._over.done():
             self._over.set_result(None)
+        for peer, messages in arrived.items():
+            gradients = [(message_id, tensors) for message_id, _, tensors in messages]
+            full.receive(peer, Parcel(gradients, is_first=True), is_engaging=True)
         return full
 
     # -- the end
@@ -226,6 +351,10 @@ class BriefPass:
         gradients = self._leaves.take()  # first: what a peer has sent for them may be no gradients
         self._end()
         self.context.commit(self.id, gradients)
+        parent = self.parent
+        if parent is not None:
+            delivered = self._rest.delivered if self._rest is not None else {}
+            self._answer = Parcel(delivered.get(parent, ()), is_first=True)
 
     def _end(self) -> None:
         self.is_over = True

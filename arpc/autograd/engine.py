@@ -32,6 +32,7 @@ Gradients: TypeAlias = "Sequence[Tensor | None]"
 Delivery: TypeAlias = "tuple[RecvRecord, Gradients]"
 
 _is_anomaly_enabled: Final = torch._C.is_anomaly_enabled  # what `torch.is_anomaly_enabled` calls
+_strided: Final = torch.strided
 _SMALL: Final = 1024
 """Elements that are copied in less time than their strides are packed and unpacked."""
 _NO_GRADIENT: Final = torch.zeros(())
@@ -82,7 +83,8 @@ class LocalEngine(ABC):
         """Messages whose tensors may get gradients in this pass."""
         self._unheard: set[RecvRecord] = set()
         """Those of them that have not got any yet."""
-        self._planner = Planner(sources, is_heeded=is_heeded)
+        # in anomaly mode every node is watched
+        self._planner = Planner(sources, is_heeded=is_heeded, keeps_all=_is_anomaly_enabled())
         self._is_accumulated = False
 
     def walk(self, limit: int) -> bool:
@@ -245,7 +247,7 @@ class RegionEngine(LocalEngine):
         inputs = (ANCHOR, *variables)
         watching = self._watch() if _is_anomaly_enabled() else ()
         try:
-            gradients = call_engine(*_columns(entering), inputs, retain_graph=self.retain_graph)
+            gradients = call_engine(*_columns(entering), inputs, self.retain_graph)
         finally:
             for handle in watching:
                 handle.remove()
@@ -304,8 +306,12 @@ class RegionEngine(LocalEngine):
             handles.append(pause_at(node))
         try:
             with _without_pause_warnings():
+                roots, gradients = _columns(entering)
                 call_engine(
-                    *_columns(entering), inputs, retain_graph=self.retain_graph, barriers=list(barriers.values())
+                    [*roots, *[GradientEdge(node, 0) for node in barriers.values()]],
+                    [*gradients, *[_NO_GRADIENT] * len(barriers)],
+                    inputs,
+                    self.retain_graph,
                 )
         except PauseSignal as pause:
             run = pause.run
@@ -341,12 +347,7 @@ def compact(gradient: Tensor | None) -> Tensor | None:
 
     To describe strides takes longer than to copy little. Of a large one that was expanded little travels.
     """
-    if (
-        gradient is None
-        or gradient.numel() > _SMALL
-        or gradient.layout is not torch.strided
-        or gradient.is_contiguous()
-    ):
+    if gradient is None or gradient.layout is not _strided or gradient.is_contiguous() or gradient.numel() > _SMALL:
         return gradient
     return gradient.contiguous()
 
@@ -358,25 +359,19 @@ def _variables(regions: list[Region]) -> list[Tensor]:
     return list({node: variable for region in regions for node, variable in region.leaves.items()}.values())
 
 
-def _columns(entering: list[tuple[Edge, Tensor]]) -> tuple[list[Edge], list[Tensor]]:
-    return [edge for edge, _ in entering], [gradient for _, gradient in entering]
+def _columns(entering: list[tuple[Edge, Tensor]]) -> tuple[list[GradientEdge], list[Tensor]]:
+    return [GradientEdge(*edge) for edge, _ in entering], [gradient for _, gradient in entering]
 
 
 def call_engine(
-    edges: Sequence[Edge],
-    gradients: Sequence[Tensor],
-    inputs: tuple[Any, ...],
-    *,
-    retain_graph: bool,
-    barriers: Sequence[Any] = (),
+    roots: Sequence[Any], gradients: Sequence[Tensor], inputs: tuple[Any, ...], retain_graph: bool
 ) -> tuple[Tensor | None, ...]:
-    """Have torch's engine run what the edges lead to, as far as the inputs need it: their gradients."""
-    roots: tuple[Any, ...] = tuple([GradientEdge(node, place) for node, place in edges])
-    if barriers:
-        roots = (*roots, *[GradientEdge(node, 0) for node in barriers])
-        gradients = [*gradients, *[_NO_GRADIENT] * len(barriers)]
+    """Have torch's engine run what roots lead to, as far as the inputs need it: their gradients.
+
+    A root is a tensor, or a `GradientEdge`.
+    """
     result: tuple[Tensor | None, ...] = run_backward(
-        roots, tuple(gradients), retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False
+        tuple(roots), tuple(gradients), retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False
     )
     return result
 

@@ -13,7 +13,7 @@ No torch here, but for what the nodes themselves are: the tests use their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from arpc.autograd.nodes import RecvNode
 
@@ -21,6 +21,13 @@ __all__ = ["Edge", "Exit", "Plan", "Planner", "Region"]
 
 Edge: TypeAlias = tuple[Any, int]
 """A node, and which of its inputs. A node has ``next_functions``, the edges that it leads to."""
+
+
+_FEW_NODES: Final = 256
+"""As many as are looked at one by one, by `pace`, and some."""
+_STEP: Final = 16
+_STEPS: Final = range(_STEP)
+"""How far it is from one node of a chain that is kept to the next."""
 
 
 class HasEdges(Protocol):
@@ -66,9 +73,12 @@ class Plan:
         hooked_leaves: dict[Any, Any],
         regions: dict[int, Region],
         heeded_leaves: dict[Any, Any],
+        passed_by: int = 0,
     ) -> None:
         self.nodes = nodes
-        """Every node that can run, with a source that reaches it. Leaves without hooks are not among them."""
+        """Every node that can run, with a source that reaches it. Leaves without hooks are not among them.
+
+        If there is only one source, a large graph has more nodes than these, about ``passed_by``."""
         self.leaves = leaves
         """All leaves without hooks, and the tensors that they are."""
         self.hooked_leaves = hooked_leaves
@@ -78,8 +88,8 @@ class Plan:
         """Those of either kind that are to be accumulated by torch in the end."""
         self.sources_of: dict[Any, int] | None = None
         """The region of each node; None if no node is reached by two sources."""
-        self.count = len(nodes) + len(leaves)
-        """How many nodes there are."""
+        self.count = len(nodes) + len(leaves) + passed_by
+        """How many nodes there are, more or less."""
 
     @property
     def recvs(self) -> Iterator[Any]:
@@ -106,7 +116,10 @@ class Planner:
         sources: Sequence[HasEdges],
         recv_class: type = RecvNode,
         is_heeded: Callable[[Any, Any], bool] = lambda _node, _leaf: False,
+        *,
+        keeps_all: bool = False,
     ) -> None:
+        """``keeps_all``: the plan is to have all nodes in any case, however many there are."""
         self._sources = sources
         self._is_heeded = is_heeded
         self._recv_class = recv_class
@@ -118,9 +131,27 @@ class Planner:
         """One for each source, right if no source reaches nodes of another."""
         self._is_shared = False
         self._stack: list[Any] = []
+        self._keeps_all = keeps_all or len(sources) != 1
+        self._seen: set[Any] = {None}  # which is where many edges lead
+        self._passed_by = 0
 
     def walk(self, limit: int) -> bool:
         """Visit up to about ``limit`` further nodes; whether all have been visited."""
+        if self._keeps_all:
+            return self._walk(limit)
+        if not self._regions:
+            self._regions[1] = Region(1)
+            self._stack += [node for node, _ in self._sources[0].edges]
+        if not self._pass_by(limit):
+            return False
+        if self._passed_by <= _FEW_NODES:  # they are few: now take all of them
+            self._regions.clear()
+            self._owner.clear()
+            self._keeps_all, self._passed_by = True, 0
+            return self._walk(2 * _FEW_NODES)
+        return True
+
+    def _walk(self, limit: int) -> bool:
         # This loop is what a node costs outside of torch's own engine: it does no more than it must
         recv_class, owner, leaves, stack, regions = (
             self._recv_class,
@@ -168,6 +199,66 @@ class Planner:
             for node, _ in sources[source].edges:
                 stack.append(node)
 
+    def _pass_by(self, limit: int) -> bool:
+        """`walk` for the leaves and recvs of a large graph that one source reaches: nobody asks for its other nodes.
+
+        To keep a node is half of what it costs to visit it. So of a chain one of some is kept, and one from which it
+        goes on in several directions: who comes to the same nodes by another way soon meets one of these.
+        """
+        recv_class, stack, seen = self._recv_class, self._stack, self._seen
+        passed_by = self._passed_by
+        end = passed_by + limit
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            if passed_by >= end:
+                stack.append(node)
+                break
+            keep = seen.add
+            while True:
+                keep(node)
+                for step in _STEPS:  # noqa: B007 - where it has ended is counted
+                    edges = node.next_functions
+                    if len(edges) == 2:  # which no recv has
+                        (child, _), (other, _) = edges
+                        if other is not None:
+                            keep(node)
+                            stack.append(other)
+                        node = child
+                    elif len(edges) == 1 and node.__class__ is not recv_class:
+                        node = edges[0][0]
+                    else:
+                        keep(node)
+                        if node.__class__ is recv_class:
+                            self._owner[node] = 0
+                            self._regions[1].recvs.append(node)
+                        elif edges:
+                            for child, _ in edges:
+                                stack.append(child)
+                        else:
+                            self._end_of_chain(node, self._regions[1])
+                        node = None
+                    if node in seen:
+                        break
+                else:
+                    passed_by += _STEP
+                    if passed_by < end:
+                        continue
+                    stack.append(node)
+                    break
+                passed_by += step + 1
+                break
+        self._passed_by = passed_by
+        return not stack
+
+    def _end_of_chain(self, node: Any, region: Region) -> None:
+        variable = self._leaves[node] if node in self._leaves else self._plain_leaf(node)
+        if variable is None:
+            self._owner[node] = 0
+        else:
+            region.leaves[node] = variable
+
     def _plain_leaf(self, node: Any) -> Any:
         """The tensor of a node that leads nowhere, if it is a leaf without hooks; notes it if so."""
         variable = getattr(node, "variable", None)
@@ -184,7 +275,7 @@ class Planner:
     def plan(self) -> Plan:
         """The regions, once all has been visited."""
         if not self._is_shared:
-            return Plan(self._owner, self._leaves, self._hooked, self._regions, self._heeded)
+            return Plan(self._owner, self._leaves, self._hooked, self._regions, self._heeded, passed_by=self._passed_by)
         plan = Plan(self._owner, self._leaves, self._hooked, {}, self._heeded)
         self._divide(plan)
         return plan

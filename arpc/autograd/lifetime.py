@@ -7,7 +7,7 @@ they know each other. A worker that lost touch with another asks the creators of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from contextvars import Context
 from functools import partial
 from pickle import dumps
@@ -71,20 +71,25 @@ class Lifetimes:
         return future
 
     def send_tensors(
-        self, message: type[Message], to: int, packed: list[Any], timeout_s: float, *, is_usual: bool
+        self,
+        message: type[Message],
+        to: int,
+        head: bytes,
+        tensors: Sequence[Any],
+        timeout_s: float,
+        is_usual: bool,
     ) -> asyncio.Future[Any]:
         """The same for one argument, a list of bytes and of tensors after it. Usual: as its timeout is."""
         agent = self.agent
-        head, *tensors = packed
         peer = agent.peer(to)
         if peer is None or agent.placement is not None:
-            return self.request(message, to, (packed,), timeout_s)
+            return self.request(message, to, ([head, *tensors],), timeout_s)
         slots: list[Slot] = []
         payload = agent.codec.parcel(head, tensors, is_call=True)
         if payload is None:  # large, or not quite tensors
             if not ONLY_TENSORS.issuperset(map(type, tensors)):
-                return self.request(message, to, (packed,), timeout_s)
-            payload, slots = dumps_flat(head, tensors, is_call=True)
+                return self.request(message, to, ([head, *tensors],), timeout_s)
+            payload, slots = dumps_flat(head, list(tensors), is_call=True)
         elif is_usual:
             future: Future[Any] = Future(loop=agent.loop)
             if call_id := agent.request_plain(message, peer, payload, timeout_s, future):

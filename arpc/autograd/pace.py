@@ -22,6 +22,9 @@ SHORT_NODES: Final = 200
 SHORT_ELEMENTS: Final = 100_000
 
 _REMEMBERED: Final = 1024
+_PATIENCE: Final = 16
+"""How often a graph is refused that took too long once, before it is tried on the loop again."""
+_FORGIVABLE_S: Final = 10 * SHORT_S
 
 
 class Extent(Protocol):
@@ -40,6 +43,8 @@ class Pace:
         self._seconds: dict[tuple[int, int], float] = {}
         self._suspects: set[tuple[int, int]] = set()
         """Graphs that are known to be short, and that took long the last time."""
+        self._refused: dict[tuple[int, int], int] = {}
+        """How often those were refused that took long when they were tried."""
 
     def run(self, run: Callable[[], None], plan: Extent, elements: int) -> None:
         """Run a graph, on the loop or in a thread, and note what it took."""
@@ -57,19 +62,36 @@ class Pace:
             self._suspects.add(key)
         return True
 
-    def _run_and_note(self, run: Callable[[], None], plan: Extent, elements: int) -> None:
+    def _run_and_note(self, run: Callable[..., None], plan: Extent, elements: int, *args: Any) -> None:
         begun, cpu_begun = perf_counter(), thread_time()
-        run()
+        run(*args)
         self.took(plan, elements, perf_counter() - begun, thread_time() - cpu_begun)
 
-    def try_to_run(self, run: Callable[[], None], plan: Extent, elements: int) -> bool:
-        """Run a graph on the loop, if it `is_short`; whether it was."""
-        if self._run_as_known(run, (plan.count, elements)):
+    def try_to_run(self, run: Callable[..., None], plan: Extent, elements: int, *args: Any) -> bool:
+        """Run a graph on the loop, with these arguments, if it `is_short`; whether it was."""
+        key = plan.count, elements
+        if key not in self._suspects and self._seconds.get(key, math.inf) <= SHORT_S:
+            # `_run_as_known`, written out
+            begun = perf_counter()
+            run(*args)
+            if perf_counter() - begun > SHORT_S:
+                self._suspects.add(key)
             return True
         if not self.is_short(plan, elements):
+            self._note_refusal(key)
             return False
-        self._run_and_note(run, plan, elements)
+        self._run_and_note(run, plan, elements, *args)
         return True
+
+    def _note_refusal(self, key: tuple[int, int]) -> None:
+        # What runs instead is about more, and so is another graph. Were it not for this, one that met with bad luck
+        # once, or had to load something the first time, would never be tried again.
+        if self._seconds.get(key, math.inf) <= _FORGIVABLE_S:
+            refused = self._refused.pop(key, 0) + 1
+            if refused < _PATIENCE:
+                self._refused[key] = refused
+            else:
+                del self._seconds[key]
 
     def is_short(self, plan: Extent, elements: int) -> bool:
         """Whether a run is to happen on the loop."""
@@ -94,6 +116,7 @@ class Pace:
             if len(self._seconds) >= _REMEMBERED:
                 self._seconds.clear()
                 self._suspects.clear()
+                self._refused.clear()
             known = cpu_seconds
         # What it waited for may be a hook that blocks, or other programs on this machine. The first comes again.
         self._seconds[plan.count, elements] = max(cpu_seconds, min(seconds, 2 * known))
@@ -102,7 +125,7 @@ class Pace:
 class ThreadsOnly(Pace):
     """For workers whose nodes and hooks may block, and wait for what the loop does: nothing runs there."""
 
-    def try_to_run(self, run: Callable[[], None], plan: Extent, elements: int) -> bool:
+    def try_to_run(self, run: Callable[..., None], plan: Extent, elements: int, *args: Any) -> bool:
         return False
 
     def is_short(self, plan: Extent, elements: int) -> bool:

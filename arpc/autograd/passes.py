@@ -25,7 +25,7 @@ from arpc.autograd.protocol import PackedParcel, Parcel, PassProtocol, Resolved,
 from arpc.errors import AutogradError, ProtocolError, RpcTimeoutError
 from arpc.ids import WorkerInfo
 
-__all__ = ["BackwardPass", "Host", "Sender", "Threads", "take_only_answer"]
+__all__ = ["BackwardPass", "Brief", "Host", "Sender", "Threads", "take_only_answer"]
 
 # Walking goes on in a thread after this many nodes, which take about a millisecond
 WALK_NODES: Final = 2000
@@ -50,11 +50,20 @@ class Sender(Protocol):
     """In place of that, if all the time of the pass is left, and others have the same."""
 
 
+class Brief(Sender, Protocol):
+    """A pass, as far as another one that takes over is concerned."""
+
+    parent: int | None
+    threads: Threads | None
+
+
 class Host(Protocol):
     """What a pass needs of its worker."""
 
     info: WorkerInfo
     pace: Pace
+    is_heeded: Callable[[Any, Any], bool]
+    """Of a leaf, and its node: whether torch is to accumulate its gradients, with all hooks. See `heeded`."""
 
     @property
     def threads(self) -> Threads: ...
@@ -66,6 +75,9 @@ class Host(Protocol):
         """Tell all who know the context that a pass has failed; the future is done when they have heard."""
 
     def name_of(self, worker: int) -> str: ...
+
+    def unfold(self, brief: Brief, sends: Mapping[int, Send]) -> BackwardPass:
+        """What takes over from a pass that is not brief after all, given the sends that are not resolved."""
 
 
 Answer = asyncio.Future[PackedParcel | None]

@@ -39,6 +39,8 @@ __all__ = [
     "Recv",
     "Resolved",
     "pack_parcel",
+    "parcel_of_parts",
+    "parcel_parts",
     "unpack_parcel",
 ]
 
@@ -86,46 +88,60 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(list[int]).decode
 
 
-def pack_parcel(parcel: Parcel, *heading: int) -> PackedParcel:
-    """Make a parcel ready to travel, with some numbers before it."""
+def parcel_parts(parcel: Parcel, *heading: int) -> tuple[bytes, Sequence[Any]]:
+    """The two parts of a packed parcel: its numbers, after some others, and its gradients."""
     gradients, is_first, ids, asks = parcel
+    bits = (_IS_FIRST if is_first else 0) | (_ASKS if asks else 0)
     if len(gradients) == 1 and not ids:  # as most are
-        ((send, tensors),) = gradients
-        bits = (_IS_FIRST if is_first else 0) | (_ASKS if asks else 0)
-        return [_pack_simple[len(heading)](0, *heading, bits, send), *tensors]
-    numbers = [*heading, (_IS_FIRST if is_first else 0) | (_ASKS if asks else 0), len(ids), *ids]
+        send, tensors = gradients[0]
+        return _pack_simple[len(heading)](0, *heading, bits, send), tensors
+    numbers = [*heading, bits, len(ids), *ids]
     flat: list[Any] = []
     for send, tensors in gradients:
         numbers += (send, len(tensors))
         flat += tensors
-    return [_encode(numbers), *flat]
+    return _encode(numbers), flat
 
 
-def unpack_parcel(packed: PackedParcel, heading: int = 0) -> tuple[Parcel, list[int]]:
+def pack_parcel(parcel: Parcel, *heading: int) -> PackedParcel:
+    """Make a parcel ready to travel, with some numbers before it."""
+    head, tensors = parcel_parts(parcel, *heading)
+    return [head, *tensors]
+
+
+def parcel_of_parts(head: bytes | bytearray, tensors: list[Any], heading: int = 0) -> tuple[Parcel, Sequence[int]]:
+    """The parcel that such parts are of, and all its numbers, which begin with those of the heading."""
+    numbers: Sequence[int]
+    try:
+        if not head[0]:
+            numbers = _unpack_simple[heading](head)[1:]
+            bits = numbers[heading]
+            return Parcel([(numbers[-1], tensors)], bits & _IS_FIRST != 0, (), bits & _ASKS != 0), numbers
+        numbers = _decode(head)
+        bits = numbers[heading]
+        end = heading + 2 + numbers[heading + 1]
+        ids = numbers[heading + 2 : end] if numbers[heading + 1] else ()
+        gradients: list[tuple[int, Sequence[Any]]] = []
+        place = 0
+        for send, count in zip(numbers[end::2], numbers[end + 1 :: 2], strict=True):
+            gradients.append((send, tensors[place : place + count]))
+            place += count
+    except (StructError, msgspec.MsgspecError, LookupError, TypeError, ValueError) as error:
+        raise ProtocolError(f"a malformed parcel of gradients: {error}") from error
+    return Parcel(gradients, bits & _IS_FIRST != 0, ids, bits & _ASKS != 0), numbers
+
+
+def unpack_parcel(packed: PackedParcel, heading: int = 0) -> tuple[Parcel, Sequence[int]]:
     """The parcel that was packed, and all its numbers, which begin with those of the heading.
 
     What was packed is emptied: whoever takes the gradients shall be the only one that has them.
     """
     try:
-        if packed[0][0] == 0:
-            _, *numbers = _unpack_simple[heading](packed[0])
-            *_, bits, send = numbers
-            simple = Parcel([(send, packed[1:])], bits & _IS_FIRST != 0, (), bits & _ASKS != 0)
-            packed.clear()
-            return simple, numbers
-        numbers = _decode(packed[0])
-        bits = numbers[heading]
-        end = heading + 2 + numbers[heading + 1]
-        ids = numbers[heading + 2 : end] if numbers[heading + 1] else ()
-        gradients: list[tuple[int, Sequence[Any]]] = []
-        place = 1
-        for send, count in zip(numbers[end::2], numbers[end + 1 :: 2], strict=True):
-            gradients.append((send, packed[place : place + count]))
-            place += count
-    except (StructError, msgspec.MsgspecError, LookupError, TypeError, ValueError) as error:
+        head, *tensors = packed
+        packed.clear()
+    except (AttributeError, TypeError, ValueError) as error:
         raise ProtocolError(f"a malformed parcel of gradients: {error}") from error
-    packed.clear()
-    return Parcel(gradients, bits & _IS_FIRST != 0, ids, bits & _ASKS != 0), numbers
+    return parcel_of_parts(head, tensors, heading)
 
 
 NOTHING_LIVE = Parcel(is_first=True)

@@ -14,7 +14,7 @@ __all__ = ["checked_roots"]
 
 def checked_roots(roots: Any) -> Sequence[Tensor]:
     """The roots of a pass, if they can be. Raises `AutogradError`, or TypeError for what is no list of tensors."""
-    if isinstance(roots, Tensor) or not isinstance(roots, Sequence):
+    if roots.__class__ is not list and (isinstance(roots, Tensor) or not isinstance(roots, Sequence)):
         raise TypeError(f"the roots of a backward pass are a list of tensors, not {type(roots).__qualname__}")
     if not roots:
         raise AutogradError("No tensors provided for gradient computation: pass at least one root, such as the loss.")

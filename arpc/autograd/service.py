@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import Context
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from torch import Tensor
 
@@ -23,8 +23,16 @@ from arpc.autograd.fallback import choose_engine
 from arpc.autograd.heeded import is_heeded
 from arpc.autograd.lifetime import Lifetimes
 from arpc.autograd.pace import Pace
-from arpc.autograd.passes import BackwardPass, Sender, Threads
-from arpc.autograd.protocol import NOTHING_LIVE, ONLY_TENSORS, PackedParcel, Parcel, pack_parcel, unpack_parcel
+from arpc.autograd.passes import BackwardPass, Brief, Sender, Threads
+from arpc.autograd.protocol import (
+    NOTHING_LIVE,
+    ONLY_TENSORS,
+    PackedParcel,
+    Parcel,
+    parcel_of_parts,
+    parcel_parts,
+    unpack_parcel,
+)
 from arpc.autograd.recording import Recorder
 from arpc.autograd.roots import checked_roots
 from arpc.autograd.survey import Expectation
@@ -46,6 +54,8 @@ from arpc.wire.pickling import dumps_flat
 
 __all__ = ["AutogradService"]
 
+_AnswerOfHandler: TypeAlias = "Packed | PackedParcel | Coroutine[Any, Any, Any] | None"
+
 _ABORT_S: Final = 5.0
 """How long a pass that has failed waits for the others to hear of it."""
 
@@ -65,6 +75,7 @@ class AutogradService:
         self.passes_begun = 0
         self._expected_of_roots = Expectation()
         self._expected_of_others = Expectation()
+        self._expected_of_relays = Expectation()
         self._agent: Agent
         self._options = options
         self._rrefs = rrefs
@@ -72,7 +83,7 @@ class AutogradService:
     @property
     def handlers(self) -> Mapping[type[Message], Callable[..., Any]]:
         return {
-            AutogradGradients: Prompt(self._on_gradients),
+            AutogradGradients: Prompt(self._on_gradients, self._on_parcel),
             AutogradAbort: self._on_abort,
             AutogradBackward: self._on_backward,
             AutogradRelease: Prompt(self.lifetimes.on_release),
@@ -119,7 +130,7 @@ class AutogradService:
         """What has been accumulated on this worker in a context."""
         return dict(self.container.find(context_id).gradients)
 
-    async def backward(
+    def backward(
         self,
         context_id: int,
         roots: Sequence[Tensor],
@@ -127,12 +138,12 @@ class AutogradService:
         retain_graph: bool,
         timeout: float | Unset = UNSET,
         threads: Threads | None = None,
-    ) -> None:
+    ) -> Coroutine[Any, Any, None]:
         """Run a pass from the roots, over all workers that they depend on.
 
         ``threads``: where nodes of this worker run that do not run on the loop.
         """
-        await self._backward(context_id, self.container.new_pass_id(), roots, retain_graph, timeout, threads)
+        return self._backward(context_id, self.container.new_pass_id(), roots, retain_graph, timeout, threads)
 
     async def _backward(
         self,
@@ -147,27 +158,20 @@ class AutogradService:
         deadline, usual_timeout_s = self._deadline(timeout)
         checked = checked_roots(roots)
         self._note_begin(context)
-        make = partial(
-            self._make_pass,
-            context,
-            pass_id,
-            retain_graph=retain_graph,
-            deadline=deadline,
-            parent=None,
-            threads=threads,
+        started: BackwardPass | BriefPass
+        started = brief = BriefPass(
+            self, context, pass_id, retain_graph, deadline, usual_timeout_s, parent=None, threads=threads
         )
-        brief = BriefPass(
-            self,
-            context,
-            pass_id,
-            retain_graph=retain_graph,
-            deadline=deadline,
-            usual_timeout_s=usual_timeout_s,
-            unfold=make,
-        )
-        started: BackwardPass | BriefPass = brief
-        if self._agent.observers.installed or not brief.try_to_start(checked, self.is_heeded, self._expected_of_roots):
-            started = full = make(roots=checked)
+        if self._agent.observers.installed or not brief.try_to_start(checked, self._expected_of_roots):
+            started = full = self._make_pass(
+                context,
+                pass_id,
+                retain_graph=retain_graph,
+                deadline=deadline,
+                parent=None,
+                roots=checked,
+                threads=threads,
+            )
             full.start()
         try:
             await started.wait()
@@ -280,16 +284,29 @@ class AutogradService:
 
     # -- for passes
 
+    def unfold(self, brief: Brief, sends: Mapping[int, Send]) -> BackwardPass:
+        """What takes over from a pass that is not brief after all, given the sends that are not resolved."""
+        return self._make_pass(
+            brief.context,
+            brief.id,
+            sends,
+            retain_graph=brief.retain_graph,
+            deadline=brief.deadline,
+            parent=brief.parent,
+            threads=brief.threads,
+        )
+
     def send(self, backward_pass: Sender, to: int, parcel: Parcel) -> asyncio.Future[Any]:
         """Send a parcel; the future has the parcel that comes with the answer."""
-        started = backward_pass
-        packed = pack_parcel(parcel, started.context.id, started.id, int(started.retain_graph))
-        usual_s = started.usual_timeout_s
+        head, tensors = parcel_parts(
+            parcel, backward_pass.context.id, backward_pass.id, int(backward_pass.retain_graph)
+        )
+        usual_s = backward_pass.usual_timeout_s
         if usual_s is not None:
-            return self.lifetimes.send_tensors(AutogradGradients, to, packed, usual_s, is_usual=True)
-        deadline = started.deadline
+            return self.lifetimes.send_tensors(AutogradGradients, to, head, tensors, usual_s, True)
+        deadline = backward_pass.deadline
         timeout_s = 0.0 if deadline is None else max(0.001, deadline - self._agent.loop.time())
-        return self.lifetimes.send_tensors(AutogradGradients, to, packed, timeout_s, is_usual=False)
+        return self.lifetimes.send_tensors(AutogradGradients, to, head, tensors, timeout_s, False)
 
     def abort(self, context: AutogradContext, pass_id: int, but: int | None = None) -> asyncio.Future[Any] | None:
         """Tell all who know a context that a pass has failed; the future is done when they have heard."""
@@ -307,9 +324,17 @@ class AutogradService:
 
     # -- handlers
 
-    def _on_gradients(self, packed: PackedParcel) -> Packed | PackedParcel | Coroutine[Any, Any, Any] | None:
-        parcel, (context_id, pass_id, retain_graph, *_) = unpack_parcel(packed, heading=3)
-        caller, deadline = _caller()
+    def _on_gradients(self, packed: PackedParcel) -> _AnswerOfHandler:
+        scope = current_scope.get()
+        assert scope is not None
+        assert scope.caller is not None  # this is a handler
+        return self._take(scope.caller.id, *unpack_parcel(packed, heading=3))
+
+    def _on_parcel(self, caller: WorkerInfo, head: bytes | bytearray, tensors: list[Any]) -> _AnswerOfHandler:
+        return self._take(caller.id, *parcel_of_parts(head, tensors, 3))
+
+    def _take(self, caller: int, parcel: Parcel, numbers: Sequence[int]) -> _AnswerOfHandler:
+        context_id, pass_id, retain_graph = numbers[:3]
         context = self.container.contexts.get(context_id)
         if context is None:
             if parcel.gradients:
@@ -317,7 +342,7 @@ class AutogradService:
             return self._packed(NOTHING_LIVE)  # what was sent to here has not come, or nobody wants it any more
         if pass_id in context.aborted_passes:
             raise AutogradError(f"the backward pass {pass_id} of autograd context {context_id} has failed")
-        active: BackwardPass | None = context.active_pass
+        active: BackwardPass | BriefPass | None = context.active_pass
         if active is not None and active.id == pass_id:
             riding = active.receive(caller, parcel, is_engaging=False)
             if active.failure is not None:
@@ -326,25 +351,27 @@ class AutogradService:
         if active is None and pass_id == context.last_pass:
             return self._packed(NOTHING_LIVE)  # all that was live has been answered for
         self._note_begin(context)
-        if not self._agent.observers.installed:
-            answer = run_at_once(
-                context,
-                pass_id,
-                caller,
-                parcel,
-                retain_graph=bool(retain_graph),
-                worker=self.info,
-                pace=self.pace,
-                is_heeded=self.is_heeded,
-                expectation=self._expected_of_others,
-            )
-            if answer is not None:
-                return self._packed(answer)
-        engaged = self._make_pass(context, pass_id, retain_graph=bool(retain_graph), deadline=deadline, parent=caller)
-        engaged.receive(caller, parcel, is_engaging=True)
+        retains = bool(retain_graph)
+        if self._agent.observers.installed:
+            return self._engage(context, pass_id, retains, caller, parcel)
+        answer = run_at_once(self, context, pass_id, caller, parcel, self._expected_of_others, retains)
+        return self._engage(context, pass_id, retains, caller, parcel) if answer is None else self._packed(answer)
+
+    def _engage(
+        self, context: AutogradContext, pass_id: int, retain_graph: bool, caller: int, parcel: Parcel
+    ) -> _AnswerOfHandler:
+        """Take part in a pass for longer than a moment."""
+        _, deadline = _caller()
+        # The time that its sender has given it has just begun: it is the same again and again
+        usual_timeout_s = 0.0 if deadline is None else round(deadline - self._agent.loop.time(), 3) or None
+        engaged: BackwardPass | BriefPass
+        engaged = brief = BriefPass(self, context, pass_id, retain_graph, deadline, usual_timeout_s, caller)
+        if self._agent.observers.installed or not brief.try_to_pass_on(parcel, self._expected_of_relays):
+            engaged = self._make_pass(context, pass_id, retain_graph=retain_graph, deadline=deadline, parent=caller)
+            engaged.receive(caller, parcel, is_engaging=True)
         return self._answer_of(engaged) if engaged.is_over else self._wait_for_answer(engaged, caller)
 
-    async def _wait_for_answer(self, engaged: BackwardPass, caller: int) -> Packed | PackedParcel | None:
+    async def _wait_for_answer(self, engaged: BackwardPass | BriefPass, caller: int) -> Packed | PackedParcel | None:
         try:
             await engaged.wait()
         except asyncio.CancelledError:
@@ -352,21 +379,20 @@ class AutogradService:
             raise
         return self._answer_of(engaged)
 
-    def _answer_of(self, ended: BackwardPass) -> Packed | PackedParcel | None:
+    def _answer_of(self, ended: BackwardPass | BriefPass) -> Packed | PackedParcel | None:
         """What the worker that engaged this one is told at the end. Raises why the pass failed."""
         ended.raise_failure()
         return None if ended.answer is None else self._packed(ended.answer)
 
     def _packed(self, parcel: Parcel) -> Packed | PackedParcel:
         """A parcel that goes with an answer."""
-        packed = pack_parcel(parcel)
-        head, *tensors = packed
+        head, tensors = parcel_parts(parcel)
         payload = self._agent.codec.parcel(head, tensors, is_call=False)
         if payload is not None:
             return Packed(payload, [])
         if not ONLY_TENSORS.issuperset(map(type, tensors)):
-            return packed
-        return Packed(*dumps_flat(head, tensors, is_call=False))
+            return [head, *tensors]
+        return Packed(*dumps_flat(head, list(tensors), is_call=False))
 
     async def _on_backward(
         self, rref: int, is_created: bool, context_id: int, pass_id: int, retain_graph: bool

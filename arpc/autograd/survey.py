@@ -6,8 +6,7 @@ are no regions then, and nothing to plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -15,16 +14,16 @@ from torch import Tensor
 
 from arpc.autograd.accumulation import LeafGradients
 from arpc.autograd.engine import call_engine, compact
-from arpc.autograd.graph import Edge
 from arpc.autograd.nodes import ANCHOR, RecvNode, RecvRecord
 from arpc.autograd.pace import SHORT_NODES, Pace
 
-__all__ = ["Expectation", "Survey", "are_plain_leaves", "survey"]
+__all__ = ["Expectation", "Survey", "are_apart", "is_plain_leaf", "survey"]
 
 _recv_class: Any = RecvNode
 _is_anomaly_enabled = torch._C.is_anomaly_enabled  # what `torch.is_anomaly_enabled` calls
 IsHeeded = Callable[[Any, Any], bool]
 _PASSED_OVER: Final = 15
+_NO_LEAVES: Final = (ANCHOR,)
 
 
 class Expectation:
@@ -57,7 +56,7 @@ class Survey:
     __slots__ = ("count", "delivered", "leaves", "nodes", "records", "retain_graph")
 
     def __init__(
-        self, nodes: dict[Any, None], leaves: list[Tensor], records: list[RecvRecord], *, retain_graph: bool
+        self, nodes: dict[Any, None], leaves: list[Tensor], records: list[RecvRecord], retain_graph: bool
     ) -> None:
         self.nodes = nodes
         self.count = len(nodes)
@@ -70,59 +69,66 @@ class Survey:
         """What leaves this worker once it has run: by the worker that it goes to, the gradients for its messages."""
 
     def try_to_run(
-        self, edges: Sequence[Edge], gradients: Sequence[Tensor], pace: Pace, leaf_gradients: LeafGradients
+        self, roots: Sequence[Any], gradients: Sequence[Tensor], pace: Pace, leaf_gradients: LeafGradients
     ) -> bool:
-        """Run it with gradients that enter at edges; False, and nothing has happened, if that would take too long."""
+        """Run it with gradients that enter at roots; False, and nothing has happened, if that would take too long.
+
+        A root is a tensor, or a `GradientEdge`.
+        """
         elements = 0
         for gradient in gradients:
             elements += gradient.numel()
         for leaf in self.leaves:
             elements += leaf.numel()
-        for record in self.records:
-            record.deliver = self._deliver
+        records, deliver = self.records, self._deliver
+        for record in records:
+            record.deliver = deliver
         try:
-            return pace.try_to_run(partial(self._run, edges, gradients, leaf_gradients), self, elements)
+            return pace.try_to_run(self._run, self, elements, roots, gradients, leaf_gradients)
         finally:
-            for record in self.records:
+            for record in records:
                 record.deliver = None
 
-    def _run(self, edges: Sequence[Edge], gradients: Sequence[Tensor], leaf_gradients: LeafGradients) -> None:
+    def _run(self, roots: Sequence[Any], gradients: Sequence[Tensor], leaf_gradients: LeafGradients) -> None:
         leaves = self.leaves
+        if not leaves:
+            call_engine(roots, gradients, _NO_LEAVES, self.retain_graph)
+            return
         inputs = (ANCHOR, *leaves)
-        results = call_engine(edges, gradients, inputs, retain_graph=self.retain_graph)
-        if leaves:
-            for leaf, gradient in zip(inputs, results, strict=True):
-                if gradient is not None:
-                    leaf_gradients.add(leaf, gradient)
+        for leaf, gradient in zip(inputs, call_engine(roots, gradients, inputs, self.retain_graph), strict=True):
+            if gradient is not None:
+                leaf_gradients.add(leaf, gradient)
 
     def _deliver(self, record: RecvRecord, gradients: tuple[Tensor | None, ...]) -> None:
         record.is_spent = not self.retain_graph
-        item = record.message_id, [compact(gradient) for gradient in gradients]
+        item = record.message_id, list(map(compact, gradients))
         if record.sender in self.delivered:
             self.delivered[record.sender].append(item)
         else:
             self.delivered[record.sender] = [item]
 
 
-def survey(
-    edges: Iterable[Edge], is_heeded: IsHeeded, expectation: Expectation, *, retain_graph: bool
-) -> Survey | None:
-    """Look at all nodes that edges lead to; None if there are many, or there is something special about one of them."""
+def survey(stack: list[Any], is_heeded: IsHeeded, expectation: Expectation, retain_graph: bool) -> Survey | None:
+    """Look at all nodes that some lead to; None if there are many, or there is something special about one of them.
+
+    The list of these nodes is used up.
+    """
     if _is_anomaly_enabled() or not expectation.is_good:
         return None
     nodes: dict[Any, None] = {}
     leaves: list[Tensor] = []
     records: list[RecvRecord] = []
-    stack: list[Any] = [node for node, _ in edges]
+    recv_class = _recv_class
     while stack:
         node = stack.pop()
         if node is None or node in nodes:
             continue
         nodes[node] = None
-        if node.__class__ is _recv_class:
-            if node.record.is_spent:
+        if node.__class__ is recv_class:
+            record = node.record
+            if record.is_spent:
                 return None
-            records.append(node.record)
+            records.append(record)
         elif further := node.next_functions:
             for child, _ in further:
                 stack.append(child)
@@ -133,13 +139,20 @@ def survey(
             if is_heeded(node, leaf):
                 return None
             leaves.append(leaf)
-    return Survey(nodes, leaves, records, retain_graph=retain_graph)
+    return Survey(nodes, leaves, records, retain_graph)
 
 
-def are_plain_leaves(edges: Iterable[Edge], is_heeded: IsHeeded) -> bool:
-    """Whether gradients that come in here are for leaves without hooks and nothing else: nothing needs to run then."""
-    for node, _ in edges:
-        leaf = None if node.next_functions else getattr(node, "variable", None)
-        if leaf is None or leaf._backward_hooks or is_heeded(node, leaf):  # noqa: SLF001 - torch has no other way to ask
-            return False
-    return True
+def is_plain_leaf(node: Any, is_heeded: IsHeeded) -> bool:
+    """Whether a node that leads nowhere is a leaf without hooks: nothing needs to run for a gradient that comes in."""
+    leaf = getattr(node, "variable", None)
+    return not (leaf is None or leaf._backward_hooks or is_heeded(node, leaf))  # noqa: SLF001 - torch has no other way to ask
+
+
+def are_apart(first: Survey, second: Survey) -> bool:
+    """Whether one graph can run before the other: they share nothing but leaves without hooks."""
+    shared = first.nodes.keys() & second.nodes
+    return all(not node.next_functions and is_plain_leaf(node, _never) for node in shared)
+
+
+def _never(_node: Any, _leaf: Any) -> bool:
+    return False  # heeded: none of them is, or there would be no survey

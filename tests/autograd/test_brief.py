@@ -13,6 +13,7 @@ import arpc
 from arpc.autograd import pace, service
 from arpc.autograd.brief import BriefPass
 from arpc.autograd.passes import BackwardPass
+from arpc.autograd.protocol import Parcel, pack_parcel
 from tests.autograd import functions
 from tests.autograd.test_backward import leaf
 
@@ -110,7 +111,7 @@ async def test_a_second_pass_adds_to_the_first_and_the_graph_is_freed_with_it(gr
         assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [4.0] * 3
 
 
-@pytest.mark.parametrize("what", ["hook of a leaf", "hook after accumulation", "node before the call", "too long"])
+@pytest.mark.parametrize("what", ["hook of a leaf", "hook after accumulation", "shared node", "too long"])
 async def test_what_is_special_takes_it(group, full_passes, monkeypatch, what):
     x = leaf()
     sent, seen = x, []
@@ -118,28 +119,85 @@ async def test_what_is_special_takes_it(group, full_passes, monkeypatch, what):
         x.register_hook(lambda gradient: seen.append(gradient) or gradient * 2)
     elif what == "hook after accumulation":
         x.register_post_accumulate_grad_hook(double)
-    elif what == "node before the call":
+    elif what == "shared node":
         sent = x * 2
     else:
         monkeypatch.setattr(group[0].autograd, "pace", pace.ThreadsOnly())
         sent = x.clone()
     async with arpc.autograd.context() as ctx_id:
         y = await arpc.rpc_sync("worker1", weigh, (sent,))
+        if what == "shared node":  # which is to run once, with both its gradients
+            sent.grad_fn.register_prehook(seen.append)
+            y = (y + sent) * (2 / 3)
         await arpc.autograd.backward(ctx_id, [y.sum()])
         expected = 2.0 if what == "too long" else 4.0
         assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [expected] * 3
     assert len(full_passes) == 1
-    assert len(seen) == (what == "hook of a leaf")
+    assert len(seen) == (what in {"hook of a leaf", "shared node"})
 
 
-async def test_another_worker_behind_the_one_that_was_called(group, full_passes):
+async def weigh_and_pass_on(x, *further):
+    """A row of workers, each with a node before the next and one behind it."""
+    return 3 * await arpc.rpc_sync(further[0], weigh_and_pass_on, (x * weight, *further[1:])) if further else x * weight
+
+
+@pytest.mark.parametrize("is_retained", [False, True])
+async def test_nor_do_nodes_before_the_call_and_workers_that_pass_it_on(group, full_passes, is_retained):
+    x, seen = leaf(), []
+    for _ in range(2):
+        async with arpc.autograd.context() as ctx_id:
+            sent = x * 2
+            sent.grad_fn.register_prehook(seen.append)
+            y = await arpc.rpc_sync("worker1", weigh_and_pass_on, (sent, "worker2"))
+            for _ in range(1 + is_retained):
+                await arpc.autograd.backward(ctx_id, [y.sum()], retain_graph=is_retained)
+            scale = 1 + is_retained
+            assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [24.0 * scale] * 3
+            for worker in group[1:]:
+                assert worker.autograd.gradients(ctx_id)[weight].tolist() == (12 * scale * x).tolist()
+    assert full_passes == []
+    assert len(seen) == 2 * (1 + is_retained)
+
+
+async def pass_on_what_is_shared(x, further):
+    return x + await arpc.rpc_sync(further, weigh, (x,))
+
+
+async def pass_on_what_is_mine(x, further):
+    return await arpc.rpc_sync(further, weigh, (weight,)) * x
+
+
+async def pass_on_by_turns(x, first, second):
+    return await arpc.rpc_sync(second, weigh, (await arpc.rpc_sync(first, weigh, (x,)),))
+
+
+async def pass_on_to_itself(x, myself):
+    return await arpc.rpc_sync(myself, weigh, (await arpc.rpc_sync(myself, weigh, (x,)),))
+
+
+async def pass_on_in_vain(x, further):
+    await arpc.rpc_sync(further, weigh, (x,))
+    return x * weight
+
+
+@pytest.mark.parametrize(
+    ("function", "workers", "factor", "passes"),
+    [
+        (pass_on_what_is_shared, ["worker2"], 3.0, 1),
+        (pass_on_what_is_mine, ["worker2"], 4.0, 1),
+        (pass_on_by_turns, ["worker2", "worker0"], 4.0, 1),
+        (pass_on_by_turns, ["worker0", "worker2"], 4.0, 2),
+        (pass_on_to_itself, ["worker1"], 4.0, 1),
+        (pass_on_in_vain, ["worker2"], 2.0, 1),
+    ],
+)
+async def test_what_a_worker_in_the_middle_cannot_simply_pass_on(group, full_passes, function, workers, factor, passes):
     x = leaf()
     async with arpc.autograd.context() as ctx_id:
-        y = await arpc.rpc_sync("worker1", weigh_by_way_of, (x, "worker2"))
+        y = await arpc.rpc_sync("worker1", function, (x, *workers))
         await arpc.autograd.backward(ctx_id, [y.sum()])
-        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [2.0] * 3
-        assert group[2].autograd.gradients(ctx_id)[weight].tolist() == x.tolist()
-    assert len(full_passes) == 1  # that of the worker in the middle
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [factor] * 3
+    assert len(full_passes) >= passes
 
 
 async def test_gradients_for_what_was_handed_out_on_request(group):
@@ -167,6 +225,46 @@ async def test_one_that_is_cancelled_at_any_moment_leaves_nothing(group, turns):
             await arpc.autograd.backward(ctx_id, [y], retain_graph=True)
         assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [2.0] * 3
         assert group[1].autograd.gradients(ctx_id)[weight].tolist() == x.tolist()
+
+
+@pytest.mark.parametrize("turns", range(0, 24, 2))
+async def test_one_that_is_passed_on_leaves_nothing_either(group, turns):
+    x = leaf()
+    async with arpc.autograd.context() as ctx_id:
+        y = (await arpc.rpc_sync("worker1", weigh_and_pass_on, (x * 2, "worker2"))).sum()
+        task = asyncio.create_task(arpc.autograd.backward(ctx_id, [y], retain_graph=True))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        if task.cancelled():
+            assert not any(worker.autograd.gradients(ctx_id) for worker in group)
+            assert [worker.statistics()["autograd"]["passes"] for worker in group] == [0, 0, 0]
+            await arpc.autograd.backward(ctx_id, [y], retain_graph=True)
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [24.0] * 3
+        for worker in group[1:]:
+            assert worker.autograd.gradients(ctx_id)[weight].tolist() == (12 * x).tolist()
+
+
+async def boom_and_pass_on(x, further):
+    return await arpc.rpc_sync(further, weigh, (functions.Boom.apply(x * weight),))
+
+
+async def test_an_error_of_what_runs_when_the_answers_are_there_ends_it(group, full_passes):
+    x = leaf()
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", boom_and_pass_on, (x, "worker2"))
+        with pytest.raises(arpc.BackwardError, match="boom") as caught:
+            await arpc.autograd.backward(ctx_id, [y.sum()])
+        assert caught.value.path == (0, 1)
+        assert not any(worker.autograd.gradients(ctx_id) for worker in group)
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", weigh, (functions.Boom.apply(x * 2),))
+        with pytest.raises(arpc.BackwardError, match="boom") as caught:
+            await arpc.autograd.backward(ctx_id, [y.sum()])
+        assert caught.value.worker == "worker0"
+        assert not any(worker.autograd.gradients(ctx_id) for worker in group[:2])
+    assert full_passes == []
 
 
 async def test_an_error_of_a_node_here_ends_it(group):
@@ -233,11 +331,13 @@ class Postponed:
 
     def __init__(self, worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: list[tuple[int, asyncio.Future[Any], Callable[[], asyncio.Future[Any]]]] = []
+        self.has_sent = asyncio.Event()
         send = worker.autograd.send
 
         def hold(backward_pass: Any, to: int, parcel: Any) -> asyncio.Future[Any]:
             future = asyncio.get_running_loop().create_future()
             self.sent.append((to, future, lambda: send(backward_pass, to, parcel)))
+            self.has_sent.set()
             return future
 
         monkeypatch.setattr(worker.autograd, "send", hold)
@@ -260,7 +360,7 @@ async def test_it_goes_on_when_a_parcel_comes_that_is_no_answer(group, monkeypat
         brief = group[0].autograd.container.find(ctx_id).active_pass
         assert isinstance(brief, BriefPass)
         # as from one who asks what is still open here
-        answer = brief.receive(1, service.Parcel(asks=True), is_engaging=False)
+        answer = brief.receive(1, Parcel(asks=True), is_engaging=False)
         assert answer == ([], True, [], True)  # nothing is; and it is asked the same now
         assert [made.id for made in full_passes] == [brief.id]
         assert group[0].autograd.container.find(ctx_id).active_pass is full_passes[0]
@@ -279,14 +379,37 @@ async def test_it_goes_on_when_an_answer_leaves_something_open(group, monkeypatc
         ((_, future, _),) = postponed.sent
         context = group[0].autograd.container.find(ctx_id)
         (message_id,) = context.sends
-        future.set_result(service.pack_parcel(service.Parcel(is_first=True, ids=(message_id,))))
+        future.set_result(pack_parcel(Parcel(is_first=True, ids=(message_id,))))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert not task.done()
         (full,) = full_passes
-        full.receive(1, service.Parcel([(message_id, [torch.full((3,), 7.0)])]), is_engaging=False)
+        full.receive(1, Parcel([(message_id, [torch.full((3,), 7.0)])]), is_engaging=False)
         await task
         assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [7.0] * 3
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("is_early", [True, False])
+async def test_it_goes_on_with_what_runs_when_the_answers_are_there(group, monkeypatch, full_passes, who, is_early):
+    x = leaf()
+    postponed = Postponed(group[who], monkeypatch)
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", weigh_and_pass_on, (x * 2, "worker2"))
+        task = asyncio.create_task(arpc.autograd.backward(ctx_id, [y.sum()]))
+        await postponed.has_sent.wait()
+        brief = group[who].autograd.container.find(ctx_id).active_pass
+        assert isinstance(brief, BriefPass)
+        if is_early:  # somebody else asks
+            brief.receive(2 - 2 * who, Parcel(asks=True), is_engaging=False)
+        else:  # what is left seems to take long
+            monkeypatch.setattr(group[who].autograd, "pace", pace.ThreadsOnly())
+        await postponed.let_go()
+        await task
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [24.0] * 3
+        for worker in group[1:]:
+            assert worker.autograd.gradients(ctx_id)[weight].tolist() == (12 * x).tolist()
+    assert {made.id for made in full_passes} == {brief.id}
 
 
 async def test_it_fails_with_what_has_taken_over(group, monkeypatch, full_passes):
@@ -297,7 +420,7 @@ async def test_it_fails_with_what_has_taken_over(group, monkeypatch, full_passes
         task = asyncio.create_task(arpc.autograd.backward(ctx_id, [y.sum()]))
         await asyncio.sleep(0)
         context = group[0].autograd.container.find(ctx_id)
-        context.active_pass.receive(1, service.Parcel(), is_engaging=False)
+        context.active_pass.receive(1, Parcel(), is_engaging=False)
         ((_, future, _),) = postponed.sent
         task.cancel()
         await asyncio.wait([task])
@@ -314,19 +437,20 @@ async def test_it_fails_with_what_has_taken_over(group, monkeypatch, full_passes
 async def test_an_answer_that_makes_no_sense_ends_it(group, monkeypatch, full_passes, is_brief, workers, answer):
     x = leaf()
     sent = x if is_brief else x * 1
+    shared = 0 if is_brief else sent
     postponed = Postponed(group[0], monkeypatch)
     async with arpc.autograd.context() as ctx_id:
-        y = sum([await arpc.rpc_sync(worker, weigh, (sent,)) for worker in workers])
+        y = sum([await arpc.rpc_sync(worker, weigh, (sent,)) for worker in workers]) + shared
         task = asyncio.create_task(arpc.autograd.backward(ctx_id, [y.sum()]))
         await asyncio.sleep(0)
         (_, future, _), *others = postponed.sent
         context = group[0].autograd.container.find(ctx_id)
         if isinstance(answer, str):
             gradients = [torch.ones(3), torch.ones(3)] if answer == "too many gradients" else [answer]
-            answer = service.pack_parcel(service.Parcel([(next(iter(context.sends)), gradients)], is_first=True))
+            answer = pack_parcel(Parcel([(next(iter(context.sends)), gradients)], is_first=True))
         future.set_result(answer)
         for _, other, _ in others:
-            other.set_result(service.pack_parcel(service.Parcel(is_first=True)))
+            other.set_result(pack_parcel(Parcel(is_first=True)))
         with pytest.raises((arpc.BackwardError, arpc.errors.ProtocolError)):
             async with asyncio.timeout(30):
                 await task

@@ -269,3 +269,10 @@ def test_what_was_sent_keeps_no_memory():
     del tensor, memory
     assert gone() is None
     assert list(source.edges) == [(node, 0)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_recv_leads_to_one_node_however_many_tensors_came(count):
+    received = attach_recv([torch.ones(2) for _ in range(count)], RecvRecord(1, 1, count))
+    (node,) = {tensor.grad_fn for tensor in received}
+    assert len(node.next_functions) != 2  # or the walk over a large graph would take it for another node

@@ -32,8 +32,8 @@ class Recv(Node):
         super().__init__(Leaf())
 
 
-def plan(*sources, limit=1 << 30):
-    planner = Planner([Source([(node, 0) for node in source], None) for source in sources], Recv)
+def plan(*sources, limit=1 << 30, keeps_all=False):
+    planner = Planner([Source([(node, 0) for node in source], None) for source in sources], Recv, keeps_all=keeps_all)
     while not planner.walk(limit):
         pass
     return planner.plan()
@@ -137,3 +137,67 @@ def test_regions_are_what_reachability_says():
                 assert found.sources(exit_.node) == region.sources
                 assert found.sources(exit_.to[0]) != region.sources
                 assert exit_.node.next_functions[exit_.place] == exit_.to
+
+
+# -- large graphs that one source reaches
+
+
+def made_at_random(seed, size):
+    choose = random.Random(seed)
+    ends = [Leaf(), Leaf(hooks={1: print}), Leaf(), Recv(), Recv(), None]
+    nodes = list(ends)
+    for _ in range(size):
+        reach = nodes if choose.random() < 0.1 else nodes[-3:]
+        nodes.append(Node(*[choose.choice(reach) for _ in range(choose.choice([1, 1, 1, 2, 2, 3]))]))
+    return nodes[-1]
+
+
+def test_of_a_large_graph_only_what_matters_is_kept():
+    for seed in range(30):
+        root = made_at_random(seed, 100 * (1 + seed % 10))
+        every, found = plan([root], keeps_all=True), plan([root], limit=1 + 37 * seed)
+        assert set(found.leaves) == set(every.leaves)
+        assert found.hooked_leaves == every.hooked_leaves
+        assert set(found.regions[1].leaves) == set(every.regions[1].leaves)
+        assert sorted(map(id, found.recvs)) == sorted(map(id, every.recvs))
+        assert all(found.sources(node) == 1 for node in [*found.recvs, *found.hooked_leaves])
+        assert found.count >= every.count
+        if every.count < 100:
+            assert found.nodes == every.nodes
+
+
+def test_a_chain_keeps_next_to_nothing():
+    leaf = Leaf()
+    node = leaf
+    for _ in range(5000):
+        node = Node(node, None)
+    found = plan([node])
+    assert list(found.leaves) == [leaf]
+    assert not found.nodes
+    assert 5000 <= found.count <= 5100
+
+
+def test_ways_that_meet_again_and_again_are_not_walked_again_and_again():
+    visits = [0]
+
+    class Counted(Node):
+        @property
+        def next_functions(self):
+            visits[0] += 1
+            return self._next
+
+        @next_functions.setter
+        def next_functions(self, edges):
+            self._next = edges
+
+    leaf = Leaf()
+    ladder = leaf
+    for _ in range(500):  # 2 ** 500 ways
+        middle = Counted(ladder)
+        ladder = Counted(Counted(middle), Counted(middle))
+    chain = ladder
+    for _ in range(1000):
+        chain = Counted(chain)
+    root = Counted(*[Counted(chain) for _ in range(500)])
+    assert list(plan([root]).leaves) == [leaf]
+    assert visits[0] < 20 * 3500

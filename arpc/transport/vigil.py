@@ -8,6 +8,7 @@ It must never cost others what it gains here:
 
 - Each look gives the CPU away first, if another program can use it; if one does, this is not the time for vigils. On
   the one CPU that both sides of a conversation have, nobody looks at all: there, to wait is how the other gets to run.
+- Only a conversation is a reason to look, in which one message follows another: not a single sign of life.
 - Vigils in vain are paid for by those that were not. When most are in vain, one every now and then remains, to see
   whether that has changed, and more and more seldom if not.
 - While threads of this process are busy, nobody looks: they need the CPU, or the interpreter's lock.
@@ -30,9 +31,16 @@ _CONSIDER_S: Final = 0.05
 _SELDOM_S: Final = 0.5
 _SILENT: Final = 100
 """So many times nothing had come in between: then it is considered seldom."""
+_TALK_S: Final = 0.002
+"""What comes within so long of what came before is part of a conversation. Anything else is no reason to look."""
+_FIRST_CREDIT: Final = 3
 _CREDIT: Final = 50
 """How many vigils may be in vain after a time in which none was."""
-_LONGEST_PAUSE: Final = 64
+_SHARED_S: Final = 0.00002
+"""It takes so long to give way if there is another program that wants this CPU."""
+_PRICE_OF_SHARING: Final = 10
+"""What a vigil costs in which the CPU was away for longer than it would have lasted."""
+_LONGEST_PAUSE: Final = 16
 """Between two attempts when the credit is used up, in times of considering."""
 _BUSY_SHARE: Final = 0.1
 """Of the time, that other threads of this process have had of a CPU: then they are busy."""
@@ -84,12 +92,14 @@ class Vigil:
         self._context = Context()
         self._timer: Timer | None = None
         self._is_looking = False
+        self._will_look = False
         self._has_news = False
         self._until = 0.0
-        self._credit = _CREDIT
+        self._last = -_TALK_S
+        self._credit = _FIRST_CREDIT
         self._pause = 1
-        self._paused = 0
         self._is_crowded = False
+        self._is_anyone_awake = False
         self._silent = 0
         self._bytes = 0
         self._others_s = 0.0
@@ -101,7 +111,7 @@ class Vigil:
         """Look after a connection until it leaves."""
         self._connections[connection] = None
         self._silent = 0
-        self._decide(connection, _own_cpus())
+        self._is_anyone_awake |= self._decide(connection, _own_cpus())
         if self._timer is None:
             self._considered, self._others_s = self._clock(), _others_s()
             self._consider_in(_CONSIDER_S, connection.loop)
@@ -129,23 +139,39 @@ class Vigil:
     def seen(self, loop: asyncio.AbstractEventLoop) -> None:
         """Something has come."""
         self._has_news = True
-        if not self._is_looking and self._credit > 0:
+        if self._is_looking:
+            return
+        now = self._clock()
+        is_talk = now - self._last < _TALK_S
+        self._last = now
+        if is_talk and self._credit > 0:
             self._is_looking = True
             self._has_news = False
-            self._until = self._clock() + self.longest_s
+            self._until = now + self.longest_s
             self.kept += 1
+            self._look_again(loop)
+
+    def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._will_look:
+            self._will_look = True
             loop.call_soon(self._look, loop, context=self._context)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         """Between two turns of the loop: it takes what has come, and does not wait for more as long as this goes on."""
+        self._will_look = False
         if not self._is_looking:
             return
         if self._has_news:
             self._has_news = False
-            self._until = self._clock() + self.longest_s
+            self._last = now = self._clock()
+            self._until = now + self.longest_s
             self._pause = 1
             if self._credit < _CREDIT:
                 self._credit += 1
+            if now - self._considered > _CONSIDER_S:
+                self._consider_all(now)
+                if not self._is_looking:
+                    return
         else:
             begun = self._clock()
             if begun >= self._until:
@@ -155,17 +181,17 @@ class Vigil:
                 self._is_looking = False
                 return
             self._give_way()
-            if self._clock() - begun > self.longest_s:
-                self._end_in_vain(_CREDIT)
+            away_s = self._clock() - begun
+            if away_s > _SHARED_S:
+                self._end_in_vain(1 if away_s < self.longest_s else _PRICE_OF_SHARING)
                 return
-        loop.call_soon(self._look, loop, context=self._context)
+        self._look_again(loop)
 
     def _end_in_vain(self, price: int) -> None:
         self._is_looking = False
         self.in_vain += 1
         self._credit = max(0, self._credit - price)
         if not self._credit:
-            self._paused = 0
             self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
 
     # -- who is worth it
@@ -175,23 +201,31 @@ class Vigil:
         self._timer = call_at(loop.time() + delay_s, partial(self._consider, loop))
 
     def _consider(self, loop: asyncio.AbstractEventLoop) -> None:
-        now, others_s, received = self._clock(), _others_s(), 0
+        """What nobody who looks considers: whether those who do not look should."""
+        received = sum([connection.bytes_received for connection in self._connections])
+        self._silent = 0 if received != self._bytes else self._silent + 1
+        self._bytes = received
+        self._consider_all(self._clock())
+        if not self._credit:
+            self._credit = _FIRST_CREDIT  # it may have become worth it
+        is_rare = self._silent >= _SILENT or self._is_anyone_awake
+        self._consider_in(_SELDOM_S if is_rare and self._pause == 1 else _CONSIDER_S * self._pause, loop)
+
+    def _consider_all(self, now: float) -> None:
+        others_s = _others_s()
         self._is_crowded = others_s - self._others_s > _BUSY_SHARE * (now - self._considered)
         self._considered, self._others_s = now, others_s
         cpus = _own_cpus()
+        is_worth_it = False
         for connection in self._connections:
-            received += connection.bytes_received
-            self._decide(connection, cpus)
-        self._silent = 0 if received != self._bytes else self._silent + 1
-        self._bytes = received
-        if not self._credit:
-            self._paused += 1
-            self._credit = int(self._paused >= self._pause)  # it may have become worth it
-        self._consider_in(_CONSIDER_S if self._silent < _SILENT else _SELDOM_S, loop)
+            is_worth_it |= self._decide(connection, cpus)
+        self._is_anyone_awake = is_worth_it
+        self._is_looking &= is_worth_it
 
-    def _decide(self, connection: Watched, cpus: set[int]) -> None:
+    def _decide(self, connection: Watched, cpus: set[int]) -> bool:
         is_worth_it = not self._is_crowded and (len(cpus) > 1 or _is_elsewhere(connection, cpus))
         connection.stay_awake(self if is_worth_it else None)
+        return is_worth_it
 
     def statistics(self) -> dict[str, int]:
         """Vigils, and those in which nothing came; connections that are worth one when something comes."""

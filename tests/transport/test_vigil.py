@@ -105,18 +105,26 @@ class Scene:
         return self.connection
 
     def in_vain(self) -> None:
-        """Something comes, and nothing after it."""
-        self.connection.read()
+        """Something comes in a conversation, and nothing after it."""
+        self.talk()
         self.fall_asleep()
+
+    def talk(self) -> None:
+        """Something comes, and it is not the first."""
+        self.connection.read()
+        if not self.loop.ready:
+            self.connection.read()
 
     def fall_asleep(self) -> None:
         while self.loop.turn():
             self.clock.now += 1.01 * LONGEST_S
 
-    def considered(self, times: int = 1) -> None:
+    def considered(self, times: int = 1) -> float:
+        delay_s = 0.0
         for _ in range(times):
             self.clock.now += 0.05
-            self.loop.consider()
+            delay_s = self.loop.consider()
+        return delay_s
 
 
 @pytest.fixture
@@ -125,7 +133,8 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
 
 
 def test_the_loop_does_not_wait_until_nothing_has_come_for_a_while(scene: Scene) -> None:
-    scene.join().read()
+    scene.join()
+    scene.talk()
     for _ in range(10):
         assert scene.loop.turn()
     scene.clock.now += 1.01 * LONGEST_S
@@ -136,7 +145,7 @@ def test_the_loop_does_not_wait_until_nothing_has_come_for_a_while(scene: Scene)
 
 def test_news_prolong_it(scene: Scene) -> None:
     connection = scene.join()
-    connection.read()
+    scene.talk()
     for _ in range(20):
         scene.loop.turn()
         scene.clock.now += 0.9 * LONGEST_S
@@ -145,32 +154,51 @@ def test_news_prolong_it(scene: Scene) -> None:
     assert (scene.vigil.kept, scene.vigil.in_vain) == (1, 0)
 
 
-def test_nobody_looks_before_something_has_come(scene: Scene) -> None:
-    scene.join()
+def test_a_single_message_is_no_reason(scene: Scene) -> None:
+    connection = scene.join()
     assert not scene.loop.turn()
+    for _ in range(10):
+        connection.read()
+        assert not scene.loop.turn()
+        scene.clock.now += 1.01 * module._TALK_S
+    connection.read()
+    connection.read()
+    assert scene.loop.turn()
+
+
+def test_one_chain_of_looks_at_a_time(scene: Scene) -> None:
+    scene.join()
+    scene.talk()
+    scene.vigil._is_looking = False
+    scene.talk()
+    assert len(scene.loop.ready) == 1
+    assert scene.loop.turn()
+    assert len(scene.loop.ready) == 1
 
 
 def test_vigils_in_vain_become_rare(scene: Scene) -> None:
     scene.join()
     for _ in range(200):
         scene.in_vain()
-    assert scene.vigil.kept == module._CREDIT
-    # then one at a time, after longer and longer pauses
-    kept = []
-    for _ in range(300):
-        scene.considered()
-        scene.in_vain()
-        kept.append(scene.vigil.kept)
-    assert 3 < kept[-1] - module._CREDIT < 12
-    assert kept[-1] - kept[-50] <= 1
+    assert scene.vigil.kept == module._FIRST_CREDIT
+    # then a few at a time, after longer and longer pauses
+    pauses_s = []
+    for _ in range(20):
+        pauses_s.append(scene.considered())
+        before = scene.vigil.kept
+        for _ in range(10):
+            scene.in_vain()
+        assert scene.vigil.kept == before + module._FIRST_CREDIT
+    assert pauses_s == sorted(pauses_s)
+    assert pauses_s[-1] == module._LONGEST_PAUSE * module._CONSIDER_S
 
 
 def test_success_brings_them_back(scene: Scene) -> None:
     connection = scene.join()
     for _ in range(200):
         scene.in_vain()
-    scene.considered(module._LONGEST_PAUSE)
-    connection.read()
+    scene.considered()
+    scene.talk()
     for _ in range(100):
         scene.loop.turn()
         connection.read()
@@ -182,23 +210,38 @@ def test_success_brings_them_back(scene: Scene) -> None:
 
 
 def test_it_ends_for_long_when_another_program_takes_the_cpu(scene: Scene) -> None:
-    connection = scene.join()
-    connection.read()
+    scene.join()
+    scene.talk()
+    for _ in range(100):
+        scene.loop.turn()
+        scene.connection.read()
     scene.yields_s = 0.003
-    scene.loop.turn()
-    assert not scene.loop.turn()
+    for _ in range(20):
+        scene.talk()
+        while scene.loop.turn():
+            pass
+    assert scene.vigil.in_vain == module._CREDIT // module._PRICE_OF_SHARING
     scene.yields_s = 0.0
-    connection.read()
+    scene.talk()
     assert not scene.loop.turn()
-    scene.considered(2)
-    connection.read()
+    scene.considered()
+    scene.talk()
     assert scene.loop.turn()
+
+
+def test_it_ends_when_another_program_has_a_use_for_the_cpu(scene: Scene) -> None:
+    scene.join()
+    scene.yields_s = 1.01 * module._SHARED_S
+    scene.talk()
+    assert scene.loop.turn()
+    assert not scene.loop.turn()
+    assert scene.vigil.in_vain == 1
 
 
 def test_it_ends_while_threads_of_the_worker_are_busy(scene: Scene) -> None:
     connection = scene.join()
     scene.vigil.are_threads_idle = lambda: False
-    connection.read()
+    scene.talk()
     scene.loop.turn()
     assert not scene.loop.turn()
     assert scene.vigil.in_vain == 0
@@ -256,18 +299,36 @@ def test_who_is_moved_to_the_same_cpu_is_noticed(scene: Scene) -> None:
     assert connection.vigil is scene.vigil
 
 
-def test_it_is_considered_seldom_when_nothing_comes(scene: Scene) -> None:
-    connection = scene.join()
-    scene.considered(module._SILENT + 1)
+def test_it_is_considered_seldom_when_nothing_comes_or_all_is_well(scene: Scene) -> None:
+    scene.join()
+    connection = scene.connection
+    scene.considered()
+    assert scene.loop.later[-1][0] == module._SELDOM_S
+    scene.cpus = scene.peer_cpus = {0}
+    connection.read()
+    scene.considered()
+    assert scene.loop.later[-1][0] == module._CONSIDER_S
+    scene.considered(module._SILENT)
     assert scene.loop.later[-1][0] == module._SELDOM_S
     connection.read()
     scene.considered()
     assert scene.loop.later[-1][0] == module._CONSIDER_S
 
 
+def test_who_is_moved_in_the_middle_of_a_conversation_is_noticed(scene: Scene) -> None:
+    connection = scene.join()
+    scene.talk()
+    scene.cpus = scene.peer_cpus = {1}
+    scene.clock.now += 1.01 * module._CONSIDER_S
+    connection.read()
+    scene.loop.turn()
+    assert connection.vigil is None
+    assert not scene.loop.turn()
+
+
 def test_nothing_goes_on_without_connections(scene: Scene) -> None:
     connection = scene.join()
-    connection.read()
+    scene.talk()
     scene.vigil.leave(connection)
     assert scene.loop.later[-1][-1].is_cancelled
     scene.loop.turn()
@@ -278,7 +339,7 @@ def test_nothing_goes_on_without_connections(scene: Scene) -> None:
 
 def test_close_ends_it(scene: Scene) -> None:
     connection = scene.join()
-    connection.read()
+    scene.talk()
     scene.vigil.close()
     assert connection.vigil is None
     assert scene.loop.later[-1][-1].is_cancelled
@@ -298,6 +359,7 @@ async def test_on_a_real_loop() -> None:
         if vigil._is_looking:
             loop.call_soon(count)
 
+    vigil.seen(loop)
     vigil.seen(loop)
     count()
     await turns_until(lambda: not vigil._is_looking)

@@ -215,6 +215,8 @@ class Processes:
 
     def close(self) -> None:
         """End all of them, and print what they said: pytest shows it if the test has failed."""
+        with ExitStack() as ends:  # of each one, whatever becomes of the others
+            for process in self.started.values():
+                ends.callback(process.close)
         for process in self.started.values():
-            process.close()
             print(f"---- {process.name} ----\n{process.output}")  # noqa: T201

@@ -1,7 +1,7 @@
 """A test that hangs is ended, says where it hung, and does not take the tests after it along.
 
 A test has the limit of pytest-timeout for all of its phases, and faulthandler's for one that is stuck in C. These hooks
-add what both lack: what runs on an event loop ends in an orderly way, and a teardown is limited after a failure as well.
+add what both lack: what runs on a loop ends in an orderly way, and a teardown is limited after a failure as well.
 `tests/conftest.py` registers them.
 """
 

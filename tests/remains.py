@@ -6,12 +6,13 @@ and no thread goes on. `tests/conftest.py` registers these hooks.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from typing import Any, Final
 
 import pytest
@@ -62,39 +63,47 @@ def no_thread_left(request: pytest.FixtureRequest) -> None:
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
     try:
         result = yield
-    finally:
-        scope = current_scope.get()
+    except BaseException as error:
         current_scope.set(None)  # pytest-asyncio leaves what an async fixture has set if the end of that fails
-        threads = _find_threads_left(item.stash.get(_threads_before, None))
-    if scope is not None:
-        pytest.fail(f"left behind by the test: {scope.worker} is the current worker", pytrace=False)
-    if threads:
-        pytest.fail(f"threads left behind by the test:\n{_describe(threads)}", pytrace=False)
+        for text in _find_threads_left(item):
+            error.add_note(text)
+        raise
+    left = _find_threads_left(item)
+    if (scope := current_scope.get()) is not None:
+        current_scope.set(None)
+        left.append(f"{scope.worker}, as the current worker")
+    if left:
+        pytest.fail("left behind by the test:\n" + "\n".join(left), pytrace=False)
     return result
 
 
-def _find_threads_left(before: set[threading.Thread] | None) -> list[threading.Thread]:
+def _find_threads_left(item: pytest.Item) -> list[str]:
+    """What they are and where they are at, once those that are about to end have ended."""
+    before = item.stash.get(_threads_before, None)
     if before is None:
         return []  # it has not come so far as to start any
-    end = time.monotonic() + THREAD_END_S
     left = [
         thread
         for thread in threading.enumerate()
         # not those that torch has started, and that have once run Python
         if thread not in before and not isinstance(thread, threading._DummyThread)
     ]
-    for thread in left:
-        thread.join(max(0.0, end - time.monotonic()))
-    return [thread for thread in left if thread.is_alive()]
+    _join(left, min(1.0, THREAD_END_S))
+    if any(thread.is_alive() for thread in left):
+        gc.collect()  # with a worker that nobody has shut down its threads end when it is collected
+        _join(left, THREAD_END_S)
+    return [_describe(thread) for thread in left if thread.is_alive()]
 
 
-def _describe(threads: Iterable[threading.Thread]) -> str:
-    frames = sys._current_frames()
-    texts = []
+def _join(threads: list[threading.Thread], limit_s: float) -> None:
+    end = time.monotonic() + limit_s
     for thread in threads:
-        frame = frames.get(thread.ident or 0)
-        texts += [f"{thread}\n", *(traceback.format_stack(frame) if frame is not None else ())]
-    return "".join(texts)
+        thread.join(max(0.0, end - time.monotonic()))
+
+
+def _describe(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return f"{thread}\n" + "".join(traceback.format_stack(frame) if frame is not None else ())
 
 
 # -- the run ends
@@ -110,7 +119,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     here = threading.current_thread()
     left = [thread for thread in threading.enumerate() if not thread.daemon and thread is not here]
     if left and _exit_code in config.stash:
-        sys.stderr.write(f"the run ends without its threads:\n{_describe(left)}")
+        sys.stderr.write("the run ends without its threads:\n" + "".join(map(_describe, left)))
         sys.stderr.flush()
         sys.stdout.flush()
         os._exit(config.stash[_exit_code])

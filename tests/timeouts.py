@@ -45,6 +45,8 @@ def _on_alarm(
 ) -> None:
     if not item.stash.get(_phase_runs, False):
         return  # raised in pytest's own code it would end the run; there will be another
+    if pytest_timeout.is_debugging():
+        return
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
@@ -122,7 +124,7 @@ def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> Generator
         settings = pytest_timeout._get_item_settings(node)
         if settings.timeout:
             config.hook.pytest_timeout_set_timer(item=node, settings=settings)
-        limit_s = float(config.getini("faulthandler_timeout"))
+        limit_s = float(config.getini("faulthandler_timeout") or 0.0)
         if limit_s:
             file = config.stash[fault_handler_stderr_fd_key]
             faulthandler.dump_traceback_later(limit_s, exit=config.getini("faulthandler_exit_on_timeout"), file=file)

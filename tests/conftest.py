@@ -1,23 +1,20 @@
-"""What every test gets: the chosen event loop, hypothesis' settings, and proof that it left nothing behind."""
+"""What every test gets: the chosen event loop, hypothesis' settings, a limit, and proof that it left nothing behind."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import io
 import multiprocessing
 import os
-import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from types import FrameType
 from typing import Final
 
 import hypothesis
 import psutil
 import pytest
-import pytest_timeout
+
+from tests import remains, timeouts
 
 # -- hypothesis -------------------------------------------------------------------------------------------------------
 
@@ -57,32 +54,12 @@ def pytest_asyncio_loop_factories(
     return {name: LOOP_FACTORIES[name]}
 
 
-# -- a test that hangs ------------------------------------------------------------------------------------------------
+# -- hooks with a subject of their own ---------------------------------------------------------------------------------
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_timeout_set_timer(settings: pytest_timeout.Settings) -> Iterator[None]:
-    """Makes the timeout reach a test that waits on uvloop, and say what each task waits for."""
-    result = yield
-    if settings.method == "signal":
-        fail = signal.getsignal(signal.SIGALRM)
-        signal.signal(signal.SIGALRM, functools.partial(_on_alarm, fail))
-    return result
-
-
-def _on_alarm(fail: Callable[[int, FrameType | None], None], signum: int, frame: FrameType | None) -> None:
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
-        pass
-    else:
-        for task in asyncio.all_tasks(loop):
-            task.print_stack(file=sys.stderr)
-        # What a signal handler raises while uvloop waits ends up in the loop's exception handler, and the wait goes on:
-        # the loop itself must stop. The plain loop lets it through, and would keep the stop for its next run.
-        if not isinstance(loop, asyncio.BaseEventLoop) and asyncio.current_task(loop) is None:
-            loop.call_soon_threadsafe(loop.stop)
-    fail(signum, frame)
+def pytest_configure(config: pytest.Config) -> None:
+    for plugin in (timeouts, remains):
+        config.pluginmanager.register(plugin)
 
 
 # -- nothing is left behind -------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 
 from torch import Tensor
 
+from arpc.errors import ShutdownError
 from arpc.runtime import current
 
 __all__ = ["ParameterLocks", "run_alone"]
@@ -96,6 +97,9 @@ async def run_alone(parameters: Iterable[Tensor], function: Callable[[], T]) -> 
     cancelled: nobody else gets at the parameters while a thread is still changing them.
     """
     worker = current()
+    if worker.is_shut_down:
+        # its loop may be closed: nobody would ever hear from the thread, and waiting for one cannot be cancelled
+        raise ShutdownError(f"worker {worker.name!r} has been shut down: it changes no parameters any more")
     async with worker.keep(ParameterLocks).hold(parameters):
         running = worker.agent.executor.threads.call(copy_context().run, function)
         cancelled: asyncio.CancelledError | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
@@ -15,8 +15,13 @@ __all__ = ["arpc_cluster"]
 
 
 @pytest.fixture
-def arpc_cluster() -> Callable[..., AbstractAsyncContextManager[Cluster]]:
+def arpc_cluster() -> Iterator[Callable[..., AbstractAsyncContextManager[Cluster]]]:
     """What makes groups of workers in this process, as in ``async with make(3) as group``."""
-    from arpc.testing.cluster import cluster  # slow: it imports torch
+    from arpc.agent.scope import current_scope  # slow: it imports torch
+    from arpc.testing.cluster import cluster  # slow, likewise
 
-    return cluster
+    before = current_scope.get()
+    yield cluster
+    # An async fixture that makes a group sets this variable for the test as well. If the end of that fixture fails,
+    # pytest-asyncio does not take it back, and the next test would have a worker that is gone.
+    current_scope.set(before)

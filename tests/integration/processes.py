@@ -16,8 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from multiprocessing.connection import Connection
@@ -26,16 +26,13 @@ from typing import Any
 
 import arpc
 
-__all__ = ["Processes", "Start", "WorkerProcess", "run_scripts"]
+__all__ = ["Processes", "Start", "WorkerProcess", "impatience", "run_scripts"]
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["pytest", "torch", "arpc", "tests.integration.functions"])
 
 QUICK = arpc.RpcOptions(gc_freeze=False, heartbeat_interval=0.2, heartbeat_timeout=30.0, init_timeout=30.0)
 """How workers of tests behave when the test does not say: one that gets no CPU for a while is not taken for dead."""
-
-IMPATIENT = QUICK.replace(heartbeat_timeout=2.0)
-"""For the tests of silence."""
 
 END_LIMIT_S = 30.0
 
@@ -58,6 +55,20 @@ class Start:
             init_method=self.init_method,
             options=self.options,
         )
+
+
+@contextmanager
+def impatience(worker: arpc.Worker) -> Iterator[None]:
+    """Within the block a worker gives up soon who is silent, as the test has made somebody.
+
+    Not before and not after it: on a busy machine a process may get no CPU for longer than a test cares to wait.
+    """
+    heartbeat = worker.agent.heartbeat
+    patience_s, heartbeat._timeout_s = heartbeat._timeout_s, 1.0
+    try:
+        yield
+    finally:
+        heartbeat._timeout_s = patience_s
 
 
 Main = Callable[[Start, Callable[[Any], None]], Coroutine[Any, Any, None]]
@@ -215,6 +226,8 @@ class Processes:
 
     def close(self) -> None:
         """End all of them, and print what they said: pytest shows it if the test has failed."""
+        with ExitStack() as ends:  # of each one, whatever becomes of the others
+            for process in self.started.values():
+                ends.callback(process.close)
         for process in self.started.values():
-            process.close()
             print(f"---- {process.name} ----\n{process.output}")  # noqa: T201

@@ -10,7 +10,7 @@ import torch
 
 import arpc
 from tests.integration import functions
-from tests.integration.processes import IMPATIENT, Processes
+from tests.integration.processes import Processes, impatience
 
 MIB = 1 << 20
 
@@ -40,11 +40,14 @@ async def test_a_killed_callee_fails_its_calls_at_once(processes: Processes):
 
 
 async def test_a_stopped_callee_fails_its_calls_within_the_heartbeat_time(processes: Processes):
-    async with processes.group("sleepy", "other", main=functions.serve, options=IMPATIENT) as worker:
+    async with processes.group("sleepy", "other", main=functions.serve) as worker:
         call = worker.rpc_async("sleepy", functions.hang, args=([],), timeout=0)
         await worker.rpc_sync("sleepy", functions.wait_for, args=("started",))
         processes["sleepy"].signal(signal.SIGSTOP)
-        with pytest.raises(arpc.WorkerLostError, match="'sleepy' was lost: it has not been heard of for"):
+        with (
+            impatience(worker),
+            pytest.raises(arpc.WorkerLostError, match="'sleepy' was lost: it has not been heard of for"),
+        ):
             await call
         assert await worker.rpc_sync("other", functions.echo, args=(1,)) == 1
         processes["sleepy"].signal(signal.SIGCONT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 import arpc
 from arpc.agent.blocking import BlockingCalls
 from tests.integration import functions
-from tests.integration.processes import IMPATIENT, QUICK, Processes
+from tests.integration.processes import Processes, impatience
 
 
 async def start_blocking_call(worker: Any, name: str) -> asyncio.Future[Any]:
@@ -21,7 +20,7 @@ async def start_blocking_call(worker: Any, name: str) -> asyncio.Future[Any]:
     peer = worker.agent.known_peer(name)
     packed = await asyncio.to_thread(worker.agent.prepare, peer, functions.hang, ([],), None)
     await worker.rpc_sync(name, functions.echo, args=(0,))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while peer.lines is None or not peer.lines.free:
             await asyncio.to_thread(calls.call, peer, functions.hang, packed, 0)
             await asyncio.sleep(0)
@@ -32,23 +31,24 @@ async def start_blocking_call(worker: Any, name: str) -> asyncio.Future[Any]:
 
 
 async def test_a_killed_callee_ends_calls_on_lines_at_once(processes: Processes):
-    options = QUICK.replace(heartbeat_timeout=30.0)  # it is not the silence that tells
-    async with processes.group("victim", "other", main=functions.serve, options=options) as worker:
+    async with processes.group("victim", "other", main=functions.serve) as worker:
         call = await start_blocking_call(worker, "victim")
-        killed_at = time.monotonic()
         processes["victim"].kill()
         with pytest.raises(arpc.WorkerLostError, match=r"'victim' was lost: .*\(hang may have run\)") as lost:
             await call
         assert lost.value.may_have_run
-        assert time.monotonic() - killed_at < 10  # at once; the silence would tell after 30 s
+        assert "not been heard of" not in str(lost.value), "it is not the silence that tells"
         assert await worker.rpc_sync("other", functions.echo, args=(2,)) == 2
 
 
 async def test_a_stopped_callee_ends_calls_on_lines_within_the_heartbeat_time(processes: Processes):
-    async with processes.group("sleepy", main=functions.serve, options=IMPATIENT) as worker:
+    async with processes.group("sleepy", main=functions.serve) as worker:
         call = await start_blocking_call(worker, "sleepy")
         processes["sleepy"].signal(signal.SIGSTOP)
-        with pytest.raises(arpc.WorkerLostError, match="'sleepy' was lost: it has not been heard of for"):
+        with (
+            impatience(worker),
+            pytest.raises(arpc.WorkerLostError, match="'sleepy' was lost: it has not been heard of for"),
+        ):
             await call
         processes["sleepy"].signal(signal.SIGCONT)
         # it finds that its caller is gone

@@ -13,7 +13,7 @@ import torch
 import arpc
 from arpc.transport.shm import mapping
 from tests.integration import functions
-from tests.integration.processes import IMPATIENT, QUICK, Processes
+from tests.integration.processes import QUICK, Processes, impatience
 
 pytestmark = pytest.mark.skipif(not mapping.is_supported(), reason="only Linux has files in memory without a name")
 
@@ -96,10 +96,10 @@ async def test_what_a_killed_sender_sent_stays(processes: Processes):
 
 
 async def test_a_receiver_that_is_stopped_keeps_what_it_has(processes: Processes):
-    async with processes.group("sleepy", main=functions.serve, options=IMPATIENT) as worker:
+    async with processes.group("sleepy", main=functions.serve) as worker:
         await worker.rpc_sync("sleepy", functions.keep, args=(torch.full((MIB,), 3.0),))
         processes["sleepy"].signal(signal.SIGSTOP)
-        with pytest.raises(arpc.WorkerLostError, match="not been heard of"):
+        with impatience(worker), pytest.raises(arpc.WorkerLostError, match="not been heard of"):
             await worker.rpc_sync("sleepy", functions.keep, args=(torch.full((MIB,), 4.0),), timeout=0)
         assert lent_blocks(worker) == 2, "it may still look at them"
         processes["sleepy"].signal(signal.SIGCONT)

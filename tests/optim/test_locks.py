@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import arpc
+from arpc.agent.scope import WorkerScope, current_scope
 from arpc.optim.locks import ParameterLocks, run_alone
 from arpc.runtime import current
 from arpc.testing import cluster
@@ -192,3 +193,17 @@ async def test_each_worker_keeps_its_own():
         assert group[0].keep(ParameterLocks) is not group[1].keep(ParameterLocks)
     with pytest.raises(arpc.NotInitializedError):
         await run_alone([A], Work())
+
+
+async def test_a_worker_that_was_shut_down_runs_nothing():
+    async with cluster(1) as group:
+        pass
+    work = Work()
+    before = current_scope.set(WorkerScope(group[0]))
+    try:
+        with pytest.raises(arpc.ShutdownError, match="'worker0' has been shut down"):
+            await run_alone([A], work)
+    finally:
+        current_scope.reset(before)
+    assert not work.begun.is_set()
+    assert group[0].keep(ParameterLocks).is_idle

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import arpc
+from arpc.agent.scope import current_scope
 
 pytest_plugins = ["pytester"]
 
@@ -25,6 +26,25 @@ TESTS_OF_A_USER = """
                 assert len(group) == size
 """
 
+A_FIXTURE_WHOSE_END_FAILS = """
+    import arpc
+    import pytest
+
+    @pytest.fixture
+    async def group(arpc_cluster):
+        async with arpc_cluster(2) as group:
+            yield group
+            raise ZeroDivisionError
+
+    async def test_with_workers(group):
+        assert arpc.get_worker_info().name == "worker0"
+        assert len(group) == 2
+
+    def test_that_follows():
+        with pytest.raises(arpc.NotInitializedError):
+            arpc.get_worker_info()
+"""
+
 
 @pytest.fixture(autouse=True)
 def settings_of_a_user(pytester: pytest.Pytester) -> None:
@@ -35,6 +55,14 @@ def test_the_fixture_in_the_tests_of_a_user(pytester: pytest.Pytester):
     pytester.makepyfile(TESTS_OF_A_USER)
     result = pytester.runpytest_inprocess("-q")
     result.assert_outcomes(passed=2)
+
+
+def test_an_end_that_fails_leaves_no_worker_to_the_next_test(pytester: pytest.Pytester):
+    pytester.makepyfile(A_FIXTURE_WHOSE_END_FAILS)
+    result = pytester.runpytest_inprocess("-q")
+    result.assert_outcomes(passed=2, errors=1)
+    result.stdout.fnmatch_lines(["*ERROR at teardown of test_with_workers*", "*ZeroDivisionError*"])
+    assert current_scope.get() is None
 
 
 def test_the_fixture_tells_what_it_is_for(pytester: pytest.Pytester):

@@ -11,6 +11,8 @@ from typing import Final
 import psutil
 import pytest
 
+from arpc.launch.forking import can_fork
+
 ROOT: Final = Path(__file__).resolve().parent.parent.parent
 COMMAND: Final = [sys.executable, "-u", str(ROOT / "examples" / "parameter_server.py"), "--trainers", "2"]
 ENVIRONMENT: Final = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -61,6 +63,7 @@ def test_interrupt_ends_every_process():
             assert driver.wait(timeout=20) == 130
         finally:
             driver.kill()
-    assert len(workers) == 5  # driver, server and trainers, and who keeps them
+    # driver, server and trainers, who keeps them, and what they are forked from
+    assert len(workers) == 5 + can_fork()
     assert [worker for worker in workers if worker.is_running()] == []
     assert errors == ""

@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import json
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -41,6 +42,8 @@ FORK_S = 300.0
 """After so long workers do not wait any more for a process to be forked from: imports from a far disk take long."""
 ASK_S = 10.0
 """A process to be forked from that does not read what it is asked for so long is stuck."""
+SPARE_DESCRIPTORS = 32
+"""What the keeper itself needs, at most."""
 CANNOT_START = 127
 
 if sys.platform == "linux":
@@ -58,11 +61,17 @@ class Start:
     environment: dict[str, str]
     directory: str | None
     session: bool
+    stdin: int
     descriptors: list[int]
-    """Its stdin, stdout and stderr."""
+    """Its stdout and stderr, and its stdin if that is its own: to be closed once it has them."""
     since: float = field(default_factory=time.monotonic)
     signals: list[int] = field(default_factory=list)
     """What came for it while it was being forked."""
+
+    @property
+    def streams(self) -> tuple[int, int, int]:
+        stdout, stderr = self.descriptors[-2:]
+        return self.stdin, stdout, stderr
 
     def close(self) -> None:
         for descriptor in self.descriptors:
@@ -89,6 +98,7 @@ class Keeper:
         self._workers: dict[int, subprocess.Popen[bytes] | Forked] = {}
         self._selector = selectors.DefaultSelector()
         self._template: Template | None = None
+        self._nothing = os.open(os.devnull, os.O_RDWR)
         self._wakeup, wakeup_writer = os.pipe()
         os.set_blocking(self._wakeup, False)
         os.set_blocking(wakeup_writer, False)
@@ -171,24 +181,23 @@ class Keeper:
         count = 3 if order["input"] else 2
         descriptors = self._descriptors[:count]
         del self._descriptors[:count]
-        if not order["input"]:
-            descriptors.insert(0, os.open(os.devnull, os.O_RDWR))
         start = Start(
             order["start"],
             order["command"],
             _merged(order["environment"]),
             order["directory"],
             order["session"],
+            descriptors[0] if order["input"] else self._nothing,
             descriptors,
         )
-        if order["fork"] and self._template is not None:
+        if order["fork"] and self._template is not None and self._template.has_room_for(start):
             self._template.waiting.append(start)
             self._fork_next()
         else:
             self._execute(start)
 
     def _execute(self, start: Start) -> None:
-        stdin, stdout, stderr = start.descriptors
+        stdin, stdout, stderr = start.streams
         try:
             worker = subprocess.Popen(  # noqa: S603 - it is there to run what it is told
                 start.command,
@@ -417,6 +426,12 @@ class Template:
         """How unknown processes ended while a worker was being forked, by their ids."""
         self._environment = environment
 
+    def has_room_for(self, start: Start) -> bool:
+        """Whether one more may wait: each keeps descriptors, and without any the keeper could do nothing else."""
+        kept = sum(len(waiting.descriptors) for waiting in (*self.waiting, start))
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return limit == resource.RLIM_INFINITY or kept + SPARE_DESCRIPTORS <= limit
+
     def ask(self, start: Start, permission: int) -> None:
         names = self._environment.keys() | start.environment.keys()
         wanted = {name: start.environment.get(name) for name in names}
@@ -427,7 +442,7 @@ class Template:
             "keeper": os.getpid(),
         }
         data = json.dumps(order).encode() + b"\n"
-        socket.send_fds(self.line, [data[:1]], [*start.descriptors, permission])
+        socket.send_fds(self.line, [data[:1]], [*start.streams, permission])
         self.line.sendall(data[1:])
 
 

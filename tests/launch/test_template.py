@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from arpc.launch import keeping, template
+from arpc.launch import keeper, keeping, template
 from arpc.launch.keeping import Exited, Keeper, News, Started
 from arpc.launch.output import reading
 
@@ -290,6 +290,21 @@ async def test_a_signal_reaches_one_that_is_just_being_forked(
     await group.keeper.signal([1], signal.SIGUSR1)
     (tmp_path / "go").touch()
     assert (await running).exit_code == -signal.SIGUSR1
+
+
+async def test_no_more_wait_to_be_forked_than_there_are_descriptors_for(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    use_instead(monkeypatch, "import time; time.sleep(1000)")
+    path = tmp_path / "script.py"
+    path.touch()
+    group.process().rlimit(psutil.RLIMIT_NOFILE, (keeper.SPARE_DESCRIPTORS + 4, 1024))
+    await group.keeper.warm([sys.executable, str(path)], {})
+    running = [asyncio.create_task(group.run(str(path))) for _ in range(4)]
+    await asyncio.wait(running[2:])
+    assert [task.done() and task.result().exit_code for task in running] == [False, False, 0, 0]
+    await group.keeper.signal([1, 2], signal.SIGTERM)
+    assert {(await task).exit_code for task in running[:2]} == {-signal.SIGTERM}
 
 
 async def test_many_are_started_at_once(group: Group, tmp_path: Path):

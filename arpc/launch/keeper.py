@@ -254,6 +254,7 @@ class Keeper:
         if template is None or not template.is_warm or template.forking is not None or not template.waiting:
             return
         start = template.forking = template.waiting.popleft()
+        template.early.clear()
         permission, template.permit = os.pipe()
         try:
             template.ask(start, permission)
@@ -292,13 +293,14 @@ class Keeper:
         start.close()
         self._workers[start.rank] = Forked(pid)
         self._tell({"started": start.rank, "pid": pid})
+        early = template.early.get(pid)
+        if early is not None:  # and so reaped: the number may be another's by now
+            self._exited(start.rank, early)
+            return
         for number in start.signals:
             self._signal(start.rank, number)
         with contextlib.suppress(BrokenPipeError):  # somebody was quick to kill it
             os.write(template.permit, b".")
-        early, template.early = template.early.get(pid), {}
-        if early is not None:
-            self._exited(start.rank, early)
 
     def _lose_template(self, *, start_others: bool = True) -> None:
         """Do without the template from now on. Whom it was about to fork is not permitted to run, and executed."""

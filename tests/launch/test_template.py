@@ -292,6 +292,42 @@ async def test_a_signal_reaches_one_that_is_just_being_forked(
     assert (await running).exit_code == -signal.SIGUSR1
 
 
+async def test_a_signal_is_for_nobody_if_the_forked_one_has_ended(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    use_instead(
+        monkeypatch,
+        ASKED
+        + "    reader, writer = os.pipe()\n"
+        + "    if os.fork() == 0:\n"
+        + "        worker = os.fork()\n"
+        + "        if worker != 0:\n"
+        + "            os.write(writer, str(worker).encode())\n"
+        + "        os._exit(9)\n"
+        + "    os.wait()\n"
+        + "    worker = int(os.read(reader, 100))\n"
+        + "    while os.path.exists(f'/proc/{worker}'):\n"  # until the keeper has reaped it
+        + "        time.sleep(0.01)\n"
+        + f"    open({str(tmp_path / 'ended')!r}, 'w').close()\n"
+        + f"    while not os.path.exists({str(tmp_path / 'go')!r}):\n"
+        + "        time.sleep(0.01)\n"
+        + "    for descriptor in descriptors:\n"
+        + "        os.close(descriptor)\n"
+        + "    line.sendall(json.dumps({'forked': worker}).encode() + b'\\n')\n"
+        + "    line.recv(1)\n",
+    )
+    path = tmp_path / "script.py"
+    path.touch()
+    await group.keeper.warm([sys.executable, str(path)], {})
+    running = asyncio.create_task(group.run(str(path)))
+    while not (tmp_path / "ended").exists():  # noqa: ASYNC110 - it is another process
+        await asyncio.sleep(0.01)
+    await group.keeper.signal([1], signal.SIGUSR1)
+    (tmp_path / "go").touch()
+    assert (await running).exit_code == 9
+    assert (await group.run("-c", "pass")).exit_code == 0  # the keeper is well
+
+
 async def test_no_more_wait_to_be_forked_than_there_are_descriptors_for(
     group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

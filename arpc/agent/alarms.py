@@ -24,6 +24,8 @@ _ABSOLUTE: Final = 1
 _LONG_BYTES: Final = 8
 # uvloop's clock counts whole milliseconds: what rings a little late is due by that clock, too
 _GRAIN_S: Final = 0.001
+_LATEST_S: Final = 1e9
+"""A time that never comes. Later ones may be too late for the kernel, which refuses what it has no number for."""
 
 
 class Alarm(Protocol):
@@ -89,7 +91,7 @@ class Alarms:
         if not self._close_fd.alive:
             return
         self._set_for = when
-        seconds, rest_s = divmod(max(when, 0.0) + _GRAIN_S, 1)
+        seconds, rest_s = divmod(min(max(when, 0.0), _LATEST_S) + _GRAIN_S, 1)
         # no interval, and the time
         times = (ctypes.c_long * 4)(0, 0, int(seconds), int(rest_s * 1e9))
         if self._libc.timerfd_settime(self._fd, _ABSOLUTE, times, None):
@@ -105,18 +107,23 @@ class Alarms:
         now = self._loop.time()
         self._set_for = float("inf")
         due = [alarm for alarm in self._waiting if alarm.when <= now]
-        for alarm in sorted(due, key=lambda alarm: alarm.when):
-            if alarm in self._waiting:  # not cancelled by one of those before
-                self._waiting.remove(alarm)
-                try:
-                    alarm.callback()
-                except Exception as error:  # noqa: BLE001 - what loops do with it
-                    details = {"message": f"Exception in callback {alarm.callback!r}", "exception": error}
-                    self._loop.call_exception_handler(details)
-        if self._waiting:
-            earliest = min(alarm.when for alarm in self._waiting)
-            if earliest < self._set_for:
-                self._set(earliest)
+        try:
+            for alarm in sorted(due, key=lambda alarm: alarm.when):
+                if alarm in self._waiting:  # not cancelled by one of those before
+                    self._waiting.remove(alarm)
+                    self._call(alarm.callback)
+        finally:  # after an interrupt, too, the others are to ring
+            if self._waiting:
+                earliest = min(alarm.when for alarm in self._waiting)
+                if earliest < self._set_for:
+                    self._set(earliest)
+
+    def _call(self, callback: Callable[[], None]) -> None:
+        try:
+            callback()
+        except Exception as error:  # noqa: BLE001 - what loops do with it
+            details = {"message": f"Exception in callback {callback!r}", "exception": error}
+            self._loop.call_exception_handler(details)
 
 
 def alarms_of(loop: asyncio.AbstractEventLoop) -> Alarms | None:

@@ -112,6 +112,40 @@ def test_a_callback_may_set_the_next():
     run(main)
 
 
+@pytest.mark.parametrize("never", [1e19, 1e300, float("inf")])
+def test_one_may_be_set_for_a_time_that_never_comes(never: float):
+    async def main() -> None:
+        loop, alarms = asyncio.get_running_loop(), made()
+        last = asyncio.Event()
+        far = alarms.call_at(never, last.set)
+        alarms.call_at(loop.time(), last.set)
+        await last.wait()
+        far.cancel()
+        alarms.close()
+
+    run(main)
+
+
+def test_an_interrupt_does_not_keep_the_others_from_ringing():
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    loop = uvloop.new_event_loop()
+    try:
+        alarms = alarms_of(loop)
+        if alarms is None:
+            pytest.skip("this system has no timerfd")
+        last = asyncio.Event()
+        alarms.call_at(loop.time() - 1, interrupt)
+        alarms.call_at(loop.time(), last.set)
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_forever()
+        loop.run_until_complete(last.wait())
+        alarms.close()
+    finally:
+        loop.close()
+
+
 def test_one_that_fails_does_not_keep_the_others_from_ringing():
     async def main() -> None:
         loop, alarms = asyncio.get_running_loop(), made()

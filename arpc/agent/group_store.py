@@ -188,8 +188,13 @@ class StoreThread:
         """Do one last thing and end the thread."""
         if not self._stop.alive:
             return
-        ended = self.submit_nowait(last or (lambda: None))
-        self._stop()
+        try:
+            ended = self.submit_nowait(last or (lambda: None))
+        except RendezvousError as error:
+            logger.warning("the store is left without a word: %s", error)
+            return
+        finally:
+            self._stop()
         await asyncio.wait((ended,), timeout=CLOSE_LIMIT_S)
         if ended.done():
             self._jobs.join(CLOSE_LIMIT_S)  # on the loop, but there is nothing left to the thread but to return
@@ -207,13 +212,17 @@ class _Jobs:
         self._thread: threading.Thread | None = None
 
     def put(self, job: Callable[[], None] | None) -> None:
-        """Do it after all that was put before; None ends the thread."""
+        """Do it after all that was put before; None ends the thread. Raises `RendezvousError` if there can be none."""
         with self._lock:
-            self._queue.put(job)
             if self._thread is None and job is not None:
                 # a daemon: a call into a store whose host is stopped may never come back
-                self._thread = threading.Thread(target=self._serve, name="arpc-store", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._serve, name="arpc-store", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # there are too many, or the interpreter ends: who comes next tries again
+                    raise RendezvousError(f"no thread could be started for the store: {error}") from error
+                self._thread = thread
+            self._queue.put(job)
 
     def join(self, timeout_s: float) -> None:
         with self._lock:

@@ -31,6 +31,37 @@ def store(request, tmp_path) -> Store:
             return PrefixStore("others", HashStore())
 
 
+async def test_a_thread_that_cannot_be_started_is_started_later(monkeypatch: pytest.MonkeyPatch):
+    thread = StoreThread()
+    start = threading.Thread.start
+
+    def refuse(_: threading.Thread) -> None:
+        monkeypatch.setattr(threading.Thread, "start", start)
+        raise RuntimeError("can't start new thread")
+
+    done: list[int] = []
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RendezvousError, match="start new thread"):
+        await thread.run(lambda: done.append(1), limit_s=None)
+    await thread.run(lambda: done.append(2), limit_s=None)
+    assert done == [2]
+    await thread.aclose()
+
+
+async def test_without_a_thread_a_store_is_closed_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    thread = StoreThread()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    await thread.aclose()
+    assert "at interpreter shutdown" in caplog.text
+    with pytest.raises(RendezvousError, match="is closed"):
+        await thread.run(lambda: None, limit_s=None)
+
+
 def test_a_peek_never_waits_and_never_writes(store):
     kv = KeyValues(store, "")
     assert kv.peek("key") is None

@@ -14,7 +14,7 @@ import struct
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, Self, cast
 from urllib.parse import urlsplit
@@ -127,8 +127,9 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
 
     # -- told by a vigil
 
-    @property
+    @cached_property
     def is_local(self) -> bool:
+        # kept, as a vigil asks all connections again and again
         address = self._address
         return address.startswith("unix://") or (address.startswith("tcp://") and is_loopback(split_tcp(address)[0]))
 

@@ -228,7 +228,7 @@ class Vigil:
         return is_worth_it
 
     def statistics(self) -> dict[str, int]:
-        """Vigils, and those in which nothing came; connections that are worth one when something comes."""
+        """Vigils, and those in which nothing came; connections that are looked after, worth a vigil now or not."""
         return {"kept": self.kept, "in_vain": self.in_vain, "connections": len(self._connections)}
 
 

@@ -53,6 +53,22 @@ async def shake_hands(sock: socket.socket) -> None:
     assert len(await loop.sock_recv(sock, 4096)) == 32  # WELCOME
 
 
+# -- vigils
+
+
+@pytest.mark.parametrize(("transport", "address"), [(TcpTransport, TCP), (UnixTransport, "unix://")])
+async def test_where_the_other_end_is_is_found_out_once(
+    transport: type[TcpTransport | UnixTransport], address: str, monkeypatch: pytest.MonkeyPatch
+):
+    async with Endpoints(transport(), address) as endpoints:
+        near, far = await endpoints.pair()
+        for end in (near, far):
+            assert end.connection.is_local
+        monkeypatch.setattr(stream, "split_tcp", None)  # a vigil asks all connections again and again
+        for end in (near, far):
+            assert end.connection.is_local
+
+
 # -- addresses
 
 

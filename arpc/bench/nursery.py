@@ -97,8 +97,12 @@ class Nursery:
         return child
 
     async def aclose(self) -> None:
+        """End all of them. Who waits for one is told."""
         if self._keeper is not None:
-            await self._keeper.aclose()
+            try:
+                await self._keeper.aclose()
+            finally:
+                self._end_all("it was ended with all others")
 
     def _hear(self, news: News) -> None:
         match news:
@@ -107,11 +111,14 @@ class Nursery:
             case Exited(number, exit_code, problem):
                 self._all.pop(number).end_nowait(exit_code, problem)
             case KeeperLost():
-                self._is_lost = True
-                while self._all:
-                    self._all.popitem()[1].end_nowait(-9, "the process that keeps all others was killed")
+                self._end_all("the process that keeps all others was killed")
             case _:
                 assert_never(news)
+
+    def _end_all(self, problem: str) -> None:
+        self._is_lost = True
+        while self._all:
+            self._all.popitem()[1].end_nowait(-9, problem)
 
 
 def command_of(module: str, arguments: Sequence[str]) -> list[str]:

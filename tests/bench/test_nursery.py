@@ -50,6 +50,15 @@ async def test_they_have_their_words_variables_and_log_and_tell_how_they_end(nur
         assert log.read_text() == "logged\n"
 
 
+async def test_who_waits_for_one_is_told_when_all_end(nursery: Nursery, tmp_path: Path) -> None:
+    child = await start(nursery, tmp_path / "log")
+    await nursery.aclose()
+    assert not psutil.pid_exists(child.pid)
+    await child.wait()
+    assert child.returncode == -9
+    assert child.writer.is_closing()
+
+
 async def test_when_the_keeper_is_killed_all_have_ended(nursery: Nursery, tmp_path: Path) -> None:
     child = await start(nursery, tmp_path / "log")
     process = psutil.Process(child.pid)

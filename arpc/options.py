@@ -17,6 +17,7 @@ __all__ = ["UNSET", "RpcOptions", "Unset", "split_host_port"]
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
+_MAX_BUSY_POLL_S: Final = 0.01
 
 
 class Unset:
@@ -291,6 +292,10 @@ class RpcOptions:
                 raise ConfigurationError(f"{name} must be a number of seconds, not {type(value).__name__}")
             if not value >= 0:
                 raise ConfigurationError(f"{name} must be 0 or more, not {value!r}")
+        if self.busy_poll > _MAX_BUSY_POLL_S:
+            raise ConfigurationError(
+                f"busy_poll must be at most {_MAX_BUSY_POLL_S} s, not {self.busy_poll!r}: to wake up takes less than that"
+            )
         if self.heartbeat_interval and self.heartbeat_timeout <= self.heartbeat_interval:
             raise ConfigurationError(
                 f"heartbeat_timeout ({self.heartbeat_timeout}) must be longer than "

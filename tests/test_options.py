@@ -128,6 +128,7 @@ def test_a_number_that_cannot_be(name, value):
     [
         ({"connect_timeout": 0}, "connect_timeout must be more than 0"),
         ({"heartbeat_interval": 5, "heartbeat_timeout": 5}, "must be longer than"),
+        ({"busy_poll": float("inf")}, "busy_poll must be at most"),
         ({"max_body_bytes": 4 << 30}, "less than 4 GiB"),
         ({"listen": "unix://"}, "tuple of addresses, not the string"),
         ({"secret": "text"}, "secret must be bytes, not str"),

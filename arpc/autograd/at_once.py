@@ -68,12 +68,12 @@ def run_at_once(
             return None
     except BaseException as error:
         _end(context, gradients, retain_graph)
-        context.roll_back(pass_id)
+        context.roll_back(pass_id, sender)
         if isinstance(error, Exception):  # whatever nodes and hooks of users raise
             raise node_failure(error, host.info, context.id, None) from error
         raise
     _end(context, gradients, retain_graph)
-    context.commit(pass_id, leaf_gradients.take() if graph.leaves else {})
+    context.commit(pass_id, leaf_gradients.take() if graph.leaves else {}, (sender,))
     delivered = graph.delivered
     return Parcel(delivered[sender], True) if delivered else NOTHING_LIVE
 

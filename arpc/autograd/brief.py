@@ -222,7 +222,7 @@ class BriefPass:
         elif not self.is_over:
             self.failure = error
             self._end()
-            self.context.roll_back(self.id)
+            self.context.roll_back(self.id, self.parent)
             for future in list(self._outstanding):
                 future.cancel()
             if self.parent is None or told_by is not None:
@@ -350,8 +350,8 @@ class BriefPass:
     def _finish(self) -> None:
         gradients = self._leaves.take()  # first: what a peer has sent for them may be no gradients
         self._end()
-        self.context.commit(self.id, gradients)
         parent = self.parent
+        self.context.commit(self.id, gradients, self._told if parent is None else (*self._told, parent))
         if parent is not None:
             delivered = self._rest.delivered if self._rest is not None else {}
             self._answer = Parcel(delivered.get(parent, ()), is_first=True)

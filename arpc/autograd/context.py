@@ -6,7 +6,7 @@ A context has the same id on all workers that it touches. Everything here belong
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextvars import ContextVar
 from itertools import count
 from time import monotonic
@@ -47,7 +47,11 @@ class AutogradContext:
     """The future of what a pass runs in a thread, which may go on after the pass was ended."""
     last_pass = -1
     """The last pass that has ended here, and so may still fail elsewhere."""
+    last_announced_to: Collection[int] = ()
+    """Who was told in it, or is being told by an answer, what was live here."""
     aborted_passes: frozenset[int] = frozenset()
+    last_failed: tuple[int, int | None] = -1, None
+    """The last of them that failed here, and the worker that is told why by the answer to the parcel that began it."""
     aborts_told: frozenset[int] = frozenset()
     """Those of them that this worker has told others of."""
     sends_used = 0
@@ -72,10 +76,11 @@ class AutogradContext:
         """The id of the worker that made it."""
         return self.id >> LOCAL_BITS
 
-    def commit(self, pass_id: int, gradients: Mapping[Tensor, Tensor]) -> None:
+    def commit(self, pass_id: int, gradients: Mapping[Tensor, Tensor], announced_to: Collection[int] = ()) -> None:
         """Add what a pass computed here. It can be taken back until the next pass ends."""
         self._before_last_pass = self.gradients
         self.last_pass = pass_id
+        self.last_announced_to = announced_to
         if not self.gradients:
             self.gradients = gradients
             return
@@ -100,9 +105,11 @@ class AutogradContext:
         self.recvs.clear()
         self.gradients = self._before_last_pass = AutogradContext.gradients
 
-    def roll_back(self, pass_id: int) -> None:
-        """A pass has failed: no gradient of it stays."""
+    def roll_back(self, pass_id: int, parent: int | None = None) -> None:
+        """A pass has failed: no gradient of it stays. ``parent``: who is told why, if it is the part of it here."""
         self.aborted_passes |= {pass_id}
+        if parent is not None:
+            self.last_failed = pass_id, parent
         if pass_id == self.last_pass:
             self.gradients = self._before_last_pass
             self.last_pass = -1

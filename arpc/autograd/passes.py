@@ -233,7 +233,7 @@ class BackwardPass:
             return
         self.failure = error
         self._end()
-        self.context.roll_back(self.id)
+        self.context.roll_back(self.id, self._parent)
         for future in list(self._outstanding):
             future.cancel()
         if self._parent is None or told_by is not None:
@@ -445,7 +445,7 @@ class BackwardPass:
     def _finish(self) -> None:
         gradients = self._engine.leaves.take()  # first: what a peer has sent for them may be no gradients
         self._end()
-        self.context.commit(self.id, gradients)
+        self.context.commit(self.id, gradients, self._protocol.announced_to)
 
     def _end(self) -> None:
         self.is_over = True

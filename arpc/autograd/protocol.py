@@ -160,7 +160,8 @@ class PassProtocol:
         """The sends that wait, and where they went."""
         self._open: dict[int, dict[int, None]] = {}
         """Live recvs that have not been answered for, by sender."""
-        self._announced_to: set[int] = set()
+        self.announced_to: set[int] = set()
+        """Who was told what is live here."""
         self._announced_by: set[int] = set()
         self._asked_by: set[int] = set()
         self._unacknowledged = 0
@@ -169,7 +170,7 @@ class PassProtocol:
 
     def take_over(self, told: Iterable[int], heard: Iterable[int], unacknowledged: int) -> None:
         """Begin with what has happened before: who was told of the pass, who has announced, what is not answered."""
-        self._announced_to.update(told)
+        self.announced_to.update(told)
         self._announced_by.update(heard)
         self._unacknowledged += unacknowledged
 
@@ -236,7 +237,7 @@ class PassProtocol:
             for peer in self._asked_by:
                 self._letter(peer)
             self._asked_by.clear()
-        announced_to = self._announced_to
+        announced_to = self.announced_to
         for peer in self.unresolved.values():
             if peer != self._me and peer not in self._announced_by and peer not in announced_to:
                 self._letter(peer)

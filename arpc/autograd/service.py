@@ -341,6 +341,8 @@ class AutogradService:
                 self.container.find(context_id)
             return self._packed(NOTHING_LIVE)  # what was sent to here has not come, or nobody wants it any more
         if pass_id in context.aborted_passes:
+            if context.last_failed == (pass_id, caller):
+                return None  # why it failed is on its way there, and this would hide it
             raise AutogradError(f"the backward pass {pass_id} of autograd context {context_id} has failed")
         active: BackwardPass | BriefPass | None = context.active_pass
         if active is not None and active.id == pass_id:
@@ -349,7 +351,9 @@ class AutogradService:
                 raise fresh(active.failure)  # the parent is told as well
             return None if riding is None else self._packed(riding)
         if active is None and pass_id == context.last_pass:
-            return self._packed(NOTHING_LIVE)  # all that was live has been answered for
+            # All that was live has been answered for. But that may be on its way to whoever was told what it is, and
+            # this would be there first.
+            return None if caller in context.last_announced_to else self._packed(NOTHING_LIVE)
         self._note_begin(context)
         retains = bool(retain_graph)
         if self._agent.observers.installed:

@@ -38,6 +38,23 @@ async def weigh_with_mine(x, owner):
     return x * await arpc.rpc_sync(owner, give_weight)
 
 
+@arpc.inline
+def weigh_in_vain(x):
+    return Failing.apply(x)
+
+
+class Failing(torch.autograd.Function):
+    """Fails on its way back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("weighed and found wanting")
+
+
 def double(tensor: torch.Tensor) -> None:
     assert tensor.grad is not None
     tensor.grad.mul_(2)
@@ -474,3 +491,48 @@ async def test_large_graphs_are_not_looked_at_in_vain_each_time(group, full_pass
                 await arpc.autograd.backward(ctx_id, [deep(x, nodes).sum()])
                 assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [1.0] * 3
             assert len(full_passes) == bool(passes)
+
+
+@pytest.mark.parametrize("function", [weigh, weigh_in_vain])
+async def test_who_asks_again_hears_no_less_than_by_the_answer_that_is_on_its_way(group, monkeypatch, function):
+    x = leaf()
+    postponed = Postponed(group[0], monkeypatch)
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", function, (x,))
+        task = asyncio.create_task(arpc.autograd.backward(ctx_id, [y.sum()]))
+        await asyncio.sleep(0)
+        context = group[0].autograd.container.find(ctx_id)
+        # whatever comes from another worker has it ask again, now that it takes more
+        context.active_pass.receive(2, Parcel(), is_engaging=False)
+        (_, answered, send), (_, answered_again, send_again) = postponed.sent
+        (answer,) = await asyncio.gather(send(), return_exceptions=True)
+        # a message overtakes another that has more to carry
+        answered_again.set_result(await send_again())
+        await asyncio.sleep(0)
+        if function is weigh:
+            answered.set_result(answer)
+            await task
+            assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [2.0] * 3
+        else:
+            answered.set_exception(answer)
+            with pytest.raises(arpc.BackwardError, match="found wanting"):
+                await task
+            assert arpc.autograd.get_gradients(ctx_id) == {}
+        assert context.active_pass is None
+
+
+async def test_once_a_pass_is_over_only_those_are_told_so_who_have_not_been(group):
+    service_of_callee = group[1].autograd
+    x = leaf()
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", weigh, (x,))
+        await arpc.autograd.backward(ctx_id, [y.sum()])
+        context = service_of_callee.container.find(ctx_id)
+        numbers = (ctx_id, context.last_pass, 0)
+        asking = Parcel(is_first=True, asks=True)
+        assert service_of_callee._take(0, asking, numbers) is None
+        assert service_of_callee._take(2, asking, numbers) is not None
+        context.roll_back(context.last_pass, parent=0)
+        assert service_of_callee._take(0, asking, numbers) is None
+        with pytest.raises(arpc.AutogradError, match="has failed"):
+            service_of_callee._take(2, asking, numbers)

@@ -320,7 +320,7 @@ class Agent(Caller, Answers):
         if self._metering is not None:
             del self.call_and_wait, self.begin, self.begin_shortly  # what is in the class comes to light again
         self._metering = metering = (
-            None if meter is None else Metering(meter, self._peers, self.begin, self._call_unknown)
+            None if meter is None else Metering(meter, self._peers, self.begin, self._call_unknown, self._nameless)
         )
         self.executor.failed = None if metering is None else metering.failed
         self.executor.waited = None if metering is None else metering.waited

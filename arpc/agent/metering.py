@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -49,10 +49,15 @@ class Metering:
         peers: Mapping[Any, Peer],
         begin: Callable[..., int],
         call_unknown: Callable[..., Awaitable[Any]],
+        nameless: Collection[int] = (),
     ) -> None:
-        """``begin`` and ``call_unknown`` are the agent's own, which know nothing of meters."""
+        """``begin`` and ``call_unknown`` are the agent's own, which know nothing of meters.
+
+        ``nameless`` are the types of messages that name no function, whatever number they bring.
+        """
         self._meter = meter
         self._peers = peers
+        self._nameless = nameless
         self._begin = begin
         self._call_unknown = call_unknown
 
@@ -113,7 +118,8 @@ class Metering:
 
     def take(self, inbound: Inbound, message: type[Message], take: Direct) -> Direct:
         """A taker of brief messages, timed."""
-        functions, running, waiting, began = inbound.functions, inbound.running, inbound.waiting, inbound.began_ns
+        functions = {} if int(message.type) in self._nameless else inbound.functions
+        running, waiting, began = inbound.running, inbound.waiting, inbound.began_ns
         ended = self._meter.handler_ended
 
         def metered(id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
@@ -143,7 +149,7 @@ class Metering:
             return
         began_ns = inbound.began_ns.pop(message.id, 0)
         if began_ns:
-            function = inbound.functions.get(message.arg)
+            function = None if int(message.type) in self._nameless else inbound.functions.get(message.arg)
             name = function.name if isinstance(function, Function) else type(message).__name__
             self._meter.handler_ended(inbound.caller.name, name, _now() - began_ns)
 

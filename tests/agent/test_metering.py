@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import torch
 
 import arpc
 from arpc.agent.observers import Observer
@@ -149,6 +150,23 @@ async def test_a_remote_creation_is_timed(metered):
     await turns_until(lambda: near.calls and far.handlers)
     assert ("worker1", "at_once", None) in near.calls
     assert ("worker0", "at_once") in far.handlers
+
+
+@arpc.inline
+def doubled(x):
+    return x * 2
+
+
+@pytest.mark.parametrize("elements", [3, 100_000], ids=["brief", "large"])
+async def test_a_message_of_a_feature_is_not_taken_for_a_function_that_has_a_number(metered, elements):
+    _, _, there = metered
+    x = torch.ones(elements, requires_grad=True)
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", doubled, (x,))
+        await arpc.autograd.backward(ctx_id, [y.sum()])
+    await turns_until(lambda: len(there.handlers) == 3)
+    names = [function for _, function in there.handlers]
+    assert names == ["doubled", "AutogradGradients", "AutogradRelease"]
 
 
 async def test_requests_that_wait_for_room_are_timed_when_they_end():

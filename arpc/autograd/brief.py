@@ -335,9 +335,9 @@ class BriefPass:
         for messages in arrived.values():
             sends.update([(message_id, send) for message_id, send, _ in messages])
         full = self._full = self._host.unfold(self, sends)
-        # those that were not asked, and have not said by themselves, are to be told again
-        told = [peer for peer, was_asked in self._told.items() if was_asked or peer not in waiting]
-        full.take_over(self._leaves, self._used, told, self._heard, self._outstanding)
+        # those that were not asked, and have not said by themselves, are to be asked now
+        unasked = [peer for peer, was_asked in self._told.items() if not was_asked and peer in waiting]
+        full.take_over(self._leaves, self._used, self._told, unasked, self._heard, self._outstanding)
         if self._over is not None and not self._over.done():
             self._over.set_result(None)
         for peer, messages in arrived.items():

@@ -171,6 +171,7 @@ class BackwardPass:
         leaves: LeafGradients,
         used: Iterable[int],
         told: Iterable[int],
+        unasked: Iterable[int],
         heard: Iterable[int],
         outstanding: Collection[asyncio.Future[PackedParcel | None]],
     ) -> None:
@@ -181,7 +182,7 @@ class BackwardPass:
         self._engine.leaves = leaves
         self._used += used
         self._outstanding.update(outstanding)
-        self._protocol.take_over(told, heard, len(outstanding))
+        self._protocol.take_over(told, unasked, heard, len(outstanding))
 
     def start(self) -> None:
         """Begin, on the worker that has the roots. To be followed by `wait` at once."""

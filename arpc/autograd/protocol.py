@@ -164,13 +164,19 @@ class PassProtocol:
         """Who was told what is live here."""
         self._announced_by: set[int] = set()
         self._asked_by: set[int] = set()
+        self._unasked: set[int] = set()
+        """Who was told what is live here, and not asked."""
         self._unacknowledged = 0
         self._is_planned = False
         self._outbox: dict[int, _Letter] = {}
 
-    def take_over(self, told: Iterable[int], heard: Iterable[int], unacknowledged: int) -> None:
-        """Begin with what has happened before: who was told of the pass, who has announced, what is not answered."""
+    def take_over(self, told: Iterable[int], unasked: Iterable[int], heard: Iterable[int], unacknowledged: int) -> None:
+        """Begin with what has happened before.
+
+        That is who was told of the pass, which of them were not asked, who has announced, and what is not answered.
+        """
         self.announced_to.update(told)
+        self._unasked.update(unasked)
         self._announced_by.update(heard)
         self._unacknowledged += unacknowledged
 
@@ -239,7 +245,11 @@ class PassProtocol:
             self._asked_by.clear()
         announced_to = self.announced_to
         for peer in self.unresolved.values():
-            if peer != self._me and peer not in self._announced_by and peer not in announced_to:
+            if (
+                peer != self._me
+                and peer not in self._announced_by
+                and (peer not in announced_to or peer in self._unasked)
+            ):
                 self._letter(peer)
         posted: list[tuple[int, Parcel]] = []
         if self._outbox:
@@ -249,6 +259,10 @@ class PassProtocol:
                     announced_to.add(peer)
                     asks = peer not in self._announced_by and peer in self.unresolved.values()
                     posted.append((peer, Parcel(gradients, True, list(self._open.get(peer, ())), asks)))
+                elif peer in self._unasked and peer not in self._announced_by:
+                    # It is not told once more what is live: the first parcel may come after this one
+                    self._unasked.discard(peer)
+                    posted.append((peer, Parcel(gradients, False, nulls, asks=peer in self.unresolved.values())))
                 elif gradients or nulls:
                     posted.append((peer, Parcel(gradients, False, nulls)))
             self._unacknowledged += len(posted)

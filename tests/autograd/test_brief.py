@@ -15,6 +15,7 @@ from arpc.autograd.brief import BriefPass
 from arpc.autograd.passes import BackwardPass
 from arpc.autograd.protocol import Parcel, pack_parcel
 from tests.autograd import functions
+from tests.autograd.conftest import until
 from tests.autograd.test_backward import leaf
 
 weight = torch.full((3,), 2.0, requires_grad=True)
@@ -378,7 +379,7 @@ async def test_it_goes_on_when_a_parcel_comes_that_is_no_answer(group, monkeypat
         assert isinstance(brief, BriefPass)
         # as from one who asks what is still open here
         answer = brief.receive(1, Parcel(asks=True), is_engaging=False)
-        assert answer == ([], True, [], True)  # nothing is; and it is asked the same now
+        assert answer == ([], False, [], True)  # which it was told already; and it is asked the same now
         assert [made.id for made in full_passes] == [brief.id]
         assert group[0].autograd.container.find(ctx_id).active_pass is full_passes[0]
         await postponed.let_go()
@@ -519,6 +520,24 @@ async def test_who_asks_again_hears_no_less_than_by_the_answer_that_is_on_its_wa
                 await task
             assert arpc.autograd.get_gradients(ctx_id) == {}
         assert context.active_pass is None
+
+
+async def test_asking_again_may_overtake_what_was_told_first(group, monkeypatch):
+    x = leaf()
+    postponed = Postponed(group[0], monkeypatch)
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", weigh, (x,))
+        task = asyncio.create_task(arpc.autograd.backward(ctx_id, [y.sum()]))
+        await asyncio.sleep(0)
+        group[0].autograd.container.find(ctx_id).active_pass.receive(2, Parcel(), is_engaging=False)
+        (_, answered, send), (_, answered_again, send_again) = postponed.sent
+        answer_to_asking = send_again()
+        await until(lambda: group[1].autograd.container.find(ctx_id).active_pass is not None)
+        answered.set_result(await send())
+        answered_again.set_result(await answer_to_asking)
+        await task
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [2.0] * 3
+        assert group[1].autograd.gradients(ctx_id)[weight].tolist() == x.tolist()
 
 
 async def test_once_a_pass_is_over_only_those_are_told_so_who_have_not_been(group):

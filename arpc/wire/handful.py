@@ -202,6 +202,8 @@ def unpack_handful(payload: bytes | bytearray) -> Handful:
 
 def _layout_of(labels: bytes, count: int) -> tuple[tuple[_Kind, ...], int]:
     """What labels say, and where the last tensor ends."""
+    if count > MAX_TENSORS:  # layouts are kept: they are to be small, whoever sends them
+        raise ValueError(f"{count} tensors")
     position = (_HEADER_BYTES + _LABEL_BYTES * count + _UNALIGNED) & ~_UNALIGNED
     kinds: list[_Kind] = []
     for code, dimensions, *sizes in _LABEL.iter_unpack(labels):

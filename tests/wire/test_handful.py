@@ -161,6 +161,7 @@ def body_of(count: int, label: bytes, rest: bytes, meta_size: int = 0) -> bytes:
         pytest.param(body_of(1, bytes([31, 1, 1, 0, 0, 0, 0, 0]), bytes(16)), id="no such dtype"),
         pytest.param(body_of(1, bytes([200, 1, 1, 0, 0, 0, 0, 0]), bytes(16)), id="no tensor"),
         pytest.param(body_of(1, bytes([0, 4, 1, 0, 1, 0, 1, 0]), bytes(16)), id="too many dimensions"),
+        pytest.param(body_of(MAX_TENSORS + 1, bytes([3, 1, 16, 0, 0, 0, 0, 0]), bytes(16 * 9)), id="too many tensors"),
         pytest.param(body_of(1, bytes([0, 1, 5, 0, 0, 0, 0, 0]), bytes(16)), id="too few bytes"),
         pytest.param(body_of(1, bytes([0, 3]) + b"\xff" * 6, bytes(16)), id="too many elements"),
         pytest.param(body_of(1, bytes([0, 1, 4, 0, 0, 0, 0, 0]), bytes(32)), id="too many bytes"),

@@ -8,7 +8,9 @@ this worker told others has been acknowledged.
 - A live recv is answered for by its gradients, or by a *null* if its region ran and left it without any.
 - The first parcel to a worker **announces**: it lists the live recvs from that worker that are still open. So the other
   side knows that all its other sends to here are resolved with nothing, be they unused, still on their way, or lost.
-- A worker with unresolved sends to one that has not announced, and that it has told nothing yet, **asks** it to.
+- A worker with unresolved sends to one that has not announced, and that it has told nothing yet, **asks** it to. So
+  does one that takes over from a pass which told without asking; who has announced meanwhile need not do so again.
+- Parcels and answers may overtake each other, so nothing is announced twice: the second would deny what is on its way.
 
 The first parcel that reaches a worker makes its sender the *parent*, who is answered when all is over here; other
 parcels are answered at once. Answers may carry a parcel themselves, which needs no answer. So the pass as a whole is

@@ -292,15 +292,7 @@ class RpcOptions:
                 raise ConfigurationError(f"{name} must be a number of seconds, not {type(value).__name__}")
             if not value >= 0:
                 raise ConfigurationError(f"{name} must be 0 or more, not {value!r}")
-        if self.busy_poll > _MAX_BUSY_POLL_S:
-            raise ConfigurationError(
-                f"busy_poll must be at most {_MAX_BUSY_POLL_S} s, not {self.busy_poll!r}: to wake up takes less than that"
-            )
-        if self.heartbeat_interval and self.heartbeat_timeout <= self.heartbeat_interval:
-            raise ConfigurationError(
-                f"heartbeat_timeout ({self.heartbeat_timeout}) must be longer than "
-                f"heartbeat_interval ({self.heartbeat_interval})"
-            )
+        self._check_seconds()
         for name in ("connect_timeout", "handshake_timeout"):
             if not getattr(self, name):
                 raise ConfigurationError(f"{name} must be more than 0")
@@ -346,6 +338,18 @@ class RpcOptions:
         maps = {to: checked_device_map(to, mapping) for to, mapping in self.device_maps.items()}
         object.__setattr__(self, "device_maps", maps)
         object.__setattr__(self, "devices", checked_devices(self.devices))
+
+    def _check_seconds(self) -> None:
+        if self.busy_poll > _MAX_BUSY_POLL_S:
+            raise ConfigurationError(
+                f"busy_poll must be at most {_MAX_BUSY_POLL_S} s, not {self.busy_poll!r}: "
+                f"no CPU takes that long to wake up"
+            )
+        if self.heartbeat_interval and self.heartbeat_timeout <= self.heartbeat_interval:
+            raise ConfigurationError(
+                f"heartbeat_timeout ({self.heartbeat_timeout}) must be longer than "
+                f"heartbeat_interval ({self.heartbeat_interval})"
+            )
 
     def _check_roles(self) -> None:
         if self.allow not in {None, "exported"}:

@@ -105,28 +105,29 @@ class ReplyOutbox(Outbox):
 
     def send(self) -> None:
         """Send all there is, in any thread but the loop's."""
-        if (running := len(self._inbound.running)) > self._most_running:
-            self._most_running = running
-            self._portion()
+        if len(self._answers) > 1:
+            self._find_portion()
         while self._answers:
             if not self._turn.send(self._take):
                 self._leave_to_loop()
                 return
-        # Threads may get in each other's way here; then it is looked a bit earlier or later
-        if self._until_look:
-            self._until_look -= 1
-        else:
-            self._until_look = _WRITES_A_LOOK
-            self._is_peer_elsewhere = self._inbound.connection.is_peer_elsewhere
-            self._portion()
-            self._most_running = 0
         # Looked at after requests have been taken out: if it is false now, whoever makes it true sees the room
         if self._inbound.is_full:
             self._leave_to_loop()
 
-    def _portion(self) -> None:
-        """Find how many answers go at once: half of what the caller seems to have under way."""
-        half = self._most_running // 2 if self._is_peer_elsewhere else _MOST_A_WRITE
+    def _find_portion(self) -> None:
+        """Find how many answers go at once: half of what the caller seems to have under way, if it is elsewhere."""
+        running = len(self._inbound.running)
+        # Threads may get in each other's way here; then it is looked a bit earlier or later
+        if self._until_look:
+            self._until_look -= 1
+            if running <= self._most_running:
+                return  # the others may be in a socket
+        else:
+            self._until_look = _WRITES_A_LOOK
+            self._is_peer_elsewhere = self._inbound.connection.is_peer_elsewhere
+        self._most_running = running
+        half = running // 2 if self._is_peer_elsewhere else _MOST_A_WRITE
         self.answers_a_write = max(_FEWEST_A_WRITE, min(half, _MOST_A_WRITE))
 
     def _leave_to_loop(self) -> None:

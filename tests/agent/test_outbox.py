@@ -382,7 +382,7 @@ class _Caller:
         """How many answers may go at once after so many writes, with so many requests under way."""
         self.running = range(running)
         for _ in range(writes):
-            outbox._answers.append((None, b""))
+            outbox._answers += [(None, b"")] * 2
             outbox.send()
         return outbox.answers_a_write
 
@@ -403,29 +403,35 @@ def outbox(caller: _Caller) -> ReplyOutbox:
 @pytest.mark.parametrize(("running", "portion"), [(1, 8), (16, 8), (40, 20), (64, 32), (1000, 32)])
 def test_half_goes_ahead_if_the_peer_has_another_cpu(caller, outbox, running, portion):
     assert outbox.answers_a_write == 32
-    assert caller.portions(outbox, running, 2) == portion
+    assert caller.portions(outbox, running) == portion
+
+
+def test_one_answer_at_a_time_finds_out_nothing(caller, outbox):
+    caller.running = range(16)
+    outbox._answers.append((None, b""))
+    outbox.send()
+    assert outbox.answers_a_write == 32
 
 
 def test_on_one_cpu_all_go_at_once(caller, outbox):
     caller.is_peer_elsewhere = False
-    assert caller.portions(outbox, 16, 2) == 32
-    assert caller.portions(outbox, 1000, 2) == 32
+    assert caller.portions(outbox, 16) == 32
+    assert caller.portions(outbox, 1000) == 32
 
 
 def test_what_is_under_way_is_taken_at_its_most(caller, outbox):
     """Most of it may be in a socket at the moment."""
-    caller.portions(outbox, 64, 2)
+    caller.portions(outbox, 64)
     assert caller.portions(outbox, 8) == 32
-    caller.portions(outbox, 16, 2 * LOOK)
-    assert caller.portions(outbox, 16) == 8, "not for ever"
+    assert caller.portions(outbox, 16, LOOK) == 8, "not for ever"
 
 
 def test_a_peer_that_is_moved_is_noticed(caller, outbox):
-    assert caller.portions(outbox, 16, 2) == 8
+    assert caller.portions(outbox, 16) == 8
     caller.is_peer_elsewhere = False
     assert caller.portions(outbox, 16, LOOK) == 32
     caller.is_peer_elsewhere = True
-    assert caller.portions(outbox, 16, 2 * LOOK) == 8
+    assert caller.portions(outbox, 16, LOOK) == 8
 
 
 async def test_a_socket_knows_whether_its_peer_is_elsewhere(monkeypatch):

@@ -35,7 +35,7 @@ __all__ = ["ReplyOutbox"]
 _WRITE_BYTES: Final = 1 << 16
 _FEWEST_A_WRITE: Final = 8
 _MOST_A_WRITE: Final = 32
-_WRITES_A_LOOK: Final = 256
+_WRITES_A_LOOK: Final = 32
 """Between two looks whether the peer is on the same CPU: processes are moved seldom."""
 _is_grad_enabled = torch.is_grad_enabled
 _pack_brief = BRIEF_HEADER.pack

@@ -387,7 +387,7 @@ class _Caller:
         return outbox.answers_a_write
 
 
-LOOK = 257
+LOOK = 33
 
 
 @pytest.fixture

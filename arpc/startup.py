@@ -24,7 +24,6 @@ from arpc.agent.membership import WorkerRecord
 from arpc.agent.placement import Placement, find_backends
 from arpc.agent.rendezvous import Rendezvous, create_rendezvous, open_store
 from arpc.agent.scope import WorkerScope, current_scope, worker_began
-from arpc.agent.threads import ThreadPool
 from arpc.agent.variables import VariableCarrier
 from arpc.autograd.service import AutogradService
 from arpc.devices import check_device_maps
@@ -158,7 +157,7 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
         feature.attach(agent)
     if worker.vigil is not None:
         worker.vigil.call_at = agent.call_at
-        worker.vigil.are_threads_idle = partial(_are_idle, agent.executor.threads, autograd.threads)
+        worker.vigil.pools = agent.executor.threads, autograd.threads
     worker.rendezvous = rendezvous
     host = host_fingerprint()
     try:
@@ -191,10 +190,6 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
     _tune_process(options)
     worker_began(worker, agent.loop)
     return worker
-
-
-def _are_idle(*pools: ThreadPool) -> bool:
-    return all(pool.is_asleep for pool in pools)
 
 
 def _tune_process(options: RpcOptions) -> None:

@@ -5,6 +5,10 @@ of the loop's: it is put into the *outbox* of its connection, and the thread sen
 sleep, many answers in one write. The loop sends what a thread leaves behind, because the peer does not take it now or
 the thread is stuck in its next function.
 
+If all the answers were in one write, the caller would wait until the last was made, and the callee until the caller had
+dealt with all: one of two CPUs would always be idle. So if the caller has another CPU, half of them go ahead. On one
+CPU the fewer writes there are the better.
+
 Who sends an answer has taken its request out of the connection's table (`Inbound.claim`), which is one step for the
 interpreter. A cancellation, a deadline and the end of a connection do the same first, so each request has one end.
 """
@@ -12,7 +16,7 @@ interpreter. A cancellation, a deadline and the end of a connection do the same 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from contextlib import suppress
 from typing import Any, Final, Protocol
 
@@ -29,6 +33,10 @@ from arpc.wire.messages import MessageType
 __all__ = ["ReplyOutbox"]
 
 _WRITE_BYTES: Final = 1 << 16
+_FEWEST_A_WRITE: Final = 8
+_MOST_A_WRITE: Final = 32
+_WRITES_A_LOOK: Final = 32
+"""Between two looks whether the peer is on the same CPU: processes are moved seldom."""
 _is_grad_enabled = torch.is_grad_enabled
 _pack_brief = BRIEF_HEADER.pack
 _BRIEF_REPLY: Final = brief_kind(int(MessageType.REPLY))
@@ -41,13 +49,24 @@ class _Requests(Protocol):
     def connection(self) -> Connection: ...
     @property
     def is_full(self) -> bool: ...
+    @property
+    def running(self) -> Sized: ...
     def claim_answers(self, answers: deque[tuple[Any, bytes]], limit_bytes: int) -> list[bytes]: ...
 
 
 class ReplyOutbox(Outbox):
     """The outbox of one connection."""
 
-    __slots__ = ("_answers", "_inbound", "_pack", "_readmit", "_turn")
+    __slots__ = (
+        "_answers",
+        "_inbound",
+        "_is_peer_elsewhere",
+        "_most_running",
+        "_pack",
+        "_readmit",
+        "_turn",
+        "_until_look",
+    )
 
     def __init__(
         self,
@@ -64,6 +83,9 @@ class ReplyOutbox(Outbox):
         self._inbound = inbound
         self._turn = turn
         self._readmit = readmit
+        self._is_peer_elsewhere = False
+        self._until_look = 0
+        self._most_running = 0
 
     def put(self, run: Any, result: Any) -> bool:
         """Keep the result of a request to be sent; False if that takes the loop. In any thread."""
@@ -83,6 +105,8 @@ class ReplyOutbox(Outbox):
 
     def send(self) -> None:
         """Send all there is, in any thread but the loop's."""
+        if len(self._answers) > 1:
+            self._find_portion()
         while self._answers:
             if not self._turn.send(self._take):
                 self._leave_to_loop()
@@ -90,6 +114,21 @@ class ReplyOutbox(Outbox):
         # Looked at after requests have been taken out: if it is false now, whoever makes it true sees the room
         if self._inbound.is_full:
             self._leave_to_loop()
+
+    def _find_portion(self) -> None:
+        """Find how many answers go at once: half of what the caller seems to have under way, if it is elsewhere."""
+        running = len(self._inbound.running)
+        # Threads may get in each other's way here; then it is looked a bit earlier or later
+        if self._until_look:
+            self._until_look -= 1
+            if running <= self._most_running:
+                return  # the others may be in a socket
+        else:
+            self._until_look = _WRITES_A_LOOK
+            self._is_peer_elsewhere = self._inbound.connection.is_peer_elsewhere
+        self._most_running = running
+        half = running // 2 if self._is_peer_elsewhere else _MOST_A_WRITE
+        self.answers_a_write = max(_FEWEST_A_WRITE, min(half, _MOST_A_WRITE))
 
     def _leave_to_loop(self) -> None:
         with suppress(RuntimeError):  # the loop is closed

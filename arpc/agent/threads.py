@@ -21,6 +21,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -40,8 +41,6 @@ _is_grad_enabled = torch.is_grad_enabled
 # Longer than the system's own tick of 1 to 4 ms: a timer that is behind it costs little
 _HELP_AFTER_S: Final = 0.01
 _RING: Final = (1).to_bytes(8, sys.byteorder)
-# So that the peer is at work on the first while the next are made
-_ANSWERS_A_WRITE: Final = 32
 _UNCOUNTED: Final = 64
 
 
@@ -51,9 +50,11 @@ class Outbox:
     No abstract class: whether a job returned one is asked after each, and that takes longer of those.
     """
 
-    __slots__ = ("is_watched",)
+    __slots__ = ("answers_a_write", "is_watched")
 
     def __init__(self) -> None:
+        self.answers_a_write = 32
+        """How many of them wait for each other at most: the peer is at work on the first while the next are made."""
         self.is_watched = False
         """The loop will look whether its thread is stuck."""
 
@@ -126,6 +127,8 @@ class ThreadPool:
         self._jobs_answered = 0
         self._unsent: deque[Outbox] = deque()
         """What threads may still have to send while they are in another job."""
+        self._clocks: list[int] = []
+        """Those that go while a thread has a CPU."""
         self._closed = False
 
     def submit(self, job: Job, *, is_quick: bool = False, is_alone: bool = False) -> None:
@@ -265,6 +268,16 @@ class ThreadPool:
         """No thread has anything to do."""
         return len(self._sleepers) == len(self._threads)
 
+    @property
+    def is_in_slow_job(self) -> bool:
+        """A thread is in a job that is not known to be quick."""
+        return bool(self._slow)
+
+    @property
+    def cpu_s(self) -> float:
+        """The time of a CPU that the threads have had; 0.0 where the system does not tell."""
+        return sum([_read_clock(clock) for clock in self._clocks])
+
     def close(self) -> None:
         """End the threads as they become free. One that is stuck in user code is left behind: it is a daemon.
 
@@ -303,13 +316,25 @@ class ThreadPool:
 
     def _launch(self, name: str) -> threading.Thread:
         bell = _Doorbell()
-        thread = threading.Thread(target=self._work, args=(bell,), name=f"arpc-{self._name}-{name}", daemon=True)
+        thread = threading.Thread(target=self._live, args=(bell,), name=f"arpc-{self._name}-{name}", daemon=True)
         try:
             thread.start()
         except RuntimeError:
             bell.close()  # the system has no more threads
             raise
         return thread
+
+    def _live(self, bell: _Doorbell) -> None:
+        """The whole life of a thread."""
+        if not hasattr(time, "pthread_getcpuclockid"):
+            self._work(bell)
+            return
+        clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._clocks.append(clock)
+        try:
+            self._work(bell)
+        finally:
+            self._clocks.remove(clock)
 
     def _work(self, bell: _Doorbell) -> None:
         jobs = self._jobs
@@ -336,7 +361,7 @@ class ThreadPool:
                 continue
             if outbox is not None and not (
                 is_quick
-                and answered < _ANSWERS_A_WRITE
+                and answered < outbox.answers_a_write
                 and (outbox.is_watched or self._watch(outbox))
                 and self._helper is not None  # otherwise the loop does not look after what is unsent
             ):
@@ -427,6 +452,13 @@ class ThreadPool:
         call = _Call(self._loop.create_future(), function, args)
         self.submit(call.work)
         return call.future
+
+
+def _read_clock(clock: int) -> float:
+    try:
+        return time.clock_gettime(clock)
+    except OSError:
+        return 0.0  # its thread has just ended
 
 
 class _Call:

@@ -316,6 +316,11 @@ class Connection(ABC):
             out.append(data)
             self.loop.call_soon(self.flush)
 
+    @property
+    def is_peer_elsewhere(self) -> bool:
+        """The peer can be at work while this process is. Asks the system, in any thread."""
+        return False
+
     def share_writing(self) -> WriteTurn | None:
         """How threads send small frames on this connection; None if they cannot.
 

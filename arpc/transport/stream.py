@@ -24,7 +24,7 @@ from arpc.transport.base import Accept, Connection, Listener, Receiver, Transpor
 from arpc.transport.doorway import Doorway
 from arpc.transport.shm import Arena, Channel
 from arpc.transport.turns import WriteTurn, write_pieces
-from arpc.transport.vigil import Vigil
+from arpc.transport.vigil import Vigil, can_run_at_once
 from arpc.transport.warm import WarmMemory
 from arpc.wire.protocol import Protocol
 
@@ -149,6 +149,10 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
             self._awake_for.seen(self.loop)
 
     # -- threads
+
+    @property
+    def is_peer_elsewhere(self) -> bool:
+        return can_run_at_once(self)
 
     def share_writing(self) -> WriteTurn | None:
         if self._turn is None and self.is_open and not self._is_mute:

@@ -11,7 +11,9 @@ It must never cost others what it gains here:
 - Only a conversation is a reason to look, in which one message follows another: not a single sign of life.
 - Vigils in vain are paid for by those that were not. When most are in vain, one every now and then remains, to see
   whether that has changed, and more and more seldom if not.
-- While threads of this process are busy, nobody looks: they need the CPU, or the interpreter's lock.
+- While threads of this process are busy, nobody looks: they need the CPU, or the interpreter's lock. Those of the
+  worker's own that have something quick to do are given way to, and then looked with again: what they answer is what
+  the next message comes after.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from functools import partial
 from time import perf_counter, process_time, thread_time
 from typing import Final, Protocol
 
-__all__ = ["Vigil", "Watched"]
+__all__ = ["Pool", "Vigil", "Watched", "can_run_at_once"]
 
 _CONSIDER_S: Final = 0.05
 """How often it is considered who is worth a vigil, while something goes on."""
@@ -46,11 +48,8 @@ _BUSY_SHARE: Final = 0.1
 """Of the time, that other threads of this process have had of a CPU: then they are busy."""
 
 
-class Watched(Protocol):
-    """A connection, as far as it is looked after here."""
-
-    loop: asyncio.AbstractEventLoop
-    bytes_received: int
+class Neighbour(Protocol):
+    """A connection, as far as it tells who is at its other end."""
 
     @property
     def peer_process(self) -> int | None:
@@ -60,8 +59,31 @@ class Watched(Protocol):
     def is_local(self) -> bool:
         """The other end is on this host."""
 
+
+class Watched(Neighbour, Protocol):
+    """A connection, as far as it is looked after here."""
+
+    loop: asyncio.AbstractEventLoop
+    bytes_received: int
+
     def stay_awake(self, vigil: Vigil | None) -> None:
         """Tell a vigil of each read from now on, or none."""
+
+
+class Pool(Protocol):
+    """Threads of the worker's own."""
+
+    @property
+    def is_asleep(self) -> bool:
+        """None of them has anything to do."""
+
+    @property
+    def is_in_slow_job(self) -> bool:
+        """One of them has something to do that may take a while."""
+
+    @property
+    def cpu_s(self) -> float:
+        """The time of a CPU that they have had."""
 
 
 class Timer(Protocol):
@@ -81,8 +103,8 @@ class Vigil:
     ) -> None:
         self.longest_s = longest_s
         self._give_way = give_way or _yield_cpu
-        self.are_threads_idle: Callable[[], bool] = _always
-        """Asked at each look: whether no thread of this worker has anything to do."""
+        self.pools: tuple[Pool, ...] = ()
+        """Asked at each look. What their threads do is not taken for that of strangers."""
         self.call_at: Callable[[float, Callable[[], None]], Timer] | None = None
         """Calls a function at a time of the loop's clock; None: as the loop does."""
         self.kept = 0
@@ -113,7 +135,7 @@ class Vigil:
         self._silent = 0
         self._is_anyone_awake |= self._decide(connection, _own_cpus())
         if self._timer is None:
-            self._considered, self._others_s = self._clock(), _others_s()
+            self._considered, self._others_s = self._clock(), self._strangers_s()
             self._consider_in(_CONSIDER_S, connection.loop)
 
     def leave(self, connection: Watched) -> None:
@@ -174,15 +196,22 @@ class Vigil:
                     return
         else:
             begun = self._clock()
+            is_asleep = True
+            for pool in self.pools:
+                if not pool.is_asleep:
+                    is_asleep = False
+                    if pool.is_in_slow_job:
+                        self._is_looking = False
+                        return
             if begun >= self._until:
-                self._end_in_vain(1)
-                return
-            if not self.are_threads_idle():
-                self._is_looking = False
+                if is_asleep:
+                    self._end_in_vain(1)
+                else:
+                    self._is_looking = False  # the peer was not late: it has no answer yet
                 return
             self._give_way()
-            away_s = self._clock() - begun
-            if away_s > _SHARED_S:
+            # While a thread is at work it is the one that has the CPU meanwhile
+            if is_asleep and (away_s := self._clock() - begun) > _SHARED_S:
                 self._end_in_vain(1 if away_s < self.longest_s else _PRICE_OF_SHARING)
                 return
         self._look_again(loop)
@@ -212,7 +241,7 @@ class Vigil:
         self._consider_in(_SELDOM_S if is_rare and self._pause == 1 else _CONSIDER_S * self._pause, loop)
 
     def _consider_all(self, now: float) -> None:
-        others_s = _others_s()
+        others_s = self._strangers_s()
         self._is_crowded = others_s - self._others_s > _BUSY_SHARE * (now - self._considered)
         self._considered, self._others_s = now, others_s
         cpus = _own_cpus()
@@ -221,6 +250,10 @@ class Vigil:
             is_worth_it |= self._decide(connection, cpus)
         self._is_anyone_awake = is_worth_it
         self._is_looking &= is_worth_it
+
+    def _strangers_s(self) -> float:
+        """The time of a CPU that threads of this process have had which are not the worker's."""
+        return _others_s() - sum([pool.cpu_s for pool in self.pools])
 
     def _decide(self, connection: Watched, cpus: set[int]) -> bool:
         is_worth_it = not self._is_crowded and (len(cpus) > 1 or _is_elsewhere(connection, cpus))
@@ -232,11 +265,13 @@ class Vigil:
         return {"kept": self.kept, "in_vain": self.in_vain, "connections": len(self._connections)}
 
 
-def _always() -> bool:
-    return True
+def can_run_at_once(connection: Neighbour) -> bool:
+    """Whether this process and the one at the other end need not share a CPU, so that both can be at work."""
+    cpus = _own_cpus()
+    return len(cpus) > 1 or _is_elsewhere(connection, cpus)
 
 
-def _is_elsewhere(connection: Watched, cpus: set[int]) -> bool:
+def _is_elsewhere(connection: Neighbour, cpus: set[int]) -> bool:
     """Whether the other side can run while this one, which has one CPU only, looks."""
     if not connection.is_local:
         return True

@@ -286,6 +286,7 @@ class _Line:
         self.callbacks: list[Any] = []
         self.time = lambda: 0.0
         self.worker = None
+        self.is_peer_elsewhere = False
 
     def send(self, data: Any) -> bool:
         if callable(data):  # as a `WriteTurn`
@@ -353,3 +354,91 @@ def test_each_request_has_one_end(events):
     assert sorted([*answered, *line.ended]) == [0, 1, 2, 3, 4]
     assert not inbound.running
     assert line.withdrawn <= len(line.ended)
+
+
+# -- how many go at once
+
+
+class _Caller:
+    """Has requests under way, and finds all answers in its socket at once."""
+
+    def __init__(self) -> None:
+        self.connection: Any = self
+        self.turn: Any = self
+        self.is_peer_elsewhere = True
+        self.is_full = False
+        self.running: range = range(0)
+
+    def send(self, take: Any) -> bool:
+        take()
+        return True
+
+    def claim_answers(self, answers: Any, limit_bytes: int) -> list[bytes]:
+        frames = [data for _, data in answers]
+        answers.clear()
+        return frames
+
+    def portions(self, outbox: ReplyOutbox, running: int, writes: int = 1) -> int:
+        """How many answers may go at once after so many writes, with so many requests under way."""
+        self.running = range(running)
+        for _ in range(writes):
+            outbox._answers += [(None, b"")] * 2
+            outbox.send()
+        return outbox.answers_a_write
+
+
+LOOK = 33
+
+
+@pytest.fixture
+def caller() -> _Caller:
+    return _Caller()
+
+
+@pytest.fixture
+def outbox(caller: _Caller) -> ReplyOutbox:
+    return ReplyOutbox(caller, caller.turn, dumps_plain, lambda _: None)
+
+
+@pytest.mark.parametrize(("running", "portion"), [(1, 8), (16, 8), (40, 20), (64, 32), (1000, 32)])
+def test_half_goes_ahead_if_the_peer_has_another_cpu(caller, outbox, running, portion):
+    assert outbox.answers_a_write == 32
+    assert caller.portions(outbox, running) == portion
+
+
+def test_one_answer_at_a_time_finds_out_nothing(caller, outbox):
+    caller.running = range(16)
+    outbox._answers.append((None, b""))
+    outbox.send()
+    assert outbox.answers_a_write == 32
+
+
+def test_on_one_cpu_all_go_at_once(caller, outbox):
+    caller.is_peer_elsewhere = False
+    assert caller.portions(outbox, 16) == 32
+    assert caller.portions(outbox, 1000) == 32
+
+
+def test_what_is_under_way_is_taken_at_its_most(caller, outbox):
+    """Most of it may be in a socket at the moment."""
+    caller.portions(outbox, 64)
+    assert caller.portions(outbox, 8) == 32
+    assert caller.portions(outbox, 16, LOOK) == 8, "not for ever"
+
+
+def test_a_peer_that_is_moved_is_noticed(caller, outbox):
+    assert caller.portions(outbox, 16) == 8
+    caller.is_peer_elsewhere = False
+    assert caller.portions(outbox, 16, LOOK) == 32
+    caller.is_peer_elsewhere = True
+    assert caller.portions(outbox, 16, LOOK) == 8
+
+
+async def test_a_socket_knows_whether_its_peer_is_elsewhere(monkeypatch):
+    async with socket_pair() as group:
+        await group[0].rpc_sync("worker1", echo_in_thread)
+        (inbound,) = [link.inbound for link in group[1].agent.connector.links]
+        for cpus, is_elsewhere in (({0}, False), ({0, 1}, True)):
+            monkeypatch.setattr("arpc.transport.vigil._own_cpus", lambda cpus=cpus: cpus)
+            monkeypatch.setattr("os.sched_getaffinity", lambda _, cpus=cpus: cpus, raising=False)
+            assert inbound.connection.is_peer_elsewhere is is_elsewhere

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextvars import ContextVar, copy_context
 from typing import Any
@@ -390,6 +391,16 @@ async def test_a_thread_sends_what_many_quick_jobs_left_at_once(pool, monkeypatc
     assert pool.jobs_answered == 100
 
 
+async def test_an_outbox_tells_how_many_answers_go_at_once(pool, monkeypatch):
+    monkeypatch.setattr("arpc.agent.threads._HELP_AFTER_S", 60)
+    box = Letters()
+    box.answers_a_write = 8
+    for number in range(20):
+        pool.submit(lambda number=number: box.write(number), is_quick=True)
+    await until(lambda: pool.jobs_answered == 20 and len(pool._sleepers) == 1)
+    assert [len(letters) for _, letters in box.sent] == [8, 8, 4]
+
+
 async def test_what_was_left_is_sent_before_a_job_that_may_take_long(pool):
     box = Letters()
     release = threading.Event()
@@ -420,6 +431,45 @@ async def test_outboxes_of_several_connections_are_all_sent(pool, monkeypatch):
         pool.submit(lambda number=number: boxes[number // 10].write(number), is_quick=True)
     await until(lambda: pool.jobs_answered == 30 and len(pool._sleepers) == 1)
     assert [box.sent for box in boxes] == [[("thread", [*range(10 * n, 10 * n + 10)])] for n in range(3)]
+
+
+@pytest.mark.parametrize("is_quick", [True, False])
+async def test_it_is_known_whether_a_thread_is_busy_for_long(pool, is_quick):
+    begun, release = threading.Event(), threading.Event()
+    assert (pool.is_asleep, pool.is_in_slow_job) == (True, False)
+    pool.submit(lambda: begun.set() or (release.wait(10) and None), is_quick=is_quick)
+    await until(begun.is_set)
+    assert (pool.is_asleep, pool.is_in_slow_job) == (False, not is_quick)
+    release.set()
+    await until(lambda: pool.is_asleep)
+    assert not pool.is_in_slow_job
+
+
+def work_for(cpu_s: float) -> None:
+    until_s = time.thread_time() + cpu_s
+    while time.thread_time() < until_s:
+        pass
+
+
+@pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="the system does not tell")
+async def test_it_is_known_how_long_threads_have_had_a_cpu():
+    pool = ThreadPool(asyncio.get_running_loop(), 2, "test")
+    assert pool.cpu_s == 0.0
+    for _ in range(2):
+        await pool.call(work_for, 0.005)
+    used_s = pool.cpu_s
+    assert 0.01 <= used_s <= time.process_time()
+    await pool.call(work_for, 0.005)
+    assert pool.cpu_s >= used_s + 0.005
+    pool.close()
+    assert await pool.join(5)
+    assert pool.cpu_s == 0.0, "those that have ended are not asked"
+
+
+async def test_where_the_system_does_not_tell_nobody_has_had_a_cpu(pool, monkeypatch):
+    monkeypatch.delattr(time, "pthread_getcpuclockid", raising=False)
+    await pool.call(work_for, 0.001)
+    assert pool.cpu_s == 0.0
 
 
 async def test_one_that_is_alone_begins_at_once(pool):

@@ -10,7 +10,7 @@ import pytest
 
 from arpc.testing.endpoints import turns_until
 from arpc.transport import vigil as module
-from arpc.transport.vigil import Vigil
+from arpc.transport.vigil import Vigil, can_run_at_once
 
 LONGEST_S = 0.0002
 
@@ -74,6 +74,14 @@ class Connection:
             self.vigil.seen(self.loop)
 
 
+class Pool:
+    """Threads in any state."""
+
+    is_asleep = True
+    is_in_slow_job = False
+    cpu_s = 0.0
+
+
 class Clock:
     now = 0.0
 
@@ -95,6 +103,8 @@ class Scene:
         monkeypatch.setattr(module, "_others_s", lambda: self.others_s)
         monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: self.peer_cpus, raising=False)
         self.vigil = Vigil(LONGEST_S, self.clock, self._give_way)
+        self.pool = Pool()
+        self.vigil.pools = Pool(), self.pool
         self.connection = Connection(self.loop, process=1)
 
     def _give_way(self) -> None:
@@ -240,15 +250,41 @@ def test_it_ends_when_another_program_has_a_use_for_the_cpu(scene: Scene) -> Non
 
 def test_it_ends_while_threads_of_the_worker_are_busy(scene: Scene) -> None:
     connection = scene.join()
-    scene.vigil.are_threads_idle = lambda: False
+    scene.pool.is_asleep = False
+    scene.pool.is_in_slow_job = True
     scene.talk()
     scene.loop.turn()
     assert not scene.loop.turn()
     assert scene.vigil.in_vain == 0
-    scene.vigil.are_threads_idle = lambda: True
+    scene.pool.is_asleep = True
+    scene.pool.is_in_slow_job = False
     connection.read()
     assert scene.loop.turn()
     assert scene.loop.turn()
+
+
+def test_it_gives_way_to_threads_that_are_quick_and_goes_on(scene: Scene) -> None:
+    connection = scene.join()
+    scene.pool.is_asleep = False
+    scene.yields_s = 0.9 * LONGEST_S  # they take it: that is no other program
+    scene.talk()
+    assert scene.loop.turn()
+    scene.pool.is_asleep = True
+    scene.yields_s = 0.0
+    assert scene.loop.turn(), "the answer is out, and the next message may come"
+    connection.read()
+    assert scene.loop.turn()
+    assert scene.loop.turn()
+    assert (scene.vigil.kept, scene.vigil.in_vain) == (1, 0)
+
+
+def test_one_that_ends_while_a_quick_thread_is_at_work_was_not_in_vain(scene: Scene) -> None:
+    scene.join()
+    scene.pool.is_asleep = False
+    for _ in range(20):
+        scene.in_vain()
+        assert not scene.loop.ready
+    assert (scene.vigil.kept, scene.vigil.in_vain) == (20, 0)
 
 
 def test_there_is_none_while_other_threads_are_busy(scene: Scene) -> None:
@@ -256,6 +292,11 @@ def test_there_is_none_while_other_threads_are_busy(scene: Scene) -> None:
     scene.others_s += 0.02
     scene.considered()
     assert connection.vigil is None
+    scene.considered()
+    assert connection.vigil is scene.vigil
+    # those of the worker's own are asked at each look
+    scene.others_s += 0.04
+    scene.pool.cpu_s += 0.04
     scene.considered()
     assert connection.vigil is scene.vigil
 
@@ -278,6 +319,7 @@ def test_both_on_one_cpu_never_stay_awake(
     scene.cpus, scene.peer_cpus = own, peers
     scene.connection = Connection(scene.loop, is_local=is_local, process=process)
     assert (scene.join().vigil is not None) is is_awake
+    assert can_run_at_once(scene.connection) is is_awake
 
 
 def test_a_process_that_is_gone_is_on_no_cpu(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,8 +52,10 @@ class LeafGradients:
             if gradient.layout is not torch.strided:
                 is_own = _object_references(gradient) == _SOLE[0] and _is_plain_sparse(gradient)
                 taken[leaf] = gradient if is_own else gradient.detach().clone()
-            elif _references(gradient) != _SOLE or gradient.stride() != leaf.stride() or gradient.requires_grad:
+            elif gradient.requires_grad:
                 taken[leaf] = torch.empty_like(leaf, requires_grad=False).copy_(gradient.detach())
+            elif gradient.stride() != leaf.stride() or _references(gradient) != _SOLE:
+                taken[leaf] = torch.empty_like(leaf, requires_grad=False).copy_(gradient)
             else:
                 taken[leaf] = gradient
         self._gradients = {}

@@ -36,9 +36,11 @@ class Backoff:
                 self._factors.append(factor)
 
     def end(self, factor: int) -> None:
-        """Take back one `begin` with the same factor; the last brings back what was before."""
+        """Take back one `begin` with the same factor, if there was one; the last brings back what was before."""
         if factor > 1:
             with self._lock:
+                if factor not in self._factors:
+                    return  # a worker may be shut down before its start has come that far
                 self._factors.remove(factor)
                 if not self._factors:
                     gc.callbacks.remove(self._looked)

@@ -15,6 +15,10 @@ from typing import Any, Final
 __all__ = ["BACKOFF", "Backoff"]
 
 
+_MOST: Final = 1 << 30
+"""About the largest threshold that Python takes."""
+
+
 class Backoff:
     """Lets collections that find nothing be rarer, up to a factor, while somebody wants that."""
 
@@ -50,7 +54,7 @@ class Backoff:
         """Called by Python, in the midst of whatever made the last of the objects, in any thread: takes no lock."""
         if phase == "stop":
             usual = self._heed_program()
-            most = usual * max(self._factors, default=1)
+            most = max(usual, min(usual * max(self._factors, default=1), _MOST))
             self._set(usual if info["collected"] else min(2 * self._last, most))
 
     def _heed_program(self) -> int:

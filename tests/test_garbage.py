@@ -118,6 +118,17 @@ def test_the_last_of_several_who_want_it_ends_it():
     assert len(gc.callbacks) == callbacks
 
 
+def test_a_threshold_that_is_huge_already_stays_within_what_python_takes():
+    backoff = Backoff()
+    backoff.begin(16)
+    for huge, most in ((1 << 29, 1 << 30), ((1 << 31) - 1, (1 << 31) - 1)):
+        gc.set_threshold(huge, 10, 10)
+        for _ in range(3):
+            gc.collect(0)
+        assert first_threshold() == most
+    backoff.end(16)
+
+
 def test_an_end_without_a_beginning_is_none():
     backoff = Backoff()
     backoff.end(2)

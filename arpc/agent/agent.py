@@ -14,7 +14,6 @@ from threading import get_ident
 from typing import Any, Final
 
 from arpc import torchstate
-from arpc.agent.alarms import CallAt, alarms_of
 from arpc.agent.answers import Answers
 from arpc.agent.caller import Caller
 from arpc.agent.codec import Codec, Interceptor
@@ -41,6 +40,7 @@ from arpc.errors import (
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
 from arpc.options import RpcOptions
+from arpc.transport.alarms import CallAt, alarms_of
 from arpc.transport.base import Connection, Transport
 from arpc.wire.frames import HEADER_BYTES, bare_lead, brief_kind
 from arpc.wire.handshake import Identity

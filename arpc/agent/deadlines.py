@@ -11,8 +11,8 @@ import asyncio
 import heapq
 from typing import Final, Protocol
 
-from arpc.agent.alarms import Alarm, CallAt
 from arpc.log import get_logger
+from arpc.transport.alarms import Alarm, CallAt
 
 __all__ = ["NEVER", "Deadlines", "Expirable"]
 

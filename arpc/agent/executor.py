@@ -339,16 +339,10 @@ class Executor(Replies):
         except BaseException as error:  # noqa: BLE001 - whatever an interceptor raises is the caller's
             self.raised(run, error)
             return
-        if buffers is not None:
+        if buffers is None:
+            self._end_at_once(run, data)
+        else:
             self._end(run, data, buffers)
-            return
-        run.ended = True
-        run.context = NO_CONTEXT
-        self._calls_ended += 1
-        try:  # noqa: SIM105 - which costs nothing
-            run.inbound.connection.send(data)
-        except ConnectionClosedError:
-            pass  # the caller knows
 
     def _stepped(self, carrier: Carrier) -> None:
         """Tidy up after a handler that has ended in its first step."""
@@ -638,14 +632,8 @@ class Executor(Replies):
         """The end of a request that a feature has taken, with the frame of the reply."""
         if run.is_registered or run.handling is not None:
             self._end(run, data, None)
-            return
-        run.ended = True
-        run.context = NO_CONTEXT
-        self._calls_ended += 1
-        try:  # noqa: SIM105 - which costs nothing
-            run.inbound.connection.send(data)
-        except ConnectionClosedError:
-            pass  # the caller knows: its own end of the connection is closed too
+        else:
+            self._end_at_once(run, data)
 
     def _answer_message(self, run: Run) -> None:
         self._answer(run, run.begin)

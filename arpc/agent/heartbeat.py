@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Iterable
 from typing import Final, Protocol
 
-from arpc.agent.alarms import Alarm, CallAt
 from arpc.errors import WireError
 from arpc.options import RpcOptions
+from arpc.transport.alarms import Alarm, CallAt
 from arpc.transport.base import Connection
 from arpc.wire.frames import frame
 from arpc.wire.messages import MessageType

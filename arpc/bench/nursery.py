@@ -1,8 +1,7 @@
 """Where the processes of all systems come from: one keeper, and one process that has imported what they need.
 
 They are forked from that one, whichever system they belong to. Processes of a pair then have the same code at the same
-addresses, so that on one CPU they do not spoil its branch predictor for each other, and no system has by chance what
-another has not.
+addresses, which makes those that share a CPU faster, and no system has by chance what another has not.
 """
 
 from __future__ import annotations

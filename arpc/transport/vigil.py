@@ -26,6 +26,8 @@ from functools import partial
 from time import perf_counter, process_time, thread_time
 from typing import Final, Protocol
 
+from arpc.transport.alarms import Alarm, CallAt
+
 __all__ = ["Pool", "Vigil", "Watched", "can_run_at_once"]
 
 _CONSIDER_S: Final = 0.05
@@ -86,12 +88,6 @@ class Pool(Protocol):
         """The time of a CPU that they have had."""
 
 
-class Timer(Protocol):
-    """Something that will be called, as an `asyncio.TimerHandle` is."""
-
-    def cancel(self) -> None: ...
-
-
 class Vigil:
     """That of one worker, over all its connections. Each look takes at most ``longest_s`` since something came."""
 
@@ -105,14 +101,14 @@ class Vigil:
         self._give_way = give_way or _yield_cpu
         self.pools: tuple[Pool, ...] = ()
         """Asked at each look. What their threads do is not taken for that of strangers."""
-        self.call_at: Callable[[float, Callable[[], None]], Timer] | None = None
-        """Calls a function at a time of the loop's clock; None: as the loop does."""
+        self.call_at: CallAt | None = None
+        """For the timer, which is always set; None: as the loop does."""
         self.kept = 0
         self.in_vain = 0
         self._clock = clock
         self._connections: dict[Watched, None] = {}
         self._context = Context()
-        self._timer: Timer | None = None
+        self._timer: Alarm | None = None
         self._is_looking = False
         self._will_look = False
         self._has_news = False

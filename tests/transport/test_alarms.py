@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import arpc
-from arpc.agent.alarms import Alarms, alarms_of
 from arpc.errors import RpcTimeoutError
 from arpc.testing import cluster
+from arpc.transport.alarms import Alarms, alarms_of
 from tests.agent.stage import echo
 
 uvloop = pytest.importorskip("uvloop")
@@ -222,7 +222,7 @@ def test_other_loops_have_timers_of_their_own():
 
 def test_a_system_without_them(monkeypatch):
     async def main() -> None:
-        monkeypatch.setattr("arpc.agent.alarms.ctypes.CDLL", lambda *_, **__: object())
+        monkeypatch.setattr("arpc.transport.alarms.ctypes.CDLL", lambda *_, **__: object())
         assert alarms_of(asyncio.get_running_loop()) is None
 
     run(main)

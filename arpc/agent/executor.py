@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from asyncio.tasks import _enter_task, _leave_task
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context, copy_context
@@ -12,17 +11,15 @@ from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 from torch._C import _len_torch_function_stack as _count_function_modes
 
 from arpc import torchstate
-from arpc.agent.carriers import Carrier, Carriers
+from arpc.agent.carriers import Carriers
 from arpc.agent.codec import Codec, Packed
 from arpc.agent.failures import describe_failure
 from arpc.agent.functions import Function, Mode, Prompt
 from arpc.agent.observers import Observers
-from arpc.agent.outbox import ReplyOutbox
-from arpc.agent.replies import Replies
+from arpc.agent.plain_requests import PlainRequests
 from arpc.agent.requests import NO_CONTEXT, Inbound, Run
 from arpc.agent.scope import current_scope
 from arpc.agent.streams import Producer
@@ -37,12 +34,11 @@ from arpc.errors import (
     WireError,
 )
 from arpc.log import get_logger
-from arpc.wire.frames import BARE_HEADER, BRIEF_HEADER, NO_TERMS, TERMS, bare_lead, brief_kind, frame
-from arpc.wire.handful import HANDFUL_ARGUMENTS, LAST_HANDFUL, PARCEL_ARGUMENT, Handful, unpack_handful
-from arpc.wire.lone import LONE_RESULT, unpack_lone
-from arpc.wire.messages import WINDOW, FailureKind, Message, MessageType, Request, RequestFlag
-from arpc.wire.pickling import JUST_A_TENSOR, loads
-from arpc.wire.protocol import Bare, Direct
+from arpc.wire.frames import BRIEF_HEADER, brief_kind, frame
+from arpc.wire.handful import PARCEL_ARGUMENT, unpack_handful
+from arpc.wire.messages import WINDOW, FailureKind, Message, MessageType, RequestFlag
+from arpc.wire.pickling import loads
+from arpc.wire.protocol import Direct
 
 __all__ = ["Executor", "HasInbound", "Service", "Wrapped", "Wrapper"]
 
@@ -51,10 +47,7 @@ logger = get_logger("arpc.executor")
 _REPLY: Final = int(MessageType.REPLY)
 _FAILURE: Final = int(MessageType.FAILURE)
 _pack_brief = BRIEF_HEADER.pack
-_pack_bare = BARE_HEADER.pack
 _BRIEF_REPLY: Final = brief_kind(_REPLY)
-_REPLY_LEAD: Final = bare_lead(_BRIEF_REPLY)
-_MAX_TERMS: Final = 256
 _set_scope = current_scope.set
 _is_grad_enabled = torch.is_grad_enabled
 _COROUTINE: Final = Mode.COROUTINE
@@ -64,7 +57,6 @@ _INLINE: Final = Mode.INLINE
 _WINDOWS: Final = 16
 # By number, with each connection
 _MAX_FUNCTIONS: Final = 1 << 16
-_NO_SLOTS: Final[list[Any]] = []
 _GENERATORS: Final = frozenset((Mode.GENERATOR, Mode.ASYNC_GENERATOR))
 
 
@@ -106,7 +98,7 @@ class Wrapper(Protocol):
         """As in a `Service`. What it does not take is for ``handle``."""
 
 
-class Executor(Replies):
+class Executor(PlainRequests):
     """Runs requests of all peers of one worker."""
 
     def __init__(
@@ -182,255 +174,6 @@ class Executor(Replies):
         return run
 
     # -- the start of a request
-
-    @torchstate.isolating_driver
-    def take(self, inbound: Inbound, id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
-        """Run the plainest of requests, straight from the read.
-
-        This is `Carriers.start` for a `Run`, written out, and with a `carriers.conveyor`. Torch's state must be
-        pristine.
-        """
-        function = inbound.coroutines.get(arg)
-        connection = inbound.connection
-        idle = self._idle
-        if (
-            function is None
-            or inbound.is_full
-            or (connection.is_congested and connection.held_bytes > self._window_bytes)
-            or not idle
-            or id_ == inbound.latest_id
-        ):
-            self._take_other(inbound, id_, arg, timeout_ms, payload)
-            return
-        inbound.latest_id = id_
-        carrier = idle[-1]
-        context = self._copy_context()
-        run = Run(self, inbound, function, id_, timeout_ms)
-        _enter_task(self.loop, carrier.task)
-        try:
-            if payload:
-                context.run(self._unpack, run, payload)
-            result = context.run(carrier.convey, run)
-        except BaseException as error:  # noqa: BLE001 - it is the caller's, see `raised`
-            _leave_task(self.loop, carrier.task)
-            self._take_raised(run, carrier, context, error)
-            return
-        _leave_task(self.loop, carrier.task)
-        if result is None and run.meta is None and carrier.conveyor.gi_yieldfrom is None:
-            self._returned_none += 1
-            try:
-                # first of all, so that the caller goes on while this worker tidies up
-                connection.send_brief(_pack_bare(_REPLY_LEAD, id_, NO_TERMS, 0))
-            finally:
-                # `_stepped`, written out
-                if not _is_grad_enabled() or _count_function_modes():
-                    torchstate.save_and_reset()
-                if carrier.wake_up.done():
-                    self.carriers.replace_idle()
-        else:
-            self._took(run, carrier, context, result)
-
-    def bare_taker(self, inbound: Inbound) -> Bare:
-        """`take` for requests of a connection that have no arguments, as a function of their ids and terms."""
-        known = inbound.bare
-        connection = inbound.connection
-        idle = self._idle
-        loop = self.loop
-        copy_context = self._copy_context
-        replace_idle = self.carriers.replace_idle
-
-        @torchstate.isolating_driver
-        def take(id_: int, terms: bytes) -> None:
-            if (
-                (expected := known.get(terms)) is None
-                or inbound.is_full
-                or connection.is_congested
-                or not idle
-                or id_ == inbound.latest_id
-            ):
-                self._take_with_terms(inbound, id_, terms)
-                return
-            # From here on this is `take`
-            inbound.latest_id = id_
-            carrier = idle[-1]
-            context = copy_context()
-            function, timeout_ms = expected
-            run = Run(self, inbound, function, id_, timeout_ms)
-            task = carrier.task
-            _enter_task(loop, task)
-            try:
-                result = context.run(carrier.convey, run)
-            except BaseException as error:  # noqa: BLE001 - it is the caller's, see `raised`
-                _leave_task(loop, task)
-                self._take_raised(run, carrier, context, error)
-                return
-            _leave_task(loop, task)
-            if result is None and run.meta is None and carrier.conveyor.gi_yieldfrom is None:
-                self._returned_none += 1
-                try:
-                    data = _pack_bare(_REPLY_LEAD, id_, NO_TERMS, 0)
-                    left = connection.direct_left
-                    if left:
-                        # `Connection.send_brief`, written out
-                        connection.direct_left = left - 1
-                        connection.brief_sent += 1
-                        connection._write(data)  # noqa: SLF001
-                    else:
-                        connection.send_brief(data)
-                finally:
-                    if not _is_grad_enabled() or _count_function_modes():
-                        torchstate.save_and_reset()
-                    if carrier.wake_up.done():
-                        replace_idle()
-            else:
-                self._took(run, carrier, context, result)
-
-        return take
-
-    def _take_with_terms(self, inbound: Inbound, id_: int, terms: bytes) -> None:
-        """`take` for one that has terms which are not known, or which has to wait."""
-        arg, timeout_ms = TERMS.unpack(terms)
-        function = inbound.coroutines.get(arg)
-        if function is not None:
-            if len(inbound.bare) >= _MAX_TERMS:  # what is left of a deadline is another time with each call
-                inbound.bare.clear()
-            inbound.bare[terms] = function, timeout_ms
-        self.take(inbound, id_, arg, timeout_ms, b"")
-
-    def _take_raised(self, run: Run, carrier: Carrier, context: Context, error: BaseException) -> None:
-        """Answer a request that has raised in `take`."""
-        carrier.renew()
-        run.context = context
-        self._stepped(carrier)
-        self.raised(run, error)
-
-    def _took(self, run: Run, carrier: Carrier, context: Context, result: Any) -> None:
-        """Answer a request that has ended in `take` with a result, or carry on with it if it waits."""
-        run.context = context
-        waiting = carrier.conveyor.gi_yieldfrom
-        if waiting is not None:
-            run.coroutine = waiting
-            self.carriers.carry_on(run, result, is_conveyed=True)
-            return
-        if result.__class__ is not Tensor:
-            self._stepped(carrier)
-            self.returned(run, result)
-            return
-        # what `returned` comes down to, for a small tensor
-        lone = None if run.meta else self.codec.lone_result(result)
-        if lone is None:
-            self._stepped(carrier)
-            self._return_tensor(run, result)
-            return
-        run.ended = True
-        run.context = NO_CONTEXT
-        self._calls_ended += 1
-        try:
-            run.inbound.connection.send(_pack_brief(len(lone), _BRIEF_REPLY, run.id, 0, 0, 0) + lone)
-        except ConnectionClosedError:
-            pass  # the caller knows
-        finally:
-            self._stepped(carrier)
-
-    def _return_tensor(self, run: Run, result: Tensor) -> None:
-        """The same if something rides on the reply, or it is large."""
-        try:
-            data, buffers = self._pack_slots(run, JUST_A_TENSOR, [result])
-        except BaseException as error:  # noqa: BLE001 - whatever an interceptor raises is the caller's
-            self.raised(run, error)
-            return
-        if buffers is None:
-            self._end_at_once(run, data)
-        else:
-            self._end(run, data, buffers)
-
-    def _stepped(self, carrier: Carrier) -> None:
-        """Tidy up after a handler that has ended in its first step."""
-        self.carriers.steps_without_wait += 1
-        # The blocks it was in have ended with it. Left are the two things that people switch without a block.
-        if not _is_grad_enabled() or _count_function_modes():
-            torchstate.save_and_reset()
-        if carrier.wake_up.done():
-            self.carriers.replace_idle()
-
-    def _take_other(self, inbound: Inbound, id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
-        """The same for what is not the first step of a coroutine, or has to wait."""
-        if id_ == inbound.latest_id:
-            return  # it came twice, and runs once
-        inbound.latest_id = id_
-        function = inbound.plain.get(arg)
-        connection = inbound.connection
-        if function is None or inbound.is_full or connection.is_congested:
-            self._admit(inbound, Request(0, id_, arg, timeout_ms, 0, 0, 0, bytearray(payload), ()))
-            return
-        context = self._copy_context()
-        run = Run(self, inbound, function, id_, timeout_ms, context)
-        context.run(_set_scope, run)
-        if payload:
-            try:
-                run.args = context.run(self._plain_arguments, run, payload)
-            except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
-                not_found = isinstance(error, AttributeError | ImportError | LookupError)
-                self.raised(run, self._not_unpacked(error) if not_found else error)
-                return
-            if run.has_prerequisites:
-                run.function = self._after(run.prerequisites, run.function)
-                self.carriers.start(run)
-                return
-        inbound.register(run)
-        if inbound.ended is None and run.meta is None:  # what rides on a reply is put there on the loop
-            run.outbox = inbound.outbox or self._open_outbox(inbound)
-        self.threads.submit(run.work, is_quick=function.is_quick, is_alone=not connection.is_reading)
-
-    def _open_outbox(self, inbound: Inbound) -> ReplyOutbox | None:
-        """Where threads put the answers to a connection's requests; None if it can be written by the loop alone."""
-        turn = inbound.connection.share_writing()
-        if turn is None:
-            return None
-        inbound.outbox = outbox = ReplyOutbox(inbound, turn, self.codec.brief_result, self.readmit)
-        return outbox
-
-    def _unpack(self, run: Run, payload: bytes | bytearray) -> None:
-        """Build the arguments of a plain request, in its context."""
-        _set_scope(run)
-        run.args = self.unpack_plain(run, payload)
-
-    def unpack_plain(self, run: Run, payload: bytes | bytearray) -> tuple[Any, ...]:
-        """The arguments in a payload. In the handler's context."""
-        try:
-            args = self._plain_arguments(run, payload)
-        except (AttributeError, ImportError, LookupError, StopIteration) as error:
-            raise self._not_unpacked(error) from error
-        if run.has_prerequisites:
-            run.function = self._after(run.prerequisites, run.function)
-        return args
-
-    def _plain_arguments(self, run: Run, payload: bytes | bytearray) -> tuple[Any, ...]:
-        """The arguments in a payload that has no tensors beside it."""
-        args: tuple[Any, ...]
-        if payload[0] > LAST_HANDFUL:
-            args = loads(payload, _NO_SLOTS)
-        elif payload[0] <= LONE_RESULT:
-            args = unpack_lone(payload)
-        else:
-            args = self._receive_handful(run, unpack_handful(payload))
-            if run.handling is not None:
-                raise ProtocolError("what is for observers came with a message that none of them sees")
-        return args
-
-    def _receive_handful(self, run: Run, handful: Handful) -> Any:
-        codec = self.codec
-        kind, slots, meta, content = handful
-        if meta:
-            run.meta = codec.decoded(meta)
-            codec.receive_request(run.inbound.caller, run.meta, slots)
-        return tuple(slots) if kind == HANDFUL_ARGUMENTS and not content else codec.handful_object(handful)
-
-    def _not_unpacked(self, error: BaseException) -> SerializationError:
-        return SerializationError(
-            f"worker {self.name!r} cannot unpack the call: {type(error).__name__}: {error}. "
-            f"What is sent by reference must be importable on the callee"
-        )
 
     def request_received(self, link: HasInbound, message: Message) -> None:
         """Run any request, or keep it packed while its caller does not take replies or has too many others running."""

@@ -295,7 +295,7 @@ class Connection(ABC):
 
     def send_brief(self, data: bytes) -> None:
         """The same for a frame that has no body."""
-        # Written out in `Caller.call_and_wait` and `Executor.take`
+        # Written out in `Caller.call_and_wait` and `PlainRequests.bare_taker`
         left = self.direct_left
         if left:
             self.direct_left = left - 1

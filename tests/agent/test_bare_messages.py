@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import arpc
-from arpc.agent.executor import _MAX_TERMS
 from arpc.agent.observers import Observer
+from arpc.agent.plain_requests import _MAX_TERMS
 from arpc.errors import ProtocolError, RpcTimeoutError
 from arpc.testing import cluster
 from arpc.wire.frames import TERMS

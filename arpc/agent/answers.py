@@ -32,10 +32,15 @@ __all__ = ["Answers"]
 _set_result = asyncio.Future.set_result
 
 
+def _raise(error: BaseException) -> None:
+    raise error
+
+
 class Answers:
     """The part of an agent that takes answers; the rest is in the class that inherits."""
 
     info: WorkerInfo
+    loop: asyncio.AbstractEventLoop
     codec: Codec
     guard: Guard | None
     _scope: WorkerScope
@@ -68,9 +73,14 @@ class Answers:
             raise
 
     def _bare_reply_taker(self, link: Link) -> Bare:
-        """`_take_reply` for those of a connection that are None, as a function of their ids."""
+        """`_take_reply` for those of a connection that are None and come alone, as a function of their ids.
+
+        A task that waits goes on at once, in the read, as a handler does on the other side: to schedule it for the
+        next turn of the loop would take longer than all the rest of this.
+        """
         peer = link.peer
         buckets = peer.calls.buckets
+        call_soon = self.loop.call_soon
 
         def take(id_: int, _terms: bytes) -> None:
             try:
@@ -79,6 +89,17 @@ class Answers:
                 return  # it was cancelled, or timed out, and the two crossed on their way
             if call.size_bytes:
                 peer.release(call)
+            if call.is_private and (waiting := call.future._callbacks):  # type: ignore[attr-defined] # noqa: SLF001
+                # One of asyncio's own, with one callback, which is how its task wakes up
+                future: Any = call.future
+                [(wake_up, context)] = waiting
+                future.remove_done_callback(wake_up)
+                future.set_result(None)
+                try:
+                    context.run(wake_up, future)
+                except BaseException as error:  # noqa: BLE001 - Ctrl-C in the task is for the loop, not for the read
+                    call_soon(_raise, error)
+                return
             try:
                 _set_result(call.future, None)  # type: ignore[arg-type]  # which is found out at no cost
             except InvalidStateError:

@@ -178,7 +178,7 @@ class Caller(LabelledCalls, ArgumentPacking):
                 call_id = calls.next_id()
             except StopIteration:
                 call_id = calls.take_id(self._default_tick)
-            calls.bucket[call_id] = Call(future, function, 0, connection)
+            calls.bucket[call_id] = Call(future, function, 0, connection, True)
             data = _pack_bare(_REQUEST_LEAD, call_id, terms, 0)
             left = connection.direct_left
             if left:

@@ -44,6 +44,8 @@ class Call(msgspec.Struct, gc=False):
     """What it takes of the window; 0 for one so small that it is not counted."""
     connection: Connection | None = None
     """What it was sent on; None while it waits to be sent."""
+    is_private: bool = False
+    """Its future is one of asyncio's that a single task waits for, and nobody else can see."""
     bulk: BulkSend | None = None
     items: ItemOrder | None = None
     """Takes the items of a stream."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -14,6 +16,8 @@ from arpc.agent.observers import Observer
 from arpc.agent.plain_requests import _MAX_TERMS
 from arpc.errors import ProtocolError, RpcTimeoutError
 from arpc.testing import cluster
+from arpc.torchstate import is_pristine
+from arpc.transport.base import Connection
 from arpc.wire.frames import TERMS
 
 OPTIONS = arpc.RpcOptions(gc_freeze=False)
@@ -234,6 +238,66 @@ def test_a_connection_that_was_lost_is_made_again():
         assert nothing in peer.terms
 
     run(main)
+
+
+def is_in_a_read() -> bool:
+    """Whether the code that calls this runs where bytes are received."""
+    frames = inspect.stack(context=0)
+    return Connection._received.__name__ in {frame.function for frame in frames}
+
+
+def test_who_waits_for_one_goes_on_in_the_read_that_brings_it():
+    color = contextvars.ContextVar("color", default="none")
+
+    async def call(here: Any, name: str) -> None:
+        color.set(name)
+        with torch.no_grad():
+            for _ in range(2):  # the first has terms that are not known
+                await here.rpc_sync("worker1", pause)
+                seen.append((is_in_a_read(), color.get(), asyncio.current_task() is tasks[name], is_pristine()))
+
+    async def main(here: Any, _: Any) -> None:
+        await here.rpc_sync("worker1", pause)
+        tasks["red"] = asyncio.create_task(call(here, "red"))
+        await tasks["red"]
+        assert seen == [(True, "red", True, False)] * 2
+        assert not is_in_a_read()
+        assert is_pristine()
+
+    tasks: dict[str, asyncio.Task[None]] = {}
+    run(main)
+
+
+def test_of_several_that_come_at_once_each_goes_on_by_itself():
+    async def call(here: Any) -> None:
+        await here.rpc_sync("worker1", pause)
+        seen.append(is_in_a_read())
+
+    async def main(here: Any, _: Any) -> None:
+        await here.rpc_sync("worker1", pause)
+        await asyncio.gather(*(call(here) for _ in range(40)))
+        assert len(seen) == 40
+        assert not all(seen)
+
+    run(main)
+
+
+def test_what_must_end_the_loop_does_so_from_a_read_too():
+    async def leave(here: Any) -> None:
+        await here.rpc_sync("worker1", nothing)
+        seen.append(is_in_a_read())
+        raise SystemExit(3)
+
+    async def main(here: Any, _: Any) -> None:
+        await here.rpc_sync("worker1", nothing)
+        tasks.append(asyncio.create_task(leave(here)))
+        await asyncio.Event().wait()
+
+    tasks: list[asyncio.Task[None]] = []
+    with pytest.raises(SystemExit) as raised:
+        run(main)
+    assert raised.value is tasks[0].exception()
+    assert seen == ["called", "called", True]
 
 
 async def test_where_tasks_share_torch_state_they_go_the_other_way():

@@ -3,6 +3,11 @@
 A `Connection` carries frames between two workers. It owns a `wire.protocol.Protocol` for what comes in, gathers small
 frames so that all of one loop turn go out in one write, and sends large tensors in chunks between them.
 
+If a peer with a CPU of its own had to wait until the last frame of a turn is made, and this side until the peer has
+dealt with all of them, one of two CPUs would always be idle. So what goes out then is written in *portions*, of half
+as many frames as the last read has brought: the peer is at work on the first while the next is made. The side that has
+more to do finds more in each of its reads, and so writes least often. On one CPU the fewer writes there are the better.
+
 Errors. `Transport.connect` raises `OSError` (no such address, refused), `ConfigurationError` (an address that cannot
 be), `HandshakeError` or `ProtocolError` (the peer is not one of ours), `TimeoutError` is left to the caller.
 `Connection.send` raises `ConnectionClosedError` once the connection is closed; nothing else. `Transport.listen` raises
@@ -39,8 +44,10 @@ _unpack_bare = BARE_HEADER.unpack_from
 _DATA: Final = int(MessageType.DATA)
 _DROP_DATA: Final = int(MessageType.DROP_DATA)
 _DIRECT_FRAMES: Final = 3
-# A longer queue is written in portions, so that the peer is at work on the first while the next is made
-_FLUSH_FRAMES: Final = 32
+_FEWEST_A_WRITE: Final = 2
+_MOST_A_WRITE: Final = 32
+_READS_A_LOOK: Final = 64
+"""Between two looks whether the peer is on the same CPU: processes are moved seldom."""
 # How long a side that has said goodbye waits for the other to close, once nothing moves any more
 _LINGER_S: Final = 2.0
 
@@ -189,6 +196,9 @@ class Connection(ABC):
         self._direct_frames = _DIRECT_FRAMES
         self.direct_left = _DIRECT_FRAMES
         """How many of them are left; 0 also while others wait to be written, and in a read."""
+        self._frames_a_write = _MOST_A_WRITE
+        self._is_peer_at_work = False
+        self._reads_until_look = 0
         self._error: Exception | None = None
 
     # -- what a kind of connection provides
@@ -308,7 +318,7 @@ class Connection(ABC):
         out = self._out
         if out or self.is_reading:
             out.append(data)
-            if len(out) == _FLUSH_FRAMES:
+            if len(out) >= self._frames_a_write:
                 self.flush()
         elif self._is_mute:
             self._refuse()
@@ -546,6 +556,7 @@ class Connection(ABC):
         """The same for any number of messages, and parts of them."""
         self.is_reading = True
         self.direct_left = 0
+        self._find_portion(size_bytes)
         are_several = True
         try:
             messages = self.protocol.receive(size_bytes)
@@ -562,6 +573,19 @@ class Connection(ABC):
                 self.flush()
             if not are_several:
                 self.direct_left = self._direct_frames
+
+    def _find_portion(self, size_bytes: int) -> None:
+        """How many frames go out at once until the next read of several messages, after one of that size."""
+        if self._reads_until_look:
+            self._reads_until_look -= 1
+        else:
+            self._reads_until_look = _READS_A_LOOK
+            self._is_peer_at_work = self.is_peer_elsewhere
+            self._frames_a_write = _MOST_A_WRITE
+        if self._is_peer_at_work:
+            # as if they had no body, which holds for those that there are most of
+            half = size_bytes // (2 * HEADER_BYTES)
+            self._frames_a_write = half if _FEWEST_A_WRITE <= half < _MOST_A_WRITE else _MOST_A_WRITE
 
     def _raised(self, error: Exception) -> None:
         if not isinstance(error, WireError | OSError):

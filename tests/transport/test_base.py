@@ -29,10 +29,15 @@ class ListConnection(Connection):
         self.asked: list[str] = []
         self.room_bytes = 1 << 40
         self.unsent = 0
+        self.is_elsewhere = False
 
     @property
     def address(self) -> str:
         return "list://"
+
+    @property
+    def is_peer_elsewhere(self) -> bool:
+        return self.is_elsewhere
 
     def _write(self, data):
         self.written.append(data)
@@ -135,6 +140,66 @@ async def test_what_is_sent_while_reading_goes_out_at_the_end_of_the_read():
     connection.feed(small_frame(1) + small_frame(2) + small_frame(3))
     assert len(connection.written) == 1
     assert connection.take() == [(MessageType.REQUEST, number) for number in (101, 102, 103)]
+
+
+def portions(connection: ListConnection, messages: int, sent: int) -> list[int]:
+    """How many frames each write has, if so many are sent on a read of so many messages."""
+
+    def answer(_, __):
+        for number in range(sent):
+            connection.send(small_frame(number))
+
+    connection._messages_received = answer
+    connection.feed(b"".join(map(small_frame, range(messages))))
+    sizes = [len(data) // HEADER_BYTES for data in connection.written]
+    connection.written.clear()
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("read", "written"),
+    [
+        (2, [20]),
+        (3, [20]),
+        (4, [2] * 10),
+        (16, [8, 8, 4]),
+        (64, [20]),
+        (500, [20]),
+    ],
+)
+async def test_half_goes_ahead_if_the_peer_has_a_cpu_of_its_own(read, written):
+    connection, _ = await opened()
+    connection.is_elsewhere = True
+    connection._reads_until_look = 0
+    assert portions(connection, read, 20) == written
+    assert portions(connection, 128, 100) == [32, 32, 32, 4]
+
+
+async def test_on_one_cpu_there_are_few_writes():
+    connection, _ = await opened()
+    for read in (2, 4, 16, 64):
+        assert portions(connection, read, 20) == [20]
+
+
+async def test_what_is_sent_after_a_read_goes_out_in_its_portions():
+    connection, _ = await opened()
+    connection.is_elsewhere = True
+    connection._reads_until_look = 0
+    portions(connection, 8, 0)
+    for number in range(10):
+        connection.send(small_frame(number))
+    await asyncio.sleep(0)
+    assert [len(data) // HEADER_BYTES for data in connection.written] == [4, 4, 2]
+    assert connection.take() == [(MessageType.REQUEST, number) for number in range(10)]
+
+
+async def test_a_peer_that_is_moved_to_another_cpu_is_noticed():
+    connection, _ = await opened()
+    for is_elsewhere, written in [(True, [8, 8]), (False, [16])] * 2:
+        connection.is_elsewhere = is_elsewhere
+        for _ in range(base._READS_A_LOOK + 1):
+            sizes = portions(connection, 16, 16)
+        assert sizes == written
 
 
 async def test_a_ping_is_answered_by_the_connection_itself():

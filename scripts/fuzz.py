@@ -177,8 +177,7 @@ def make_tensors() -> Callable[[bytes], None]:
     import torch
 
     from arpc.errors import ProtocolError, SerializationError
-    from arpc.wire.handful import unpack_handful
-    from arpc.wire.lone import LONE_RESULT, unpack_lone
+    from arpc.wire.handful import unpack_arguments, unpack_handful, unpack_result
     from arpc.wire.rebuilding import unpack
 
     def touch(value: Any) -> None:
@@ -192,11 +191,12 @@ def make_tensors() -> Callable[[bytes], None]:
             return
         try:
             if data[0] & 1:
-                found = unpack_lone(bytearray(bytes([1 + data[1] % LONE_RESULT]) + data[2:]))
-                touch(found[0] if isinstance(found, tuple) else found)
+                body = bytearray(data[1:])
+                for tensor in unpack_arguments(body) if data[0] & 2 else [unpack_result(body)]:
+                    touch(tensor.detach())
                 return
             if data[0] & 4:
-                for slot in unpack_handful(bytearray(data[1:])).slots:
+                for slot in unpack_handful(bytearray(data[1:]))[1]:
                     touch(slot.detach())
                 return
             split = 2 + data[1]
@@ -215,8 +215,7 @@ def tensor_seeds() -> Iterable[bytes]:
     """Tensors of all kinds, packed."""
     import torch
 
-    from arpc.wire.handful import HANDFUL_ARGUMENTS, handful_payload
-    from arpc.wire.lone import LONE_RESULT, lone_payload
+    from arpc.wire.handful import ARGUMENTS, PICKLED_ARGUMENTS, RESULT, handful_payload
     from arpc.wire.tensors import pack
 
     base = torch.arange(12.0)
@@ -238,10 +237,14 @@ def tensor_seeds() -> Iterable[bytes]:
         if len(packed.table) < 256:
             yield bytes([0, len(packed.table)]) + packed.table + packed.inline
     for tensor in (torch.ones(3), torch.ones(2, 2), torch.ones(2, dtype=torch.bfloat16)):
-        lone = lone_payload(LONE_RESULT, tensor, 1 << 12)
+        lone = handful_payload(1 << 12, RESULT, [tensor])
         assert lone is not None
-        yield b"\1\1" + lone[1:]
-    handful = handful_payload(HANDFUL_ARGUMENTS, [torch.ones(3), torch.ones(2, 2)], 1 << 12, b"meta", b"content")
+        yield b"\1" + lone
+    few = [torch.ones(3), torch.ones(2, 2)]
+    arguments = handful_payload(1 << 12, ARGUMENTS, few)
+    assert arguments is not None
+    yield b"\3" + arguments
+    handful = handful_payload(1 << 12, PICKLED_ARGUMENTS, few, b"meta", b"content")
     assert handful is not None
     yield b"\4" + handful
 
@@ -340,7 +343,7 @@ def pickle_seeds() -> Iterable[bytes]:
 TARGETS: Final = {
     "frames": Target("an open connection", make_frames, frame_seeds),
     "handshake": Target("the handshake, both sides", make_handshake, handshake_seeds),
-    "tensors": Target("tables and lone tensors", make_tensors, tensor_seeds),
+    "tensors": Target("tables and handfuls of tensors", make_tensors, tensor_seeds),
     "pickles": Target("the restricted unpickler", make_pickles, pickle_seeds),
 }
 

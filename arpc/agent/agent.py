@@ -427,7 +427,7 @@ class Agent(Caller, Answers):
         takers: dict[int, Direct] = {}
         if self.guard is None:
             # the short ways unpickle whatever comes
-            takers[_BRIEF_REQUEST] = partial(self.executor.take, link.inbound)
+            takers[_BRIEF_REQUEST] = self.executor.taker(link.inbound)
             for service in () if link.is_line else self._services.values():
                 takers |= service.direct(link)
         if self._metering is not None:

@@ -17,8 +17,7 @@ from arpc.errors import (
     SerializationError,
 )
 from arpc.ids import WorkerInfo
-from arpc.wire.handful import HANDFUL_RESULT, LAST_HANDFUL, Handful, unpack_handful
-from arpc.wire.lone import LONE_RESULT, unpack_lone
+from arpc.wire.handful import LAST_KIND, PARCEL_RESULT, RESULT, RESULT_AND_META, Handful, unpack_handful, unpack_result
 from arpc.wire.messages import (
     ItemFlag,
     Message,
@@ -46,8 +45,8 @@ class Answers:
     _scope: WorkerScope
 
     def _take_reply(self, link: Link, id_: int, _arg: int, _timeout_ms: int, payload: bytes | bytearray) -> None:
-        if payload and (payload[0] != LONE_RESULT or self.guard is not None):
-            if payload[0] <= LAST_HANDFUL and self.guard is None:
+        if payload and (payload[0] != RESULT or self.guard is not None):
+            if payload[0] <= LAST_KIND and self.guard is None:
                 self._take_tensors(link, id_, payload)
             else:
                 self._on_reply(link, Reply(0, id_, 0, 0, 0, 0, 0, bytearray(payload), ()))
@@ -61,7 +60,7 @@ class Answers:
             peer.release(call)
         future = call.future
         try:
-            value = unpack_lone(payload) if payload else None
+            value = unpack_result(payload) if payload else None
             _set_result(future, value)  # type: ignore[arg-type]  # which is found out at no cost
         except InvalidStateError:
             pass  # it was cancelled, and its task has not run since
@@ -138,9 +137,7 @@ class Answers:
             return
         token = current_scope.set(self._scope)
         try:
-            value = (
-                unpack_lone(payload) if payload[0] <= LONE_RESULT else self._handful(peer.info, unpack_handful(payload))
-            )
+            value = self._handful(peer.info, unpack_handful(payload))
         except ProtocolError:
             call.future.set_exception(self._malformed(call))
             raise
@@ -160,9 +157,9 @@ class Answers:
         kind, slots, meta, content = handful
         if meta:
             codec.receive_reply(peer, codec.decoded(meta), slots)
-        if kind == HANDFUL_RESULT and not content and len(slots) == 1:
+        if kind == RESULT_AND_META:
             return slots[0]
-        return codec.handful_object(handful)
+        return [content, *slots] if kind == PARCEL_RESULT else codec.handful_object(handful)
 
     def _on_reply(self, link: Link, message: Message) -> None:
         call = link.peer.pop(message.id)

@@ -29,7 +29,6 @@ from arpc.options import Unset
 from arpc.transport.line import Line, LineClosedError, NotSentError
 from arpc.wire.frames import BRIEF_HEADER, MAX_TIMEOUT_MS, brief_kind, frame
 from arpc.wire.messages import Message, MessageType, Reply, RequestFlag
-from arpc.wire.pickling import ONE_TENSOR
 
 __all__ = ["TAKES_LOOP", "BlockingCalls"]
 
@@ -171,8 +170,8 @@ class BlockingCalls:
         if len(payload) > _MAX_BYTES or _OURS in payload:
             return None
         slots = packed.slots
-        if payload is ONE_TENSOR and (lone := self._codec.lone_argument(slots[0], peer.info.name)) is not None:
-            payload = lone
+        if slots and (few := self._codec.handful_of_arguments(payload, slots, None, peer.info.name)) is not None:
+            payload = few
         elif slots:
             data, buffers = self._codec.frame(_REQUEST, flags, id_, function_id, timeout_ms, payload, list(slots))
             return None if buffers or len(data) > _MAX_BYTES else data

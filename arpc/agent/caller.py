@@ -21,7 +21,7 @@ from arpc.agent.deadlines import NEVER, Deadlines
 from arpc.agent.executor import Executor
 from arpc.agent.functions import name_of
 from arpc.agent.future import Future
-from arpc.agent.labelled import LabelledCalls
+from arpc.agent.labelled import MAX_UNCOUNTED_BYTES, LabelledCalls
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.observers import kind_of
 from arpc.agent.peers import Peer
@@ -43,6 +43,7 @@ from arpc.wire.frames import (
     BARE_HEADER,
     BRIEF_HEADER,
     HEADER_BYTES,
+    HEADER_WITH_TERMS,
     MAX_TIMEOUT_MS,
     NO_TERMS,
     TERMS,
@@ -50,6 +51,7 @@ from arpc.wire.frames import (
     brief_kind,
     frame,
 )
+from arpc.wire.handful import ARGUMENTS
 from arpc.wire.messages import (
     Message,
     MessageType,
@@ -65,6 +67,7 @@ _CREDIT: Final = int(MessageType.CREDIT)
 _MAX_TIMEOUT_S: Final = MAX_TIMEOUT_MS / 1000  # seven weeks: as good as none
 _pack_brief = BRIEF_HEADER.pack
 _pack_bare = BARE_HEADER.pack
+_pack_with_terms = HEADER_WITH_TERMS.pack
 _BRIEF_REQUEST: Final = brief_kind(_REQUEST)
 _REQUEST_LEAD: Final = bare_lead(_BRIEF_REQUEST)
 _NO_ARGS: Final = ()
@@ -168,7 +171,7 @@ class Caller(LabelledCalls, ArgumentPacking):
             if terms is NO_TERMS:
                 self._learn_terms(peer, function)
         elif any(self._occasions):
-            call_id = self._begin_simple(peer, connection, future, function, args, riders=True)
+            call_id = self._begin_recorded(peer, connection, future, function, args, terms)
         elif args is _NO_ARGS:  # whatever else counts as false is for `begin` to judge
             # what `begin` comes down to, if there is nothing special about a call
             calls = peer.calls
@@ -189,7 +192,7 @@ class Caller(LabelledCalls, ArgumentPacking):
             else:
                 connection.send_brief(data)
         else:
-            call_id = self._begin_simple(peer, connection, future, function, args)
+            call_id = self._begin_simple(peer, connection, future, function, args, terms)
         try:
             return await future
         except asyncio.CancelledError:
@@ -224,43 +227,79 @@ class Caller(LabelledCalls, ArgumentPacking):
         future: asyncio.Future[Any],
         function: Callable[..., Any],
         args: Any,
-        *,
-        riders: bool = False,
+        terms: bytes,
     ) -> int:
-        """What `begin` comes down to if there is nothing special about a call but its arguments, a few small tensors.
-
-        ``riders``: something may ride on it.
-        """
-        meta: dict[str, Any] | None = None
-        if args.__class__ is tuple and len(args) == 1 and args[0].__class__ is Tensor and not riders:
-            slots = list(args)
-            payload = self.codec.lone_argument(args[0], peer.info.name)
-        elif (
-            args.__class__ is tuple
-            and set(map(type, args)) == _ONLY_TENSORS
-            and len(set(map(id, args))) == len(args)
-            and not (riders and self.observers.concerned())
+        """What `begin` comes down to if all that is special about a call is its arguments, a few small tensors."""
+        codec = self.codec
+        if (
+            args.__class__ is not tuple
+            or set(map(type, args)) != _ONLY_TENSORS
+            or (codec.has_placement and codec.moves_host_memory(peer.info.name))
+            or (payload := codec.handful(ARGUMENTS, args)) is None
         ):
-            slots = list(args)
-            if riders:
-                # `_meta`, written out: observers have nothing to say
-                meta = {}
-                for interceptor, occasions in zip(self._interceptors, self._occasions, strict=False):
-                    if occasions and (added := interceptor.request_sent(peer.info, function, slots)) is not None:
-                        meta[interceptor.key] = added
-            payload = self.codec.handful_of_tensors(slots, meta, peer.info.name)
-        else:
             return self.begin(peer, future, function, args, None, UNSET)
-        if payload is None or connection.is_congested or not peer.take_room(size_bytes := HEADER_BYTES + len(payload)):
-            return self.begin(peer, future, function, tuple(slots), None, UNSET, riders=False, meta=meta)
+        return self._send_simple(peer, connection, future, function, terms, payload) or self.begin(
+            peer, future, function, args, None, UNSET
+        )
+
+    def _begin_recorded(
+        self,
+        peer: Peer,
+        connection: Connection,
+        future: asyncio.Future[Any],
+        function: Callable[..., Any],
+        args: Any,
+        terms: bytes,
+    ) -> int:
+        """The same if something may ride on it."""
+        codec = self.codec
+        if (
+            args.__class__ is not tuple
+            or set(map(type, args)) != _ONLY_TENSORS
+            or len(set(map(id, args))) != len(args)
+            or (codec.has_placement and codec.moves_host_memory(peer.info.name))
+            or self.observers.concerned()
+        ):
+            return self.begin(peer, future, function, args, None, UNSET)
+        slots = list(args)
+        # `_meta`, written out: observers have nothing to say
+        meta: dict[str, Any] = {}
+        for interceptor, occasions in zip(self._interceptors, self._occasions, strict=False):
+            if occasions and (added := interceptor.request_sent(peer.info, function, slots)) is not None:
+                meta[interceptor.key] = added
+        payload = codec.handful_of_tensors(slots, meta)
+        if payload is not None:
+            call_id = self._send_simple(peer, connection, future, function, terms, payload)
+            if call_id:
+                return call_id
+        return self.begin(peer, future, function, tuple(slots), None, UNSET, riders=False, meta=meta)
+
+    def _send_simple(
+        self,
+        peer: Peer,
+        connection: Connection,
+        future: asyncio.Future[Any],
+        function: Callable[..., Any],
+        terms: bytes,
+        payload: bytes,
+    ) -> int:
+        """Send a call that is packed; 0, and nothing has happened, if it has to wait."""
+        if connection.is_congested:
+            return 0
+        size_bytes = 0
+        if len(payload) > MAX_UNCOUNTED_BYTES or self._least_bytes:
+            size_bytes = HEADER_BYTES + len(payload)
+            if not peer.take_room(size_bytes):
+                return 0
         calls = peer.calls
         if self._time() >= calls.until:
             self._turn_to_default(calls)
-        call_id = calls.take_id(self._default_tick)
+        try:
+            call_id = calls.next_id()
+        except StopIteration:
+            call_id = calls.take_id(self._default_tick)
         calls.bucket[call_id] = Call(future, function, size_bytes, connection)
-        function_id = peer.function_ids[function]
-        head = _pack_brief(len(payload), _BRIEF_REQUEST, call_id, function_id, self._default_timeout_ms, 0)
-        connection.send(head + payload)
+        connection.send(_pack_with_terms(len(payload), _BRIEF_REQUEST, call_id, terms, 0) + payload)
         return call_id
 
     async def _call_unknown(self, to: Any, function: Any, *arguments: Any) -> Any:
@@ -514,16 +553,9 @@ class Caller(LabelledCalls, ArgumentPacking):
         if window or riders:
             meta = self._meta(peer, function, slots, window)
         if (
-            payload is ONE_TENSOR
-            and not meta
-            and (lone := self.codec.lone_argument(slots[0], peer.info.name)) is not None
-        ):
-            payload, slots = lone, _NO_SLOTS
-            size_bytes = HEADER_BYTES + len(lone)
-        elif (
             (slots or meta)
-            and not (window or label)
-            and not (meta and self.observers.key in meta)  # such a handler is begun in another way
+            and not (label and (meta or payload is not ONE_TENSOR))
+            and not (meta and (window or self.observers.key in meta))  # such a handler is begun in another way
             and (handful := self.codec.handful_of_arguments(payload, slots, meta, peer.info.name)) is not None
         ):
             payload, slots, meta = handful, _NO_SLOTS, None

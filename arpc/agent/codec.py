@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Sized
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
@@ -13,17 +14,22 @@ from arpc.errors import ProtocolError
 from arpc.ids import WorkerInfo
 from arpc.wire.frames import frame
 from arpc.wire.handful import (
-    HANDFUL_ARGUMENTS,
-    HANDFUL_RESULT,
-    LAST_HANDFUL,
+    ARGUMENTS,
+    ARGUMENTS_AND_META,
+    LAST_KIND,
     MAX_TENSORS,
     PARCEL_ARGUMENT,
     PARCEL_RESULT,
+    PICKLED_ARGUMENTS,
+    PICKLED_RESULT,
+    RESULT,
+    RESULT_AND_META,
     Handful,
     handful_payload,
+    unpack_arguments,
     unpack_handful,
+    unpack_result,
 )
-from arpc.wire.lone import LONE_ARGUMENT, LONE_RESULT, lone_payload, unpack_lone
 from arpc.wire.messages import Message
 from arpc.wire.pickling import JUST_A_TENSOR, JUST_TENSORS, Pickler, Reducer, dumps_plain, loads
 from arpc.wire.staging import Stager
@@ -87,6 +93,9 @@ class Codec:
         self._by_key = {interceptor.key: interceptor for interceptor in interceptors}
         self._inline_limit = inline_tensor_bytes
         self._placement = placement
+        self.has_placement = placement is not None
+        self.handful: Callable[..., bytes | None] = partial(handful_payload, inline_tensor_bytes)
+        """The payload of a message with a few small tensors, see `wire.handful`; None if it takes a `frame`."""
 
     def frame(
         self,
@@ -112,51 +121,40 @@ class Codec:
             return data, self._placement.late(packed.buffers, packed.waits)
         return data, packed.buffers
 
-    def lone_argument(self, tensor: Slot, to: str) -> bytes | None:
-        """The payload of a call of a worker with one small tensor and nothing else; None if it takes a `frame`."""
-        if self._placement is not None and self._placement.stager(to).moves_host_memory:
-            return None
-        return lone_payload(LONE_ARGUMENT, tensor, self._inline_limit)
-
-    def lone_result(self, tensor: Slot) -> bytes | None:
-        """The same for a reply to a request that has brought no meta data."""
-        return lone_payload(LONE_RESULT, tensor, self._inline_limit)
+    def moves_host_memory(self, to: str) -> bool:
+        """Whether tensors in host memory belong on devices of a worker, so that none of them is inline."""
+        return self._placement is not None and self._placement.stager(to).moves_host_memory
 
     def handful_of_arguments(
-        self, payload: bytes, slots: list[Slot], meta: dict[str, Any] | None, to: str
+        self, payload: bytes, slots: Sequence[Slot], meta: dict[str, Any] | None, to: str
     ) -> bytes | None:
-        """The payload of a call with a few small tensors, whatever rides on it; None if it takes a `frame`."""
-        if self._placement is not None and self._placement.stager(to).moves_host_memory:
+        """The `handful` of a call with tensors, whatever rides on it."""
+        if self.moves_host_memory(to):
             return None
         count = len(slots)
-        content = b"" if count <= MAX_TENSORS and payload is JUST_TENSORS[count] else payload
-        packed_meta = _encode_meta(meta) if meta else b""
-        return handful_payload(HANDFUL_ARGUMENTS, slots, self._inline_limit, packed_meta, content)
+        if payload and (count > MAX_TENSORS or payload is not JUST_TENSORS[count]):
+            return self.handful(PICKLED_ARGUMENTS, slots, _encode_meta(meta) if meta else b"", payload)
+        return self.handful(ARGUMENTS_AND_META, slots, _encode_meta(meta)) if meta else self.handful(ARGUMENTS, slots)
 
-    def handful_of_tensors(self, slots: list[Slot], meta: dict[str, Any] | None, to: str) -> bytes | None:
-        """The same for a call with tensors alone."""
-        if self._placement is not None and self._placement.stager(to).moves_host_memory:
-            return None
-        return handful_payload(HANDFUL_ARGUMENTS, slots, self._inline_limit, _encode_meta(meta) if meta else b"")
+    def handful_of_tensors(self, slots: Sequence[Slot], meta: dict[str, Any]) -> bytes | None:
+        """The same for tensors alone, and a worker whose host memory they go to."""
+        return self.handful(ARGUMENTS_AND_META, slots, _encode_meta(meta)) if meta else self.handful(ARGUMENTS, slots)
 
-    def handful_of_result(self, payload: bytes, slots: list[Slot], meta: dict[str, Any] | None) -> bytes | None:
+    def handful_of_result(self, payload: bytes, slots: Sequence[Slot], meta: dict[str, Any] | None) -> bytes | None:
         """The same for a reply that need not go to a device."""
-        content = b"" if payload is JUST_A_TENSOR else payload
-        packed_meta = _encode_meta(meta) if meta else b""
-        return handful_payload(HANDFUL_RESULT, slots, self._inline_limit, packed_meta, content)
+        if payload is not JUST_A_TENSOR:
+            return self.handful(PICKLED_RESULT, slots, _encode_meta(meta) if meta else b"", payload)
+        return self.handful(RESULT_AND_META, slots, _encode_meta(meta)) if meta else self.handful(RESULT, slots)
 
     def parcel(self, head: bytes, tensors: Sequence[Tensor], *, is_call: bool) -> bytes | None:
         """The payload of a feature's own message, a list of bytes and of small tensors after it, or of the answer."""
         if self._placement is not None:
             return None
-        kind = PARCEL_ARGUMENT if is_call else PARCEL_RESULT
-        return handful_payload(kind, tensors, self._inline_limit, b"", head)
+        return self.handful(PARCEL_ARGUMENT if is_call else PARCEL_RESULT, tensors, b"", head)
 
     def brief_result(self, value: Any) -> bytes | None:
         """The payload of a reply with no meta data, made in any thread; None if it takes more than that."""
-        if type(value) is Tensor:
-            return lone_payload(LONE_RESULT, value, self._inline_limit)
-        return dumps_plain(value)
+        return self.handful(RESULT, (value,)) if type(value) is Tensor else dumps_plain(value)
 
     def stager_to(self, worker: str) -> Stager | None:
         """For the arguments of calls to a worker; None if nothing but the CPU is known here."""
@@ -200,12 +198,15 @@ class Codec:
 
         Not for a payload with which something rides: see `is_handful`.
         """
-        if payload[0] > LAST_HANDFUL:
+        kind = payload[0]
+        if kind > LAST_KIND:
             return load(payload, _NO_SLOTS)
-        if payload[0] <= LONE_RESULT:
-            return unpack_lone(payload)
+        if kind == ARGUMENTS:
+            return unpack_arguments(payload)
+        if kind == RESULT:
+            return unpack_result(payload)
         handful = unpack_handful(payload)
-        if handful.meta:
+        if handful[2]:
             raise ProtocolError("something rides on a message that nobody looks for it in")
         return _object_of(handful, load)
 
@@ -217,9 +218,7 @@ class Codec:
     def is_handful(message: Message) -> bool:
         """Whether a message is a handful of tensors, with which something may ride. One with a label never is."""
         body = message.body
-        return (
-            not (message.table_end or message.label_bytes) and len(body) > 0 and LONE_RESULT < body[0] <= LAST_HANDFUL
-        )
+        return not (message.table_end or message.label_bytes) and len(body) > 0 and RESULT < body[0] <= LAST_KIND
 
     def handful_object(self, handful: Handful) -> Any:
         """The object of a handful. Raises `ProtocolError`, or whatever unpickling raises."""
@@ -268,13 +267,9 @@ class Codec:
 
 def _object_of(handful: Handful, load: Callable[..., Any]) -> Any:
     kind, slots, _, content = handful
-    if kind == HANDFUL_ARGUMENTS:
-        return load(content, slots) if content else tuple(slots)
-    if kind == HANDFUL_RESULT:
-        if content:
-            return load(content, slots)
-        if len(slots) != 1:
-            raise ProtocolError(f"a result of {len(slots)} tensors that says nothing else")
-        return slots[0]
-    parcel = [bytes(content), *slots]
-    return (parcel,) if kind == PARCEL_ARGUMENT else parcel
+    if kind >= PICKLED_ARGUMENTS:
+        return load(content, slots)
+    if kind >= PARCEL_ARGUMENT:
+        parcel = [bytes(content), *slots]
+        return parcel if kind == PARCEL_RESULT else (parcel,)
+    return tuple(slots) if kind in {ARGUMENTS, ARGUMENTS_AND_META} else slots[0]

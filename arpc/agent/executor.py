@@ -124,8 +124,8 @@ class Executor(PlainRequests):
         self.carriers = Carriers(loop, name)
         self.calls_failed = 0
         self._calls_ended = 0
-        self._returned_none = 0
-        """Those that ended in `take` and sent nothing back, which are not counted among the others."""
+        self._ended_at_once = 0
+        """Those that ended in `take` with None or a small tensor, which are not counted among the others."""
         self._withdrawn: list[None] = []
         """One for each answer of a thread that came after its request had been cancelled."""
         self._copy_context = context.copy
@@ -146,7 +146,7 @@ class Executor(PlainRequests):
     @property
     def calls_handled(self) -> int:
         self._count_withdrawn()
-        return self._calls_ended + self._returned_none + self.threads.jobs_answered
+        return self._calls_ended + self._ended_at_once + self.threads.jobs_answered
 
     def answer_withdrawn(self) -> None:
         """A thread has an answer to a request that was cancelled before. Called in any thread."""
@@ -299,7 +299,7 @@ class Executor(PlainRequests):
                 if result is NotImplemented:
                     handle(link, message_class(0, id_, arg, timeout_ms, 0, 0, 0, bytearray(payload), ()))
                 elif result is None:
-                    self._returned_none += 1
+                    self._ended_at_once += 1
                     inbound.connection.send(_pack_brief(0, _BRIEF_REPLY, id_, 0, 0, 0))
                 else:
                     self.returned(Run(self, inbound, served, id_, timeout_ms, self._copy_context()), result)
@@ -606,7 +606,7 @@ class Executor(PlainRequests):
             "calls_refused": self.calls_refused,
             **self.threads.statistics(),
             **self.carriers.statistics(),
-            "handlers_without_wait": self.carriers.steps_without_wait + self._returned_none,
+            "handlers_without_wait": self.carriers.steps_without_wait + self._ended_at_once,
         }
 
 

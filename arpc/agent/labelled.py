@@ -13,7 +13,7 @@ from arpc.agent.scope import WorkerScope, current_scope
 from arpc.wire.frames import BRIEF_HEADER, HEADER_BYTES
 from arpc.wire.pickling import SCALARS
 
-__all__ = ["LabelledCalls", "never_shortly"]
+__all__ = ["MAX_UNCOUNTED_BYTES", "LabelledCalls", "never_shortly"]
 
 _pack_brief = BRIEF_HEADER.pack
 _are_scalars = SCALARS.issuperset
@@ -22,7 +22,7 @@ _get_scope = current_scope.get
 # What is larger has time for the long way
 _MAX_PAYLOAD_BYTES: Final = 4096
 # and what is smaller takes no more room than the books about it
-_MAX_UNCOUNTED_BYTES: Final = 256
+MAX_UNCOUNTED_BYTES: Final = 256
 
 
 class LabelledCalls:
@@ -74,7 +74,7 @@ class LabelledCalls:
             if not _are_scalars(map(type, args)):
                 return None
             label += _dumps(args, protocol=5)
-            if len(label) > _MAX_UNCOUNTED_BYTES:
+            if len(label) > MAX_UNCOUNTED_BYTES:
                 size_bytes = HEADER_BYTES + len(label)
                 if size_bytes > _MAX_PAYLOAD_BYTES or not peer.take_room(size_bytes):
                     return None

@@ -16,16 +16,23 @@ from arpc.agent.carriers import Carrier, Carriers
 from arpc.agent.functions import Function
 from arpc.agent.outbox import ReplyOutbox
 from arpc.agent.replies import Replies
-from arpc.agent.requests import NO_CONTEXT, Inbound, Run
+from arpc.agent.requests import Inbound, Run
 from arpc.agent.scope import current_scope
 from arpc.agent.threads import ThreadPool
 from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError
 from arpc.wire.frames import BARE_HEADER, BRIEF_HEADER, NO_TERMS, TERMS, bare_lead, brief_kind
-from arpc.wire.handful import HANDFUL_ARGUMENTS, LAST_HANDFUL, Handful, unpack_handful
-from arpc.wire.lone import LONE_RESULT, unpack_lone
+from arpc.wire.handful import (
+    ARGUMENTS,
+    ARGUMENTS_AND_META,
+    LAST_KIND,
+    RESULT,
+    Handful,
+    unpack_arguments,
+    unpack_handful,
+)
 from arpc.wire.messages import Message, MessageType, Request
 from arpc.wire.pickling import JUST_A_TENSOR, loads
-from arpc.wire.protocol import Bare
+from arpc.wire.protocol import Bare, Direct
 
 __all__ = ["PlainRequests"]
 
@@ -54,57 +61,78 @@ class PlainRequests(Replies):
     _after: Callable[[list[Awaitable[object]], Function], Function]
     _copy_context: Callable[[], Context]
     _idle: list[Carrier]
-    _returned_none: int
+    _ended_at_once: int
 
-    @torchstate.isolating_driver
-    def take(self, inbound: Inbound, id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
-        """Run the plainest of requests, straight from the read.
+    def taker(self, inbound: Inbound) -> Direct:
+        """Runs the plainest of a connection's requests, straight from the read.
 
         This is `Carriers.start` for a `Run`, written out, and with a `carriers.conveyor`. Torch's state must be
         pristine.
         """
-        function = inbound.coroutines.get(arg)
+        coroutines = inbound.coroutines
         connection = inbound.connection
         idle = self._idle
-        if (
-            function is None
-            or inbound.is_full
-            or (connection.is_congested and connection.held_bytes > self._window_bytes)
-            or not idle
-            or id_ == inbound.latest_id
-        ):
-            self._take_other(inbound, id_, arg, timeout_ms, payload)
-            return
-        inbound.latest_id = id_
-        carrier = idle[-1]
-        context = self._copy_context()
-        run = Run(self, inbound, function, id_, timeout_ms)
-        _enter_task(self.loop, carrier.task)
-        try:
-            if payload:
-                context.run(self._unpack, run, payload)
-            result = context.run(carrier.convey, run)
-        except BaseException as error:  # noqa: BLE001 - it is the caller's, see `raised`
-            _leave_task(self.loop, carrier.task)
-            self._take_raised(run, carrier, context, error)
-            return
-        _leave_task(self.loop, carrier.task)
-        if result is None and run.meta is None and carrier.conveyor.gi_yieldfrom is None:
-            self._returned_none += 1
+        loop = self.loop
+        copy_context = self._copy_context
+        window_bytes = self._window_bytes
+        handful = self.codec.handful
+
+        @torchstate.isolating_driver
+        def take(id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
+            if (
+                (function := coroutines.get(arg)) is None
+                or inbound.is_full
+                or (connection.is_congested and connection.held_bytes > window_bytes)
+                or not idle
+                or id_ == inbound.latest_id
+            ):
+                self._take_other(inbound, id_, arg, timeout_ms, payload)
+                return
+            inbound.latest_id = id_
+            carrier = idle[-1]
+            context = copy_context()
+            run = Run(self, inbound, function, id_, timeout_ms)
+            task = carrier.task
+            _enter_task(loop, task)
+            try:
+                if payload:
+                    if payload[0] == ARGUMENTS:
+                        run.args = unpack_arguments(payload)  # which runs no code of others, so needs no context
+                    else:
+                        context.run(self._unpack, run, payload)
+                result = context.run(carrier.convey, run)
+            except BaseException as error:  # noqa: BLE001 - it is the caller's, see `raised`
+                _leave_task(loop, task)
+                self._take_raised(run, carrier, context, error)
+                return
+            _leave_task(loop, task)
+            data = None
+            if run.meta is None and carrier.conveyor.gi_yieldfrom is None:
+                if result is None:
+                    data = _pack_bare(_REPLY_LEAD, id_, NO_TERMS, 0)
+                elif result.__class__ is Tensor and (lone := handful(RESULT, (result,))) is not None:
+                    data = _pack_brief(len(lone), _BRIEF_REPLY, id_, 0, 0, 0) + lone
+            if data is None:
+                self._took(run, carrier, context, result)
+                return
+            self._ended_at_once += 1
             try:
                 # first of all, so that the caller goes on while this worker tidies up
-                connection.send_brief(_pack_bare(_REPLY_LEAD, id_, NO_TERMS, 0))
+                connection.send(data)
+            except ConnectionClosedError:
+                pass  # the caller knows
             finally:
                 # `_stepped`, written out
                 if not _is_grad_enabled() or _count_function_modes():
                     torchstate.save_and_reset()
                 if carrier.wake_up.done():
                     self.carriers.replace_idle()
-        else:
-            self._took(run, carrier, context, result)
+
+        return take
 
     def bare_taker(self, inbound: Inbound) -> Bare:
-        """`take` for requests of a connection that have no arguments, as a function of their ids and terms."""
+        """The same for those that have no arguments, as a function of their ids and terms."""
+        take_any = self.taker(inbound)
         known = inbound.bare
         connection = inbound.connection
         idle = self._idle
@@ -121,9 +149,10 @@ class PlainRequests(Replies):
                 or not idle
                 or id_ == inbound.latest_id
             ):
-                self._take_with_terms(inbound, id_, terms)
+                arg, timeout_ms = _learn_terms(inbound, terms)
+                take_any(id_, arg, timeout_ms, b"")
                 return
-            # From here on this is `take`
+            # From here on this is `taker`'s
             inbound.latest_id = id_
             carrier = idle[-1]
             context = copy_context()
@@ -139,7 +168,7 @@ class PlainRequests(Replies):
                 return
             _leave_task(loop, task)
             if result is None and run.meta is None and carrier.conveyor.gi_yieldfrom is None:
-                self._returned_none += 1
+                self._ended_at_once += 1
                 try:
                     data = _pack_bare(_REPLY_LEAD, id_, NO_TERMS, 0)
                     left = connection.direct_left
@@ -160,53 +189,29 @@ class PlainRequests(Replies):
 
         return take
 
-    def _take_with_terms(self, inbound: Inbound, id_: int, terms: bytes) -> None:
-        """`take` for one that has terms which are not known, or which has to wait."""
-        arg, timeout_ms = TERMS.unpack(terms)
-        function = inbound.coroutines.get(arg)
-        if function is not None:
-            if len(inbound.bare) >= _MAX_TERMS:  # what is left of a deadline is another time with each call
-                inbound.bare.clear()
-            inbound.bare[terms] = function, timeout_ms
-        self.take(inbound, id_, arg, timeout_ms, b"")
-
     def _take_raised(self, run: Run, carrier: Carrier, context: Context, error: BaseException) -> None:
-        """Answer a request that has raised in `take`."""
+        """Answer a request that has raised when it was taken."""
         carrier.renew()
         run.context = context
         self._stepped(carrier)
         self.raised(run, error)
 
     def _took(self, run: Run, carrier: Carrier, context: Context, result: Any) -> None:
-        """Answer a request that has ended in `take` with a result, or carry on with it if it waits."""
+        """Answer a request that has ended when it was taken, or carry on with it if it waits."""
         run.context = context
         waiting = carrier.conveyor.gi_yieldfrom
         if waiting is not None:
             run.coroutine = waiting
             self.carriers.carry_on(run, result, is_conveyed=True)
             return
-        if result.__class__ is not Tensor:
-            self._stepped(carrier)
-            self.returned(run, result)
-            return
-        # what `returned` comes down to, for a small tensor
-        lone = None if run.meta else self.codec.lone_result(result)
-        if lone is None:
-            self._stepped(carrier)
+        self._stepped(carrier)
+        if result.__class__ is Tensor:
             self._return_tensor(run, result)
-            return
-        run.ended = True
-        run.context = NO_CONTEXT
-        self._calls_ended += 1
-        try:
-            run.inbound.connection.send(_pack_brief(len(lone), _BRIEF_REPLY, run.id, 0, 0, 0) + lone)
-        except ConnectionClosedError:
-            pass  # the caller knows
-        finally:
-            self._stepped(carrier)
+        else:
+            self.returned(run, result)
 
     def _return_tensor(self, run: Run, result: Tensor) -> None:
-        """The same if something rides on the reply, or it is large."""
+        """What `returned` comes down to for a tensor that is large, or if something rides on the reply."""
         try:
             data, buffers = self._pack_slots(run, JUST_A_TENSOR, [result])
         except BaseException as error:  # noqa: BLE001 - whatever an interceptor raises is the caller's
@@ -281,10 +286,11 @@ class PlainRequests(Replies):
     def _plain_arguments(self, run: Run, payload: bytes | bytearray) -> tuple[Any, ...]:
         """The arguments in a payload that has no tensors beside it."""
         args: tuple[Any, ...]
-        if payload[0] > LAST_HANDFUL:
+        kind = payload[0]
+        if kind > LAST_KIND:
             args = loads(payload, _NO_SLOTS)
-        elif payload[0] <= LONE_RESULT:
-            args = unpack_lone(payload)
+        elif kind == ARGUMENTS:
+            args = unpack_arguments(payload)
         else:
             args = self._receive_handful(run, unpack_handful(payload))
             if run.handling is not None:
@@ -293,14 +299,25 @@ class PlainRequests(Replies):
 
     def _receive_handful(self, run: Run, handful: Handful) -> Any:
         codec = self.codec
-        kind, slots, meta, content = handful
+        kind, slots, meta, _ = handful
         if meta:
             run.meta = codec.decoded(meta)
             codec.receive_request(run.inbound.caller, run.meta, slots)
-        return tuple(slots) if kind == HANDFUL_ARGUMENTS and not content else codec.handful_object(handful)
+        return tuple(slots) if kind == ARGUMENTS_AND_META else codec.handful_object(handful)
 
     def _not_unpacked(self, error: BaseException) -> SerializationError:
         return SerializationError(
             f"worker {self.name!r} cannot unpack the call: {type(error).__name__}: {error}. "
             f"What is sent by reference must be importable on the callee"
         )
+
+
+def _learn_terms(inbound: Inbound, terms: bytes) -> tuple[int, int]:
+    """What a request without arguments says of itself. It is kept if it is for a coroutine."""
+    arg, timeout_ms = TERMS.unpack(terms)
+    function = inbound.coroutines.get(arg)
+    if function is not None:
+        if len(inbound.bare) >= _MAX_TERMS:  # what is left of a deadline is another time with each call
+            inbound.bare.clear()
+        inbound.bare[terms] = function, timeout_ms
+    return arg, timeout_ms

@@ -25,6 +25,7 @@ from arpc.errors import (
 from arpc.log import get_logger
 from arpc.transport.base import Connection
 from arpc.wire.frames import HEADER, frame
+from arpc.wire.handful import RESULT
 from arpc.wire.messages import FailureKind, ItemFlag, MessageType
 from arpc.wire.pickling import JUST_A_TENSOR, Pickler
 from arpc.wire.tensors import Slot
@@ -108,7 +109,7 @@ class Replies:
             raise SerializationError(
                 f"the result of {run.function.name} ({type(result).__qualname__}) cannot be sent: {error}"
             ) from error
-        if payload is JUST_A_TENSOR and not run.meta and (lone := self.codec.lone_result(slots[0])) is not None:
+        if payload is JUST_A_TENSOR and not run.meta and (lone := self.codec.handful(RESULT, slots)) is not None:
             return lone, []
         return payload, slots
 

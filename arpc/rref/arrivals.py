@@ -26,6 +26,7 @@ from arpc.rref.labels import LABEL_BYTES, take_label, unpack_label
 from arpc.rref.methods import template_of
 from arpc.rref.values import NOTHING, Value, fresh
 from arpc.wire.frames import BRIEF_HEADER, brief_kind
+from arpc.wire.handful import RESULT
 from arpc.wire.messages import Message, MessageType, ReplyFlag, RequestFlag, RRefCreate
 from arpc.wire.pickling import SCALARS
 from arpc.wire.protocol import Direct
@@ -284,7 +285,7 @@ class Arrivals:
             if kind in _OF_ANY_SIZE and flags == _SCALAR and len(value) > _MAX_UNASKED:
                 return None
             return _dumps(value, protocol=5)
-        return self.service.agent.codec.lone_result(value) if kind is Tensor and flags == _VALUE else None
+        return self.service.agent.codec.handful(RESULT, (value,)) if kind is Tensor and flags == _VALUE else None
 
 
 def _cancelled(rref: RRefId) -> RRefCreationError:

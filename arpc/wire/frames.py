@@ -33,6 +33,7 @@ __all__ = [
     "CHUNK_BYTES",
     "HEADER",
     "HEADER_BYTES",
+    "HEADER_WITH_TERMS",
     "MAX_BODY_BYTES",
     "MAX_BUFFERS",
     "MAX_TIMEOUT_MS",
@@ -56,6 +57,8 @@ BRIEF_HEADER: Final = Struct("<IIQIIQ")
 # And as fewer still, where there is no body either. What such messages have in common is not taken apart, as that takes
 # longer than to look it up: all before the id (see `bare_lead`); the id; arg and timeout_ms (see `TERMS`); 0
 BARE_HEADER: Final = Struct("<8sQ8sQ")
+# And as both: length; `brief_kind`; id; `TERMS`; 0
+HEADER_WITH_TERMS: Final = Struct("<IIQ8sQ")
 TERMS: Final = Struct("<II")
 NO_TERMS: Final = TERMS.pack(0, 0)
 _LEAD: Final = Struct("<II")

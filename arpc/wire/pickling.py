@@ -54,6 +54,7 @@ JUST_TENSORS: Final = tuple(
 )
 """The same for the arguments of a call that are just so many tensors."""
 ONE_TENSOR: Final = JUST_TENSORS[1]
+_MAX_PATTERNS: Final = 64
 
 
 class Pickler:
@@ -69,6 +70,8 @@ class Pickler:
         self._reducers = dict(reducers or {})
         self._families = dict(families or {})
         self._kind = kind
+        self._repeated: dict[tuple[int, ...], bytes] = {}
+        """Pickles of arguments that are just tensors, some of them more than once, by which ones."""
         self._free = [kind(self._reducers, self._families)]
 
     def add_reducer(self, cls: type, reducer: Reducer) -> None:
@@ -128,14 +131,28 @@ class Pickler:
             kinds = set(map(type, args))
             if kinds <= SCALARS:
                 return _dumps(args, protocol=5), []
-            if kinds == _ONLY_TENSORS and len(set(map(id, args))) == len(args) <= MAX_TENSORS:
-                return JUST_TENSORS[len(args)], list(args)
+            if kinds == _ONLY_TENSORS and len(args) <= MAX_TENSORS:
+                slots = {id(arg): arg for arg in args}
+                if len(slots) == len(args):
+                    return JUST_TENSORS[len(args)], list(args)
+                return self._dumps_repeated(args, slots)
         try:
             return self._dumps_plain((args, kwargs) if kwargs else args, main_by_value=main_by_value, to=to)
         except (RRefError, WorkerLostError):
             raise  # an RRef that cannot be used says so itself
         except Exception as error:
             raise self.explained(function, args, kwargs or {}, error, main_by_value=main_by_value, to=to) from error
+
+    def _dumps_repeated(self, args: tuple[Tensor, ...], slots: dict[int, Tensor]) -> tuple[bytes, list[Slot]]:
+        """The same for a few tensors, some of which are there more than once: they are one object there, too."""
+        places = dict(zip(slots, range(len(slots)), strict=True))
+        pattern = tuple([places[id(arg)] for arg in args])
+        payload = self._repeated.get(pattern)
+        if payload is None:
+            payload, _ = self.dumps(args)
+            if len(self._repeated) < _MAX_PATTERNS:
+                self._repeated[pattern] = payload
+        return payload, list(slots.values())
 
     def dumps_result(
         self, value: Any, *, main_by_value: bool, to: WorkerInfo | None = None

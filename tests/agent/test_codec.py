@@ -32,7 +32,7 @@ def test_a_small_tensor_as_the_result_takes_no_pickle():
     payload, slots = codec().pickler.dumps_result(sent, main_by_value=False)
 
     assert payload is JUST_A_TENSOR
-    lone = codec().lone_result(slots[0])
+    lone = codec().handful_of_result(payload, slots, None)
 
     assert lone is not None
     assert len(lone) == LABEL_BYTES + sent.nbytes
@@ -44,7 +44,7 @@ def test_a_small_tensor_as_the_only_argument_takes_no_pickle():
     payload, slots = codec().pickler.dumps_call(print, (sent,), None, main_by_value=False)
 
     assert payload is ONE_TENSOR
-    lone = codec().lone_argument(slots[0], "peer")
+    lone = codec().handful_of_arguments(payload, slots, None, "peer")
 
     assert lone is not None
     assert len(lone) == LABEL_BYTES + sent.nbytes

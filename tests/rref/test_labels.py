@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from arpc.wire.lone import LONE_ARGUMENT, lone_payload, unpack_lone
 
 from arpc.errors import ProtocolError
 from arpc.rref.labels import LABEL_BYTES, Label, pack_label, take_label
 from arpc.wire.frames import ALIGNMENT
-from arpc.wire.lone import LONE_ARGUMENT, lone_payload, unpack_lone
 from arpc.wire.messages import RRefCreate
 
 LABEL = Label(1, 2, 3, (65535 << 48) + 4, 5, "")

@@ -145,23 +145,23 @@ class BriefPass:
         graph = survey(nodes, is_heeded, expectation, self.retain_graph)
         if graph is None:
             return None
-        for record in graph.records:
-            if record.sender in (me, parent):
+        for recv in graph.recvs:
+            if recv.record.sender in (me, parent):
                 return None
         if later:
             rest = self._rest = survey(later, is_heeded, expectation, self.retain_graph)
             if rest is None or not are_apart(graph, rest):
                 return None
-            for record in rest.records:
-                if record.sender != parent:
+            for recv in rest.recvs:
+                if recv.record.sender != parent:
                     return None
         return graph
 
     def _post(self, graph: Survey) -> None:
         delivered = graph.delivered
-        for record in graph.records:
-            if record.sender not in delivered:
-                delivered[record.sender] = []
+        for recv in graph.recvs:
+            if recv.record.sender not in delivered:
+                delivered[recv.record.sender] = []
         for send in self._unresolved.values():
             if send.to not in delivered:
                 delivered[send.to] = []

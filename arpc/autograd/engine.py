@@ -364,14 +364,14 @@ def _columns(entering: list[tuple[Edge, Tensor]]) -> tuple[list[GradientEdge], l
 
 
 def call_engine(
-    roots: Sequence[Any], gradients: Sequence[Tensor], inputs: tuple[Any, ...], retain_graph: bool
+    roots: Sequence[Any], gradients: Sequence[Tensor], inputs: Sequence[Any], retain_graph: bool
 ) -> tuple[Tensor | None, ...]:
     """Have torch's engine run what roots lead to, as far as the inputs need it: their gradients.
 
-    A root is a tensor, or a `GradientEdge`.
+    A root is a tensor, or a `GradientEdge`. So is an input, and no node is run for an edge that leads to it.
     """
     result: tuple[Tensor | None, ...] = run_backward(
-        tuple(roots), tuple(gradients), retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False
+        tuple(roots), tuple(gradients), retain_graph, False, tuple(inputs), True, False
     )
     return result
 

@@ -59,7 +59,12 @@ def current_run() -> int:
 class RecvRecord:
     """What a recv node knows: which message its tensors came with, and who gets their gradients."""
 
-    __slots__ = ("count", "deliver", "is_spent", "message_id", "sender")
+    deliver: Callable[[RecvRecord, tuple[Tensor | None, ...]], None] | None = None
+    """Takes the gradients if the node is run; set while a pass does that."""
+    is_spent = False
+    """A pass that did not retain the graph went through here."""
+    is_hooked = False
+    """The node was given hooks: it is to be run."""
 
     def __init__(self, message_id: int, sender: int, count: int) -> None:
         self.message_id = message_id
@@ -67,10 +72,6 @@ class RecvRecord:
         """The id of the worker that sent the message."""
         self.count = count
         """How many tensors came with it that require grad."""
-        self.deliver: Callable[[RecvRecord, tuple[Tensor | None, ...]], None] | None = None
-        """Takes the gradients; set while a pass runs."""
-        self.is_spent = False
-        """A pass that did not retain the graph went through here."""
 
 
 _TOKEN: Final = torch.zeros(())
@@ -136,6 +137,20 @@ RecvNode: Final[type] = _RecvRpc._backward_cls  # noqa: SLF001 - the class of th
 """The class of recv nodes; their ``record`` is a `RecvRecord`."""
 # What the engine calls. It would find out first that this is the function which was given, and no other.
 RecvNode.apply = _recv_backward  # type: ignore[attr-defined]
+
+
+def _noting(register: Callable[[Any, Any], RemovableHandle]) -> Callable[[Any, Any], RemovableHandle]:
+    """A method of recv nodes that registers hooks. Torch does not tell afterwards whether there are some."""
+
+    def noting(node: Any, hook: Any) -> RemovableHandle:
+        node.record.is_hooked = True
+        return register(node, hook)
+
+    return noting
+
+
+for _name in ("register_hook", "register_prehook"):
+    setattr(RecvNode, _name, _noting(getattr(RecvNode, _name)))
 
 # What `Function.apply` comes down to when no transform of functorch is active; that alone takes a microsecond to tell,
 # and under one nothing can be sent anyway

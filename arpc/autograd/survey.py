@@ -11,10 +11,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from arpc.autograd.accumulation import LeafGradients
 from arpc.autograd.engine import call_engine, compact
-from arpc.autograd.nodes import ANCHOR, RecvNode, RecvRecord
+from arpc.autograd.nodes import RecvNode, RecvRecord
 from arpc.autograd.pace import SHORT_NODES, Pace
 
 __all__ = ["Expectation", "Survey", "are_apart", "is_plain_leaf", "survey"]
@@ -23,7 +24,6 @@ _recv_class: Any = RecvNode
 _is_anomaly_enabled = torch._C.is_anomaly_enabled  # what `torch.is_anomaly_enabled` calls
 IsHeeded = Callable[[Any, Any], bool]
 _PASSED_OVER: Final = 15
-_NO_LEAVES: Final = (ANCHOR,)
 
 
 class Expectation:
@@ -53,17 +53,19 @@ class Expectation:
 class Survey:
     """All that there is to know of a small graph. Its nodes are for a `Pace`, as those of a plan are."""
 
-    __slots__ = ("count", "delivered", "leaves", "nodes", "records", "retain_graph")
+    __slots__ = ("count", "delivered", "elements", "leaves", "nodes", "recvs", "retain_graph")
 
     def __init__(
-        self, nodes: dict[Any, None], leaves: list[Tensor], records: list[RecvRecord], retain_graph: bool
+        self, nodes: dict[Any, None], leaves: list[Tensor], recvs: list[Any], elements: int, retain_graph: bool
     ) -> None:
         self.nodes = nodes
         self.count = len(nodes)
         self.leaves = leaves
         """Tensors that get gradients here."""
-        self.records = records
-        """Messages whose tensors do."""
+        self.recvs = recvs
+        """The nodes of messages whose tensors do."""
+        self.elements = elements
+        """How many the leaves have."""
         self.retain_graph = retain_graph
         self.delivered: dict[int, list[tuple[int, Sequence[Tensor | None]]]] = {}
         """What leaves this worker once it has run: by the worker that it goes to, the gradients for its messages."""
@@ -75,32 +77,37 @@ class Survey:
 
         A root is a tensor, or a `GradientEdge`.
         """
-        elements = 0
+        inputs: list[Any] = self.leaves.copy()
+        # What would enter a recv node is asked for, so that the engine need not call it
+        for node in self.recvs:
+            for place in range(node.record.count):
+                inputs.append(GradientEdge(node, place))
+        if not inputs:
+            return True
+        elements = self.elements
         for gradient in gradients:
             elements += gradient.numel()
+        found = pace.try_to_run(call_engine, self, elements, roots, gradients, inputs, self.retain_graph)
+        if found is None:
+            return False
+        end = 0
         for leaf in self.leaves:
-            elements += leaf.numel()
-        records, deliver = self.records, self._deliver
-        for record in records:
-            record.deliver = deliver
-        try:
-            return pace.try_to_run(self._run, self, elements, roots, gradients, leaf_gradients)
-        finally:
-            for record in records:
-                record.deliver = None
+            if found[end] is not None:
+                leaf_gradients.add(leaf, found[end])
+            end += 1
+        for node in self.recvs:
+            record: RecvRecord = node.record
+            start = end
+            end += record.count
+            for gradient in found[start:end]:
+                if gradient is not None:
+                    self._deliver(record, found[start:end])
+                    break
+        return True
 
-    def _run(self, roots: Sequence[Any], gradients: Sequence[Tensor], leaf_gradients: LeafGradients) -> None:
-        leaves = self.leaves
-        if not leaves:
-            call_engine(roots, gradients, _NO_LEAVES, self.retain_graph)
-            return
-        inputs = (ANCHOR, *leaves)
-        for leaf, gradient in zip(inputs, call_engine(roots, gradients, inputs, self.retain_graph), strict=True):
-            if gradient is not None:
-                leaf_gradients.add(leaf, gradient)
-
-    def _deliver(self, record: RecvRecord, gradients: tuple[Tensor | None, ...]) -> None:
-        record.is_spent = not self.retain_graph
+    def _deliver(self, record: RecvRecord, gradients: Sequence[Tensor | None]) -> None:
+        if not self.retain_graph:
+            record.is_spent = True
         item = record.message_id, list(map(compact, gradients))
         if record.sender in self.delivered:
             self.delivered[record.sender].append(item)
@@ -111,27 +118,28 @@ class Survey:
 def survey(stack: list[Any], is_heeded: IsHeeded, expectation: Expectation, retain_graph: bool) -> Survey | None:
     """Look at all nodes that some lead to; None if there are many, or there is something special about one of them.
 
-    The list of these nodes is used up.
+    The list of these nodes grows.
     """
     if _is_anomaly_enabled() or not expectation.is_good:
         return None
     nodes: dict[Any, None] = {}
     leaves: list[Tensor] = []
-    records: list[RecvRecord] = []
+    recvs: list[Any] = []
+    elements = 0
     recv_class = _recv_class
-    while stack:
-        node = stack.pop()
-        if node is None or node in nodes:
+    for node in stack:
+        if node in nodes:
             continue
         nodes[node] = None
         if node.__class__ is recv_class:
             record = node.record
-            if record.is_spent:
+            if record.is_spent or record.is_hooked:
                 return None
-            records.append(record)
+            recvs.append(node)
         elif further := node.next_functions:
             for child, _ in further:
-                stack.append(child)
+                if child is not None:
+                    stack.append(child)
             if len(nodes) > SHORT_NODES:
                 expectation.disappointed()
                 return None
@@ -139,7 +147,8 @@ def survey(stack: list[Any], is_heeded: IsHeeded, expectation: Expectation, reta
             if is_heeded(node, leaf):
                 return None
             leaves.append(leaf)
-    return Survey(nodes, leaves, records, retain_graph)
+            elements += leaf.numel()
+    return Survey(nodes, leaves, recvs, elements, retain_graph)
 
 
 def is_plain_leaf(node: Any, is_heeded: IsHeeded) -> bool:

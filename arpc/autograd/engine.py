@@ -48,12 +48,13 @@ class Source(NamedTuple):
 
     edges: Sequence[Edge]
     node: Any
-    """The node of the send; None for the roots, whose gradients are there from the start."""
+    """The node of the send, see `attach_send`; None for the roots, whose gradients are there from the start."""
+    to: int = -1
+    """The id of the worker that the message went to."""
 
     @classmethod
-    def of_send(cls, node: Any) -> Source:
-        """``node``: see `attach_send`."""
-        made: Source = _new_tuple(cls, (node.next_functions[1:], node))
+    def of_send(cls, node: Any, to: int = -1) -> Source:
+        made: Source = _new_tuple(cls, (node.next_functions[1:], node, to))
         return made
 
 

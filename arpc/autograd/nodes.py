@@ -20,6 +20,7 @@ from arpc.errors import AutogradError
 __all__ = [
     "ANCHOR",
     "SEND_NAME",
+    "LeafNode",
     "PauseSignal",
     "RecvNode",
     "RecvRecord",
@@ -176,6 +177,10 @@ def attach_send(tensors: Sequence[Tensor]) -> Any:
         return _apply_send(_TOKEN, *tensors).grad_fn  # which does not look at them: they may do something then
     make = _delayed_errors[count] if count < _FEW else _make_delayed_error("a send node was run", 1 + count)
     return make(_TOKEN, *tensors)[0].grad_fn
+
+
+LeafNode: Final[type] = type(attach_send([ANCHOR]).next_functions[1][0])
+"""The class of the nodes where leaves are; their ``variable`` is the tensor."""
 
 
 def pause_at(send: Any) -> RemovableHandle:

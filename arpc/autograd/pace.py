@@ -7,7 +7,7 @@ so what a graph of the same size took before is the best guess. Of a new one, wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from time import perf_counter, thread_time
 from typing import Any, Final, Protocol, TypeVar
 
@@ -50,10 +50,9 @@ class Pace:
 
     def run(self, run: Callable[[], None], plan: Extent, elements: int) -> None:
         """Run a graph, on the loop or in a thread, and note what it took."""
-        self._run(run, plan, elements)
+        self._run(run, (plan.count, elements))
 
-    def _run(self, run: Callable[..., T], plan: Extent, elements: int, *args: Any) -> T:
-        key = plan.count, elements
+    def _run(self, run: Callable[..., T], key: tuple[int, int], *args: Any) -> T:
         begun = perf_counter()
         if key in self._short:
             # Reading the time that a thread had of the CPU is slow, and tells nothing new as long as nothing changes
@@ -63,22 +62,22 @@ class Pace:
             return result
         cpu_begun = thread_time()
         result = run(*args)
-        self.took(plan, elements, perf_counter() - begun, thread_time() - cpu_begun)
+        self._took(key, perf_counter() - begun, thread_time() - cpu_begun)
         return result
 
-    def try_to_run(self, run: Callable[..., T], plan: Extent, elements: int, *args: Any) -> T | None:
-        """Run a graph on the loop, with these arguments, if it `is_short`: what comes of it. Otherwise None."""
-        key = plan.count, elements
+    def try_to_run(self, run: Callable[..., T], nodes: Collection[Any], elements: int, *args: Any) -> T | None:
+        """Run a graph of these nodes on the loop, with these arguments, if it is short. What comes of it, or None."""
+        key = len(nodes), elements
         if key in self._short:  # `_run`, written out
             begun = perf_counter()
             result = run(*args)
             if perf_counter() - begun > SHORT_S:
                 self._short.discard(key)
             return result
-        if not self.is_short(plan, elements):
+        if not self._is_short(key, nodes):
             self._note_refusal(key)
             return None
-        return self._run(run, plan, elements, *args)
+        return self._run(run, key, *args)
 
     def _note_refusal(self, key: tuple[int, int]) -> None:
         # What runs instead is about more, and so is another graph. Were it not for this, one that met with bad luck
@@ -92,21 +91,27 @@ class Pace:
 
     def is_short(self, plan: Extent, elements: int) -> bool:
         """Whether a run is to happen on the loop."""
-        seconds = self._seconds.get((plan.count, elements))
+        return self._is_short((plan.count, elements), plan.nodes)
+
+    def _is_short(self, key: tuple[int, int], nodes: Iterable[Any]) -> bool:
+        count, elements = key
+        seconds = self._seconds.get(key)
         if seconds is not None:
             is_short = seconds <= SHORT_S
         else:
             is_short = (
-                plan.count <= SHORT_NODES
+                count <= SHORT_NODES
                 and elements <= SHORT_ELEMENTS
-                and elements + sum(map(_elements, plan.nodes)) <= SHORT_ELEMENTS
+                and elements + sum(map(_elements, nodes)) <= SHORT_ELEMENTS
             )
         # anomaly mode changes warning filters, which are the process's: that stays on the loop
         return is_short or torch.is_anomaly_enabled()
 
     def took(self, plan: Extent, elements: int, seconds: float, cpu_seconds: float) -> None:
         """Note what a run took, and how much of that the CPU was busy with it."""
-        key = plan.count, elements
+        self._took((plan.count, elements), seconds, cpu_seconds)
+
+    def _took(self, key: tuple[int, int], seconds: float, cpu_seconds: float) -> None:
         known = self._seconds.get(key)
         if known is None:
             if len(self._seconds) >= _REMEMBERED:
@@ -125,7 +130,7 @@ class Pace:
 class ThreadsOnly(Pace):
     """For workers whose nodes and hooks may block, and wait for what the loop does: nothing runs there."""
 
-    def try_to_run(self, run: Callable[..., T], plan: Extent, elements: int, *args: Any) -> None:
+    def try_to_run(self, run: Callable[..., T], nodes: Collection[Any], elements: int, *args: Any) -> None:
         return None
 
     def is_short(self, plan: Extent, elements: int) -> bool:

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from itertools import count
 from time import monotonic
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeAlias
 
 from torch import Tensor
 
@@ -29,13 +29,8 @@ current_context_id: ContextVar[int | None] = ContextVar("arpc.autograd", default
 _TOMBSTONES: Final = 4096
 
 
-class Send(NamedTuple):
-    """A message that left this worker with tensors that require grad."""
-
-    to: int
-    """The id of the worker that it went to."""
-    source: Source
-    """Where their gradients enter the graph."""
+Send: TypeAlias = Source
+"""A message that left this worker with tensors that require grad."""
 
 
 class AutogradContext:
@@ -159,7 +154,8 @@ class Container:
 
     def remove(self, context_id: int) -> AutogradContext | None:
         """End a context here, once and for all; None if it is not known."""
-        self._ended[context_id] = None
-        if len(self._ended) > _TOMBSTONES:
-            self._ended.popitem(last=False)
+        ended = self._ended
+        ended[context_id] = None
+        if len(ended) > _TOMBSTONES:
+            ended.popitem(last=False)
         return self.contexts.pop(context_id, None)

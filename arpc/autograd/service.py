@@ -34,7 +34,7 @@ from arpc.autograd.protocol import (
     unpack_parcel,
 )
 from arpc.autograd.recording import Recorder
-from arpc.autograd.roots import checked_roots
+from arpc.autograd.roots import nodes_of_roots
 from arpc.autograd.survey import Expectation
 from arpc.errors import AutogradError, RpcTimeoutError, WorkerLostError
 from arpc.ids import WorkerInfo
@@ -156,20 +156,20 @@ class AutogradService:
     ) -> None:
         context = self.container.find(context_id)
         deadline, usual_timeout_s = self._deadline(timeout)
-        checked = checked_roots(roots)
+        nodes = nodes_of_roots(roots)
         self._note_begin(context)
         started: BackwardPass | BriefPass
         started = brief = BriefPass(
             self, context, pass_id, retain_graph, deadline, usual_timeout_s, parent=None, threads=threads
         )
-        if self._agent.observers.installed or not brief.try_to_start(checked, self._expected_of_roots):
+        if self._agent.observers.installed or not brief.try_to_start(roots, nodes, self._expected_of_roots):
             started = full = self._make_pass(
                 context,
                 pass_id,
                 retain_graph=retain_graph,
                 deadline=deadline,
                 parent=None,
-                roots=checked,
+                roots=roots,
                 threads=threads,
             )
             full.start()

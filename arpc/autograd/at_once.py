@@ -59,8 +59,8 @@ def run_at_once(
     graph = survey(nodes, host.is_heeded, expectation)
     if graph is None:
         return None
-    for record in graph.records:
-        if record.sender != sender:
+    for recv in graph.recvs:
+        if recv.record.sender != sender:
             return None
     leaf_gradients = LeafGradients()
     try:

@@ -145,10 +145,10 @@ class BriefPass:
 
     def _look(self, nodes: list[Any], expectation: Expectation) -> Survey | None:
         """What is to run at once, if all that is known here allows for a brief pass. Notes who is to be told."""
-        host, parent, told = self._host, self.parent, self._told
         if self.context.running_thread is not None:
             return None
-        me, is_heeded = host.info.id, host.is_heeded
+        host, parent, told = self._host, self.parent, self._told
+        is_heeded = host.is_heeded
         later: list[Any] = []
         for send in self._unresolved.values():
             told[send.to] = True
@@ -160,16 +160,16 @@ class BriefPass:
         graph = survey(nodes, is_heeded, expectation)
         if graph is None:
             return None
-        for record in graph.records:
-            told[record.sender] = True
-        if me in told or parent in told:
+        for recv in graph.recvs:
+            told[recv.record.sender] = True
+        if host.info.id in told or parent in told:
             return None
         if later:
             rest = self._rest = survey(later, is_heeded, expectation)
             if rest is None or not are_apart(graph, rest):
                 return None
-            for record in rest.records:
-                if record.sender != parent:
+            for recv in rest.recvs:
+                if recv.record.sender != parent:
                     return None
         return graph
 

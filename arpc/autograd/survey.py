@@ -7,6 +7,7 @@ are no regions then, and nothing to plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -50,12 +51,8 @@ class Survey(NamedTuple):
     nodes: dict[Any, None]
     leaves: list[Tensor]
     """Tensors that get gradients here."""
-    records: list[RecvRecord]
-    """Messages whose tensors do."""
-    entries: list[GradientEdge]
-    """Where the gradients for these arrive, one message after the other."""
-    elements: int
-    """How many the leaves have."""
+    recvs: list[Any]
+    """The nodes of messages whose tensors do."""
 
     def try_to_run(
         self,
@@ -69,28 +66,42 @@ class Survey(NamedTuple):
 
         A root is a tensor, or a `GradientEdge`.
         """
-        nodes, leaves, records, entries, elements = self
+        nodes, leaves, recvs = self
         delivered: Delivered = {}
         # What would enter a recv node is asked for, as that of a leaf is, so the engine does not call it
-        inputs = (*leaves, *entries)
+        inputs: list[Any] = []
+        elements = 0
+        for leaf in leaves:
+            inputs.append(leaf)
+            elements += leaf.numel()
+        for node in recvs:
+            for place in range(node.record.count):
+                inputs.append(GradientEdge(node, place))  # noqa: PERF401 - mostly there are one or two
         if not inputs:
             return delivered
         for gradient in gradients:
             elements += gradient.numel()
         found = pace.try_to_run(
-            run_backward, nodes, elements, tuple(roots), tuple(gradients), retain_graph, False, inputs, True, False
+            run_backward,
+            nodes,
+            elements,
+            tuple(roots),
+            tuple(gradients),
+            retain_graph,
+            False,
+            tuple(inputs),
+            True,
+            False,
         )
         if found is None:
             return None
-        end = len(leaves)
-        if end:
-            for leaf, computed in zip(leaves, found, strict=False):
-                if computed is not None:
-                    leaf_gradients.add(leaf, computed)
-        for record in records:
-            start = end
-            end += record.count
-            tensors = list(map(compact, found[start:end]))
+        computed = iter(found)
+        for leaf in leaves:
+            if (gradient := next(computed)) is not None:
+                leaf_gradients.add(leaf, gradient)
+        for node in recvs:
+            record: RecvRecord = node.record
+            tensors = list(map(compact, islice(computed, record.count)))
             for tensor in tensors:
                 if tensor is not None:
                     if not retain_graph:
@@ -112,26 +123,22 @@ def survey(stack: list[Any], is_heeded: IsHeeded, expectation: Expectation) -> S
         return None
     nodes: dict[Any, None] = {}
     leaves: list[Tensor] = []
-    records: list[RecvRecord] = []
-    entries: list[GradientEdge] = []
-    elements = 0
+    recvs: list[Any] = []
     for node in stack:
         if node in nodes:
             continue
         nodes[node] = None
-        if node.__class__ is _recv_class:
-            record = node.record
+        kind = node.__class__
+        if kind is _recv_class:
+            record: RecvRecord = node.record
             if record.is_spent or record.is_hooked:
                 return None
-            records.append(record)
-            for place in range(record.count):
-                entries.append(GradientEdge(node, place))  # noqa: PERF401 - mostly there are one or two
-        elif node.__class__ is _leaf_class:
+            recvs.append(node)
+        elif kind is _leaf_class:
             leaf = node.variable
             if is_heeded(node, leaf):
                 return None
             leaves.append(leaf)
-            elements += leaf.numel()
         else:
             for child, _ in node.next_functions:
                 if child is not None:
@@ -139,7 +146,7 @@ def survey(stack: list[Any], is_heeded: IsHeeded, expectation: Expectation) -> S
             if len(nodes) > SHORT_NODES:
                 expectation.to_pass_over = _PASSED_OVER
                 return None
-    made: Survey = _new_tuple(Survey, (nodes, leaves, records, entries, elements))
+    made: Survey = _new_tuple(Survey, (nodes, leaves, recvs))
     return made
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Final
+from collections.abc import Callable
+from sys import getrefcount
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 __all__ = ["LeafGradients", "summed"]
+
+_strided: Final = torch.strided
 
 
 def summed(first: Tensor, second: Tensor) -> Tensor:
@@ -49,32 +52,21 @@ class LeafGradients:
         """The gradients, each in memory of its own and laid out like its leaf."""
         taken: dict[Tensor, Tensor] = {}
         for leaf, gradient, _ in self._gradients.values():
-            if gradient.layout is not torch.strided:
-                is_own = _object_references(gradient) == _SOLE[0] and _is_plain_sparse(gradient)
+            if gradient.layout is not _strided:
+                is_own = getrefcount(gradient) == _SOLE_OBJECT and _is_plain_sparse(gradient)
                 taken[leaf] = gradient if is_own else gradient.detach().clone()
             elif gradient.requires_grad:
                 taken[leaf] = torch.empty_like(leaf, requires_grad=False).copy_(gradient.detach())
-            elif gradient.stride() != leaf.stride() or _references(gradient) != _SOLE:
+            elif (
+                getrefcount(gradient) != _SOLE_OBJECT
+                or _count_storage_uses(gradient.untyped_storage()._cdata) != _SOLE_MEMORY
+                or gradient.stride() != leaf.stride()
+            ):
                 taken[leaf] = torch.empty_like(leaf, requires_grad=False).copy_(gradient)
             else:
                 taken[leaf] = gradient
         self._gradients = {}
         return taken
-
-
-_count_storage_uses: Final = getattr(torch._C, "_storage_Use_Count", None)
-
-
-def _references(gradient: Tensor) -> tuple[int, int]:
-    """How many there are to the object, and to its memory. In `take`, for one that nobody else has, it is `_SOLE`."""
-    if _count_storage_uses is None:
-        return 0, 0
-    return sys.getrefcount(gradient), _count_storage_uses(gradient.untyped_storage()._cdata)
-
-
-def _object_references(gradient: Tensor) -> int:
-    """The first of `_references`, for tensors whose memory is in parts."""
-    return sys.getrefcount(gradient)
 
 
 def _is_plain_sparse(gradient: Tensor) -> bool:
@@ -87,13 +79,19 @@ def _is_plain_sparse(gradient: Tensor) -> bool:
     )
 
 
+def _unknown(_: Any) -> int:
+    return 0
+
+
+_count_storage_uses: Final[Callable[[Any], int]] = getattr(torch._C, "_storage_Use_Count", _unknown)
+
+
 def _references_of_sole_owner() -> tuple[int, int]:
-    if _count_storage_uses is None:
-        return -1, -1  # torch does not tell: nobody is
+    """How many there are to the object, and to its memory, when `take` looks at one that nobody else has."""
     found = 0, 0
     for _, gradient, _ in {0: (None, torch.zeros(1), None)}.values():
-        found = _references(gradient)
-    return found
+        found = getrefcount(gradient), _count_storage_uses(gradient.untyped_storage()._cdata)
+    return found if _count_storage_uses is not _unknown else (found[0], -1)  # nobody is
 
 
-_SOLE: Final = _references_of_sole_owner()
+_SOLE_OBJECT, _SOLE_MEMORY = _references_of_sole_owner()

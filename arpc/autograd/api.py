@@ -42,10 +42,9 @@ class context:  # noqa: N801 - used like a function, as torch's own
     recorded, on every worker it has touched; that is waited for, though not without end.
     """
 
-    def __init__(self) -> None:
-        self._service: AutogradService | None = None
-        self._context_id = -1
-        self._token: Token[int | None] | None = None
+    _service: AutogradService | None = None
+    _context_id = -1
+    _token: Token[int | None] | None = None
 
     async def __aenter__(self) -> int:
         service = _service()
@@ -55,9 +54,9 @@ class context:  # noqa: N801 - used like a function, as torch's own
                 f"Already have an autograd context id for this thread of execution: {outer}. Contexts cannot be nested"
             )
         self._service = service
-        self._context_id = service.container.new().id
-        self._token = current_context_id.set(self._context_id)
-        return self._context_id
+        context_id = self._context_id = service.container.new().id
+        self._token = current_context_id.set(context_id)
+        return context_id
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -86,7 +85,7 @@ async def backward(
     error of a node or hook, on whatever worker; `WorkerLostError`, `RpcTimeoutError`; `AutogradError` for roots that
     cannot be, or if there is no such context or another pass of it is under way. Cancelling it ends it likewise.
     """
-    await _service().backward(ctx_id, roots, retain_graph=retain_graph, timeout=timeout)
+    await _service().backward(ctx_id, roots, retain_graph, timeout)
 
 
 def get_gradients(ctx_id: int) -> dict[Tensor, Tensor]:

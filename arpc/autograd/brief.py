@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -22,13 +22,16 @@ from arpc import torchstate
 from arpc.autograd.accumulation import LeafGradients
 from arpc.autograd.context import AutogradContext, Send
 from arpc.autograd.failure import node_failure, peer_failure
+from arpc.autograd.nodes import LeafNode
 from arpc.autograd.passes import BackwardPass, Host, Threads, take_only_answer
 from arpc.autograd.protocol import PackedParcel, Parcel, unpack_parcel
-from arpc.autograd.survey import Expectation, Survey, are_apart, is_plain_leaf, survey
+from arpc.autograd.survey import Expectation, Survey, are_apart, survey
 from arpc.errors import AutogradError
 
 __all__ = ["BriefPass"]
 
+_leaf_class: Any = LeafNode
+_new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
 _ones_like = torch.ones_like
 
 
@@ -44,6 +47,8 @@ class BriefPass:
     _over: asyncio.Future[None] | None = None
     _rest: Survey | None = None
     """What is to run when all answers are there."""
+    _for_parent: Sequence[tuple[int, Sequence[Tensor | None]]] = ()
+    """The gradients that came of it."""
 
     def __init__(
         self,
@@ -64,19 +69,54 @@ class BriefPass:
         self.parent = parent
         self.threads = threads
         self._host = host
-        self._unresolved = dict(context.sends)
+        self._unresolved = context.sends.copy()
         self._arrived: dict[int, list[tuple[int, Send, Sequence[Tensor | None]]]] = {}
         """What waits to be run, by the worker that it came from: the gradients of messages."""
         self._used: list[int] = []
         self._leaves = LeafGradients()
         self._told: dict[int, bool] = {}
-        """The others, and whether they were asked what they will send."""
+        """The others, and whether they are asked what they will send."""
         self._heard: list[int] = []
         self._outstanding: dict[asyncio.Future[PackedParcel | None], int] = {}
 
-    def try_to_start(self, roots: Sequence[Tensor], expectation: Expectation) -> bool:
-        """Begin, to be followed by `wait` at once. False, and nothing has happened, if a `BackwardPass` has to."""
-        return self._try_to_begin(roots, None, [root.grad_fn for root in roots], expectation)
+    def try_to_start(
+        self,
+        roots: Sequence[Any],
+        nodes: list[Any],
+        expectation: Expectation,
+        gradients: Sequence[Tensor] | None = None,
+    ) -> bool:
+        """Begin, to be followed by `wait` at once. False, and nothing has happened, if a `BackwardPass` has to.
+
+        ``roots`` are tensors, or edges that gradients came for, and ``nodes`` is a list of theirs, which grows.
+        """
+        context, host = self.context, self._host
+        graph = self._look(nodes, expectation)
+        if graph is None:
+            return False
+        context.active_pass = self
+        try:
+            if gradients is None:
+                gradients = list(map(_ones_like, roots))
+            delivered = graph.try_to_run(roots, gradients, self.retain_graph, host.pace, self._leaves)
+            if delivered is None:
+                context.active_pass = None
+                return False
+            told = self._told
+            for peer in told:
+                letter = delivered.get(peer, ())
+                # Who gets gradients need not be asked what it will send: nothing here waits for that but the end
+                asks = told[peer] = not letter
+                future = host.send(self, peer, _new_tuple(Parcel, (letter, True, (), asks)))
+                self._outstanding[future] = peer
+            if not told:
+                self._finish()
+        except Exception as error:  # noqa: BLE001 - whatever nodes and hooks of users raise
+            self.fail(node_failure(error, host.info, context.id, None))
+        except BaseException as error:
+            self.fail(AutogradError(f"the backward pass of context {context.id} was ended by {error!r}"))
+            raise
+        return True
 
     def try_to_pass_on(self, parcel: Parcel, expectation: Expectation) -> bool:
         """The same with the parcel that engaged this worker."""
@@ -94,84 +134,44 @@ class BriefPass:
             if send is None or send.to != self.parent:
                 return False
             self._used.append(message_id)
-            for (node, place), gradient in zip(send.source.edges, tensors, strict=True):
+            for (node, place), gradient in zip(send.edges, tensors, strict=True):
                 if gradient is not None:
-                    if not node.next_functions:
-                        return False  # a leaf: nothing runs for it
                     roots.append(GradientEdge(node, place))
                     entering.append(gradient)
                     nodes.append(node)
         for message_id in [message_id for message_id, send in unresolved.items() if send.to == self.parent]:
             del unresolved[message_id]  # it gets none
-        return self._try_to_begin(roots, entering, nodes, expectation)
-
-    def _try_to_begin(
-        self, roots: Sequence[Any], gradients: Sequence[Tensor] | None, nodes: list[Any], expectation: Expectation
-    ) -> bool:
-        context, host = self.context, self._host
-        graph = self._look(nodes, expectation)
-        if graph is None:
-            return False
-        context.active_pass = self
-        try:
-            if gradients is None:
-                gradients = list(map(_ones_like, roots))
-            if roots and not graph.try_to_run(roots, gradients, host.pace, self._leaves):
-                context.active_pass = None
-                return False
-            self._post(graph)
-        except Exception as error:  # noqa: BLE001 - whatever nodes and hooks of users raise
-            self.fail(node_failure(error, host.info, context.id, None))
-        except BaseException as error:
-            self.fail(AutogradError(f"the backward pass of context {context.id} was ended by {error!r}"))
-            raise
-        return True
+        return self.try_to_start(roots, nodes, expectation, entering)
 
     def _look(self, nodes: list[Any], expectation: Expectation) -> Survey | None:
-        """What is to run at once, if all that is known here allows for a brief pass."""
-        is_heeded = self._host.is_heeded
-        me, parent = self._host.info.id, self.parent
+        """What is to run at once, if all that is known here allows for a brief pass. Notes who is to be told."""
         if self.context.running_thread is not None:
             return None
+        host, parent, told = self._host, self.parent, self._told
+        is_heeded = host.is_heeded
         later: list[Any] = []
         for send in self._unresolved.values():
-            if send.to == me:
-                return None
-            for node, _ in send.source.edges:
-                if node.next_functions:
+            told[send.to] = True
+            for node, _ in send.edges:
+                if node.__class__ is not _leaf_class:
                     later.append(node)
-                elif not is_plain_leaf(node, is_heeded):
-                    return None
-        graph = survey(nodes, is_heeded, expectation, self.retain_graph)
+                elif node.variable._backward_hooks or is_heeded(node, node.variable):  # noqa: SLF001 - torch has no other way to ask
+                    return None  # they are to run with all its gradients
+        graph = survey(nodes, is_heeded, expectation)
         if graph is None:
             return None
-        for record in graph.records:
-            if record.sender in (me, parent):
-                return None
+        for recv in graph.recvs:
+            told[recv.record.sender] = True
+        if host.info.id in told or parent in told:
+            return None
         if later:
-            rest = self._rest = survey(later, is_heeded, expectation, self.retain_graph)
+            rest = self._rest = survey(later, is_heeded, expectation)
             if rest is None or not are_apart(graph, rest):
                 return None
-            for record in rest.records:
-                if record.sender != parent:
+            for recv in rest.recvs:
+                if recv.record.sender != parent:
                     return None
         return graph
-
-    def _post(self, graph: Survey) -> None:
-        delivered = graph.delivered
-        for record in graph.records:
-            if record.sender not in delivered:
-                delivered[record.sender] = []
-        for send in self._unresolved.values():
-            if send.to not in delivered:
-                delivered[send.to] = []
-        for peer, gradients in delivered.items():
-            # Who gets gradients need not be asked what it will send: nothing here waits for that but the end
-            asks = self._told[peer] = not gradients
-            future = self._host.send(self, peer, Parcel(gradients, True, (), asks))
-            self._outstanding[future] = peer
-        if not delivered:
-            self._finish()
 
     # -- what happens to it
 
@@ -290,12 +290,11 @@ class BriefPass:
         self._heard.append(peer)
         for message_id, tensors in gradients:
             send = unresolved.pop(message_id)
-            edges = send.source.edges
-            if self._rest is not None and any(node.next_functions for node, _ in edges):
+            if self._rest is not None and any(node.__class__ is not _leaf_class for node, _ in send.edges):
                 self._arrived.setdefault(peer, []).append((message_id, send, tensors))
                 continue
             self._used.append(message_id)
-            for (node, _), gradient in zip(edges, tensors, strict=True):
+            for (node, _), gradient in zip(send.edges, tensors, strict=True):
                 if gradient is not None:
                     self._leaves.add(node.variable, gradient)
         if unresolved:
@@ -311,16 +310,20 @@ class BriefPass:
         for_leaves: list[tuple[Tensor, Tensor]] = []
         messages = [message for arrived in self._arrived.values() for message in arrived]
         for _, send, tensors in messages:
-            for (node, place), gradient in zip(send.source.edges, tensors, strict=True):
+            for (node, place), gradient in zip(send.edges, tensors, strict=True):
                 if gradient is None:
                     continue
-                if node.next_functions:
+                if node.__class__ is _leaf_class:
+                    for_leaves.append((node.variable, gradient))
+                else:
                     roots.append(GradientEdge(node, place))
                     entering.append(gradient)
-                else:
-                    for_leaves.append((node.variable, gradient))
-        if roots and not rest.try_to_run(roots, entering, self._host.pace, self._leaves):
-            return False
+        if roots:
+            delivered = rest.try_to_run(roots, entering, self.retain_graph, self._host.pace, self._leaves)
+            if delivered is None:
+                return False
+            if self.parent in delivered:
+                self._for_parent = delivered[self.parent]
         for leaf, gradient in for_leaves:
             self._leaves.add(leaf, gradient)
         self._used += [message_id for message_id, _, _ in messages]
@@ -353,8 +356,7 @@ class BriefPass:
         parent = self.parent
         self.context.commit(self.id, gradients, self._told if parent is None else (*self._told, parent))
         if parent is not None:
-            delivered = self._rest.delivered if self._rest is not None else {}
-            self._answer = Parcel(delivered.get(parent, ()), is_first=True)
+            self._answer = Parcel(self._for_parent, is_first=True)
 
     def _end(self) -> None:
         self.is_over = True

@@ -6,12 +6,12 @@ A context has the same id on all workers that it touches. Everything here belong
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from itertools import count
 from time import monotonic
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeAlias
 
 from torch import Tensor
 
@@ -29,13 +29,8 @@ current_context_id: ContextVar[int | None] = ContextVar("arpc.autograd", default
 _TOMBSTONES: Final = 4096
 
 
-class Send(NamedTuple):
-    """A message that left this worker with tensors that require grad."""
-
-    to: int
-    """The id of the worker that it went to."""
-    source: Source
-    """Where their gradients enter the graph."""
+Send: TypeAlias = Source
+"""A message that left this worker with tensors that require grad."""
 
 
 class AutogradContext:
@@ -118,27 +113,30 @@ class AutogradContext:
 class Container:
     """The contexts of one worker."""
 
+    new_message_id: Callable[[], int]
+    """Makes an id for a message, which no other worker uses, and never 0."""
+    new_pass_id: Callable[[], int]
+    """Makes an id for a backward pass that starts here."""
+    _new_id: Callable[[], int]
+
     def __init__(self, worker_id: int = -1) -> None:
         self.contexts: dict[int, AutogradContext] = {}
-        self.worker_id = worker_id
-        self._numbers = count()
-        self._message_numbers = count(1)
-        self._pass_numbers = count()
         self._ended: OrderedDict[int, None] = OrderedDict()
+        self.identify(worker_id)
+
+    def identify(self, worker_id: int) -> None:
+        """Begin with the ids of this worker."""
+        self.worker_id = worker_id
+        first = worker_id << LOCAL_BITS
+        self._new_id = count(first).__next__
+        self.new_message_id = count(first + 1).__next__
+        self.new_pass_id = count(first).__next__
 
     def new(self) -> AutogradContext:
         """A context of this worker's own."""
-        context_id = self.worker_id << LOCAL_BITS | next(self._numbers)
+        context_id = self._new_id()
         context = self.contexts[context_id] = AutogradContext(context_id)
         return context
-
-    def new_message_id(self) -> int:
-        """An id for a message, which no other worker uses, and never 0."""
-        return self.worker_id << LOCAL_BITS | next(self._message_numbers)
-
-    def new_pass_id(self) -> int:
-        """An id for a backward pass that starts here."""
-        return self.worker_id << LOCAL_BITS | next(self._pass_numbers)
 
     def enter(self, context_id: int) -> AutogradContext | None:
         """The context that a message belongs to; made if it is new here, None if it has ended."""
@@ -159,7 +157,8 @@ class Container:
 
     def remove(self, context_id: int) -> AutogradContext | None:
         """End a context here, once and for all; None if it is not known."""
-        self._ended[context_id] = None
-        if len(self._ended) > _TOMBSTONES:
-            self._ended.popitem(last=False)
+        ended = self._ended
+        ended[context_id] = None
+        if len(ended) > _TOMBSTONES:
+            ended.popitem(last=False)
         return self.contexts.pop(context_id, None)

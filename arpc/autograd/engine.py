@@ -48,12 +48,13 @@ class Source(NamedTuple):
 
     edges: Sequence[Edge]
     node: Any
-    """The node of the send; None for the roots, whose gradients are there from the start."""
+    """The node of the send, see `attach_send`; None for the roots, whose gradients are there from the start."""
+    to: int = -1
+    """The id of the worker that the message went to."""
 
     @classmethod
-    def of_send(cls, node: Any) -> Source:
-        """``node``: see `attach_send`."""
-        made: Source = _new_tuple(cls, (node.next_functions[1:], node))
+    def of_send(cls, node: Any, to: int = -1) -> Source:
+        made: Source = _new_tuple(cls, (node.next_functions[1:], node, to))
         return made
 
 
@@ -364,14 +365,14 @@ def _columns(entering: list[tuple[Edge, Tensor]]) -> tuple[list[GradientEdge], l
 
 
 def call_engine(
-    roots: Sequence[Any], gradients: Sequence[Tensor], inputs: tuple[Any, ...], retain_graph: bool
+    roots: Sequence[Any], gradients: Sequence[Tensor], inputs: Sequence[Any], retain_graph: bool
 ) -> tuple[Tensor | None, ...]:
     """Have torch's engine run what roots lead to, as far as the inputs need it: their gradients.
 
-    A root is a tensor, or a `GradientEdge`.
+    A root is a tensor, or a `GradientEdge`. So is an input, and no node is run for an edge that leads to it.
     """
     result: tuple[Tensor | None, ...] = run_backward(
-        tuple(roots), tuple(gradients), retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=False
+        tuple(roots), tuple(gradients), retain_graph, False, tuple(inputs), True, False
     )
     return result
 

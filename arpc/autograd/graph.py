@@ -15,6 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
+import torch
+from torch.autograd.graph import get_gradient_edge
+
 from arpc.autograd.nodes import RecvNode
 
 __all__ = ["Edge", "Exit", "Plan", "Planner", "Region"]
@@ -23,11 +26,16 @@ Edge: TypeAlias = tuple[Any, int]
 """A node, and which of its inputs. A node has ``next_functions``, the edges that it leads to."""
 
 
+_leaf_class: Final = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+"""Nodes of leaves that gradients are accumulated in: most of those that lead nowhere."""
 _FEW_NODES: Final = 256
 """As many as are looked at one by one, by `pace`, and some."""
-_STEP: Final = 16
-_STEPS: Final = range(_STEP)
-"""How far it is from one node of a chain that is kept to the next."""
+_STRIDES: Final = (*(range(4 << doubled) for doubled in range(8)), *(range(1024),) * 64)
+"""How far it is from one node of a chain that is kept to the next: twice as far each time.
+
+So few are kept that they take no large piece of memory. Asked for one, malloc would first tidy up all that was left
+behind by the graph of the step before.
+"""
 
 
 class HasEdges(Protocol):
@@ -203,9 +211,11 @@ class Planner:
         """`walk` for the leaves and recvs of a large graph that one source reaches: nobody asks for its other nodes.
 
         To keep a node is half of what it costs to visit it. So of a chain one of some is kept, and one from which it
-        goes on in several directions: who comes to the same nodes by another way soon meets one of these.
+        goes on in several directions: who comes to the same nodes by another way soon meets one of these, and leaves
+        more of them behind.
         """
         recv_class, stack, seen = self._recv_class, self._stack, self._seen
+        keep = seen.add
         passed_by = self._passed_by
         end = passed_by + limit
         while stack:
@@ -215,49 +225,68 @@ class Planner:
             if passed_by >= end:
                 stack.append(node)
                 break
-            keep = seen.add
-            while True:
-                keep(node)
-                for step in _STEPS:  # noqa: B007 - where it has ended is counted
+            for stride in _STRIDES:
+                for step in stride:
                     edges = node.next_functions
                     if len(edges) == 2:  # which no recv has
                         (child, _), (other, _) = edges
-                        if other is not None:
-                            keep(node)
-                            stack.append(other)
-                        node = child
+                        node = child if other is None else self._fork(node, child, other)
                     elif len(edges) == 1 and node.__class__ is not recv_class:
                         node = edges[0][0]
                     else:
-                        keep(node)
-                        if node.__class__ is recv_class:
-                            self._owner[node] = 0
-                            self._regions[1].recvs.append(node)
-                        elif edges:
-                            for child, _ in edges:
-                                stack.append(child)
-                        else:
-                            self._end_of_chain(node, self._regions[1])
+                        self._end_of_chain(node, edges)
                         node = None
                     if node in seen:
+                        passed_by += step + 1
                         break
                 else:
-                    passed_by += _STEP
+                    passed_by += len(stride)
                     if passed_by < end:
+                        keep(node)
                         continue
                     stack.append(node)
-                    break
-                passed_by += step + 1
                 break
+            else:  # a very long chain: the same again
+                seen.discard(node)
+                stack.append(node)
         self._passed_by = passed_by
         return not stack
 
-    def _end_of_chain(self, node: Any, region: Region) -> None:
-        variable = self._leaves[node] if node in self._leaves else self._plain_leaf(node)
-        if variable is None:
-            self._owner[node] = 0
+    def _fork(self, node: Any, child: Any, other: Any) -> Any:
+        """Where to go on from a node with two edges."""
+        if other.__class__ is _leaf_class:
+            self._leaf_passed_by(other)
+        elif child.__class__ is _leaf_class:
+            self._leaf_passed_by(child)
+            return other
         else:
-            region.leaves[node] = variable
+            self._seen.add(node)
+            self._stack.append(other)
+        return child
+
+    def _end_of_chain(self, node: Any, edges: Sequence[Edge]) -> None:
+        self._seen.add(node)
+        if node.__class__ is self._recv_class:
+            self._owner[node] = 0
+            self._regions[1].recvs.append(node)
+        elif edges:
+            for child, _ in edges:
+                if child.__class__ is _leaf_class:
+                    self._leaf_passed_by(child)
+                else:
+                    self._stack.append(child)
+        else:
+            self._leaf_passed_by(node)
+
+    def _leaf_passed_by(self, node: Any) -> None:
+        """A node that leads nowhere, for the first time or again."""
+        leaves = self._regions[1].leaves
+        if node not in leaves:
+            variable = self._plain_leaf(node)
+            if variable is None:
+                self._owner[node] = 0
+            else:
+                leaves[node] = variable
 
     def _plain_leaf(self, node: Any) -> Any:
         """The tensor of a node that leads nowhere, if it is a leaf without hooks; notes it if so."""

@@ -159,12 +159,13 @@ class Lifetimes:
     def forget(self, context_id: int) -> AutogradContext | None:
         """End a context here."""
         context = self._container.remove(context_id)
-        if context is not None and context.active_pass is not None:
+        if context is None:
+            return None
+        if context.active_pass is not None:
             context.active_pass.fail(
                 AutogradError(f"autograd context {context_id} was left while a backward pass of it was under way")
             )
-        if context is not None:
-            context.clear()
+        context.clear()
         return context
 
     def _tell(self, to: int, context_id: int) -> asyncio.Future[Any]:

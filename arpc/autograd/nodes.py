@@ -20,6 +20,7 @@ from arpc.errors import AutogradError
 __all__ = [
     "ANCHOR",
     "SEND_NAME",
+    "LeafNode",
     "PauseSignal",
     "RecvNode",
     "RecvRecord",
@@ -59,7 +60,12 @@ def current_run() -> int:
 class RecvRecord:
     """What a recv node knows: which message its tensors came with, and who gets their gradients."""
 
-    __slots__ = ("count", "deliver", "is_spent", "message_id", "sender")
+    deliver: Callable[[RecvRecord, tuple[Tensor | None, ...]], None] | None = None
+    """Takes the gradients if the node is run; set while a pass does that."""
+    is_spent = False
+    """A pass that did not retain the graph went through here."""
+    is_hooked = False
+    """The node was given hooks: it is to be run."""
 
     def __init__(self, message_id: int, sender: int, count: int) -> None:
         self.message_id = message_id
@@ -67,10 +73,6 @@ class RecvRecord:
         """The id of the worker that sent the message."""
         self.count = count
         """How many tensors came with it that require grad."""
-        self.deliver: Callable[[RecvRecord, tuple[Tensor | None, ...]], None] | None = None
-        """Takes the gradients; set while a pass runs."""
-        self.is_spent = False
-        """A pass that did not retain the graph went through here."""
 
 
 _TOKEN: Final = torch.zeros(())
@@ -137,6 +139,20 @@ RecvNode: Final[type] = _RecvRpc._backward_cls  # noqa: SLF001 - the class of th
 # What the engine calls. It would find out first that this is the function which was given, and no other.
 RecvNode.apply = _recv_backward  # type: ignore[attr-defined]
 
+
+def _noting(register: Callable[[Any, Any], RemovableHandle]) -> Callable[[Any, Any], RemovableHandle]:
+    """A method of recv nodes that registers hooks. Torch does not tell afterwards whether there are some."""
+
+    def noting(node: Any, hook: Any) -> RemovableHandle:
+        node.record.is_hooked = True
+        return register(node, hook)
+
+    return noting
+
+
+for _name in ("register_hook", "register_prehook"):
+    setattr(RecvNode, _name, _noting(getattr(RecvNode, _name)))
+
 # What `Function.apply` comes down to when no transform of functorch is active; that alone takes a microsecond to tell,
 # and under one nothing can be sent anyway
 _apply_send: Final[Any] = super(Function, _SendRpc).apply
@@ -161,6 +177,10 @@ def attach_send(tensors: Sequence[Tensor]) -> Any:
         return _apply_send(_TOKEN, *tensors).grad_fn  # which does not look at them: they may do something then
     make = _delayed_errors[count] if count < _FEW else _make_delayed_error("a send node was run", 1 + count)
     return make(_TOKEN, *tensors)[0].grad_fn
+
+
+LeafNode: Final[type] = type(attach_send([ANCHOR]).next_functions[1][0])
+"""The class of the nodes where leaves are; their ``variable`` is the tensor."""
 
 
 def pause_at(send: Any) -> RemovableHandle:

@@ -7,13 +7,15 @@ so what a graph of the same size took before is the best guess. Of a new one, wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from time import perf_counter, thread_time
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 
 __all__ = ["Pace", "ThreadsOnly"]
+
+T = TypeVar("T")
 
 SHORT_S: Final = 0.001
 """How long the loop may stand still."""
@@ -41,47 +43,41 @@ class Pace:
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[int, int], float] = {}
-        self._suspects: set[tuple[int, int]] = set()
-        """Graphs that are known to be short, and that took long the last time."""
+        self._short: set[tuple[int, int]] = set()
+        """Graphs that are known to be short, but for those that took long the last time."""
         self._refused: dict[tuple[int, int], int] = {}
         """How often those were refused that took long when they were tried."""
 
     def run(self, run: Callable[[], None], plan: Extent, elements: int) -> None:
         """Run a graph, on the loop or in a thread, and note what it took."""
-        if not self._run_as_known(run, (plan.count, elements)):
-            self._run_and_note(run, plan, elements)
+        self._run(run, (plan.count, elements))
 
-    def _run_as_known(self, run: Callable[[], None], key: tuple[int, int]) -> bool:
-        """Run a graph that is known to be short; False if it is not."""
-        if key in self._suspects or self._seconds.get(key, math.inf) > SHORT_S:
-            return False
-        # Reading the time that a thread had of the CPU is slow, and tells nothing new as long as nothing changes
+    def _run(self, run: Callable[..., T], key: tuple[int, int], *args: Any) -> T:
         begun = perf_counter()
-        run()
-        if perf_counter() - begun > SHORT_S:
-            self._suspects.add(key)
-        return True
-
-    def _run_and_note(self, run: Callable[..., None], plan: Extent, elements: int, *args: Any) -> None:
-        begun, cpu_begun = perf_counter(), thread_time()
-        run(*args)
-        self.took(plan, elements, perf_counter() - begun, thread_time() - cpu_begun)
-
-    def try_to_run(self, run: Callable[..., None], plan: Extent, elements: int, *args: Any) -> bool:
-        """Run a graph on the loop, with these arguments, if it `is_short`; whether it was."""
-        key = plan.count, elements
-        if key not in self._suspects and self._seconds.get(key, math.inf) <= SHORT_S:
-            # `_run_as_known`, written out
-            begun = perf_counter()
-            run(*args)
+        if key in self._short:
+            # Reading the time that a thread had of the CPU is slow, and tells nothing new as long as nothing changes
+            result = run(*args)
             if perf_counter() - begun > SHORT_S:
-                self._suspects.add(key)
-            return True
-        if not self.is_short(plan, elements):
+                self._short.discard(key)
+            return result
+        cpu_begun = thread_time()
+        result = run(*args)
+        self._took(key, perf_counter() - begun, thread_time() - cpu_begun)
+        return result
+
+    def try_to_run(self, run: Callable[..., T], nodes: Collection[Any], elements: int, *args: Any) -> T | None:
+        """Run a graph of these nodes on the loop, with these arguments, if it is short. What comes of it, or None."""
+        key = len(nodes), elements
+        if key in self._short:  # `_run`, written out
+            begun = perf_counter()
+            result = run(*args)
+            if perf_counter() - begun > SHORT_S:
+                self._short.discard(key)
+            return result
+        if not self._is_short(key, nodes):
             self._note_refusal(key)
-            return False
-        self._run_and_note(run, plan, elements, *args)
-        return True
+            return None
+        return self._run(run, key, *args)
 
     def _note_refusal(self, key: tuple[int, int]) -> None:
         # What runs instead is about more, and so is another graph. Were it not for this, one that met with bad luck
@@ -95,38 +91,47 @@ class Pace:
 
     def is_short(self, plan: Extent, elements: int) -> bool:
         """Whether a run is to happen on the loop."""
-        seconds = self._seconds.get((plan.count, elements))
+        return self._is_short((plan.count, elements), plan.nodes)
+
+    def _is_short(self, key: tuple[int, int], nodes: Iterable[Any]) -> bool:
+        count, elements = key
+        seconds = self._seconds.get(key)
         if seconds is not None:
             is_short = seconds <= SHORT_S
         else:
             is_short = (
-                plan.count <= SHORT_NODES
+                count <= SHORT_NODES
                 and elements <= SHORT_ELEMENTS
-                and elements + sum(map(_elements, plan.nodes)) <= SHORT_ELEMENTS
+                and elements + sum(map(_elements, nodes)) <= SHORT_ELEMENTS
             )
         # anomaly mode changes warning filters, which are the process's: that stays on the loop
         return is_short or torch.is_anomaly_enabled()
 
     def took(self, plan: Extent, elements: int, seconds: float, cpu_seconds: float) -> None:
         """Note what a run took, and how much of that the CPU was busy with it."""
-        if seconds <= SHORT_S:
-            self._suspects.discard((plan.count, elements))
-        known = self._seconds.get((plan.count, elements))
+        self._took((plan.count, elements), seconds, cpu_seconds)
+
+    def _took(self, key: tuple[int, int], seconds: float, cpu_seconds: float) -> None:
+        known = self._seconds.get(key)
         if known is None:
             if len(self._seconds) >= _REMEMBERED:
                 self._seconds.clear()
-                self._suspects.clear()
+                self._short.clear()
                 self._refused.clear()
             known = cpu_seconds
         # What it waited for may be a hook that blocks, or other programs on this machine. The first comes again.
-        self._seconds[plan.count, elements] = max(cpu_seconds, min(seconds, 2 * known))
+        self._seconds[key] = max(cpu_seconds, min(seconds, 2 * known))
+        if self._seconds[key] > SHORT_S:
+            self._short.discard(key)
+        elif seconds <= SHORT_S:
+            self._short.add(key)
 
 
 class ThreadsOnly(Pace):
     """For workers whose nodes and hooks may block, and wait for what the loop does: nothing runs there."""
 
-    def try_to_run(self, run: Callable[..., None], plan: Extent, elements: int, *args: Any) -> bool:
-        return False
+    def try_to_run(self, run: Callable[..., T], nodes: Collection[Any], elements: int, *args: Any) -> None:
+        return None
 
     def is_short(self, plan: Extent, elements: int) -> bool:
         return False

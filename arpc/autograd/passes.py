@@ -156,7 +156,7 @@ class BackwardPass:
         for message_id, send in (context.sends if sends is None else sends).items():
             self._places[message_id] = len(sources)
             destinations[message_id] = send.to
-            sources.append(send.source)
+            sources.append(send)
         self._engine = make_engine(sources, retain_graph=retain_graph)
         self._protocol = PassProtocol(host.info.id, destinations)
         context.active_pass = self

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from arpc.autograd.context import AutogradContext, Container, Send, current_context_id
+from arpc.autograd.context import AutogradContext, Container, current_context_id
 from arpc.autograd.engine import Source
 from arpc.autograd.nodes import RecvRecord, attach_recv, attach_send
 from arpc.errors import ProtocolError
@@ -55,7 +55,7 @@ class Recorder:
         context = self._container.contexts.get(context_id)
         if context is None:
             return None  # it has ended, and this code outlives it
-        message_id = self._record_send(context, peer, slots) if slots else 0
+        message_id = self._record_send(context, peer.id, slots) if slots else 0
         if not message_id and isinstance(function, BuiltinFunctionType):
             return None
         context.known_workers.add(peer.id)
@@ -69,40 +69,44 @@ class Recorder:
         current_context_id.set(context_id)
         context.known_workers.add(peer.id)
         if message_id:
-            self._record_recv(context, peer, message_id, slots)
+            self._record_recv(context, peer.id, message_id, slots)
 
     def reply_sent(self, peer: WorkerInfo, meta: Any, slots: list[Slot]) -> bytes | None:
-        context = self._container.contexts.get(_checked(meta)[0])
-        if context is None or not slots:
+        if not slots:
+            return None
+        context_id, _ = _checked(meta)
+        context = self._container.contexts.get(context_id)
+        if context is None:
             return None
         if _is_grad_enabled():
-            message_id = self._record_send(context, peer, slots)
+            message_id = self._record_send(context, peer.id, slots)
         else:  # a generator that is suspended inside a no_grad block
             with torch.enable_grad():
-                message_id = self._record_send(context, peer, slots)
-        return _pack_ids(context.id, message_id) if message_id else None
+                message_id = self._record_send(context, peer.id, slots)
+        return _pack_ids(context_id, message_id) if message_id else None
 
     def reply_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
         context_id, message_id = _checked(meta)
         context = self._container.contexts.get(context_id)
         if context is not None and message_id:
-            self._record_recv(context, peer, message_id, slots)
+            self._record_recv(context, peer.id, message_id, slots)
 
-    def _record_send(self, context: AutogradContext, peer: WorkerInfo, slots: list[Slot]) -> int:
+    def _record_send(self, context: AutogradContext, to: int, slots: list[Slot]) -> int:
         tensors = _requiring_grad(slots)
         if not tensors:
             return 0
         message_id = self._container.new_message_id()
-        context.sends[message_id] = _new_tuple(Send, (peer.id, Source.of_send(attach_send(tensors))))
+        node = attach_send(tensors)
+        context.sends[message_id] = _new_tuple(Source, (node.next_functions[1:], node, to))
         return message_id
 
-    def _record_recv(self, context: AutogradContext, peer: WorkerInfo, message_id: int, slots: list[Any]) -> None:
+    def _record_recv(self, context: AutogradContext, sender: int, message_id: int, slots: list[Any]) -> None:
         # `data`: `detach()` would have them share a version counter
         tensors = list(map(_data_of, _requiring_grad(slots)))
         if not tensors:
             raise ProtocolError("gradients were announced for a message without tensors that require grad")
         count = len(tensors)
-        record = RecvRecord(message_id, peer.id, count)
+        record = RecvRecord(message_id, sender, count)
         if _is_grad_enabled():
             attached = attach_recv(tensors, record)
         else:

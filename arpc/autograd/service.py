@@ -34,7 +34,7 @@ from arpc.autograd.protocol import (
     unpack_parcel,
 )
 from arpc.autograd.recording import Recorder
-from arpc.autograd.roots import checked_roots
+from arpc.autograd.roots import nodes_of_roots
 from arpc.autograd.survey import Expectation
 from arpc.errors import AutogradError, RpcTimeoutError, WorkerLostError
 from arpc.ids import WorkerInfo
@@ -106,7 +106,7 @@ class AutogradService:
     def identify(self, info: WorkerInfo) -> None:
         """The group has given this worker its id."""
         self.info = info
-        self.container.worker_id = info.id
+        self.container.identify(info.id)
 
     # -- told by the agent
 
@@ -130,46 +130,37 @@ class AutogradService:
         """What has been accumulated on this worker in a context."""
         return dict(self.container.find(context_id).gradients)
 
-    def backward(
+    async def backward(
         self,
         context_id: int,
         roots: Sequence[Tensor],
-        *,
         retain_graph: bool,
         timeout: float | Unset = UNSET,
         threads: Threads | None = None,
-    ) -> Coroutine[Any, Any, None]:
+        pass_id: int | None = None,
+    ) -> None:
         """Run a pass from the roots, over all workers that they depend on.
 
         ``threads``: where nodes of this worker run that do not run on the loop.
         """
-        return self._backward(context_id, self.container.new_pass_id(), roots, retain_graph, timeout, threads)
-
-    async def _backward(
-        self,
-        context_id: int,
-        pass_id: int,
-        roots: Sequence[Tensor],
-        retain_graph: bool,
-        timeout: float | Unset,
-        threads: Threads | None = None,
-    ) -> None:
         context = self.container.find(context_id)
         deadline, usual_timeout_s = self._deadline(timeout)
-        checked = checked_roots(roots)
-        self._note_begin(context)
+        nodes = nodes_of_roots(roots)
+        if context.active_pass is not None:
+            raise self._is_under_way(context)
+        self.passes_begun += 1
+        if pass_id is None:
+            pass_id = self.container.new_pass_id()
         started: BackwardPass | BriefPass
-        started = brief = BriefPass(
-            self, context, pass_id, retain_graph, deadline, usual_timeout_s, parent=None, threads=threads
-        )
-        if self._agent.observers.installed or not brief.try_to_start(checked, self._expected_of_roots):
+        started = brief = BriefPass(self, context, pass_id, retain_graph, deadline, usual_timeout_s, None, threads)
+        if self._agent.observers.installed or not brief.try_to_start(roots, nodes, self._expected_of_roots):
             started = full = self._make_pass(
                 context,
                 pass_id,
                 retain_graph=retain_graph,
                 deadline=deadline,
                 parent=None,
-                roots=checked,
+                roots=roots,
                 threads=threads,
             )
             full.start()
@@ -232,28 +223,25 @@ class AutogradService:
         if context_id == -1:
             await (threads or self.threads).call(partial(value.backward, retain_graph=retain_graph))
         else:
-            await self._backward(context_id, pass_id, [value], retain_graph, timeout, threads)
+            await self.backward(context_id, [value], retain_graph, timeout, threads, pass_id)
 
     def _deadline(self, timeout: float | Unset) -> tuple[float | None, float | None]:
         """When a pass has to be over; and its timeout, if that is all there is to it."""
         timeout_s = self._options.rpc_timeout if isinstance(timeout, Unset) else timeout
         if not timeout_s >= 0:
             raise ValueError(f"a timeout is 0 (none) or more seconds, not {timeout!r}")
-        scope = current_scope.get()
-        inherited = scope.deadline if scope is not None else None
         own = self._agent.loop.time() + timeout_s if timeout_s else None
-        if inherited is None:
+        scope = current_scope.get()
+        if scope is None or (inherited := scope.deadline) is None:
             return own, timeout_s
         return inherited if own is None else min(own, inherited), None
 
-    def _note_begin(self, context: AutogradContext) -> None:
-        """A pass is to begin here. Raises `AutogradError` if another one of the context is under way."""
-        if context.active_pass is not None:
-            raise AutogradError(
-                f"a backward pass of autograd context {context.id} is under way already, on worker "
-                f"{self.info.name!r}: await it before the next one, or use a context for each"
-            )
-        self.passes_begun += 1
+    def _is_under_way(self, context: AutogradContext) -> AutogradError:
+        """Why a pass cannot begin here."""
+        return AutogradError(
+            f"a backward pass of autograd context {context.id} is under way already, on worker "
+            f"{self.info.name!r}: await it before the next one, or use a context for each"
+        )
 
     def _make_pass(
         self,
@@ -345,16 +333,18 @@ class AutogradService:
                 return None  # why it failed is on its way there, and this would hide it
             raise AutogradError(f"the backward pass {pass_id} of autograd context {context_id} has failed")
         active: BackwardPass | BriefPass | None = context.active_pass
-        if active is not None and active.id == pass_id:
+        if active is not None:
+            if active.id != pass_id:
+                raise self._is_under_way(context)
             riding = active.receive(caller, parcel, is_engaging=False)
             if active.failure is not None:
                 raise fresh(active.failure)  # the parent is told as well
             return None if riding is None else self._packed(riding)
-        if active is None and pass_id == context.last_pass:
+        if pass_id == context.last_pass:
             # All that was live has been answered for. But that may be on its way to whoever was told what it is, and
             # this would be there first.
             return None if caller in context.last_announced_to else self._packed(NOTHING_LIVE)
-        self._note_begin(context)
+        self.passes_begun += 1
         retains = bool(retain_graph)
         if self._agent.observers.installed:
             return self._engage(context, pass_id, retains, caller, parcel)

@@ -7,23 +7,29 @@ are no regions then, and nothing to plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from itertools import islice
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from arpc.autograd.accumulation import LeafGradients
-from arpc.autograd.engine import call_engine, compact
-from arpc.autograd.nodes import ANCHOR, RecvNode, RecvRecord
+from arpc.autograd.engine import compact
+from arpc.autograd.nodes import LeafNode, RecvNode, RecvRecord, run_backward
 from arpc.autograd.pace import SHORT_NODES, Pace
 
-__all__ = ["Expectation", "Survey", "are_apart", "is_plain_leaf", "survey"]
+__all__ = ["Delivered", "Expectation", "Survey", "are_apart", "survey"]
+
+Delivered: TypeAlias = "dict[int, list[tuple[int, Sequence[Tensor | None]]]]"
+"""What leaves a worker: by the one that it goes to, the gradients for its messages."""
+IsHeeded: TypeAlias = "Callable[[Any, Any], bool]"
 
 _recv_class: Any = RecvNode
+_leaf_class: Any = LeafNode
 _is_anomaly_enabled = torch._C.is_anomaly_enabled  # what `torch.is_anomaly_enabled` calls
-IsHeeded = Callable[[Any, Any], bool]
+_new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
 _PASSED_OVER: Final = 15
-_NO_LEAVES: Final = (ANCHOR,)
 
 
 class Expectation:
@@ -32,127 +38,119 @@ class Expectation:
     To look at a part of a large one in vain takes as long as some of its nodes take to run.
     """
 
-    __slots__ = ("_to_pass_over",)
+    __slots__ = ("to_pass_over",)
 
     def __init__(self) -> None:
-        self._to_pass_over = 0
-
-    @property
-    def is_good(self) -> bool:
-        """Whether to look at the next one. Asked once for each."""
-        if self._to_pass_over:
-            self._to_pass_over -= 1
-            return False
-        return True
-
-    def disappointed(self) -> None:
-        """It was large. Some are passed over now."""
-        self._to_pass_over = _PASSED_OVER
+        self.to_pass_over = 0
+        """How many are not looked at now, since one was large."""
 
 
-class Survey:
-    """All that there is to know of a small graph. Its nodes are for a `Pace`, as those of a plan are."""
+class Survey(NamedTuple):
+    """All that there is to know of a small graph."""
 
-    __slots__ = ("count", "delivered", "leaves", "nodes", "records", "retain_graph")
-
-    def __init__(
-        self, nodes: dict[Any, None], leaves: list[Tensor], records: list[RecvRecord], retain_graph: bool
-    ) -> None:
-        self.nodes = nodes
-        self.count = len(nodes)
-        self.leaves = leaves
-        """Tensors that get gradients here."""
-        self.records = records
-        """Messages whose tensors do."""
-        self.retain_graph = retain_graph
-        self.delivered: dict[int, list[tuple[int, Sequence[Tensor | None]]]] = {}
-        """What leaves this worker once it has run: by the worker that it goes to, the gradients for its messages."""
+    nodes: dict[Any, None]
+    leaves: list[Tensor]
+    """Tensors that get gradients here."""
+    recvs: list[Any]
+    """The nodes of messages whose tensors do."""
 
     def try_to_run(
-        self, roots: Sequence[Any], gradients: Sequence[Tensor], pace: Pace, leaf_gradients: LeafGradients
-    ) -> bool:
-        """Run it with gradients that enter at roots; False, and nothing has happened, if that would take too long.
+        self,
+        roots: Sequence[Any],
+        gradients: Sequence[Tensor],
+        retain_graph: bool,
+        pace: Pace,
+        leaf_gradients: LeafGradients,
+    ) -> Delivered | None:
+        """Run it with gradients that enter at roots; None, and nothing has happened, if that would take too long.
 
         A root is a tensor, or a `GradientEdge`.
         """
+        nodes, leaves, recvs = self
+        delivered: Delivered = {}
+        # What would enter a recv node is asked for, as that of a leaf is, so the engine does not call it
+        inputs: list[Any] = []
         elements = 0
+        for leaf in leaves:
+            inputs.append(leaf)
+            elements += leaf.numel()
+        for node in recvs:
+            for place in range(node.record.count):
+                inputs.append(GradientEdge(node, place))  # noqa: PERF401 - mostly there are one or two
+        if not inputs:
+            return delivered
         for gradient in gradients:
             elements += gradient.numel()
-        for leaf in self.leaves:
-            elements += leaf.numel()
-        records, deliver = self.records, self._deliver
-        for record in records:
-            record.deliver = deliver
-        try:
-            return pace.try_to_run(self._run, self, elements, roots, gradients, leaf_gradients)
-        finally:
-            for record in records:
-                record.deliver = None
-
-    def _run(self, roots: Sequence[Any], gradients: Sequence[Tensor], leaf_gradients: LeafGradients) -> None:
-        leaves = self.leaves
-        if not leaves:
-            call_engine(roots, gradients, _NO_LEAVES, self.retain_graph)
-            return
-        inputs = (ANCHOR, *leaves)
-        for leaf, gradient in zip(inputs, call_engine(roots, gradients, inputs, self.retain_graph), strict=True):
-            if gradient is not None:
+        found = pace.try_to_run(
+            run_backward,
+            nodes,
+            elements,
+            tuple(roots),
+            tuple(gradients),
+            retain_graph,
+            False,
+            tuple(inputs),
+            True,
+            False,
+        )
+        if found is None:
+            return None
+        computed = iter(found)
+        for leaf in leaves:
+            if (gradient := next(computed)) is not None:
                 leaf_gradients.add(leaf, gradient)
+        for node in recvs:
+            record: RecvRecord = node.record
+            tensors = list(map(compact, islice(computed, record.count)))
+            for tensor in tensors:
+                if tensor is not None:
+                    if not retain_graph:
+                        record.is_spent = True
+                    delivered.setdefault(record.sender, []).append((record.message_id, tensors))
+                    break
+        return delivered
 
-    def _deliver(self, record: RecvRecord, gradients: tuple[Tensor | None, ...]) -> None:
-        record.is_spent = not self.retain_graph
-        item = record.message_id, list(map(compact, gradients))
-        if record.sender in self.delivered:
-            self.delivered[record.sender].append(item)
-        else:
-            self.delivered[record.sender] = [item]
 
-
-def survey(stack: list[Any], is_heeded: IsHeeded, expectation: Expectation, retain_graph: bool) -> Survey | None:
+def survey(stack: list[Any], is_heeded: IsHeeded, expectation: Expectation) -> Survey | None:
     """Look at all nodes that some lead to; None if there are many, or there is something special about one of them.
 
-    The list of these nodes is used up.
+    The list of these nodes grows.
     """
-    if _is_anomaly_enabled() or not expectation.is_good:
+    if expectation.to_pass_over:
+        expectation.to_pass_over -= 1
+        return None
+    if _is_anomaly_enabled():
         return None
     nodes: dict[Any, None] = {}
     leaves: list[Tensor] = []
-    records: list[RecvRecord] = []
-    recv_class = _recv_class
-    while stack:
-        node = stack.pop()
-        if node is None or node in nodes:
+    recvs: list[Any] = []
+    for node in stack:
+        if node in nodes:
             continue
         nodes[node] = None
-        if node.__class__ is recv_class:
-            record = node.record
-            if record.is_spent:
+        kind = node.__class__
+        if kind is _recv_class:
+            record: RecvRecord = node.record
+            if record.is_spent or record.is_hooked:
                 return None
-            records.append(record)
-        elif further := node.next_functions:
-            for child, _ in further:
-                stack.append(child)
-            if len(nodes) > SHORT_NODES:
-                expectation.disappointed()
-                return None
-        elif (leaf := getattr(node, "variable", None)) is not None:
+            recvs.append(node)
+        elif kind is _leaf_class:
+            leaf = node.variable
             if is_heeded(node, leaf):
                 return None
             leaves.append(leaf)
-    return Survey(nodes, leaves, records, retain_graph)
-
-
-def is_plain_leaf(node: Any, is_heeded: IsHeeded) -> bool:
-    """Whether a node that leads nowhere is a leaf without hooks: nothing needs to run for a gradient that comes in."""
-    leaf = getattr(node, "variable", None)
-    return not (leaf is None or leaf._backward_hooks or is_heeded(node, leaf))  # noqa: SLF001 - torch has no other way to ask
+        else:
+            for child, _ in node.next_functions:
+                if child is not None:
+                    stack.append(child)
+            if len(nodes) > SHORT_NODES:
+                expectation.to_pass_over = _PASSED_OVER
+                return None
+    made: Survey = _new_tuple(Survey, (nodes, leaves, recvs))
+    return made
 
 
 def are_apart(first: Survey, second: Survey) -> bool:
     """Whether one graph can run before the other: they share nothing but leaves without hooks."""
     shared = first.nodes.keys() & second.nodes
-    return all(not node.next_functions and is_plain_leaf(node, _never) for node in shared)
-
-
-def _never(_node: Any, _leaf: Any) -> bool:
-    return False  # heeded: none of them is, or there would be no survey
+    return all(node.__class__ is _leaf_class and not node.variable._backward_hooks for node in shared)  # noqa: SLF001 - torch has no other way to ask

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import arpc
-from arpc.autograd import engine
+from arpc.autograd import engine, survey
 
 __all__ = ["CONTEXTS", "FAN_OUT", "SIZE", "EngineClock", "deepen", "mul", "mul_async", "pass_on_async", "timed_engine"]
 
@@ -66,13 +66,15 @@ class EngineClock:
 def timed_engine() -> Iterator[EngineClock]:
     """Times every call of torch's engine that arpc makes inside of the block."""
     clock = EngineClock()
-    module: Any = engine  # no user can get in between
-    as_it_is = module.run_backward
-    module.run_backward = clock.around(as_it_is)
+    modules: tuple[Any, ...] = engine, survey  # no user can get in between
+    as_it_is = [module.run_backward for module in modules]
+    for module, run in zip(modules, as_it_is, strict=True):
+        module.run_backward = clock.around(run)
     try:
         yield clock
     finally:
-        module.run_backward = as_it_is
+        for module, run in zip(modules, as_it_is, strict=True):
+            module.run_backward = run
 
 
 def leaves() -> tuple[Tensor, Tensor]:

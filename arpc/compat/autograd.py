@@ -47,7 +47,7 @@ class _SendFunction:
     """Where tensors left, as torch shows it. What is in the graph there is for engines alone."""
 
     def __init__(self, send: Send) -> None:
-        self.next_functions = tuple(send.source.edges)
+        self.next_functions = tuple(send.edges)
         """Where they came from."""
 
     def name(self) -> str:

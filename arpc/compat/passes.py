@@ -104,7 +104,7 @@ def _run_pass(drop_in: DropIn, context_id: int, roots: Sequence[Tensor], retain_
 
     def start(service: AutogradService, outcome: _ServingOutcome) -> Coroutine[Any, Any, None]:
         timeout_s = drop_in.agent.default_timeout
-        return service.backward(context_id, roots, retain_graph=retain_graph, timeout=timeout_s, threads=outcome)
+        return service.backward(context_id, roots, retain_graph, timeout_s, outcome)
 
     _wait(drop_in, start)
 

@@ -129,6 +129,31 @@ async def test_a_second_pass_adds_to_the_first_and_the_graph_is_freed_with_it(gr
         assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [4.0] * 3
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_prehook"])
+async def test_hooks_of_the_node_that_a_result_came_from_run(group, full_passes, register):
+    x, seen = leaf(), []
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", weigh, (x,))
+        getattr(y.grad_fn, register)(lambda *gradients: seen.append(gradients))
+        await arpc.autograd.backward(ctx_id, [y.sum()])
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [2.0] * 3
+    assert len(seen) == 1
+    assert len(full_passes) == 1
+
+
+async def test_hooks_of_a_result_and_what_it_retains_are_no_matter(group, full_passes):
+    x, seen = leaf(), []
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", weigh, (x,))
+        y.register_hook(lambda gradient: seen.append(gradient) or 3 * gradient)
+        y.retain_grad()
+        await arpc.autograd.backward(ctx_id, [y.sum()])
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [6.0] * 3
+        assert y.grad.tolist() == [3.0] * 3
+    assert len(seen) == 1
+    assert full_passes == []
+
+
 @pytest.mark.parametrize("what", ["hook of a leaf", "hook after accumulation", "shared node", "too long"])
 async def test_what_is_special_takes_it(group, full_passes, monkeypatch, what):
     x = leaf()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
+from arpc.autograd import graph
 from arpc.autograd.engine import Source
 from arpc.autograd.graph import Planner
 
@@ -152,7 +155,12 @@ def made_at_random(seed, size):
     return nodes[-1]
 
 
-def test_of_a_large_graph_only_what_matters_is_kept():
+@pytest.mark.parametrize("leaf_class", [Leaf, None], ids=["leaves are known", "leaves are found"])
+@pytest.mark.parametrize("strides", [None, (range(2), range(3))], ids=["few are kept", "many are kept"])
+def test_of_a_large_graph_only_what_matters_is_kept(leaf_class, strides, monkeypatch):
+    monkeypatch.setattr(graph, "_leaf_class", leaf_class)
+    if strides is not None:
+        monkeypatch.setattr(graph, "_STRIDES", strides)
     for seed in range(30):
         root = made_at_random(seed, 100 * (1 + seed % 10))
         every, found = plan([root], keeps_all=True), plan([root], limit=1 + 37 * seed)
@@ -177,19 +185,22 @@ def test_a_chain_keeps_next_to_nothing():
     assert 5000 <= found.count <= 5100
 
 
-def test_ways_that_meet_again_and_again_are_not_walked_again_and_again():
-    visits = [0]
+class Counted(Node):
+    """Counts how often any of them is visited."""
 
-    class Counted(Node):
-        @property
-        def next_functions(self):
-            visits[0] += 1
-            return self._next
+    visits = 0
 
-        @next_functions.setter
-        def next_functions(self, edges):
-            self._next = edges
+    @property
+    def next_functions(self):
+        Counted.visits += 1
+        return self._next
 
+    @next_functions.setter
+    def next_functions(self, edges):
+        self._next = edges
+
+
+def test_ways_that_meet_again_and_again_are_not_walked_again_and_again(monkeypatch):
     leaf = Leaf()
     ladder = leaf
     for _ in range(500):  # 2 ** 500 ways
@@ -199,5 +210,18 @@ def test_ways_that_meet_again_and_again_are_not_walked_again_and_again():
     for _ in range(1000):
         chain = Counted(chain)
     root = Counted(*[Counted(chain) for _ in range(500)])
+    monkeypatch.setattr(Counted, "visits", 0)
     assert list(plan([root]).leaves) == [leaf]
-    assert visits[0] < 20 * 3500
+    assert Counted.visits < 20 * 3500
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_many_ways_into_one_chain_are_not_followed_to_its_end(order, monkeypatch):
+    leaf = Leaf()
+    states = [leaf]
+    for _ in range(4000):
+        states.append(Counted(states[-1]))
+    root = Counted(*[Counted(state) for state in states[4::4][::order]])
+    monkeypatch.setattr(Counted, "visits", 0)
+    assert list(plan([root]).leaves) == [leaf]
+    assert Counted.visits < 20 * 5000

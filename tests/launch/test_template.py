@@ -50,7 +50,7 @@ class Group:
                 self._exits[rank].set_result(exit_code)
 
     async def run(self, *words: str, then: Callable[[int], None] | None = None, **environment: str) -> Ended:
-        """Run a program to its end. Once it has a process, ``then`` is called with its rank."""
+        """Run a program to its end. Once it has a process, ``then`` is called with the id of that."""
         loop = asyncio.get_running_loop()
         rank = self._count = self._count + 1
         self._pids[rank], self._exits[rank] = loop.create_future(), loop.create_future()
@@ -62,8 +62,7 @@ class Group:
         for descriptor in output:
             os.close(descriptor)
         if then is not None:
-            await self._pids[rank]
-            then(rank)
+            then(await self._pids[rank])
         exit_code = await self._exits[rank]
         return Ended(exit_code, *[await reader for reader in readers])
 
@@ -173,8 +172,10 @@ async def test_a_forked_worker_differs_in_nothing_from_one_that_was_started(grou
     assert (await group.run(str(forked), **found)).out == "False\n"
     (tmp_path / "queue.py").unlink()
 
-    def kill_template(_: int) -> None:
-        (killed,) = (child for child in group.process().children() if template.BOOT in child.cmdline())
+    def kill_template(worker: int) -> None:
+        # the worker shows the command of the template, whose memory it has, until it has come to show its own
+        children = [child for child in group.process().children() if child.pid != worker]
+        (killed,) = (child for child in children if template.BOOT in child.cmdline())
         killed.kill()
         go.touch()
 

@@ -54,6 +54,8 @@ class AutogradContext:
     """The last of them that failed here, and the worker that is told why by the answer to the parcel that began it."""
     aborts_told: frozenset[int] = frozenset()
     """Those of them that this worker has told others of."""
+    unheard: dict[int, dict[int, Any]] = {}  # noqa: RUF012 - replaced before it is filled
+    """Those of them that workers have not been heard to know of, by worker, and who is telling."""
     sends_used = 0
     """How often gradients have come for a message, in all passes."""
     gradients: Mapping[Tensor, Tensor] = MappingProxyType({})
@@ -125,6 +127,7 @@ class Container:
         self._message_numbers = count(1)
         self._pass_numbers = count()
         self._ended: OrderedDict[int, None] = OrderedDict()
+        self._failed_early: OrderedDict[int, frozenset[int]] = OrderedDict()
 
     def new(self) -> AutogradContext:
         """A context of this worker's own."""
@@ -145,7 +148,16 @@ class Container:
         context = self.contexts.get(context_id)
         if context is None and context_id not in self._ended and context_id >> LOCAL_BITS != self.worker_id:
             context = self.contexts[context_id] = AutogradContext(context_id)
+            if self._failed_early:
+                context.aborted_passes = self._failed_early.pop(context_id, frozenset())
         return context
+
+    def fail_early(self, context_id: int, pass_id: int) -> None:
+        """A pass has failed, of a context that is not known here: what is to begin it may still come."""
+        if context_id not in self._ended:
+            self._failed_early[context_id] = self._failed_early.get(context_id, frozenset()) | {pass_id}
+            if len(self._failed_early) > _TOMBSTONES:
+                self._failed_early.popitem(last=False)
 
     def find(self, context_id: int) -> AutogradContext:
         """A context by its id. Raises `AutogradError` if it is not known here."""
@@ -160,6 +172,7 @@ class Container:
     def remove(self, context_id: int) -> AutogradContext | None:
         """End a context here, once and for all; None if it is not known."""
         self._ended[context_id] = None
+        self._failed_early.pop(context_id, None)
         if len(self._ended) > _TOMBSTONES:
             self._ended.popitem(last=False)
         return self.contexts.pop(context_id, None)

@@ -8,9 +8,11 @@ no cycles behind is not disturbed, and whoever does sees no more of them than be
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
-from typing import Any, Final
+import weakref
+from typing import Any, Final, NamedTuple
 
 __all__ = ["BACKOFF", "Backoff"]
 
@@ -19,34 +21,51 @@ _MOST: Final = 1 << 30
 """About the largest threshold that Python takes."""
 
 
+class _Wish(NamedTuple):
+    """What somebody wants, as long as their loop is not closed."""
+
+    factor: int
+    loop: weakref.ref[asyncio.AbstractEventLoop]
+
+    @property
+    def is_current(self) -> bool:
+        loop = self.loop()
+        return loop is not None and not loop.is_closed()
+
+
 class Backoff:
     """Lets collections that find nothing be rarer, up to a factor, while somebody wants that."""
 
     def __init__(self) -> None:
-        self._factors: list[int] = []
+        self._wishes: tuple[_Wish, ...] = ()
+        """Replaced, never changed: a collection may come at any moment."""
         self._lock = threading.Lock()
         self._usual = 0
         """The first of `gc.get_threshold`, as the program wants it."""
         self._last = 0
         """The same, as it was set here. If it is another, the program has set it meanwhile."""
 
-    def begin(self, factor: int) -> None:
-        """Let there be up to ``factor`` times as many new objects before Python looks at them; 1 changes nothing."""
+    def begin(self, factor: int, loop: asyncio.AbstractEventLoop) -> None:
+        """Let there be up to ``factor`` times as many new objects before Python looks at them; 1 changes nothing.
+
+        It is over with `end`, or when the loop is closed: a worker may be abandoned, and never be shut down.
+        """
         if factor > 1:
             with self._lock:
-                if not self._factors:
+                if self._looked not in gc.callbacks:
                     self._usual = self._last = gc.get_threshold()[0]
                     gc.callbacks.append(self._looked)
-                self._factors.append(factor)
+                self._wishes = (*filter(_is_current, self._wishes), _Wish(factor, weakref.ref(loop)))
 
-    def end(self, factor: int) -> None:
+    def end(self, factor: int, loop: asyncio.AbstractEventLoop) -> None:
         """Take back one `begin` with the same factor, if there was one; the last brings back what was before."""
         if factor > 1:
             with self._lock:
-                if factor not in self._factors:
-                    return  # a worker may be shut down before its start has come that far
-                self._factors.remove(factor)
-                if not self._factors:
+                wishes, ended = list(self._wishes), _Wish(factor, weakref.ref(loop))
+                if ended in wishes:  # a worker may be shut down before its start has come that far
+                    wishes.remove(ended)
+                self._wishes = tuple(filter(_is_current, wishes))
+                if not self._wishes and self._looked in gc.callbacks:
                     gc.callbacks.remove(self._looked)
                     self._set(self._heed_program())
 
@@ -54,7 +73,8 @@ class Backoff:
         """Called by Python, in the midst of whatever made the last of the objects, in any thread: takes no lock."""
         if phase == "stop":
             usual = self._heed_program()
-            most = max(usual, min(usual * max(self._factors, default=1), _MOST))
+            factor = max((wish.factor for wish in self._wishes if wish.is_current), default=1)
+            most = max(usual, min(usual * factor, _MOST))
             self._set(usual if info["collected"] else min(2 * self._last, most))
 
     def _heed_program(self) -> int:
@@ -68,6 +88,10 @@ class Backoff:
         if threshold != self._last:
             gc.set_threshold(threshold, *gc.get_threshold()[1:])
             self._last = threshold
+
+
+def _is_current(wish: _Wish) -> bool:
+    return wish.is_current
 
 
 BACKOFF: Final = Backoff()

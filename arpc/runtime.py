@@ -379,7 +379,7 @@ class Worker:
         with suppress(RendezvousError, OSError):
             # the host of the store waits a moment for the others, unless nobody is to be waited for
             await self.rendezvous.leave(grace_s=_LEAVE_S if graceful else 0)
-        BACKOFF.end(self.options.gc_backoff)
+        BACKOFF.end(self.options.gc_backoff, self.agent.loop)
         if self.options.gc_freeze:
             gc.unfreeze()
         await self.rendezvous.aclose()

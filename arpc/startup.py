@@ -187,18 +187,18 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
         await worker.close_transports()
         await _withdraw(rendezvous, error)
         raise
-    _tune_process(options)
+    _tune_process(options, agent.loop)
     worker_began(worker, agent.loop)
     return worker
 
 
-def _tune_process(options: RpcOptions) -> None:
+def _tune_process(options: RpcOptions, loop: asyncio.AbstractEventLoop) -> None:
     if options.switch_interval is not None:
         sys.setswitchinterval(options.switch_interval)
     if options.gc_freeze:
         gc.collect()
         gc.freeze()
-    BACKOFF.begin(options.gc_backoff)
+    BACKOFF.begin(options.gc_backoff, loop)
 
 
 def _restrict(guard: Guard, agent: Agent, rrefs: RRefContext, variables: VariableCarrier) -> None:

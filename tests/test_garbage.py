@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 
 import pytest
@@ -10,6 +11,7 @@ import arpc
 from arpc import runtime, startup
 from arpc.garbage import Backoff
 from arpc.testing import cluster
+from tests.conftest import LOOP_FACTORIES
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +34,13 @@ def thresholds(monkeypatch):
     gc.set_threshold(*before)
 
 
+@pytest.fixture
+def loop():
+    made = asyncio.new_event_loop()
+    yield made
+    made.close()
+
+
 def first_threshold() -> int:
     return gc.get_threshold()[0]
 
@@ -41,22 +50,22 @@ def leave_a_cycle() -> None:
     cycle.append(cycle)
 
 
-def test_collections_that_find_nothing_get_rarer_up_to_the_factor():
+def test_collections_that_find_nothing_get_rarer_up_to_the_factor(loop):
     backoff = Backoff()
-    backoff.begin(4)
+    backoff.begin(4, loop)
     seen = []
     for _ in range(4):
         gc.collect(0)
         seen.append(first_threshold())
     assert seen == [200_000, 400_000, 400_000, 400_000]
     assert gc.get_threshold()[1:] == (10, 10)
-    backoff.end(4)
+    backoff.end(4, loop)
     assert first_threshold() == 100_000
 
 
-def test_one_that_finds_something_brings_the_usual_pace_back():
+def test_one_that_finds_something_brings_the_usual_pace_back(loop):
     backoff = Backoff()
-    backoff.begin(16)
+    backoff.begin(16, loop)
     gc.collect(0)
     gc.collect(0)
     leave_a_cycle()
@@ -64,79 +73,79 @@ def test_one_that_finds_something_brings_the_usual_pace_back():
     assert first_threshold() == 100_000
     gc.collect(0)
     assert first_threshold() == 200_000
-    backoff.end(16)
+    backoff.end(16, loop)
 
 
-def test_a_threshold_that_the_program_sets_is_the_usual_one_from_then_on():
+def test_a_threshold_that_the_program_sets_is_the_usual_one_from_then_on(loop):
     backoff = Backoff()
-    backoff.begin(2)
+    backoff.begin(2, loop)
     gc.collect(0)
     gc.set_threshold(50_000, 10, 10)
     gc.collect(0)
     assert first_threshold() == 100_000
     gc.collect(0)
     assert first_threshold() == 100_000
-    backoff.end(2)
+    backoff.end(2, loop)
     assert first_threshold() == 50_000
 
 
-def test_a_threshold_that_is_set_last_stays():
+def test_a_threshold_that_is_set_last_stays(loop):
     backoff = Backoff()
-    backoff.begin(2)
+    backoff.begin(2, loop)
     gc.collect(0)
     gc.set_threshold(70_000, 10, 10)
-    backoff.end(2)
+    backoff.end(2, loop)
     assert first_threshold() == 70_000
 
 
-def test_collections_that_are_switched_off_stay_so():
+def test_collections_that_are_switched_off_stay_so(loop):
     backoff = Backoff()
-    backoff.begin(16)
+    backoff.begin(16, loop)
     gc.set_threshold(0, 10, 10)
     gc.collect(0)
     assert first_threshold() == 0
-    backoff.end(16)
+    backoff.end(16, loop)
     assert first_threshold() == 0
 
 
-def test_the_last_of_several_who_want_it_ends_it():
+def test_the_last_of_several_who_want_it_ends_it(loop):
     backoff = Backoff()
     callbacks = len(gc.callbacks)
-    backoff.begin(1)
+    backoff.begin(1, loop)
     assert len(gc.callbacks) == callbacks, "a factor of 1 is none"
-    backoff.begin(2)
-    backoff.begin(4)
+    backoff.begin(2, loop)
+    backoff.begin(4, loop)
     gc.collect(0)
     gc.collect(0)
     assert first_threshold() == 400_000
-    backoff.end(4)
+    backoff.end(4, loop)
     gc.collect(0)
     assert first_threshold() == 200_000
-    backoff.end(1)
-    backoff.end(2)
+    backoff.end(1, loop)
+    backoff.end(2, loop)
     assert first_threshold() == 100_000
     assert len(gc.callbacks) == callbacks
 
 
-def test_a_threshold_that_is_huge_already_stays_within_what_python_takes():
+def test_a_threshold_that_is_huge_already_stays_within_what_python_takes(loop):
     backoff = Backoff()
-    backoff.begin(16)
+    backoff.begin(16, loop)
     for huge, most in ((1 << 29, 1 << 30), ((1 << 31) - 1, (1 << 31) - 1)):
         gc.set_threshold(huge, 10, 10)
         for _ in range(3):
             gc.collect(0)
         assert first_threshold() == most
-    backoff.end(16)
+    backoff.end(16, loop)
 
 
-def test_an_end_without_a_beginning_is_none():
+def test_an_end_without_a_beginning_is_none(loop):
     backoff = Backoff()
-    backoff.end(2)
-    backoff.begin(4)
-    backoff.end(2)
+    backoff.end(2, loop)
+    backoff.begin(4, loop)
+    backoff.end(2, loop)
     gc.collect(0)
     assert first_threshold() == 200_000
-    backoff.end(4)
+    backoff.end(4, loop)
     assert first_threshold() == 100_000
 
 
@@ -152,3 +161,24 @@ async def test_workers_that_shall_leave_it_alone():
     callbacks = list(gc.callbacks)
     async with cluster(2, options=arpc.RpcOptions(gc_freeze=False, gc_backoff=1)):
         assert gc.callbacks == callbacks
+
+
+@pytest.mark.parametrize("make_loop", LOOP_FACTORIES.values(), ids=LOOP_FACTORIES)
+def test_what_a_worker_wants_that_is_abandoned_ends_with_its_loop(make_loop):
+    backoff, callbacks = Backoff(), len(gc.callbacks)
+    abandoned, kept = make_loop(), make_loop()
+    backoff.begin(8, abandoned)
+    for _ in range(3):
+        gc.collect(0)
+    assert first_threshold() == 800_000
+    abandoned.close()
+    gc.collect(0)
+    assert first_threshold() == 100_000
+    backoff.begin(2, kept)  # its collections are rarer than usual, and than those of nobody else
+    for _ in range(3):
+        gc.collect(0)
+    assert first_threshold() == 200_000
+    backoff.end(2, kept)
+    kept.close()
+    assert first_threshold() == 100_000
+    assert len(gc.callbacks) == callbacks

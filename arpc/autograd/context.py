@@ -49,6 +49,8 @@ class AutogradContext:
     """The last of them that failed here, and the worker that is told why by the answer to the parcel that began it."""
     aborts_told: frozenset[int] = frozenset()
     """Those of them that this worker has told others of."""
+    unheard: dict[int, dict[int, Any]] = {}  # noqa: RUF012 - replaced before it is filled
+    """Those of them that workers have not been heard to know of, by worker, and who is telling."""
     sends_used = 0
     """How often gradients have come for a message, in all passes."""
     gradients: Mapping[Tensor, Tensor] = MappingProxyType({})
@@ -122,6 +124,7 @@ class Container:
     def __init__(self, worker_id: int = -1) -> None:
         self.contexts: dict[int, AutogradContext] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
+        self._failed_early: OrderedDict[int, frozenset[int]] = OrderedDict()
         self.identify(worker_id)
 
     def identify(self, worker_id: int) -> None:
@@ -143,7 +146,16 @@ class Container:
         context = self.contexts.get(context_id)
         if context is None and context_id not in self._ended and context_id >> LOCAL_BITS != self.worker_id:
             context = self.contexts[context_id] = AutogradContext(context_id)
+            if self._failed_early:
+                context.aborted_passes = self._failed_early.pop(context_id, frozenset())
         return context
+
+    def fail_early(self, context_id: int, pass_id: int) -> None:
+        """A pass has failed, of a context that is not known here: what is to begin it may still come."""
+        if context_id not in self._ended:
+            self._failed_early[context_id] = self._failed_early.get(context_id, frozenset()) | {pass_id}
+            if len(self._failed_early) > _TOMBSTONES:
+                self._failed_early.popitem(last=False)
 
     def find(self, context_id: int) -> AutogradContext:
         """A context by its id. Raises `AutogradError` if it is not known here."""
@@ -159,6 +171,7 @@ class Container:
         """End a context here, once and for all; None if it is not known."""
         ended = self._ended
         ended[context_id] = None
+        self._failed_early.pop(context_id, None)
         if len(ended) > _TOMBSTONES:
             ended.popitem(last=False)
         return self.contexts.pop(context_id, None)

@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Iterable, Sequence
 from contextvars import Context
 from functools import partial
 from pickle import dumps
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from arpc.agent.agent import Agent
 from arpc.agent.future import Future
@@ -26,9 +26,11 @@ from arpc.wire.messages import AutogradQuery, AutogradRelease, Message
 from arpc.wire.pickling import dumps_flat
 from arpc.wire.tensors import Slot
 
-__all__ = ["Lifetimes"]
+__all__ = ["Lifetimes", "is_hopeless"]
 
 logger = get_logger("arpc.autograd")
+
+_T = TypeVar("_T")
 
 _RELEASE_S: Final = 5.0
 """How long leaving a context waits for the workers it touched. They are told again after that, too."""
@@ -44,8 +46,9 @@ class Lifetimes:
         self._container = container
         self._options = options
         self._context = context
-        self._attempt_s = min(_RELEASE_S, _ATTEMPT * options.control_backoff)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.attempt_s = min(_RELEASE_S, _ATTEMPT * options.control_backoff)
+        """How long one attempt to tell somebody something may take."""
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._doubtful: dict[int, asyncio.Task[None]] = {}
         """By the id of the worker that is lost: another may have its name by now."""
         self._is_closed = False
@@ -127,7 +130,7 @@ class Lifetimes:
         context = self.forget(context_id)
         others = context.known_workers - {self._container.worker_id} if context is not None else ()
         if others:
-            self._own(self._tell_all(others, context_id))
+            self.own(self._tell_all(others, context_id))
 
     async def _tell_all(self, workers: Iterable[int], context_id: int) -> None:
         told = [(to, self._tell(to, context_id)) for to in workers]
@@ -145,12 +148,12 @@ class Lifetimes:
                 cancelled = error
                 late.append(to)
             except (CallError, OSError, ArpcError) as error:
-                if not _is_hopeless(error):
+                if not is_hopeless(error):
                     late.append(to)
                     # one that is lost is told when it comes back, if ever
                     is_worth_waiting |= isinstance(error, RpcTimeoutError)
         if late and not self._is_closed:
-            again = self._own(self._tell_again(late, context_id))
+            again = self.own(self._tell_again(late, context_id))
             if cancelled is None and is_worth_waiting:
                 await asyncio.wait([again], timeout=_RELEASE_S)
         if cancelled is not None:
@@ -177,10 +180,10 @@ class Lifetimes:
         if (
             peer is not None
             and agent.placement is None
-            and agent.request_plain(AutogradRelease, peer, dumps(args, 5), self._attempt_s, future)
+            and agent.request_plain(AutogradRelease, peer, dumps(args, 5), self.attempt_s, future)
         ):
             return future
-        return self.notify(AutogradRelease, to, args, self._attempt_s)
+        return self.notify(AutogradRelease, to, args, self.attempt_s)
 
     async def _tell_again(self, workers: Iterable[int], context_id: int) -> None:
         """Tell workers of the end of a context until they have heard, or it is hopeless."""
@@ -235,7 +238,7 @@ class Lifetimes:
             return
         contexts = self._container.contexts.values()
         if any(self._depends_on(context, peer) or context.has_sends_to(peer.id) for context in contexts):
-            doubt = self._own(self._resolve_doubt(peer, 0.0 if has_left else self._options.rref_grace))
+            doubt = self.own(self._resolve_doubt(peer, 0.0 if has_left else self._options.rref_grace))
             self._doubtful[peer.id] = doubt
             doubt.add_done_callback(lambda _: self._doubtful.pop(peer.id, None))
 
@@ -252,11 +255,11 @@ class Lifetimes:
             for context in self._container.contexts.values():
                 context.drop_sends_to(peer.id)
         while not await self._ask_creators(peer):  # noqa: ASYNC110 - it asks others, who set no event here
-            await asyncio.sleep(self._attempt_s)
+            await asyncio.sleep(self.attempt_s)
 
     async def _is_there(self, peer: WorkerInfo) -> bool:
         try:
-            await self.request(AutogradQuery, peer.id, ([],), self._attempt_s)
+            await self.request(AutogradQuery, peer.id, ([],), self.attempt_s)
         except RpcTimeoutError:
             return True  # and busy
         except (ArpcError, OSError):
@@ -272,7 +275,7 @@ class Lifetimes:
                 doubtful.setdefault(context.creator, []).append(context.id)
         for creator, context_ids in doubtful.items():
             try:
-                ended = await self.request(AutogradQuery, creator, (context_ids,), self._attempt_s)
+                ended = await self.request(AutogradQuery, creator, (context_ids,), self.attempt_s)
             except RpcTimeoutError:
                 have_answered = False  # it is there, and busy
                 continue
@@ -286,7 +289,8 @@ class Lifetimes:
 
     # -- tasks
 
-    def _own(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def own(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        """Run something in no context, and within no handler's deadline, until there is nobody to tell any more."""
         task = self._context.copy().run(self.agent.loop.create_task, coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -304,7 +308,8 @@ def _look_at(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-def _is_hopeless(error: BaseException) -> bool:
+def is_hopeless(error: BaseException) -> bool:
+    """Whether there is no point in telling the same again."""
     return isinstance(error, ShutdownError | UnknownWorkerError) or not isinstance(error, CallError | OSError)
 
 
@@ -312,4 +317,4 @@ def _is_settled(future: asyncio.Future[Any]) -> bool:
     if future.cancelled():
         return True
     error = future.exception()
-    return error is None or _is_hopeless(error)
+    return error is None or is_hopeless(error)

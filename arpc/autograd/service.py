@@ -16,6 +16,7 @@ from arpc.agent.functions import Prompt
 from arpc.agent.observers import Kind
 from arpc.agent.scope import current_scope
 from arpc.agent.threads import ThreadPool
+from arpc.autograd.aborts import Aborts
 from arpc.autograd.at_once import run_at_once
 from arpc.autograd.brief import BriefPass
 from arpc.autograd.context import AutogradContext, Container, Send
@@ -68,6 +69,7 @@ class AutogradService:
         self.container = Container()
         self.recorder = Recorder(self.container)
         self.lifetimes = Lifetimes(self.container, options, context)
+        self.aborts = Aborts(self.container, self.lifetimes, options)
         self.threads: ThreadPool
         self.pace = Pace()
         self.is_heeded: Callable[[Any, Any], bool] = is_heeded
@@ -286,9 +288,10 @@ class AutogradService:
 
     def send(self, backward_pass: Sender, to: int, parcel: Parcel) -> asyncio.Future[Any]:
         """Send a parcel; the future has the parcel that comes with the answer."""
-        head, tensors = parcel_parts(
-            parcel, backward_pass.context.id, backward_pass.id, int(backward_pass.retain_graph)
-        )
+        context = backward_pass.context
+        if to in context.unheard:
+            return self.lifetimes.own(self._send_after_news(backward_pass, to, parcel))
+        head, tensors = parcel_parts(parcel, context.id, backward_pass.id, int(backward_pass.retain_graph))
         usual_s = backward_pass.usual_timeout_s
         if usual_s is not None:
             return self.lifetimes.send_tensors(AutogradGradients, to, head, tensors, usual_s, True)
@@ -296,15 +299,23 @@ class AutogradService:
         timeout_s = 0.0 if deadline is None else max(0.001, deadline - self._agent.loop.time())
         return self.lifetimes.send_tensors(AutogradGradients, to, head, tensors, timeout_s, False)
 
+    async def _send_after_news(self, backward_pass: Sender, to: int, parcel: Parcel) -> Any:
+        """Send a parcel once the worker that it is for knows of all passes that have failed."""
+        try:
+            async with asyncio.timeout_at(backward_pass.deadline):
+                await self.aborts.settle(backward_pass.context, to)
+        except TimeoutError as error:
+            raise RpcTimeoutError(
+                f"worker {self.name_of(to)!r} could not be told in time of another pass that has failed"
+            ) from error
+        backward_pass.usual_timeout_s = None  # some of it has passed
+        return await self.send(backward_pass, to, parcel)
+
     def abort(self, context: AutogradContext, pass_id: int, but: int | None = None) -> asyncio.Future[Any] | None:
         """Tell all who know a context that a pass has failed; the future is done when they have heard."""
         context.aborts_told |= {pass_id}
-        told = [
-            self.lifetimes.notify(AutogradAbort, to, (context.id, pass_id), _ABORT_S)
-            for to in context.known_workers
-            if to not in {self.info.id, but}
-        ]
-        return asyncio.gather(*told, return_exceptions=True) if told else None
+        others = context.known_workers - {self.info.id, but}
+        return self.aborts.tell(context, pass_id, others) if others else None
 
     def name_of(self, worker: int) -> str:
         peer = self._agent.peer(worker)
@@ -369,7 +380,9 @@ class AutogradService:
         try:
             await engaged.wait()
         except asyncio.CancelledError:
-            engaged.fail(AutogradError(f"backward pass {engaged.id} was cancelled by worker {self.name_of(caller)!r}"))
+            # Who cancels tells all others, too. But it may be lost, and nobody else know why there is no more to come
+            ended = AutogradError(f"backward pass {engaged.id} was cancelled by worker {self.name_of(caller)!r}")
+            engaged.fail(ended, told_by=caller)
             raise
         return self._answer_of(engaged)
 
@@ -395,13 +408,18 @@ class AutogradService:
         context = self.container.enter(context_id)
         if context is not None:
             context.known_workers.add(_caller()[0])
+            if pass_id in context.aborted_passes:
+                raise AutogradError(f"the backward pass {pass_id} of autograd context {context_id} has failed")
         # who asked has set the deadline of this handler, if any
         await self._backward_from_value(value, context_id, pass_id, retain_graph, timeout=0)
 
     async def _on_abort(self, context_id: int, pass_id: int) -> None:
         context = self.container.contexts.get(context_id)
+        if context is None:
+            self.container.fail_early(context_id, pass_id)
+            return
         # One that failed here is told on: only its parent has heard, and others may have finished their part
-        if context is None or pass_id in context.aborts_told:
+        if pass_id in context.aborts_told:
             return
         caller, _ = _caller()
         active: BackwardPass | None = context.active_pass
@@ -415,7 +433,8 @@ class AutogradService:
             context.roll_back(pass_id)
             told = self.abort(context, pass_id, caller)
         if told is not None:
-            await told
+            # Who asks may give up, and the others are told all the same
+            await asyncio.wait([told], timeout=_ABORT_S)
 
     # -- the end
 

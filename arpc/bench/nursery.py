@@ -10,11 +10,12 @@ import asyncio
 import os
 import socket
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Self, assert_never
 
-from arpc.launch.keeping import Exited, Keeper, KeeperLost, News, Started
+from arpc.launch.keeping import Exited, Keeper, KeeperLost, News, NotForked, Started
 
 __all__ = ["Nursery", "Offspring"]
 
@@ -109,6 +110,10 @@ class Nursery:
                 self._all[number].start_nowait(pid)
             case Exited(number, exit_code, problem):
                 self._all.pop(number).end_nowait(exit_code, problem)
+            case NotForked(problem):
+                warnings.warn(
+                    f"{problem}: figures will be worse than those of processes that were forked", stacklevel=1
+                )
             case KeeperLost():
                 self._end_all("the process that keeps all others was killed")
             case _:

@@ -7,7 +7,7 @@ so that "all" includes processes that workers started and that left their proces
 be killed, the kernel kills the workers.
 
 If it is told to, it keeps a process from which workers are forked, see `arpc.launch.template`. That one is never
-relied on: when it dies, refuses or takes too long, workers are started as if there were none.
+relied on: when it dies, refuses, does nothing at all or takes too long, workers are started as if there were none.
 
 Messages are lines of JSON, with file descriptors along with those that need them.
 """
@@ -40,8 +40,16 @@ STUCK_S = 30.0
 POLL_S = 0.01
 FORK_S = 300.0
 """After so long workers do not wait any more for a process to be forked from: imports from a far disk take long."""
-ASK_S = 10.0
+ASK_S = 5.0
 """A process to be forked from that does not read what it is asked for so long is stuck."""
+LOOK_S = 0.5
+"""How often it is looked whether it does anything, while workers wait for it."""
+SILENT_LOOKS = 10
+"""After so many in a row that saw nothing it is stuck."""
+STOPPED_LOOKS = 2
+"""The same if it is stopped, by a signal or a debugger."""
+KILL_S = 1.0
+"""How long it is waited for when it was killed: one that is stuck in the kernel may take for ever."""
 SPARE_DESCRIPTORS = 32
 """What the keeper itself needs, at most."""
 CANNOT_START = 127
@@ -125,8 +133,7 @@ class Keeper:
                     self.end_all()
                     self._remove_directory()
                     return
-            if self._patience_s() == 0:
-                self._lose_template()
+            self._look_at_template()
 
     def _hear(self) -> bool:
         """Do what is asked for; False once nobody will ask any more."""
@@ -310,7 +317,8 @@ class Keeper:
         self._selector.unregister(template.line)
         template.line.close()
         template.process.kill()
-        template.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            template.process.wait(KILL_S)  # it can do nothing any more, and is reaped when it ends
         starts = list(template.waiting)
         if template.forking is not None:
             os.close(template.permit)
@@ -322,12 +330,23 @@ class Keeper:
                 self._execute(start)
 
     def _patience_s(self) -> float | None:
-        """How long workers may still wait for the template."""
+        """How long to wait for news before the template is looked at again, if workers wait for it."""
+        template = self._template
+        return None if template is None or not (template.waiting or template.forking) else LOOK_S
+
+    def _look_at_template(self) -> None:
+        """Give the template up if it does nothing while workers wait for it, or does it for too long."""
         template = self._template
         if template is None or not (template.waiting or template.forking):
-            return None
+            return
+        now = time.monotonic()
         since = (template.forking or template.waiting[0]).since
-        return max(0.0, since + FORK_S - time.monotonic())
+        problem = template.pulse.problem(now)
+        if not problem and now - since > FORK_S:
+            problem = f"has not been ready for {FORK_S:g} s"
+        if problem:
+            self._tell({"unforked": f"the process that workers are forked from, {template.process.pid}, {problem}"})
+            self._lose_template()
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -420,6 +439,7 @@ class Template:
         self.line = line
         self.received = b""
         self.is_warm = False
+        self.pulse = Pulse(process.pid)
         self.waiting: deque[Start] = deque()
         self.forking: Start | None = None
         self.permit = -1
@@ -446,6 +466,41 @@ class Template:
         data = json.dumps(order).encode() + b"\n"
         socket.send_fds(self.line, [data[:1]], [*start.streams, permission])
         self.line.sendall(data[1:])
+
+
+class Pulse:
+    """Whether a process does anything: uses a CPU, reads, or waits for a disk. One that only sleeps may be stuck.
+
+    Looks are counted, and not time, which also passes while this process itself is stopped.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._directory = Path(f"/proc/{pid}")
+        self._seen: tuple[bytes, ...] = ()
+        self._silent_looks = 0
+        self._looked_at = 0.0
+
+    def problem(self, now: float) -> str:
+        """Look, if it is time to, and say what is wrong: nothing, if it is well or has ended."""
+        if now < self._looked_at + LOOK_S:
+            return ""
+        self._looked_at = now
+        try:
+            # the name, in brackets, may hold anything; see proc(5) for what follows
+            state, *numbers = (self._directory / "stat").read_bytes().rpartition(b")")[2].split()
+            read = (self._directory / "io").read_bytes().split()[1]
+        except (OSError, IndexError):
+            return ""  # it has ended, which its line tells, or it is not to be seen
+        faults_and_times = (numbers[6], numbers[8], numbers[10], numbers[11])
+        seen = (*faults_and_times, read)
+        is_stopped = state in b"Tt"
+        if seen != self._seen or state in b"RD":
+            self._seen, self._silent_looks = seen, 0
+            return ""
+        self._silent_looks += 1
+        if is_stopped and self._silent_looks >= STOPPED_LOOKS:
+            return "is stopped"
+        return "does nothing" if self._silent_looks >= SILENT_LOOKS else ""
 
 
 def _merged(environment: dict[str, str | None]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import Final, Self, TypeAlias
 from arpc.errors import ConfigurationError
 from arpc.launch.forking import can_fork, makes_no_difference, shared_environment, template_command
 
-__all__ = ["Exited", "Keeper", "KeeperLost", "News", "Started"]
+__all__ = ["Exited", "Keeper", "KeeperLost", "News", "NotForked", "Started"]
 
 SCRIPT: Final = Path(__file__).with_name("keeper.py")
 
@@ -44,7 +44,14 @@ class KeeperLost:
     """Somebody killed the keeper, and with it the workers."""
 
 
-News: TypeAlias = Started | Exited | KeeperLost
+@dataclass(frozen=True, slots=True)
+class NotForked:
+    """From now on workers are started by themselves, and not forked, because of a problem."""
+
+    problem: str
+
+
+News: TypeAlias = Started | Exited | KeeperLost | NotForked
 
 
 class Keeper:
@@ -213,5 +220,7 @@ class Keeper:
             case {"exited": int(rank), "code": int(code)}:
                 self._pids.pop(rank, None)
                 self._listener(Exited(rank, code, str(news.get("problem", ""))))
+            case {"unforked": str(problem)}:
+                self._listener(NotForked(problem))
             case {"ended": True}:
                 self._ended.set()

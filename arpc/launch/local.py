@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, TextIO, TypeAlias, TypeVar, assert_never, overload
 
 from arpc.errors import ConfigurationError, LaunchError
-from arpc.launch.keeping import Exited, Keeper, KeeperLost, News, Started
+from arpc.launch.keeping import Exited, Keeper, KeeperLost, News, NotForked, Started
 from arpc.launch.life import Arm, Decision, Ended, GroupLife, Kill, Outcome, Start, Terminate, describe_exit
 from arpc.launch.meeting import StoreServer, answers, write_secret
 from arpc.launch.output import LineSplitter, Screen, Stream, Tail, lost_another, reading
@@ -141,6 +141,9 @@ class LocalGroup:
     async def _decide(self, event: _Event) -> list[Decision]:
         match event:
             case Started():
+                return []
+            case NotForked(problem):
+                self._screen.say(f"{problem}: an interpreter is started for each worker")
                 return []
             case Exited(rank, exit_code, problem):
                 if problem:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import re
 import signal
+import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from arpc import launch
 from arpc.launch import keeper, keeping, template
 from arpc.launch.keeping import Exited, Keeper, News, Started
 from arpc.launch.output import reading
@@ -50,7 +54,7 @@ class Group:
                 self._exits[rank].set_result(exit_code)
 
     async def run(self, *words: str, then: Callable[[int], None] | None = None, **environment: str) -> Ended:
-        """Run a program to its end. Once it has a process, ``then`` is called with its rank."""
+        """Run a program to its end. Once it has a process, ``then`` is called with the id of that."""
         loop = asyncio.get_running_loop()
         rank = self._count = self._count + 1
         self._pids[rank], self._exits[rank] = loop.create_future(), loop.create_future()
@@ -62,8 +66,7 @@ class Group:
         for descriptor in output:
             os.close(descriptor)
         if then is not None:
-            await self._pids[rank]
-            then(rank)
+            then(await self._pids[rank])
         exit_code = await self._exits[rank]
         return Ended(exit_code, *[await reader for reader in readers])
 
@@ -173,8 +176,10 @@ async def test_a_forked_worker_differs_in_nothing_from_one_that_was_started(grou
     assert (await group.run(str(forked), **found)).out == "False\n"
     (tmp_path / "queue.py").unlink()
 
-    def kill_template(_: int) -> None:
-        (killed,) = (child for child in group.process().children() if template.BOOT in child.cmdline())
+    def kill_template(worker: int) -> None:
+        # the worker shows the command of the template, whose memory it has, until it has come to show its own
+        children = [child for child in group.process().children() if child.pid != worker]
+        (killed,) = (child for child in children if template.BOOT in child.cmdline())
         killed.kill()
         go.touch()
 
@@ -231,6 +236,14 @@ BAD = {
 }
 
 
+BUSY = """
+    import time
+    while True:  # until it is ended: whoever does something is waited for
+        open("/proc/self/stat").read()
+        time.sleep(0.01)
+"""
+
+
 def use_instead(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     command = [sys.executable, "-S", "-c", textwrap.dedent(source), "{descriptor}"]
     monkeypatch.setattr(keeping, "template_command", lambda _: command)
@@ -248,8 +261,19 @@ async def test_without_a_process_to_fork_from_workers_are_started(
     assert ends == [Ended(0, "started\n", "")] * 2
 
 
+async def test_nobody_waits_long_for_one_that_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    use_instead(monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
+    path = tmp_path / "script.py"
+    path.write_text("print('started')")
+    out, err = io.StringIO(), io.StringIO()
+    await launch.local(path, workers=2, out=out, err=err)
+    assert sorted(out.getvalue().splitlines()) == ["[worker0] started", "[worker1] started"]
+    said = r"the process that workers are forked from, \d+, is stopped: an interpreter is started for each worker\n"
+    assert re.fullmatch(said, err.getvalue())  # once
+
+
 async def test_who_waits_to_be_forked_can_be_ended(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    use_instead(monkeypatch, "import time; time.sleep(1000)")
+    use_instead(monkeypatch, BUSY)
     path = tmp_path / "script.py"
     path.touch()
     await group.keeper.warm([sys.executable, str(path)], {})
@@ -331,7 +355,7 @@ async def test_a_signal_is_for_nobody_if_the_forked_one_has_ended(
 async def test_no_more_wait_to_be_forked_than_there_are_descriptors_for(
     group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    use_instead(monkeypatch, "import time; time.sleep(1000)")
+    use_instead(monkeypatch, BUSY)
     path = tmp_path / "script.py"
     path.touch()
     group.process().rlimit(psutil.RLIMIT_NOFILE, (keeper.SPARE_DESCRIPTORS + 4, 1024))
@@ -351,9 +375,46 @@ async def test_many_are_started_at_once(group: Group, tmp_path: Path):
 
 
 async def test_nobody_is_left_when_the_keeper_is_killed(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    use_instead(monkeypatch, "import time; time.sleep(1000)")
+    use_instead(monkeypatch, BUSY)
     await group.keeper.warm([sys.executable, str(tmp_path / "script.py")], {})
     while not (family := group.process().children()):  # noqa: ASYNC110 - it is another process
         await asyncio.sleep(0.01)
     group.process().kill()
     assert psutil.wait_procs(family, timeout=60)[1] == []
+
+
+def looks_until_problem(pid: int, most: int) -> tuple[int, str]:
+    """How many looks at a process it takes to find something wrong, and what."""
+    pulse = keeper.Pulse(pid)
+    for number in range(1, most + 1):
+        if problem := pulse.problem(number * keeper.LOOK_S):
+            return number, problem
+    return most, ""
+
+
+@pytest.mark.parametrize(
+    ("source", "state", "looks", "expected"),
+    [
+        ("import time; time.sleep(1000)", psutil.STATUS_SLEEPING, keeper.SILENT_LOOKS, "does nothing"),
+        ("import os; os.kill(os.getpid(), 19)", psutil.STATUS_STOPPED, keeper.STOPPED_LOOKS, "is stopped"),
+        ("while True: pass", psutil.STATUS_RUNNING, 100, ""),
+    ],
+)
+def test_who_does_nothing_is_found_out(source: str, state: str, looks: int, expected: str):
+    process = psutil.Popen([sys.executable, "-S", "-c", f"print(flush=True)\n{source}"], stdout=subprocess.PIPE)
+    try:
+        process.stdout.readline()
+        while process.status() != state:
+            time.sleep(0.001)
+        number, problem = looks_until_problem(process.pid, 100)
+    finally:
+        process.kill()
+        process.communicate()
+    assert problem == expected
+    assert number >= looks
+    assert looks_until_problem(process.pid, 100) == (100, "")  # its end is told by other means
+
+
+def test_looks_that_follow_too_soon_do_not_count():
+    pulse = keeper.Pulse(os.getppid())
+    assert {pulse.problem(1.0 + number * keeper.LOOK_S / 1000) for number in range(900)} == {""}

@@ -14,7 +14,7 @@ from arpc.agent.engines import default_name
 from arpc.agent.future import Future
 from arpc.agent.scope import current_scope, find_scope
 from arpc.agent.streams import Stream
-from arpc.errors import NotInitializedError
+from arpc.errors import ConfigurationError, NotInitializedError
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.rref.context import RRefContext
@@ -96,6 +96,8 @@ def init_rpc(
     ``async with`` shuts down gracefully at the end of the block, and at once on an exception.
     """
     chosen = options if options is not None else RpcOptions()
+    if not isinstance(chosen, RpcOptions):
+        raise ConfigurationError(f"options must be arpc.RpcOptions(...), not {type(chosen).__qualname__}")
     return WorkerStart(
         lambda: start_worker(
             default_name(rank) if name is None else name,

@@ -48,6 +48,7 @@ def run(main: Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]], *, 
     >>> run(main)
     42
     """
+    _refuse_to_nest()
     coroutine = main() if callable(main) else main
     if not asyncio.iscoroutine(coroutine):
         raise TypeError(f"run takes an async function or a coroutine, and {main!r} is neither")
@@ -63,6 +64,15 @@ def run(main: Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]], *, 
         if termination.came and _is_departure(error):
             signal.raise_signal(signal.SIGTERM)  # whoever waits for this process shall see what ended it
         raise
+
+
+def _refuse_to_nest() -> None:
+    """A loop that runs inside another would be told so as well, but by nobody who says what to do instead."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RuntimeError("arpc.run() cannot be called from a running event loop, as that of a notebook: use await there")
 
 
 def _is_departure(error: BaseException) -> bool:

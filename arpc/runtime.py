@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeVar, overload
@@ -79,9 +80,11 @@ def current() -> Worker:
     """
     scope = find_scope()
     if scope is None or scope.worker is None:
+        is_elsewhere = threading.current_thread() is not threading.main_thread()
+        hint = ". A thread begins with an empty context: asyncio.to_thread and arpc.to_thread hand theirs on"
         raise NotInitializedError(
             "RPC has not been initialized in this context. Call `await arpc.init_rpc(...)` first, "
-            "or use the methods of a worker that you hold"
+            f"or use the methods of a worker that you hold{hint if is_elsewhere else ''}"
         )
     worker: Worker = scope.worker
     return worker

@@ -85,7 +85,7 @@ async def run_server(init_method: str) -> None:
 
 def main() -> None:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description="Compare a batched model with one that is called for each input.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--callers", type=int, default=64)
     parser.add_argument("--calls", type=int, default=30, help="of each caller")
     parser.add_argument("--server", metavar="INIT_METHOD", help=argparse.SUPPRESS)

@@ -98,7 +98,7 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="A table on a server, and DistributedDataParallel above it.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="how many batches each trainer learns from (300)")
     torch.set_num_threads(1)
     arpc.run(main(parser.parse_args()))

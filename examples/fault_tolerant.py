@@ -186,7 +186,7 @@ async def be_server(place: str, arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     """Read the command line, and be the server or one of its trainers."""
-    parser = argparse.ArgumentParser(description="A parameter server whose trainers are killed, and replaced.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainers", type=int, default=3, help="how many train (3)")
     parser.add_argument("--steps", type=int, default=500, help="how many gradients each of them computes (500)")
     parser.add_argument("--kills", type=int, default=2, help="how many of them are killed on the way (2)")

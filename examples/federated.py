@@ -203,7 +203,7 @@ async def be_server(place: str, arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     """Read the command line, and be the server or one of its clients."""
-    parser = argparse.ArgumentParser(description="Federated averaging with clients that come and go.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=24, help="how many rounds there are (24)")
     parser.add_argument("--stay", type=int, default=12, help="how many of them a client stays for (12)")
     parser.add_argument("--pace", type=float, default=0.5, help="seconds from one round to the next (0.5)")

@@ -112,7 +112,7 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Trainers that change the same parameters at the same time.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="how many steps each trainer makes (300)")
     parser.add_argument("--plot", metavar="FILE", help="where to draw the loss, such as hogwild.png")
     torch.set_num_threads(1)

@@ -202,7 +202,7 @@ async def work(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     """Read the command line, and be a worker of a group, or launch one."""
-    parser = argparse.ArgumentParser(description="Train a small network with a parameter server, three ways.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=(*MODES, "all"), default="all", help="how gradients are applied (all)")
     parser.add_argument("--steps", type=int, default=300, help="how many gradients each trainer pushes (300)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="where to draw the accuracy, such as ps.png")

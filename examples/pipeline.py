@@ -146,7 +146,7 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Three stages of a model, with more and more micro-batches.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10, help="how many steps with each number of micro-batches (10)")
     parser.add_argument("--batch", type=int, default=4096, help="how many examples a step has (4096)")
     parser.add_argument("--trace", metavar="FILE", help="where to leave a timeline to look at, such as trace.html")

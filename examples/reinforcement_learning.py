@@ -173,7 +173,7 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="A paddle learns to catch what falls.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=200, help="how often the policy is improved (200)")
     parser.add_argument("--games", type=int, default=512, help="how many games an actor plays at once (512)")
     parser.add_argument("--plot", metavar="FILE", help="where to draw how it went, such as rl.png")

@@ -126,7 +126,7 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="A transformer on two workers learns to put numbers in order.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400, help="how many batches to learn from (400)")
     parser.add_argument("--plot", metavar="FILE", help="where to draw the loss, such as loss.png")
     torch.set_num_threads(1)

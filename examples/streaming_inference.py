@@ -131,7 +131,7 @@ async def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="A server streams text, letter by letter.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150, help="how long the server learns (150)")
     parser.add_argument("--length", type=int, default=200, help="how many letters are read (200)")
     torch.set_num_threads(1)

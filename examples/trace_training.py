@@ -117,7 +117,7 @@ async def serve(place: str) -> None:
 
 def main() -> None:
     """Read the command line, and run the trainer or one of the stages."""
-    parser = argparse.ArgumentParser(description="Record one step of training over three workers.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--to", type=Path, default=Path(), help="the folder that the trace is written to (here)")
     parser.add_argument("--worker", metavar="PLACE", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -50,6 +50,11 @@ async def test_a_worker_for_a_block():
         await worker.rpc_sync("solo", echo)
 
 
+def test_options_are_options():
+    with pytest.raises(ConfigurationError, match=r"options must be arpc.RpcOptions\(...\), not dict"):
+        arpc.init_rpc("solo", rank=0, world_size=1, options={"rpc_timeout": 3})
+
+
 async def test_a_worker_to_await():
     worker = await alone()
     assert await arpc.rpc_sync("solo", echo, args=(1,)) == 1

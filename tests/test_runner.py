@@ -40,6 +40,11 @@ def test_it_takes_nothing_else(main):
         arpc.run(main)
 
 
+async def test_it_says_what_to_do_where_a_loop_runs_already():
+    with pytest.raises(RuntimeError, match=r"from a running event loop.*use await"):
+        arpc.run(answer)
+
+
 def test_a_request_to_terminate_cancels_the_program(monkeypatch):
     """The program ends its blocks first; then the process ends as whoever asked for it expects."""
     log: list[Any] = []

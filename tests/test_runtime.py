@@ -41,6 +41,14 @@ async def test_the_current_worker_is_that_of_the_context():
         runtime.current()
 
 
+async def test_a_thread_without_a_worker_is_told_how_to_have_one():
+    async with cluster(1):
+        loop = asyncio.get_running_loop()
+        with pytest.raises(NotInitializedError, match=r"asyncio\.to_thread"):
+            await loop.run_in_executor(None, runtime.current)  # which hands no context on
+        assert (await asyncio.to_thread(runtime.current)).name == "worker0"
+
+
 async def whoami() -> arpc.WorkerInfo:
     return arpc.get_worker_info()
 

@@ -21,7 +21,7 @@ from arpc.wire.messages import (
 from arpc.wire.pickling import Pickler
 from arpc.wire.tensors import Slot
 
-__all__ = ["ArgumentPacking", "Prepared", "as_arguments"]
+__all__ = ["ArgumentPacking", "Prepared", "as_arguments", "as_keywords"]
 
 
 class Prepared(NamedTuple):
@@ -75,7 +75,7 @@ class ArgumentPacking:
             payload, slots = self._pickle_with_function(peer, function, args, kwargs)
         else:
             payload, slots = self._pickler.dumps_call(
-                function, args, dict(kwargs) if kwargs else None, main_by_value=peer.main_by_value, to=peer.info
+                function, args, as_keywords(kwargs) if kwargs else None, main_by_value=peer.main_by_value, to=peer.info
             )
         if len(payload) > self._max_payload_bytes:
             raise self._too_large(function, payload)
@@ -116,13 +116,13 @@ class ArgumentPacking:
             hint = ": pass the function itself, not its call" if asyncio.iscoroutine(function) else ""
             raise TypeError(f"function should be callable, and {type(function).__qualname__} is not{hint}")
         by_value = peer.main_by_value
-        payload = (args, dict(kwargs)) if kwargs else args
+        payload = (args, as_keywords(kwargs)) if kwargs else args
         try:
             return self._pickler.dumps((function, payload), main_by_value=by_value, to=peer.info)
         except Exception as error:
             # say which part of it was at fault
             self._pickler.dumps_call(
-                function, args, dict(kwargs) if kwargs else None, main_by_value=by_value, to=peer.info
+                function, args, as_keywords(kwargs) if kwargs else None, main_by_value=by_value, to=peer.info
             )
             raise unsendable(function, error) from error
 
@@ -134,3 +134,10 @@ def as_arguments(args: Any) -> tuple[Any, ...]:
     if isinstance(args, tuple | list):
         return tuple(args)
     raise TypeError(f"args must be a tuple of arguments, not {type(args).__qualname__}: write args=(value,)")
+
+
+def as_keywords(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by name as they are sent."""
+    if not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs must be a dict of arguments by name, not {type(kwargs).__qualname__}")
+    return dict(kwargs)

@@ -74,6 +74,7 @@ def _step(job: Job, step: Callable[[Any], Any], value: Any) -> Any:
     try:
         return job.context.run(step, value)
     finally:
+        value = None  # an error that was thrown in has this frame in its traceback: they would keep each other
         if not _is_pristine():
             job.state = torchstate.save_and_reset()
         if outer is not None:
@@ -127,6 +128,8 @@ def _drive(job: Job, waits_for: Any, coroutine: Any) -> Generator[Any, Any, Any]
             waits_for = _step(job, step, value)
         except StopIteration as stop:
             return stop.value
+        finally:
+            value = None  # as in `_step`
         if is_conveyed and coroutine.gi_yieldfrom is None:
             return waits_for  # which is the result
 

@@ -36,8 +36,8 @@ def default_name(rank: int | None, environment: Mapping[str, str] | None = None)
     number = variable("RANK", environment) if rank is None else str(rank)
     if number is None:
         raise ConfigurationError(
-            "this worker has no name: pass one to init_rpc, or set ARPC_NAME, as `arpc launch` does; "
-            "with a rank it would be called worker<rank>"
+            "this worker has no name, and nothing says which of a group it is: start the script with `arpc launch -n 2 "
+            "script.py` (or torchrun, or srun), or pass a name and a rank to init_rpc"
         )
     return f"worker{number}"
 

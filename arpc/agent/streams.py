@@ -36,11 +36,8 @@ class Producer:
     def __init__(
         self, iterable: Any, threads: ThreadPool, send: Callable[[Any], None], connection: Connection, window_bytes: int
     ) -> None:
-        if hasattr(iterable, "__aiter__"):
-            self.produce = self._produce_async
-        elif hasattr(iterable, "__iter__"):
-            self.produce = self._produce_in_threads
-        else:
+        self._is_async = hasattr(iterable, "__aiter__")
+        if not self._is_async and not hasattr(iterable, "__iter__"):
             raise TypeError(f"a stream needs something to iterate over, not {type(iterable).__qualname__}")
         self._iterable = iterable
         self._threads = threads
@@ -77,6 +74,14 @@ class Producer:
         except ConnectionClosedError:
             return False
         return True
+
+    async def produce(self) -> None:
+        """Send all items, once."""
+        try:
+            await (self._produce_async() if self._is_async else self._produce_in_threads())
+        finally:
+            # Both lead to the request, which leads here: what the generator held is to go now, not with the next cycles
+            del self._send, self._iterable
 
     async def _produce_async(self) -> None:
         iterator = aiter(self._iterable)
@@ -297,7 +302,10 @@ class Stream(AsyncIterator[T], Generic[T]):
         item, error = self._items.popleft()
         if error is not None:
             self._is_closed = True
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame, and together they would keep each other
         self._consumed += 1
         # give credit back in portions: half a window keeps the producer busy meanwhile
         if not self._is_over and self._consumed * 2 >= self._window:

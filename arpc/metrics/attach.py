@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -61,7 +61,9 @@ class AttachFile:
         )
         try:
             content = msgspec.json.encode(found)
-            path = socket_directory() / f"{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
+            directory = socket_directory()
+            _tidy(directory)
+            path = directory / f"{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
@@ -84,16 +86,31 @@ def attachable() -> list[Attachable]:
     except (OSError, WireError, AttributeError) as error:
         raise ConfigurationError(f"the workers of this host cannot be found: {error}. Give --address") from error
     found = []
-    for path in directory.glob(f"*{_SUFFIX}"):
-        try:
-            one = msgspec.json.decode(path.read_bytes(), type=Attachable)
-        except (OSError, msgspec.MsgspecError):
-            continue  # it is being written, or was just removed
+    for path, one in _files(directory):
         if _is_running(one.pid):
             found.append(one)
         else:
             path.unlink(missing_ok=True)
     return sorted(found, key=lambda one: (-one.started_s, one.id))
+
+
+def _files(directory: Path) -> Iterator[tuple[Path, Attachable]]:
+    for path in directory.glob(f"*{_SUFFIX}"):
+        try:
+            yield path, msgspec.json.decode(path.read_bytes(), type=Attachable)
+        except (OSError, msgspec.MsgspecError):
+            continue  # it is being written, or was just removed
+
+
+def _tidy(directory: Path) -> None:
+    """Remove the files of workers that were killed: a host on which nobody ever looks would gather them for ever.
+
+    One that runs in another PID namespace, and seems dead from here, still has its socket.
+    """
+    for path, one in _files(directory):
+        sockets = [address.removeprefix("unix://") for address in one.addresses if address.startswith("unix://")]
+        if sockets and not _is_running(one.pid) and not any(map(os.path.exists, sockets)):
+            path.unlink(missing_ok=True)
 
 
 def _is_running(pid: int) -> bool:

@@ -16,7 +16,7 @@ from torch.jit import ScriptModule
 from arpc.agent.codec import Packed
 from arpc.agent.executor import HasInbound
 from arpc.agent.functions import Function, name_of
-from arpc.agent.requests import Run
+from arpc.agent.requests import Inbound, Run
 from arpc.agent.scope import current_scope
 from arpc.errors import RRefCreationError, RRefError
 from arpc.ids import GloballyUniqueId
@@ -53,7 +53,8 @@ class Arrival(msgspec.Struct, eq=False):
     """One creation of any kind."""
 
     arrivals: Arrivals
-    run: Run
+    inbound: Inbound
+    """And not the request: that refers to its function, which is `make`, and the cycle would keep the value."""
     rref: RRefId
     value: Value
     flags: int
@@ -83,7 +84,7 @@ class Arrival(msgspec.Struct, eq=False):
             and (kind := type(content)) in SCALARS
             and (kind not in _OF_ANY_SIZE or len(content) <= _MAX_UNASKED)
         )
-        return self.arrivals.packed(self.run, content) if is_wanted and not value.stays else None
+        return self.arrivals.packed(self.inbound, content) if is_wanted and not value.stays else None
 
     def not_begun(self, error: BaseException) -> None:
         self.value.fail(fresh(error))  # the other one is told to the creator, and refers to the frames of that
@@ -128,7 +129,7 @@ class PlainRun(Run):
                 data = _pack_brief(len(payload), _BRIEF_TUPLE, self.id, 1, 0, 0) + payload
                 arrivals.answer(self, data)
                 return
-            if flags == _VALUE and (packed := arrivals.packed(self, result)) is not None:
+            if flags == _VALUE and (packed := arrivals.packed(self.inbound, result)) is not None:
                 self.executor.returned(self, packed)
                 return
         arrivals.answer(self, _pack_brief(0, _BRIEF_TUPLE, self.id, 0, 0, 0))
@@ -183,7 +184,7 @@ class Arrivals:
             return None
         # one that comes with its arguments has no name yet
         value = self._value(label.rref, caller, label.made or (run.function.name if message.arg else ""))
-        return Arrival(self, run, label.rref, value, message.flags)
+        return Arrival(self, run.inbound, label.rref, value, message.flags)
 
     def _value(self, rref: RRefId, creator: WorkerName, made: str) -> Value:
         value = self._values.get(rref)
@@ -212,11 +213,10 @@ class Arrivals:
         if following:
             self.service.carry_out(following)
 
-    def packed(self, run: Run, content: Any) -> Packed | None:
+    def packed(self, inbound: Inbound, content: Any) -> Packed | None:
         """The value for its creator, who wants it at once; None lets it ask for it, to be told what is wrong."""
         if content is NOTHING:
             return None
-        inbound = run.inbound
         try:
             return Packed(
                 *self.service.agent.codec.pickler.dumps_call(

@@ -504,7 +504,9 @@ def _is_running(pid: int) -> bool:
 
 def socket_directory() -> Path:
     """Where this user's sockets are. Raises `WireError` if someone else could have made it."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    if not os.access(base, os.W_OK | os.X_OK):
+        base = tempfile.gettempdir()  # in containers and under sudo the variable often names what is not there
     if len(base) > _MAX_UNIX_PATH - 40:
         base = "/tmp"  # noqa: S108 - paths of sockets must be short; the directory below is checked
     path = Path(base) / f"arpc-{os.getuid()}"

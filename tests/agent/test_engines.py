@@ -80,5 +80,5 @@ def test_a_name_for_who_has_none():
     assert default_name(None, {"RANK": "3"}) == "worker3"
     assert default_name(2, {"RANK": "3"}) == "worker2"
     assert default_name(None, TASK) == "worker5"
-    with pytest.raises(ConfigurationError, match="ARPC_NAME"):
+    with pytest.raises(ConfigurationError, match="arpc launch"):
         default_name(None, {})

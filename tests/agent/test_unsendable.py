@@ -133,3 +133,8 @@ async def test_a_function_that_is_not_on_the_callee(pair, monkeypatch):
         await pair[0].rpc_sync("worker1", module.here_only)
     assert caught.value.__cause__.stack.count("Traceback") <= 2, "each failure tells its own story only"
     await assert_both_alive(pair)
+
+
+async def test_arguments_by_name_come_in_a_dict(pair):
+    with pytest.raises(TypeError, match="kwargs must be a dict of arguments by name, not list"):
+        await pair[0].rpc_sync("worker1", echo, kwargs=[3])

@@ -32,11 +32,15 @@ RUNS: Final = {
 pytestmark = pytest.mark.timeout(200)
 
 
-def command_of(name: str) -> list[str]:
-    """The command that the example's own first lines show."""
-    shown = re.search(r"^    (arpc launch .*|python .*)$", (EXAMPLES / f"{name}.py").read_text(), re.MULTILINE)
+def shown_in(path: Path) -> str:
+    """The command that the example's own first lines, and its help, show."""
+    shown = re.search(r"^    (arpc launch .*|python .*)$", path.read_text(), re.MULTILINE)
     assert shown is not None
-    program, *arguments = shlex.split(shown[1])
+    return shown[1]
+
+
+def command_of(name: str) -> list[str]:
+    program, *arguments = shlex.split(shown_in(EXAMPLES / f"{name}.py"))
     return [sys.executable, *(["-m", "arpc"] if program == "arpc" else []), *arguments]
 
 
@@ -54,6 +58,13 @@ def test_all_are_on_the_page():
     assert set(re.findall(r"\(\.\./examples/(\w+\.\w+)\)", page)) == {
         path.name for path in EXAMPLES.iterdir() if path.suffix in {".py", ".ipynb"}
     }
+
+
+def test_the_page_shows_the_command_of_each():
+    page = (ROOT / "docs" / "examples.md").read_text()
+    shown = re.findall(r"^(?:arpc|python) .*examples/(\w+)\.py.*$", page, re.MULTILINE)
+    assert sorted(shown) == sorted(path.stem for path in EXAMPLES.glob("*.py"))
+    assert all(shown_in(path) in page for path in EXAMPLES.glob("*.py"))
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -73,6 +73,21 @@ def test_the_files_of_the_dead_are_removed(directory):
     assert not path.exists()
 
 
+def test_the_files_of_the_dead_are_removed_by_the_next_worker(directory):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    there = directory / "there.sock"
+    there.touch()
+    AttachFile.write(WorkerInfo("gone", 0), (f"unix://{directory}/gone.sock",), None, RpcOptions(), 1.0)
+    AttachFile.write(WorkerInfo("elsewhere", 1), (f"unix://{there}",), None, RpcOptions(), 1.0)
+    for path in directory.glob("*.worker.json"):
+        path.write_text(path.read_text().replace(f'"pid":{os.getpid()}', f'"pid":{dead.pid}'))
+    AttachFile.write(WorkerInfo("new", 2), ADDRESSES, None, RpcOptions(), 2.0)
+    left = [path.read_text() for path in directory.glob("*.worker.json")]
+    assert len(left) == 2
+    assert not any('"gone"' in text for text in left)
+
+
 def test_a_file_that_is_no_such_file_is_passed_over(directory):
     AttachFile.write(WorkerInfo("ps", 0), ADDRESSES, None, RpcOptions(), 1.0)
     (directory / "1-x.worker.json").write_text("{")

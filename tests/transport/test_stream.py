@@ -212,8 +212,17 @@ async def test_a_directory_others_can_enter_is_not_used(short_path, monkeypatch)
 
 
 def test_a_long_temporary_directory_is_not_used(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / ("x" * 80)))
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
     assert socket_directory() == Path("/tmp") / f"arpc-{os.getuid()}"
+
+
+def test_a_runtime_directory_that_is_not_there_is_not_used(short_path, monkeypatch):
+    """As in a container, or under sudo: the variable comes from where the user logged in."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path / "gone"))
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    assert socket_directory() == short_path / f"arpc-{os.getuid()}"
 
 
 # -- who is there

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import contextlib
 import sys
 import traceback
 from collections.abc import Callable, Coroutine
 from contextvars import Context
-from typing import Any, TypeVar
+from multiprocessing.util import Finalize
+from typing import Any, Final, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -18,7 +21,7 @@ from arpc.autograd.heeded import has_node_hooks
 from arpc.autograd.pace import ThreadsOnly
 from arpc.compat.completions import Completions
 from arpc.compat.loop_thread import LoopThread
-from arpc.errors import UnknownWorkerError
+from arpc.errors import ShutdownError, UnknownWorkerError
 from arpc.ids import WorkerInfo
 from arpc.options import RpcOptions
 from arpc.rref.context import Skin
@@ -28,6 +31,10 @@ from arpc.startup import start_worker
 __all__ = ["DropIn"]
 
 T = TypeVar("T")
+
+_LINGER_S: Final = 2.0
+"""How long a process that ends without a shutdown stays to answer."""
+_PAUSE_S: Final = 0.001
 
 
 class DropIn:
@@ -43,7 +50,9 @@ class DropIn:
         thread.call(self._set_up)
         worker.autograd.pace = ThreadsOnly()
         worker.autograd.is_heeded = has_node_hooks
-        atexit.register(self._stop)
+        atexit.register(self._leave)
+        # a process that multiprocessing has forked runs none of those that are registered there
+        self._finalizer = Finalize(None, self._leave, exitpriority=0)
 
     @classmethod
     def start(
@@ -136,6 +145,25 @@ class DropIn:
             self.thread.call(self.completions.close)
             self._stop()
 
+    def _leave(self) -> None:
+        """The process ends, and its worker has not been shut down: what it was asked for is answered, if that is quick.
+
+        A script may end because of what another worker has called: that one is to hear that the call has succeeded.
+        """
+        with contextlib.suppress(ShutdownError):
+            self.thread.run(self._let_answers_leave, context=Context())
+        self._stop()
+
+    async def _let_answers_leave(self) -> None:
+        connector = self.agent.connector
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                while (  # noqa: ASYNC110 - nobody tells, least of all a peer that reads
+                    connector.busy_links() or any(link.connection.held_bytes for link in connector.links)
+                ):
+                    await asyncio.sleep(_PAUSE_S)
+
     def _stop(self) -> None:
-        atexit.unregister(self._stop)
+        atexit.unregister(self._leave)
+        self._finalizer.cancel()
         self.thread.stop()

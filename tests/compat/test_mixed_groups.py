@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import arpc
-from arpc.compat import rpc
+from arpc.compat import current, rpc
 
 SCRIPT, NATIVE = "script", "native"
 
@@ -88,3 +92,56 @@ def test_both_call_each_other_and_leave_together(tmp_path: Path) -> None:
     assert not native.is_alive()
     assert native.error is None
     assert native.found == [7, torch.tensor([2.0]), arpc.RemoteTraceback]
+
+
+begun = threading.Event()
+
+
+def let_script_end() -> int:
+    begun.set()
+    time.sleep(0.1)
+    return 7
+
+
+class Caller(Native):
+    """Calls the other one, which ends without a word because of that."""
+
+    async def _main(self) -> None:
+        options = arpc.RpcOptions(gc_freeze=False, rref_grace=0.1)
+        worker = await arpc.init_rpc(NATIVE, rank=1, world_size=2, init_method=self._place, options=options)
+        try:
+            self.found.append(await arpc.rpc_sync(SCRIPT, let_script_end))
+        finally:
+            await worker.shutdown(graceful=False)
+
+
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_a_script_that_ends_without_a_shutdown_answers_first(tmp_path, monkeypatch, is_forked) -> None:
+    at_exit: list[Callable[[], object]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    is_busy: list[bool] = []
+    begun.clear()
+    place = f"file://{tmp_path}/group"
+    caller = Caller(place)
+    caller.start()
+    options = rpc.TensorPipeRpcBackendOptions(init_method=place)
+    rpc.init_rpc(SCRIPT, rank=0, world_size=2, rpc_backend_options=options)
+    drop_in = current.get_agent().drop_in
+    try:
+        assert begun.wait(30)
+        with monkeypatch.context() as patch:
+            look = partial(drop_in.thread.call, drop_in.agent.connector.busy_links)
+            patch.setattr(drop_in, "_stop", lambda: is_busy.append(look()))
+            if is_forked:
+                assert drop_in._finalizer.still_active()  # as one of those that a forked process runs at its end
+                drop_in._finalizer()
+            else:
+                (leave,) = at_exit
+                leave()
+        assert is_busy == [False]
+        caller.join(30)
+        assert caller.error is None
+        assert caller.found == [7]
+    finally:
+        rpc.shutdown(graceful=False)
+    assert not drop_in._finalizer.still_active()

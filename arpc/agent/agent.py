@@ -318,16 +318,18 @@ class Agent(Caller, Answers):
         """Let somebody hear how long each call and each handler takes, from now on; None: nobody."""
         self.meter = meter
         if self._metering is not None:
-            del self.call_and_wait, self.begin, self.begin_shortly  # what is in the class comes to light again
-        self._metering = metering = (
-            None if meter is None else Metering(meter, self._peers, self.begin, self._call_unknown, self._nameless)
-        )
+            # what is in the class comes to light again
+            del self.call_and_wait, self.begin, self.begin_shortly, self.request_packed, self.request_plain
+        ways = self.begin, self._call_unknown, self.request_packed, self.request_plain
+        self._metering = metering = None if meter is None else Metering(meter, self._peers, *ways, self._nameless)
         self.executor.failed = None if metering is None else metering.failed
         self.executor.waited = None if metering is None else metering.waited
         if metering is not None:
             self.call_and_wait = metering.call_and_wait  # type: ignore[method-assign]
             self.begin = metering.begin  # type: ignore[method-assign]
             self.begin_shortly = never_shortly  # type: ignore[method-assign]
+            self.request_packed = metering.request_packed  # type: ignore[method-assign]
+            self.request_plain = metering.request_plain  # type: ignore[method-assign]
         if not self.is_closing:
             for message_class, handle in self._takers_of_requests.items():
                 self._handlers[message_class] = handle if metering is None else partial(metering.handle, handle)

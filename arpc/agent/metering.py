@@ -15,12 +15,14 @@ from typing import Any, Protocol
 
 from arpc.agent.connector import Link
 from arpc.agent.functions import Function
+from arpc.agent.future import Future
 from arpc.agent.peers import Peer
 from arpc.agent.requests import Inbound, Run
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, Unset
 from arpc.wire.messages import Message
 from arpc.wire.protocol import Direct
+from arpc.wire.tensors import Slot
 
 __all__ = ["Meter", "Metering"]
 
@@ -49,9 +51,11 @@ class Metering:
         peers: Mapping[Any, Peer],
         begin: Callable[..., int],
         call_unknown: Callable[..., Awaitable[Any]],
+        request_packed: Callable[..., Future[Any]],
+        request_plain: Callable[..., int],
         nameless: Collection[int] = (),
     ) -> None:
-        """``begin`` and ``call_unknown`` are the agent's own, which know nothing of meters.
+        """``begin`` and so on are the agent's own, which know nothing of meters.
 
         ``nameless`` are the types of messages that name no function, whatever number they bring.
         """
@@ -60,6 +64,8 @@ class Metering:
         self._nameless = nameless
         self._begin = begin
         self._call_unknown = call_unknown
+        self._request_packed = request_packed
+        self._request_plain = request_plain
 
     # -- calls
 
@@ -102,6 +108,25 @@ class Metering:
         began_ns = _now()
         call_id = self._begin(peer, future, function, *arguments, **options)
         future.add_done_callback(partial(self._future_done, peer, function, began_ns))
+        return call_id
+
+    def request_packed(
+        self, message: type[Message], peer: Peer, payload: bytes, slots: list[Slot], timeout_s: float | Unset
+    ) -> Future[Any]:
+        """In the place of `Agent.request_packed`."""
+        began_ns = _now()
+        future = self._request_packed(message, peer, payload, slots, timeout_s)
+        future.add_done_callback(partial(self._future_done, peer, message, began_ns))
+        return future
+
+    def request_plain(
+        self, message: type[Message], peer: Peer, payload: bytes, timeout_s: float, future: asyncio.Future[Any]
+    ) -> int:
+        """In the place of `Agent.request_plain`."""
+        began_ns = _now()
+        call_id = self._request_plain(message, peer, payload, timeout_s, future)
+        if call_id:
+            future.add_done_callback(partial(self._future_done, peer, message, began_ns))
         return call_id
 
     def _future_done(self, peer: Peer, function: Any, began_ns: int, future: asyncio.Future[Any]) -> None:

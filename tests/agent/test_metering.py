@@ -232,3 +232,41 @@ async def test_a_worker_that_came_back_under_its_name_is_found():
         await turns_until(lambda: len(meter.calls) == 2)
         assert meter.calls == [("worker1", "at_once", None)] * 2
         group[0].agent.set_meter(None)
+
+
+@pytest.mark.parametrize("elements", [3, 20_000])  # which takes the shortest way, and which does not
+async def test_messages_of_features_are_calls_too_on_both_sides(metered, elements):
+    _, here, there = metered
+    x = torch.ones(elements, requires_grad=True)
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", on_loop, (x,))
+        await arpc.autograd.backward(ctx_id, [y.sum()])
+    await turns_until(lambda: len(here.calls) == 3)
+    names = ["on_loop", "AutogradGradients", "AutogradRelease"]
+    assert here.calls == [("worker1", name, None) for name in names]
+    assert [name.split(".")[-1] for _, name in there.handlers] == names
+    assert not here.handlers
+    assert not there.calls
+    assert not there.failures
+
+
+async def test_a_message_of_a_feature_that_fails_is_counted_as_that(metered):
+    _, here, there = metered
+    x = torch.ones(3, requires_grad=True)
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", refusing, (x,))
+        with pytest.raises(arpc.BackwardError):
+            await arpc.autograd.backward(ctx_id, [y.sum()])
+    await turns_until(lambda: len(here.calls) == 4)
+    assert ("worker1", "AutogradGradients", "BackwardError") in here.calls
+    assert ("worker0", "AutogradGradients", "BackwardError") in there.failures
+
+
+@arpc.inline
+def refusing(x):
+    def refuse(_):
+        raise ValueError
+
+    y = x * 2
+    y.register_hook(refuse)
+    return y

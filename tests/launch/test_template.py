@@ -123,9 +123,9 @@ PROGRAMS = {
     "a hasty end": "import os\nprint('seen')\nos._exit(5)",
     "a hook": "import sys\nsys.excepthook = lambda kind, error, _: print('hooked', kind, error)\nraise KeyError(1)",
     "last words": """
-        import atexit, threading, time
+        import atexit, threading
         atexit.register(print, "at exit")
-        threading.Thread(target=lambda: (time.sleep(0.05), print("from a thread"))).start()
+        threading.Thread(target=lambda: (threading.main_thread().join(), print("from a thread"))).start()
         class Last:
             def __del__(self):
                 print("collected")

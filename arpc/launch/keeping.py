@@ -65,6 +65,8 @@ class Keeper:
         self._listener = listener
         self._ended = asyncio.Event()
         self._ordering = asyncio.Lock()
+        self._sending: asyncio.Task[None] | None = None
+        """What holds the lock until all of an order is sent. `aclose` gives one more, and so waits for it."""
         self._template_environment: Mapping[str, str | None] | None = None
         self._pids: dict[int, int] = {}
         self._reading = asyncio.create_task(self._read(), name="arpc-launch-keeper")
@@ -176,16 +178,28 @@ class Keeper:
 
     async def _order(self, order: Mapping[str, object], descriptors: tuple[int, ...] = ()) -> None:
         data = json.dumps(order).encode() + b"\n"
-        async with self._ordering:  # an order is sent in parts
-            try:
-                if descriptors:
-                    # descriptors go with the first byte, which is sent apart: a full socket needs no second attempt
-                    await self._writable()
-                    socket.send_fds(self._control, [data[:1]], descriptors)
-                    data = data[1:]
-                await asyncio.get_running_loop().sock_sendall(self._control, data)
-            except OSError:
+        await self._ordering.acquire()  # an order is sent in parts
+        try:
+            if descriptors:
+                # descriptors go with the first byte, which is sent apart: a full socket needs no second attempt
+                await self._writable()
+                socket.send_fds(self._control, [data[:1]], descriptors)
+                data = data[1:]
+        except BaseException as error:
+            self._ordering.release()
+            if isinstance(error, OSError):
                 return  # the keeper is no more, and `_read` says so
+            raise
+        # Who is cancelled from here on has given the order all the same: half of one would spoil the next
+        self._sending = asyncio.create_task(self._send(data))
+        await asyncio.shield(self._sending)
+
+    async def _send(self, data: bytes) -> None:
+        try:
+            with contextlib.suppress(OSError):  # as above
+                await asyncio.get_running_loop().sock_sendall(self._control, data)
+        finally:
+            self._ordering.release()
 
     async def _writable(self) -> None:
         loop = asyncio.get_running_loop()

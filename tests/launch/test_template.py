@@ -367,6 +367,35 @@ async def test_no_more_wait_to_be_forked_than_there_are_descriptors_for(
     assert {(await task).exit_code for task in running[:2]} == {-signal.SIGTERM}
 
 
+async def test_an_order_that_is_cancelled_halfway_spoils_no_other():
+    heard: asyncio.Queue[News] = asyncio.Queue()
+    keeper = await Keeper.open(heard.put_nowait)
+    try:
+        with Path(os.devnull).open("w") as nothing:
+
+            async def start(rank: int) -> None:
+                large = {f"LARGE{number}": "x" * 100_000 for number in range(5)}  # more than a socket holds
+                output = (nothing.fileno(), nothing.fileno())
+                await keeper.start(rank, ["true"], environment=large, directory=None, output=output)
+
+            process = Group.process()
+            process.suspend()
+            try:
+                orders = [asyncio.create_task(start(rank)) for rank in range(2)]
+                _, waiting = await asyncio.wait(orders, timeout=0.1)
+                assert waiting  # one of them for the rest of it to be taken
+                for order in waiting:
+                    order.cancel()
+                await asyncio.wait(waiting)
+            finally:
+                process.resume()
+            await start(2)
+        while (news := await heard.get()) != Exited(2, 0):
+            assert isinstance(news, Started | Exited)
+    finally:
+        await keeper.aclose()
+
+
 async def test_many_are_started_at_once(group: Group, tmp_path: Path):
     path = tmp_path / "script.py"
     path.write_text("import sys; print(sys.argv[1])")

@@ -122,9 +122,9 @@ async def test_a_pass_fails_rather_than_meet_gradients_of_one_that_failed(monkey
         await group.fail()
         assert group.there == [[1.0] * 3]  # nobody could tell it
         await group.until_told()
-        with pytest.raises(arpc.RpcTimeoutError, match="worker 'worker2' had not answered"):
+        with pytest.raises(arpc.RpcTimeoutError, match=r"worker 'worker[12]' had not answered"):
             await group.succeed()
-        with pytest.raises(arpc.RpcTimeoutError, match="worker 'worker2' had not answered"):
+        with pytest.raises(arpc.RpcTimeoutError, match=r"worker 'worker[12]' had not answered"):
             await arpc.autograd.backward(group.ctx_id, [group.good.sum()], retain_graph=True, timeout=0.01)
         assert group.there == [[1.0] * 3]
         await group.until_told()

@@ -22,7 +22,7 @@ from arpc import torchstate
 from arpc.autograd.accumulation import LeafGradients
 from arpc.autograd.context import AutogradContext, Send
 from arpc.autograd.failure import node_failure, peer_failure
-from arpc.autograd.nodes import LeafNode
+from arpc.autograd.nodes import LeafNode, edge_into
 from arpc.autograd.passes import BackwardPass, Host, Threads, take_only_answer
 from arpc.autograd.protocol import PackedParcel, Parcel, unpack_parcel
 from arpc.autograd.survey import Expectation, Survey, are_apart, survey
@@ -136,7 +136,7 @@ class BriefPass:
             self._used.append(message_id)
             for (node, place), gradient in zip(send.edges, tensors, strict=True):
                 if gradient is not None:
-                    roots.append(GradientEdge(node, place))
+                    roots.append(edge_into((node, place, None)))
                     entering.append(gradient)
                     nodes.append(node)
         for message_id in [message_id for message_id, send in unresolved.items() if send.to == self.parent]:
@@ -316,7 +316,7 @@ class BriefPass:
                 if node.__class__ is _leaf_class:
                     for_leaves.append((node.variable, gradient))
                 else:
-                    roots.append(GradientEdge(node, place))
+                    roots.append(edge_into((node, place, None)))
                     entering.append(gradient)
         if roots:
             delivered = rest.try_to_run(roots, entering, self.retain_graph, self._host.pace, self._leaves)

@@ -149,6 +149,11 @@ class BriefPass:
             return None
         host, parent, told = self._host, self.parent, self._told
         is_heeded = host.is_heeded
+        graph = survey(nodes, is_heeded, expectation)
+        if graph is None:
+            return None
+        for recv in graph.recvs:  # who gets gradients, before those who are only asked
+            told[recv.record.sender] = True
         later: list[Any] = []
         for send in self._unresolved.values():
             told[send.to] = True
@@ -157,11 +162,6 @@ class BriefPass:
                     later.append(node)
                 elif node.variable._backward_hooks or is_heeded(node, node.variable):  # noqa: SLF001 - torch has no other way to ask
                     return None  # they are to run with all its gradients
-        graph = survey(nodes, is_heeded, expectation)
-        if graph is None:
-            return None
-        for recv in graph.recvs:
-            told[recv.record.sender] = True
         if host.info.id in told or parent in told:
             return None
         if later:

@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge
 from arpc.autograd.accumulation import LeafGradients
 from arpc.autograd.context import AutogradContext
 from arpc.autograd.failure import node_failure
+from arpc.autograd.nodes import edge_into
 from arpc.autograd.passes import Host
 from arpc.autograd.protocol import NOTHING_LIVE, Parcel
 from arpc.autograd.survey import Expectation, survey
@@ -53,7 +54,7 @@ def run_at_once(
             return None
         for (node, place), gradient in zip(sends[message_id].edges, tensors, strict=True):
             if gradient is not None:
-                roots.append(GradientEdge(node, place))
+                roots.append(edge_into((node, place, None)))
                 entering.append(gradient)
                 nodes.append(node)
     graph = survey(nodes, host.is_heeded, expectation)

@@ -22,7 +22,7 @@ from arpc import torchstate
 from arpc.autograd.accumulation import LeafGradients
 from arpc.autograd.context import AutogradContext, Send
 from arpc.autograd.failure import node_failure, peer_failure
-from arpc.autograd.nodes import LeafNode
+from arpc.autograd.nodes import LeafNode, edge_into
 from arpc.autograd.passes import BackwardPass, Host, Threads, take_only_answer
 from arpc.autograd.protocol import PackedParcel, Parcel, unpack_parcel
 from arpc.autograd.survey import Expectation, Survey, are_apart, survey
@@ -136,7 +136,7 @@ class BriefPass:
             self._used.append(message_id)
             for (node, place), gradient in zip(send.edges, tensors, strict=True):
                 if gradient is not None:
-                    roots.append(GradientEdge(node, place))
+                    roots.append(edge_into((node, place, None)))
                     entering.append(gradient)
                     nodes.append(node)
         for message_id in [message_id for message_id, send in unresolved.items() if send.to == self.parent]:
@@ -149,6 +149,11 @@ class BriefPass:
             return None
         host, parent, told = self._host, self.parent, self._told
         is_heeded = host.is_heeded
+        graph = survey(nodes, is_heeded, expectation)
+        if graph is None:
+            return None
+        for recv in graph.recvs:  # who gets gradients, before those who are only asked
+            told[recv.record.sender] = True
         later: list[Any] = []
         for send in self._unresolved.values():
             told[send.to] = True
@@ -157,11 +162,6 @@ class BriefPass:
                     later.append(node)
                 elif node.variable._backward_hooks or is_heeded(node, node.variable):  # noqa: SLF001 - torch has no other way to ask
                     return None  # they are to run with all its gradients
-        graph = survey(nodes, is_heeded, expectation)
-        if graph is None:
-            return None
-        for recv in graph.recvs:
-            told[recv.record.sender] = True
         if host.info.id in told or parent in told:
             return None
         if later:
@@ -316,7 +316,7 @@ class BriefPass:
                 if node.__class__ is _leaf_class:
                     for_leaves.append((node.variable, gradient))
                 else:
-                    roots.append(GradientEdge(node, place))
+                    roots.append(edge_into((node, place, None)))
                     entering.append(gradient)
         if roots:
             delivered = rest.try_to_run(roots, entering, self.retain_graph, self._host.pace, self._leaves)

@@ -171,7 +171,8 @@ class Container:
         """End a context here, once and for all; None if it is not known."""
         ended = self._ended
         ended[context_id] = None
-        self._failed_early.pop(context_id, None)
+        if self._failed_early:
+            self._failed_early.pop(context_id, None)
         if len(ended) > _TOMBSTONES:
             ended.popitem(last=False)
         return self.contexts.pop(context_id, None)

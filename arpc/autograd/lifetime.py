@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
 from contextvars import Context
-from functools import partial
 from pickle import dumps
 from typing import Any, Final, TypeVar
 
@@ -87,17 +86,18 @@ class Lifetimes:
         peer = agent.peer(to)
         if peer is None or agent.placement is not None:
             return self.request(message, to, ([head, *tensors],), timeout_s)
-        slots: list[Slot] = []
         payload = agent.codec.parcel(head, tensors, is_call=True)
+        if is_usual and payload is not None:
+            future: Future[Any] = Future(loop=agent.loop)
+            if call_id := agent.request_plain(message, peer, payload, timeout_s, future):
+                future.callee = peer
+                future.call_id = call_id
+                return future
+        slots: list[Slot] = []
         if payload is None:  # large, or not quite tensors
             if not ONLY_TENSORS.issuperset(map(type, tensors)):
                 return self.request(message, to, ([head, *tensors],), timeout_s)
             payload, slots = dumps_flat(head, list(tensors), is_call=True)
-        elif is_usual:
-            future: Future[Any] = Future(loop=agent.loop)
-            if call_id := agent.request_plain(message, peer, payload, timeout_s, future):
-                future.on_cancel = partial(peer.cancel, call_id)
-                return future
         try:
             return agent.request_packed(message, peer, payload, slots, timeout_s)
         except ArpcError as error:

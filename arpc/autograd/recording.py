@@ -92,7 +92,11 @@ class Recorder:
             self._record_recv(context, peer.id, message_id, slots)
 
     def _record_send(self, context: AutogradContext, to: int, slots: list[Slot]) -> int:
-        tensors = _requiring_grad(slots)
+        tensors: list[Any]
+        try:
+            tensors = list(filter(_requires_grad, slots))
+        except AttributeError:
+            tensors = _tensors_requiring_grad(slots)
         if not tensors:
             return 0
         message_id = self._container.new_message_id()
@@ -102,10 +106,13 @@ class Recorder:
 
     def _record_recv(self, context: AutogradContext, sender: int, message_id: int, slots: list[Any]) -> None:
         # `data`: `detach()` would have them share a version counter
-        tensors = list(map(_data_of, _requiring_grad(slots)))
-        if not tensors:
-            raise ProtocolError("gradients were announced for a message without tensors that require grad")
+        try:
+            tensors = list(map(_data_of, filter(_requires_grad, slots)))
+        except AttributeError:
+            tensors = list(map(_data_of, _tensors_requiring_grad(slots)))
         count = len(tensors)
+        if not count:
+            raise ProtocolError("gradients were announced for a message without tensors that require grad")
         record = RecvRecord(message_id, sender, count)
         if _is_grad_enabled():
             attached = attach_recv(tensors, record)
@@ -122,11 +129,9 @@ class Recorder:
                 slots[place] = next(remaining)
 
 
-def _requiring_grad(slots: Sequence[Any]) -> list[Tensor]:
-    try:
-        return list(filter(_requires_grad, slots))
-    except AttributeError:  # there is memory among them that is no tensor's
-        return [slot for slot in slots if isinstance(slot, Tensor) and slot.requires_grad]
+def _tensors_requiring_grad(slots: Sequence[Any]) -> list[Tensor]:
+    """Those among slots that are not all tensors: there is other memory, too."""
+    return [slot for slot in slots if isinstance(slot, Tensor) and slot.requires_grad]
 
 
 def _checked(meta: Any) -> tuple[int, int]:

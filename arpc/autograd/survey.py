@@ -7,16 +7,14 @@ are no regions then, and nothing to plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from arpc.autograd.accumulation import LeafGradients
 from arpc.autograd.engine import compact
-from arpc.autograd.nodes import LeafNode, RecvNode, RecvRecord, run_backward
+from arpc.autograd.nodes import LeafNode, RecvNode, RecvRecord, edge_into, run_backward
 from arpc.autograd.pace import SHORT_NODES, Pace
 
 __all__ = ["Delivered", "Expectation", "Survey", "are_apart", "survey"]
@@ -76,7 +74,7 @@ class Survey(NamedTuple):
             elements += leaf.numel()
         for node in recvs:
             for place in range(node.record.count):
-                inputs.append(GradientEdge(node, place))  # noqa: PERF401 - mostly there are one or two
+                inputs.append(edge_into((node, place, None)))  # noqa: PERF401 - mostly there are one or two
         if not inputs:
             return delivered
         for gradient in gradients:
@@ -95,13 +93,15 @@ class Survey(NamedTuple):
         )
         if found is None:
             return None
-        computed = iter(found)
+        end = 0
         for leaf in leaves:
-            if (gradient := next(computed)) is not None:
+            if (gradient := found[end]) is not None:
                 leaf_gradients.add(leaf, gradient)
+            end += 1
         for node in recvs:
             record: RecvRecord = node.record
-            tensors = list(map(compact, islice(computed, record.count)))
+            start, end = end, end + record.count
+            tensors = list(map(compact, found[start:end]))
             for tensor in tensors:
                 if tensor is not None:
                     if not retain_graph:

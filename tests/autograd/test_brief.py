@@ -129,6 +129,26 @@ async def test_a_second_pass_adds_to_the_first_and_the_graph_is_freed_with_it(gr
         assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [4.0] * 3
 
 
+@arpc.inline
+def give_back(x):
+    return x, weight, x * 2
+
+
+async def test_what_is_returned_as_it_is_takes_none_either(group, full_passes):
+    x, seen = leaf(), []
+    hook = weight.register_hook(lambda gradient: seen.append(gradient.tolist()) or 5 * gradient)
+    try:
+        async with arpc.autograd.context() as ctx_id:
+            same, given, doubled = await arpc.rpc_sync("worker1", give_back, (x,))
+            await arpc.autograd.backward(ctx_id, [(same * 3 + given * 4 + doubled).sum()])
+            assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [5.0] * 3
+            assert group[1].autograd.gradients(ctx_id)[weight].tolist() == [20.0] * 3
+    finally:
+        hook.remove()
+    assert seen == [[4.0] * 3]
+    assert full_passes == []
+
+
 @pytest.mark.parametrize("register", ["register_hook", "register_prehook"])
 async def test_hooks_of_the_node_that_a_result_came_from_run(group, full_passes, register):
     x, seen = leaf(), []

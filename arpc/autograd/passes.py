@@ -295,7 +295,7 @@ class BackwardPass:
         self._is_planned = True
         engine = self._engine
         if self._roots:
-            engine.resolve(0, [torch.ones_like(root) for root in self._roots])
+            engine.resolve(0, list(map(torch.ones_like, self._roots)))
         resolved = self._protocol.planned(engine.live)
         if resolved:
             self._resolve(resolved)
@@ -321,11 +321,12 @@ class BackwardPass:
 
     def _take_results(self) -> None:
         engine = self._engine
-        delivered, engine.delivered = engine.delivered, []
-        silent, engine.silent = engine.silent, []
-        resolved = self._protocol.ran(delivered, silent)
-        if resolved:
-            self._resolve(resolved)
+        if engine.delivered or engine.silent:
+            delivered, engine.delivered = engine.delivered, []
+            silent, engine.silent = engine.silent, []
+            resolved = self._protocol.ran(delivered, silent)
+            if resolved:
+                self._resolve(resolved)
 
     # -- threads
 
@@ -371,6 +372,9 @@ class BackwardPass:
                 self._take_plan()
             else:
                 self._take_results()
+                if not self._inbox and self._protocol.is_done and not self._engine.is_ready:
+                    self._finish()  # nobody else has to do with it any more
+                    return
         except Exception as error:  # noqa: BLE001 - whatever nodes and hooks of users raise
             self.fail(self._described(error))
         else:
@@ -408,10 +412,7 @@ class BackwardPass:
                 protocol.sent()
                 self._send(self._parent, for_parent)
         if protocol.is_done:
-            if self._engine.is_to_accumulate:
-                self._run_in_thread(self._engine.accumulate)
-            else:
-                self._finish()
+            self._finish()
         return riding
 
     def _send(self, to: int, parcel: Parcel) -> None:
@@ -444,6 +445,10 @@ class BackwardPass:
     # -- the end
 
     def _finish(self) -> None:
+        """Nothing is left to be run, told or waited for, but for hooks that wait for the very end."""
+        if self._engine.plan.heeded_leaves and self._engine.is_to_accumulate:
+            self._run_in_thread(self._engine.accumulate)
+            return
         gradients = self._engine.leaves.take()  # first: what a peer has sent for them may be no gradients
         self._end()
         self.context.commit(self.id, gradients, self._protocol.announced_to)
@@ -453,7 +458,8 @@ class BackwardPass:
         if self.activity is not None:
             self.activity.end()
         engine = self._engine
-        engine.close()
+        if engine.live:
+            engine.close()
         self._last_begun = engine.last_begun
         # An error's traceback leads here, and may be kept for long: not the graph with it
         del self._engine

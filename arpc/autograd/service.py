@@ -153,9 +153,15 @@ class AutogradService:
         self.passes_begun += 1
         if pass_id is None:
             pass_id = self.container.new_pass_id()
-        started: BackwardPass | BriefPass
-        started = brief = BriefPass(self, context, pass_id, retain_graph, deadline, usual_timeout_s, None, threads)
-        if self._agent.observers.installed or not brief.try_to_start(roots, nodes, self._expected_of_roots):
+        expected = self._expected_of_roots
+        started: BackwardPass | BriefPass | None = None
+        if expected.to_pass_over:
+            expected.to_pass_over -= 1  # a large one again, most likely: that takes no looking at it
+        elif not self._agent.observers.installed:
+            brief = BriefPass(self, context, pass_id, retain_graph, deadline, usual_timeout_s, None, threads)
+            if brief.try_to_start(roots, nodes, expected):
+                started = brief
+        if started is None:
             started = full = self._make_pass(
                 context,
                 pass_id,

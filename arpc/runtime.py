@@ -17,9 +17,10 @@ from arpc.agent.agent import Agent
 from arpc.agent.future import Future
 from arpc.agent.lookout import Lookout
 from arpc.agent.membership import WorkerRecord
+from arpc.agent.peers import PeerState
 from arpc.agent.rendezvous import Rendezvous
 from arpc.agent.roster import MemberLost, MemberStream
-from arpc.agent.scope import current_scope, find_scope, worker_ended
+from arpc.agent.scope import current_scope, find_scope, is_forked, worker_ended
 from arpc.agent.streams import Stream
 from arpc.autograd.service import AutogradService
 from arpc.errors import (
@@ -80,11 +81,14 @@ def current() -> Worker:
     """
     scope = find_scope()
     if scope is None or scope.worker is None:
-        is_elsewhere = threading.current_thread() is not threading.main_thread()
-        hint = ". A thread begins with an empty context: asyncio.to_thread and arpc.to_thread hand theirs on"
+        hint = ""
+        if is_forked():
+            hint = ". The workers of the process that this one was forked from are not its own"
+        elif threading.current_thread() is not threading.main_thread():
+            hint = ". A thread begins with an empty context: asyncio.to_thread and arpc.to_thread hand theirs on"
         raise NotInitializedError(
             "RPC has not been initialized in this context. Call `await arpc.init_rpc(...)` first, "
-            f"or use the methods of a worker that you hold{hint if is_elsewhere else ''}"
+            f"or use the methods of a worker that you hold{hint}"
         )
     worker: Worker = scope.worker
     return worker
@@ -213,8 +217,13 @@ class Worker:
         return self.info if name is None else self.agent.known_peer(name).info
 
     def get_worker_infos(self) -> list[WorkerInfo]:
-        """All workers of the group that this one knows, itself among them, in the order of their ids."""
-        return sorted((peer.info for peer in self.agent.peers), key=lambda info: info.id)
+        """All workers of the group that this one knows, itself among them, in the order of their ids.
+
+        In an elastic group without those that have left.
+        """
+        is_elastic = self.agent.is_elastic
+        there = (peer.info for peer in self.agent.peers if not is_elastic or peer.state is not PeerState.GONE)
+        return sorted(there, key=lambda info: info.id)
 
     def membership(self) -> MemberStream:
         """What happens to the other workers of the group, as it happens.

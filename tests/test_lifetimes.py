@@ -81,6 +81,31 @@ def creation_of(function: Callable[[], object]) -> Callable[[], Awaitable[None]]
     return create
 
 
+async def fail() -> None:
+    await asyncio.sleep(0)
+    raise LookupError("nothing there")
+
+
+async def fail_by_a_call() -> None:
+    held = hold()
+    await arpc.rpc_sync("worker0", fail)
+    del held
+
+
+def fail_by_a_call_in_thread() -> None:
+    held = hold()
+    arpc.rpc_async("worker0", fail).wait()
+    del held
+
+
+def failure_of(function: Callable[[], object]) -> Callable[[], Awaitable[None]]:
+    async def call() -> None:
+        with pytest.raises(LookupError):
+            await arpc.rpc_sync("worker1", function)
+
+    return call
+
+
 async def run_late() -> None:
     with pytest.raises(arpc.RpcTimeoutError):
         await arpc.rpc_sync("worker1", wait, timeout=0.05)
@@ -113,6 +138,8 @@ def reading_of(generator: Callable[[], object], items: int) -> Callable[[], Awai
         pytest.param(creation_of(make_async), id="value-of-a-coroutine"),
         pytest.param(creation_of(make_later), id="value-of-one-that-waits"),
         pytest.param(creation_of(lambda: hold()), id="value-of-a-function-sent-by-value"),  # noqa: PLW0108
+        pytest.param(failure_of(fail_by_a_call), id="failed-by-a-call"),
+        pytest.param(failure_of(fail_by_a_call_in_thread), id="failed-by-a-call-in-a-thread"),
         pytest.param(run_late, id="past-its-deadline"),
         pytest.param(be_cancelled, id="cancelled"),
         pytest.param(reading_of(count, 100), id="stream-at-its-end"),

@@ -20,6 +20,7 @@ from arpc.errors import (
 )
 from arpc.options import RpcOptions
 from arpc.testing import cluster
+from tests.agent.leftovers import until
 from tests.agent.stage import (
     call_on,
     echo_in_thread,
@@ -132,6 +133,15 @@ async def test_who_has_joined_and_fails_then_leaves(monkeypatch):
                 await group.add("second")
         assert failure.group_contains(LookupError, match="nobody to meet")
         assert [member.name for member in await group[0].rendezvous.members()] == ["first"]
+
+
+async def test_those_who_left_an_elastic_group_are_not_listed():
+    async with cluster(["first", "second"], elastic=True) as group:
+        first, second = group
+        assert await first.rpc_sync("second", echo_in_thread, args=(1,)) == 1
+        assert [info.name for info in first.get_worker_infos()] == ["first", "second"]
+        await second.shutdown()
+        await until(lambda: first.get_worker_infos() == [first.info])
 
 
 async def test_two_workers_of_one_process_over_sockets():

@@ -17,13 +17,14 @@ from arpc import torchstate
 from arpc.agent.answers import Answers
 from arpc.agent.caller import Caller
 from arpc.agent.codec import Codec, Interceptor
-from arpc.agent.connector import Connector, Link, PeerWatcher
+from arpc.agent.connector import Connector
 from arpc.agent.deadlines import Deadlines
 from arpc.agent.executor import Executor, Service, Wrapper
 from arpc.agent.functions import Preparation
 from arpc.agent.guard import Guard, GuardedCodec
 from arpc.agent.heartbeat import Heartbeat
 from arpc.agent.labelled import never_shortly
+from arpc.agent.links import Link, PeerWatcher
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.metering import Meter, Metering
 from arpc.agent.observers import Observer, Observers

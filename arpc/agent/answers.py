@@ -8,9 +8,9 @@ from typing import Any
 
 from arpc.agent.calls import SEQUENCE_BITS, Call
 from arpc.agent.codec import Codec
-from arpc.agent.connector import Link
 from arpc.agent.failures import rebuild_failure
 from arpc.agent.guard import Guard
+from arpc.agent.links import Link
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.errors import (
     ProtocolError,

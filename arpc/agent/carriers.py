@@ -124,6 +124,7 @@ def _drive(job: Job, waits_for: Any, coroutine: Any) -> Generator[Any, Any, Any]
             step, value = coroutine.throw, error
         else:
             step = coroutine.send
+        waits_for = None  # a future that has failed leads to this frame, too, by the traceback of its error
         try:
             waits_for = _step(job, step, value)
         except StopIteration as stop:

@@ -103,7 +103,10 @@ class Future(asyncio.Future[T], Generic[T]):
             raise RuntimeError("wait() would block the event loop it waits for: use `await future`")
         if not self.done():
             self._block(timeout)
-        return self.result()
+        try:
+            return self.result()
+        finally:
+            del self  # whose error refers to this frame
 
     def _block(self, timeout_s: float | None) -> None:
         arrived = threading.Event()

@@ -30,7 +30,7 @@ LostCallback = Callable[[MemberLost], object]
 
 
 class Lookout:
-    """What one worker knows of the others, kept up to date: a `connector.PeerWatcher`."""
+    """What one worker knows of the others, kept up to date: a `links.PeerWatcher`."""
 
     def __init__(self, rendezvous: Rendezvous, options: RpcOptions, context: Context) -> None:
         self.roster = Roster()

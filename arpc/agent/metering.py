@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from arpc.agent.connector import Link
 from arpc.agent.functions import Function
 from arpc.agent.future import Future
+from arpc.agent.links import Link
 from arpc.agent.peers import Peer
 from arpc.agent.requests import Inbound, Run
 from arpc.ids import WorkerInfo

@@ -6,6 +6,7 @@ One ContextVar for all of it, so that starting a handler sets one variable and m
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
@@ -14,7 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from arpc.ids import WorkerInfo
 from arpc.log import set_source
 
-__all__ = ["Scope", "WorkerScope", "current_scope", "find_scope", "worker_began", "worker_ended"]
+__all__ = ["Scope", "WorkerScope", "current_scope", "find_scope", "is_forked", "worker_began", "worker_ended"]
 
 
 class Scope(Protocol):
@@ -78,6 +79,29 @@ set_source(_log_fields)
 # Workers refer to their loop: were they kept here, neither would ever go
 _living: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakSet[Any]] = WeakKeyDictionary()
 """The workers of each loop."""
+
+
+_left_behind = False
+
+
+def is_forked() -> bool:
+    """Whether workers were left behind in the process that this one was forked from."""
+    return _left_behind
+
+
+def _leave_behind() -> None:
+    """Let a forked process have no worker: its parent's connections are those of its parent.
+
+    Requests that both write to one socket would have the same ids, and each the other's answers.
+    """
+    global _left_behind  # noqa: PLW0603 - there is one process
+    _left_behind = _left_behind or any(_living.values())
+    current_scope.set(None)
+    _living.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_behind)
 
 
 def worker_began(worker: Any, loop: asyncio.AbstractEventLoop) -> None:

@@ -1,7 +1,7 @@
 """One who only looks: a connection to a worker, by somebody who is in no group.
 
 It speaks arpc's own protocol, so it needs no port besides the worker's, and proves the secret as workers do. The worker
-lets it ask and nothing else (`agent.connector.ONLOOKER`), and does not count it among its peers.
+lets it ask and nothing else (`agent.links.ONLOOKER`), and does not count it among its peers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from arpc.agent.codec import Codec
-from arpc.agent.connector import ONLOOKER
 from arpc.agent.failures import rebuild_failure
+from arpc.agent.links import ONLOOKER
 from arpc.errors import ConfigurationError, WireError, WorkerLostError
 from arpc.options import RpcOptions
 from arpc.transport.base import Connection, Transport

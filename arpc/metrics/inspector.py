@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from arpc._version import __version__
 from arpc.agent.agent import Agent
-from arpc.agent.connector import Link
+from arpc.agent.links import Link
 from arpc.agent.peers import Peer
 from arpc.autograd.service import AutogradService
 from arpc.ids import WorkerInfo

@@ -21,9 +21,9 @@ import msgspec
 
 from arpc.agent.agent import Agent
 from arpc.agent.calls import SEQUENCE_BITS, Call
-from arpc.agent.connector import Link
 from arpc.agent.deadlines import NEVER, Deadlines
 from arpc.agent.functions import Mode
+from arpc.agent.links import Link
 from arpc.agent.requests import Run
 from arpc.ids import WorkerInfo
 from arpc.wire.messages import Inspect

@@ -14,8 +14,8 @@ import torch
 from arpc.agent import blocking as blocking_module
 from arpc.agent import lines as lines_module
 from arpc.agent.blocking import TAKES_LOOP, BlockingCalls
-from arpc.agent.connector import LINE_HANDLERS, MAX_LINES
 from arpc.agent.lines import Lines
+from arpc.agent.lines_here import LINE_HANDLERS, MAX_LINES
 from arpc.agent.metering import Meter
 from arpc.agent.observers import Observer
 from arpc.errors import (

@@ -130,7 +130,7 @@ async def test_a_worker_that_only_others_can_connect_to_has_its_grace(monkeypatc
 
         assert await group[1].rpc_sync("worker0", echo, args=("there",)) == "there"
         monkeypatch.setattr(agent, "resolve", resolve_in_vain)
-        monkeypatch.setitem(agent.connector._transports, "tcp", NobodyListens())
+        monkeypatch.setitem(agent.connector.dialler.transports, "tcp", NobodyListens())
         lost: list[MemberLost] = []
         group[0].on_peer_lost(lost.append)
         stream = group[0].membership()
@@ -139,7 +139,7 @@ async def test_a_worker_that_only_others_can_connect_to_has_its_grace(monkeypatc
         assert await group[1].rpc_sync("worker0", echo, args=("back",)) == "back"
         await next_of(stream, MemberReturned)
         assert lost == []
-        assert not agent.connector._came
+        assert not agent.connector.attempts._came
 
 
 async def test_a_cut_connection_is_made_again():

@@ -106,7 +106,7 @@ async def test_those_who_were_turned_away_are_not_remembered_for_ever(monkeypatc
     monkeypatch.setattr(newcomers_module, "_REMEMBERED", 3)
     async with cluster(2, options=OPTIONS, elastic=True) as group:
         checks = group[0].agent.connector._newcomers
-        me = group[1].agent.connector._identity
+        me = group[1].agent.connector.dialler.identity
         for number in range(6):
             stranger = msgspec.structs.replace(me, incarnation=number)
             with pytest.raises(Refused) as refused:
@@ -121,7 +121,7 @@ async def test_those_who_were_turned_away_are_not_remembered_for_ever(monkeypatc
 
 async def test_a_worker_of_an_earlier_group_is_refused():
     async with cluster(2, options=OPTIONS) as group:
-        connector = group[1].agent.connector
-        connector._identity = msgspec.structs.replace(connector._identity, incarnation=5)
+        dialler = group[1].agent.connector.dialler
+        dialler.identity = msgspec.structs.replace(dialler.identity, incarnation=5)
         with pytest.raises(WorkerLostError, match="started again, or belongs elsewhere"):
             await group[1].rpc_sync("worker0", echo)

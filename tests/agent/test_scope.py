@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import warnings
 import weakref
 from contextvars import Context
 
-from arpc.agent.scope import find_scope, worker_began, worker_ended
+import pytest
+
+from arpc.agent.scope import find_scope, is_forked, worker_began, worker_ended
 
 
 class Worker:
@@ -46,3 +50,26 @@ def test_a_worker_that_was_never_shut_down_does_not_keep_its_loop():
     del loop, worker
     gc.collect()
     assert kept() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="takes fork")
+def test_a_forked_process_has_no_worker_of_its_parent():
+    """Both would write requests with the same numbers to one socket, and take each other's answers."""
+    loop = asyncio.new_event_loop()
+    worker = Worker(loop)
+
+    def fork() -> int:
+        worker_began(worker, loop)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # other tests have left threads, which the child does not need
+            child = os.fork()
+        if child == 0:
+            os._exit(0 if find_scope() is None and is_forked() else 1)
+        _, status = os.waitpid(child, 0)
+        assert find_scope() is not None
+        return os.waitstatus_to_exitcode(status)
+
+    assert Context().run(fork) == 0
+    assert not is_forked()
+    worker_ended(worker, loop)
+    loop.close()

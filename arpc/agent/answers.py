@@ -135,9 +135,12 @@ class Answers:
             peer.release(call)
         if call.future.done():
             return
-        token = current_scope.set(self._scope)
         try:
-            value = self._handful(peer.info, unpack_handful(payload))
+            handful = unpack_handful(payload)
+            if payload[0] == PARCEL_RESULT and not handful[2]:
+                value = [handful[3], *handful[1]]
+            else:
+                value = self._handful_in_scope(peer.info, handful)
         except ProtocolError:
             call.future.set_exception(self._malformed(call))
             raise
@@ -149,17 +152,21 @@ class Answers:
                 _set_result(call.future, value)
             else:
                 call.future.set_result(value)
+
+    def _handful_in_scope(self, peer: WorkerInfo, handful: Handful) -> Any:
+        # see `_result`
+        token = current_scope.set(self._scope)
+        try:
+            return self._handful(peer, handful)
         finally:
             current_scope.reset(token)
 
     def _handful(self, peer: WorkerInfo, handful: Handful) -> Any:
         codec = self.codec
-        kind, slots, meta, content = handful
+        kind, slots, meta, _ = handful
         if meta:
             codec.receive_reply(peer, codec.decoded(meta), slots)
-        if kind == RESULT_AND_META:
-            return slots[0]
-        return [content, *slots] if kind == PARCEL_RESULT else codec.handful_object(handful)
+        return slots[0] if kind == RESULT_AND_META else codec.handful_object(handful)
 
     def _on_reply(self, link: Link, message: Message) -> None:
         call = link.peer.pop(message.id)

@@ -105,3 +105,41 @@ async def test_what_has_memory_in_common_has_it_again():
         assert first is second
         (low, high), _ = await group[0].rpc_sync("worker1", take, (WHOLE[:3], WHOLE[3:]))
         assert low.untyped_storage().data_ptr() == high.untyped_storage().data_ptr()
+
+
+async def share(*values: Any) -> list[int]:
+    """For each argument, which of them is the first that is the same object."""
+    return [next(place for place, other in enumerate(values) if other is value) for value in values]
+
+
+async def test_a_tensor_that_is_there_twice_is_one_object():
+    x, y = torch.ones(2), torch.zeros(2)
+    async with cluster(2) as group:
+        for _ in range(2):
+            for args, expected in (((x, x), [0, 0]), ((x, y, x), [0, 1, 0]), ((x, y, y, x), [0, 1, 1, 0])):
+                assert await group[0].rpc_sync("worker1", share, args=args) == expected
+        assert await group[0].rpc_sync("worker1", share, args=(x, y)) == [0, 1]
+        assert await group[0].rpc_sync("worker1", take, args=(y, x, y)) is not None
+
+
+async def test_tensors_of_many_kinds_take_turns():
+    sent = [
+        torch.ones(3),
+        torch.ones(3, requires_grad=True),
+        torch.ones(3, dtype=torch.float64),
+        torch.ones(6)[::2],
+        torch.ones(3).to_sparse(),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.ones(3, dtype=torch.complex64).conj().imag,
+        torch.ones(9000),
+    ]
+    async with cluster(2) as group:
+        for _ in range(2):
+            for first in sent:
+                arrived = await group[0].rpc_sync("worker1", echo, args=(first,))
+                assert (arrived.dtype, arrived.layout) == (first.dtype, first.layout)
+                torch.testing.assert_close(arrived.detach(), first.detach())
+                for second in sent:
+                    if second is not first:
+                        both = await group[0].rpc_sync("worker1", share, args=(first, second))
+                        assert both == [0, 1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from arpc.options import RpcOptions
 from arpc.testing import cluster
 from arpc.transport.stream import TcpTransport
 from tests.agent.stage import echo
+from tests.agent.test_bare_messages import is_in_a_read, run
 
 
 class CountingWrites:
@@ -143,3 +146,67 @@ async def test_tensors_of_many_kinds_take_turns():
                     if second is not first:
                         both = await group[0].rpc_sync("worker1", share, args=(first, second))
                         assert both == [0, 1]
+
+
+async def give_after_a_while(x: torch.Tensor) -> torch.Tensor:
+    await asyncio.sleep(0)
+    return x
+
+
+def test_who_waits_for_one_goes_on_in_the_read_that_brings_it():
+    color = contextvars.ContextVar("color", default="none")
+    seen: list[Any] = []
+
+    async def call(here: Any) -> None:
+        color.set("red")
+        with torch.no_grad():
+            for function in (echo, give_after_a_while, take):
+                await here.rpc_sync("worker1", function, args=(torch.ones(2),))  # to learn its number
+                await here.rpc_sync("worker1", function, args=(torch.ones(2),))
+                seen.append((is_in_a_read(), color.get(), torch.is_grad_enabled()))
+
+    async def main(here: Any, _: Any) -> None:
+        await asyncio.create_task(call(here))
+        assert torch.is_grad_enabled()
+        async with arpc.autograd.context() as context_id:
+            x = torch.ones(2, requires_grad=True)
+            result = await here.rpc_sync("worker1", echo, args=(x,))
+            await arpc.autograd.backward(context_id, [result.sum()])
+            assert arpc.autograd.get_gradients(context_id)[x].tolist() == [1, 1]
+
+    run(main)
+    assert seen == [(True, "red", False)] * 3
+
+
+def test_of_several_that_come_at_once_each_goes_on_by_itself():
+    seen: list[bool] = []
+
+    async def call(here: Any, number: int) -> None:
+        sent = torch.full((2,), float(number))
+        assert (await here.rpc_sync("worker1", echo, args=(sent,))).tolist() == sent.tolist()
+        seen.append(is_in_a_read())
+
+    async def main(here: Any, _: Any) -> None:
+        await call(here, 0)
+        await asyncio.gather(*(call(here, number) for number in range(40)))
+
+    run(main)
+    assert len(seen) == 41
+    assert not all(seen)
+
+
+def test_one_that_is_cancelled_when_its_result_comes():
+    async def main(here: Any, _: Any) -> None:
+        x = torch.ones(2)
+        await here.rpc_sync("worker1", echo, args=(x,))
+        for turns in range(8):
+            task = asyncio.create_task(here.rpc_sync("worker1", echo, args=(x,)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled() or task.result().tolist() == [1, 1]
+        assert (await here.rpc_sync("worker1", echo, args=(x,))).tolist() == [1, 1]
+        assert not here.agent.peer("worker1").calls_in_flight
+
+    run(main)

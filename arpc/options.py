@@ -210,7 +210,7 @@ class RpcOptions:
     """The largest part of a message that is accepted for what describes its tensors, and what features add to it."""
 
     max_body_bytes: int = 1 * GIB
-    """The largest pickled part of a message that is accepted."""
+    """The largest pickled part of a message that is accepted, with the small tensors in it."""
 
     max_message_bytes: int = 64 * GIB
     """The largest message with its tensors that is accepted."""

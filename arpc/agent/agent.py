@@ -120,7 +120,14 @@ class Agent(Caller, Answers):
         self.guard = guard
         """None unless in allow-list mode."""
         self.codec = (
-            Codec(reducers or {}, interceptors, options.inline_tensor_bytes, placement, families)
+            Codec(
+                reducers or {},
+                interceptors,
+                options.inline_tensor_bytes,
+                placement,
+                families,
+                options.max_body_bytes,
+            )
             if guard is None
             else GuardedCodec(guard, reducers or {}, interceptors, options, placement, families)
         )
@@ -152,7 +159,7 @@ class Agent(Caller, Answers):
         self._shortest_thread = self._thread if not options.max_calls_in_flight else 0
         self._least_bytes = HEADER_BYTES if options.max_calls_in_flight else 0
         # what else is in the body of a message has room beside it
-        self._max_payload_bytes = options.max_body_bytes * 7 // 8
+        self._max_payload_bytes = self.codec.max_payload_bytes
         self._time = self.loop.time
         self._tasks_are_isolated = torchstate.isolates_all_tasks(self.loop)
         self._create_future = self.loop.create_future

@@ -43,6 +43,7 @@ class Answers:
     codec: Codec
     guard: Guard | None
     _scope: WorkerScope
+    _tasks_are_isolated: bool
 
     def _take_reply(self, link: Link, id_: int, _arg: int, _timeout_ms: int, payload: bytes | bytearray) -> None:
         if payload and (payload[0] != RESULT or self.guard is not None):
@@ -58,18 +59,39 @@ class Answers:
             return  # it was cancelled, or timed out, and the two crossed on their way
         if call.size_bytes:
             peer.release(call)
-        future = call.future
         try:
             value = unpack_result(payload) if payload else None
-            _set_result(future, value)  # type: ignore[arg-type]  # which is found out at no cost
+        except ProtocolError:
+            if not call.future.done():
+                call.future.set_exception(self._malformed(call))
+            raise
+        self._give(link, call, value)
+
+    def _give(self, link: Link, call: Call, value: Any) -> None:
+        """The result of a call is there."""
+        future: Any = call.future
+        if (
+            call.is_private
+            and self._tasks_are_isolated
+            and not link.connection.is_reading
+            and (waiting := future._callbacks)  # noqa: SLF001
+        ):
+            # see `_bare_reply_taker`
+            [(wake_up, context)] = waiting
+            future.remove_done_callback(wake_up)
+            future.set_result(value)
+            try:
+                context.run(wake_up, future)
+            except BaseException as error:  # noqa: BLE001 - Ctrl-C in the task is for the loop, not for the read
+                self.loop.call_soon(_raise, error)
+            return
+        try:
+            _set_result(future, value)
         except InvalidStateError:
             pass  # it was cancelled, and its task has not run since
-        except TypeError:  # it is no future of asyncio's
+        except TypeError:  # it is no future of asyncio's, which is found out at no cost
             if not future.done():
                 future.set_result(value)
-        except ProtocolError:
-            future.set_exception(self._malformed(call))
-            raise
 
     def _bare_reply_taker(self, link: Link) -> Bare:
         """`_take_reply` for those of a connection that are None and come alone, as a function of their ids.
@@ -135,9 +157,12 @@ class Answers:
             peer.release(call)
         if call.future.done():
             return
-        token = current_scope.set(self._scope)
         try:
-            value = self._handful(peer.info, unpack_handful(payload))
+            handful = unpack_handful(payload)
+            if payload[0] == PARCEL_RESULT and not handful[2]:
+                value = [handful[3], *handful[1]]
+            else:
+                value = self._handful_in_scope(peer.info, handful)
         except ProtocolError:
             call.future.set_exception(self._malformed(call))
             raise
@@ -145,21 +170,22 @@ class Answers:
             call.future.set_exception(self.unreadable(call.name, error))
             del call  # this frame is the error's, too, and the garbage collector does not look into a `Call`
         else:
-            if isinstance(call.future, asyncio.Future):
-                _set_result(call.future, value)
-            else:
-                call.future.set_result(value)
+            self._give(link, call, value)
+
+    def _handful_in_scope(self, peer: WorkerInfo, handful: Handful) -> Any:
+        # see `_result`
+        token = current_scope.set(self._scope)
+        try:
+            return self._handful(peer, handful)
         finally:
             current_scope.reset(token)
 
     def _handful(self, peer: WorkerInfo, handful: Handful) -> Any:
         codec = self.codec
-        kind, slots, meta, content = handful
+        kind, slots, meta, _ = handful
         if meta:
             codec.receive_reply(peer, codec.decoded(meta), slots)
-        if kind == RESULT_AND_META:
-            return slots[0]
-        return [content, *slots] if kind == PARCEL_RESULT else codec.handful_object(handful)
+        return slots[0] if kind == RESULT_AND_META else codec.handful_object(handful)
 
     def _on_reply(self, link: Link, message: Message) -> None:
         call = link.peer.pop(message.id)

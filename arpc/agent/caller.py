@@ -298,7 +298,7 @@ class Caller(LabelledCalls, ArgumentPacking):
             call_id = calls.next_id()
         except StopIteration:
             call_id = calls.take_id(self._default_tick)
-        calls.bucket[call_id] = Call(future, function, size_bytes, connection)
+        calls.bucket[call_id] = Call(future, function, size_bytes, connection, True)
         connection.send(_pack_with_terms(len(payload), _BRIEF_REQUEST, call_id, terms, 0) + payload)
         return call_id
 

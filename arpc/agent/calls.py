@@ -138,7 +138,9 @@ class Calls:
 
     def add(self, tick: int, call: Call) -> int:
         """Keep a call of any tick."""
-        bucket = self._bucket(tick, is_watched=tick != NEVER)
+        bucket = self.buckets.get(tick)
+        if bucket is None:
+            bucket = self._bucket(tick, is_watched=tick != NEVER)
         self._made_before += 1
         call_id = tick << SEQUENCE_BITS | next(self._numbers) & _ADD_MASK
         while call_id in bucket:  # eight million later, one of them still waits

@@ -294,11 +294,15 @@ class Carriers:
             try:
                 waits_for = _step(job, lambda _: job.first_step(), None)
             except StopIteration as stop:
-                _tell(job.finished, stop.value)
+                result = stop.value
             except BaseException as error:  # noqa: BLE001 - thrown in by the Task, for the coroutine
                 _tell(job.failed, error)
+                return
             else:
                 await self._finish(job, waits_for, job.coroutine)
+                return
+            # not above: what cannot be sent must not be told of with all of the result that the exception shows
+            _tell(job.finished, result)
 
         def never_ran(task: asyncio.Task[Any]) -> None:
             if task.cancelled() and job.coroutine is None:

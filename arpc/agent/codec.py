@@ -10,9 +10,9 @@ import msgspec
 from torch import Tensor
 
 from arpc.agent.placement import PLACE, Placement, ToCaller
-from arpc.errors import ProtocolError
+from arpc.errors import ProtocolError, SerializationError
 from arpc.ids import WorkerInfo
-from arpc.wire.frames import frame
+from arpc.wire.frames import HEADER_BYTES, MAX_BODY_BYTES, frame
 from arpc.wire.handful import (
     ARGUMENTS,
     ARGUMENTS_AND_META,
@@ -87,14 +87,18 @@ class Codec:
         inline_tensor_bytes: int,
         placement: Placement | None = None,
         families: Mapping[type, Reducer] | None = None,
+        max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
         self.pickler = Pickler(reducers, families)
         self.interceptors = tuple(interceptors)
         self._by_key = {interceptor.key: interceptor for interceptor in interceptors}
-        self._inline_limit = inline_tensor_bytes
+        self.max_payload_bytes = max_body_bytes * 7 // 8
+        """The largest pickle that is sent. Room is left for what describes tensors, and for those of a handful."""
+        self._max_body_bytes = max_body_bytes
+        self._inline_limit = min(inline_tensor_bytes, max_body_bytes // (8 * MAX_TENSORS))
         self._placement = placement
         self.has_placement = placement is not None
-        self.handful: Callable[..., bytes | None] = partial(handful_payload, inline_tensor_bytes)
+        self.handful: Callable[..., bytes | None] = partial(handful_payload, self._inline_limit)
         """The payload of a message with a few small tensors, see `wire.handful`; None if it takes a `frame`."""
 
     def frame(
@@ -109,14 +113,35 @@ class Codec:
         meta: dict[str, Any] | None = None,
         stager: Stager | None = None,
     ) -> tuple[bytes, list[memoryview]]:
-        """A frame, and the memory that follows it. The stager is one of the two below."""
+        """A frame, and the memory that follows it. The stager is one of the two below.
+
+        Raises `SerializationError` if there is more of it than a peer takes.
+        """
         packed_meta = _encode_meta(meta) if meta else b""
         if not slots:
             return frame(type_, flags, id_, arg, timeout_ms, payload, packed_meta), []
-        packed = pack(slots, self._inline_limit, stager)
-        data = frame(
-            type_, flags, id_, arg, timeout_ms, payload, packed_meta, packed.table, packed.inline, packed.buffer_sizes
-        )
+        for inline_limit in (self._inline_limit, 0):
+            packed = pack(slots, inline_limit, stager)
+            data = frame(
+                type_,
+                flags,
+                id_,
+                arg,
+                timeout_ms,
+                payload,
+                packed_meta,
+                packed.table,
+                packed.inline,
+                packed.buffer_sizes,
+            )
+            if len(data) - HEADER_BYTES <= self._max_body_bytes:
+                break
+            # there are so many small ones that they follow as large ones do
+        else:
+            raise SerializationError(
+                f"what describes {len(slots)} tensors and the objects around them takes {len(data)} bytes, and at most "
+                f"{self._max_body_bytes} are taken: send them in parts, or raise RpcOptions.max_body_bytes"
+            )
         if packed.waits and self._placement is not None:
             return data, self._placement.late(packed.buffers, packed.waits)
         return data, packed.buffers

@@ -287,9 +287,11 @@ class Executor(PlainRequests):
             inbound = link.inbound
             kind = brief_kind(int(message_class.type))
             if shortcut is None:
-                if isinstance(function, Prompt):
-                    return {kind: partial(self._take_prompt, inbound, served, function.take_parcel)}
-                return {}
+                if not isinstance(function, Prompt):
+                    return {}
+                if function.take_parcel is None:
+                    return {kind: partial(self._take_prompt, inbound, served)}
+                return {kind: partial(self._take_parcel, inbound, served, function.take_parcel)}
 
             def take(id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
                 try:
@@ -312,31 +314,57 @@ class Executor(PlainRequests):
         self,
         inbound: Inbound,
         function: Function,
-        take_parcel: Callable[..., Any] | None,
         id_: int,
         _arg: int,
         timeout_ms: int,
         payload: bytes | bytearray,
     ) -> None:
         run = Run(self, inbound, function, id_, timeout_ms, self._copy_context())
-        if take_parcel is not None and payload and payload[0] == PARCEL_ARGUMENT:
-            self._answer(run, self._call_with_parcel, run, take_parcel, payload)
+        self._answer(run, self._call_promptly, run, payload)
+
+    def _take_parcel(
+        self,
+        inbound: Inbound,
+        function: Function,
+        take_parcel: Callable[..., Any],
+        id_: int,
+        arg: int,
+        timeout_ms: int,
+        payload: bytes | bytearray,
+    ) -> None:
+        """The same for a function that takes a parcel as it is, and answers with another."""
+        if not payload or payload[0] != PARCEL_ARGUMENT:
+            self._take_prompt(inbound, function, id_, arg, timeout_ms, payload)
+            return
+        context = self._copy_context()
+        run = Run(self, inbound, function, id_, timeout_ms, context)
+        try:
+            _, tensors, meta, content = unpack_handful(payload)
+            if meta:
+                raise ProtocolError("something rides on a parcel")
+            context.run(_set_scope, run)
+            result = context.run(take_parcel, inbound.caller, content, tensors)
+        except BaseException as error:  # noqa: BLE001 - whatever it raises is the caller's
+            torchstate.save_and_reset()
+            self.raised(run, error)
+            return
+        if not _is_grad_enabled() or _count_function_modes():
+            torchstate.save_and_reset()
+        if result.__class__ is Packed and not result.slots:
+            run.context = NO_CONTEXT
+            self._calls_ended += 1
+            packed = result.payload
+            try:  # noqa: SIM105 - which costs nothing
+                inbound.connection.send(_pack_brief(len(packed), _BRIEF_REPLY, id_, 0, 0, 0) + packed)
+            except ConnectionClosedError:
+                pass  # the caller knows
         else:
-            self._answer(run, self._call_promptly, run, payload)
+            self._answer_with(run, result)
 
     def _call_promptly(self, run: Run, payload: bytes | bytearray) -> Any:
         """Call a `Prompt` function with what is in a payload. In its context."""
         _set_scope(run)
         return run.function.call(*self.unpack_plain(run, payload))
-
-    @staticmethod
-    def _call_with_parcel(run: Run, take_parcel: Callable[..., Any], payload: bytes | bytearray) -> Any:
-        """The same for one that takes a parcel as it is."""
-        _set_scope(run)
-        _, tensors, meta, content = unpack_handful(payload)
-        if meta:
-            raise ProtocolError("something rides on a parcel")
-        return take_parcel(run.inbound.caller, content, tensors)
 
     def serve_wrapped(self, wrapper: Wrapper) -> Service:
         """Give messages that name a function, as requests do, to a feature.
@@ -391,15 +419,11 @@ class Executor(PlainRequests):
             return
         if not _is_grad_enabled() or _count_function_modes():
             torchstate.save_and_reset()
-        if result.__class__ is Packed and not result.slots and run.handling is None:
-            run.context = NO_CONTEXT
-            self._calls_ended += 1
-            packed = result.payload
-            try:  # noqa: SIM105 - which costs nothing
-                run.inbound.connection.send(_pack_brief(len(packed), _BRIEF_REPLY, run.id, 0, 0, 0) + packed)
-            except ConnectionClosedError:
-                pass  # the caller knows
-        elif isinstance(result, Coroutine):
+        self._answer_with(run, result)
+
+    def _answer_with(self, run: Run, result: Any) -> None:
+        """The end of a `Prompt` function, or of its beginning."""
+        if isinstance(result, Coroutine):
             run.returned_coroutine = result
             self._carry(run, lambda: result)
         elif result is None and run.handling is None:

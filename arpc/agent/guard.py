@@ -78,7 +78,9 @@ class GuardedCodec(Codec):
         placement: Placement | None = None,
         families: Mapping[type, Reducer] | None = None,
     ) -> None:
-        super().__init__(reducers, interceptors, options.inline_tensor_bytes, placement, families)
+        super().__init__(
+            reducers, interceptors, options.inline_tensor_bytes, placement, families, options.max_body_bytes
+        )
         self.pickler = Pickler(reducers, families, NamesOnlyPickler)
         self._guard = guard
 

@@ -109,6 +109,12 @@ class Replies:
             raise SerializationError(
                 f"the result of {run.function.name} ({type(result).__qualname__}) cannot be sent: {error}"
             ) from error
+        if len(payload) > self.codec.max_payload_bytes:
+            raise SerializationError(
+                f"the result of {run.function.name} makes a pickle of {len(payload)} bytes, and at most "
+                f"{self.codec.max_payload_bytes} are taken: return large data as tensors, or raise "
+                f"RpcOptions.max_body_bytes"
+            )
         if payload is JUST_A_TENSOR and not run.meta and (lone := self.codec.handful(RESULT, slots)) is not None:
             return lone, []
         return payload, slots
@@ -154,6 +160,8 @@ class Replies:
             payload, slots = describe_failure(
                 error, self._pickler, main_by_value=run.inbound.main_by_value, to=run.inbound.caller
             )
+            if len(payload) > self.codec.max_payload_bytes:
+                raise SerializationError(f"it takes {len(payload)} bytes to do so")
             place = run.items_sent & _PLACE_MASK
             stager = self.codec.stager_back(None)
             data, buffers = self.codec.frame(_FAILURE, kind, run.id, place, 0, payload, slots, None, stager)

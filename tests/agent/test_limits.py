@@ -83,3 +83,45 @@ async def test_too_much_costs_the_connection(what, monkeypatch):
         with pytest.raises(arpc.WorkerLostError):
             await pending
         assert await group[0].rpc_sync("worker1", echo, args=(2,)) == 2
+
+
+SMALL_BODY = RpcOptions(gc_freeze=False, max_body_bytes=1 << 15)
+
+
+async def give(count: int, size: int) -> list[torch.Tensor]:
+    return [torch.full((size,), float(number)) for number in range(count)]
+
+
+async def raise_at_length(size: int) -> None:
+    raise ValueError("!" * size)
+
+
+async def give_bytes(size: int) -> bytes:
+    return bytes(size)
+
+
+@pytest.mark.parametrize(("count", "size"), [(100, 64), (3, 2048), (1, 2048)], ids=str)
+async def test_more_small_tensors_than_a_body_takes_follow_it(count, size):
+    async with cluster(2, options=SMALL_BODY.replace(inline_tensor_bytes=1 << 14)) as group:
+        sent = [torch.full((size,), float(number)) for number in range(count)]
+        given = await group[0].rpc_sync("worker1", echo, args=(sent,))
+        torch.testing.assert_close(given, sent)
+        torch.testing.assert_close(await group[0].rpc_sync("worker1", echo, args=(sent[0],)), sent[0])
+        torch.testing.assert_close(await group[0].rpc_sync("worker1", give, args=(count, size)), sent)
+
+
+async def test_who_sends_more_than_a_body_takes_is_told_and_nothing_else_suffers():
+    async with cluster(2, options=SMALL_BODY) as group:
+        waiting = group[0].rpc_async("worker1", wait_at_the_gate)
+        with pytest.raises(arpc.SerializationError, match=r"make a pickle of .* raise RpcOptions\.max_body_bytes"):
+            await group[0].rpc_sync("worker1", echo, args=(bytes(1 << 15),))
+        with pytest.raises(arpc.SerializationError, match="send them in parts"):
+            await group[0].rpc_sync("worker1", echo, args=([torch.ones(1) for _ in range(4000)],))
+        with pytest.raises(arpc.SerializationError, match="the result of give_bytes makes a pickle of"):
+            await group[0].rpc_sync("worker1", give_bytes, args=(1 << 15,))
+        with pytest.raises(arpc.SerializationError, match="send them in parts"):
+            await group[0].rpc_sync("worker1", give, args=(4000, 1))
+        with pytest.raises(RuntimeError, match="ValueError, which cannot be described"):
+            await group[0].rpc_sync("worker1", raise_at_length, args=(1 << 15,))
+        gate[0].set()
+        assert await waiting == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from arpc.options import RpcOptions
 from arpc.testing import cluster
 from arpc.transport.stream import TcpTransport
 from tests.agent.stage import echo
+from tests.agent.test_bare_messages import is_in_a_read, run
 
 
 class CountingWrites:
@@ -105,3 +108,105 @@ async def test_what_has_memory_in_common_has_it_again():
         assert first is second
         (low, high), _ = await group[0].rpc_sync("worker1", take, (WHOLE[:3], WHOLE[3:]))
         assert low.untyped_storage().data_ptr() == high.untyped_storage().data_ptr()
+
+
+async def share(*values: Any) -> list[int]:
+    """For each argument, which of them is the first that is the same object."""
+    return [next(place for place, other in enumerate(values) if other is value) for value in values]
+
+
+async def test_a_tensor_that_is_there_twice_is_one_object():
+    x, y = torch.ones(2), torch.zeros(2)
+    async with cluster(2) as group:
+        for _ in range(2):
+            for args, expected in (((x, x), [0, 0]), ((x, y, x), [0, 1, 0]), ((x, y, y, x), [0, 1, 1, 0])):
+                assert await group[0].rpc_sync("worker1", share, args=args) == expected
+        assert await group[0].rpc_sync("worker1", share, args=(x, y)) == [0, 1]
+        assert await group[0].rpc_sync("worker1", take, args=(y, x, y)) is not None
+
+
+async def test_tensors_of_many_kinds_take_turns():
+    sent = [
+        torch.ones(3),
+        torch.ones(3, requires_grad=True),
+        torch.ones(3, dtype=torch.float64),
+        torch.ones(6)[::2],
+        torch.ones(3).to_sparse(),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.ones(3, dtype=torch.complex64).conj().imag,
+        torch.ones(9000),
+    ]
+    async with cluster(2) as group:
+        for _ in range(2):
+            for first in sent:
+                arrived = await group[0].rpc_sync("worker1", echo, args=(first,))
+                assert (arrived.dtype, arrived.layout) == (first.dtype, first.layout)
+                torch.testing.assert_close(arrived.detach(), first.detach())
+                for second in sent:
+                    if second is not first:
+                        both = await group[0].rpc_sync("worker1", share, args=(first, second))
+                        assert both == [0, 1]
+
+
+async def give_after_a_while(x: torch.Tensor) -> torch.Tensor:
+    await asyncio.sleep(0)
+    return x
+
+
+def test_who_waits_for_one_goes_on_in_the_read_that_brings_it():
+    color = contextvars.ContextVar("color", default="none")
+    seen: list[Any] = []
+
+    async def call(here: Any) -> None:
+        color.set("red")
+        with torch.no_grad():
+            for function in (echo, give_after_a_while, take):
+                await here.rpc_sync("worker1", function, args=(torch.ones(2),))  # to learn its number
+                await here.rpc_sync("worker1", function, args=(torch.ones(2),))
+                seen.append((is_in_a_read(), color.get(), torch.is_grad_enabled()))
+
+    async def main(here: Any, _: Any) -> None:
+        await asyncio.create_task(call(here))
+        assert torch.is_grad_enabled()
+        async with arpc.autograd.context() as context_id:
+            x = torch.ones(2, requires_grad=True)
+            result = await here.rpc_sync("worker1", echo, args=(x,))
+            await arpc.autograd.backward(context_id, [result.sum()])
+            assert arpc.autograd.get_gradients(context_id)[x].tolist() == [1, 1]
+
+    run(main)
+    assert seen == [(True, "red", False)] * 3
+
+
+def test_of_several_that_come_at_once_each_goes_on_by_itself():
+    seen: list[bool] = []
+
+    async def call(here: Any, number: int) -> None:
+        sent = torch.full((2,), float(number))
+        assert (await here.rpc_sync("worker1", echo, args=(sent,))).tolist() == sent.tolist()
+        seen.append(is_in_a_read())
+
+    async def main(here: Any, _: Any) -> None:
+        await call(here, 0)
+        await asyncio.gather(*(call(here, number) for number in range(40)))
+
+    run(main)
+    assert len(seen) == 41
+    assert not all(seen)
+
+
+def test_one_that_is_cancelled_when_its_result_comes():
+    async def main(here: Any, _: Any) -> None:
+        x = torch.ones(2)
+        await here.rpc_sync("worker1", echo, args=(x,))
+        for turns in range(8):
+            task = asyncio.create_task(here.rpc_sync("worker1", echo, args=(x,)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled() or task.result().tolist() == [1, 1]
+        assert (await here.rpc_sync("worker1", echo, args=(x,))).tolist() == [1, 1]
+        assert not here.agent.peer("worker1").calls_in_flight
+
+    run(main)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from arpc.wire.lone import LONE_ARGUMENT, lone_payload, unpack_lone
 
 from arpc.errors import ProtocolError
 from arpc.rref.labels import LABEL_BYTES, Label, pack_label, take_label
 from arpc.wire.frames import ALIGNMENT
+from arpc.wire.handful import ARGUMENTS, handful_payload, unpack_arguments
 from arpc.wire.messages import RRefCreate
 
 LABEL = Label(1, 2, 3, (65535 << 48) + 4, 5, "")
@@ -29,11 +29,11 @@ def test_a_label_comes_back_and_leaves_the_payload(made):
 @pytest.mark.parametrize("made_bytes", range(17))
 def test_a_tensor_that_follows_at_once_is_aligned(made_bytes):
     sent = torch.arange(500.0)  # longer than the label: a bytearray that loses little of itself stays where it is
-    payload = lone_payload(LONE_ARGUMENT, sent, sent.nbytes)
+    payload = handful_payload(sent.nbytes, ARGUMENTS, [sent])
     assert payload is not None
     taken = message(pack_label(*LABEL[:5], "m" * made_bytes) + payload)
     take_label(taken)
-    (tensor,) = unpack_lone(taken.body)
+    (tensor,) = unpack_arguments(taken.body)
     assert torch.equal(tensor, sent)
     assert tensor.data_ptr() % ALIGNMENT == 0
 

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from arpc.wire import likeness
+from arpc.wire.likeness import fits_like, fits_nothing
+
+
+def test_torch_compares_as_is_needed_here():
+    assert likeness._is_reliable  # or all tensors are looked at one by one, which is not wrong, but slow
+
+
+def test_tensors_fit_that_look_the_same():
+    fits = fits_like([torch.ones(3), torch.ones(2, 2, dtype=torch.int64)])
+
+    assert fits(torch.zeros(3), torch.zeros(2, 2, dtype=torch.int64))
+    assert fits(torch.zeros(6)[3:], torch.zeros(2, 2, dtype=torch.int64))
+    assert not fits(torch.zeros(2, 2, dtype=torch.int64), torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [
+        torch.ones(3),
+        torch.ones(2, 3),
+        torch.ones(2, 4)[:, ::2],
+        torch.ones(2, 2).t(),
+        torch.ones(2, 2, dtype=torch.float64),
+        torch.ones(2, 2, requires_grad=True),
+        torch.ones(2, 2, device="meta"),
+        torch._neg_view(torch.ones(2, 2)),
+        torch._efficientzerotensor(2, 2),
+        Parameter(torch.ones(2, 2), requires_grad=False),
+        "no tensor",
+    ],
+    ids=str,
+)
+def test_others_do_not(unlike):
+    fits = fits_like([torch.ones(2, 2)])
+
+    assert not fits(unlike)
+    with torch.no_grad():
+        assert not fits(unlike)
+
+
+def test_one_that_is_there_twice_does_not():
+    tensor = torch.ones(2)
+
+    assert fits_like([tensor, torch.ones(2)])(tensor, torch.zeros(2))
+    assert not fits_like([tensor, torch.ones(2)])(tensor, tensor)
+
+
+def test_the_examples_are_not_kept():
+    example = torch.ones(2)
+    reference = weakref.ref(example)
+    fits = fits_like([example])
+    del example
+    gc.collect(0)
+
+    assert reference() is None
+    assert fits(torch.ones(2))
+
+
+def test_where_torch_does_otherwise_nothing_fits(monkeypatch):
+    monkeypatch.setattr(likeness, "_fits_like", lambda _: lambda *_: True)
+    assert not likeness._find_out_whether_reliable()
+    monkeypatch.setattr(likeness, "_fits_like", lambda _: lambda *_: False)
+    assert not likeness._find_out_whether_reliable()
+    monkeypatch.delattr(likeness, "_fits_like")
+    assert not likeness._find_out_whether_reliable()
+
+    monkeypatch.setattr(likeness, "_is_reliable", False)
+    assert fits_like([torch.ones(1)]) is fits_nothing
+    assert not fits_nothing(torch.ones(1))

@@ -191,7 +191,7 @@ class Rooted(dropwhile, _Swapping[T]):  # type: ignore[type-arg]
         """See `__new__`."""
 
     @property
-    def _state(self) -> SavedState:  # type: ignore[override]
+    def _state(self) -> SavedState:
         return self._kept.state
 
     @_state.setter

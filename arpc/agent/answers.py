@@ -94,7 +94,7 @@ class Answers:
                 future.set_result(value)
 
     def _bare_reply_taker(self, link: Link) -> Bare:
-        """`_take_reply` for those of a connection that are None and come alone, as a function of their ids.
+        """`_take_reply` for those of a connection that are None, as a function of their ids.
 
         A task that waits goes on at once, in the read, as a handler does on the other side: to schedule it for the
         next turn of the loop would take longer than all the rest of this.

@@ -52,7 +52,10 @@ class TorchCaller(TorchGradients):
             rpc.rpc_sync(callee, noop)
         turns = itertools.cycle(callees)
         latency = latency_figures(one_by_one(lambda: rpc.rpc_sync(next(turns), noop), budget_s))
-        return latency | {"calls_per_s": window(lambda: rpc.rpc_async(next(turns), noop), in_flight, budget_s)}
+        begun, cpu_before = time.perf_counter(), time.process_time()
+        calls_per_s = window(lambda: rpc.rpc_async(next(turns), noop), in_flight, budget_s)
+        cpu_share = (time.process_time() - cpu_before) / (time.perf_counter() - begun)
+        return latency | {"calls_per_s": calls_per_s, "caller_cpu_us": cpu_share / calls_per_s * 1e6}
 
     async def slow_reader(
         self, *, replies: int, size_bytes: int, stopped_s: float, callee_pid: int, budget_s: float

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
+from itertools import dropwhile
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch._C import _len_torch_dispatch_stack as count_dispatch_modes
 from torch._C import _len_torch_function_stack as count_function_modes
@@ -37,40 +38,22 @@ def isolating_driver(func: F) -> F:
     return func
 
 
-class Isolated(Coroutine[Any, Any, T]):
-    """A coroutine around ``coro`` that swaps torch's thread-local state at every step.
+class _Swapping(Coroutine[Any, Any, T]):
+    """What all coroutines around another have in common that swap torch's thread-local state at every step.
 
-    Before a step, what is on the thread (the base) is set aside and the coroutine's own state is put in place; after
-    it, the coroutine's state is kept for the next step and the base comes back. So a ``with torch.no_grad():`` of the
-    coroutine stays in force across its awaits and reaches nothing else, whoever runs next and on whatever thread.
-    What the coroutine leaves behind when it ends, ends with it.
-
-    Names, frames and the rest that debuggers and ``repr(task)`` read are those of ``coro``.
+    Names, frames and the rest that debuggers and ``repr(task)`` read are those of the one inside.
     """
 
-    __slots__ = ("__weakref__", "_coro", "_send", "_state")
+    __slots__ = ()
 
-    def __init__(self, coro: Coroutine[Any, Any, T], state: SavedState = DEFAULTS) -> None:
-        self._coro = coro
-        self._send = coro.send
-        self._state = state
+    _coro: Coroutine[Any, Any, T]
+    _send: Callable[[Any], Any]
+    _state: SavedState
 
     @property
     def state(self) -> SavedState:
         """The coroutine's own torch state, as of its last suspension or its end."""
         return self._state
-
-    @isolating_driver
-    def __next__(self) -> Any:
-        # How asyncio's tasks and `await` resume whatever has it. Nearly always there is nothing to swap: then two tests
-        # are the whole cost.
-        if self._state is DEFAULTS and is_pristine():
-            try:
-                return self._send(None)
-            finally:
-                if not is_pristine():
-                    self._state = save_and_reset()
-        return self._step(self._send, None)
 
     def send(self, value: Any) -> Any:
         return self._step(self._send, value)
@@ -91,7 +74,7 @@ class Isolated(Coroutine[Any, Any, T]):
             self._state = save_and_reset()
             restore(base)
 
-    def __await__(self) -> Isolated[T]:
+    def __await__(self) -> Any:
         # Not a generator of ours: tools that follow cr_await must find the user's coroutine behind this object.
         return self
 
@@ -102,40 +85,126 @@ class Isolated(Coroutine[Any, Any, T]):
             self.close()
 
     def __getattr__(self, name: str) -> Any:
-        if name in Isolated.__slots__:  # not initialised: __init__ was called wrongly
+        if name in type(self).__slots__:  # not initialised: __init__ was called wrongly
             raise AttributeError(name)
         return getattr(self._coro, name)
 
     def __repr__(self) -> str:
-        return f"<Isolated {self._coro!r}>"
+        return f"<{type(self).__name__} {self._coro!r}>"
 
 
-class Rooted(Isolated[T]):
+class Isolated(_Swapping[T]):
+    """A coroutine around ``coro`` that swaps torch's thread-local state at every step.
+
+    Before a step, what is on the thread (the base) is set aside and the coroutine's own state is put in place; after
+    it, the coroutine's state is kept for the next step and the base comes back. So a ``with torch.no_grad():`` of the
+    coroutine stays in force across its awaits and reaches nothing else, whoever runs next and on whatever thread.
+    What the coroutine leaves behind when it ends, ends with it.
+    """
+
+    __slots__ = ("__weakref__", "_coro", "_send", "_state")
+
+    def __init__(self, coro: Coroutine[Any, Any, T], state: SavedState = DEFAULTS) -> None:
+        self._coro = coro
+        self._send = coro.send
+        self._state = state
+
+    @isolating_driver
+    def __next__(self) -> Any:
+        # How asyncio's tasks and `await` resume whatever has it. Nearly always there is nothing to swap: then two tests
+        # are the whole cost.
+        if self._state is DEFAULTS and is_pristine():
+            try:
+                return self._send(None)
+            finally:
+                if not is_pristine():
+                    self._state = save_and_reset()
+        return self._step(self._send, None)
+
+
+class _Kept:
+    """Where a `Rooted` and its steps keep the state: one of the two may not refer to the other."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, state: SavedState) -> None:
+        self.state = state
+
+
+@isolating_driver
+def _steps(kept: _Kept, send: Callable[[Any], Any]) -> Generator[Any, None, Any]:
+    """The steps of a coroutine on a thread that is pristine between them. What is thrown goes another way."""
+    while True:
+        try:
+            if kept.state is DEFAULTS:
+                waits_for = send(None)
+                # `is_pristine`, written out
+                if (
+                    not is_grad_enabled()
+                    or is_inference_mode_enabled()
+                    or count_function_modes()
+                    or count_dispatch_modes()
+                    or top_saved_hooks(True)
+                    or autocast_increment_nesting() + autocast_decrement_nesting() != 1
+                ):
+                    kept.state = save_and_reset()
+            else:
+                restore(kept.state)
+                waits_for = send(None)
+                kept.state = save_and_reset()
+        except StopIteration as end:
+            kept.state = save_and_reset()
+            return end.value
+        except BaseException:
+            kept.state = save_and_reset()
+            raise
+        yield waits_for
+
+
+def _is_dropped(_waits_for: Any) -> bool:
+    return False
+
+
+class Rooted(dropwhile, _Swapping[T]):  # type: ignore[type-arg]
     """The same for the coroutine of a task, on a loop whose thread is pristine between all steps, as `arpc.run` has it.
 
     Nothing needs to be set aside before a step then, so there is half as much to test. Not for tasks that start
     eagerly: their first step is in the middle of another one.
+
+    To a task it is an iterator that drops nothing, because that is one of those which C makes: each step goes straight
+    to the generator behind it, where a ``__next__`` of Python would be looked up and called.
     """
 
-    __slots__ = ()
+    __slots__ = ("__weakref__", "_coro", "_kept", "_send")
 
-    @isolating_driver
-    def __next__(self) -> Any:
-        if self._state is not DEFAULTS:
-            return self._step(self._send, None)
-        try:
-            return self._send(None)
-        finally:
-            # `is_pristine`, written out
-            if (
-                not is_grad_enabled()
-                or is_inference_mode_enabled()
-                or count_function_modes()
-                or count_dispatch_modes()
-                or top_saved_hooks(True)
-                or autocast_increment_nesting() + autocast_decrement_nesting() != 1
-            ):
-                self._state = save_and_reset()
+    _kept: _Kept
+
+    def __new__(cls, coro: Coroutine[Any, Any, T], state: SavedState = DEFAULTS) -> Self:
+        kept = _Kept(state)
+        self = super().__new__(cls, _is_dropped, _steps(kept, coro.send))
+        self._coro = coro
+        self._send = coro.send
+        self._kept = kept
+        return self
+
+    def __init__(self, coro: Coroutine[Any, Any, T], state: SavedState = DEFAULTS) -> None:
+        """See `__new__`."""
+
+    @property
+    def _state(self) -> SavedState:
+        return self._kept.state
+
+    @_state.setter
+    def _state(self, state: SavedState) -> None:
+        self._kept.state = state
+
+    def __await__(self) -> Any:
+        if self.cr_frame is None:
+            self._send(None)  # which raises: it has ended
+        return self
+
+
+Isolated.register(Rooted)
 
 
 def isolate(coro: Coroutine[Any, Any, T], *, inherit: bool = False) -> Isolated[T]:

@@ -558,16 +558,26 @@ class Connection(ABC):
         self.direct_left = 0
         self._find_portion(size_bytes)
         are_several = True
+        protocol = self.protocol
+        start = 0
         try:
-            messages = self.protocol.receive(size_bytes)
-            # Several at once are answered by as many, which shall go out together
-            are_several = len(messages) > 1 or messages is SEVERAL_TAKEN
-            self._hand_over(messages)
+            # First those without a body, which often are all there is
+            while protocol.is_plain and start + HEADER_BYTES <= size_bytes:
+                lead, id_, terms, sizes = _unpack_bare(protocol.buffer, start)
+                if sizes or (take_bare := protocol.bare.get(lead)) is None:
+                    break
+                start += HEADER_BYTES
+                take_bare(id_, terms)
+            if start < size_bytes:
+                messages = protocol.receive(size_bytes, start)
+                # Several at once are answered by as many, which shall go out together
+                are_several = bool(start) or len(messages) > 1 or messages is SEVERAL_TAKEN
+                self._hand_over(messages)
         except Exception as error:  # noqa: BLE001 - told to the receiver
             self._raised(error)
         finally:
             self.is_reading = False
-            if self.carrier is not None and self.carrier.has_news:
+            if start < size_bytes and self.carrier is not None and self.carrier.has_news:
                 self._out.append(self.carrier.take_news())
             if self._out:
                 self.flush()

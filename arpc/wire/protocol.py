@@ -132,7 +132,7 @@ class Protocol:
         self.direct: Mapping[int, Direct] = MappingProxyType({})
         """Who takes the plainest messages without a `Message` being made of them, by `frames.brief_kind`."""
         self.bare: Mapping[bytes, Bare] = MappingProxyType({})
-        """Who takes those of them that have no body and come alone, by `frames.bare_lead`; if nobody, `direct` does."""
+        """Who takes those of them that have no body and are the first of a read, by `frames.bare_lead`."""
         self.lender: Lender | None = None
         # A stranger is worth just the memory of a handshake; see `_open`
         self._set_buffer(bytearray(HEADER_BYTES + MAX_HANDSHAKE_BYTES))
@@ -211,15 +211,14 @@ class Protocol:
         self._lanes = None
         self._end = 0
 
-    def receive(self, size_bytes: int) -> list[Message]:
+    def receive(self, size_bytes: int, start: int = 0) -> list[Message]:
         """Take bytes that were put where `get_buffer` said.
 
-        Returns the messages they complete, without those at their beginning that `direct` has taken; `SEVERAL_TAKEN` if
-        it took all. Raises `ProtocolError` or `HandshakeError`; after that the connection is closed (`take_output` may
-        hold a farewell).
+        ``start``: where those begin that are left, if others were given to `bare`. Returns the messages they complete,
+        without those at their beginning that `direct` has taken; `SEVERAL_TAKEN` if it took all. Raises `ProtocolError`
+        or `HandshakeError`; after that the connection is closed (`take_output` may hold a farewell).
         """
         messages: list[Message] = []
-        start = 0
         try:
             if self.is_plain:
                 buffer = self.buffer

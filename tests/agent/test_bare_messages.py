@@ -268,16 +268,59 @@ def test_who_waits_for_one_goes_on_in_the_read_that_brings_it():
     run(main)
 
 
-def test_of_several_that_come_at_once_each_goes_on_by_itself():
-    async def call(here: Any) -> None:
-        await here.rpc_sync("worker1", pause)
+def test_all_that_come_in_one_read_go_on_in_it():
+    async def call(here: Any, function: Any) -> Any:
+        result = await here.rpc_sync("worker1", function)
         seen.append(is_in_a_read())
+        return result
 
     async def main(here: Any, _: Any) -> None:
+        for _ in range(2):
+            await asyncio.gather(*(here.rpc_sync("worker1", function) for function in (pause, number)))
+        seen.clear()
+        await asyncio.gather(*(call(here, pause) for _ in range(40)))
+        assert seen == [True] * 40
+        results = await asyncio.gather(
+            *(call(here, function) for _ in range(20) for function in (pause, number, pause))
+        )
+        assert results == [None, 7, None] * 20
+
+    run(main)
+
+
+def test_one_that_goes_on_may_cancel_those_that_came_with_it():
+    async def call(here: Any) -> None:
         await here.rpc_sync("worker1", pause)
-        await asyncio.gather(*(call(here) for _ in range(40)))
-        assert len(seen) == 40
-        assert not all(seen)
+        for task in tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    async def main(here: Any, there: Any) -> None:
+        await here.rpc_sync("worker1", pause)
+        for _ in range(2):
+            tasks[:] = [asyncio.create_task(call(here)) for _ in range(20)]
+            await asyncio.wait(tasks)
+            assert [task.cancelled() for task in tasks] == [False] + [True] * 19
+        await here.rpc_sync("worker1", pause)
+        assert not len(link_between(here, there).peer.calls)
+
+    tasks: list[asyncio.Task[None]] = []
+    run(main)
+
+
+def test_one_that_goes_on_may_end_the_connection():
+    async def call(here: Any, connection: Any) -> None:
+        await here.rpc_sync("worker1", pause)
+        connection.abort(ConnectionError("on purpose"))
+
+    async def main(here: Any, there: Any) -> None:
+        await here.rpc_sync("worker1", pause)
+        connection = link_between(here, there).connection
+        calls = [call(here, connection) for _ in range(20)]
+        first, *others = await asyncio.gather(*calls, return_exceptions=True)
+        assert first is None
+        assert {type(outcome) for outcome in others} == {arpc.WorkerLostError}
+        await here.rpc_sync("worker1", pause)
 
     run(main)
 

@@ -5,12 +5,19 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, Protocol
+from typing import Any, Final, Protocol, cast
 
 import pytest
 import torch
 
-from arpc.torchstate import install_task_factory, is_pristine
+from arpc.torchstate import (
+    Rooted,
+    capture,
+    install_task_factory,
+    is_pristine,
+    pristine_thread,
+    rooted_task_factory,
+)
 
 try:
     import uvloop
@@ -36,14 +43,27 @@ def _run(
         return runner.run(main())
 
 
-@pytest.fixture(params=LOOP_FACTORIES.values(), ids=LOOP_FACTORIES)
+def _run_rooted(main: Callable[[], Coroutine[Any, Any, Any]], *, isolating: bool = True) -> Any:
+    """As `arpc.run` does it."""
+    if not isolating:
+        return _run(asyncio.new_event_loop, main, isolating=False)
+    rooted = Rooted(main(), capture())
+    with pristine_thread(), asyncio.Runner(debug=True, loop_factory=asyncio.new_event_loop) as runner:
+        runner.get_loop().set_task_factory(rooted_task_factory)
+        return runner.run(rooted)
+
+
+RUNS: Final = {name: functools.partial(_run, factory) for name, factory in LOOP_FACTORIES.items()}
+
+
+@pytest.fixture(params=[*RUNS.values(), _run_rooted], ids=[*RUNS, "rooted"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """Runs ``main()`` on a new loop, with the isolating task factory installed unless told otherwise."""
-    return functools.partial(_run, request.param)
+    """Runs ``main()`` on a new loop, with an isolating task factory installed unless told otherwise."""
+    return cast("Run", request.param)
 
 
 @pytest.fixture(autouse=True)
-def pristine_thread() -> Iterator[None]:
+def pristine_before_and_after() -> Iterator[None]:
     assert is_pristine()
     yield
     assert is_pristine()

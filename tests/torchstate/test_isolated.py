@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arpc.torchstate import DEFAULTS, Isolated, capture, is_isolated, is_pristine, isolate, isolating_driver
+from arpc.torchstate import DEFAULTS, Isolated, Rooted, capture, is_isolated, is_pristine, isolate, isolating_driver
 from tests.torchstate.blocks import BLOCKS, LEAKS, Observation, observe
 
 
@@ -456,3 +456,53 @@ async def test_task_that_starts_inside_an_isolated_step_is_not_thereby_isolated(
             asyncio.tasks._enter_task(loop, current)
 
     assert await isolate(creator()) is False
+
+
+# -- the one of a task on a pristine thread ----------------------------------------------------------------------------
+
+
+def test_rooted_keeps_its_state_however_it_is_resumed():
+    async def in_a_block() -> str:
+        with torch.no_grad():
+            try:
+                await pause()
+            except ValueError:
+                seen.append(torch.is_grad_enabled())
+            await pause()
+            seen.append(torch.is_grad_enabled())
+            await pause()
+        seen.append(torch.is_grad_enabled())
+        return "result"
+
+    seen: list[bool] = []
+    rooted = Rooted(in_a_block())
+    next(rooted)
+    assert rooted.state.grad is False
+    rooted.throw(ValueError("on purpose"))
+    next(rooted)
+    assert is_pristine()
+    with pytest.raises(StopIteration) as end:
+        next(rooted)
+    assert end.value.value == "result"
+    assert seen == [False, False, True]
+    with pytest.raises(RuntimeError, match="cannot reuse"):
+        rooted.__await__()
+
+
+def test_rooted_that_is_dropped_or_closed_leaves_its_blocks():
+    async def in_a_block() -> None:
+        try:
+            with torch.inference_mode():
+                await pause()
+        finally:
+            seen.append(torch.is_inference_mode_enabled())
+
+    seen: list[bool] = []
+    for end in (lambda rooted: rooted.close(), lambda rooted: None):
+        rooted = Rooted(in_a_block())
+        next(rooted)
+        assert is_pristine()
+        end(rooted)
+        del rooted
+        assert is_pristine()
+    assert seen == [False, False]

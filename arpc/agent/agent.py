@@ -399,10 +399,13 @@ class Agent(Caller, Answers):
         """Tell a connection who takes its plainest messages."""
         protocol = link.connection.protocol
         protocol.direct = self.direct(link)
-        protocol.bare = self._bare(link)
+        protocol.bare, protocol.bare_of_many = self._bare(link)
 
-    def _bare(self, link: Link) -> Mapping[bytes, Bare]:
-        """Who takes those that have no body. Whoever wants to see more of messages sees them go the other way."""
+    def _bare(self, link: Link) -> tuple[Mapping[bytes, Bare], Mapping[bytes, Bare]]:
+        """Who takes those that have no body, alone and with others.
+
+        Whoever wants to see more of messages sees them go the other way.
+        """
         if (
             self.is_closing
             or self.observers.installed
@@ -410,13 +413,16 @@ class Agent(Caller, Answers):
             or not self._tasks_are_isolated
             or link.is_onlooker
         ):
-            return {}
+            return {}, {}
         takers: dict[bytes, Bare] = {}
         if self.guard is None:
             takers[_REQUEST_LEAD] = self.executor.bare_taker(link.inbound)
-        if not link.is_line:
-            takers[_REPLY_LEAD] = self._bare_reply_taker(link)
-        return takers
+        if link.is_line:
+            return takers, takers
+        return (
+            takers | {_REPLY_LEAD: self._bare_reply_taker(link)},
+            takers | {_REPLY_LEAD: self._bare_replies_taker(link)},
+        )
 
     def direct(self, link: Link) -> Mapping[int, Direct]:
         """Who takes the plainest messages of a connection."""
@@ -481,6 +487,7 @@ class Agent(Caller, Answers):
         for link in self.connector.links:
             link.connection.protocol.direct = {}
             link.connection.protocol.bare = {}
+            link.connection.protocol.bare_of_many = {}
         self.heartbeat.close()
         await self.connector.stop_seeking()
         for task in list(self._deferred):

@@ -124,6 +124,28 @@ class Answers:
         if not call.future.done():
             call.future.set_result((None,) if arg else ())
 
+    def _bare_replies_taker(self, link: Link) -> Bare:
+        """`_bare_reply_taker` for those that come with others: whoever waits for one goes on by himself."""
+        peer = link.peer
+        buckets = peer.calls.buckets
+
+        def take(id_: int, _terms: bytes) -> None:
+            try:
+                call = buckets[id_ >> SEQUENCE_BITS].pop(id_)
+            except KeyError:
+                return
+            if call.size_bytes:
+                peer.release(call)
+            try:
+                _set_result(call.future, None)  # type: ignore[arg-type]
+            except InvalidStateError:
+                pass
+            except TypeError:
+                if not call.future.done():
+                    call.future.set_result(None)
+
+        return take
+
     def _take_tensors(self, link: Link, id_: int, payload: bytes | bytearray) -> None:
         """`_on_reply` for a few small tensors."""
         peer = link.peer

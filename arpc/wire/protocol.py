@@ -16,7 +16,7 @@ from typing import Protocol as TypingProtocol
 
 from arpc.errors import ConnectionClosedError, HandshakeError, ProtocolError
 from arpc.wire import frames
-from arpc.wire.frames import BRIEF_HEADER, HEADER, HEADER_BYTES, Header, Limits, frame
+from arpc.wire.frames import BARE_HEADER, BRIEF_HEADER, HEADER, HEADER_BYTES, Header, Limits, frame
 from arpc.wire.handshake import MAX_HANDSHAKE_BYTES, Handshake, Identity, Role
 from arpc.wire.lanes import LaneInbox, Stripe
 from arpc.wire.memory import allocate as allocate_memory
@@ -42,6 +42,7 @@ _MAX_INCOMPLETE: Final = 1 << 17
 _NO_BUFFERS: Final[tuple[memoryview, ...]] = ()
 _unpack_header = HEADER.unpack_from
 _unpack_brief = BRIEF_HEADER.unpack_from
+_unpack_bare = BARE_HEADER.unpack_from
 
 Direct = Callable[[int, int, int, bytearray | bytes], None]
 """Takes id, arg, timeout_ms and payload of a message that has neither meta data nor tensors."""
@@ -133,6 +134,8 @@ class Protocol:
         """Who takes the plainest messages without a `Message` being made of them, by `frames.brief_kind`."""
         self.bare: Mapping[bytes, Bare] = MappingProxyType({})
         """Who takes those of them that have no body and come alone, by `frames.bare_lead`; if nobody, `direct` does."""
+        self.bare_of_many: Mapping[bytes, Bare] = MappingProxyType({})
+        """The same for those that come with others."""
         self.lender: Lender | None = None
         # A stranger is worth just the memory of a handshake; see `_open`
         self._set_buffer(bytearray(HEADER_BYTES + MAX_HANDSHAKE_BYTES))
@@ -214,28 +217,36 @@ class Protocol:
     def receive(self, size_bytes: int) -> list[Message]:
         """Take bytes that were put where `get_buffer` said.
 
-        Returns the messages they complete, without those at their beginning that `direct` has taken; `SEVERAL_TAKEN` if
-        it took all. Raises `ProtocolError` or `HandshakeError`; after that the connection is closed (`take_output` may
-        hold a farewell).
+        Returns the messages they complete, without those at their beginning that `bare_of_many` and `direct` have
+        taken; `SEVERAL_TAKEN` if these took all. Raises `ProtocolError` or `HandshakeError`; after that the connection
+        is closed (`take_output` may hold a farewell).
         """
         messages: list[Message] = []
         start = 0
         try:
-            if self.is_plain:
-                buffer = self.buffer
-                while True:
-                    length, kind, id_, arg, timeout_ms, sizes = _unpack_brief(buffer, start)
-                    body_start = start + HEADER_BYTES
-                    stop = body_start + length
-                    # Messages keep their order: from the first that is not taken here on, all are returned
-                    if sizes or stop > size_bytes or (take := self.direct.get(kind)) is None:
-                        break
-                    take(id_, arg, timeout_ms, buffer[body_start:stop] if length else b"")
-                    if stop == size_bytes:
-                        return SEVERAL_TAKEN
-                    start = stop
-                    if not self.is_plain:
-                        break  # whoever took it has closed the connection, or said goodbye
+            buffer = self.buffer
+            # Whoever takes one may close the connection, or say goodbye: then it is plain no longer
+            while self.is_plain:
+                lead, id_, terms, sizes = _unpack_bare(buffer, start)
+                stop = start + HEADER_BYTES
+                if sizes or stop > size_bytes or (take_bare := self.bare_of_many.get(lead)) is None:
+                    break
+                take_bare(id_, terms)
+                if stop == size_bytes:
+                    return SEVERAL_TAKEN
+                start = stop
+            # From the first that has a body on, none is looked at twice
+            while self.is_plain:
+                length, kind, id_, arg, timeout_ms, sizes = _unpack_brief(buffer, start)
+                body_start = start + HEADER_BYTES
+                stop = body_start + length
+                # Messages keep their order: from the first that is not taken here on, all are returned
+                if sizes or stop > size_bytes or (take := self.direct.get(kind)) is None:
+                    break
+                take(id_, arg, timeout_ms, buffer[body_start:stop] if length else b"")
+                if stop == size_bytes:
+                    return SEVERAL_TAKEN
+                start = stop
             self._receive_rest(start, size_bytes, messages)
         except HandshakeError as error:
             self._answer(self._handshake.farewell(error))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from arpc.wire.frames import HEADER, brief_kind, frame
+from arpc.wire.frames import HEADER, TERMS, bare_lead, brief_kind, frame
 from arpc.wire.handshake import MAX_HANDSHAKE_BYTES
 from arpc.wire.messages import Message, MessageType
 from arpc.wire.protocol import SEVERAL_TAKEN, Protocol, State
@@ -33,6 +33,24 @@ def take_directly(protocol: Protocol, log: list[Seen]) -> None:
         return lambda id_, arg, timeout_ms, payload: log.append((type_, 0, id_, arg, timeout_ms, bytes(payload)))
 
     protocol.direct = {brief_kind(type_): taker(type_) for type_ in (_REQUEST, _REPLY)}
+
+
+def take_bare(protocol: Protocol, log: list[Seen]) -> None:
+    """Have those of them that have no body taken in another way."""
+
+    def taker(type_: int) -> Any:
+        return lambda id_, terms: log.append((type_, 0, id_, *TERMS.unpack(terms), b""))
+
+    protocol.bare_of_many = {bare_lead(brief_kind(type_)): taker(type_) for type_ in (_REQUEST, _REPLY)}
+
+
+def put(protocol: Protocol, take: Any, is_bare: bool) -> None:
+    """Have all requests taken by one function, or by none."""
+    takers = {} if take is None else {brief_kind(_REQUEST): take}
+    if is_bare:
+        protocol.bare_of_many = {bare_lead(kind): taker for kind, taker in takers.items()}
+    else:
+        protocol.direct = takers
 
 
 def read(protocol: Protocol, data: bytes, log: list[Seen], random: Random, largest: int) -> None:
@@ -73,8 +91,9 @@ def traffic(random: Random, count: int) -> bytes:
     return b"".join(frames)
 
 
+@pytest.mark.parametrize("is_bare", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_reads_that_end_anywhere_bring_the_same_messages_in_order(seed):
+def test_reads_that_end_anywhere_bring_the_same_messages_in_order(seed, is_bare):
     random = Random(seed)
     data = traffic(random, 150)
     expected = [seen(message) for message in feed(opened(), data)]
@@ -82,6 +101,8 @@ def test_reads_that_end_anywhere_bring_the_same_messages_in_order(seed):
         protocol = opened(receive_bytes=_RECEIVE_BYTES)
         log: list[Seen] = []
         take_directly(protocol, log)
+        if is_bare:
+            take_bare(protocol, log)
         read(protocol, data, log, random, largest)
         assert log == expected
         assert protocol.is_plain
@@ -98,6 +119,21 @@ def test_reads_of_whole_messages_leave_none_to_return():
     assert log == [(_REQUEST, 0, 1, 2, 3, b"first"), (_REPLY, 0, 4, 0, 0, b"")]
 
 
+def test_those_without_a_body_are_taken_as_such_until_one_has_a_body():
+    protocol = opened()
+    log: list[Seen] = []
+    bare: list[Seen] = []
+    take_directly(protocol, log)
+    take_bare(protocol, bare)
+    data = b"".join(frame(_REQUEST, 0, id_, 2, 3, b"" if id_ != 3 else b"body") for id_ in range(5))
+    protocol.get_buffer(-1)[: len(data)] = data
+    assert protocol.receive(len(data)) is SEVERAL_TAKEN
+    assert [entry[2] for entry in bare] == [0, 1, 2]
+    assert [entry[2] for entry in log] == [3, 4]
+    assert protocol.receive(3 * HEADER.size) is SEVERAL_TAKEN, "the first three are still in the buffer"
+    assert [entry[2] for entry in bare] == [0, 1, 2] * 2
+
+
 def test_what_is_behind_a_message_that_is_not_taken_is_returned():
     """A function must be known before the request behind it runs."""
     protocol = opened()
@@ -109,7 +145,8 @@ def test_what_is_behind_a_message_that_is_not_taken_is_returned():
     assert [entry[2] for entry in log] == [1]
 
 
-def test_whoever_takes_one_may_close_the_connection():
+@pytest.mark.parametrize("is_bare", [False, True])
+def test_whoever_takes_one_may_close_the_connection(is_bare):
     protocol = opened()
     taken: list[int] = []
 
@@ -117,14 +154,15 @@ def test_whoever_takes_one_may_close_the_connection():
         taken.append(id_)
         protocol.close()
 
-    protocol.direct = {brief_kind(_REQUEST): close}
+    put(protocol, close, is_bare)
     assert feed(protocol, b"".join(frame(_REQUEST, 0, id_, 0, 0, b"") for id_ in range(3))) == []
     assert taken == [0]
     assert protocol.state is State.CLOSED
     assert not protocol.is_plain
 
 
-def test_whoever_takes_one_may_say_goodbye():
+@pytest.mark.parametrize("is_bare", [False, True])
+def test_whoever_takes_one_may_say_goodbye(is_bare):
     """What the peer has sent before it hears of that still arrives, for others to refuse."""
     protocol = opened()
     taken: list[int] = []
@@ -133,22 +171,23 @@ def test_whoever_takes_one_may_say_goodbye():
         taken.append(id_)
         assert protocol.say_goodbye("enough")
 
-    protocol.direct = {brief_kind(_REQUEST): part}
+    put(protocol, part, is_bare)
     requests = [frame(_REQUEST, 0, id_, 0, 0, b"") for id_ in range(4)]
     assert [message.id for message in feed(protocol, b"".join(requests[:3]))] == [1, 2]
     assert [message.id for message in feed(protocol, requests[3])] == [3]
     assert taken == [0]
 
 
-def test_whoever_takes_one_may_stop_taking():
+@pytest.mark.parametrize("is_bare", [False, True])
+def test_whoever_takes_one_may_stop_taking(is_bare):
     protocol = opened()
     taken: list[int] = []
 
     def stop(id_: int, *_: object) -> None:
         taken.append(id_)
-        protocol.direct = {}
+        put(protocol, None, is_bare)
 
-    protocol.direct = {brief_kind(_REQUEST): stop}
+    put(protocol, stop, is_bare)
     requests = b"".join(frame(_REQUEST, 0, id_, 0, 0, b"") for id_ in range(3))
     assert [message.id for message in feed(protocol, requests)] == [1, 2]
     assert taken == [0]

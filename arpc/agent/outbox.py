@@ -27,7 +27,7 @@ from arpc.agent.threads import Outbox
 from arpc.errors import ConnectionClosedError
 from arpc.transport.base import Connection
 from arpc.transport.turns import WriteTurn
-from arpc.wire.frames import BRIEF_HEADER, brief_kind
+from arpc.wire.frames import BARE_HEADER, BRIEF_HEADER, NO_TERMS, bare_lead, brief_kind
 from arpc.wire.messages import MessageType
 
 __all__ = ["ReplyOutbox"]
@@ -39,7 +39,9 @@ _WRITES_A_LOOK: Final = 32
 """Between two looks whether the peer is on the same CPU: processes are moved seldom."""
 _is_grad_enabled = torch.is_grad_enabled
 _pack_brief = BRIEF_HEADER.pack
+_pack_bare = BARE_HEADER.pack
 _BRIEF_REPLY: Final = brief_kind(int(MessageType.REPLY))
+_REPLY_LEAD: Final = bare_lead(_BRIEF_REPLY)
 
 
 class _Requests(Protocol):
@@ -90,7 +92,7 @@ class ReplyOutbox(Outbox):
     def put(self, run: Any, result: Any) -> bool:
         """Keep the result of a request to be sent; False if that takes the loop. In any thread."""
         if result is None:
-            self._answers.append((run, _pack_brief(0, _BRIEF_REPLY, run.id, 0, 0, 0)))
+            self.put_none(run, run.id)
             return True
         if not _is_grad_enabled() or _count_function_modes():
             return False  # the function has left something switched, that could change how a tensor looks
@@ -102,6 +104,10 @@ class ReplyOutbox(Outbox):
             return False
         self._answers.append((run, _pack_brief(len(payload), _BRIEF_REPLY, run.id, 0, 0, 0) + payload))
         return True
+
+    def put_none(self, run: Any, id_: int) -> None:
+        """Keep the answer to a request that has no result."""
+        self._answers.append((run, _pack_bare(_REPLY_LEAD, id_, NO_TERMS, 0)))
 
     def send(self) -> None:
         """Send all there is, in any thread but the loop's."""

@@ -16,7 +16,7 @@ from arpc.agent.carriers import Carrier, Carriers
 from arpc.agent.functions import Function
 from arpc.agent.outbox import ReplyOutbox
 from arpc.agent.replies import Replies
-from arpc.agent.requests import Inbound, Run
+from arpc.agent.requests import UNMEASURED, Inbound, Run
 from arpc.agent.scope import current_scope
 from arpc.agent.threads import ThreadPool
 from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError
@@ -139,6 +139,8 @@ class PlainRequests(Replies):
         loop = self.loop
         copy_context = self._copy_context
         replace_idle = self.carriers.replace_idle
+        plain = inbound.bare_plain
+        take_plain = self._bare_plain_taker(inbound)
 
         @torchstate.isolating_driver
         def take(id_: int, terms: bytes) -> None:
@@ -149,8 +151,11 @@ class PlainRequests(Replies):
                 or not idle
                 or id_ == inbound.latest_id
             ):
-                arg, timeout_ms = _learn_terms(inbound, terms)
-                take_any(id_, arg, timeout_ms, b"")
+                if terms in plain:
+                    take_plain(id_, terms)
+                else:
+                    arg, timeout_ms = _learn_terms(inbound, terms)
+                    take_any(id_, arg, timeout_ms, b"")
                 return
             # From here on this is `taker`'s
             inbound.latest_id = id_
@@ -186,6 +191,34 @@ class PlainRequests(Replies):
                         replace_idle()
             else:
                 self._took(run, carrier, context, result)
+
+        return take
+
+    def _bare_plain_taker(self, inbound: Inbound) -> Bare:
+        """The same for those that are for a thread, of `Inbound.bare_plain`. This is `_take_other`, written out."""
+        known = inbound.bare_plain
+        connection = inbound.connection
+        register = inbound.register_new
+        copy_context = self._copy_context
+        submit = self.threads.submit
+
+        def take(id_: int, terms: bytes) -> None:
+            if inbound.is_full or connection.is_congested or id_ == inbound.latest_id:
+                arg, timeout_ms = TERMS.unpack(terms)
+                self._take_other(inbound, id_, arg, timeout_ms, b"")
+                return
+            inbound.latest_id = id_
+            function, timeout_ms = known[terms]
+            context = copy_context()
+            run = Run(self, inbound, function, id_, timeout_ms, context)
+            context.run(_set_scope, run)
+            register(run, id_, timeout_ms)
+            if inbound.ended is None:
+                run.outbox = inbound.outbox or self._open_outbox(inbound)
+            if function.is_quick and id_ & UNMEASURED:
+                submit(run.work_unmeasured, True, not connection.is_reading)
+            else:
+                submit(run.work, function.is_quick, not connection.is_reading)
 
         return take
 
@@ -258,7 +291,7 @@ class PlainRequests(Replies):
         inbound.register(run)
         if inbound.ended is None and run.meta is None:  # what rides on a reply is put there on the loop
             run.outbox = inbound.outbox or self._open_outbox(inbound)
-        self.threads.submit(run.work, is_quick=function.is_quick, is_alone=not connection.is_reading)
+        self.threads.submit(run.work, function.is_quick, not connection.is_reading)
 
     def _open_outbox(self, inbound: Inbound) -> ReplyOutbox | None:
         """Where threads put the answers to a connection's requests; None if it can be written by the loop alone."""
@@ -313,11 +346,12 @@ class PlainRequests(Replies):
 
 
 def _learn_terms(inbound: Inbound, terms: bytes) -> tuple[int, int]:
-    """What a request without arguments says of itself. It is kept if it is for a coroutine."""
+    """What a request without arguments says of itself. It is kept if it is for a coroutine, or a plain function."""
     arg, timeout_ms = TERMS.unpack(terms)
-    function = inbound.coroutines.get(arg)
-    if function is not None:
-        if len(inbound.bare) >= _MAX_TERMS:  # what is left of a deadline is another time with each call
-            inbound.bare.clear()
-        inbound.bare[terms] = function, timeout_ms
+    for functions, known in (inbound.coroutines, inbound.bare), (inbound.plain, inbound.bare_plain):
+        function = functions.get(arg)
+        if function is not None:
+            if len(known) >= _MAX_TERMS:  # what is left of a deadline is another time with each call
+                known.clear()
+            known[terms] = function, timeout_ms
     return arg, timeout_ms

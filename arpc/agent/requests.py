@@ -28,7 +28,8 @@ __all__ = ["Inbound", "Run", "RunHost"]
 NO_CONTEXT: Final = Context()
 _NESTED_LIMIT: Final = 32
 # The last bits of a call's number: one call of sixteen has none of them
-_UNMEASURED: Final = 15
+UNMEASURED: Final = 15
+"""Of requests of a quick function, those with an id that has one of these bits."""
 _clock = time.perf_counter
 
 
@@ -155,7 +156,7 @@ class Run(msgspec.Struct):
         self.args = self.kwargs = None
         function = self.function
         # Of those that are known to be quick some are measured, to see that they still are
-        begin = 0.0 if function.is_quick and self.id & _UNMEASURED else _clock()
+        begin = 0.0 if function.is_quick and self.id & UNMEASURED else _clock()
         try:
             if kwargs:
                 result = context.run(function.call, *(args or ()), **kwargs)
@@ -175,6 +176,28 @@ class Run(msgspec.Struct):
         if outbox is not None and not self.has_called and self.nested is None and outbox.put(self, result):
             self.context = NO_CONTEXT
             return outbox
+        self.result = result
+        return self._worked
+
+    def work_unmeasured(self) -> Callable[[], None] | ReplyOutbox | None:
+        """`work` for a function without arguments that is known to be quick."""
+        context = self.context
+        if self.ended:
+            return None
+        try:
+            result = context.run(self.function.call)
+        except BaseException as error:  # noqa: BLE001 - whatever it raises is the caller's
+            self.error = error
+            return self._worked
+        outbox = self.outbox
+        if outbox is not None and not self.has_called and self.nested is None:
+            if result is None:
+                outbox.put_none(self, self.id)
+                self.context = NO_CONTEXT
+                return outbox
+            if outbox.put(self, result):
+                self.context = NO_CONTEXT
+                return outbox
         self.result = result
         return self._worked
 
@@ -244,6 +267,8 @@ class Inbound:
         """Those that are nothing but a function to be called in a thread."""
         self.bare: dict[bytes, tuple[Function, int]] = {}
         """Some of the `coroutines`, and the timeouts they were called with, by the `wire.frames.TERMS` of both."""
+        self.bare_plain: dict[bytes, tuple[Function, int]] = {}
+        """The same for those that are `plain`."""
         self.max_handlers = max_handlers
         self.limit = max_handlers
         """How many requests may run at once: so many, or none while its caller does not take replies."""
@@ -276,6 +301,7 @@ class Inbound:
         self.coroutines.pop(number, None)
         self.plain.pop(number, None)
         self.bare.clear()
+        self.bare_plain.clear()
         if isinstance(function, Function):
             if function.is_simple:
                 self.coroutines[number] = function
@@ -307,12 +333,15 @@ class Inbound:
 
     def register(self, run: Run) -> None:
         """Keep a request that did not end at once, so that it can be cancelled and expire."""
-        if run.is_registered:
-            return
+        if not run.is_registered:
+            self.register_new(run, run.id, run.timeout_ms)
+
+    def register_new(self, run: Run, id_: int, timeout_ms: int) -> None:
+        """The same for one that is not registered for sure."""
         run.is_registered = True
-        id_, timeout_ms = run.id, run.timeout_ms
-        self.running[id_] = run
-        if len(self.running) >= self.limit:
+        running = self.running
+        running[id_] = run
+        if len(running) >= self.limit:
             self.is_full = True
         if not timeout_ms:
             return
@@ -347,17 +376,18 @@ class Inbound:
 
     def claim_answers(self, answers: deque[tuple[Run, bytes]], limit_bytes: int) -> list[bytes]:
         """The same for many that have ended in threads: the frames of those that are still to be answered."""
-        running = self.running
-        frames = []
-        size_bytes = 0
-        while answers and size_bytes < limit_bytes:
+        take_run = self.running.pop
+        frames: list[bytes] = []
+        while answers:
             run, data = answers.popleft()
             id_ = run.id
-            if running.pop(id_, None) is run:  # this is `claim`, written out
+            if take_run(id_, None) is run:  # this is `claim`, written out
                 if (bucket := run.bucket) is not None:
                     bucket.pop(id_, None)
                 frames.append(data)
-                size_bytes += len(data)
+                limit_bytes -= len(data)
+                if limit_bytes <= 0:
+                    break
             else:
                 run.executor.answer_withdrawn()
         return frames

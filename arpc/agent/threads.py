@@ -108,9 +108,10 @@ class ThreadPool:
         """Of the threads that sleep. The last to fall asleep, whose memory is warm, is the first to be woken."""
         self._slow: list[None] = []
         """One for each thread that is in a job which is not known to be quick."""
-        self._unfinished = 0
-        self._new = 0
-        """Jobs submitted in this turn."""
+        self._submitted = 0
+        self._finished = 0
+        self._rung_for = 0
+        """How many had been submitted when somebody was last woken for them."""
         self._wanted = 0
         """Threads that these want for themselves."""
         self._will_ring = False
@@ -131,40 +132,43 @@ class ThreadPool:
         """Those that go while a thread has a CPU."""
         self._closed = False
 
-    def submit(self, job: Job, *, is_quick: bool = False, is_alone: bool = False) -> None:
+    def submit(self, job: Job, is_quick: bool = False, is_alone: bool = False) -> None:
         """Run a job in a thread, from the end of this turn of the loop on. Called on the loop.
 
         One that is quick may wait for others that are. One that is alone, as no other is about to be submitted in this
         turn, may begin at once.
         """
-        self._unfinished += 1
+        self._jobs.append((job, is_quick))
+        self._submitted += 1
+        if not self._will_ring and self._begin(is_alone):
+            return
+        if not is_quick:
+            self._wanted += 1
+
+    def _begin(self, is_alone: bool) -> bool:
+        """Have the first job of a turn taken; True if that has been seen to, False if it is done by `_ring`."""
         if self._closed:
             # What ends late may have something to clear away still, when the others have gone. The thread ends when it
             # finds no other job.
-            self._jobs.append((job, False))
             self._launch("late")
-            return
-        self._jobs.append((job, is_quick))
-        if self._will_ring:
-            self._new += 1
-        elif is_alone and self._sleepers and len(self._sleepers) == len(self._threads):
+            return True
+        if is_alone and self._sleepers and len(self._sleepers) == len(self._threads):
             # A thread that is woken here often runs before this one goes on. What it has finished by then needs no
             # wake-up.
             self._wake_up_sent = True
+            self._rung_for = self._submitted
             self._wake()
             self._wake_up_sent = False
             if self._done:
                 self._loop.call_soon(self._collect)
             if len(self._answered) > _UNCOUNTED:
                 self._count_answered()
-            return
-        else:
-            # With the last read of this turn done, the loop has nothing better to do than to let a thread run
-            self._will_ring = True
-            self._new = 1
-            self._loop.call_soon(self._ring)
-        if not is_quick:
-            self._wanted += 1
+            return True
+        # With the last read of this turn done, the loop has nothing better to do than to let a thread run
+        self._will_ring = True
+        self._rung_for = self._submitted - 1
+        self._loop.call_soon(self._ring)
+        return False
 
     def _ring(self) -> None:
         """See to it that somebody takes the jobs of this turn."""
@@ -177,9 +181,11 @@ class ThreadPool:
         # What was taken and is not finished may keep a thread busy each; those that are awake and not busy are about
         # to look for a job
         busy = max(0, min(self._unfinished - jobs, awake))
-        takers = max(0, awake - busy - max(0, jobs - self._new))
+        new = self._submitted - self._rung_for
+        takers = max(0, awake - busy - max(0, jobs - new))
         wanted = min(self._wanted, self._size)
-        self._new = self._wanted = 0
+        self._rung_for = self._submitted
+        self._wanted = 0
         if not busy:
             self._is_stuck = False
         if not wanted and (self._is_stuck or awake <= len(self._slow)):
@@ -249,8 +255,12 @@ class ThreadPool:
         count = 0
         while answered:
             count += answered.popleft()
-        self._unfinished -= count
+        self._finished += count
         self._jobs_answered += count
+
+    @property
+    def _unfinished(self) -> int:
+        return self._submitted - self._finished
 
     @property
     def jobs_answered(self) -> int:
@@ -337,27 +347,24 @@ class ThreadPool:
             self._clocks.remove(clock)
 
     def _work(self, bell: _Doorbell) -> None:
-        jobs = self._jobs
         outbox: Outbox | None = None
         answered = 0
+        next_job = self._jobs.popleft
         while True:
-            if jobs:
-                try:
-                    job, is_quick = jobs.popleft()
-                except IndexError:
-                    continue  # another was faster
-            elif outbox is not None:
-                # First this: when the next job comes, which may be as soon as the answer is out, the loop shall know
-                # that a thread is free
-                self._answered.append(answered)
-                outbox.send()
-                outbox = None
-                answered = 0
-                continue
-            elif self._closed:
-                break
-            else:
-                self._sleep(bell)
+            try:
+                job, is_quick = next_job()
+            except IndexError:
+                if outbox is not None:
+                    # First this: when the next job comes, which may be as soon as the answer is out, the loop shall
+                    # know that a thread is free
+                    self._answered.append(answered)
+                    outbox.send()
+                    outbox = None
+                    answered = 0
+                elif self._closed:
+                    break
+                else:
+                    self._sleep(bell)
                 continue
             if outbox is not None and not (
                 is_quick
@@ -438,7 +445,7 @@ class ThreadPool:
         try:
             while done:
                 then = done.popleft()
-                self._unfinished -= 1
+                self._finished += 1
                 if then is not None:
                     then()
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -14,11 +15,14 @@ import torch
 import arpc
 from arpc.agent.observers import Observer
 from arpc.agent.plain_requests import _MAX_TERMS
+from arpc.agent.scope import current_scope
 from arpc.errors import ProtocolError, RpcTimeoutError
 from arpc.testing import cluster
 from arpc.torchstate import is_pristine
 from arpc.transport.base import Connection
+from arpc.transport.stream import UnixTransport
 from arpc.wire.frames import TERMS
+from tests.agent.leftovers import until
 
 OPTIONS = arpc.RpcOptions(gc_freeze=False)
 seen: list[Any] = []
@@ -65,11 +69,39 @@ async def who_runs() -> None:
     seen.append(asyncio.current_task())
 
 
-def run(main: Callable[[Any, Any], Coroutine[Any, Any, None]]) -> None:
+def nothing_in_thread() -> None:
+    seen.append(threading.current_thread())
+
+
+def number_in_thread() -> int:
+    return 7
+
+
+def fail_in_thread() -> None:
+    raise ValueError("on purpose")
+
+
+def remaining_in_thread() -> None:
+    seen.append((arpc.remaining_time(), current_scope.get().caller.name))
+
+
+gate = threading.Event()
+
+
+def wait_in_thread() -> None:
+    seen.append("waits")
+    assert gate.wait(40), "nobody opened it"
+
+
+def run(
+    main: Callable[[Any, Any], Coroutine[Any, Any, None]],
+    transports: Callable[[], dict[str, Any]] = dict,
+    options: arpc.RpcOptions = OPTIONS,
+) -> None:
     """As a program does: under `arpc.run`, where tasks are isolated."""
 
     async def in_a_group() -> None:
-        async with cluster(2, options=OPTIONS) as group:
+        async with cluster(2, options=options, transports=transports() or None) as group:
             await group[0].rpc_sync("worker1", nothing)
             seen.clear()
             await main(group[0], group[1])
@@ -95,6 +127,101 @@ def test_they_end_in_every_way():
         inbound = link_between(there, here).inbound
         assert {function.name.rpartition(".")[2] for function, _ in inbound.bare.values()} >= {"nothing", "pause"}
         assert seen.count("called") == 3
+
+    run(main)
+
+
+# -- plain functions, in threads
+
+SOCKET = OPTIONS.replace(shared_memory_bytes=0, listen=("unix://",))
+
+
+def run_over_socket(main: Callable[[Any, Any], Coroutine[Any, Any, None]]) -> None:
+    run(main, lambda: {"unix": UnixTransport()}, SOCKET)
+
+
+@pytest.mark.parametrize("run", [run, run_over_socket])
+def test_plain_functions_end_in_every_way(run):
+    async def main(here: Any, there: Any) -> None:
+        for _ in range(3):
+            for count in (1, 40):  # alone, and many in one read
+
+                async def call(function: Any, count: int = count) -> list[Any]:
+                    calls = (here.rpc_sync("worker1", function) for _ in range(count))
+                    return await asyncio.gather(*calls, return_exceptions=True)
+
+                assert await call(nothing_in_thread) == [None] * count
+                assert await call(number_in_thread) == [7] * count
+                assert set(map(repr, await call(fail_in_thread))) == {"ValueError('on purpose')"}
+        inbound = link_between(there, here).inbound
+        names = {function.name.rpartition(".")[2] for function, _ in inbound.bare_plain.values()}
+        assert names == {"nothing_in_thread", "number_in_thread", "fail_in_thread"}
+        assert len(seen) == 3 * 41
+        assert threading.current_thread() not in seen
+        assert there.agent.executor.threads.statistics()["jobs_unfinished"] == 0
+        assert inbound.running == {}
+
+    run(main)
+
+
+@pytest.mark.parametrize("run", [run, run_over_socket])
+def test_a_plain_function_that_is_stuck_holds_up_no_other(run):
+    async def main(here: Any, _: Any) -> None:
+        gate.clear()
+        for _ in range(60):
+            await here.rpc_sync("worker1", number_in_thread)
+        stuck = asyncio.create_task(here.rpc_sync("worker1", wait_in_thread))
+        try:
+            others = [here.rpc_sync("worker1", number_in_thread) for _ in range(40)]
+            assert await asyncio.gather(*others) == [7] * 40
+            assert not stuck.done()
+        finally:
+            gate.set()
+        await stuck
+
+    run(main)
+
+
+def test_a_plain_function_knows_its_caller_and_its_deadline():
+    async def main(here: Any, _: Any) -> None:
+        here.agent.set_default_timeout(40)
+        for _ in range(3):
+            await here.rpc_sync("worker1", remaining_in_thread)
+        assert [(round(left, -1), caller) for left, caller in seen] == [(40, "worker0")] * 3
+
+    run(main)
+
+
+def test_cancelling_a_plain_function_ends_it_for_its_caller():
+    async def main(here: Any, there: Any) -> None:
+        for _ in range(2):  # the second has terms that are known
+            seen.clear()
+            gate.clear()
+            task = asyncio.create_task(here.rpc_sync("worker1", wait_in_thread))
+            await until(lambda: seen == ["waits"])
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await until(lambda: not link_between(there, here).inbound.running)
+            gate.set()
+
+    run_over_socket(main)
+
+
+def test_a_plain_one_that_comes_twice_runs_once_and_few_terms_are_kept():
+    async def main(here: Any, there: Any) -> None:
+        await here.rpc_sync("worker1", nothing_in_thread)
+        link = link_between(there, here)
+        take = there.agent.executor.bare_taker(link.inbound)
+        function_id = here.agent.peer("worker1").function_ids[nothing_in_thread]
+        seen.clear()
+        for timeout_ms in range(10_000, 10_000 + 2 * _MAX_TERMS):
+            terms = TERMS.pack(function_id, timeout_ms)
+            for _ in range(2):
+                take((1 << 60) + timeout_ms, terms)
+        await until(lambda: not link.inbound.running)
+        assert len(seen) == 2 * _MAX_TERMS
+        assert 0 < len(link.inbound.bare_plain) <= _MAX_TERMS
 
     run(main)
 

@@ -59,7 +59,11 @@ class _Swapping(Coroutine[Any, Any, T]):
         return self._step(self._send, value)
 
     def throw(self, *exception: Any) -> Any:
-        return self._step(self._coro.throw, *exception)
+        try:
+            return self._step(self._coro.throw, *exception)
+        finally:
+            # It has this frame in its traceback if it comes out again, and is known to what this object waited for
+            del self, exception
 
     def close(self) -> None:
         self._step(self._coro.close)
@@ -73,6 +77,7 @@ class _Swapping(Coroutine[Any, Any, T]):
         finally:
             self._state = save_and_reset()
             restore(base)
+            del self, args  # as in `throw`
 
     def __await__(self) -> Any:
         # Not a generator of ours: tools that follow cr_await must find the user's coroutine behind this object.
@@ -159,6 +164,7 @@ def _steps(kept: _Kept, send: Callable[[Any], Any]) -> Generator[Any, None, Any]
             kept.state = save_and_reset()
             raise
         yield waits_for
+        del waits_for  # whose error has this frame in its traceback if it ends the coroutine
 
 
 def _is_dropped(_waits_for: Any) -> bool:

@@ -52,6 +52,7 @@ def call_stepped(steps: Steps, function: Callable[P, T], /, *args: P.args, **kwa
     try:
         return function(*args, **kwargs)
     finally:
+        del args  # an error that is thrown in, and comes out again, has this frame in its traceback
         steps.leave(entered)
 
 
@@ -74,7 +75,10 @@ class Stepped(Coroutine[Any, Any, T]):
         return self.send(None)
 
     def throw(self, *exception: Any) -> Any:
-        return call_stepped(self._steps, self._coro.throw, *exception)
+        try:
+            return call_stepped(self._steps, self._coro.throw, *exception)
+        finally:
+            del exception  # as there
 
     def close(self) -> None:
         call_stepped(self._steps, self._coro.close)

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arpc.torchstate import DEFAULTS, Isolated, Rooted, capture, is_isolated, is_pristine, isolate, isolating_driver
+from arpc.torchstate.steps import AllSteps, Stepped
 from tests.torchstate.blocks import BLOCKS, LEAKS, Observation, observe
 
 
@@ -506,3 +507,47 @@ def test_rooted_that_is_dropped_or_closed_leaves_its_blocks():
         del rooted
         assert is_pristine()
     assert seen == [False, False]
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+class Kept:
+    """Something whose end can be seen."""
+
+
+def stepped(coro: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
+    return Isolated(Stepped(coro, AllSteps([])))
+
+
+@pytest.mark.parametrize("kind", [Isolated, Rooted, stepped])
+@pytest.mark.parametrize("is_raised_later", [False, True])
+async def test_an_error_that_ends_a_task_keeps_none_of_its_frames(kind, is_raised_later):
+    async def fail() -> None:
+        kept = Kept()
+        references.append(weakref.ref(kept))
+        errors = []
+        try:
+            await futures[0]
+        except ValueError as error:
+            if not is_raised_later:
+                raise
+            errors.append(error)
+        await asyncio.sleep(0)
+        raise errors.pop()
+
+    loop = asyncio.get_running_loop()
+    references: list[weakref.ref[Kept]] = []
+    futures = [loop.create_future()]
+    gc.disable()
+    try:
+        task = asyncio.Task(kind(fail()))
+        await asyncio.sleep(0)
+        futures.pop().set_exception(ValueError("on purpose"))
+        await asyncio.wait([task])
+        assert isinstance(task.exception(), ValueError)
+        del task
+        await asyncio.sleep(0)
+        assert references[0]() is None
+    finally:
+        gc.enable()

@@ -77,7 +77,11 @@ class Answers:
             and (waiting := future._callbacks)  # noqa: SLF001
         ):
             # see `_bare_reply_taker`
-            [(wake_up, context)] = waiting
+            try:
+                [(wake_up, context)] = waiting
+            except ValueError:
+                future.set_result(value)
+                return
             future.remove_done_callback(wake_up)
             future.set_result(value)
             try:
@@ -113,7 +117,11 @@ class Answers:
             if call.is_private and (waiting := call.future._callbacks):  # type: ignore[attr-defined] # noqa: SLF001
                 # One of asyncio's own, with one callback, which is how its task wakes up
                 future: Any = call.future
-                [(wake_up, context)] = waiting
+                try:
+                    [(wake_up, context)] = waiting
+                except ValueError:  # somebody has found it, as a debugger does, and waits for it, too
+                    future.set_result(None)
+                    return
                 future.remove_done_callback(wake_up)
                 future.set_result(None)
                 try:

@@ -23,6 +23,7 @@ from arpc.transport.base import Connection
 from arpc.transport.stream import UnixTransport
 from arpc.wire.frames import TERMS
 from tests.agent.leftovers import until
+from tests.agent.stage import echo
 
 OPTIONS = arpc.RpcOptions(gc_freeze=False)
 seen: list[Any] = []
@@ -468,6 +469,24 @@ def test_what_must_end_the_loop_does_so_from_a_read_too():
         run(main)
     assert raised.value is tasks[0].exception()
     assert seen == ["called", "called", True]
+
+
+@pytest.mark.parametrize("args", [(), (torch.ones(2),)], ids=["bare", "tensor"])
+def test_who_finds_what_a_task_waits_for_may_wait_for_it_too(args):
+    async def main(here: Any, there: Any) -> None:
+        function = echo if args else pause
+        for _ in range(2):
+            await here.rpc_sync("worker1", function, args=args)
+        task = asyncio.create_task(here.rpc_sync("worker1", function, args=args))
+        await asyncio.sleep(0)
+        task._fut_waiter.add_done_callback(lambda _: seen.append("heard"))  # type: ignore[attr-defined]
+        connection = link_between(here, there).connection
+        async with asyncio.timeout(30):
+            assert (await task) is (None if not args else task.result())
+        assert seen == ["heard"]
+        assert connection.is_open
+
+    run(main)
 
 
 async def test_where_tasks_share_torch_state_they_go_the_other_way():

@@ -9,6 +9,7 @@ it answered in C++.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, Final
 
 import torch
@@ -35,10 +36,16 @@ def fits_like(examples: Sequence[Tensor]) -> Callable[..., bool]:
 
 def _fits_like(examples: Sequence[Tensor]) -> Callable[..., bool]:
     sizes = [[*example.shape] for example in examples]
-    strides = [[*torch.empty(size, device="meta").stride()] for size in sizes]
+    strides = [_contiguous(size) for size in sizes]
     compare: Any = torch._C._dynamo.guards.TensorGuards  # noqa: SLF001
     fits: Callable[..., bool] = compare(*examples, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     return fits
+
+
+def _contiguous(sizes: Sequence[int]) -> list[int]:
+    """The strides of a contiguous tensor. Without making one, which whoever watches torch's operations would see."""
+    following = [max(size, 1) for size in sizes[1:]]
+    return [prod(following[place:]) for place in range(len(sizes))]
 
 
 def _find_out_whether_reliable() -> bool:

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from arpc.wire import likeness
 from arpc.wire.likeness import fits_like, fits_nothing
@@ -77,3 +78,18 @@ def test_where_torch_does_otherwise_nothing_fits(monkeypatch):
     monkeypatch.setattr(likeness, "_is_reliable", False)
     assert fits_like([torch.ones(1)]) is fits_nothing
     assert not fits_nothing(torch.ones(1))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 3), (2, 0, 3), (1, 4), (4, 3, 2), (2, 1, 1)], ids=str)
+def test_all_shapes_fit_and_whoever_watches_torch_sees_nothing_of_it(shape):
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[object] = []
+    example, other = torch.ones(shape), torch.zeros(shape)
+    with Watch():
+        fits_like([example])
+    assert not seen
+    assert fits_like([example])(other)

@@ -158,7 +158,7 @@ class Codec:
             return None
         count = len(slots)
         if payload and (count > MAX_TENSORS or payload is not JUST_TENSORS[count]):
-            return self.handful(PICKLED_ARGUMENTS, slots, _encode_meta(meta) if meta else b"", payload)
+            return self._pickled_handful(PICKLED_ARGUMENTS, slots, meta, payload)
         return self.handful(ARGUMENTS_AND_META, slots, _encode_meta(meta)) if meta else self.handful(ARGUMENTS, slots)
 
     def handful_of_tensors(self, slots: Sequence[Slot], meta: dict[str, Any]) -> bytes | None:
@@ -168,8 +168,15 @@ class Codec:
     def handful_of_result(self, payload: bytes, slots: Sequence[Slot], meta: dict[str, Any] | None) -> bytes | None:
         """The same for a reply that need not go to a device."""
         if payload is not JUST_A_TENSOR:
-            return self.handful(PICKLED_RESULT, slots, _encode_meta(meta) if meta else b"", payload)
+            return self._pickled_handful(PICKLED_RESULT, slots, meta, payload)
         return self.handful(RESULT_AND_META, slots, _encode_meta(meta)) if meta else self.handful(RESULT, slots)
+
+    def _pickled_handful(
+        self, kind: int, slots: Sequence[Slot], meta: dict[str, Any] | None, payload: bytes
+    ) -> bytes | None:
+        made = self.handful(kind, slots, _encode_meta(meta) if meta else b"", payload)
+        # All that is beside a pickle of the largest size may be more than there is room for
+        return made if made is None or len(made) <= self._max_body_bytes else None
 
     def parcel(self, head: bytes, tensors: Sequence[Tensor], *, is_call: bool) -> bytes | None:
         """The payload of a feature's own message, a list of bytes and of small tensors after it, or of the answer."""

@@ -125,3 +125,22 @@ async def test_who_sends_more_than_a_body_takes_is_told_and_nothing_else_suffers
             await group[0].rpc_sync("worker1", raise_at_length, args=(1 << 15,))
         gate[0].set()
         assert await waiting == 1
+
+
+async def test_the_largest_pickle_and_the_largest_tensors_beside_it_fit():
+    async with cluster(2, options=SMALL_BODY) as group:
+        codec = group[0].agent.codec
+        sent = await give(8, codec._inline_limit // 4)
+        assert await group[0].rpc_sync("worker1", echo, args=(1,)) == 1
+        connection = group[0].agent.known_peer("worker1").connection
+
+        async def send(size: int) -> None:
+            _, given = await group[0].rpc_sync("worker1", echo, args=((bytes(size), sent),))
+            torch.testing.assert_close(given, sent)
+
+        around = len(codec.pickler.dumps(((bytes(1 << 14), sent),))[0]) - (1 << 14)
+        for left in range(256, around - 1, -8):
+            await send(codec.max_payload_bytes - left)
+        with pytest.raises(arpc.SerializationError, match="make a pickle of"):
+            await send(codec.max_payload_bytes)
+        assert group[0].agent.known_peer("worker1").connection is connection

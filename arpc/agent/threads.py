@@ -298,6 +298,7 @@ class ThreadPool:
         if self._jobs:
             self._ring()  # so that there are threads to do them
         self._closed = True
+        self._will_ring = False  # or what comes in this turn still would wait for that, and for nobody after it
         if self._helper is not None:
             self._helper.cancel()
             self._helper = None

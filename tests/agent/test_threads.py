@@ -240,6 +240,23 @@ async def test_what_comes_after_the_end_is_done_too():
         assert await pool.join(5)
 
 
+async def test_what_comes_after_the_end_is_done_though_nobody_is_left_of_those_it_would_wait_for():
+    pool = ThreadPool(asyncio.get_running_loop(), 1, "test")
+    release, is_taken = threading.Event(), threading.Event()
+    calls: list[asyncio.Future[Any]] = [pool.call(release.wait, 10)]
+    await until(lambda: pool.is_in_slow_job)
+    # all of this in one turn of the loop, at whose end somebody is to be woken for the first of them
+    calls.append(pool.call(is_taken.set))
+    release.set()
+    assert is_taken.wait(10)
+    pool.close()
+    for thread in pool._threads:
+        thread.join(10)
+    calls.append(pool.call(max, 3, 4))
+    async with asyncio.timeout(10):
+        assert await asyncio.gather(*calls) == [True, None, 4]
+
+
 async def test_nobody_is_rung_for_while_all_are_busy():
     """A job may take hours: rings that nobody hears would pile up."""
     pool = ThreadPool(asyncio.get_running_loop(), 1, "test")

@@ -269,6 +269,9 @@ class BriefPass:
                     self._take_over()
         except Exception as malformed:  # noqa: BLE001 - it must end here, whatever a peer has sent
             self.fail(node_failure(malformed, self._host.info, self.context.id, None))
+        except BaseException as error:
+            self.fail(AutogradError(f"the backward pass of context {self.context.id} was ended by {error!r}"))
+            raise
         finally:
             if outer is not None:
                 torchstate.restore(outer)

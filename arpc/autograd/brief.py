@@ -243,6 +243,11 @@ class BriefPass:
         """Done when all workers have heard of the failure."""
         return self._abort_told if self._full is None else self._full.abort_told
 
+    @property
+    def unanswered(self) -> list[asyncio.Future[PackedParcel | None]]:
+        """The parcels that others have not answered."""
+        return list(self._outstanding)
+
     # -- answers
 
     def _answered(self, peer: int, future: asyncio.Future[PackedParcel | None]) -> None:

@@ -52,6 +52,8 @@ class LeafGradients:
         """The gradients, each in memory of its own and laid out like its leaf."""
         taken: dict[Tensor, Tensor] = {}
         for leaf, gradient, _ in self._gradients.values():
+            if not leaf.requires_grad:
+                continue  # it was frozen since
             if gradient.layout is not _strided:
                 is_own = getrefcount(gradient) == _SOLE_OBJECT and _is_plain_sparse(gradient)
                 taken[leaf] = gradient if is_own else gradient.detach().clone()

@@ -243,6 +243,11 @@ class BriefPass:
         """Done when all workers have heard of the failure."""
         return self._abort_told if self._full is None else self._full.abort_told
 
+    @property
+    def unanswered(self) -> list[asyncio.Future[PackedParcel | None]]:
+        """The parcels that others have not answered."""
+        return list(self._outstanding)
+
     # -- answers
 
     def _answered(self, peer: int, future: asyncio.Future[PackedParcel | None]) -> None:
@@ -269,6 +274,9 @@ class BriefPass:
                     self._take_over()
         except Exception as malformed:  # noqa: BLE001 - it must end here, whatever a peer has sent
             self.fail(node_failure(malformed, self._host.info, self.context.id, None))
+        except BaseException as error:
+            self.fail(AutogradError(f"the backward pass of context {self.context.id} was ended by {error!r}"))
+            raise
         finally:
             if outer is not None:
                 torchstate.restore(outer)

@@ -291,8 +291,8 @@ class Planner:
     def _plain_leaf(self, node: Any) -> Any:
         """The tensor of a node that leads nowhere, if it is a leaf without hooks; notes it if so."""
         variable = getattr(node, "variable", None)
-        if variable is None:
-            return None
+        if variable is None or not variable.requires_grad:
+            return None  # no leaf, or one that was frozen since, and gets none
         if self._is_heeded(node, variable):
             self._heeded[node] = variable
         if variable._backward_hooks:  # noqa: SLF001 - torch has no other way to ask

@@ -197,6 +197,11 @@ class BackwardPass:
         self._inbox.append((sender, parcel))
         return self._advance(None if is_engaging else sender)
 
+    @property
+    def unanswered(self) -> list[asyncio.Future[PackedParcel | None]]:
+        """The parcels that others have not answered."""
+        return list(self._outstanding)
+
     async def wait(self) -> None:
         """Until it is over here. Raises why it failed."""
         if self._unwatched is not None:

@@ -38,7 +38,7 @@ from arpc.autograd.recording import Recorder
 from arpc.autograd.roots import nodes_of_roots
 from arpc.autograd.survey import Expectation
 from arpc.errors import AutogradError, RpcTimeoutError, WorkerLostError
-from arpc.ids import WorkerInfo
+from arpc.ids import LOCAL_BITS, WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.rref.context import RRefContext
 from arpc.rref.handle import RRef
@@ -59,6 +59,8 @@ _AnswerOfHandler: TypeAlias = "Packed | PackedParcel | Coroutine[Any, Any, Any] 
 
 _ABORT_S: Final = 5.0
 """How long a pass that has failed waits for the others to hear of it."""
+_REASON_S: Final = 1.0
+"""How long one that was told so by a worker which did not begin it waits to hear why."""
 
 
 class AutogradService:
@@ -428,7 +430,14 @@ class AutogradService:
         if pass_id in context.aborts_told:
             return
         caller, _ = _caller()
-        active: BackwardPass | None = context.active_pass
+        active: BackwardPass | BriefPass | None = context.active_pass
+        if active is not None and active.id == pass_id and pass_id >> LOCAL_BITS != caller and active.unanswered:
+            # Why it failed comes with an answer, unless it failed above this worker, which then hears from there, too
+            patience_s = min(_REASON_S, self.lifetimes.attempt_s / 2)  # or who tells it would give up
+            await asyncio.wait(active.unanswered, timeout=patience_s, return_when=asyncio.FIRST_EXCEPTION)
+            if pass_id in context.aborts_told or context_id not in self.container.contexts:
+                return
+            active = context.active_pass
         told: asyncio.Future[Any] | None
         if active is not None and active.id == pass_id:
             active.fail(

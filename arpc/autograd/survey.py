@@ -136,6 +136,8 @@ def survey(stack: list[Any], is_heeded: IsHeeded, expectation: Expectation) -> S
             recvs.append(node)
         elif kind is _leaf_class:
             leaf = node.variable
+            if not leaf.requires_grad:
+                continue  # it was frozen since, and gets none
             if is_heeded(node, leaf):
                 return None
             leaves.append(leaf)

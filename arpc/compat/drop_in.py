@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import os
 import sys
 import traceback
 from collections.abc import Callable, Coroutine
@@ -50,6 +51,7 @@ class DropIn:
         thread.call(self._set_up)
         worker.autograd.pace = ThreadsOnly()
         worker.autograd.is_heeded = has_node_hooks
+        self._process = os.getpid()
         atexit.register(self._leave)
         # a process that multiprocessing has forked runs none of those that are registered there
         self._finalizer = Finalize(None, self._leave, exitpriority=0)
@@ -150,6 +152,8 @@ class DropIn:
 
         A script may end because of what another worker has called: that one is to hear that the call has succeeded.
         """
+        if os.getpid() != self._process:
+            return  # it was forked from that of the worker, and has no thread that the loop runs in
         with contextlib.suppress(ShutdownError):
             self.thread.run(self._let_answers_leave, context=Context())
         self._stop()

@@ -17,7 +17,7 @@ from arpc.wire.messages import MessageType
 from tests.autograd import functions
 from tests.autograd.conftest import OPTIONS, assert_nothing_is_left, until
 from tests.autograd.test_backward import leaf
-from tests.autograd.test_failures import gate, hold_up
+from tests.autograd.test_failures import Wait, gate, hold_up
 
 ABORT = MessageType.AUTOGRAD_ABORT
 PATIENT = OPTIONS.replace(rref_grace=5)
@@ -198,3 +198,31 @@ def test_a_pass_that_failed_before_its_context_was_known():
     for number in range(10_000):
         container.fail_early(3 << 48 | number, 1)
     assert len(container._failed_early) <= 4096
+
+
+@arpc.inline
+def hold_up_and_boom(x):
+    return Wait.apply(functions.Boom.apply(x.expand(200_000))).sum()
+
+
+@pytest.mark.parametrize("is_told_why", [True, False])
+async def test_the_news_do_not_hide_why_it_failed(closed_gate, monkeypatch, is_told_why):
+    async with group_of() as group:
+        for worker in group.workers:
+            monkeypatch.setattr(worker.autograd.lifetimes, "attempt_s", 30.0)
+        monkeypatch.setattr("arpc.autograd.service._REASON_S", 30.0 if is_told_why else 0.01)
+        held = await arpc.rpc_sync("worker1", hold_up_and_boom, (group.x[0],))
+        begun = asyncio.create_task(arpc.autograd.backward(group.ctx_id, [held + 0], retain_graph=True))
+        root, other = (group.workers[number] for number in (0, 2))
+        await until(lambda: group.workers[1].autograd.statistics()["passes"] == 1)
+        # worker2 has heard of it by way of one that it was told to do its part by, say
+        pass_id = root.autograd.container.find(group.ctx_id).active_pass.id
+        assert other.autograd.abort(other.autograd.container.find(group.ctx_id), pass_id) is not None
+        await until(lambda: begun.done() or root.agent.connector.busy_links())
+        if is_told_why:
+            closed_gate.set()
+        with pytest.raises(arpc.AutogradError, match="boom" if is_told_why else "was ended by worker 'worker2'"):
+            await begun
+        closed_gate.set()
+        contexts = [worker.autograd.container.find(group.ctx_id) for worker in group.workers]
+        await until(lambda: not any(context.unheard for context in contexts))

@@ -201,6 +201,31 @@ async def test_several_roots(group):
         assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [2.0 + 4.0, 2.0 + 8.0, 12.0]
 
 
+frozen = torch.full((3,), 2.0)
+
+
+@arpc.inline
+def thaw_and_scale(x):
+    return x * frozen.requires_grad_()
+
+
+@pytest.mark.parametrize("nodes", [0, 300])
+async def test_leaves_that_were_frozen_since_get_no_gradient(group, nodes):
+    x, used, sent = leaf(), leaf(), leaf()
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", thaw_and_scale, (x,)) * used
+        y = y + await arpc.rpc_sync("worker2", thaw_and_scale, (sent,))
+        for _ in range(nodes):
+            y = y + 0
+        for one in (used, sent, frozen):
+            one.requires_grad_(False)
+        await arpc.autograd.backward(ctx_id, [y.sum()])
+        gradients = arpc.autograd.get_gradients(ctx_id)
+        assert list(gradients) == [x]
+        assert gradients[x].tolist() == (2 * used).tolist()
+        assert not any(worker.autograd.gradients(ctx_id) for worker in group[1:])
+
+
 async def test_a_purely_local_graph(group):
     x = leaf()
     async with arpc.autograd.context() as ctx_id:

@@ -330,6 +330,33 @@ async def test_an_error_of_what_runs_when_the_answers_are_there_ends_it(group, f
     assert full_passes == []
 
 
+class Outcry(BaseException):
+    """What is no error, as that of a test that fails, or of who ends the process."""
+
+
+def cry_out(gradient):
+    raise Outcry
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_so_does_what_is_no_error(group, full_passes, workers):
+    heard: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context["exception"]))
+    async with arpc.autograd.context() as ctx_id:
+        x = leaf() * 2
+        x.register_hook(cry_out)
+        results = [await arpc.rpc_sync(worker.name, weigh, (x,)) for worker in group[1 : 1 + workers]]
+        async with asyncio.timeout(30):
+            # one answer is taken by who waits for it, and several by the loop
+            with pytest.raises(Outcry if workers == 1 else arpc.AutogradError) as caught:
+                await arpc.autograd.backward(ctx_id, [torch.stack(results).sum()])
+        assert "Outcry" in repr(caught.value)
+        assert [type(error) for error in heard] == [Outcry] * (workers - 1)
+        assert not any(worker.autograd.statistics()["passes"] for worker in group)
+        assert not any(worker.autograd.gradients(ctx_id) for worker in group[: 1 + workers])
+    assert full_passes == []
+
+
 async def test_an_error_of_a_node_here_ends_it(group):
     x = leaf()
     async with arpc.autograd.context() as ctx_id:

@@ -12,6 +12,8 @@ from arpc.autograd.graph import Planner
 
 
 class Variable:
+    requires_grad = True
+
     def __init__(self, hooks=None) -> None:
         self._backward_hooks = hooks
 

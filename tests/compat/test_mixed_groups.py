@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import os
+import select
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -145,3 +148,27 @@ def test_a_script_that_ends_without_a_shutdown_answers_first(tmp_path, monkeypat
     finally:
         rpc.shutdown(graceful=False)
     assert not drop_in._finalizer.still_active()
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_a_process_that_a_script_forks_ends_by_itself(tmp_path, monkeypatch) -> None:
+    at_exit: list[Callable[[], object]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/group")
+    rpc.init_rpc(SCRIPT, rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        (leave,) = at_exit
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            leave()
+            os._exit(7)
+        os.close(writing)
+        has_ended, _, _ = select.select([reading], [], [], 10)  # of a pipe that nobody else writes to
+        os.close(reading)
+        if not has_ended:
+            os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert rpc.rpc_sync(SCRIPT, len, args=([1, 2],)) == 2
+    finally:
+        rpc.shutdown()

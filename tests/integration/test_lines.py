@@ -19,10 +19,12 @@ async def start_blocking_call(worker: Any, name: str) -> asyncio.Future[Any]:
     calls = BlockingCalls(worker.agent)
     peer = worker.agent.known_peer(name)
     packed = await asyncio.to_thread(worker.agent.prepare, peer, functions.hang, ([],), None)
+    # as soon as there is a line it is taken, so this is not what hangs
+    probe = await asyncio.to_thread(worker.agent.prepare, peer, functions.echo, (0,), None)
     await worker.rpc_sync(name, functions.echo, args=(0,))
     async with asyncio.timeout(60):
         while peer.lines is None or not peer.lines.free:
-            await asyncio.to_thread(calls.call, peer, functions.hang, packed, 0)
+            await asyncio.to_thread(calls.call, peer, functions.echo, probe, 0)
             await asyncio.sleep(0)
     call = asyncio.ensure_future(asyncio.to_thread(calls.call, peer, functions.hang, packed, 0))
     assert await worker.rpc_sync(name, functions.wait_for, args=("started",)) == 1

@@ -104,7 +104,7 @@ class ArgumentPacking:
         observers = self.observers
         for interceptor, occasions in zip(self._interceptors, self._occasions, strict=False):
             if occasions or interceptor is observers:  # some of whom stand by
-                added = interceptor.request_sent(peer.info, function, slots)
+                added = interceptor.request_sent(peer.info, function, slots, window > 0)
                 if added is not None:
                     meta[interceptor.key] = added
         return meta

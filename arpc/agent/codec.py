@@ -64,8 +64,8 @@ class Interceptor(Protocol):
     def occasions(self) -> Sized:
         """While this is empty, the interceptor has nothing to add and is not asked. Always the same object."""
 
-    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot]) -> Any:
-        """In the caller's context, before a request leaves."""
+    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot], is_stream: bool = False) -> Any:
+        """In the caller's context, before a request leaves. A stream has an answer for each of its items."""
 
     def request_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
         """In the handler's own context, before its arguments are built."""

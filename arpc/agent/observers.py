@@ -297,7 +297,9 @@ class Observers:
 
     # -- headers, as an interceptor
 
-    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot]) -> dict[str, Any] | None:
+    def request_sent(
+        self, peer: WorkerInfo, function: Any, slots: list[Slot], is_stream: bool = False
+    ) -> dict[str, Any] | None:
         return self._headers
 
     def request_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:

@@ -18,7 +18,7 @@ from arpc.autograd.context import AutogradContext
 from arpc.autograd.failure import node_failure
 from arpc.autograd.nodes import edge_into
 from arpc.autograd.passes import Host
-from arpc.autograd.protocol import NOTHING_LIVE, Parcel
+from arpc.autograd.protocol import Parcel
 from arpc.autograd.survey import Expectation, survey
 
 __all__ = ["run_at_once"]
@@ -39,7 +39,7 @@ def run_at_once(
 
     Raises what a `BackwardPass` would have failed with.
     """
-    gradients, is_first, open_here, _ = parcel
+    gradients, is_first, open_here, _, may_leave = parcel
     sends = context.sends
     if not is_first or open_here or context.running_thread is not None:
         return None
@@ -76,9 +76,8 @@ def run_at_once(
         raise
     _end(context, gradients, retain_graph)
     context.commit(pass_id, leaf_gradients.take() if graph.leaves else {}, (sender,))
-    if not delivered:
-        return NOTHING_LIVE
-    answer: Parcel = _new_tuple(Parcel, (delivered[sender], True, (), False))
+    leaves = may_leave and not retain_graph and host.try_to_leave(context, sender)
+    answer: Parcel = _new_tuple(Parcel, (delivered.get(sender, ()), True, (), False, leaves))
     return answer
 
 

@@ -45,6 +45,10 @@ class BriefPass:
     _full: BackwardPass | None = None
     """Who has taken over."""
     _over: asyncio.Future[None] | None = None
+    _may_leave = False
+    """Who engaged this worker has no calls under way, and lets it forget the context if nothing of it stays here."""
+    _calls_made = -1
+    """How many calls of the context had been made when others were told."""
     _rest: Survey | None = None
     """What is to run when all answers are there."""
     _for_parent: Sequence[tuple[int, Sequence[Tensor | None]]] = ()
@@ -103,11 +107,14 @@ class BriefPass:
                 context.active_pass = None
                 return False
             told = self._told
+            calls_made = self._calls_made = context.calls_made
+            # One of its calls that is under way to a worker may need what that worker would forget
+            is_calm = calls_made == context.calls_answered
             for peer in told:
                 letter = delivered.get(peer, ())
                 # Who gets gradients need not be asked what it will send: nothing here waits for that but the end
                 asks = told[peer] = not letter
-                future = host.send(self, peer, _new_tuple(Parcel, (letter, True, (), asks)))
+                future = host.send(self, peer, _new_tuple(Parcel, (letter, True, (), asks, is_calm)))
                 self._outstanding[future] = peer
             if not told:
                 self._finish()
@@ -120,7 +127,7 @@ class BriefPass:
 
     def try_to_pass_on(self, parcel: Parcel, expectation: Expectation) -> bool:
         """The same with the parcel that engaged this worker."""
-        gradients, is_first, open_there, asks = parcel
+        gradients, is_first, open_there, asks, self._may_leave = parcel
         # One that has no more to send and does not ask has nothing to run before this one's answer, nor has anybody
         # who waits for it
         if not is_first or open_there or asks:
@@ -287,7 +294,7 @@ class BriefPass:
             return
         parcel, _ = unpack_parcel(answer)
         unresolved = self._unresolved
-        gradients, is_first, still_open, _ = parcel
+        gradients, is_first, still_open, _, has_left = parcel
         if not is_first or still_open:
             self._take_over().receive(peer, parcel, is_engaging=True)
             return
@@ -296,6 +303,8 @@ class BriefPass:
                 self._take_over().receive(peer, parcel, is_engaging=True)
                 return
         self._heard.append(peer)
+        if has_left and self.context.calls_made == self._calls_made:
+            self.context.known_workers.discard(peer)  # it has no more to hear of the context, not even its end
         for message_id, tensors in gradients:
             send = unresolved.pop(message_id)
             if self._rest is not None and any(node.__class__ is not _leaf_class for node, _ in send.edges):
@@ -364,7 +373,8 @@ class BriefPass:
         parent = self.parent
         self.context.commit(self.id, gradients, self._told if parent is None else (*self._told, parent))
         if parent is not None:
-            self._answer = Parcel(self._for_parent, is_first=True)
+            has_left = self._may_leave and not self.retain_graph and self._host.try_to_leave(self.context, parent)
+            self._answer = Parcel(self._for_parent, is_first=True, leaves=has_left)
 
     def _end(self) -> None:
         self.is_over = True

@@ -20,13 +20,17 @@ from arpc.autograd.engine import Source
 from arpc.errors import AutogradError
 from arpc.ids import LOCAL_BITS
 
-__all__ = ["AutogradContext", "Container", "Send", "current_context_id"]
+__all__ = ["ENDLESS", "AutogradContext", "Container", "Send", "current_context_id"]
 
 current_context_id: ContextVar[int | None] = ContextVar("arpc.autograd", default=None)
 """The context that this code records in. Handlers have that of their caller."""
 
 # Messages of a context that has ended may still arrive for a while, and must not bring it to life again
 _TOMBSTONES: Final = 4096
+
+# What no number of answers makes up for
+ENDLESS: Final = 1 << 62
+"""How many calls one counts for that has more than one answer."""
 
 
 Send: TypeAlias = Source
@@ -53,6 +57,10 @@ class AutogradContext:
     """Those of them that workers have not been heard to know of, by worker, and who is telling."""
     sends_used = 0
     """How often gradients have come for a message, in all passes."""
+    calls_made = 0
+    """Calls of this worker in the context, and much more for one that has no single answer."""
+    calls_answered = 0
+    """Those of them whose answer was recorded. If it is all of them, none of their handlers is under way."""
     gradients: Mapping[Tensor, Tensor] = MappingProxyType({})
     """What passes that have ended here have accumulated. Replaced, never changed."""
     _before_last_pass: Mapping[Tensor, Tensor] = gradients
@@ -87,6 +95,20 @@ class AutogradContext:
             # not in place: what people hold of the gradients so far stays what it was, and can be gone back to
             total[leaf] = gradient if before is None else summed(before, gradient)
         self.gradients = total
+
+    def leaves_nothing(self, me: int, caller: int) -> bool:
+        """Whether a worker that is done with a pass has no use for it any more, unless the one that engaged it calls again.
+
+        That one has said that none of its own calls is under way.
+        """
+        return (
+            not self.sends
+            and not self.gradients
+            and self.calls_made == self.calls_answered
+            and not self.aborted_passes
+            and self.known_workers <= {me, caller}
+            and self.id >> LOCAL_BITS != me
+        )
 
     def has_sends_to(self, worker: int) -> bool:
         return any(send.to == worker for send in self.sends.values())
@@ -125,6 +147,8 @@ class Container:
         self.contexts: dict[int, AutogradContext] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._failed_early: OrderedDict[int, frozenset[int]] = OrderedDict()
+        self._left: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        """Contexts that this worker was left with nothing of: the pass after which, and who was told so."""
         self.identify(worker_id)
 
     def identify(self, worker_id: int) -> None:
@@ -148,11 +172,27 @@ class Container:
             context = self.contexts[context_id] = AutogradContext(context_id)
             if self._failed_early:
                 context.aborted_passes = self._failed_early.pop(context_id, frozenset())
+            if context_id in self._left:
+                context.last_pass, told = self._left.pop(context_id)
+                context.last_announced_to = (told,)
         return context
+
+    def leave(self, context: AutogradContext, told: int) -> None:
+        """Forget a context that may be entered again. ``told``: who hears of it by the answer that is on its way."""
+        del self.contexts[context.id]
+        left = self._left
+        left[context.id] = context.last_pass, told
+        if len(left) > _TOMBSTONES:
+            left.popitem(last=False)
+
+    def has_left(self, context_id: int, pass_id: int | None = None) -> bool:
+        """Whether this worker was left with nothing of a context, in that pass or any other."""
+        left = self._left.get(context_id)
+        return left is not None and pass_id in {None, left[0]}
 
     def fail_early(self, context_id: int, pass_id: int) -> None:
         """A pass has failed, of a context that is not known here: what is to begin it may still come."""
-        if context_id not in self._ended:
+        if context_id not in self._ended and context_id >> LOCAL_BITS != self.worker_id:
             self._failed_early[context_id] = self._failed_early.get(context_id, frozenset()) | {pass_id}
             if len(self._failed_early) > _TOMBSTONES:
                 self._failed_early.popitem(last=False)
@@ -169,10 +209,12 @@ class Container:
 
     def remove(self, context_id: int) -> AutogradContext | None:
         """End a context here, once and for all; None if it is not known."""
-        ended = self._ended
-        ended[context_id] = None
+        if context_id >> LOCAL_BITS != self.worker_id:  # of its own no message brings one to life
+            ended = self._ended
+            ended[context_id] = None
+            if len(ended) > _TOMBSTONES:
+                ended.popitem(last=False)
+            self._left.pop(context_id, None)
         if self._failed_early:
             self._failed_early.pop(context_id, None)
-        if len(ended) > _TOMBSTONES:
-            ended.popitem(last=False)
         return self.contexts.pop(context_id, None)

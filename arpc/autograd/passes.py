@@ -76,6 +76,9 @@ class Host(Protocol):
 
     def name_of(self, worker: int) -> str: ...
 
+    def try_to_leave(self, context: AutogradContext, caller: int) -> bool:
+        """Forget a context if a pass that ``caller`` has engaged this worker in leaves nothing of it here."""
+
     def unfold(self, brief: Brief, sends: Mapping[int, Send]) -> BackwardPass:
         """What takes over from a pass that is not brief after all, given the sends that are not resolved."""
 

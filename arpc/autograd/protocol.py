@@ -72,6 +72,8 @@ class Parcel(NamedTuple):
     ids: Sequence[int] = ()
     asks: bool = False
     """The receiver has yet to announce, and its sender has unresolved sends that wait for that."""
+    leaves: bool = False
+    """The receiver may forget the context if it is left with nothing of it; or, of an answer, its sender has."""
 
 
 PackedParcel: TypeAlias = list[Any]
@@ -79,21 +81,22 @@ PackedParcel: TypeAlias = list[Any]
 
 ONLY_TENSORS: Final = frozenset((Tensor,))
 """The types in a parcel in which every tensor has a gradient, and all are plain: these can be pickled quickly."""
-_IS_FIRST: Final = 1
-_ASKS: Final = 2
+_FLAGS: Final = tuple((bool(bits & 1), bool(bits & 2), bool(bits & 4)) for bits in range(8))
+"""What the bits in a parcel say: whether it is the first, asks, and leaves."""
 _SIMPLE: Final = tuple(Struct(f"<B{heading}QBQ") for heading in range(4))
 """By the length of its heading, a parcel with the gradients of one send and nothing else: a zero, which no other begins
 with, the heading, the bits and the send."""
 _pack_simple: Final = tuple(simple.pack for simple in _SIMPLE)
 _unpack_simple: Final = tuple(simple.unpack for simple in _SIMPLE)
+_new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(list[int]).decode
 
 
 def parcel_parts(parcel: Parcel, *heading: int) -> tuple[bytes, Sequence[Any]]:
     """The two parts of a packed parcel: its numbers, after some others, and its gradients."""
-    gradients, is_first, ids, asks = parcel
-    bits = (_IS_FIRST if is_first else 0) | (_ASKS if asks else 0)
+    gradients, is_first, ids, asks, leaves = parcel
+    bits = is_first | asks << 1 | leaves << 2
     if len(gradients) == 1 and not ids:  # as most are
         send, tensors = gradients[0]
         return _pack_simple[len(heading)](0, *heading, bits, send), tensors
@@ -117,10 +120,11 @@ def parcel_of_parts(head: bytes | bytearray, tensors: list[Any], heading: int = 
     try:
         if not head[0]:
             numbers = _unpack_simple[heading](head)[1:]
-            bits = numbers[heading]
-            return Parcel([(numbers[-1], tensors)], bits & _IS_FIRST != 0, (), bits & _ASKS != 0), numbers
+            is_first, asks, leaves = _FLAGS[numbers[heading]]
+            made: Parcel = _new_tuple(Parcel, ([(numbers[-1], tensors)], is_first, (), asks, leaves))
+            return made, numbers
         numbers = _decode(head)
-        bits = numbers[heading]
+        is_first, asks, leaves = _FLAGS[numbers[heading]]
         end = heading + 2 + numbers[heading + 1]
         ids = numbers[heading + 2 : end] if numbers[heading + 1] else ()
         gradients: list[tuple[int, Sequence[Any]]] = []
@@ -130,7 +134,7 @@ def parcel_of_parts(head: bytes | bytearray, tensors: list[Any], heading: int = 
             place += count
     except (StructError, msgspec.MsgspecError, LookupError, TypeError, ValueError) as error:
         raise ProtocolError(f"a malformed parcel of gradients: {error}") from error
-    return Parcel(gradients, bits & _IS_FIRST != 0, ids, bits & _ASKS != 0), numbers
+    return Parcel(gradients, is_first, ids, asks, leaves), numbers
 
 
 def unpack_parcel(packed: PackedParcel, heading: int = 0) -> tuple[Parcel, Sequence[int]]:
@@ -200,7 +204,7 @@ class PassProtocol:
 
     def received(self, sender: int, parcel: Parcel) -> Resolved:
         """A parcel has come. Raises `KeyError` with the id of a message that is not among the sends."""
-        gradients, is_first, nulls, asks = parcel
+        gradients, is_first, nulls, asks, _ = parcel
         if asks:
             self._asked_by.add(sender)
         if is_first:

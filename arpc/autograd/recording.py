@@ -16,7 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from arpc.autograd.context import AutogradContext, Container, current_context_id
+from arpc.agent.scope import current_scope
+from arpc.autograd.context import ENDLESS, AutogradContext, Container, current_context_id
 from arpc.autograd.engine import Source
 from arpc.autograd.nodes import RecvRecord, attach_recv, attach_send
 from arpc.errors import ProtocolError
@@ -48,17 +49,20 @@ class Recorder:
         self.occasions = container.contexts
         """Calls are looked at only while there are contexts."""
 
-    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot]) -> bytes | None:
+    def request_sent(
+        self, peer: WorkerInfo, function: Any, slots: list[Slot], is_stream: bool = False
+    ) -> bytes | None:
         context_id = _current()
         if context_id is None or not _is_grad_enabled():
             return None
-        context = self._container.contexts.get(context_id)
+        context = self._container.contexts.get(context_id) or self._entered_again(context_id)
         if context is None:
             return None  # it has ended, and this code outlives it
         message_id = self._record_send(context, peer.id, slots) if slots else 0
         if not message_id and isinstance(function, BuiltinFunctionType):
             return None
         context.known_workers.add(peer.id)
+        context.calls_made += ENDLESS if is_stream else 1
         return _pack_ids(context_id, message_id)
 
     def request_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
@@ -75,7 +79,7 @@ class Recorder:
         if not slots:
             return None
         context_id, _ = _checked(meta)
-        context = self._container.contexts.get(context_id)
+        context = self._container.contexts.get(context_id) or self._entered_again(context_id)
         if context is None:
             return None
         if _is_grad_enabled():
@@ -89,7 +93,18 @@ class Recorder:
         context_id, message_id = _checked(meta)
         context = self._container.contexts.get(context_id)
         if context is not None and message_id:
+            context.calls_answered += 1
             self._record_recv(context, peer.id, message_id, slots)
+
+    def _entered_again(self, context_id: int) -> AutogradContext | None:
+        """A context that was left, with a pass, while a handler was under way that its caller had begun since."""
+        scope = current_scope.get()
+        if scope is None or (caller := scope.caller) is None or scope.ended:
+            return None  # this code outlives its handler, and nobody would hear of the end from who called that
+        context = self._container.enter(context_id)
+        if context is not None:
+            context.known_workers.add(caller.id)
+        return context
 
     def _record_send(self, context: AutogradContext, to: int, slots: list[Slot]) -> int:
         tensors: list[Any]

@@ -132,6 +132,8 @@ class AutogradService:
 
     def gradients(self, context_id: int) -> dict[Tensor, Tensor]:
         """What has been accumulated on this worker in a context."""
+        if self.container.has_left(context_id):
+            return {}
         return dict(self.container.find(context_id).gradients)
 
     async def backward(
@@ -325,6 +327,13 @@ class AutogradService:
         others = context.known_workers - {self.info.id, but}
         return self.aborts.tell(context, pass_id, others) if others else None
 
+    def try_to_leave(self, context: AutogradContext, caller: int) -> bool:
+        """Forget a context if a pass that ``caller`` has engaged this worker in leaves nothing of it here."""
+        if context.leaves_nothing(self.info.id, caller):
+            self.container.leave(context, caller)
+            return True
+        return False
+
     def name_of(self, worker: int) -> str:
         peer = self._agent.peer(worker)
         return peer.info.name if peer is not None else str(worker)
@@ -346,6 +355,8 @@ class AutogradService:
         if context is None:
             if parcel.gradients:
                 self.container.find(context_id)
+            if self.container.has_left(context_id, pass_id):
+                return None  # which the answer says that is on its way, and this would be there first
             return self._packed(NOTHING_LIVE)  # what was sent to here has not come, or nobody wants it any more
         if pass_id in context.aborted_passes:
             if context.last_failed == (pass_id, caller):

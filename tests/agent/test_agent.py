@@ -134,7 +134,7 @@ class Doubler:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Any]) -> Any:
+    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Any], is_stream: bool = False) -> Any:
         self.seen.append(f"request to {peer.name}")
         slots[:] = [2 * slot if isinstance(slot, torch.Tensor) else slot for slot in slots]
         return {"number": len(self.seen)}
@@ -175,7 +175,7 @@ async def test_an_interceptor_that_refuses_fails_the_call_only(pair, monkeypatch
     class Refuser(Doubler):
         key = "refuser"
 
-        def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Any]) -> Any:
+        def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Any], is_stream: bool = False) -> Any:
             if function is hold:
                 raise LookupError("refused here")
             return 1

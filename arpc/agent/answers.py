@@ -17,7 +17,16 @@ from arpc.errors import (
     SerializationError,
 )
 from arpc.ids import WorkerInfo
-from arpc.wire.handful import LAST_KIND, PARCEL_RESULT, RESULT, RESULT_AND_META, Handful, unpack_handful, unpack_result
+from arpc.wire.handful import (
+    LAST_KIND,
+    PARCEL_RESULT,
+    RESULT,
+    RESULT_AND_META,
+    FreshParcel,
+    Handful,
+    unpack_handful,
+    unpack_result,
+)
 from arpc.wire.messages import (
     ItemFlag,
     Message,
@@ -83,7 +92,7 @@ class Answers:
                 future.set_result(value)
                 return
             future.remove_done_callback(wake_up)
-            future.set_result(value)
+            _set_result(future, value)
             try:
                 context.run(wake_up, future)
             except BaseException as error:  # noqa: BLE001 - Ctrl-C in the task is for the loop, not for the read
@@ -168,7 +177,7 @@ class Answers:
         try:
             handful = unpack_handful(payload)
             if payload[0] == PARCEL_RESULT and not handful[2]:
-                value = [handful[3], *handful[1]]
+                value = FreshParcel((handful[3], *handful[1]))
             else:
                 value = self._handful_in_scope(peer.info, handful)
         except ProtocolError:

@@ -363,11 +363,18 @@ class Caller(LabelledCalls, ArgumentPacking):
         return future
 
     def request_plain(
-        self, message: type[Message], peer: Peer, payload: bytes, timeout_s: float, future: asyncio.Future[Any]
+        self,
+        message: type[Message],
+        peer: Peer,
+        payload: bytes,
+        timeout_s: float,
+        future: asyncio.Future[Any],
+        is_private: bool = False,
     ) -> int:
         """The same on the shortest way, for a small payload and a timeout that is asked for again and again.
 
-        Returns the number of the call, 0 if it has to go the other way: then nothing has happened.
+        ``is_private`` is that of a `Call`. Returns its number, 0 if it has to go the other way: then nothing has
+        happened.
         """
         connection = peer.connection
         if (
@@ -385,7 +392,7 @@ class Caller(LabelledCalls, ArgumentPacking):
         if usual is None or now >= usual[2]:
             usual = self._next_usual_tick(now, timeout_s)
         tick, timeout_ms, _ = usual
-        call_id = peer.calls.add(tick, Call(future, message, 0, connection))
+        call_id = peer.calls.add(tick, Call(future, message, 0, connection, is_private))
         try:
             connection.send(_pack_brief(len(payload), int(message.type), call_id, 1, timeout_ms, 0) + payload)
         except ConnectionClosedError:  # of which nobody has heard yet

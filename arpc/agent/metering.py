@@ -120,9 +120,15 @@ class Metering:
         return future
 
     def request_plain(
-        self, message: type[Message], peer: Peer, payload: bytes, timeout_s: float, future: asyncio.Future[Any]
+        self,
+        message: type[Message],
+        peer: Peer,
+        payload: bytes,
+        timeout_s: float,
+        future: asyncio.Future[Any],
+        is_private: bool = False,
     ) -> int:
-        """In the place of `Agent.request_plain`."""
+        """In the place of `Agent.request_plain`. Its future is not private then: this waits for it, too."""
         began_ns = _now()
         call_id = self._request_plain(message, peer, payload, timeout_s, future)
         if call_id:

@@ -39,6 +39,9 @@ class LeafGradients:
             total = summed(before[1], gradient)
             self._gradients[id(leaf)] = leaf, total, total.layout is torch.strided
 
+    def __len__(self) -> int:
+        return len(self._gradients)
+
     def __contains__(self, leaf: Tensor) -> bool:
         return id(leaf) in self._gradients
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextvars import Token
 from types import TracebackType
+from typing import Any
 
 from torch import Tensor
 
@@ -72,9 +73,9 @@ class context:  # noqa: N801 - used like a function, as torch's own
         await service.lifetimes.release(self._context_id)
 
 
-async def backward(
+def backward(
     ctx_id: int, roots: Sequence[Tensor], retain_graph: bool = False, *, timeout: float | Unset = UNSET
-) -> None:
+) -> Coroutine[Any, Any, None]:
     """Run a backward pass from scalar roots, over all workers that they depend on. Gradients: see `get_gradients`.
 
     Every node of every worker's graph runs once, and results that no root depends on do no harm. The loop keeps serving
@@ -85,7 +86,7 @@ async def backward(
     error of a node or hook, on whatever worker; `WorkerLostError`, `RpcTimeoutError`; `AutogradError` for roots that
     cannot be, or if there is no such context or another pass of it is under way. Cancelling it ends it likewise.
     """
-    await _service().backward(ctx_id, roots, retain_graph, timeout)
+    return _service().backward(ctx_id, roots, retain_graph, timeout)
 
 
 def get_gradients(ctx_id: int) -> dict[Tensor, Tensor]:

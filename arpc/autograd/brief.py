@@ -19,20 +19,25 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from arpc import torchstate
+from arpc.agent.future import Future
 from arpc.autograd.accumulation import LeafGradients
 from arpc.autograd.context import AutogradContext, Send
 from arpc.autograd.failure import node_failure, peer_failure
 from arpc.autograd.nodes import LeafNode, edge_into
-from arpc.autograd.passes import BackwardPass, Host, Threads, take_only_answer
-from arpc.autograd.protocol import PackedParcel, Parcel, unpack_parcel
+from arpc.autograd.passes import BackwardPass, Host, Threads
+from arpc.autograd.protocol import SIMPLE_ANSWER, PackedParcel, Parcel, unpack_parcel
 from arpc.autograd.survey import Expectation, Survey, are_apart, survey
 from arpc.errors import AutogradError
+from arpc.wire.handful import FreshParcel
 
 __all__ = ["BriefPass"]
 
 _leaf_class: Any = LeafNode
 _new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
 _ones_like = torch.ones_like
+_pack_answer: Final = SIMPLE_ANSWER.pack
+_FIRST: Final = 1
+_FIRST_AND_LEFT: Final = 5
 
 
 class BriefPass:
@@ -40,6 +45,7 @@ class BriefPass:
 
     failure: BaseException | None = None
     is_over = False
+    has_one_answer = False
     _answer: Parcel | None = None
     _abort_told: asyncio.Future[Any] | None = None
     _full: BackwardPass | None = None
@@ -107,6 +113,7 @@ class BriefPass:
                 context.active_pass = None
                 return False
             told = self._told
+            self.has_one_answer = len(told) == 1
             calls_made = self._calls_made = context.calls_made
             # One of its calls that is under way to a worker may need what that worker would forget
             is_calm = calls_made == context.calls_answered
@@ -187,9 +194,19 @@ class BriefPass:
         if len(self._outstanding) == 1:
             ((future, peer),) = self._outstanding.items()
             try:
-                await take_only_answer(peer, future, self._answered)
+                answer = await future
+                if answer.__class__ is FreshParcel and self._try_to_end_with(peer, answer):
+                    return
+            except asyncio.CancelledError:
+                if not (self.is_over and future.cancelled()):  # by `fail`
+                    raise
+            except Exception:  # noqa: BLE001, S110 - `_answered` looks at it
+                pass
             finally:
-                del future
+                answered = partial(self._answered, peer, future)
+                del future  # whose error has this frame in its traceback: the whole graph would be in a cycle
+            answered()
+            del answered
         elif not self.is_over:
             self._over = asyncio.get_running_loop().create_future()
             for future, peer in self._outstanding.items():
@@ -231,7 +248,7 @@ class BriefPass:
             self._end()
             self.context.roll_back(self.id, self.parent)
             for future in list(self._outstanding):
-                future.cancel()
+                _let_go(future)
             if self.parent is None or told_by is not None:
                 self._abort_told = self._host.abort(self.context, self.id, told_by)
 
@@ -287,6 +304,36 @@ class BriefPass:
         finally:
             if outer is not None:
                 torchstate.restore(outer)
+
+    def _try_to_end_with(self, peer: int, answer: FreshParcel) -> bool:
+        """End the pass if its only answer has the gradients of leaves, once each, and nothing else is to be done.
+
+        That is what `_answered` comes down to for most passes. False, and nothing has happened, if it is for that.
+        """
+        unresolved, context = self._unresolved, self.context
+        if self.is_over or self._full is not None or self._rest is not None or len(unresolved) != 1 or self._leaves:
+            return False
+        head, *tensors = answer
+        ((message_id, send),) = unresolved.items()
+        edges = send.edges
+        has_left = head == _pack_answer(0, _FIRST_AND_LEFT, message_id)
+        if len(edges) != len(tensors) or not (has_left or head == _pack_answer(0, _FIRST, message_id)):
+            return False
+        gradients: dict[Tensor, Tensor] = {}
+        for (node, _), gradient in zip(edges, tensors):  # noqa: B905 - which takes long
+            leaf = node.variable
+            if not leaf.requires_grad or gradient.requires_grad or gradient.stride() != leaf.stride():
+                return False
+            gradients[leaf] = gradient
+        if len(gradients) != len(edges):
+            return False  # one that was sent twice gets the sum
+        if has_left and context.calls_made == self._calls_made:
+            context.known_workers.discard(peer)
+        self._outstanding.clear()
+        self._used.append(message_id)
+        self._end()
+        context.commit(self.id, gradients, self._told)
+        return True
 
     def _take(self, peer: int, answer: PackedParcel | None) -> None:
         """Resolve what an answer resolves."""
@@ -386,3 +433,12 @@ class BriefPass:
                 context.sends.pop(message_id, None)
         if self._over is not None and not self._over.done():
             self._over.set_result(None)
+
+
+def _let_go(future: asyncio.Future[Any]) -> None:
+    """Nobody needs the answer to a parcel any more, and its receiver is told. Who waits for it is not cancelled."""
+    if isinstance(future, Future) and not future.done():
+        future.set_result(None)
+        future.withdraw()
+    else:
+        future.cancel()

@@ -80,8 +80,12 @@ class Lifetimes:
         tensors: Sequence[Any],
         timeout_s: float,
         is_usual: bool,
+        is_private: bool = False,
     ) -> asyncio.Future[Any]:
-        """The same for one argument, a list of bytes and of tensors after it. Usual: as its timeout is."""
+        """The same for one argument, a list of bytes and of tensors after it. Usual: as its timeout is.
+
+        Private: one task will wait for the future, and nobody else.
+        """
         agent = self.agent
         peer = agent.peer(to)
         if peer is None or agent.placement is not None:
@@ -89,7 +93,7 @@ class Lifetimes:
         payload = agent.codec.parcel(head, tensors, is_call=True)
         if is_usual and payload is not None:
             future: Future[Any] = Future(loop=agent.loop)
-            if call_id := agent.request_plain(message, peer, payload, timeout_s, future):
+            if call_id := agent.request_plain(message, peer, payload, timeout_s, future, is_private):
                 future.callee = peer
                 future.call_id = call_id
                 return future

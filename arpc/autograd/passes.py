@@ -48,6 +48,8 @@ class Sender(Protocol):
     """In the loop's time."""
     usual_timeout_s: float | None
     """In place of that, if all the time of the pass is left, and others have the same."""
+    has_one_answer: bool
+    """All it waits for is the answer to the one parcel that it sends, and it does so in one task."""
 
 
 class Brief(Sender, Protocol):
@@ -115,6 +117,7 @@ class BackwardPass:
     abort_told: asyncio.Future[Any] | None = None
     """Done when all workers have heard of the failure."""
     usual_timeout_s: float | None = None
+    has_one_answer = False
     _last_begun: Any = None
     _is_planned = False
     _is_busy = False

@@ -35,6 +35,7 @@ from arpc.errors import ProtocolError
 __all__ = [
     "NOTHING_LIVE",
     "ONLY_TENSORS",
+    "SIMPLE_ANSWER",
     "PackedParcel",
     "Parcel",
     "PassProtocol",
@@ -86,6 +87,8 @@ _FLAGS: Final = tuple((bool(bits & 1), bool(bits & 2), bool(bits & 4)) for bits 
 _SIMPLE: Final = tuple(Struct(f"<B{heading}QBQ") for heading in range(4))
 """By the length of its heading, a parcel with the gradients of one send and nothing else: a zero, which no other begins
 with, the heading, the bits and the send."""
+SIMPLE_ANSWER: Final = _SIMPLE[0]
+"""That of an answer."""
 _pack_simple: Final = tuple(simple.pack for simple in _SIMPLE)
 _unpack_simple: Final = tuple(simple.unpack for simple in _SIMPLE)
 _new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long

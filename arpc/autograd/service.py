@@ -304,7 +304,8 @@ class AutogradService:
         head, tensors = parcel_parts(parcel, context.id, backward_pass.id, int(backward_pass.retain_graph))
         usual_s = backward_pass.usual_timeout_s
         if usual_s is not None:
-            return self.lifetimes.send_tensors(AutogradGradients, to, head, tensors, usual_s, True)
+            is_private = backward_pass.has_one_answer
+            return self.lifetimes.send_tensors(AutogradGradients, to, head, tensors, usual_s, True, is_private)
         deadline = backward_pass.deadline
         timeout_s = 0.0 if deadline is None else max(0.001, deadline - self._agent.loop.time())
         return self.lifetimes.send_tensors(AutogradGradients, to, head, tensors, timeout_s, False)

@@ -51,6 +51,7 @@ __all__ = [
     "PICKLED_RESULT",
     "RESULT",
     "RESULT_AND_META",
+    "FreshParcel",
     "Handful",
     "handful_payload",
     "unpack_arguments",
@@ -80,6 +81,12 @@ MAX_TENSORS: Final = 8
 
 Handful: TypeAlias = "tuple[int, list[Any], bytes | bytearray, bytes | bytearray]"
 """What is in such a payload: its kind, the tensors, what rides on it, and its content."""
+
+class FreshParcel(list[Any]):
+    """A parcel as it came: bytes, and plain tensors after it, each of which nobody else has, nor its memory."""
+
+    __slots__ = ()
+
 
 _HEADER: Final = Struct("<BBH")
 _LABEL: Final = Struct("<BB3H")

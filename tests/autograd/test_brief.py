@@ -451,7 +451,7 @@ async def test_it_goes_on_when_a_parcel_comes_that_is_no_answer(group, monkeypat
         assert isinstance(brief, BriefPass)
         # as from one who asks what is still open here
         answer = brief.receive(1, Parcel(asks=True), is_engaging=False)
-        assert answer == ([], False, [], True)  # which it was told already; and it is asked the same now
+        assert answer == Parcel(asks=True, gradients=[], ids=[])  # which it was told already; and it is asked the same now
         assert [made.id for made in full_passes] == [brief.id]
         assert group[0].autograd.container.find(ctx_id).active_pass is full_passes[0]
         await postponed.let_go()

@@ -178,11 +178,9 @@ class Codec:
         # All that is beside a pickle of the largest size may be more than there is room for
         return made if made is None or len(made) <= self._max_body_bytes else None
 
-    def parcel(self, head: bytes, tensors: Sequence[Tensor], *, is_call: bool) -> bytes | None:
+    def parcel(self, kind: int, head: bytes, tensors: Sequence[Tensor | None]) -> bytes | None:
         """The payload of a feature's own message, a list of bytes and of small tensors after it, or of the answer."""
-        if self._placement is not None:
-            return None
-        return self.handful(PARCEL_ARGUMENT if is_call else PARCEL_RESULT, tensors, b"", head)
+        return self.handful(kind, tensors, b"", head) if self._placement is None else None
 
     def brief_result(self, value: Any) -> bytes | None:
         """The payload of a reply with no meta data, made in any thread; None if it takes more than that."""

@@ -15,7 +15,7 @@ from torch._C import _len_torch_function_stack as _count_function_modes
 
 from arpc import torchstate
 from arpc.agent.carriers import Carriers
-from arpc.agent.codec import Codec, Packed
+from arpc.agent.codec import Codec
 from arpc.agent.failures import describe_failure
 from arpc.agent.functions import Function, Mode, Prompt
 from arpc.agent.observers import Observers
@@ -275,6 +275,8 @@ class Executor(PlainRequests):
         """Run one function for each message of a class, whatever the message calls.
 
         ``shortcut`` is asked before: unless it returns NotImplemented, that is the answer, at a third of the price.
+        `Prompt.take_parcel` is called instead of the function for a small parcel, with the `Run`, which it makes its
+        scope, the bytes and the tensors. It returns what the function would, or the payload of a parcel.
         """
         served = Function(function.call if isinstance(function, Prompt) else function)
         served.name = message_class.__name__
@@ -342,20 +344,18 @@ class Executor(PlainRequests):
             _, tensors, meta, content = unpack_handful(payload)
             if meta:
                 raise ProtocolError("something rides on a parcel")
-            context.run(_set_scope, run)
-            result = context.run(take_parcel, inbound.caller, content, tensors)
+            result = context.run(take_parcel, run, content, tensors)
         except BaseException as error:  # noqa: BLE001 - whatever it raises is the caller's
             torchstate.save_and_reset()
             self.raised(run, error)
             return
         if not _is_grad_enabled() or _count_function_modes():
             torchstate.save_and_reset()
-        if result.__class__ is Packed and not result.slots:
+        if result.__class__ is bytes:
             run.context = NO_CONTEXT
             self._calls_ended += 1
-            packed = result.payload
             try:  # noqa: SIM105 - which costs nothing
-                inbound.connection.send(_pack_brief(len(packed), _BRIEF_REPLY, id_, 0, 0, 0) + packed)
+                inbound.connection.send(_pack_brief(len(result), _BRIEF_REPLY, id_, 0, 0, 0) + result)
             except ConnectionClosedError:
                 pass  # the caller knows
         else:

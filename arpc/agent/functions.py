@@ -101,7 +101,7 @@ class Prompt:
     __slots__ = ("call", "take_parcel")
 
     def __init__(self, call: Callable[..., Any], take_parcel: Callable[..., Any] | None = None) -> None:
-        """``take_parcel`` is called instead, with the caller, the bytes and the tensors of a small parcel."""
+        """``take_parcel`` is called for small parcels: see `Executor.serve`."""
         self.call = call
         self.take_parcel = take_parcel
 

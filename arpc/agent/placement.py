@@ -137,9 +137,7 @@ class ResultPlacer:
     def occasions(self) -> set[str]:
         return self._peers
 
-    def request_sent(
-        self, peer: WorkerInfo, function: Any, slots: list[Slot], is_stream: bool = False
-    ) -> bool | None:
+    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot], is_stream: bool = False) -> bool | None:
         return True if peer.name in self._peers else None
 
     def request_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:

@@ -34,10 +34,6 @@ class Scope(Protocol):
         """Who called the handler; None outside of handlers."""
 
     @property
-    def ended(self) -> bool:
-        """It is that of a handler which has been answered: what runs in it still, outlives it."""
-
-    @property
     def prerequisites(self) -> list[Awaitable[object]] | None:
         """What a handler waits for before it starts. What is unpacked as one of its arguments may add to it."""
 
@@ -54,7 +50,6 @@ class WorkerScope(NamedTuple):
     worker: Any
     deadline: float | None = None
     caller: WorkerInfo | None = None
-    ended: bool = False
     prerequisites: None = None
 
     def call_begun(self, future: asyncio.Future[Any]) -> None:

@@ -48,9 +48,7 @@ class VariableCarrier:
         self._pickler = Pickler()
         self.loads: Callable[[bytes, list[Any]], Any] = loads
 
-    def request_sent(
-        self, peer: WorkerInfo, function: Any, slots: list[Slot], is_stream: bool = False
-    ) -> bytes | None:
+    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot], is_stream: bool = False) -> bytes | None:
         values: dict[str, Any] = {}
         for name, variable in _declared.items():
             try:

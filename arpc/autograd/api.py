@@ -70,7 +70,8 @@ class context:  # noqa: N801 - used like a function, as torch's own
             current_context_id.reset(token)
         except ValueError:  # left in another Context than it was entered in, as fixtures do
             current_context_id.set(None)
-        await service.lifetimes.release(self._context_id)
+        if others := service.lifetimes.end(self._context_id):
+            await service.lifetimes.tell_all(others, self._context_id)
 
 
 def backward(

@@ -8,13 +8,13 @@ it needs none of the state that a `BackwardPass` has.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from arpc.autograd.accumulation import LeafGradients
-from arpc.autograd.context import AutogradContext
+from arpc.autograd.context import NO_GRADIENTS, AutogradContext
 from arpc.autograd.failure import node_failure
 from arpc.autograd.nodes import edge_into
 from arpc.autograd.passes import Host
@@ -22,8 +22,6 @@ from arpc.autograd.protocol import Parcel
 from arpc.autograd.survey import Expectation, survey
 
 __all__ = ["run_at_once"]
-
-_new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
 
 
 def run_at_once(
@@ -34,9 +32,10 @@ def run_at_once(
     parcel: Parcel,
     expectation: Expectation,
     retain_graph: bool,
-) -> Parcel | None:
-    """Run a pass with the parcel that began it here: what goes back. None, and nothing has happened, if it takes more.
+) -> tuple[Sequence[tuple[int, Sequence[Tensor | None]]], bool] | None:
+    """Run a pass with the parcel that began it here. None, and nothing has happened, if it takes more.
 
+    Otherwise the gradients that go back, which are all that there are, and whether this worker has left the context.
     Raises what a `BackwardPass` would have failed with.
     """
     gradients, is_first, open_here, _, may_leave = parcel
@@ -75,10 +74,9 @@ def run_at_once(
             raise node_failure(error, host.info, context.id, None) from error
         raise
     _end(context, gradients, retain_graph)
-    context.commit(pass_id, leaf_gradients.take() if graph.leaves else {}, (sender,))
-    leaves = may_leave and not retain_graph and host.try_to_leave(context, sender)
-    answer: Parcel = _new_tuple(Parcel, (delivered.get(sender, ()), True, (), False, leaves))
-    return answer
+    context.commit(pass_id, leaf_gradients.take() if graph.leaves else NO_GRADIENTS, (sender,))
+    has_left = may_leave and not retain_graph and host.try_to_leave(context, sender)
+    return delivered.get(sender, ()), has_left
 
 
 def _end(context: AutogradContext, gradients: Sequence[tuple[int, Any]], retain_graph: bool) -> None:

@@ -25,7 +25,7 @@ from arpc.autograd.context import AutogradContext, Send
 from arpc.autograd.failure import node_failure, peer_failure
 from arpc.autograd.nodes import LeafNode, edge_into
 from arpc.autograd.passes import BackwardPass, Host, Threads
-from arpc.autograd.protocol import SIMPLE_ANSWER, PackedParcel, Parcel, unpack_parcel
+from arpc.autograd.protocol import IS_FIRST, LEAVES, SIMPLE_ANSWER, PackedParcel, Parcel, unpack_parcel
 from arpc.autograd.survey import Expectation, Survey, are_apart, survey
 from arpc.errors import AutogradError
 from arpc.wire.handful import FreshParcel
@@ -33,11 +33,8 @@ from arpc.wire.handful import FreshParcel
 __all__ = ["BriefPass"]
 
 _leaf_class: Any = LeafNode
-_new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
 _ones_like = torch.ones_like
-_pack_answer: Final = SIMPLE_ANSWER.pack
-_FIRST: Final = 1
-_FIRST_AND_LEFT: Final = 5
+_unpack_answer: Final = SIMPLE_ANSWER.unpack
 
 
 class BriefPass:
@@ -121,7 +118,7 @@ class BriefPass:
                 letter = delivered.get(peer, ())
                 # Who gets gradients need not be asked what it will send: nothing here waits for that but the end
                 asks = told[peer] = not letter
-                future = host.send(self, peer, _new_tuple(Parcel, (letter, True, (), asks, is_calm)))
+                future = host.send_first(self, peer, letter, asks=asks, leaves=is_calm)
                 self._outstanding[future] = peer
             if not told:
                 self._finish()
@@ -195,18 +192,15 @@ class BriefPass:
             ((future, peer),) = self._outstanding.items()
             try:
                 answer = await future
-                if answer.__class__ is FreshParcel and self._try_to_end_with(peer, answer):
-                    return
+                if answer.__class__ is not FreshParcel or not self._try_to_end_with(peer, answer):
+                    self._answered(peer, future)
             except asyncio.CancelledError:
                 if not (self.is_over and future.cancelled()):  # by `fail`
                     raise
-            except Exception:  # noqa: BLE001, S110 - `_answered` looks at it
-                pass
+            except Exception:  # noqa: BLE001 - which is not lost, see there
+                self._answered(peer, future)
             finally:
-                answered = partial(self._answered, peer, future)
                 del future  # whose error has this frame in its traceback: the whole graph would be in a cycle
-            answered()
-            del answered
         elif not self.is_over:
             self._over = asyncio.get_running_loop().create_future()
             for future, peer in self._outstanding.items():
@@ -310,28 +304,32 @@ class BriefPass:
 
         That is what `_answered` comes down to for most passes. False, and nothing has happened, if it is for that.
         """
-        unresolved, context = self._unresolved, self.context
-        if self.is_over or self._full is not None or self._rest is not None or len(unresolved) != 1 or self._leaves:
-            return False
         head, *tensors = answer
-        ((message_id, send),) = unresolved.items()
-        edges = send.edges
-        has_left = head == _pack_answer(0, _FIRST_AND_LEFT, message_id)
-        if len(edges) != len(tensors) or not (has_left or head == _pack_answer(0, _FIRST, message_id)):
+        unresolved = self._unresolved
+        if self.is_over or self._full or self._rest or len(unresolved) != 1 or len(head) != SIMPLE_ANSWER.size:
+            return False
+        _, bits, message_id = _unpack_answer(head)
+        send = unresolved.get(message_id)
+        if send is None or len(send.edges) != len(tensors) or not bits & IS_FIRST or self._leaves:
             return False
         gradients: dict[Tensor, Tensor] = {}
-        for (node, _), gradient in zip(edges, tensors):  # noqa: B905 - which takes long
+        for (node, _), gradient in zip(send.edges, tensors):  # noqa: B905 - which takes long
             leaf = node.variable
             if not leaf.requires_grad or gradient.requires_grad or gradient.stride() != leaf.stride():
                 return False
             gradients[leaf] = gradient
-        if len(gradients) != len(edges):
+        if len(gradients) != len(tensors):
             return False  # one that was sent twice gets the sum
-        if has_left and context.calls_made == self._calls_made:
+        context = self.context
+        if bits & LEAVES and context.calls_made == self._calls_made:
             context.known_workers.discard(peer)
+        # `_end`, for one that only this task knows of
         self._outstanding.clear()
-        self._used.append(message_id)
-        self._end()
+        self.is_over = True
+        context.active_pass = None
+        context.sends_used += 1
+        if not self.retain_graph:
+            context.sends.pop(message_id, None)
         context.commit(self.id, gradients, self._told)
         return True
 

@@ -20,13 +20,15 @@ from arpc.autograd.engine import Source
 from arpc.errors import AutogradError
 from arpc.ids import LOCAL_BITS
 
-__all__ = ["ENDLESS", "AutogradContext", "Container", "Send", "current_context_id"]
+__all__ = ["ENDLESS", "NO_GRADIENTS", "AutogradContext", "Container", "Send", "current_context_id"]
 
 current_context_id: ContextVar[int | None] = ContextVar("arpc.autograd", default=None)
 """The context that this code records in. Handlers have that of their caller."""
 
 # Messages of a context that has ended may still arrive for a while, and must not bring it to life again
 _TOMBSTONES: Final = 4096
+
+NO_GRADIENTS: Final[Mapping[Tensor, Tensor]] = MappingProxyType({})
 
 # What no number of answers makes up for
 ENDLESS: Final = 1 << 62
@@ -61,7 +63,10 @@ class AutogradContext:
     """Calls of this worker in the context, and much more for one that has no single answer."""
     calls_answered = 0
     """Those of them whose answer was recorded. If it is all of them, none of their handlers is under way."""
-    gradients: Mapping[Tensor, Tensor] = MappingProxyType({})
+    handlers_begun = 0
+    handlers_answered = 0
+    """The same for calls of others. Those of one that has no stream under way are all answered if it is as many."""
+    gradients: Mapping[Tensor, Tensor] = NO_GRADIENTS
     """What passes that have ended here have accumulated. Replaced, never changed."""
     _before_last_pass: Mapping[Tensor, Tensor] = gradients
 
@@ -97,14 +102,15 @@ class AutogradContext:
         self.gradients = total
 
     def leaves_nothing(self, me: int, caller: int) -> bool:
-        """Whether a worker that is done with a pass has no use for it any more, unless the one that engaged it calls again.
+        """Whether a worker that is done with a pass has no use for it any more, unless it is called in it again.
 
-        That one has said that none of its own calls is under way.
+        The one that engaged it had no call under way when it did. One that it has made since may have come before.
         """
         return (
             not self.sends
             and not self.gradients
             and self.calls_made == self.calls_answered
+            and self.handlers_begun == self.handlers_answered
             and not self.aborted_passes
             and self.known_workers <= {me, caller}
             and self.id >> LOCAL_BITS != me

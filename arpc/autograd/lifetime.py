@@ -7,13 +7,12 @@ they know each other. A worker that lost touch with another asks the creators of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from contextvars import Context
 from pickle import dumps
 from typing import Any, Final, TypeVar
 
 from arpc.agent.agent import Agent
-from arpc.agent.future import Future
 from arpc.agent.scope import current_scope
 from arpc.autograd.context import AutogradContext, Container
 from arpc.autograd.protocol import ONLY_TENSORS
@@ -21,6 +20,7 @@ from arpc.errors import ArpcError, AutogradError, CallError, RpcTimeoutError, Sh
 from arpc.ids import LOCAL_BITS, WorkerInfo
 from arpc.log import get_logger
 from arpc.options import RpcOptions
+from arpc.wire.handful import PARCEL_ARGUMENT
 from arpc.wire.messages import AutogradQuery, AutogradRelease, Message
 from arpc.wire.pickling import dumps_flat
 from arpc.wire.tensors import Slot
@@ -73,30 +73,14 @@ class Lifetimes:
         return future
 
     def send_tensors(
-        self,
-        message: type[Message],
-        to: int,
-        head: bytes,
-        tensors: Sequence[Any],
-        timeout_s: float,
-        is_usual: bool,
-        is_private: bool = False,
+        self, message: type[Message], to: int, head: bytes, tensors: Sequence[Any], timeout_s: float
     ) -> asyncio.Future[Any]:
-        """The same for one argument, a list of bytes and of tensors after it. Usual: as its timeout is.
-
-        Private: one task will wait for the future, and nobody else.
-        """
+        """The same for one argument, a list of bytes and of tensors after it."""
         agent = self.agent
         peer = agent.peer(to)
         if peer is None or agent.placement is not None:
             return self.request(message, to, ([head, *tensors],), timeout_s)
-        payload = agent.codec.parcel(head, tensors, is_call=True)
-        if is_usual and payload is not None:
-            future: Future[Any] = Future(loop=agent.loop)
-            if call_id := agent.request_plain(message, peer, payload, timeout_s, future, is_private):
-                future.callee = peer
-                future.call_id = call_id
-                return future
+        payload = agent.codec.parcel(PARCEL_ARGUMENT, head, tensors)
         slots: list[Slot] = []
         if payload is None:  # large, or not quite tensors
             if not ONLY_TENSORS.issuperset(map(type, tensors)):
@@ -124,19 +108,24 @@ class Lifetimes:
 
         Whoever is cancelled meanwhile need not wait: the others are told all the same.
         """
+        if others := self.end(context_id):
+            await self.tell_all(others, context_id)
+
+    def end(self, context_id: int) -> Collection[int]:
+        """Forget a context here; returns who else has to, by `tell_all`."""
         context = self.forget(context_id)
-        if context is not None and context.known_workers:
-            await self._tell_all(context.known_workers - {self._container.worker_id}, context_id)
+        if context is None or not context.known_workers:
+            return ()
+        return context.known_workers - {self._container.worker_id}
 
     def release_nowait(self, context_id: int) -> None:
         """The same without waiting for others to hear of it. Raises `AutogradError` if it is not known here."""
         self._container.find(context_id)
-        context = self.forget(context_id)
-        others = context.known_workers - {self._container.worker_id} if context is not None else ()
-        if others:
-            self.own(self._tell_all(others, context_id))
+        if others := self.end(context_id):
+            self.own(self.tell_all(others, context_id))
 
-    async def _tell_all(self, workers: Iterable[int], context_id: int) -> None:
+    async def tell_all(self, workers: Iterable[int], context_id: int) -> None:
+        """Let workers forget a context. Returns once they have, or after a bounded time; see `release`."""
         told = [(to, self._tell(to, context_id)) for to in workers]
         late: list[int] = []
         is_worth_waiting = False
@@ -209,7 +198,7 @@ class Lifetimes:
         if context is None:
             return None
         others = context.known_workers - {self._container.worker_id, teller}
-        return self._tell_all(others, context_id) if others else None
+        return self.tell_all(others, context_id) if others else None
 
     def release_at_once(self, context_id: int, teller: int) -> Any:
         """The same if nobody else has to hear of it, and nothing is under way; NotImplemented if it takes more."""

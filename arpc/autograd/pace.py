@@ -7,7 +7,7 @@ so what a graph of the same size took before is the best guess. Of a new one, wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from time import perf_counter, thread_time
 from typing import Any, Final, Protocol, TypeVar
 
@@ -43,7 +43,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[int, int], float] = {}
-        self._short: set[tuple[int, int]] = set()
+        self.short: set[tuple[int, int]] = set()
         """Graphs that are known to be short, but for those that took long the last time."""
         self._refused: dict[tuple[int, int], int] = {}
         """How often those were refused that took long when they were tried."""
@@ -54,26 +54,22 @@ class Pace:
 
     def _run(self, run: Callable[..., T], key: tuple[int, int], *args: Any) -> T:
         begun = perf_counter()
-        if key in self._short:
+        if key in self.short:
             # Reading the time that a thread had of the CPU is slow, and tells nothing new as long as nothing changes
             result = run(*args)
             if perf_counter() - begun > SHORT_S:
-                self._short.discard(key)
+                self.short.discard(key)
             return result
         cpu_begun = thread_time()
         result = run(*args)
         self._took(key, perf_counter() - begun, thread_time() - cpu_begun)
         return result
 
-    def try_to_run(self, run: Callable[..., T], nodes: Collection[Any], elements: int, *args: Any) -> T | None:
-        """Run a graph of these nodes on the loop, with these arguments, if it is short. What comes of it, or None."""
-        key = len(nodes), elements
-        if key in self._short:  # `_run`, written out
-            begun = perf_counter()
-            result = run(*args)
-            if perf_counter() - begun > SHORT_S:
-                self._short.discard(key)
-            return result
+    def try_to_run(self, run: Callable[..., T], nodes: Iterable[Any], key: tuple[int, int], *args: Any) -> T | None:
+        """Run a graph of these nodes on the loop, with these arguments, if it is short. What comes of it, or None.
+
+        ``key``: how many nodes and elements it is about.
+        """
         if not self._is_short(key, nodes):
             self._note_refusal(key)
             return None
@@ -116,21 +112,21 @@ class Pace:
         if known is None:
             if len(self._seconds) >= _REMEMBERED:
                 self._seconds.clear()
-                self._short.clear()
+                self.short.clear()
                 self._refused.clear()
             known = cpu_seconds
         # What it waited for may be a hook that blocks, or other programs on this machine. The first comes again.
         self._seconds[key] = max(cpu_seconds, min(seconds, 2 * known))
         if self._seconds[key] > SHORT_S:
-            self._short.discard(key)
+            self.short.discard(key)
         elif seconds <= SHORT_S:
-            self._short.add(key)
+            self.short.add(key)
 
 
 class ThreadsOnly(Pace):
     """For workers whose nodes and hooks may block, and wait for what the loop does: nothing runs there."""
 
-    def try_to_run(self, run: Callable[..., T], nodes: Collection[Any], elements: int, *args: Any) -> None:
+    def try_to_run(self, run: Callable[..., T], nodes: Iterable[Any], key: tuple[int, int], *args: Any) -> None:
         return None
 
     def is_short(self, plan: Extent, elements: int) -> bool:

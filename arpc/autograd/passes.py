@@ -73,6 +73,17 @@ class Host(Protocol):
     def send(self, backward_pass: Sender, to: int, parcel: Parcel) -> asyncio.Future[PackedParcel | None]:
         """Send a parcel; the future has the parcel that comes with the answer."""
 
+    def send_first(
+        self,
+        backward_pass: Sender,
+        to: int,
+        gradients: Sequence[tuple[int, Sequence[Any]]],
+        *,
+        asks: bool,
+        leaves: bool,
+    ) -> asyncio.Future[PackedParcel | None]:
+        """The same for a parcel that is the first to a worker, and says that nothing else is open."""
+
     def abort(self, context: AutogradContext, pass_id: int, but: int | None = None) -> asyncio.Future[Any] | None:
         """Tell all who know the context that a pass has failed; the future is done when they have heard."""
 

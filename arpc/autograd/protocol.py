@@ -33,9 +33,13 @@ from torch import Tensor
 from arpc.errors import ProtocolError
 
 __all__ = [
+    "ASKS",
+    "IS_FIRST",
+    "LEAVES",
     "NOTHING_LIVE",
     "ONLY_TENSORS",
     "SIMPLE_ANSWER",
+    "SIMPLE_REQUEST",
     "PackedParcel",
     "Parcel",
     "PassProtocol",
@@ -82,13 +86,18 @@ PackedParcel: TypeAlias = list[Any]
 
 ONLY_TENSORS: Final = frozenset((Tensor,))
 """The types in a parcel in which every tensor has a gradient, and all are plain: these can be pickled quickly."""
-_FLAGS: Final = tuple((bool(bits & 1), bool(bits & 2), bool(bits & 4)) for bits in range(8))
-"""What the bits in a parcel say: whether it is the first, asks, and leaves."""
 _SIMPLE: Final = tuple(Struct(f"<B{heading}QBQ") for heading in range(4))
 """By the length of its heading, a parcel with the gradients of one send and nothing else: a zero, which no other begins
 with, the heading, the bits and the send."""
 SIMPLE_ANSWER: Final = _SIMPLE[0]
-"""That of an answer."""
+"""That of an answer: zero, the bits and the send."""
+SIMPLE_REQUEST: Final = _SIMPLE[3]
+"""That of any other: zero; the context, the pass and whether it retains the graph; the bits and the send."""
+IS_FIRST: Final = 1
+ASKS: Final = 2
+LEAVES: Final = 4
+_FLAGS: Final = tuple((bool(bits & IS_FIRST), bool(bits & ASKS), bool(bits & LEAVES)) for bits in range(8))
+"""What the bits in a parcel say."""
 _pack_simple: Final = tuple(simple.pack for simple in _SIMPLE)
 _unpack_simple: Final = tuple(simple.unpack for simple in _SIMPLE)
 _new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long

@@ -16,7 +16,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from arpc.agent.scope import current_scope
 from arpc.autograd.context import ENDLESS, AutogradContext, Container, current_context_id
 from arpc.autograd.engine import Source
 from arpc.autograd.nodes import RecvRecord, attach_recv, attach_send
@@ -49,13 +48,11 @@ class Recorder:
         self.occasions = container.contexts
         """Calls are looked at only while there are contexts."""
 
-    def request_sent(
-        self, peer: WorkerInfo, function: Any, slots: list[Slot], is_stream: bool = False
-    ) -> bytes | None:
+    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot], is_stream: bool = False) -> bytes | None:
         context_id = _current()
         if context_id is None or not _is_grad_enabled():
             return None
-        context = self._container.contexts.get(context_id) or self._entered_again(context_id)
+        context = self._container.contexts.get(context_id)
         if context is None:
             return None  # it has ended, and this code outlives it
         message_id = self._record_send(context, peer.id, slots) if slots else 0
@@ -72,15 +69,17 @@ class Recorder:
             return  # it ended while the call was on its way
         current_context_id.set(context_id)
         context.known_workers.add(peer.id)
+        context.handlers_begun += 1
         if message_id:
             self._record_recv(context, peer.id, message_id, slots)
 
     def reply_sent(self, peer: WorkerInfo, meta: Any, slots: list[Slot]) -> bytes | None:
-        if not slots:
-            return None
         context_id, _ = _checked(meta)
-        context = self._container.contexts.get(context_id) or self._entered_again(context_id)
+        context = self._container.contexts.get(context_id)
         if context is None:
+            return None
+        context.handlers_answered += 1
+        if not slots:
             return None
         if _is_grad_enabled():
             message_id = self._record_send(context, peer.id, slots)
@@ -95,16 +94,6 @@ class Recorder:
         if context is not None and message_id:
             context.calls_answered += 1
             self._record_recv(context, peer.id, message_id, slots)
-
-    def _entered_again(self, context_id: int) -> AutogradContext | None:
-        """A context that was left, with a pass, while a handler was under way that its caller had begun since."""
-        scope = current_scope.get()
-        if scope is None or (caller := scope.caller) is None or scope.ended:
-            return None  # this code outlives its handler, and nobody would hear of the end from who called that
-        context = self._container.enter(context_id)
-        if context is not None:
-            context.known_workers.add(caller.id)
-        return context
 
     def _record_send(self, context: AutogradContext, to: int, slots: list[Slot]) -> int:
         tensors: list[Any]

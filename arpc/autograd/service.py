@@ -13,7 +13,9 @@ from torch import Tensor
 from arpc.agent.agent import Agent
 from arpc.agent.codec import Packed
 from arpc.agent.functions import Prompt
+from arpc.agent.future import Future
 from arpc.agent.observers import Kind
+from arpc.agent.requests import Run
 from arpc.agent.scope import current_scope
 from arpc.agent.threads import ThreadPool
 from arpc.autograd.aborts import Aborts
@@ -26,8 +28,13 @@ from arpc.autograd.lifetime import Lifetimes
 from arpc.autograd.pace import Pace
 from arpc.autograd.passes import BackwardPass, Brief, Sender, Threads
 from arpc.autograd.protocol import (
+    ASKS,
+    IS_FIRST,
+    LEAVES,
     NOTHING_LIVE,
     ONLY_TENSORS,
+    SIMPLE_ANSWER,
+    SIMPLE_REQUEST,
     PackedParcel,
     Parcel,
     parcel_of_parts,
@@ -43,6 +50,7 @@ from arpc.options import UNSET, RpcOptions, Unset
 from arpc.rref.context import RRefContext
 from arpc.rref.handle import RRef
 from arpc.rref.values import fresh
+from arpc.wire.handful import PARCEL_ARGUMENT, PARCEL_RESULT
 from arpc.wire.messages import (
     AutogradAbort,
     AutogradBackward,
@@ -55,7 +63,12 @@ from arpc.wire.pickling import dumps_flat
 
 __all__ = ["AutogradService"]
 
-_AnswerOfHandler: TypeAlias = "Packed | PackedParcel | Coroutine[Any, Any, Any] | None"
+_AnswerOfHandler: TypeAlias = "bytes | Packed | PackedParcel | Coroutine[Any, Any, Any] | None"
+"""Bytes are a payload."""
+
+_set_scope = current_scope.set
+_pack_request: Final = SIMPLE_REQUEST.pack
+_pack_answer: Final = SIMPLE_ANSWER.pack
 
 _ABORT_S: Final = 5.0
 """How long a pass that has failed waits for the others to hear of it."""
@@ -302,13 +315,54 @@ class AutogradService:
         if to in context.unheard:
             return self.lifetimes.own(self._send_after_news(backward_pass, to, parcel))
         head, tensors = parcel_parts(parcel, context.id, backward_pass.id, int(backward_pass.retain_graph))
+        return self._send_plainly(backward_pass, to, head, tensors) or self._send_parts(
+            backward_pass, to, head, tensors
+        )
+
+    def send_first(
+        self,
+        backward_pass: Sender,
+        to: int,
+        gradients: Sequence[tuple[int, Sequence[Any]]],
+        *,
+        asks: bool,
+        leaves: bool,
+    ) -> asyncio.Future[Any]:
+        """The same for a parcel that is the first to a worker, and says that nothing else is open."""
+        context = backward_pass.context
+        if len(gradients) == 1 and to not in context.unheard:
+            ((message_id, tensors),) = gradients
+            bits = IS_FIRST | (ASKS if asks else 0) | (LEAVES if leaves else 0)
+            head = _pack_request(0, context.id, backward_pass.id, backward_pass.retain_graph, bits, message_id)
+            if (future := self._send_plainly(backward_pass, to, head, tensors)) is not None:
+                return future
+        return self.send(backward_pass, to, Parcel(gradients, True, (), asks, leaves))
+
+    def _send_plainly(
+        self, backward_pass: Sender, to: int, head: bytes, tensors: Sequence[Any]
+    ) -> asyncio.Future[Any] | None:
+        """Send the parts of a parcel on the shortest way there is; None, and nothing has happened, if it takes more."""
+        agent = self._agent
         usual_s = backward_pass.usual_timeout_s
-        if usual_s is not None:
-            is_private = backward_pass.has_one_answer
-            return self.lifetimes.send_tensors(AutogradGradients, to, head, tensors, usual_s, True, is_private)
+        if (
+            usual_s is None
+            or (peer := agent.peer(to)) is None
+            or (payload := agent.codec.parcel(PARCEL_ARGUMENT, head, tensors)) is None
+        ):
+            return None
+        future: Future[Any] = Future(loop=agent.loop)
+        call_id = agent.request_plain(AutogradGradients, peer, payload, usual_s, future, backward_pass.has_one_answer)
+        if not call_id:
+            return None
+        future.callee = peer
+        future.call_id = call_id
+        return future
+
+    def _send_parts(self, backward_pass: Sender, to: int, head: bytes, tensors: Sequence[Any]) -> asyncio.Future[Any]:
+        agent = self._agent
         deadline = backward_pass.deadline
-        timeout_s = 0.0 if deadline is None else max(0.001, deadline - self._agent.loop.time())
-        return self.lifetimes.send_tensors(AutogradGradients, to, head, tensors, timeout_s, False)
+        timeout_s = 0.0 if deadline is None else max(0.001, deadline - agent.loop.time())
+        return self.lifetimes.send_tensors(AutogradGradients, to, head, tensors, timeout_s)
 
     async def _send_after_news(self, backward_pass: Sender, to: int, parcel: Parcel) -> Any:
         """Send a parcel once the worker that it is for knows of all passes that have failed."""
@@ -345,10 +399,12 @@ class AutogradService:
         scope = current_scope.get()
         assert scope is not None
         assert scope.caller is not None  # this is a handler
-        return self._take(scope.caller.id, *unpack_parcel(packed, heading=3))
+        answer = self._take(scope.caller.id, *unpack_parcel(packed, heading=3))
+        return Packed(answer, []) if isinstance(answer, bytes) else answer
 
-    def _on_parcel(self, caller: WorkerInfo, head: bytes | bytearray, tensors: list[Any]) -> _AnswerOfHandler:
-        return self._take(caller.id, *parcel_of_parts(head, tensors, 3))
+    def _on_parcel(self, run: Run, head: bytes | bytearray, tensors: list[Any]) -> _AnswerOfHandler:
+        _set_scope(run)
+        return self._take(run.inbound.caller.id, *parcel_of_parts(head, tensors, 3))
 
     def _take(self, caller: int, parcel: Parcel, numbers: Sequence[int]) -> _AnswerOfHandler:
         context_id, pass_id, retain_graph = numbers[:3]
@@ -375,12 +431,26 @@ class AutogradService:
             # All that was live has been answered for. But that may be on its way to whoever was told what it is, and
             # this would be there first.
             return None if caller in context.last_announced_to else self._packed(NOTHING_LIVE)
+        return self._begin(context, pass_id, bool(retain_graph), caller, parcel)
+
+    def _begin(
+        self, context: AutogradContext, pass_id: int, retains: bool, caller: int, parcel: Parcel
+    ) -> _AnswerOfHandler:
+        """Take part in a pass that was not known here."""
         self.passes_begun += 1
-        retains = bool(retain_graph)
         if self._agent.observers.installed:
             return self._engage(context, pass_id, retains, caller, parcel)
         answer = run_at_once(self, context, pass_id, caller, parcel, self._expected_of_others, retains)
-        return self._engage(context, pass_id, retains, caller, parcel) if answer is None else self._packed(answer)
+        if answer is None:
+            return self._engage(context, pass_id, retains, caller, parcel)
+        gradients, has_left = answer
+        if len(gradients) == 1:  # as most answers have them
+            message_id, tensors = gradients[0]
+            head = _pack_answer(0, IS_FIRST | LEAVES if has_left else IS_FIRST, message_id)
+            payload = self._agent.codec.parcel(PARCEL_RESULT, head, tensors)
+            if payload is not None:
+                return payload
+        return self._packed(Parcel(gradients, is_first=True, leaves=has_left))
 
     def _engage(
         self, context: AutogradContext, pass_id: int, retain_graph: bool, caller: int, parcel: Parcel
@@ -414,7 +484,7 @@ class AutogradService:
     def _packed(self, parcel: Parcel) -> Packed | PackedParcel:
         """A parcel that goes with an answer."""
         head, tensors = parcel_parts(parcel)
-        payload = self._agent.codec.parcel(head, tensors, is_call=False)
+        payload = self._agent.codec.parcel(PARCEL_RESULT, head, tensors)
         if payload is not None:
             return Packed(payload, [])
         if not ONLY_TENSORS.issuperset(map(type, tensors)):

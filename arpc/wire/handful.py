@@ -82,6 +82,7 @@ MAX_TENSORS: Final = 8
 Handful: TypeAlias = "tuple[int, list[Any], bytes | bytearray, bytes | bytearray]"
 """What is in such a payload: its kind, the tensors, what rides on it, and its content."""
 
+
 class FreshParcel(list[Any]):
     """A parcel as it came: bytes, and plain tensors after it, each of which nobody else has, nor its memory."""
 

@@ -376,7 +376,7 @@ async def test_gradients_that_cannot_be_sent_end_it(group, monkeypatch):
     async with arpc.autograd.context() as ctx_id:
         y = (await arpc.rpc_sync("worker1", weigh, (x,))).sum()
         with monkeypatch.context() as patched:
-            patched.setattr(group[0].autograd.lifetimes, "send_tensors", break_down)
+            patched.setattr(group[0].agent.codec, "parcel", break_down)
             with pytest.raises(arpc.BackwardError, match="cannot be packed"):
                 await arpc.autograd.backward(ctx_id, [y], retain_graph=True)
         assert arpc.autograd.get_gradients(ctx_id) == {}
@@ -422,15 +422,17 @@ class Postponed:
     def __init__(self, worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: list[tuple[int, asyncio.Future[Any], Callable[[], asyncio.Future[Any]]]] = []
         self.has_sent = asyncio.Event()
-        send = worker.autograd.send
+        for name in ("send", "send_first"):
+            monkeypatch.setattr(worker.autograd, name, self._holding(getattr(worker.autograd, name)))
 
-        def hold(backward_pass: Any, to: int, parcel: Any) -> asyncio.Future[Any]:
+    def _holding(self, send: Callable[..., asyncio.Future[Any]]) -> Callable[..., asyncio.Future[Any]]:
+        def hold(backward_pass: Any, to: int, *parcel: Any, **flags: Any) -> asyncio.Future[Any]:
             future = asyncio.get_running_loop().create_future()
-            self.sent.append((to, future, lambda: send(backward_pass, to, parcel)))
+            self.sent.append((to, future, lambda: send(backward_pass, to, *parcel, **flags)))
             self.has_sent.set()
             return future
 
-        monkeypatch.setattr(worker.autograd, "send", hold)
+        return hold
 
     async def let_go(self) -> None:
         """Send it, and hand on the answers."""
@@ -451,7 +453,9 @@ async def test_it_goes_on_when_a_parcel_comes_that_is_no_answer(group, monkeypat
         assert isinstance(brief, BriefPass)
         # as from one who asks what is still open here
         answer = brief.receive(1, Parcel(asks=True), is_engaging=False)
-        assert answer == Parcel(asks=True, gradients=[], ids=[])  # which it was told already; and it is asked the same now
+        assert answer == Parcel(
+            asks=True, gradients=[], ids=[]
+        )  # which it was told already; and it is asked the same now
         assert [made.id for made in full_passes] == [brief.id]
         assert group[0].autograd.container.find(ctx_id).active_pass is full_passes[0]
         await postponed.let_go()

@@ -98,8 +98,8 @@ def test_one_that_was_too_long_once_is_tried_again_and_one_that_is_far_too_long_
 
     pace.took(plan, 2, 2 * SHORT_S, 2 * SHORT_S)
     pace.took(plan, 3, 200 * SHORT_S, 200 * SHORT_S)
-    tried = [pace.try_to_run(run, range(plan.count), 2, turn) for turn in range(40)]
+    tried = [pace.try_to_run(run, range(plan.count), (plan.count, 2), turn) for turn in range(40)]
     assert tried.index(True) == 16
     assert all(tried[17:]), "it is known as short by now"
     assert len(ran) == 24
-    assert not any(pace.try_to_run(run, range(plan.count), 3, turn) for turn in range(40))
+    assert not any(pace.try_to_run(run, range(plan.count), (plan.count, 3), turn) for turn in range(40))

@@ -74,9 +74,11 @@ def run_at_once(
             raise node_failure(error, host.info, context.id, None) from error
         raise
     _end(context, gradients, retain_graph)
+    going_back = delivered.get(sender, ())
+    if may_leave and not graph.leaves and host.container.try_to_leave(context, pass_id, sender):
+        return going_back, True
     context.commit(pass_id, leaf_gradients.take() if graph.leaves else NO_GRADIENTS, (sender,))
-    has_left = may_leave and not retain_graph and host.try_to_leave(context, sender)
-    return delivered.get(sender, ()), has_left
+    return going_back, False
 
 
 def _end(context: AutogradContext, gradients: Sequence[tuple[int, Any]], retain_graph: bool) -> None:

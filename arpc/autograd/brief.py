@@ -418,7 +418,7 @@ class BriefPass:
         parent = self.parent
         self.context.commit(self.id, gradients, self._told if parent is None else (*self._told, parent))
         if parent is not None:
-            has_left = self._may_leave and not self.retain_graph and self._host.try_to_leave(self.context, parent)
+            has_left = self._may_leave and self._host.container.try_to_leave(self.context, self.id, parent)
             self._answer = Parcel(self._for_parent, is_first=True, leaves=has_left)
 
     def _end(self) -> None:

@@ -101,21 +101,6 @@ class AutogradContext:
             total[leaf] = gradient if before is None else summed(before, gradient)
         self.gradients = total
 
-    def leaves_nothing(self, me: int, caller: int) -> bool:
-        """Whether a worker that is done with a pass has no use for it any more, unless it is called in it again.
-
-        The one that engaged it had no call under way when it did. One that it has made since may have come before.
-        """
-        return (
-            not self.sends
-            and not self.gradients
-            and self.calls_made == self.calls_answered
-            and self.handlers_begun == self.handlers_answered
-            and not self.aborted_passes
-            and self.known_workers <= {me, caller}
-            and self.id >> LOCAL_BITS != me
-        )
-
     def has_sends_to(self, worker: int) -> bool:
         return any(send.to == worker for send in self.sends.values())
 
@@ -183,13 +168,29 @@ class Container:
                 context.last_announced_to = (told,)
         return context
 
-    def leave(self, context: AutogradContext, told: int) -> None:
-        """Forget a context that may be entered again. ``told``: who hears of it by the answer that is on its way."""
+    def try_to_leave(self, context: AutogradContext, pass_id: int, told: int) -> bool:
+        """Forget a context, which may be entered again, if this worker has no use for it after a pass.
+
+        ``told`` is who hears of that by the answer that is on its way: the one that engaged this worker. It had no call
+        under way when it did, but one that it has made since may have come before.
+        """
+        me = self.worker_id
+        if (
+            context.sends
+            or context.gradients
+            or context.calls_made != context.calls_answered
+            or context.handlers_begun != context.handlers_answered
+            or context.aborted_passes
+            or not context.known_workers <= {me, told}
+            or context.id >> LOCAL_BITS == me
+        ):
+            return False
         del self.contexts[context.id]
         left = self._left
-        left[context.id] = context.last_pass, told
+        left[context.id] = pass_id, told
         if len(left) > _TOMBSTONES:
             left.popitem(last=False)
+        return True
 
     def has_left(self, context_id: int, pass_id: int | None = None) -> bool:
         """Whether this worker was left with nothing of a context, in that pass or any other."""

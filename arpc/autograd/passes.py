@@ -17,7 +17,7 @@ from torch import Tensor
 from arpc import torchstate
 from arpc.agent.observers import Activity
 from arpc.autograd.accumulation import LeafGradients
-from arpc.autograd.context import AutogradContext, Send
+from arpc.autograd.context import AutogradContext, Container, Send
 from arpc.autograd.engine import LocalEngine, Source
 from arpc.autograd.failure import node_failure, peer_failure
 from arpc.autograd.pace import Pace
@@ -64,6 +64,7 @@ class Host(Protocol):
 
     info: WorkerInfo
     pace: Pace
+    container: Container
     is_heeded: Callable[[Any, Any], bool]
     """Of a leaf, and its node: whether torch is to accumulate its gradients, with all hooks. See `heeded`."""
 
@@ -88,9 +89,6 @@ class Host(Protocol):
         """Tell all who know the context that a pass has failed; the future is done when they have heard."""
 
     def name_of(self, worker: int) -> str: ...
-
-    def try_to_leave(self, context: AutogradContext, caller: int) -> bool:
-        """Forget a context if a pass that ``caller`` has engaged this worker in leaves nothing of it here."""
 
     def unfold(self, brief: Brief, sends: Mapping[int, Send]) -> BackwardPass:
         """What takes over from a pass that is not brief after all, given the sends that are not resolved."""

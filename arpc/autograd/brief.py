@@ -22,8 +22,9 @@ from arpc import torchstate
 from arpc.autograd.accumulation import LeafGradients
 from arpc.autograd.context import AutogradContext, Send
 from arpc.autograd.failure import node_failure, peer_failure
+from arpc.autograd.local_pass import Threads
 from arpc.autograd.nodes import LeafNode, edge_into
-from arpc.autograd.passes import BackwardPass, Host, Threads, take_only_answer
+from arpc.autograd.passes import BackwardPass, Host, take_only_answer
 from arpc.autograd.protocol import PackedParcel, Parcel, unpack_parcel
 from arpc.autograd.survey import Expectation, Survey, are_apart, survey
 from arpc.errors import AutogradError

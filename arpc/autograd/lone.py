@@ -11,11 +11,13 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from arpc.autograd.accumulation import LeafGradients
 from arpc.autograd.engine import call_engine
 from arpc.autograd.graph import Plan
 from arpc.autograd.local_pass import LocalPass
+from arpc.autograd.nodes import edge_into
 from arpc.autograd.protocol import NOTHING_LIVE, Parcel
 from arpc.errors import AutogradError
 
@@ -24,7 +26,7 @@ __all__ = ["LonePass", "is_lone"]
 
 def is_lone(plan: Plan) -> bool:
     """Whether a graph with one source concerns nobody else, nor hooks that are to run when all else is over."""
-    return not plan.heeded_leaves and not any(region.recvs for region in plan.regions.values())
+    return not plan.heeded_leaves and not plan.regions[1].recvs
 
 
 class LonePass(LocalPass):
@@ -42,8 +44,10 @@ class LonePass(LocalPass):
         for leaf in leaves:
             elements += leaf.numel()
         pace = self._host.pace
-        run = partial(self._run, roots, leaves)
         try:
+            # Before a thread comes to it, people may do something to the roots, and to the list of them
+            edges = [edge_into((root.grad_fn, root.output_nr, None)) for root in roots]
+            run = partial(self._run, edges, list(map(torch.ones_like, roots)), leaves)
             if leaves and not pace.is_short(plan, elements):
                 self._run_in_thread(partial(pace.run, run, plan, elements))
                 return
@@ -68,10 +72,10 @@ class LonePass(LocalPass):
         )
         return None
 
-    def _run(self, roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    def _run(self, edges: Sequence[GradientEdge], entering: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
         if self.is_over:
             return  # it was ended before a thread came to it
-        found = call_engine(roots, list(map(torch.ones_like, roots)), leaves, self.retain_graph)
+        found = call_engine(edges, entering, leaves, self.retain_graph)
         if not self.is_over:
             self._found = found
 

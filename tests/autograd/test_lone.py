@@ -78,6 +78,19 @@ async def test_several_roots(group, passes):
     assert isinstance(passes[0], LonePass)
 
 
+async def test_what_is_done_to_the_roots_meanwhile_changes_nothing(group, passes):
+    x = leaf()
+    root = deep(x).sum()
+    roots = [root]
+    async with arpc.autograd.context() as ctx_id:
+        task = asyncio.create_task(arpc.autograd.backward(ctx_id, roots))
+        await until(lambda: bool(passes))
+        roots.clear()
+        root *= 5
+        await task
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [1.0] * 3
+
+
 async def test_hooks_run_once(group, passes):
     x, ran = leaf(), []
     x.register_hook(lambda gradient: ran.append("leaf") or 2 * gradient)

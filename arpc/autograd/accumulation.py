@@ -63,9 +63,9 @@ class LeafGradients:
             elif gradient.requires_grad:
                 taken[leaf] = torch.empty_like(leaf, requires_grad=False).copy_(gradient.detach())
             elif (
-                getrefcount(gradient) != _SOLE_OBJECT
+                gradient.stride() != leaf.stride()
+                or getrefcount(gradient) != _SOLE_OBJECT
                 or _count_storage_uses(gradient.untyped_storage()._cdata) != _SOLE_MEMORY
-                or gradient.stride() != leaf.stride()
             ):
                 taken[leaf] = torch.empty_like(leaf, requires_grad=False).copy_(gradient)
             else:

@@ -23,8 +23,9 @@ from arpc.agent.future import Future
 from arpc.autograd.accumulation import LeafGradients
 from arpc.autograd.context import AutogradContext, Send
 from arpc.autograd.failure import node_failure, peer_failure
+from arpc.autograd.local_pass import Threads
 from arpc.autograd.nodes import LeafNode, edge_into
-from arpc.autograd.passes import BackwardPass, Host, Threads
+from arpc.autograd.passes import BackwardPass, Host
 from arpc.autograd.protocol import IS_FIRST, LEAVES, SIMPLE_ANSWER, PackedParcel, Parcel, unpack_parcel
 from arpc.autograd.survey import Expectation, Survey, are_apart, survey
 from arpc.errors import AutogradError

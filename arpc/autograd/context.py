@@ -43,7 +43,7 @@ class AutogradContext:
     """One context on one worker."""
 
     active_pass: Any = None
-    """The `BackwardPass` under way, if any."""
+    """The pass under way, if any: a `BackwardPass`, or what is one to others."""
     running_thread: Any = None
     """The future of what a pass runs in a thread, which may go on after the pass was ended."""
     last_pass = -1

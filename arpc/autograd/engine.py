@@ -71,7 +71,9 @@ class LocalEngine(ABC):
         *,
         retain_graph: bool,
         is_heeded: Callable[[Any, Any], bool] = is_heeded,
+        planner: Planner | None = None,
     ) -> None:
+        """``planner``: one of the same sources that has looked at some of the graph already."""
         self.sources = sources
         self.retain_graph = retain_graph
         self.delivered: list[Delivery] = []
@@ -85,7 +87,7 @@ class LocalEngine(ABC):
         self._unheard: set[RecvRecord] = set()
         """Those of them that have not got any yet."""
         # in anomaly mode every node is watched
-        self._planner = Planner(sources, is_heeded=is_heeded, keeps_all=_is_anomaly_enabled())
+        self._planner = planner or Planner(sources, is_heeded=is_heeded, keeps_all=_is_anomaly_enabled())
         self._is_accumulated = False
 
     def walk(self, limit: int) -> bool:
@@ -158,8 +160,9 @@ class RegionEngine(LocalEngine):
         *,
         retain_graph: bool,
         is_heeded: Callable[[Any, Any], bool] = is_heeded,
+        planner: Planner | None = None,
     ) -> None:
-        super().__init__(sources, retain_graph=retain_graph, is_heeded=is_heeded)
+        super().__init__(sources, retain_graph=retain_graph, is_heeded=is_heeded, planner=planner)
         self._waiting: dict[int, Region] = {}
         self._ready: list[Region] = []
         self._pending: dict[int, list[tuple[Edge, Tensor]]] = {}

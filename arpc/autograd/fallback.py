@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from arpc.autograd.engine import Gradients, LocalEngine, RegionEngine, Source
-from arpc.autograd.graph import Edge
+from arpc.autograd.graph import Edge, Planner
 from arpc.autograd.heeded import is_heeded
 from arpc.autograd.nodes import attach_send
 from arpc.log import get_logger
@@ -35,8 +35,9 @@ class GroupEngine(LocalEngine):
         *,
         retain_graph: bool,
         is_heeded: Callable[[Any, Any], bool] = is_heeded,
+        planner: Planner | None = None,
     ) -> None:
-        super().__init__(sources, retain_graph=retain_graph, is_heeded=is_heeded)
+        super().__init__(sources, retain_graph=retain_graph, is_heeded=is_heeded, planner=planner)
         self._gradients: list[Gradients | None] = [None] * len(sources)
         self._waiting: dict[int, tuple[list[Tensor], list[Any]]] = {}
         self._ready: list[tuple[int, list[Tensor], list[Any]]] = []

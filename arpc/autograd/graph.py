@@ -13,6 +13,8 @@ No torch here, but for what the nodes themselves are: the tests use their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
+from operator import length_hint
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -142,6 +144,8 @@ class Planner:
         self._keeps_all = keeps_all or len(sources) != 1
         self._seen: set[Any] = {None}  # which is where many edges lead
         self._passed_by = 0
+        self._has_forked = False
+        """There is, or was, more than one way to go on."""
 
     def walk(self, limit: int) -> bool:
         """Visit up to about ``limit`` further nodes; whether all have been visited."""
@@ -150,6 +154,9 @@ class Planner:
         if not self._regions:
             self._regions[1] = Region(1)
             self._stack += [node for node, _ in self._sources[0].edges]
+            self._has_forked = len(self._stack) != 1
+        if self._stack and not self._has_forked:
+            limit = self._follow(limit)
         if not self._pass_by(limit):
             return False
         if self._passed_by <= _FEW_NODES:  # they are few: now take all of them
@@ -206,6 +213,44 @@ class Planner:
             region = regions[1 << source] = Region(1 << source)
             for node, _ in sources[source].edges:
                 stack.append(node)
+
+    def _follow(self, limit: int) -> int:
+        """`_pass_by` as long as there is only one way to go: none of these nodes can be met again, and none is kept.
+
+        Returns how many more may be visited.
+        """
+        recv_class = self._recv_class
+        node = self._stack.pop()
+        steps = repeat(None, limit)
+        for _ in steps:
+            edges = node.next_functions
+            if len(edges) == 2 and edges[1][0] is None:  # no recv has two
+                node = edges[0][0]
+            elif len(edges) == 2:
+                (child, _), (other, _) = edges
+                if child is None:
+                    node = other
+                elif other.__class__ is _leaf_class:
+                    self._leaf_passed_by(other)
+                    node = child
+                elif child.__class__ is _leaf_class:
+                    self._leaf_passed_by(child)
+                    node = other
+                else:
+                    self._has_forked = True
+                    break
+            elif len(edges) == 1 and node.__class__ is not recv_class:
+                node = edges[0][0]
+            else:
+                self._has_forked = True
+                break
+            if node is None:
+                break
+        if node is not None:
+            self._stack.append(node)
+        left = length_hint(steps)
+        self._passed_by += limit - left
+        return left
 
     def _pass_by(self, limit: int) -> bool:
         """`walk` for the leaves and recvs of a large graph that one source reaches: nobody asks for its other nodes.

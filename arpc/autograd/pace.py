@@ -26,6 +26,8 @@ SHORT_ELEMENTS: Final = 100_000
 _REMEMBERED: Final = 1024
 _PATIENCE: Final = 16
 """How often a graph is refused that took too long once, before it is tried on the loop again."""
+_UNTIMED: Final = 15
+"""Of a graph that takes long, as many further runs are not timed: clocks that were not read for long are slow."""
 _FORGIVABLE_S: Final = 10 * SHORT_S
 
 
@@ -47,20 +49,25 @@ class Pace:
         """Graphs that are known to be short, but for those that took long the last time."""
         self._refused: dict[tuple[int, int], int] = {}
         """How often those were refused that took long when they were tried."""
+        self._untimed: dict[tuple[int, int], int] = {}
+        """How many more runs of those that take long are not timed."""
 
     def run(self, run: Callable[[], None], plan: Extent, elements: int) -> None:
         """Run a graph, on the loop or in a thread, and note what it took."""
         self._run(run, (plan.count, elements))
 
     def _run(self, run: Callable[..., T], key: tuple[int, int], *args: Any) -> T:
-        begun = perf_counter()
         if key in self.short:
+            begun = perf_counter()
             # Reading the time that a thread had of the CPU is slow, and tells nothing new as long as nothing changes
             result = run(*args)
             if perf_counter() - begun > SHORT_S:
                 self.short.discard(key)
             return result
-        cpu_begun = thread_time()
+        if (untimed := self._untimed.pop(key, 0)) > 0:
+            self._untimed[key] = untimed - 1
+            return run(*args)
+        begun, cpu_begun = perf_counter(), thread_time()
         result = run(*args)
         self._took(key, perf_counter() - begun, thread_time() - cpu_begun)
         return result
@@ -84,6 +91,7 @@ class Pace:
                 self._refused[key] = refused
             else:
                 del self._seconds[key]
+                self._untimed.pop(key, None)
 
     def is_short(self, plan: Extent, elements: int) -> bool:
         """Whether a run is to happen on the loop."""
@@ -109,16 +117,20 @@ class Pace:
 
     def _took(self, key: tuple[int, int], seconds: float, cpu_seconds: float) -> None:
         known = self._seconds.get(key)
+        is_new = known is None
         if known is None:
             if len(self._seconds) >= _REMEMBERED:
                 self._seconds.clear()
                 self.short.clear()
                 self._refused.clear()
+                self._untimed.clear()
             known = cpu_seconds
         # What it waited for may be a hook that blocks, or other programs on this machine. The first comes again.
         self._seconds[key] = max(cpu_seconds, min(seconds, 2 * known))
         if self._seconds[key] > SHORT_S:
             self.short.discard(key)
+            if not is_new and known > SHORT_S and cpu_seconds > SHORT_S:
+                self._untimed[key] = _UNTIMED
         elif seconds <= SHORT_S:
             self.short.add(key)
 

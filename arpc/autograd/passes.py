@@ -14,28 +14,19 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from arpc import torchstate
 from arpc.agent.observers import Activity
 from arpc.autograd.accumulation import LeafGradients
 from arpc.autograd.context import AutogradContext, Container, Send
 from arpc.autograd.engine import LocalEngine, Source
-from arpc.autograd.failure import node_failure, peer_failure
-from arpc.autograd.pace import Pace
+from arpc.autograd.failure import peer_failure
+from arpc.autograd.local_pass import LocalHost, LocalPass, Threads
 from arpc.autograd.protocol import PackedParcel, Parcel, PassProtocol, Resolved, unpack_parcel
-from arpc.errors import AutogradError, ProtocolError, RpcTimeoutError
-from arpc.ids import WorkerInfo
+from arpc.errors import AutogradError, ProtocolError
 
-__all__ = ["BackwardPass", "Brief", "Host", "Sender", "Threads", "take_only_answer"]
+__all__ = ["WALK_NODES", "BackwardPass", "Brief", "Host", "Sender", "take_only_answer"]
 
-# Walking goes on in a thread after this many nodes, which take about a millisecond
 WALK_NODES: Final = 2000
-
-
-class Threads(Protocol):
-    """Where nodes run that do not run on the loop."""
-
-    def call(self, function: Callable[..., Any], /) -> asyncio.Future[Any]:
-        """A future of the loop for a function run in some thread."""
+"""After as many, which take about a millisecond, walking goes on in a thread."""
 
 
 class Sender(Protocol):
@@ -59,17 +50,12 @@ class Brief(Sender, Protocol):
     threads: Threads | None
 
 
-class Host(Protocol):
-    """What a pass needs of its worker."""
+class Host(LocalHost, Protocol):
+    """What a pass over several workers needs of its own."""
 
-    info: WorkerInfo
-    pace: Pace
     container: Container
     is_heeded: Callable[[Any, Any], bool]
     """Of a leaf, and its node: whether torch is to accumulate its gradients, with all hooks. See `heeded`."""
-
-    @property
-    def threads(self) -> Threads: ...
 
     def send(self, backward_pass: Sender, to: int, parcel: Parcel) -> asyncio.Future[PackedParcel | None]:
         """Send a parcel; the future has the parcel that comes with the answer."""
@@ -84,9 +70,6 @@ class Host(Protocol):
         leaves: bool,
     ) -> asyncio.Future[PackedParcel | None]:
         """The same for a parcel that is the first to a worker, and says that nothing else is open."""
-
-    def abort(self, context: AutogradContext, pass_id: int, but: int | None = None) -> asyncio.Future[Any] | None:
-        """Tell all who know the context that a pass has failed; the future is done when they have heard."""
 
     def name_of(self, worker: int) -> str: ...
 
@@ -114,24 +97,16 @@ async def take_only_answer(peer: int, future: Answer, answered: Callable[[int, A
         del future  # whose error has this frame in its traceback: the whole graph would be in a cycle
 
 
-class BackwardPass:
+class BackwardPass(LocalPass):
     """One pass on one worker. ``parent`` is the worker whose parcel came first; None on the one that began the pass."""
 
-    failure: BaseException | None = None
-    answer: Parcel | None = None
-    """What the answer to the parent carries."""
-    is_over = False
     activity: Activity | None = None
     """What observers know of it."""
-    abort_told: asyncio.Future[Any] | None = None
-    """Done when all workers have heard of the failure."""
     usual_timeout_s: float | None = None
     has_one_answer = False
+    _host: Host
     _last_begun: Any = None
     _is_planned = False
-    _is_busy = False
-    _timer: asyncio.TimerHandle | None = None
-    _over: asyncio.Future[None] | None = None
     _unwatched: list[tuple[int, asyncio.Future[PackedParcel | None]]] | None = None
     """Parcels that were sent when it began, until somebody waits."""
 
@@ -150,13 +125,7 @@ class BackwardPass:
         sends: Mapping[int, Send] | None = None,
     ) -> None:
         """``sends``: those that are to be resolved, if not all of the context's."""
-        self.id = pass_id
-        self.context = context
-        self.retain_graph = retain_graph
-        self.deadline = deadline
-        """In the loop's time."""
-        self._host = host
-        self._threads = threads or host.threads
+        super().__init__(host, context, pass_id, retain_graph, deadline, threads)
         self._parent = parent
         self._roots = roots
         self._inbox: list[tuple[int, Parcel]] = []
@@ -205,20 +174,14 @@ class BackwardPass:
         self._advance()
 
     def receive(self, sender: int, parcel: Parcel, *, is_engaging: bool) -> Parcel | None:
-        """A parcel has come; what goes back with the answer, unless this is the parcel that began the pass here.
-
-        That one is answered when the pass is over here, with `answer`.
-        """
         self._inbox.append((sender, parcel))
         return self._advance(None if is_engaging else sender)
 
     @property
     def unanswered(self) -> list[asyncio.Future[PackedParcel | None]]:
-        """The parcels that others have not answered."""
         return list(self._outstanding)
 
     async def wait(self) -> None:
-        """Until it is over here. Raises why it failed."""
         if self._unwatched is not None:
             unwatched, self._unwatched = self._unwatched, None
             if len(unwatched) == 1:
@@ -228,45 +191,7 @@ class BackwardPass:
                     future.add_done_callback(partial(self.answered, peer))
                     del future
             del unwatched
-        if not self.is_over:
-            self._over = asyncio.get_running_loop().create_future()
-            await self._over
-        self.raise_failure()
-
-    def raise_failure(self) -> None:
-        """Raise why it failed, if it has. Only once: who began the pass here is told, by whichever way it ends."""
-        if self.failure is not None:
-            # given away: its traceback leads to frames that have this pass, and so the whole graph would be in a cycle
-            failure, self.failure = self.failure, None
-            try:
-                raise failure
-            finally:
-                del failure
-
-    def fail(self, error: BaseException, *, told_by: int | None = None) -> None:
-        """End it here with an error, and take back what it computed.
-
-        Those that this worker told of the pass hear of it by the cancellation of their handlers, and the parent by the
-        answer. So it reaches the worker that began the pass, which tells all others: some may have finished their part.
-        ``told_by`` is who told this one, if it was told like that.
-        """
-        if self.is_over:
-            return
-        self.failure = error
-        self._end()
-        self.context.roll_back(self.id, self._parent)
-        for future in list(self._outstanding):
-            future.cancel()
-        if self._parent is None or told_by is not None:
-            self.abort_told = self._host.abort(self.context, self.id, told_by)
-
-    def cancel(self) -> None:
-        """Whoever began it is cancelled. They hear of no success, so it is taken back even if it just ended well."""
-        if self.is_over and self.failure is None:
-            self.context.roll_back(self.id)
-            self.abort_told = self._host.abort(self.context, self.id)
-        else:
-            self.fail(AutogradError(f"backward pass {self.id} was cancelled"))
+        await super().wait()
 
     # -- how it goes on
 
@@ -350,41 +275,10 @@ class BackwardPass:
 
     # -- threads
 
-    def _run_in_thread(self, job: Callable[[], None]) -> None:
-        future = self.context.running_thread = self._threads.call(job)
-        self._wait_for_thread(future, self._thread_returned)
-
-    def _wait_for_thread(self, future: asyncio.Future[None], then: Callable[[asyncio.Future[None]], None]) -> None:
-        self._is_busy = True
-        future.add_done_callback(then)
-        if self.deadline is not None:
-            # a parcel that waits for its answer has a deadline of its own; a thread has none
-            self._timer = future.get_loop().call_at(self.deadline, self._expire)
-
-    def _expire(self) -> None:
-        self.fail(RpcTimeoutError(f"the backward pass of autograd context {self.context.id} did not end in time"))
-
-    def _waited_for_thread(self) -> None:
-        self._is_busy = False
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
     def _earlier_thread_returned(self, _: asyncio.Future[None]) -> None:
         self._waited_for_thread()
         if not self.is_over:
             self._call_pristine(self._advance)
-
-    def _thread_returned(self, future: asyncio.Future[None]) -> None:
-        self.context.running_thread = None
-        self._waited_for_thread()
-        error = None if future.cancelled() else future.exception()
-        if self.is_over:
-            return
-        if error is not None:
-            self.fail(self._described(error))
-        else:
-            self._call_pristine(self._go_on)
 
     def _go_on(self) -> None:
         try:
@@ -399,15 +293,6 @@ class BackwardPass:
             self.fail(self._described(error))
         else:
             self._advance()
-
-    def _call_pristine(self, call: Callable[[], object]) -> None:
-        # A callback of the loop may run between two steps of a task that has switched something off for itself
-        outer = None if torchstate.is_pristine() else torchstate.save_and_reset()
-        try:
-            call()
-        finally:
-            if outer is not None:
-                torchstate.restore(outer)
 
     # -- other workers
 
@@ -473,31 +358,21 @@ class BackwardPass:
         self._end()
         self.context.commit(self.id, gradients, self._protocol.announced_to)
 
-    def _end(self) -> None:
-        self.is_over = True
+    def _let_go(self) -> None:
         if self.activity is not None:
             self.activity.end()
         engine = self._engine
         if engine.live:
             engine.close()
         self._last_begun = engine.last_begun
-        # An error's traceback leads here, and may be kept for long: not the graph with it
         del self._engine
         self._roots = ()
         self._inbox = []
-        if self._timer is not None:
-            self._timer.cancel()
         context = self.context
-        context.active_pass = None
         context.sends_used += len(self._used)
         if not self.retain_graph:  # what was gone through is freed
             for message_id in self._used:
                 context.sends.pop(message_id, None)
-        if self._over is not None and not self._over.done():
-            self._over.set_result(None)
 
-    def _described(self, error: BaseException) -> BaseException:
-        if not isinstance(error, Exception):
-            return error
-        last_begun = self._last_begun if self.is_over else self._engine.last_begun
-        return node_failure(error, self._host.info, self.context.id, last_begun)
+    def _node_last_begun(self) -> Any:
+        return self._last_begun if self.is_over else self._engine.last_begun

@@ -8,6 +8,7 @@ from contextvars import Context
 from functools import partial
 from typing import Any, Final, TypeAlias
 
+import torch
 from torch import Tensor
 
 from arpc.agent.agent import Agent
@@ -22,11 +23,15 @@ from arpc.autograd.aborts import Aborts
 from arpc.autograd.at_once import run_at_once
 from arpc.autograd.brief import BriefPass
 from arpc.autograd.context import AutogradContext, Container, Send
+from arpc.autograd.engine import LocalEngine, Source
 from arpc.autograd.fallback import choose_engine
+from arpc.autograd.graph import Planner
 from arpc.autograd.heeded import is_heeded
 from arpc.autograd.lifetime import Lifetimes
+from arpc.autograd.local_pass import LocalPass, Threads
+from arpc.autograd.lone import LonePass, is_lone
 from arpc.autograd.pace import Pace
-from arpc.autograd.passes import BackwardPass, Brief, Sender, Threads
+from arpc.autograd.passes import WALK_NODES, BackwardPass, Brief, Sender
 from arpc.autograd.protocol import (
     ASKS,
     IS_FIRST,
@@ -72,6 +77,7 @@ _unpack_request: Final = SIMPLE_REQUEST.unpack
 _pack_answer: Final = SIMPLE_ANSWER.pack
 _new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
 
+_is_anomaly_enabled: Final = torch._C.is_anomaly_enabled  # what `torch.is_anomaly_enabled` calls
 _ABORT_S: Final = 5.0
 """How long a pass that has failed waits for the others to hear of it."""
 _REASON_S: Final = 1.0
@@ -173,7 +179,7 @@ class AutogradService:
         if pass_id is None:
             pass_id = self.container.new_pass_id()
         expected = self._expected_of_roots
-        started: BackwardPass | BriefPass | None = None
+        started: LocalPass | BriefPass | None = None
         if expected.to_pass_over:
             expected.to_pass_over -= 1  # a large one again, most likely: that takes no looking at it
         elif not self._agent.observers.installed:
@@ -181,16 +187,7 @@ class AutogradService:
             if brief.try_to_start(roots, nodes, expected):
                 started = brief
         if started is None:
-            started = full = self._make_pass(
-                context,
-                pass_id,
-                retain_graph=retain_graph,
-                deadline=deadline,
-                parent=None,
-                roots=roots,
-                threads=threads,
-            )
-            full.start()
+            started = self._start(context, roots, nodes[: len(roots)], pass_id, retain_graph, deadline, threads)
         try:
             await started.wait()
         except BaseException as error:
@@ -200,6 +197,42 @@ class AutogradService:
             if started.abort_told is not None:
                 await asyncio.wait([started.abort_told], timeout=_ABORT_S)
             raise
+
+    def _start(
+        self,
+        context: AutogradContext,
+        roots: Sequence[Tensor],
+        nodes: Sequence[Any],
+        pass_id: int,
+        retain_graph: bool,
+        deadline: float | None,
+        threads: Threads | None,
+    ) -> LocalPass:
+        """Begin a pass that is not brief. ``nodes``: those of the roots."""
+        planner: Planner | None = None
+        if not (
+            context.sends
+            or context.running_thread is not None
+            or self._agent.observers.installed
+            or _is_anomaly_enabled()
+        ):
+            planner = Planner([Source([(node, 0) for node in nodes], None)], is_heeded=self.is_heeded)
+            if planner.walk(WALK_NODES) and is_lone(plan := planner.plan()):
+                lone = LonePass(self, context, pass_id, retain_graph, deadline, threads)
+                lone.start(roots, plan)
+                return lone
+        full = self._make_pass(
+            context,
+            pass_id,
+            retain_graph=retain_graph,
+            deadline=deadline,
+            parent=None,
+            roots=roots,
+            threads=threads,
+            planner=planner,
+        )
+        full.start()
+        return full
 
     async def backward_from(
         self,
@@ -281,12 +314,18 @@ class AutogradService:
         parent: int | None,
         roots: Sequence[Tensor] = (),
         threads: Threads | None = None,
+        planner: Planner | None = None,
     ) -> BackwardPass:
+        make_engine: Callable[..., LocalEngine] = choose_engine()
+        if planner is not None:
+            make_engine = partial(make_engine, planner=planner)
+        elif self.is_heeded is not is_heeded:
+            make_engine = partial(make_engine, is_heeded=self.is_heeded)
         made = BackwardPass(
             self,
             context,
             pass_id,
-            choose_engine() if self.is_heeded is is_heeded else partial(choose_engine(), is_heeded=self.is_heeded),
+            make_engine,
             retain_graph=retain_graph,
             deadline=deadline,
             parent=parent,
@@ -429,7 +468,7 @@ class AutogradService:
             if context.last_failed == (pass_id, caller):
                 return None  # why it failed is on its way there, and this would hide it
             raise AutogradError(f"the backward pass {pass_id} of autograd context {context_id} has failed")
-        active: BackwardPass | BriefPass | None = context.active_pass
+        active: LocalPass | BriefPass | None = context.active_pass
         if active is not None:
             if active.id != pass_id:
                 raise self._is_under_way(context)
@@ -522,7 +561,7 @@ class AutogradService:
         if pass_id in context.aborts_told:
             return
         caller, _ = _caller()
-        active: BackwardPass | BriefPass | None = context.active_pass
+        active: LocalPass | BriefPass | None = context.active_pass
         if active is not None and active.id == pass_id and pass_id >> LOCAL_BITS != caller and active.unanswered:
             # Why it failed comes with an answer, unless it failed above this worker, which then hears from there, too
             patience_s = min(_REASON_S, self.lifetimes.attempt_s / 2)  # or who tells it would give up

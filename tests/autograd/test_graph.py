@@ -187,6 +187,33 @@ def test_a_chain_keeps_next_to_nothing():
     assert 5000 <= found.count <= 5100
 
 
+@pytest.mark.parametrize("leaf_class", [Leaf, None], ids=["leaves are known", "leaves are found"])
+@pytest.mark.parametrize("limit", [1, 7, 1 << 30])
+def test_a_chain_has_leaves_at_its_sides(leaf_class, limit, monkeypatch):
+    monkeypatch.setattr(graph, "_leaf_class", leaf_class)
+    node, recv = Recv(), Recv()
+    end, plain, hooked = node, Leaf(), Leaf(hooks={1: print})
+    for number in range(1000):
+        sides = [(node,), (node, None), (None, node), (node, plain), (hooked, node), (None, node, None)]
+        node = Node(*sides[number % len(sides)])
+        if number == 500:
+            node = Node(node, recv)
+    found = plan([node], limit=limit)
+    assert list(found.leaves) == list(found.regions[1].leaves) == [plain]
+    assert list(found.hooked_leaves) == [hooked]
+    assert set(found.recvs) == {end, recv}
+    assert found.count >= 1000
+
+
+def test_a_chain_may_lead_nowhere():
+    node = Node(None, None)
+    for _ in range(1000):
+        node = Node(node)
+    found = plan([node])
+    assert not found.leaves
+    assert found.count >= 1000
+
+
 class Counted(Node):
     """Counts how often any of them is visited."""
 
@@ -200,6 +227,18 @@ class Counted(Node):
     @next_functions.setter
     def next_functions(self, edges):
         self._next = edges
+
+
+def test_a_chain_is_walked_once_and_what_was_walked_is_not_walked_again(monkeypatch):
+    chain = Leaf()
+    for _ in range(1000):
+        chain = Counted(chain)
+    monkeypatch.setattr(Counted, "visits", 0)
+    planner = Planner([Source([(chain, 0)], None)], Recv)
+    while not planner.walk(300):
+        pass
+    assert planner.walk(300)
+    assert 1000 <= Counted.visits <= 1010
 
 
 def test_ways_that_meet_again_and_again_are_not_walked_again_and_again(monkeypatch):

@@ -82,6 +82,33 @@ def test_one_that_is_known_is_looked_at_again_only_if_it_takes_long(monkeypatch)
     assert not pace.is_short(plan, 2)
 
 
+def test_one_that_takes_long_again_and_again_is_timed_now_and_then(monkeypatch):
+    clock, cpu_reads, runs = [0.0], [0], [0]
+
+    def thread_time() -> float:
+        cpu_reads[0] += 1
+        return clock[0]
+
+    def take(seconds: float) -> None:
+        runs[0] += 1
+        clock[0] += seconds
+
+    monkeypatch.setattr("arpc.autograd.pace.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("arpc.autograd.pace.thread_time", thread_time)
+    pace, plan = Pace(), small()
+    for _ in range(2):  # the first may have loaded something
+        pace.run(partial(take, 2 * SHORT_S), plan, 2)
+    assert cpu_reads[0] == 4
+    for _ in range(32):
+        pace.run(partial(take, 2 * SHORT_S), plan, 2)
+        assert not pace.is_short(plan, 2)
+    assert cpu_reads[0] == 8
+    for _ in range(16):  # it has become shorter
+        pace.run(partial(take, SHORT_S / 10), plan, 2)
+    assert pace.is_short(plan, 2)
+    assert runs[0] == 50
+
+
 def test_not_all_graphs_are_remembered():
     pace, plan = Pace(), small()
     for elements in range(5000):

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import msgspec
 from torch import Tensor
 
+from arpc.agent.notes import Noting
 from arpc.agent.placement import PLACE, Placement, ToCaller
 from arpc.errors import ProtocolError, SerializationError
 from arpc.ids import WorkerInfo
@@ -18,12 +19,14 @@ from arpc.wire.handful import (
     ARGUMENTS_AND_META,
     LAST_KIND,
     MAX_TENSORS,
+    NOTED,
     PARCEL_ARGUMENT,
     PARCEL_RESULT,
     PICKLED_ARGUMENTS,
     PICKLED_RESULT,
     RESULT,
     RESULT_AND_META,
+    RESULT_AND_NOTE,
     Handful,
     handful_payload,
     unpack_arguments,
@@ -38,6 +41,7 @@ from arpc.wire.tensors import Slot, pack, unpack
 __all__ = ["Codec", "Interceptor", "Packed"]
 
 _NO_SLOTS: Final[list[Any]] = []
+_LONE: Final = frozenset((RESULT, RESULT_AND_META, RESULT_AND_NOTE))
 _ALL_TO_CALLER: Final = ToCaller({}, moves_host_memory=True)
 _encode_meta = msgspec.msgpack.Encoder().encode
 _decode_meta = msgspec.msgpack.Decoder(dict[str, Any]).decode
@@ -92,6 +96,8 @@ class Codec:
         self.pickler = Pickler(reducers, families)
         self.interceptors = tuple(interceptors)
         self._by_key = {interceptor.key: interceptor for interceptor in interceptors}
+        self.noting = next((known for known in interceptors if isinstance(known, Noting)), None)
+        """The one whose notes need no name."""
         self.max_payload_bytes = max_body_bytes * 7 // 8
         """The largest pickle that is sent. Room is left for what describes tensors, and for those of a handful."""
         self._max_body_bytes = max_body_bytes
@@ -218,6 +224,15 @@ class Codec:
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ProtocolError(f"malformed meta data: {error}") from error
 
+    def added_to(self, handful: Handful) -> dict[str, Any]:
+        """The same of a handful, on which something rides."""
+        kind, _, meta, _ = handful
+        if kind not in NOTED:
+            return self.decoded(meta)
+        if self.noting is None:
+            raise ProtocolError("a note that nobody here can read")
+        return {self.noting.key: bytes(meta)}
+
     def content(self, message: Message) -> Any:
         """The object in a message to which nothing was added. Raises `ProtocolError`, or whatever unpickling raises."""
         if message.table_end:
@@ -299,9 +314,11 @@ class Codec:
 
 def _object_of(handful: Handful, load: Callable[..., Any]) -> Any:
     kind, slots, _, content = handful
-    if kind >= PICKLED_ARGUMENTS:
+    if kind in _LONE:
+        return slots[0]
+    if kind in {PICKLED_ARGUMENTS, PICKLED_RESULT}:
         return load(content, slots)
-    if kind >= PARCEL_ARGUMENT:
+    if kind in {PARCEL_ARGUMENT, PARCEL_RESULT}:
         parcel = [bytes(content), *slots]
         return parcel if kind == PARCEL_RESULT else (parcel,)
-    return tuple(slots) if kind in {ARGUMENTS, ARGUMENTS_AND_META} else slots[0]
+    return tuple(slots)

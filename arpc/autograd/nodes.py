@@ -26,6 +26,7 @@ __all__ = [
     "RecvNode",
     "RecvRecord",
     "accumulate_at",
+    "attach_plain",
     "attach_recv",
     "attach_send",
     "current_run",
@@ -94,7 +95,7 @@ def _send_backward(_: Any, *__: Any) -> Any:
 def _recv_forward(ctx: Any, _: Tensor, tensors: Sequence[Tensor], record: RecvRecord) -> tuple[Tensor, ...]:
     ctx.record = record
     # like local autograd: no gradient is None, not zeros
-    ctx.set_materialize_grads(False)
+    ctx.materialize_grads = False  # what `set_materialize_grads` does
     # They come in a list: as direct inputs they would be copied
     return tuple(tensors)
 
@@ -171,6 +172,13 @@ _FEW: Final = 16
 _delayed_errors: Final = tuple(_make_delayed_error("a send node was run", 1 + count) for count in range(_FEW))
 
 
+attach_plain: Final = tuple(partial(make, _TOKEN) for make in _delayed_errors)
+"""By how many they are: what `attach_send` calls with tensors that are nothing more than that.
+
+The first of the tensors that it returns has the node as its history.
+"""
+
+
 def attach_send(tensors: Sequence[Tensor]) -> Any:
     """A node whose edges, but for the first, lead to where the tensors came from. It keeps no memory of theirs.
 
@@ -180,8 +188,9 @@ def attach_send(tensors: Sequence[Tensor]) -> Any:
     count = len(tensors)
     if not _PLAIN.issuperset(map(type, tensors)):
         return _apply_send(_TOKEN, *tensors).grad_fn  # which does not look at them: they may do something then
-    make = _delayed_errors[count] if count < _FEW else _make_delayed_error("a send node was run", 1 + count)
-    return make(_TOKEN, *tensors)[0].grad_fn
+    if count < _FEW:
+        return attach_plain[count](*tensors)[0].grad_fn
+    return _make_delayed_error("a send node was run", 1 + count)(_TOKEN, *tensors)[0].grad_fn
 
 
 LeafNode: Final[type] = type(attach_send([ANCHOR]).next_functions[1][0])

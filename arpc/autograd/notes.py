@@ -13,7 +13,7 @@ from torch import Tensor
 
 from arpc.autograd.context import AutogradContext, Container, current_context_id
 from arpc.autograd.engine import Source
-from arpc.autograd.nodes import RecvRecord, attach_plain, attach_recv
+from arpc.autograd.nodes import RecvRecord, attach_plain, attach_received
 from arpc.errors import ProtocolError
 from arpc.ids import WorkerInfo
 
@@ -94,10 +94,10 @@ def _received(
         raise ProtocolError("gradients were announced for a message without tensors that require grad")
     record = RecvRecord(message_id, sender, count)
     if count == len(tensors):
-        attached = attach_recv(tensors, record)
+        attached = attach_received((record, *tensors))
         context.recvs[message_id] = attached[0].grad_fn
         return attached
-    attached = attach_recv([tensors[place] for place in requiring], record)
+    attached = attach_received((record, *[tensors[place] for place in requiring]))
     context.recvs[message_id] = attached[0].grad_fn
     for place, tensor in zip(requiring, attached, strict=True):
         tensors[place] = tensor

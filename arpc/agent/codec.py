@@ -17,6 +17,7 @@ from arpc.wire.frames import HEADER_BYTES, MAX_BODY_BYTES, frame
 from arpc.wire.handful import (
     ARGUMENTS,
     ARGUMENTS_AND_META,
+    ARGUMENTS_AND_NOTE,
     LAST_KIND,
     MAX_TENSORS,
     NOTED,
@@ -41,6 +42,8 @@ from arpc.wire.tensors import Slot, pack, unpack
 __all__ = ["Codec", "Interceptor", "Packed"]
 
 _NO_SLOTS: Final[list[Any]] = []
+_AND_META: Final = {ARGUMENTS: ARGUMENTS_AND_META, RESULT: RESULT_AND_META}
+_AND_NOTE: Final = {ARGUMENTS: ARGUMENTS_AND_NOTE, RESULT: RESULT_AND_NOTE}
 _LONE: Final = frozenset((RESULT, RESULT_AND_META, RESULT_AND_NOTE))
 _ALL_TO_CALLER: Final = ToCaller({}, moves_host_memory=True)
 _encode_meta = msgspec.msgpack.Encoder().encode
@@ -165,17 +168,24 @@ class Codec:
         count = len(slots)
         if payload and (count > MAX_TENSORS or payload is not JUST_TENSORS[count]):
             return self._pickled_handful(PICKLED_ARGUMENTS, slots, meta, payload)
-        return self.handful(ARGUMENTS_AND_META, slots, _encode_meta(meta)) if meta else self.handful(ARGUMENTS, slots)
+        return self._handful_with(meta, ARGUMENTS, slots) if meta else self.handful(ARGUMENTS, slots)
 
     def handful_of_tensors(self, slots: Sequence[Slot], meta: dict[str, Any]) -> bytes | None:
         """The same for tensors alone, and a worker whose host memory they go to."""
-        return self.handful(ARGUMENTS_AND_META, slots, _encode_meta(meta)) if meta else self.handful(ARGUMENTS, slots)
+        return self._handful_with(meta, ARGUMENTS, slots) if meta else self.handful(ARGUMENTS, slots)
 
     def handful_of_result(self, payload: bytes, slots: Sequence[Slot], meta: dict[str, Any] | None) -> bytes | None:
         """The same for a reply that need not go to a device."""
         if payload is not JUST_A_TENSOR:
             return self._pickled_handful(PICKLED_RESULT, slots, meta, payload)
-        return self.handful(RESULT_AND_META, slots, _encode_meta(meta)) if meta else self.handful(RESULT, slots)
+        return self._handful_with(meta, RESULT, slots) if meta else self.handful(RESULT, slots)
+
+    def _handful_with(self, meta: dict[str, Any], kind: int, slots: Sequence[Slot]) -> bytes | None:
+        """The same for a message on which something rides; ``kind`` is what it would be if nothing did."""
+        if len(meta) == 1 and self.noting is not None and (note := meta.get(self.noting.key)) is not None:
+            all_but_note = self.handful(_AND_NOTE[kind], slots)
+            return None if all_but_note is None else all_but_note + note
+        return self.handful(_AND_META[kind], slots, _encode_meta(meta))
 
     def _pickled_handful(
         self, kind: int, slots: Sequence[Slot], meta: dict[str, Any] | None, payload: bytes

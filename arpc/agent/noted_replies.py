@@ -49,10 +49,14 @@ class NotedReplies(Replies):
                 payload = self.codec.handful(RESULT_AND_NOTE, (result,))
             if payload is None:
                 meta = {noting.key: reply_note} if reply_note else None
-                self._end(run, *self.codec.frame(_REPLY, 0, run.id, 0, 0, JUST_A_TENSOR, [result], meta))
-                return
+                data, buffers = self.codec.frame(_REPLY, 0, run.id, 0, 0, JUST_A_TENSOR, [result], meta)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the caller's
+            self.carriers.steps_without_wait += 1
             self.raised(run, error)
+            return
+        if payload is None:
+            self.carriers.steps_without_wait += 1
+            self._end(run, data, buffers)
             return
         self._ended_at_once += 1
         size = len(payload) + len(reply_note)

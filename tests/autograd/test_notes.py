@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import arpc
+from arpc.agent import variables
 from arpc.autograd.context import Container, current_context_id
 from arpc.autograd.nodes import RecvNode
 from arpc.autograd.notes import Notes
@@ -69,6 +70,14 @@ async def look(*tensors: Tensor) -> list[tuple[bool, bool, int | None]]:
     return [(one.requires_grad, isinstance(one.grad_fn, RecvNode), current_context_id.get()) for one in tensors]
 
 
+async def mul_elsewhere(x: Tensor, y: Tensor) -> Tensor:
+    return 2 * await arpc.rpc_sync("worker2", mul, (x, y))
+
+
+async def make() -> Tensor:
+    return torch.tensor([float(current_context_id.get() or 0), 1.0], requires_grad=True)
+
+
 async def mul_without_history(x: Tensor, y: Tensor) -> Tensor:
     return x.detach() * y.detach()
 
@@ -108,8 +117,8 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ("function", "expected"),
     [
         pytest.param(mul, BOTH, id="at once"),
-        pytest.param(mul_later, BOTH[:1], id="later"),
-        pytest.param(mul_in_thread, [], id="in a thread"),
+        pytest.param(mul_later, BOTH, id="later"),
+        pytest.param(mul_in_thread, BOTH[1:], id="in a thread"),
         pytest.param(mul_in_a_list, BOTH[:1], id="in a list"),
         pytest.param(mul_and_leave_grad_mode_off, BOTH, id="with grad mode left off"),
     ],
@@ -134,6 +143,28 @@ async def test_whatever_way_a_reply_takes_it_is_recorded(group, notes, function,
         assert torch.equal(gradients[y], x.detach())
 
 
+async def test_calls_of_handlers_have_notes_too(group, notes):
+    x, y = leaf(), leaf()
+    await learnt(mul_elsewhere)
+    async with arpc.autograd.context() as ctx_id:
+        made = await arpc.rpc_sync("worker1", mul_elsewhere, (x, y))
+        # the one that the handler makes is answered first
+        assert notes == [*BOTH[:1], *BOTH, *BOTH[1:]]
+        await arpc.autograd.backward(ctx_id, [made.sum()])
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [2, 4, 6]
+
+
+async def test_a_call_without_arguments_has_a_note(group, notes):
+    await arpc.rpc_sync("worker1", look, ())
+    async with arpc.autograd.context() as ctx_id:
+        for _ in range(3):
+            notes.clear()
+            made = await arpc.rpc_sync("worker1", make)
+            assert made.tolist() == [ctx_id, 1]
+            assert type(made.grad_fn) is RecvNode
+            assert notes == BOTH
+
+
 async def test_a_worker_that_looks_at_everything_reads_notes_too(notes):
     x, y = leaf(), leaf(4.0, 5.0, 6.0)
     async with cluster(2, options=RpcOptions(gc_freeze=False, allow="exported")) as group:
@@ -152,6 +183,7 @@ async def test_what_came_with_a_note_may_be_changed_in_place(group, notes):
     await learnt(mul)
     async with arpc.autograd.context() as ctx_id:
         for _ in range(2):
+            notes.clear()
             changed = await arpc.rpc_sync("worker1", change_in_place, (x, y))
         assert notes == BOTH
         assert changed.tolist() == [4, 8, 12]
@@ -234,25 +266,47 @@ async def test_a_handler_that_fails_says_so(group, notes):
         assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == y.tolist()
 
 
-async def test_what_else_rides_on_a_call_goes_along_with_what_is_recorded(group, notes, monkeypatch):
+async def test_what_goes_wrong_as_a_reply_is_recorded_is_the_callers(group, monkeypatch):
     x, y = leaf(), leaf()
     await learnt(mul)
-    monkeypatch.setattr(group[0].agent, "_occasions", (*group[0].agent._occasions, ["something"]))
+
+    def refuse(*_: Any) -> Any:
+        raise LookupError("refused there")
+
+    async with arpc.autograd.context():
+        with monkeypatch.context() as patch:
+            patch.setattr(Notes, "note_reply", refuse)
+            with pytest.raises(LookupError, match="refused there"):
+                await arpc.rpc_sync("worker1", mul, (x, y))
+        assert type((await arpc.rpc_sync("worker1", mul, (x, y))).grad_fn) is RecvNode
+
+
+factor: contextvars.ContextVar[int] = contextvars.ContextVar("factor")
+
+
+async def mul_by_factor(x: Tensor, y: Tensor) -> Tensor:
+    return x * y * factor.get(1)
+
+
+async def test_what_else_rides_on_a_call_goes_along_with_what_is_recorded(group, notes, monkeypatch):
+    x, y = leaf(), leaf()
+    await learnt(mul_by_factor)
+    monkeypatch.setitem(variables._declared, "factor", factor)
+    factor.set(3)
     async with arpc.autograd.context() as ctx_id:
-        product = await arpc.rpc_sync("worker1", mul, (x, y))
-        assert not notes
+        product = await arpc.rpc_sync("worker1", mul_by_factor, (x, y))
+        assert notes == BOTH[1:]
         await arpc.autograd.backward(ctx_id, [product.sum()])
-        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == y.tolist()
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [3, 6, 9]
 
 
-async def test_a_connection_that_has_no_room_takes_the_long_way(group, notes, monkeypatch):
+async def test_what_there_is_no_room_for_is_recorded_once(group, monkeypatch):
     x, y = torch.ones(512, requires_grad=True), torch.ones(512, requires_grad=True)
     await learnt(mul, x, y)
     peer = group[0].agent.known_peer("worker1")
     monkeypatch.setattr(peer, "take_room", lambda _: False)
     async with arpc.autograd.context() as ctx_id:
         await arpc.rpc_sync("worker1", mul, (x, y))
-        assert "request_noted" not in notes
         assert len(group[0].autograd.container.find(ctx_id).sends) == 1
 
 

@@ -178,6 +178,7 @@ def make_tensors() -> Callable[[bytes], None]:
 
     from arpc.errors import ProtocolError, SerializationError
     from arpc.wire.handful import unpack_arguments, unpack_handful, unpack_result
+    from arpc.wire.noted import unpack_noted
     from arpc.wire.rebuilding import unpack
 
     def touch(value: Any) -> None:
@@ -196,7 +197,8 @@ def make_tensors() -> Callable[[bytes], None]:
                     touch(tensor.detach())
                 return
             if data[0] & 4:
-                for slot in unpack_handful(bytearray(data[1:]))[1]:
+                slots = unpack_noted(data[1:])[0] if data[0] & 2 else unpack_handful(bytearray(data[1:]))[1]
+                for slot in slots:
                     touch(slot.detach())
                 return
             split = 2 + data[1]
@@ -215,7 +217,14 @@ def tensor_seeds() -> Iterable[bytes]:
     """Tensors of all kinds, packed."""
     import torch
 
-    from arpc.wire.handful import ARGUMENTS, PICKLED_ARGUMENTS, RESULT, handful_payload
+    from arpc.wire.handful import (
+        ARGUMENTS,
+        ARGUMENTS_AND_NOTE,
+        NOTE_BYTES,
+        PICKLED_ARGUMENTS,
+        RESULT,
+        handful_payload,
+    )
     from arpc.wire.tensors import pack
 
     base = torch.arange(12.0)
@@ -247,6 +256,9 @@ def tensor_seeds() -> Iterable[bytes]:
     handful = handful_payload(1 << 12, PICKLED_ARGUMENTS, few, b"meta", b"content")
     assert handful is not None
     yield b"\4" + handful
+    noted = handful_payload(1 << 12, ARGUMENTS_AND_NOTE, few)
+    assert noted is not None
+    yield b"\6" + noted + bytes(NOTE_BYTES)
 
 
 # -- pickles

@@ -22,6 +22,7 @@ from arpc.wire.handful import (
     PARCEL_RESULT,
     RESULT,
     RESULT_AND_META,
+    RESULT_AND_NOTE,
     FreshParcel,
     Handful,
     unpack_handful,
@@ -33,6 +34,7 @@ from arpc.wire.messages import (
     Reply,
     ReplyFlag,
 )
+from arpc.wire.noted import unpack_noted
 from arpc.wire.protocol import Bare
 
 __all__ = ["Answers"]
@@ -174,12 +176,17 @@ class Answers:
             peer.release(call)
         if call.future.done():
             return
+        value: Any
         try:
-            handful = unpack_handful(payload)
-            if payload[0] == PARCEL_RESULT and not handful[2]:
-                value = FreshParcel((handful[3], *handful[1]))
+            if payload[0] == RESULT_AND_NOTE and (noting := self.codec.noting) is not None:
+                tensors, requiring, note = unpack_noted(payload)
+                (value,) = noting.reply_noted(peer.info, note, tensors, requiring)
             else:
-                value = self._handful_in_scope(peer.info, handful)
+                handful = unpack_handful(payload)
+                if payload[0] == PARCEL_RESULT and not handful[2]:
+                    value = FreshParcel((handful[3], *handful[1]))
+                else:
+                    value = self._handful_in_scope(peer.info, handful)
         except ProtocolError:
             call.future.set_exception(self._malformed(call))
             raise
@@ -201,7 +208,7 @@ class Answers:
         codec = self.codec
         kind, slots, meta, _ = handful
         if meta:
-            codec.receive_reply(peer, codec.decoded(meta), slots)
+            codec.receive_reply(peer, codec.added_to(handful), slots)
         return slots[0] if kind == RESULT_AND_META else codec.handful_object(handful)
 
     def _on_reply(self, link: Link, message: Message) -> None:

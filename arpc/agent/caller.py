@@ -23,6 +23,7 @@ from arpc.agent.functions import name_of
 from arpc.agent.future import Future
 from arpc.agent.labelled import MAX_UNCOUNTED_BYTES, LabelledCalls
 from arpc.agent.membership import WorkerRecord
+from arpc.agent.noted_calls import NotedCalls
 from arpc.agent.observers import kind_of
 from arpc.agent.peers import Peer
 from arpc.agent.placement import LateBuffers
@@ -80,7 +81,7 @@ _NO_BUFFERS: Final[list[memoryview]] = []
 T = TypeVar("T")
 
 
-class Caller(LabelledCalls, ArgumentPacking):
+class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
     """The part of an agent that makes calls; the rest is in the class that inherits."""
 
     add_peer: Callable[[WorkerRecord], Peer]
@@ -171,7 +172,7 @@ class Caller(LabelledCalls, ArgumentPacking):
             if terms is NO_TERMS:
                 self._learn_terms(peer, function)
         elif any(self._occasions):
-            call_id = self._begin_recorded(peer, connection, future, function, args, terms)
+            call_id = self._begin_noted(peer, connection, future, function, args, terms)
         elif args is _NO_ARGS:  # whatever else counts as false is for `begin` to judge
             # what `begin` comes down to, if there is nothing special about a call
             calls = peer.calls
@@ -251,7 +252,7 @@ class Caller(LabelledCalls, ArgumentPacking):
         args: Any,
         terms: bytes,
     ) -> int:
-        """The same if something may ride on it."""
+        """The same if something may ride on it that is more than a note."""
         codec = self.codec
         if (
             args.__class__ is not tuple

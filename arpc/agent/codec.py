@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import msgspec
 from torch import Tensor
 
+from arpc.agent.notes import Noting
 from arpc.agent.placement import PLACE, Placement, ToCaller
 from arpc.errors import ProtocolError, SerializationError
 from arpc.ids import WorkerInfo
@@ -16,14 +17,17 @@ from arpc.wire.frames import HEADER_BYTES, MAX_BODY_BYTES, frame
 from arpc.wire.handful import (
     ARGUMENTS,
     ARGUMENTS_AND_META,
+    ARGUMENTS_AND_NOTE,
     LAST_KIND,
     MAX_TENSORS,
+    NOTED,
     PARCEL_ARGUMENT,
     PARCEL_RESULT,
     PICKLED_ARGUMENTS,
     PICKLED_RESULT,
     RESULT,
     RESULT_AND_META,
+    RESULT_AND_NOTE,
     Handful,
     handful_payload,
     unpack_arguments,
@@ -38,6 +42,9 @@ from arpc.wire.tensors import Slot, pack, unpack
 __all__ = ["Codec", "Interceptor", "Packed"]
 
 _NO_SLOTS: Final[list[Any]] = []
+_AND_META: Final = {ARGUMENTS: ARGUMENTS_AND_META, RESULT: RESULT_AND_META}
+_AND_NOTE: Final = {ARGUMENTS: ARGUMENTS_AND_NOTE, RESULT: RESULT_AND_NOTE}
+_LONE: Final = frozenset((RESULT, RESULT_AND_META, RESULT_AND_NOTE))
 _ALL_TO_CALLER: Final = ToCaller({}, moves_host_memory=True)
 _encode_meta = msgspec.msgpack.Encoder().encode
 _decode_meta = msgspec.msgpack.Decoder(dict[str, Any]).decode
@@ -92,6 +99,8 @@ class Codec:
         self.pickler = Pickler(reducers, families)
         self.interceptors = tuple(interceptors)
         self._by_key = {interceptor.key: interceptor for interceptor in interceptors}
+        self.noting = next((known for known in interceptors if isinstance(known, Noting)), None)
+        """The one whose notes need no name."""
         self.max_payload_bytes = max_body_bytes * 7 // 8
         """The largest pickle that is sent. Room is left for what describes tensors, and for those of a handful."""
         self._max_body_bytes = max_body_bytes
@@ -159,17 +168,24 @@ class Codec:
         count = len(slots)
         if payload and (count > MAX_TENSORS or payload is not JUST_TENSORS[count]):
             return self._pickled_handful(PICKLED_ARGUMENTS, slots, meta, payload)
-        return self.handful(ARGUMENTS_AND_META, slots, _encode_meta(meta)) if meta else self.handful(ARGUMENTS, slots)
+        return self._handful_with(meta, ARGUMENTS, slots) if meta else self.handful(ARGUMENTS, slots)
 
     def handful_of_tensors(self, slots: Sequence[Slot], meta: dict[str, Any]) -> bytes | None:
         """The same for tensors alone, and a worker whose host memory they go to."""
-        return self.handful(ARGUMENTS_AND_META, slots, _encode_meta(meta)) if meta else self.handful(ARGUMENTS, slots)
+        return self._handful_with(meta, ARGUMENTS, slots) if meta else self.handful(ARGUMENTS, slots)
 
     def handful_of_result(self, payload: bytes, slots: Sequence[Slot], meta: dict[str, Any] | None) -> bytes | None:
         """The same for a reply that need not go to a device."""
         if payload is not JUST_A_TENSOR:
             return self._pickled_handful(PICKLED_RESULT, slots, meta, payload)
-        return self.handful(RESULT_AND_META, slots, _encode_meta(meta)) if meta else self.handful(RESULT, slots)
+        return self._handful_with(meta, RESULT, slots) if meta else self.handful(RESULT, slots)
+
+    def _handful_with(self, meta: dict[str, Any], kind: int, slots: Sequence[Slot]) -> bytes | None:
+        """The same for a message on which something rides; ``kind`` is what it would be if nothing did."""
+        if len(meta) == 1 and self.noting is not None and (note := meta.get(self.noting.key)) is not None:
+            all_but_note = self.handful(_AND_NOTE[kind], slots)
+            return None if all_but_note is None else all_but_note + note
+        return self.handful(_AND_META[kind], slots, _encode_meta(meta))
 
     def _pickled_handful(
         self, kind: int, slots: Sequence[Slot], meta: dict[str, Any] | None, payload: bytes
@@ -215,6 +231,15 @@ class Codec:
             return _decode_meta(meta)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ProtocolError(f"malformed meta data: {error}") from error
+
+    def added_to(self, handful: Handful) -> dict[str, Any]:
+        """The same of a handful, on which something rides."""
+        kind, _, meta, _ = handful
+        if kind not in NOTED:
+            return self.decoded(meta)
+        if self.noting is None:
+            raise ProtocolError("a note that nobody here can read")
+        return {self.noting.key: bytes(meta)}
 
     def content(self, message: Message) -> Any:
         """The object in a message to which nothing was added. Raises `ProtocolError`, or whatever unpickling raises."""
@@ -297,9 +322,11 @@ class Codec:
 
 def _object_of(handful: Handful, load: Callable[..., Any]) -> Any:
     kind, slots, _, content = handful
-    if kind >= PICKLED_ARGUMENTS:
+    if kind in _LONE:
+        return slots[0]
+    if kind in {PICKLED_ARGUMENTS, PICKLED_RESULT}:
         return load(content, slots)
-    if kind >= PARCEL_ARGUMENT:
+    if kind in {PARCEL_ARGUMENT, PARCEL_RESULT}:
         parcel = [bytes(content), *slots]
         return parcel if kind == PARCEL_RESULT else (parcel,)
-    return tuple(slots) if kind in {ARGUMENTS, ARGUMENTS_AND_META} else slots[0]
+    return tuple(slots)

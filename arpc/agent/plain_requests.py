@@ -12,10 +12,10 @@ from torch import Tensor
 from torch._C import _len_torch_function_stack as _count_function_modes
 
 from arpc import torchstate
-from arpc.agent.carriers import Carrier, Carriers
+from arpc.agent.carriers import Carrier
 from arpc.agent.functions import Function
+from arpc.agent.noted_replies import NotedReplies
 from arpc.agent.outbox import ReplyOutbox
-from arpc.agent.replies import Replies
 from arpc.agent.requests import UNMEASURED, Inbound, Run
 from arpc.agent.scope import current_scope
 from arpc.agent.threads import ThreadPool
@@ -24,6 +24,7 @@ from arpc.wire.frames import BARE_HEADER, BRIEF_HEADER, NO_TERMS, TERMS, bare_le
 from arpc.wire.handful import (
     ARGUMENTS,
     ARGUMENTS_AND_META,
+    ARGUMENTS_AND_NOTE,
     LAST_KIND,
     RESULT,
     Handful,
@@ -31,6 +32,7 @@ from arpc.wire.handful import (
     unpack_handful,
 )
 from arpc.wire.messages import Message, MessageType, Request
+from arpc.wire.noted import unpack_noted
 from arpc.wire.pickling import JUST_A_TENSOR, loads
 from arpc.wire.protocol import Bare, Direct
 
@@ -46,10 +48,9 @@ _set_scope = current_scope.set
 _is_grad_enabled = torch.is_grad_enabled
 
 
-class PlainRequests(Replies):
+class PlainRequests(NotedReplies):
     """The part of an executor that takes those; the rest is in the class that inherits."""
 
-    carriers: Carriers
     name: str
     threads: ThreadPool
     time: Callable[[], float]
@@ -61,9 +62,8 @@ class PlainRequests(Replies):
     _after: Callable[[list[Awaitable[object]], Function], Function]
     _copy_context: Callable[[], Context]
     _idle: list[Carrier]
-    _ended_at_once: int
 
-    def taker(self, inbound: Inbound) -> Direct:
+    def taker(self, inbound: Inbound) -> Direct:  # noqa: PLR0915 - the hot path, written out
         """Runs the plainest of a connection's requests, straight from the read.
 
         This is `Carriers.start` for a `Run`, written out, and with a `carriers.conveyor`. Torch's state must be
@@ -76,6 +76,8 @@ class PlainRequests(Replies):
         copy_context = self._copy_context
         window_bytes = self._window_bytes
         handful = self.codec.handful
+        # what is answered from a device's memory takes longer anyway
+        noting: Any = None if self.codec.has_placement else self.codec.noting
 
         @torchstate.isolating_driver
         def take(id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
@@ -98,6 +100,10 @@ class PlainRequests(Replies):
                 if payload:
                     if payload[0] == ARGUMENTS:
                         run.args = unpack_arguments(payload)  # which runs no code of others, so needs no context
+                    elif payload[0] == ARGUMENTS_AND_NOTE and noting is not None:
+                        tensors, requiring, note = unpack_noted(payload)
+                        run.meta = {noting.key: note}
+                        run.args = context.run(noting.request_noted, inbound.caller, note, tensors, requiring)
                     else:
                         context.run(self._unpack, run, payload)
                 result = context.run(carrier.convey, run)
@@ -113,7 +119,16 @@ class PlainRequests(Replies):
                 elif result.__class__ is Tensor and (lone := handful(RESULT, (result,))) is not None:
                     data = _pack_brief(len(lone), _BRIEF_REPLY, id_, 0, 0, 0) + lone
             if data is None:
-                self._took(run, carrier, context, result)
+                if (
+                    noting is not None
+                    and result.__class__ is Tensor
+                    and payload
+                    and payload[0] == ARGUMENTS_AND_NOTE
+                    and carrier.conveyor.gi_yieldfrom is None
+                ):
+                    self._return_noted(run, carrier, noting, note, result)
+                else:
+                    self._took(run, carrier, context, result)
                 return
             self._ended_at_once += 1
             try:
@@ -334,7 +349,7 @@ class PlainRequests(Replies):
         codec = self.codec
         kind, slots, meta, _ = handful
         if meta:
-            run.meta = codec.decoded(meta)
+            run.meta = codec.added_to(handful)
             codec.receive_request(run.inbound.caller, run.meta, slots)
         return tuple(slots) if kind == ARGUMENTS_AND_META else codec.handful_object(handful)
 

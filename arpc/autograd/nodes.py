@@ -26,6 +26,8 @@ __all__ = [
     "RecvNode",
     "RecvRecord",
     "accumulate_at",
+    "attach_plain",
+    "attach_received",
     "attach_recv",
     "attach_send",
     "current_run",
@@ -91,12 +93,13 @@ def _send_backward(_: Any, *__: Any) -> Any:
     raise AutogradError("a send node was run: this is a bug of arpc")
 
 
-def _recv_forward(ctx: Any, _: Tensor, tensors: Sequence[Tensor], record: RecvRecord) -> tuple[Tensor, ...]:
-    ctx.record = record
+def _recv_forward(ctx: Any, _: Tensor, received: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    ctx.record = received[0]
     # like local autograd: no gradient is None, not zeros
-    ctx.set_materialize_grads(False)
-    # They come in a list: as direct inputs they would be copied
-    return tuple(tensors)
+    ctx.materialize_grads = False  # what `set_materialize_grads` does
+    # They come in a tuple: as direct inputs they would be copied. And in one with the record: torch looks long at what
+    # is no tensor
+    return received[1:]
 
 
 def _recv_backward(ctx: Any, *gradients: Tensor | None) -> Any:
@@ -107,7 +110,7 @@ def _recv_backward(ctx: Any, *gradients: Tensor | None) -> Any:
             "use `await arpc.autograd.backward(ctx_id, [loss])`"
         )
     record.deliver(record, gradients)
-    return None, None, None
+    return None, None
 
 
 _SendRpc: Any = type(
@@ -171,6 +174,13 @@ _FEW: Final = 16
 _delayed_errors: Final = tuple(_make_delayed_error("a send node was run", 1 + count) for count in range(_FEW))
 
 
+attach_plain: Final = tuple(partial(make, _TOKEN) for make in _delayed_errors)
+"""By how many they are: what `attach_send` calls with tensors that are nothing more than that.
+
+The first of the tensors that it returns has the node as its history.
+"""
+
+
 def attach_send(tensors: Sequence[Tensor]) -> Any:
     """A node whose edges, but for the first, lead to where the tensors came from. It keeps no memory of theirs.
 
@@ -180,8 +190,9 @@ def attach_send(tensors: Sequence[Tensor]) -> Any:
     count = len(tensors)
     if not _PLAIN.issuperset(map(type, tensors)):
         return _apply_send(_TOKEN, *tensors).grad_fn  # which does not look at them: they may do something then
-    make = _delayed_errors[count] if count < _FEW else _make_delayed_error("a send node was run", 1 + count)
-    return make(_TOKEN, *tensors)[0].grad_fn
+    if count < _FEW:
+        return attach_plain[count](*tensors)[0].grad_fn
+    return _make_delayed_error("a send node was run", 1 + count)(_TOKEN, *tensors)[0].grad_fn
 
 
 LeafNode: Final[type] = type(attach_send([ANCHOR]).next_functions[1][0])
@@ -198,11 +209,16 @@ def _pause(_: Any) -> None:
     raise PauseSignal(current_run())
 
 
-attach_recv: Final[Callable[[Sequence[Tensor], RecvRecord], tuple[Tensor, ...]]] = partial(_apply_recv, ANCHOR)
-"""The same tensors with one recv node as their history. They must have none yet, and grad mode must be on.
+attach_received: Final[Callable[[tuple[Any, ...]], tuple[Tensor, ...]]] = partial(_apply_recv, ANCHOR)
+"""`attach_recv` for a tuple of the record and the tensors."""
 
-They are no views and no leaves, so they may be changed in place, and each counts its own versions if it did before.
-"""
+
+def attach_recv(tensors: Sequence[Tensor], record: RecvRecord) -> tuple[Tensor, ...]:
+    """The same tensors with one recv node as their history. They must have none yet, and grad mode must be on.
+
+    They are no views and no leaves, so they may be changed in place, and each counts its own versions if it did before.
+    """
+    return attach_received((record, *tensors))
 
 
 def accumulate_at(leaves: Sequence[Tensor], gradients: list[Tensor]) -> None:

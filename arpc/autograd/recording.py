@@ -19,6 +19,7 @@ from torch import Tensor
 from arpc.autograd.context import ENDLESS, AutogradContext, Container, current_context_id
 from arpc.autograd.engine import Source
 from arpc.autograd.nodes import RecvRecord, attach_recv, attach_send
+from arpc.autograd.notes import Notes
 from arpc.errors import ProtocolError
 from arpc.ids import WorkerInfo
 from arpc.wire.tensors import Slot
@@ -35,7 +36,7 @@ _data_of = attrgetter("data")
 _new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
 
 
-class Recorder:
+class Recorder(Notes):
     """The interceptor that does it. What it adds to a message is the ids of the context and of the message.
 
     A message id of 0 means that nothing was recorded.

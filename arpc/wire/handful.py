@@ -11,8 +11,9 @@ message needs no table, and is as plain as one with a number in it: it takes the
     +------+-----------+-----------+--------------------+----------------------------+------+---------+
 
 A label is 8 bytes: the dtype's code as in `wire.table`, the number of dimensions, and up to three of them. All up to
-the end of the labels is the *head*, of ``head_size`` bytes. ``meta`` is what interceptors add. ``content``, for kinds
-that have it, is all the rest: a pickle in which the tensors are holes or, in a *parcel*, just bytes.
+the end of the labels is the *head*, of ``head_size`` bytes. ``meta`` is what interceptors add, or the *note* of one of
+them, see `wire.noted`. ``content``, for kinds that have it, is all the rest: a pickle in which the tensors are holes
+or, in a *parcel*, just bytes.
 
 Tensors of the same kinds come again and again, so heads are made and read once. What is left to do for a message is to
 look at each tensor, copy its memory, and build it again.
@@ -20,7 +21,7 @@ look at each tensor, copy its memory, and build it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import inf, prod
 from operator import attrgetter
@@ -43,19 +44,28 @@ from arpc.wire.table import DTYPE_CODES, DTYPES, NUMPY_DTYPES, Code
 __all__ = [
     "ARGUMENTS",
     "ARGUMENTS_AND_META",
+    "ARGUMENTS_AND_NOTE",
     "LAST_KIND",
     "MAX_TENSORS",
+    "NOTED",
+    "NOTE_BYTES",
     "PARCEL_ARGUMENT",
     "PARCEL_RESULT",
     "PICKLED_ARGUMENTS",
     "PICKLED_RESULT",
     "RESULT",
     "RESULT_AND_META",
+    "RESULT_AND_NOTE",
     "FreshParcel",
     "Handful",
+    "builder_of",
     "handful_payload",
+    "labels_in",
+    "layout_of",
+    "remember",
     "unpack_arguments",
     "unpack_handful",
+    "unpack_head",
     "unpack_result",
 ]
 
@@ -74,7 +84,13 @@ PARCEL_RESULT: Final = 6
 PICKLED_ARGUMENTS: Final = 7
 PICKLED_RESULT: Final = 8
 """There is a pickle. Something may ride on the message."""
-LAST_KIND: Final = PICKLED_RESULT
+ARGUMENTS_AND_NOTE: Final = 9
+RESULT_AND_NOTE: Final = 10
+"""The tensors are the arguments, or the result, and all that rides on the message is a note."""
+LAST_KIND: Final = RESULT_AND_NOTE
+NOTED: Final = frozenset((ARGUMENTS_AND_NOTE, RESULT_AND_NOTE))
+NOTE_BYTES: Final = 16
+"""The size of every note."""
 
 MAX_TENSORS: Final = 8
 """For more of them a table is as fast."""
@@ -98,7 +114,8 @@ _REST: Final = ((0, 0, 0), (0, 0), (0,), ())
 _UNALIGNED: Final = ALIGNMENT - 1
 _REQUIRES_GRAD: Final = Code.REQUIRES_GRAD
 _PARCELS: Final = frozenset((PARCEL_ARGUMENT, PARCEL_RESULT))
-_WITHOUT_CONTENT: Final = frozenset((ARGUMENTS, RESULT, ARGUMENTS_AND_META, RESULT_AND_META))
+_ARE_A_RESULT: Final = frozenset((RESULT, RESULT_AND_META, RESULT_AND_NOTE))
+_WITHOUT_CONTENT: Final = frozenset((ARGUMENTS, ARGUMENTS_AND_META, ARGUMENTS_AND_NOTE)) | _ARE_A_RESULT
 # What was freed lies at its own offset. Where memory is really this low, a table does as well.
 _LOWEST_ADDRESS: Final = 1 << 32
 _PLAIN: Final = frozenset((Tensor, Parameter))
@@ -136,11 +153,12 @@ _heads: Final[dict[tuple[Any, ...], _Head]] = {}
 _layouts: Final[dict[tuple[bytes], _Layout]] = {}
 """By the head, as it is unpacked."""
 _NO_HEAD: Final = _Head(b"", (), inf, fits_nothing)
-_unpack_head: Final = {
+unpack_head: Final = {
     size: Struct(f"{size}s").unpack_from
     for size in range(_HEADER.size, _HEADER.size + MAX_TENSORS * _LABEL.size + 1, _LABEL.size)
 }
-_unpack_head_of_one: Final = _unpack_head[_HEADER.size + _LABEL.size]
+"""By its size: takes the head from the beginning of a payload."""
+_unpack_head_of_one: Final = unpack_head[_HEADER.size + _LABEL.size]
 
 
 def handful_payload(
@@ -148,7 +166,8 @@ def handful_payload(
 ) -> bytes | None:
     """The payload of a message with tensors of at most ``limit_bytes`` each; None if it needs a table.
 
-    A parcel does not keep what its tensors have in common; anything else that has some needs a table.
+    A parcel does not keep what its tensors have in common; anything else that has some needs a table. Of the kinds that
+    have a note this is all but the note, which comes last.
     """
     # Each look at a tensor takes 20 to 150 ns, and three times that when other code has run since
     try:
@@ -197,12 +216,12 @@ def _find_head(kind: int, meta: bytes, slots: Sequence[Any]) -> _Head:
     found = _heads.get(looks)
     if found is None:
         found = _head_of(kind, meta, slots)
-        _remember(_heads, looks, found)
+        remember(_heads, looks, found)
     elif found.fits is not fits_nothing and are_apart and not found.fits(*slots):
         # those before were made in another mode of torch's
         found = _heads[looks] = found._replace(fits=fits_like(slots))
     if found is not _NO_HEAD:
-        _remember(_recent, (kind, len(meta), *map(_shape_of, slots)), found)
+        remember(_recent, (kind, len(meta), *map(_shape_of, slots)), found)
     return found
 
 
@@ -226,11 +245,13 @@ def _head_of(kind: int, meta: bytes, slots: Sequence[Any]) -> _Head:
     if kinds:
         kinds[-1] = (*kinds[-1][:2], b"")  # nothing that is aligned comes after it
     head_size = _HEADER.size + len(labels)
-    head = _HEADER.pack(kind, head_size, len(meta)) + labels + PADDING[-head_size & _UNALIGNED]
+    meta_size = NOTE_BYTES if kind in NOTED else len(meta)
+    head = _HEADER.pack(kind, head_size, meta_size) + labels + PADDING[-head_size & _UNALIGNED]
     return _Head(head, tuple(kinds), max([size for size, _, _ in kinds], default=0), fits_like(slots))
 
 
-def _remember(memory: dict[Any, Any], key: Any, value: Any) -> None:
+def remember(memory: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keep what was made, among not too much else."""
     if len(memory) >= _REMEMBERED:
         memory.clear()
     memory[key] = value
@@ -243,8 +264,8 @@ def unpack_arguments(payload: bytes | bytearray) -> tuple[Tensor, ...]:
     """
     body = payload if payload.__class__ is bytearray else bytearray(payload)
     try:
-        head = _unpack_head[body[1]](body)
-        _, builders, end, _ = _layouts.get(head) or _layout_of(head)
+        head = unpack_head[body[1]](body)
+        _, builders, end, _ = _layouts.get(head) or layout_of(head)
         if end != len(body):
             raise ProtocolError("tensors of another size than they say")
         if len(builders) == 2:
@@ -260,7 +281,7 @@ def unpack_result(payload: bytes | bytearray) -> Tensor:
     body = payload if payload.__class__ is bytearray else bytearray(payload)
     try:
         head = _unpack_head_of_one(body)
-        _, (build,), end, _ = _layouts.get(head) or _layout_of(head)
+        _, (build,), end, _ = _layouts.get(head) or layout_of(head)
         if end != len(body):
             raise ProtocolError("a tensor of another size than it says")
         return build(body)
@@ -275,8 +296,8 @@ def unpack_handful(payload: bytes | bytearray) -> Handful:
     """
     body = payload if payload.__class__ is bytearray else bytearray(payload)
     try:
-        head = _unpack_head[body[1]](body)
-        kind, builders, meta_start, end = _layouts.get(head) or _layout_of(head)
+        head = unpack_head[body[1]](body)
+        kind, builders, meta_start, end = _layouts.get(head) or layout_of(head)
         slots: list[Any] = []
         for build in builders:
             slots.append(build(body))  # noqa: PERF401 - a comprehension takes longer for a few
@@ -288,33 +309,41 @@ def unpack_handful(payload: bytes | bytearray) -> Handful:
     return kind, slots, body[meta_start:end], body[end:]
 
 
-def _layout_of(unpacked_head: tuple[bytes]) -> _Layout:
+def layout_of(unpacked_head: tuple[bytes]) -> _Layout:
     """What a head says."""
     (head,) = unpacked_head
     kind, head_size, meta_size = _HEADER.unpack_from(head)
     if head_size != len(head):
         raise ValueError(f"a head of {head_size} bytes")
-    position = (len(head) + _UNALIGNED) & ~_UNALIGNED
-    end = position
+    end = (len(head) + _UNALIGNED) & ~_UNALIGNED
     builders: list[Callable[[bytearray], Tensor]] = []
+    for code, dtype, shape, position in labels_in(head):
+        builders.append(builder_of(code, dtype, shape, position))
+        end = position + prod(shape) * dtype.itemsize
+    if kind <= RESULT and meta_size:
+        raise ValueError("meta data where there are none")
+    if kind in NOTED and meta_size != NOTE_BYTES:
+        raise ValueError(f"a note of {meta_size} bytes")
+    if kind in _ARE_A_RESULT and len(builders) != 1:
+        raise ValueError(f"a result that is {len(builders)} tensors")
+    made = kind, tuple(builders), end, end + meta_size
+    remember(_layouts, unpacked_head, made)
+    return made
+
+
+def labels_in(head: bytes) -> Iterator[tuple[int, torch.dtype, tuple[int, ...], int]]:
+    """Of each tensor its code, dtype and shape, and where in the payload it begins."""
+    position = (len(head) + _UNALIGNED) & ~_UNALIGNED
     for code, dimensions, *sizes in _LABEL.iter_unpack(head[_HEADER.size :]):
         if dimensions > _MAX_DIMENSIONS:
             raise ValueError(f"{dimensions} dimensions")
         shape = tuple(sizes[:dimensions])
         dtype = DTYPES[code & ~_REQUIRES_GRAD]
-        builders.append(_builder(code, dtype, shape, position))
-        end = position + prod(shape) * dtype.itemsize
-        position = (end + _UNALIGNED) & ~_UNALIGNED
-    if kind <= RESULT and meta_size:
-        raise ValueError("meta data where there are none")
-    if kind in {RESULT, RESULT_AND_META} and len(builders) != 1:
-        raise ValueError(f"a result that is {len(builders)} tensors")
-    made = kind, tuple(builders), end, end + meta_size
-    _remember(_layouts, unpacked_head, made)
-    return made
+        yield code, dtype, shape, position
+        position = (position + prod(shape) * dtype.itemsize + _UNALIGNED) & ~_UNALIGNED
 
 
-def _builder(code: int, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Callable[[bytearray], Tensor]:
+def builder_of(code: int, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Callable[[bytearray], Tensor]:
     """What builds a tensor out of a payload in which it lies there."""
     if len(shape) == 1:
         requires_grad = code & _REQUIRES_GRAD != 0

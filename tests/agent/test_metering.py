@@ -152,9 +152,12 @@ async def test_a_remote_creation_is_timed(metered):
     assert ("worker0", "at_once") in far.handlers
 
 
+factor = torch.full((), 2.0, requires_grad=True)
+
+
 @arpc.inline
 def doubled(x):
-    return x * 2
+    return x * factor  # whose gradient stays there until the context ends
 
 
 @pytest.mark.parametrize("elements", [3, 100_000], ids=["brief", "large"])
@@ -239,10 +242,10 @@ async def test_messages_of_features_are_calls_too_on_both_sides(metered, element
     _, here, there = metered
     x = torch.ones(elements, requires_grad=True)
     async with arpc.autograd.context() as ctx_id:
-        y = await arpc.rpc_sync("worker1", on_loop, (x,))
+        y = await arpc.rpc_sync("worker1", doubled, (x,))
         await arpc.autograd.backward(ctx_id, [y.sum()])
     await turns_until(lambda: len(here.calls) == 3)
-    names = ["on_loop", "AutogradGradients", "AutogradRelease"]
+    names = ["doubled", "AutogradGradients", "AutogradRelease"]
     assert here.calls == [("worker1", name, None) for name in names]
     assert [name.split(".")[-1] for _, name in there.handlers] == names
     assert not here.handlers

@@ -324,6 +324,20 @@ async def test_a_note_that_comes_after_the_end_of_its_context_is_not_recorded():
     assert recorder.note_reply(PEER, ids, leaf()) is None
 
 
+@pytest.mark.parametrize("requiring", [(0, 1), (1,)])
+async def test_a_reply_is_recorded_whatever_grad_mode_is_left_in(requiring):
+    recorder = Recorder(Container(0))
+    context = recorder._container.new()
+    ids = bytearray(struct.pack("<QQ", context.id, 7))
+
+    with torch.no_grad():
+        received = recorder.reply_noted(PEER, ids, [torch.ones(1), torch.ones(1)], requiring)
+        assert not torch.is_grad_enabled()
+    assert [tensor.requires_grad for tensor in received] == [place in requiring for place in range(2)]
+    assert type(received[1].grad_fn) is RecvNode
+    assert context.recvs == {7: received[1].grad_fn}
+
+
 async def test_recorded_without_tensors_is_a_protocol_error():
     recorder = Recorder(Container(0))
     ids = bytearray(struct.pack("<QQ", 1 << 48, 7))

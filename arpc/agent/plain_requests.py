@@ -95,6 +95,7 @@ class PlainRequests(NotedReplies):
             context = copy_context()
             run = Run(self, inbound, function, id_, timeout_ms)
             task = carrier.task
+            note = None
             _enter_task(loop, task)
             try:
                 if payload:
@@ -119,13 +120,7 @@ class PlainRequests(NotedReplies):
                 elif result.__class__ is Tensor and (lone := handful(RESULT, (result,))) is not None:
                     data = _pack_brief(len(lone), _BRIEF_REPLY, id_, 0, 0, 0) + lone
             if data is None:
-                if (
-                    noting is not None
-                    and result.__class__ is Tensor
-                    and payload
-                    and payload[0] == ARGUMENTS_AND_NOTE
-                    and carrier.conveyor.gi_yieldfrom is None
-                ):
+                if note is not None and result.__class__ is Tensor and carrier.conveyor.gi_yieldfrom is None:
                     self._return_noted(run, carrier, noting, note, result)
                 else:
                     self._took(run, carrier, context, result)

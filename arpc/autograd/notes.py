@@ -86,6 +86,9 @@ class Notes:
         context = self._container.contexts.get(context_id)
         if context is not None:
             context.calls_answered += 1
+            if not _is_grad_enabled():  # some callback of the loop has left it so
+                with torch.enable_grad():
+                    return _received(context, peer.id, message_id, tensors, requiring)
         return _received(context, peer.id, message_id, tensors, requiring)
 
 

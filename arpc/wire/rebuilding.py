@@ -212,6 +212,8 @@ class _Rebuilder:
     def _saved(self, entry: Entry) -> Tensor:
         if self._is_restricted:
             raise SerializationError("a quantized or nested tensor is not taken in allow-list mode")
+        if entry.flags & (Flag.CONJUGATE | Flag.NEGATIVE):  # torch would crash on it
+            raise ProtocolError("a quantized or nested tensor that is the conjugate or negative of its memory")
         memory = self._memory(entry.source, entry.span_bytes)
         loaded = torch.load(io.BytesIO(memory), weights_only=True)
         if not isinstance(loaded, Tensor):

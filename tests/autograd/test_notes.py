@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import struct
+from collections.abc import Sequence
 from typing import Any, Final
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor
 
 import arpc
 from arpc.agent import variables
+from arpc.agent.calls import Call
+from arpc.agent.deadlines import NEVER
 from arpc.autograd.context import Container, current_context_id
 from arpc.autograd.nodes import RecvNode
 from arpc.autograd.notes import Notes
@@ -21,6 +24,9 @@ from arpc.errors import ProtocolError
 from arpc.ids import WorkerInfo
 from arpc.options import RpcOptions
 from arpc.testing import cluster
+from arpc.wire.frames import frame
+from arpc.wire.handful import ARGUMENTS_AND_NOTE, RESULT_AND_NOTE, handful_payload
+from arpc.wire.messages import MessageType
 from tests.autograd.conftest import assert_nothing_is_left, until
 from tests.autograd.test_backward import leaf
 
@@ -310,6 +316,65 @@ async def test_what_there_is_no_room_for_is_recorded_once(group, monkeypatch):
         assert len(group[0].autograd.container.find(ctx_id).sends) == 1
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+async def test_the_room_that_a_call_takes_is_given_back(group, mode):
+    x, y = torch.ones(512, requires_grad=True), torch.ones(512, requires_grad=True)
+    await learnt(mul_later, x, y)
+    peer = group[0].agent.known_peer("worker1")
+    async with arpc.autograd.context():
+        with mode():
+            for is_cancelled in (False, True):
+                call = asyncio.create_task(arpc.rpc_sync("worker1", mul_later, (x, y)))
+                await asyncio.sleep(0)
+                assert peer.in_flight_bytes > x.nbytes + y.nbytes
+                if is_cancelled:
+                    call.cancel()
+                await asyncio.wait([call])
+                assert call.cancelled() is is_cancelled
+                assert not peer.in_flight_bytes
+
+
+def forged(kind: int, tensors: Sequence[Tensor], note: bytes) -> bytes:
+    payload = handful_payload(8192, kind, tensors)
+    assert payload is not None
+    return payload + note
+
+
+X, Y, Z = torch.ones(3), torch.ones(3), torch.ones(3)
+NOBODYS: Final = struct.pack("<QQ", 1 << 48, 0)
+ANNOUNCED: Final = struct.pack("<QQ", 1, 7)
+
+
+@pytest.mark.parametrize("function", [mul, mul_in_thread])
+@pytest.mark.parametrize("allow", [None, "exported"])
+@pytest.mark.parametrize(
+    "payload",
+    [
+        pytest.param(forged(ARGUMENTS_AND_NOTE, (X, Y), b""), id="no note"),
+        pytest.param(forged(ARGUMENTS_AND_NOTE, (X, Y), NOBODYS[1:]), id="too little of it"),
+        pytest.param(forged(ARGUMENTS_AND_NOTE, (X, Y), NOBODYS + b"x"), id="more than that"),
+        pytest.param(forged(ARGUMENTS_AND_NOTE, (X, Y), ANNOUNCED), id="gradients of nothing"),
+        pytest.param(forged(ARGUMENTS_AND_NOTE, (X, Y, Z), NOBODYS), id="an argument too much"),
+        pytest.param(forged(ARGUMENTS_AND_NOTE, (), NOBODYS), id="no arguments"),
+        pytest.param(forged(RESULT_AND_NOTE, (X,), NOBODYS), id="a result"),
+        pytest.param(bytes((ARGUMENTS_AND_NOTE,)), id="nothing"),
+    ],
+)
+async def test_bytes_of_a_bad_peer_fail_their_call_alone(function, allow, payload):
+    options = RpcOptions(gc_freeze=False) if allow is None else RpcOptions(gc_freeze=False, allow=allow)
+    async with cluster(2, options=options) as group:
+        await learnt(function)
+        peer = group[0].agent.known_peer("worker1")
+        connection = peer.connection
+        answer = asyncio.get_running_loop().create_future()
+        call_id = peer.calls.add(NEVER, Call(answer, function, 0, connection))
+        connection.send(frame(MessageType.REQUEST, 0, call_id, peer.function_ids[function], 0, payload))
+        await asyncio.wait([answer], timeout=10)
+        assert answer.exception() is not None
+        assert (await arpc.rpc_sync("worker1", function, (X, Y))).tolist() == [1, 1, 1]
+        assert peer.connection is connection
+
+
 async def test_a_note_that_comes_after_the_end_of_its_context_is_not_recorded():
     recorder = Recorder(Container(0))
     ids = bytearray(struct.pack("<QQ", 1 << 48, 7))
@@ -322,6 +387,20 @@ async def test_a_note_that_comes_after_the_end_of_its_context_is_not_recorded():
     assert not recorder._container.contexts
     assert current_context_id.get() is None
     assert recorder.note_reply(PEER, ids, leaf()) is None
+
+
+@pytest.mark.parametrize("requiring", [(0, 1), (1,)])
+async def test_a_reply_is_recorded_whatever_grad_mode_is_left_in(requiring):
+    recorder = Recorder(Container(0))
+    context = recorder._container.new()
+    ids = bytearray(struct.pack("<QQ", context.id, 7))
+
+    with torch.no_grad():
+        received = recorder.reply_noted(PEER, ids, [torch.ones(1), torch.ones(1)], requiring)
+        assert not torch.is_grad_enabled()
+    assert [tensor.requires_grad for tensor in received] == [place in requiring for place in range(2)]
+    assert type(received[1].grad_fn) is RecvNode
+    assert context.recvs == {7: received[1].grad_fn}
 
 
 async def test_recorded_without_tensors_is_a_protocol_error():

@@ -19,7 +19,7 @@ from arpc.errors import ProtocolError
 from arpc.wire.frames import ALIGNMENT
 from arpc.wire.messages import Message
 from arpc.wire.rebuilding import unpack
-from arpc.wire.table import DTYPES, Code, Entry, Kind, decode_table, encode_table
+from arpc.wire.table import DTYPES, Code, Entry, Flag, Kind, decode_table, encode_table
 from arpc.wire.tensors import pack
 from tests.wire.exchange import BUFFERS, INLINE, carry
 
@@ -181,6 +181,15 @@ def test_what_was_saved_must_be_a_tensor():
     table = encode_table((0, bytes([Code.ENTRY]), [0], [()], [saved]))
     with pytest.raises(ProtocolError, match="it is of type dict"):
         unpack(table, bytearray(), [file.getbuffer()])
+
+
+@pytest.mark.parametrize("flag", [Flag.CONJUGATE, Flag.NEGATIVE])
+def test_what_was_saved_has_no_bits_of_its_own(flag):
+    message = carry(pack([torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)], BUFFERS))
+    table = decode_table(message.table)
+    table.entries[0].flags |= flag
+    with pytest.raises(ProtocolError, match="conjugate or negative"):
+        unpack(encode_table(table), message.body, message.buffers)
 
 
 def test_columns_of_different_lengths_are_refused():

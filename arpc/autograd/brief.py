@@ -25,7 +25,7 @@ from arpc.autograd.context import AutogradContext, Send
 from arpc.autograd.failure import node_failure, peer_failure
 from arpc.autograd.local_pass import Threads
 from arpc.autograd.nodes import LeafNode, edge_into
-from arpc.autograd.passes import BackwardPass, Host
+from arpc.autograd.passes import BackwardPass, Host, count_cancellations
 from arpc.autograd.protocol import IS_FIRST, LEAVES, SIMPLE_ANSWER, PackedParcel, Parcel, unpack_parcel
 from arpc.autograd.survey import Expectation, Survey, are_apart, survey
 from arpc.errors import AutogradError
@@ -191,13 +191,16 @@ class BriefPass:
         """Until it is over. Raises why it failed."""
         if len(self._outstanding) == 1:
             ((future, peer),) = self._outstanding.items()
+            cancelled_before = count_cancellations()
             try:
                 answer = await future
                 if answer.__class__ is not FreshParcel or not self._try_to_end_with(peer, answer):
                     self._answered(peer, future)
             except asyncio.CancelledError:
-                if not (self.is_over and future.cancelled()):  # by `fail`
+                # see `take_only_answer`
+                if not future.done() or count_cancellations() > cancelled_before:
                     raise
+                self._answered(peer, future)
             except Exception:  # noqa: BLE001 - which is not lost, see there
                 self._answered(peer, future)
             finally:

@@ -638,3 +638,34 @@ async def test_once_a_pass_is_over_only_those_are_told_so_who_have_not_been(grou
         assert service_of_callee._take(0, asking, numbers) is None
         with pytest.raises(arpc.AutogradError, match="has failed"):
             service_of_callee._take(2, asking, numbers)
+
+
+async def test_who_waits_for_one_that_fails_after_it_was_taken_over_is_not_cancelled(group, monkeypatch, full_passes):
+    postponed = Postponed(group[0], monkeypatch)
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", weigh, (Failing.apply(leaf()),))
+        task = asyncio.create_task(arpc.autograd.backward(ctx_id, [y.sum()]))
+        await postponed.has_sent.wait()
+        context = group[0].autograd.container.find(ctx_id)
+        (message_id,) = context.sends
+        context.active_pass.receive(1, Parcel([(message_id, [torch.ones(3)])]), is_engaging=False)
+        assert len(full_passes) == 1
+        with pytest.raises(arpc.BackwardError, match="found wanting"):
+            await task
+        assert postponed.sent[0][1].cancelled()
+
+
+@pytest.mark.parametrize("is_cancelled_first", [True, False])
+async def test_one_that_is_cancelled_as_its_context_ends_is_cancelled(group, monkeypatch, is_cancelled_first):
+    x = leaf()
+    postponed = Postponed(group[0], monkeypatch)
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", weigh, (x,))
+        task = asyncio.create_task(arpc.autograd.backward(ctx_id, [y.sum()]))
+        await postponed.has_sent.wait()
+        if is_cancelled_first:
+            task.cancel()
+        else:
+            asyncio.get_running_loop().call_soon(task.cancel)
+    await asyncio.wait([task])
+    assert task.cancelled()

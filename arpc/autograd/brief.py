@@ -312,6 +312,8 @@ class BriefPass:
         unresolved = self._unresolved
         if self.is_over or self._full or self._rest or len(unresolved) != 1 or len(head) != SIMPLE_ANSWER.size:
             return False
+        if self.parent is not None:
+            return False  # there are the messages to be freed that engaged this worker, and the parent to be told
         _, bits, message_id = _unpack_answer(head)
         send = unresolved.get(message_id)
         if send is None or len(send.edges) != len(tensors) or not bits & IS_FIRST or self._leaves:

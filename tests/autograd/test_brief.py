@@ -669,3 +669,18 @@ async def test_one_that_is_cancelled_as_its_context_ends_is_cancelled(group, mon
             asyncio.get_running_loop().call_soon(task.cancel)
     await asyncio.wait([task])
     assert task.cancelled()
+
+
+async def weigh_only_mine(further):
+    return 3 * await arpc.rpc_sync(further, functions.mul, (weight, 2))
+
+
+@pytest.mark.parametrize("is_retained", [False, True])
+async def test_who_passes_on_and_has_leaves_alone_to_wait_for_frees_what_engaged_it(group, full_passes, is_retained):
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", weigh_only_mine, ("worker2",))
+        assert group[1].autograd.statistics()["sends"] == 2
+        await arpc.autograd.backward(ctx_id, [y.sum()], retain_graph=is_retained)
+        assert group[1].autograd.gradients(ctx_id)[weight].tolist() == [6.0] * 3
+        assert group[1].autograd.statistics()["sends"] == (2 if is_retained else 0)
+    assert full_passes == []

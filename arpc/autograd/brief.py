@@ -327,6 +327,8 @@ class BriefPass:
         if len(gradients) != len(tensors):
             return False  # one that was sent twice gets the sum
         context = self.context
+        if context.gradients and not torchstate.is_pristine():
+            return False  # sums are to be made as if this were no code of the task
         if bits & LEAVES and context.calls_made == self._calls_made:
             context.known_workers.discard(peer)
         # `_end`, for one that only this task knows of

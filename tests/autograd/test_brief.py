@@ -684,3 +684,16 @@ async def test_who_passes_on_and_has_leaves_alone_to_wait_for_frees_what_engaged
         assert group[1].autograd.gradients(ctx_id)[weight].tolist() == [6.0] * 3
         assert group[1].autograd.statistics()["sends"] == (2 if is_retained else 0)
     assert full_passes == []
+
+
+async def test_gradients_of_several_passes_are_summed_up_as_if_by_nobody(group, full_passes):
+    x = leaf()
+    async with arpc.autograd.context() as ctx_id:
+        for _ in range(2):
+            y = (await arpc.rpc_sync("worker1", weigh, (x,))).sum()
+            with torch.inference_mode():
+                await arpc.autograd.backward(ctx_id, [y])
+        gradient = arpc.autograd.get_gradients(ctx_id)[x]
+        assert gradient.tolist() == [4.0] * 3
+        assert not gradient.is_inference()
+    assert full_passes == []

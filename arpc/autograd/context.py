@@ -192,10 +192,13 @@ class Container:
             left.popitem(last=False)
         return True
 
-    def has_left(self, context_id: int, pass_id: int | None = None) -> bool:
-        """Whether this worker was left with nothing of a context, in that pass or any other."""
-        left = self._left.get(context_id)
-        return left is not None and pass_id in {None, left[0]}
+    def has_left(self, context_id: int) -> bool:
+        """Whether this worker was left with nothing of a context."""
+        return context_id in self._left
+
+    def has_told_that_it_left(self, context_id: int, pass_id: int, told: int) -> bool:
+        """Whether it was in that pass, and that worker hears of it, or has."""
+        return self._left.get(context_id) == (pass_id, told)
 
     def fail_early(self, context_id: int, pass_id: int) -> None:
         """A pass has failed, of a context that is not known here: what is to begin it may still come."""

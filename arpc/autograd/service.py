@@ -461,7 +461,7 @@ class AutogradService:
         if context is None:
             if parcel.gradients:
                 self.container.find(context_id)
-            if self.container.has_left(context_id, pass_id):
+            if self.container.has_told_that_it_left(context_id, pass_id, caller):
                 return None  # which the answer says that is on its way, and this would be there first
             return self._packed(NOTHING_LIVE)  # what was sent to here has not come, or nobody wants it any more
         if pass_id in context.aborted_passes:

@@ -262,3 +262,31 @@ async def test_the_end_of_a_context_is_told_in_vain_to_who_has_left_it(group):
         assert not group[1].autograd.container.has_left(ctx_id)
         await arpc.rpc_sync("worker1", triple, (x,))
         assert not knows(group, 1, ctx_id)
+
+
+async def weigh_alone() -> Tensor:
+    return (weight * weight).sum()
+
+
+async def test_nobody_is_taken_to_have_left_who_was_asked_for_another_pass_meanwhile(group):
+    x = leaf()
+    rref = arpc.remote("worker1", weigh_alone)
+    await rref
+    async with arpc.autograd.context() as ctx_id:
+        result = await arpc.rpc_sync("worker1", triple, (x,))
+        await asyncio.gather(arpc.autograd.backward(ctx_id, [result.sum()]), rref.backward(ctx_id))
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [3.0] * 3
+        assert group[1].autograd.gradients(ctx_id)[weight].tolist() == [4.0] * 3
+        assert 1 in group[0].autograd.container.find(ctx_id).known_workers
+
+
+async def test_one_from_an_rref_keeps_nobody_from_leaving_when_it_is_over(group, released):
+    x = leaf()
+    rref = arpc.remote("worker1", weigh_alone)
+    await rref
+    async with arpc.autograd.context() as ctx_id:
+        await rref.backward(ctx_id, retain_graph=True)
+        await arpc.autograd.backward(ctx_id, [(await arpc.rpc_sync("worker2", triple, (x,))).sum()])
+        assert knows(group, 1, ctx_id)
+        assert not knows(group, 2, ctx_id)
+    assert released == [("worker0", 1)]

@@ -187,6 +187,31 @@ async def test_nor_while_a_stream_is(group):
         await stream.aclose()
 
 
+async def count_and_triple() -> AsyncIterator[Tensor | int]:
+    yield 0
+    await gate.wait()
+    yield 3 * weight
+
+
+async def test_nor_while_a_stream_is_that_overtakes_the_pass(group, monkeypatch):
+    x = leaf()
+    async with arpc.autograd.context() as ctx_id:
+        first = await arpc.rpc_sync("worker1", triple, (x,))
+        with monkeypatch.context() as patched:
+            postponed = Postponed(group[0], patched)
+            passing = asyncio.create_task(arpc.autograd.backward(ctx_id, [first.sum()]))
+            await postponed.has_sent.wait()
+        stream = arpc.stream("worker1", count_and_triple)
+        assert await anext(stream) == 0
+        await postponed.let_go()
+        await passing
+        assert knows(group, 1, ctx_id)
+        gate.set()
+        await arpc.autograd.backward(ctx_id, [(await anext(stream)).sum()])
+        assert group[1].autograd.gradients(ctx_id)[weight].tolist() == [3.0] * 3
+        await stream.aclose()
+
+
 @pytest.mark.parametrize("further", [(), ("worker2",)], ids=len)
 async def test_nor_who_has_to_answer_a_call_that_overtakes_the_pass(group, monkeypatch, further):
     x = leaf()

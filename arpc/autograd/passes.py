@@ -81,7 +81,7 @@ Answer = asyncio.Future[PackedParcel | None]
 
 
 def count_cancellations() -> int:
-    """How often the current task was cancelled. One more than before an await: that was it, and not its future alone."""
+    """How often the current task was cancelled: more often than before an await if that is why it has ended."""
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from arpc.autograd import pace, service
 from arpc.autograd.brief import BriefPass
 from arpc.autograd.passes import BackwardPass
 from arpc.autograd.protocol import Parcel, pack_parcel
+from arpc.testing import cluster
 from tests.autograd import functions
-from tests.autograd.conftest import until
+from tests.autograd.conftest import OPTIONS, assert_nothing_is_left, until
 from tests.autograd.test_backward import leaf
 
 weight = torch.full((3,), 2.0, requires_grad=True)
@@ -697,3 +699,64 @@ async def test_gradients_of_several_passes_are_summed_up_as_if_by_nobody(group, 
         assert gradient.tolist() == [4.0] * 3
         assert not gradient.is_inference()
     assert full_passes == []
+
+
+# -- under `arpc.run`, where tasks are isolated, and go on in the read that brings the only answer
+
+
+def run(main: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+    async def in_a_group() -> None:
+        async with cluster(3, options=OPTIONS) as group:
+            await main(group)
+            assert_nothing_is_left(group)
+
+    arpc.run(in_a_group())
+
+
+def test_a_task_goes_on_in_the_read_that_brings_the_answer_in_its_own_state():
+    async def main(group: Any) -> None:
+        x = leaf()
+        states: list[tuple[bool, bool]] = []
+
+        async def pass_without_grad(ctx_id: int, loss: torch.Tensor) -> None:
+            with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+                await arpc.autograd.backward(ctx_id, [loss])
+                assert "_give" in [frame.name for frame in traceback.extract_stack()]
+                states.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+                await asyncio.sleep(0)
+                states.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+
+        async with arpc.autograd.context() as ctx_id:
+            for number in range(1, 3):
+                loss = (await arpc.rpc_sync("worker1", weigh, (x,))).sum()
+                task = asyncio.create_task(pass_without_grad(ctx_id, loss))
+                while not task.done():
+                    await asyncio.sleep(0)
+                    assert torch.is_grad_enabled()
+                    assert not torch.is_autocast_enabled("cpu")
+                await task
+                assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [2.0 * number] * 3
+        assert states == [(False, True)] * 4
+
+    run(main)
+
+
+@pytest.mark.parametrize("function", [weigh, weigh_in_vain, weigh_and_pass_on], ids=lambda function: function.__name__)
+def test_one_that_is_cancelled_there_leaves_nothing(function):
+    async def main(group: Any) -> None:
+        further = ("worker2",) if function is weigh_and_pass_on else ()
+        for turns in range(12):
+            async with arpc.autograd.context() as ctx_id:
+                x = leaf()
+                loss = (await arpc.rpc_sync("worker1", function, (x, *further))).sum()
+                task = asyncio.create_task(arpc.autograd.backward(ctx_id, [loss]))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                was_done = task.done()
+                task.cancel()
+                await asyncio.wait([task])
+                assert task.cancelled() != was_done
+                has_gradients = was_done and task.exception() is None
+                assert (x in arpc.autograd.get_gradients(ctx_id)) == has_gradients
+
+    run(main)

@@ -25,7 +25,7 @@ from arpc.autograd.context import AutogradContext, Send
 from arpc.autograd.failure import node_failure, peer_failure
 from arpc.autograd.local_pass import Threads
 from arpc.autograd.nodes import LeafNode, edge_into
-from arpc.autograd.passes import BackwardPass, Host
+from arpc.autograd.passes import BackwardPass, Host, count_cancellations
 from arpc.autograd.protocol import IS_FIRST, LEAVES, SIMPLE_ANSWER, PackedParcel, Parcel, unpack_parcel
 from arpc.autograd.survey import Expectation, Survey, are_apart, survey
 from arpc.errors import AutogradError
@@ -191,13 +191,16 @@ class BriefPass:
         """Until it is over. Raises why it failed."""
         if len(self._outstanding) == 1:
             ((future, peer),) = self._outstanding.items()
+            cancelled_before = count_cancellations()
             try:
                 answer = await future
                 if answer.__class__ is not FreshParcel or not self._try_to_end_with(peer, answer):
                     self._answered(peer, future)
             except asyncio.CancelledError:
-                if not (self.is_over and future.cancelled()):  # by `fail`
+                # see `take_only_answer`
+                if not future.done() or count_cancellations() > cancelled_before:
                     raise
+                self._answered(peer, future)
             except Exception:  # noqa: BLE001 - which is not lost, see there
                 self._answered(peer, future)
             finally:
@@ -309,6 +312,8 @@ class BriefPass:
         unresolved = self._unresolved
         if self.is_over or self._full or self._rest or len(unresolved) != 1 or len(head) != SIMPLE_ANSWER.size:
             return False
+        if self.parent is not None:
+            return False  # there are the messages to be freed that engaged this worker, and the parent to be told
         _, bits, message_id = _unpack_answer(head)
         send = unresolved.get(message_id)
         if send is None or len(send.edges) != len(tensors) or not bits & IS_FIRST or self._leaves:
@@ -322,6 +327,8 @@ class BriefPass:
         if len(gradients) != len(tensors):
             return False  # one that was sent twice gets the sum
         context = self.context
+        if context.gradients and not torchstate.is_pristine():
+            return False  # sums are to be made as if this were no code of the task
         if bits & LEAVES and context.calls_made == self._calls_made:
             context.known_workers.discard(peer)
         # `_end`, for one that only this task knows of

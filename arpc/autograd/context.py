@@ -65,7 +65,7 @@ class AutogradContext:
     """Those of them whose answer was recorded. If it is all of them, none of their handlers is under way."""
     handlers_begun = 0
     handlers_answered = 0
-    """The same for calls of others. Those of one that has no stream under way are all answered if it is as many."""
+    """The same for calls of others. A stream is never answered: what follows an item may come at any time."""
     gradients: Mapping[Tensor, Tensor] = NO_GRADIENTS
     """What passes that have ended here have accumulated. Replaced, never changed."""
     _before_last_pass: Mapping[Tensor, Tensor] = gradients
@@ -192,10 +192,13 @@ class Container:
             left.popitem(last=False)
         return True
 
-    def has_left(self, context_id: int, pass_id: int | None = None) -> bool:
-        """Whether this worker was left with nothing of a context, in that pass or any other."""
-        left = self._left.get(context_id)
-        return left is not None and pass_id in {None, left[0]}
+    def has_left(self, context_id: int) -> bool:
+        """Whether this worker was left with nothing of a context."""
+        return context_id in self._left
+
+    def has_told_that_it_left(self, context_id: int, pass_id: int, told: int) -> bool:
+        """Whether it was in that pass, and that worker hears of it, or has."""
+        return self._left.get(context_id) == (pass_id, told)
 
     def fail_early(self, context_id: int, pass_id: int) -> None:
         """A pass has failed, of a context that is not known here: what is to begin it may still come."""

@@ -23,7 +23,7 @@ from arpc.autograd.local_pass import LocalHost, LocalPass, Threads
 from arpc.autograd.protocol import PackedParcel, Parcel, PassProtocol, Resolved, unpack_parcel
 from arpc.errors import AutogradError, ProtocolError
 
-__all__ = ["WALK_NODES", "BackwardPass", "Brief", "Host", "Sender", "take_only_answer"]
+__all__ = ["WALK_NODES", "BackwardPass", "Brief", "Host", "Sender", "count_cancellations", "take_only_answer"]
 
 WALK_NODES: Final = 2000
 """After as many, which take about a millisecond, walking goes on in a thread."""
@@ -80,15 +80,20 @@ class Host(LocalHost, Protocol):
 Answer = asyncio.Future[PackedParcel | None]
 
 
+def count_cancellations() -> int:
+    """How often the current task was cancelled: more often than before an await if that is why it has ended."""
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
 async def take_only_answer(peer: int, future: Answer, answered: Callable[[int, Answer], None]) -> None:
     """Take the only answer there is to wait for here, and not in a turn of the loop of its own."""
-    task = asyncio.current_task()
-    cancelled_before = task.cancelling() if task is not None else 0
+    cancelled_before = count_cancellations()
     try:
         await future
     except (Exception, asyncio.CancelledError):
         # the future of a pass that fails meanwhile is cancelled, which is not to cancel who waits for it
-        if not future.done() or (task is not None and task.cancelling() > cancelled_before):
+        if not future.done() or count_cancellations() > cancelled_before:
             raise
         answered(peer, future)
     else:

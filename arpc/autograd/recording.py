@@ -16,6 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from arpc.agent.requests import Run
+from arpc.agent.scope import current_scope
 from arpc.autograd.context import ENDLESS, AutogradContext, Container, current_context_id
 from arpc.autograd.engine import Source
 from arpc.autograd.nodes import RecvRecord, attach_recv, attach_send
@@ -30,6 +32,7 @@ _IDS: Final = Struct("<QQ")
 _pack_ids = _IDS.pack
 _unpack_ids: Callable[[bytes], Any] = _IDS.unpack
 _current = current_context_id.get
+_current_scope = current_scope.get
 _is_grad_enabled = torch.is_grad_enabled
 _requires_grad = attrgetter("requires_grad")
 _data_of = attrgetter("data")
@@ -79,7 +82,9 @@ class Recorder(Notes):
         context = self._container.contexts.get(context_id)
         if context is None:
             return None
-        context.handlers_answered += 1
+        run = _current_scope()
+        if not (isinstance(run, Run) and run.is_stream):  # which is not answered with an item
+            context.handlers_answered += 1
         if not slots:
             return None
         if _is_grad_enabled():

@@ -257,6 +257,7 @@ class AutogradService:
             raise AutogradError("User RRefs require 'dist_autograd_ctx_id' to be specified: pass ctx_id")
         context = self.container.find(context_id)
         context.known_workers.add(rref.owner().id)
+        context.calls_made += 1  # it brings the context to the owner as a call does, which may be leaving it
         pass_id = self.container.new_pass_id()
         args = (*rref._target(), context_id, pass_id, retain_graph)  # noqa: SLF001 - how calls name the value to its owner
         timeout_s = 0.0 if deadline is None else max(0.001, deadline - self._agent.loop.time())
@@ -268,6 +269,7 @@ class AutogradService:
             if (told := self.abort(context, pass_id)) is not None:
                 await asyncio.wait([told], timeout=_ABORT_S)
             raise
+        context.calls_answered += 1
 
     async def _backward_from_value(
         self,
@@ -461,7 +463,7 @@ class AutogradService:
         if context is None:
             if parcel.gradients:
                 self.container.find(context_id)
-            if self.container.has_left(context_id, pass_id):
+            if self.container.has_told_that_it_left(context_id, pass_id, caller):
                 return None  # which the answer says that is on its way, and this would be there first
             return self._packed(NOTHING_LIVE)  # what was sent to here has not come, or nobody wants it any more
         if pass_id in context.aborted_passes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from arpc.autograd import pace, service
 from arpc.autograd.brief import BriefPass
 from arpc.autograd.passes import BackwardPass
 from arpc.autograd.protocol import Parcel, pack_parcel
+from arpc.testing import cluster
 from tests.autograd import functions
-from tests.autograd.conftest import until
+from tests.autograd.conftest import OPTIONS, assert_nothing_is_left, until
 from tests.autograd.test_backward import leaf
 
 weight = torch.full((3,), 2.0, requires_grad=True)
@@ -638,3 +640,123 @@ async def test_once_a_pass_is_over_only_those_are_told_so_who_have_not_been(grou
         assert service_of_callee._take(0, asking, numbers) is None
         with pytest.raises(arpc.AutogradError, match="has failed"):
             service_of_callee._take(2, asking, numbers)
+
+
+async def test_who_waits_for_one_that_fails_after_it_was_taken_over_is_not_cancelled(group, monkeypatch, full_passes):
+    postponed = Postponed(group[0], monkeypatch)
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", weigh, (Failing.apply(leaf()),))
+        task = asyncio.create_task(arpc.autograd.backward(ctx_id, [y.sum()]))
+        await postponed.has_sent.wait()
+        context = group[0].autograd.container.find(ctx_id)
+        (message_id,) = context.sends
+        context.active_pass.receive(1, Parcel([(message_id, [torch.ones(3)])]), is_engaging=False)
+        assert len(full_passes) == 1
+        with pytest.raises(arpc.BackwardError, match="found wanting"):
+            await task
+        assert postponed.sent[0][1].cancelled()
+
+
+@pytest.mark.parametrize("is_cancelled_first", [True, False])
+async def test_one_that_is_cancelled_as_its_context_ends_is_cancelled(group, monkeypatch, is_cancelled_first):
+    x = leaf()
+    postponed = Postponed(group[0], monkeypatch)
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", weigh, (x,))
+        task = asyncio.create_task(arpc.autograd.backward(ctx_id, [y.sum()]))
+        await postponed.has_sent.wait()
+        if is_cancelled_first:
+            task.cancel()
+        else:
+            asyncio.get_running_loop().call_soon(task.cancel)
+    await asyncio.wait([task])
+    assert task.cancelled()
+
+
+async def weigh_only_mine(further):
+    return 3 * await arpc.rpc_sync(further, functions.mul, (weight, 2))
+
+
+@pytest.mark.parametrize("is_retained", [False, True])
+async def test_who_passes_on_and_has_leaves_alone_to_wait_for_frees_what_engaged_it(group, full_passes, is_retained):
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", weigh_only_mine, ("worker2",))
+        assert group[1].autograd.statistics()["sends"] == 2
+        await arpc.autograd.backward(ctx_id, [y.sum()], retain_graph=is_retained)
+        assert group[1].autograd.gradients(ctx_id)[weight].tolist() == [6.0] * 3
+        assert group[1].autograd.statistics()["sends"] == (2 if is_retained else 0)
+    assert full_passes == []
+
+
+async def test_gradients_of_several_passes_are_summed_up_as_if_by_nobody(group, full_passes):
+    x = leaf()
+    async with arpc.autograd.context() as ctx_id:
+        for _ in range(2):
+            y = (await arpc.rpc_sync("worker1", weigh, (x,))).sum()
+            with torch.inference_mode():
+                await arpc.autograd.backward(ctx_id, [y])
+        gradient = arpc.autograd.get_gradients(ctx_id)[x]
+        assert gradient.tolist() == [4.0] * 3
+        assert not gradient.is_inference()
+    assert full_passes == []
+
+
+# -- under `arpc.run`, where tasks are isolated, and go on in the read that brings the only answer
+
+
+def run(main: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+    async def in_a_group() -> None:
+        async with cluster(3, options=OPTIONS) as group:
+            await main(group)
+            assert_nothing_is_left(group)
+
+    arpc.run(in_a_group())
+
+
+def test_a_task_goes_on_in_the_read_that_brings_the_answer_in_its_own_state():
+    async def main(group: Any) -> None:
+        x = leaf()
+        states: list[tuple[bool, bool]] = []
+
+        async def pass_without_grad(ctx_id: int, loss: torch.Tensor) -> None:
+            with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+                await arpc.autograd.backward(ctx_id, [loss])
+                assert "_give" in [frame.name for frame in traceback.extract_stack()]
+                states.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+                await asyncio.sleep(0)
+                states.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+
+        async with arpc.autograd.context() as ctx_id:
+            for number in range(1, 3):
+                loss = (await arpc.rpc_sync("worker1", weigh, (x,))).sum()
+                task = asyncio.create_task(pass_without_grad(ctx_id, loss))
+                while not task.done():
+                    await asyncio.sleep(0)
+                    assert torch.is_grad_enabled()
+                    assert not torch.is_autocast_enabled("cpu")
+                await task
+                assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [2.0 * number] * 3
+        assert states == [(False, True)] * 4
+
+    run(main)
+
+
+@pytest.mark.parametrize("function", [weigh, weigh_in_vain, weigh_and_pass_on], ids=lambda function: function.__name__)
+def test_one_that_is_cancelled_there_leaves_nothing(function):
+    async def main(group: Any) -> None:
+        further = ("worker2",) if function is weigh_and_pass_on else ()
+        for turns in range(12):
+            async with arpc.autograd.context() as ctx_id:
+                x = leaf()
+                loss = (await arpc.rpc_sync("worker1", function, (x, *further))).sum()
+                task = asyncio.create_task(arpc.autograd.backward(ctx_id, [loss]))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                was_done = task.done()
+                task.cancel()
+                await asyncio.wait([task])
+                assert task.cancelled() != was_done
+                has_gradients = was_done and task.exception() is None
+                assert (x in arpc.autograd.get_gradients(ctx_id)) == has_gradients
+
+    run(main)

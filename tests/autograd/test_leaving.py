@@ -187,6 +187,31 @@ async def test_nor_while_a_stream_is(group):
         await stream.aclose()
 
 
+async def count_and_triple() -> AsyncIterator[Tensor | int]:
+    yield 0
+    await gate.wait()
+    yield 3 * weight
+
+
+async def test_nor_while_a_stream_is_that_overtakes_the_pass(group, monkeypatch):
+    x = leaf()
+    async with arpc.autograd.context() as ctx_id:
+        first = await arpc.rpc_sync("worker1", triple, (x,))
+        with monkeypatch.context() as patched:
+            postponed = Postponed(group[0], patched)
+            passing = asyncio.create_task(arpc.autograd.backward(ctx_id, [first.sum()]))
+            await postponed.has_sent.wait()
+        stream = arpc.stream("worker1", count_and_triple)
+        assert await anext(stream) == 0
+        await postponed.let_go()
+        await passing
+        assert knows(group, 1, ctx_id)
+        gate.set()
+        await arpc.autograd.backward(ctx_id, [(await anext(stream)).sum()])
+        assert group[1].autograd.gradients(ctx_id)[weight].tolist() == [3.0] * 3
+        await stream.aclose()
+
+
 @pytest.mark.parametrize("further", [(), ("worker2",)], ids=len)
 async def test_nor_who_has_to_answer_a_call_that_overtakes_the_pass(group, monkeypatch, further):
     x = leaf()
@@ -237,6 +262,7 @@ async def test_a_parcel_that_comes_after_that_in_the_same_pass_denies_nothing(gr
         asking = Parcel(is_first=True, asks=True)
         assert group[1].autograd._take(0, asking, (ctx_id, last_pass, 0)) is None
         assert group[1].autograd._take(0, asking, (ctx_id, last_pass + 1, 0)) is not None
+        assert group[1].autograd._take(2, asking, (ctx_id, last_pass, 0)) is not None  # which has not heard that
         await arpc.rpc_sync("worker1", triple, (x,))  # which it knows the context by again
         assert group[1].autograd._take(0, asking, (ctx_id, last_pass, 0)) is None
         assert knows(group, 1, ctx_id)
@@ -261,3 +287,31 @@ async def test_the_end_of_a_context_is_told_in_vain_to_who_has_left_it(group):
         assert not group[1].autograd.container.has_left(ctx_id)
         await arpc.rpc_sync("worker1", triple, (x,))
         assert not knows(group, 1, ctx_id)
+
+
+async def weigh_alone() -> Tensor:
+    return (weight * weight).sum()
+
+
+async def test_nobody_is_taken_to_have_left_who_was_asked_for_another_pass_meanwhile(group):
+    x = leaf()
+    rref = arpc.remote("worker1", weigh_alone)
+    await rref
+    async with arpc.autograd.context() as ctx_id:
+        result = await arpc.rpc_sync("worker1", triple, (x,))
+        await asyncio.gather(arpc.autograd.backward(ctx_id, [result.sum()]), rref.backward(ctx_id))
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [3.0] * 3
+        assert group[1].autograd.gradients(ctx_id)[weight].tolist() == [4.0] * 3
+        assert 1 in group[0].autograd.container.find(ctx_id).known_workers
+
+
+async def test_one_from_an_rref_keeps_nobody_from_leaving_when_it_is_over(group, released):
+    x = leaf()
+    rref = arpc.remote("worker1", weigh_alone)
+    await rref
+    async with arpc.autograd.context() as ctx_id:
+        await rref.backward(ctx_id, retain_graph=True)
+        await arpc.autograd.backward(ctx_id, [(await arpc.rpc_sync("worker2", triple, (x,))).sum()])
+        assert knows(group, 1, ctx_id)
+        assert not knows(group, 2, ctx_id)
+    assert released == [("worker0", 1)]

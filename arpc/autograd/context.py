@@ -55,6 +55,8 @@ class AutogradContext:
     """The last of them that failed here, and the worker that is told why by the answer to the parcel that began it."""
     aborts_told: frozenset[int] = frozenset()
     """Those of them that this worker has told others of."""
+    told_early: Mapping[int, Mapping[int, bool]] = MappingProxyType({})
+    """By pass: who was told that nothing is live here before it was known, and whether they said what is there."""
     unheard: dict[int, dict[int, Any]] = {}  # noqa: RUF012 - replaced before it is filled
     """Those of them that workers have not been heard to know of, by worker, and who is telling."""
     sends_used = 0
@@ -138,6 +140,7 @@ class Container:
         self.contexts: dict[int, AutogradContext] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._failed_early: OrderedDict[int, frozenset[int]] = OrderedDict()
+        self._told_early: OrderedDict[int, dict[int, dict[int, bool]]] = OrderedDict()
         self._left: OrderedDict[int, tuple[int, int]] = OrderedDict()
         """Contexts that this worker was left with nothing of: the pass after which, and who was told so."""
         self.identify(worker_id)
@@ -163,6 +166,8 @@ class Container:
             context = self.contexts[context_id] = AutogradContext(context_id)
             if self._failed_early:
                 context.aborted_passes = self._failed_early.pop(context_id, frozenset())
+            if self._told_early:
+                context.told_early = self._told_early.pop(context_id, AutogradContext.told_early)
             if context_id in self._left:
                 context.last_pass, told = self._left.pop(context_id)
                 context.last_announced_to = (told,)
@@ -207,6 +212,15 @@ class Container:
             if len(self._failed_early) > _TOMBSTONES:
                 self._failed_early.popitem(last=False)
 
+    def tell_early(self, context_id: int, pass_id: int, told: int, *, has_announced: bool) -> None:
+        """A worker is told that nothing is live here, of an unknown context: a call may have been overtaken."""
+        if context_id not in self._ended and context_id >> LOCAL_BITS != self.worker_id:
+            passes = self._told_early.setdefault(context_id, {})
+            by_worker = passes.setdefault(pass_id, {})
+            by_worker[told] = has_announced or by_worker.get(told, False)
+            if len(self._told_early) > _TOMBSTONES:
+                self._told_early.popitem(last=False)
+
     def find(self, context_id: int) -> AutogradContext:
         """A context by its id. Raises `AutogradError` if it is not known here."""
         context = self.contexts.get(context_id)
@@ -227,4 +241,6 @@ class Container:
             self._left.pop(context_id, None)
         if self._failed_early:
             self._failed_early.pop(context_id, None)
+        if self._told_early:
+            self._told_early.pop(context_id, None)
         return self.contexts.pop(context_id, None)

@@ -20,6 +20,7 @@ from arpc.agent.requests import Run
 from arpc.agent.scope import current_scope
 from arpc.agent.threads import ThreadPool
 from arpc.autograd.aborts import Aborts
+from arpc.autograd.accumulation import LeafGradients
 from arpc.autograd.at_once import run_at_once
 from arpc.autograd.brief import BriefPass
 from arpc.autograd.context import AutogradContext, Container, Send
@@ -465,7 +466,9 @@ class AutogradService:
                 self.container.find(context_id)
             if self.container.has_told_that_it_left(context_id, pass_id, caller):
                 return None  # which the answer says that is on its way, and this would be there first
-            return self._packed(NOTHING_LIVE)  # what was sent to here has not come, or nobody wants it any more
+            # what was sent to here has not come, or nobody wants it any more
+            self.container.tell_early(context_id, pass_id, caller, has_announced=parcel.is_first)
+            return self._packed(NOTHING_LIVE)
         if pass_id in context.aborted_passes:
             if context.last_failed == (pass_id, caller):
                 return None  # why it failed is on its way there, and this would hide it
@@ -489,7 +492,7 @@ class AutogradService:
     ) -> _AnswerOfHandler:
         """Take part in a pass that was not known here."""
         self.passes_begun += 1
-        if self._agent.observers.installed:
+        if self._agent.observers.installed or pass_id in context.told_early:
             return self._engage(context, pass_id, retains, caller, parcel)
         answer = run_at_once(self, context, pass_id, caller, parcel, self._expected_of_others, retains)
         if answer is None:
@@ -512,8 +515,16 @@ class AutogradService:
         usual_timeout_s = 0.0 if deadline is None else round(deadline - self._agent.loop.time(), 3) or None
         engaged: BackwardPass | BriefPass
         engaged = brief = BriefPass(self, context, pass_id, retain_graph, deadline, usual_timeout_s, caller)
-        if self._agent.observers.installed or not brief.try_to_pass_on(parcel, self._expected_of_relays):
-            engaged = self._make_pass(context, pass_id, retain_graph=retain_graph, deadline=deadline, parent=caller)
+        told = context.told_early.get(pass_id, {})
+        if told or self._agent.observers.installed or not brief.try_to_pass_on(parcel, self._expected_of_relays):
+            # What has been sent since to those who had announced before it was known here gets nothing in this pass
+            sends = {message_id: send for message_id, send in context.sends.items() if not told.get(send.to)}
+            engaged = self._make_pass(
+                context, pass_id, sends, retain_graph=retain_graph, deadline=deadline, parent=caller
+            )
+            if told:
+                heard = [worker for worker, has_announced in told.items() if has_announced]
+                engaged.take_over(LeafGradients(), (), told, (), heard, ())
             engaged.receive(caller, parcel, is_engaging=True)
         return self._answer_of(engaged) if engaged.is_over else self._wait_for_answer(engaged, caller)
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import arpc
+from arpc.autograd.protocol import Parcel, pack_parcel, unpack_parcel
+from arpc.wire.messages import AutogradGradients
 from tests.autograd import functions
 from tests.autograd.conftest import until
 from tests.autograd.test_backward import leaf
@@ -221,3 +223,28 @@ async def test_a_thread_of_a_pass_that_was_cancelled_is_waited_for_by_the_next(g
         Hold.go_on.set()
         await again
         assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == x.mul(2).tolist()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_who_was_asked_before_it_knew_the_context_waits_for_nobody_in_vain(group, is_first, monkeypatch):
+    x = leaf()
+    # worker0 says nothing twice, as any pass that is under way
+    monkeypatch.setattr(group[0].autograd, "_take", lambda *_: None)
+    async with arpc.autograd.context() as ctx_id:
+        pass_id = group[0].autograd.container.new_pass_id()
+
+        async def tell(worker: int, parcel: Parcel) -> Parcel:
+            packed = pack_parcel(parcel, ctx_id, pass_id, 0)
+            answer = await group[worker].autograd.lifetimes.request(AutogradGradients, "worker1", (packed,), 15)
+            return Parcel() if answer is None else unpack_parcel(answer)[0]
+
+        # it has overtaken the call, and is answered for good
+        answer = await tell(0, Parcel(is_first=is_first, asks=True))
+        assert answer.is_first
+        assert not answer.gradients
+        await arpc.rpc_sync("worker1", functions.mul, (x, 3))
+        if not is_first:  # what worker0 has to say comes after all
+            assert not (await tell(0, Parcel(is_first=True))).gradients
+        # now another one engages it in the same pass
+        assert not (await tell(2, Parcel(is_first=True, asks=True))).gradients
+        assert group[1].autograd.statistics()["passes"] == 0

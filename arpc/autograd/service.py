@@ -14,7 +14,6 @@ from torch import Tensor
 from arpc.agent.agent import Agent
 from arpc.agent.codec import Packed
 from arpc.agent.functions import Prompt
-from arpc.agent.future import Future
 from arpc.agent.observers import Kind
 from arpc.agent.requests import Run
 from arpc.agent.scope import current_scope
@@ -32,7 +31,7 @@ from arpc.autograd.lifetime import Lifetimes
 from arpc.autograd.local_pass import LocalPass, Threads
 from arpc.autograd.lone import LonePass, is_lone
 from arpc.autograd.pace import Pace
-from arpc.autograd.passes import WALK_NODES, BackwardPass, Brief, Sender
+from arpc.autograd.passes import WALK_NODES, BackwardPass, Brief
 from arpc.autograd.protocol import (
     ASKS,
     IS_FIRST,
@@ -49,6 +48,7 @@ from arpc.autograd.protocol import (
 )
 from arpc.autograd.recording import Recorder
 from arpc.autograd.roots import nodes_of_roots
+from arpc.autograd.sending import ParcelSending
 from arpc.autograd.survey import Expectation
 from arpc.errors import AutogradError, RpcTimeoutError, WorkerLostError
 from arpc.ids import LOCAL_BITS, WorkerInfo
@@ -56,7 +56,7 @@ from arpc.options import UNSET, RpcOptions, Unset
 from arpc.rref.context import RRefContext
 from arpc.rref.handle import RRef
 from arpc.rref.values import fresh
-from arpc.wire.handful import PARCEL_ARGUMENT, PARCEL_RESULT
+from arpc.wire.handful import PARCEL_RESULT
 from arpc.wire.messages import (
     AutogradAbort,
     AutogradBackward,
@@ -73,7 +73,6 @@ _AnswerOfHandler: TypeAlias = "bytes | Packed | PackedParcel | Coroutine[Any, An
 """Bytes are a payload."""
 
 _set_scope = current_scope.set
-_pack_request: Final = SIMPLE_REQUEST.pack
 _unpack_request: Final = SIMPLE_REQUEST.unpack
 _pack_answer: Final = SIMPLE_ANSWER.pack
 _new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
@@ -85,7 +84,7 @@ _REASON_S: Final = 1.0
 """How long one that was told so by a worker which did not begin it waits to hear why."""
 
 
-class AutogradService:
+class AutogradService(ParcelSending):
     """The contexts of one worker, what is recorded in them, and the passes over them."""
 
     def __init__(self, options: RpcOptions, context: Context, rrefs: RRefContext) -> None:
@@ -352,73 +351,6 @@ class AutogradService:
             parent=brief.parent,
             threads=brief.threads,
         )
-
-    def send(self, backward_pass: Sender, to: int, parcel: Parcel) -> asyncio.Future[Any]:
-        """Send a parcel; the future has the parcel that comes with the answer."""
-        context = backward_pass.context
-        if to in context.unheard:
-            return self.lifetimes.own(self._send_after_news(backward_pass, to, parcel))
-        head, tensors = parcel_parts(parcel, context.id, backward_pass.id, int(backward_pass.retain_graph))
-        return self._send_plainly(backward_pass, to, head, tensors) or self._send_parts(
-            backward_pass, to, head, tensors
-        )
-
-    def send_first(
-        self,
-        backward_pass: Sender,
-        to: int,
-        gradients: Sequence[tuple[int, Sequence[Any]]],
-        *,
-        asks: bool,
-        leaves: bool,
-    ) -> asyncio.Future[Any]:
-        """The same for a parcel that is the first to a worker, and says that nothing else is open."""
-        context = backward_pass.context
-        if len(gradients) == 1 and to not in context.unheard:
-            ((message_id, tensors),) = gradients
-            bits = IS_FIRST | (ASKS if asks else 0) | (LEAVES if leaves else 0)
-            head = _pack_request(0, context.id, backward_pass.id, backward_pass.retain_graph, bits, message_id)
-            if (future := self._send_plainly(backward_pass, to, head, tensors)) is not None:
-                return future
-        return self.send(backward_pass, to, Parcel(gradients, True, (), asks, leaves))
-
-    def _send_plainly(
-        self, backward_pass: Sender, to: int, head: bytes, tensors: Sequence[Any]
-    ) -> asyncio.Future[Any] | None:
-        """Send the parts of a parcel on the shortest way there is; None, and nothing has happened, if it takes more."""
-        agent = self._agent
-        usual_s = backward_pass.usual_timeout_s
-        if (
-            usual_s is None
-            or (peer := agent.peer(to)) is None
-            or (payload := agent.codec.parcel(PARCEL_ARGUMENT, head, tensors)) is None
-        ):
-            return None
-        future: Future[Any] = Future(loop=agent.loop)
-        call_id = agent.request_plain(AutogradGradients, peer, payload, usual_s, future, backward_pass.has_one_answer)
-        if not call_id:
-            return None
-        future.callee = peer
-        future.call_id = call_id
-        return future
-
-    def _send_parts(self, backward_pass: Sender, to: int, head: bytes, tensors: Sequence[Any]) -> asyncio.Future[Any]:
-        agent = self._agent
-        deadline = backward_pass.deadline
-        timeout_s = 0.0 if deadline is None else max(0.001, deadline - agent.loop.time())
-        return self.lifetimes.send_tensors(AutogradGradients, to, head, tensors, timeout_s)
-
-    async def _send_after_news(self, backward_pass: Sender, to: int, parcel: Parcel) -> Any:
-        """Send a parcel once the worker that it is for knows of all passes that have failed."""
-        try:
-            async with asyncio.timeout_at(backward_pass.deadline):
-                await self.aborts.settle(backward_pass.context, to)
-        except TimeoutError as error:
-            raise RpcTimeoutError(
-                f"worker {self.name_of(to)!r} could not be told in time of another pass that has failed"
-            ) from error
-        backward_pass.usual_timeout_s = None  # some of it has passed
-        return await self.send(backward_pass, to, parcel)
 
     def abort(self, context: AutogradContext, pass_id: int, but: int | None = None) -> asyncio.Future[Any] | None:
         """Tell all who know a context that a pass has failed; the future is done when they have heard."""

@@ -260,6 +260,25 @@ def test_tombstones_are_bounded():
     assert len(container._ended) <= 4096
 
 
+def test_so_is_what_is_remembered_of_contexts_that_were_left_or_asked_for():
+    container = Container(5)
+    for number in range(10_000):
+        context = container.enter(6 << 48 | number)
+        assert context is not None
+        assert container.try_to_leave(context, 1, told=6)
+        container.tell_early(7 << 48 | number, 1, 6, has_announced=True)
+    assert not container.contexts
+    assert len(container._left) <= 4096
+    assert len(container._told_early) <= 4096
+    told = 7 << 48 | 9_999
+    again = container.enter(told)
+    assert again is not None
+    assert again.told_early == {1: {6: True}}
+    container.remove(told)
+    container.tell_early(told, 2, 6, has_announced=True)  # it has ended, and nothing will ever come of it
+    assert told not in container._told_early
+
+
 def test_a_pass_can_be_taken_back_until_the_next_has_ended():
     context = Container(1).new()
     x = torch.ones(1, requires_grad=True)

@@ -329,6 +329,7 @@ class BriefPass:
         context = self.context
         if context.gradients and not torchstate.is_pristine():
             return False  # sums are to be made as if this were no code of the task
+        context.commit(self.id, gradients, self._told)  # raises if they do not fit those of an earlier pass
         if bits & LEAVES and context.calls_made == self._calls_made:
             context.known_workers.discard(peer)
         # `_end`, for one that only this task knows of
@@ -338,7 +339,6 @@ class BriefPass:
         context.sends_used += 1
         if not self.retain_graph:
             context.sends.pop(message_id, None)
-        context.commit(self.id, gradients, self._told)
         return True
 
     def _take(self, peer: int, answer: PackedParcel | None) -> None:
@@ -422,9 +422,10 @@ class BriefPass:
 
     def _finish(self) -> None:
         gradients = self._leaves.take()  # first: what a peer has sent for them may be no gradients
-        self._end()
         parent = self.parent
+        # before the end: those of an earlier pass may not fit them any more, which fails this one
         self.context.commit(self.id, gradients, self._told if parent is None else (*self._told, parent))
+        self._end()
         if parent is not None:
             has_left = self._may_leave and self._host.container.try_to_leave(self.context, self.id, parent)
             self._answer = Parcel(self._for_parent, is_first=True, leaves=has_left)

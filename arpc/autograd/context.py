@@ -216,6 +216,8 @@ class Container:
         """A worker is told that nothing is live here, of an unknown context: a call may have been overtaken."""
         if context_id not in self._ended and context_id >> LOCAL_BITS != self.worker_id:
             passes = self._told_early.setdefault(context_id, {})
+            if pass_id not in passes:
+                passes.clear()  # there is one at a time
             by_worker = passes.setdefault(pass_id, {})
             by_worker[told] = has_announced or by_worker.get(told, False)
             if len(self._told_early) > _TOMBSTONES:

@@ -87,8 +87,8 @@ class LonePass(LocalPass):
 
     def _finish(self) -> None:
         gradients = self._gathered().take()
+        self.context.commit(self.id, gradients)  # first, as in a `BackwardPass`
         self._end()
-        self.context.commit(self.id, gradients)
 
     def _gathered(self) -> LeafGradients:
         # A function of its own: when it is over nobody else has a gradient, which then is not copied

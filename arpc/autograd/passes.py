@@ -360,8 +360,9 @@ class BackwardPass(LocalPass):
             self._run_in_thread(self._engine.accumulate)
             return
         gradients = self._engine.leaves.take()  # first: what a peer has sent for them may be no gradients
-        self._end()
+        # before the end: those of an earlier pass may not fit them any more, which fails this one
         self.context.commit(self.id, gradients, self._protocol.announced_to)
+        self._end()
 
     def _let_go(self) -> None:
         if self.activity is not None:

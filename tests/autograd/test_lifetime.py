@@ -271,6 +271,8 @@ def test_so_is_what_is_remembered_of_contexts_that_were_left_or_asked_for():
     assert len(container._left) <= 4096
     assert len(container._told_early) <= 4096
     told = 7 << 48 | 9_999
+    container.tell_early(told, 0, 6, has_announced=True)
+    container.tell_early(told, 1, 6, has_announced=True)  # of an earlier pass nobody asks any more
     again = container.enter(told)
     assert again is not None
     assert again.told_early == {1: {6: True}}

@@ -163,6 +163,18 @@ async def test_what_follows_runs_in_the_state_of_its_own_task(group, ended):
     assert ended == [True]
 
 
+async def test_gradients_that_do_not_fit_those_of_an_earlier_pass_fail_it(group):
+    x = leaf()
+    async with arpc.autograd.context() as ctx_id:
+        await arpc.autograd.backward(ctx_id, [(await arpc.rpc_sync("worker1", functions.mul, (x, 3))).sum()])
+        x.data = torch.ones(5)
+        result = await arpc.rpc_sync("worker1", functions.mul, (x, 3))
+        with pytest.raises(arpc.BackwardError, match="size"):
+            await arpc.autograd.backward(ctx_id, [result.sum()])
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [3.0] * 3
+        assert group[0].autograd.container.find(ctx_id).active_pass is None
+
+
 @pytest.mark.parametrize("body", [value for name, value in list(globals().items()) if name.startswith("test_")])
 def test_all_that_in_tasks_which_go_on_in_the_read(body, ended):
     """Under `arpc.run` a task that waits for an answer is resumed by the read that brings it."""

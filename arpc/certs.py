@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from arpc.errors import ConfigurationError
+from arpc.extras import install_command
 from arpc.ids import check_worker_name
 from arpc.tls import TLS, name_uri
 
@@ -37,7 +38,7 @@ class Authority:
             import cryptography  # noqa: F401 - an optional dependency
         except ImportError:
             raise ConfigurationError(
-                "certificates are made with the package cryptography: pip install 'arpc[certs]'"
+                f"certificates are made with the package cryptography: {install_command('certs')}"
             ) from None
         self._directory = Path(directory)
         self._days = days

@@ -15,6 +15,7 @@ from typing import Final
 from arpc import __version__, certs
 from arpc.bench import command as bench
 from arpc.console import stack, top, trace
+from arpc.extras import install_command
 from arpc.launch import command as launch
 
 __all__ = ["COMMANDS", "Command", "main"]
@@ -78,7 +79,7 @@ class _PrintCompletion(argparse.Action):
         try:
             import shtab
         except ImportError:
-            parser.error("completion takes shtab: pip install 'arpc[cli]'")
+            parser.error(f"shell completion needs shtab: {install_command('cli')}")
         print(shtab.complete(parser, shell=str(values)))  # noqa: T201 - that is what it is for
         parser.exit()
 

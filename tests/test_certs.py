@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 import stat
 import sys
@@ -11,6 +12,7 @@ import pytest
 from arpc.certs import Authority
 from arpc.cli import main
 from arpc.errors import ConfigurationError
+from arpc.extras import install_command
 from arpc.tls import TLS
 
 
@@ -41,7 +43,7 @@ def test_names_that_no_worker_can_have(tmp_path, capsys):
 
 def test_without_cryptography(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'arpc\[certs\]'"):
+    with pytest.raises(ConfigurationError, match=re.escape(install_command("certs"))):
         Authority(tmp_path)
 
 

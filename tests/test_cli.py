@@ -7,6 +7,7 @@ import pytest
 
 import arpc
 from arpc import cli
+from arpc.extras import install_command
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,4 +69,4 @@ def test_completion_says_what_it_takes(monkeypatch: pytest.MonkeyPatch, capsys: 
     with pytest.raises(SystemExit) as stopped:
         cli.main(["--print-completion", "bash"])
     assert stopped.value.code == 2
-    assert "pip install 'arpc[cli]'" in capsys.readouterr().err
+    assert install_command("cli") in capsys.readouterr().err

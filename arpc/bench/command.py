@@ -20,6 +20,7 @@ from arpc.bench.rounds import Results, Schedule, measure_rounds
 from arpc.bench.rows import Row, select
 from arpc.bench.systems import PEERS, REGISTRY
 from arpc.bench.targets import judge
+from arpc.extras import install_command
 
 __all__ = ["add_arguments", "main", "run"]
 
@@ -180,7 +181,7 @@ def _prepare_plots(options: argparse.Namespace) -> str | None:
     try:
         import matplotlib  # noqa: F401, ICN001 - optional: only plots need it
     except ImportError:
-        return "plots take matplotlib: pip install 'arpc[bench]'"
+        return f"plots need matplotlib: {install_command('bench')}"
     return None
 
 

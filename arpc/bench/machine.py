@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from arpc._version import __version__
 from arpc.bench.processes import family
 
 __all__ = ["ForeignLoad", "Steadiness", "describe_machine"]
@@ -75,9 +76,9 @@ class Steadiness:
 
 def describe_machine() -> dict[str, object]:
     """What a reader needs to compare these figures with their own."""
-    versions = {}
+    versions = {"arpc": __version__}
     peers = ("dask", "distributed", "grpcio", "ray", "rpyc", "torchmonarch", "xoscar")
-    for package in ("arpc", "torch", "uvloop", "numpy", *peers):
+    for package in ("torch", "uvloop", "numpy", *peers):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -16,6 +16,7 @@ from arpc.console.attachment import Attachment, add_attach_arguments, attach
 from arpc.console.numbers import age, bytes_, count, duration, rate
 from arpc.console.tables import VIEWS, View, render
 from arpc.errors import ArpcError, UnsupportedError
+from arpc.extras import install_command
 from arpc.metrics.summary import GroupSummary
 
 __all__ = ["Screen", "add_arguments", "run"]
@@ -49,7 +50,7 @@ async def _top(arguments: argparse.Namespace) -> int:
     try:
         from rich.console import Console
     except ImportError as error:
-        raise UnsupportedError("arpc top draws with rich: install arpc[cli]") from error
+        raise UnsupportedError(f"arpc top needs rich: {install_command('cli')}") from error
     async with attach(arguments) as group:
         if arguments.json:
             summary = await group.summary()

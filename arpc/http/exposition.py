@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from arpc.errors import UnsupportedError
+from arpc.extras import install_command
 from arpc.metrics.histogram import SparseCounts
 from arpc.metrics.snapshots import WorkerSnapshot
 
@@ -27,7 +28,7 @@ def expose(snapshots: Sequence[WorkerSnapshot], accept: str = "") -> tuple[bytes
         from prometheus_client.exposition import choose_encoder
         from prometheus_client.registry import Collector, CollectorRegistry
     except ImportError as error:
-        raise UnsupportedError("/metrics needs prometheus_client: install arpc[metrics]") from error
+        raise UnsupportedError(f"/metrics needs prometheus_client: {install_command('metrics')}") from error
 
     class Snapshots(Collector):
         def collect(self) -> Iterator[Any]:

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeAlias, TypeVar, assert_never, overload
 import cloudpickle
 
 from arpc.errors import ConfigurationError, LaunchError, SerializationError
+from arpc.extras import install_command
 from arpc.launch.life import Arm, Decision, Ended, GroupLife, Kill, Outcome, Start, Terminate, describe_exit
 from arpc.launch.output import lost_another
 from arpc.launch.plan import Group, Meeting, Slot, as_group, check_environment, environment_of, on_nodes
@@ -49,7 +50,7 @@ def _engine() -> Any:
     try:
         import ray as engine
     except ImportError:
-        raise ConfigurationError("workers on Ray take Ray: pip install 'arpc[ray]'") from None
+        raise ConfigurationError(f"workers on Ray need Ray: {install_command('ray')}") from None
     return engine
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 from arpc.agent.agent import Agent
 from arpc.agent.observers import Handling, Kind, Observer, Outcome, Outgoing
 from arpc.errors import ConfigurationError
+from arpc.extras import install_command
 from arpc.profiler.keys import call_key
 
 __all__ = ["Telemetry", "TraceContextRelay", "is_configured"]
@@ -69,9 +70,7 @@ class Telemetry(Observer):
             self._context: Any = importlib.import_module("opentelemetry.context")
             propagation: Any = importlib.import_module("opentelemetry.trace.propagation.tracecontext")
         except ImportError as error:
-            raise ConfigurationError(
-                "opentelemetry-api is not installed here: install arpc with its extra, arpc[otel]"
-            ) from error
+            raise ConfigurationError(f"opentelemetry-api is not installed here: {install_command('otel')}") from error
         self._propagator = propagation.TraceContextTextMapPropagator()
         self._tracer = self._trace.get_tracer("arpc")
         self._agent = agent

@@ -49,7 +49,7 @@ def test_workers_of_two_hosts_call_each_other(monkeypatch: pytest.MonkeyPatch):
 def test_the_demo_runs_over_two_hosts_with_tls_as_slurm_would_start_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Nothing but what ``srun`` sets says who is who and where to meet."""
     certs = pytest.importorskip("arpc.certs", reason="this arpc makes no certificates")
-    pytest.importorskip("cryptography", reason="certificates are made with cryptography: pip install 'arpc[certs]'")
+    pytest.importorskip("cryptography", reason="certificates are made with cryptography")
     made = certs.Authority(tmp_path).issue("worker*")
     for name, value in (("CERT", made.cert), ("KEY", made.key), ("CA", made.ca)):
         monkeypatch.setenv(f"ARPC_TLS_{name}", str(value))

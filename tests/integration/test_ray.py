@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from arpc.extras import install_command
 from tests.integration.processes import run_scripts
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "on_ray.py")
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'arpc[ray]'"
+    importlib.util.find_spec("ray") is None, reason=f"Ray is not installed: {install_command('ray')}"
 )
 
 

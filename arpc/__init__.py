@@ -1,4 +1,7 @@
-"""arpc: the asyncio-native RPC runtime for PyTorch."""
+"""arpc: the asyncio-native RPC runtime for PyTorch.
+
+PYTEST_DONT_REWRITE: pytest would otherwise warn wherever arpc is imported before its pytest plugin is.
+"""
 
 from arpc import autograd, functions, futures, launch, nn, optim, profiler, torchscript
 from arpc._version import __version__

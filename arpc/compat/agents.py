@@ -12,11 +12,12 @@ from arpc.compat.calls import call_async
 from arpc.compat.drop_in import DropIn
 from arpc.compat.goodbye import Goodbye
 from arpc.compat.rref import RRef
+from arpc.compat.start_order import StartOrder
 from arpc.compat.workers import WorkerInfo
 from arpc.rref.handle import RRef as Handle
 from arpc.rref.report import RRefRow, rref_statistics
 
-__all__ = ["TensorPipeAgent"]
+__all__ = ["RpcAgent", "TensorPipeAgent"]
 
 _ATTEMPTS: Final = 8
 
@@ -47,7 +48,11 @@ def _interpreter_wait_us() -> float:
     return sum(waits) / len(waits) * 1e6
 
 
-class TensorPipeAgent:
+class RpcAgent:
+    """What every agent is an instance of, those of other backends that programs register included."""
+
+
+class TensorPipeAgent(RpcAgent):
     """A worker of arpc under the name that scripts look for. Made by the backend, not by hand."""
 
     def __init__(self, drop_in: DropIn, store: Store, *, is_static_group: bool) -> None:
@@ -56,6 +61,8 @@ class TensorPipeAgent:
         self.is_static_group = is_static_group
         self.is_gil_profiled = False
         self.goodbye: Goodbye | None = None
+        self.start_order: StartOrder | None = None
+        self.backend_options: Any = None
         self.blocking_names: set[str] = {drop_in.info.name}
         """Those of the group that run on this skin too, and so meet in `_all_gather`."""
 
@@ -75,6 +82,19 @@ class TensorPipeAgent:
     def _get_device_map(self, to: WorkerInfo) -> dict[torch.device, torch.device]:
         maps = self.drop_in.worker.options.device_maps
         return {torch.device(here): torch.device(there) for here, there in maps.get(to.name, {}).items()}
+
+    def start_in_order(self) -> None:
+        """Wait until rank 0 has started. The last step of `init_rpc`."""
+        if self.start_order is None:
+            return
+        if self.drop_in.info.id == 0:
+            self.start_order.release(self.drop_in.thread)
+        else:
+            self.start_order.wait()
+
+    def _get_backend_options(self) -> Any:
+        """The options that `init_rpc` was given, as torch has them."""
+        return self.backend_options
 
     # -- what it does
 
@@ -148,6 +168,10 @@ class TensorPipeAgent:
                 self.goodbye.say()
         else:
             self.drop_in.run(lambda: self.drop_in.agent.drain(timeout or None))
+
+    def sync(self) -> None:
+        """Wait until nothing is under way here."""
+        self.join()
 
     def shutdown(self) -> None:
         """Leave the group without waiting for anybody."""

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from arpc.agent.blocking import BlockingCalls
+from arpc.agent.membership import WorkerRecord
 from arpc.agent.peers import Peer
 from arpc.agent.scope import WorkerScope
 from arpc.autograd.heeded import has_node_hooks
@@ -130,12 +131,11 @@ class DropIn:
 
     def infos(self) -> list[WorkerInfo]:
         """All workers of the group, by id."""
+        return sorted({self.info, *(record.info for record in self.members())}, key=lambda info: info.id)
 
-        async def members() -> list[WorkerInfo]:
-            records = await self.worker.rendezvous.members()
-            return sorted({self.info, *(record.info for record in records)}, key=lambda info: info.id)
-
-        return self.run(members)
+    def members(self) -> tuple[WorkerRecord, ...]:
+        """What the group's store tells of each of its workers."""
+        return self.run(self.worker.rendezvous.members)
 
     # -- the end
 

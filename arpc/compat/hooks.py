@@ -25,3 +25,17 @@ def install() -> None:
     names: Any = jit_names
     names.PyRRef = RRef
     jit_annotations.EvalEnv.env["RRef"] = RRef
+    # TorchScript asks these of every annotation and object, where there is RPC; a torch without it does not have them
+    for holder in (jit_names, jit_annotations):
+        if not hasattr(holder, "is_rref"):
+            holder.is_rref = _is_rref  # type: ignore[attr-defined]
+        if not hasattr(holder, "is_rref_instance"):
+            holder.is_rref_instance = _is_rref_instance  # type: ignore[attr-defined]
+
+
+def _is_rref(annotation: Any) -> bool:
+    return getattr(annotation, "__origin__", None) is RRef
+
+
+def _is_rref_instance(obj: Any) -> bool:
+    return isinstance(obj, RRef)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Final
 
@@ -12,6 +17,8 @@ from arpc.compat import hooks
 __all__ = ["REPLACED", "install", "is_installed"]
 
 REPLACED: Final = {
+    "torch._C._distributed_autograd": "arpc.compat.autograd",
+    "torch._C._distributed_rpc": "arpc.compat.rpc.native",
     "torch.distributed.rpc": "arpc.compat.rpc",
     "torch.distributed.rpc.api": "arpc.compat.rpc.api",
     "torch.distributed.rpc.backend_registry": "arpc.compat.rpc.backend_registry",
@@ -19,12 +26,13 @@ REPLACED: Final = {
     "torch.distributed.rpc.functions": "arpc.compat.rpc.functions",
     "torch.distributed.rpc.internal": "arpc.compat.rpc.internal",
     "torch.distributed.rpc.options": "arpc.compat.rpc.options",
+    "torch.distributed.rpc.rref_proxy": "arpc.compat.rpc.rref_proxy",
     "torch.distributed.rpc.server_process_global_profiler": "arpc.compat.rpc.server_process_global_profiler",
     "torch.distributed.autograd": "arpc.compat.autograd",
     "torch.distributed.optim.optimizer": "arpc.compat.optim",
     "torch.distributed.nn.api.remote_module": "arpc.compat.remote_module",
 }
-"""torch's modules, and what stands in for each."""
+"""Modules of torch, and the module that replaces each. A package comes before what is in it."""
 
 _NAMES: Final = {
     "torch.distributed.optim": ("arpc.compat.optim", ("DistributedOptimizer",)),
@@ -46,18 +54,49 @@ def install() -> None:
     """Let imports of torch's RPC find arpc in this process from now on. What was imported before stays as it is."""
     if is_installed():
         return
-    importlib.import_module("torch.distributed.rpc")  # so that importing another part of torch does not bring it back
-    parents = {name: importlib.import_module(name) for name in _NAMES}
-    stand_ins = {name: importlib.import_module(stand_in) for name, stand_in in REPLACED.items()}
+    # so that importing another part of torch does not bring it back; a torch may have been built without it
+    with suppress(ImportError):
+        importlib.import_module("torch.distributed.rpc")
+    replacements = {name: importlib.import_module(replacement) for name, replacement in REPLACED.items()}
     for name in list(sys.modules):
         if any(name == stale or name.startswith(f"{stale}.") for stale in _STALE):
             del sys.modules[name]
-    for name, module in stand_ins.items():
+    hooks.install()  # before packages of torch are imported that find RPC from now on
+    for name, module in replacements.items():
         _bind(name, module)
+    sys.meta_path.insert(0, _Submodules("torch.distributed.rpc", "arpc.compat.rpc"))
     for name, (source, offered) in _NAMES.items():
+        package = importlib.import_module(name)
         for each in offered:
-            setattr(parents[name], each, getattr(importlib.import_module(source), each))
-    hooks.install()
+            setattr(package, each, getattr(importlib.import_module(source), each))
+
+
+class _Submodules(MetaPathFinder, Loader):
+    """Finds the modules of one package under the name of another, each once: a copy would have a state of its own."""
+
+    def __init__(self, package: str, replacement: str) -> None:
+        self._prefix = f"{package}."
+        self._replacement = replacement
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
+    ) -> ModuleSpec | None:
+        """A spec for a submodule of the package, if the replacement has one of that name."""
+        if not fullname.startswith(self._prefix):
+            return None
+        name = f"{self._replacement}.{fullname.removeprefix(self._prefix)}"
+        found = importlib.util.find_spec(name)
+        if found is None:
+            return None
+        return ModuleSpec(fullname, self, loader_state=name, is_package=found.submodule_search_locations is not None)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module itself, under its own name. The import system then takes it for a new one."""
+        return importlib.import_module(spec.loader_state)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module, which is executed already, its own spec back."""
+        module.__spec__ = importlib.util.spec_from_loader(module.__name__, module.__loader__)
 
 
 def _bind(name: str, module: ModuleType) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Final, Generic, NoReturn, TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ from arpc.rref.context import Skin
 from arpc.rref.handle import RRef as Handle
 from arpc.rref.values import fresh
 
-__all__ = ["SKIN", "RRef"]
+__all__ = ["SKIN", "RRef", "RRefProxy"]
 
 # This is the skin of `arpc.RRef`, and the parts of it know each other
 # ruff: noqa: SLF001
@@ -137,17 +137,17 @@ class RRef(Generic[T]):
 
     # -- calls on the value
 
-    def rpc_sync(self, timeout: float = -1.0) -> SyncProxy:
+    def rpc_sync(self, timeout: float = -1.0) -> RRefProxy:
         """``rref.rpc_sync().method(...)`` calls a method of the value, where it is."""
-        return SyncProxy(self, timeout)
+        return RRefProxy(self, RRef.rpc_sync, timeout)
 
-    def rpc_async(self, timeout: float = -1.0) -> AsyncProxy:
+    def rpc_async(self, timeout: float = -1.0) -> RRefProxy:
         """``rref.rpc_async().method(...)`` starts a call of a method of the value: a future."""
-        return AsyncProxy(self, timeout)
+        return RRefProxy(self, RRef.rpc_async, timeout)
 
-    def remote(self, timeout: float = -1.0) -> RemoteProxy:
+    def remote(self, timeout: float = -1.0) -> RRefProxy:
         """``rref.remote().method(...)`` is an RRef to what a method of the value returns."""
-        return RemoteProxy(self, timeout)
+        return RRefProxy(self, RRef.remote, timeout)
 
     # -- what it is
 
@@ -196,59 +196,51 @@ class RRef(Generic[T]):
         raise RuntimeError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
 
 
-class _Proxy:
-    """Names of methods to calls of them."""
+class RRefProxy:
+    """Calls methods of an RRef's value by their names, in the way of one of `rpc_sync`, `rpc_async` and `remote`."""
 
-    def __init__(self, rref: RRef[Any], timeout: float) -> None:
-        self._rref = rref
-        self._timeout = timeout
+    def __init__(self, rref: RRef[Any], rpc_api: Callable[..., Any], timeout: float = -1.0) -> None:
+        self.rref = rref
+        self.rpc_api = rpc_api
+        self.rpc_timeout = timeout
 
-    def _arguments(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        self._rref._check_creation()
-        return (*self._rref.handle._target(), name, *args)
-
-
-class SyncProxy(_Proxy):
-    """Calls methods and waits for what they return."""
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return partial(self._call, name)
-
-    def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        rref = self._rref
-        drop_in = rref._drop_in
-        peer = drop_in.peer(rref.owner_name())
-        return call(drop_in, peer, call_method, self._arguments(name, args), kwargs, self._timeout)
+    def __getattr__(self, func_name: str) -> Callable[..., Any]:
+        return partial(_INVOKE[self.rpc_api.__name__], self.rref, func_name, self.rpc_timeout)
 
 
-class AsyncProxy(_Proxy):
-    """Calls methods and returns futures."""
-
-    def __getattr__(self, name: str) -> Callable[..., torch.futures.Future[Any]]:
-        return partial(self._call, name)
-
-    def _call(self, name: str, /, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
-        rref = self._rref
-        drop_in = rref._drop_in
-        peer = drop_in.peer(rref.owner_name())
-        arguments = self._arguments(name, args)
-        return call_async(drop_in, peer, call_method, arguments, kwargs, self._timeout, anchor=rref)
+def _arguments(rref: RRef[Any], name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    rref._check_creation()
+    return (*rref.handle._target(), name, *args)
 
 
-class RemoteProxy(_Proxy):
-    """Calls methods; their results stay on the owner."""
+def _invoke_sync(rref: RRef[Any], name: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a method, and wait for what it returns."""
+    drop_in = rref._drop_in
+    peer = drop_in.peer(rref.owner_name())
+    return call(drop_in, peer, call_method, _arguments(rref, name, args), kwargs, timeout)
 
-    def __getattr__(self, name: str) -> Callable[..., RRef[Any]]:
-        return partial(self._call, name)
 
-    def _call(self, name: str, /, *args: Any, **kwargs: Any) -> RRef[Any]:
-        rref = self._rref
-        rref._check_creation()
-        getattr(rref._get_type(self._timeout), name)  # a name that is wrong is wrong here and now
-        timeout = arpc_timeout(self._timeout)
-        context = rref._drop_in.thread.caller_context()
-        made = context.run(rref.handle._remote_method, name, timeout, *args, **kwargs)
-        return RRef.of(made, rref._drop_in)
+def _invoke_async(rref: RRef[Any], name: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
+    """Start a call of a method; the future of its result."""
+    drop_in = rref._drop_in
+    peer = drop_in.peer(rref.owner_name())
+    return call_async(drop_in, peer, call_method, _arguments(rref, name, args), kwargs, timeout, anchor=rref)
+
+
+def _invoke_remote(rref: RRef[Any], name: str, timeout: float, /, *args: Any, **kwargs: Any) -> RRef[Any]:
+    """Call a method whose result stays on the owner; an RRef to it."""
+    rref._check_creation()
+    getattr(rref._get_type(timeout), name)  # a name that is wrong is wrong here and now
+    context = rref._drop_in.thread.caller_context()
+    made = context.run(rref.handle._remote_method, name, arpc_timeout(timeout), *args, **kwargs)
+    return RRef.of(made, rref._drop_in)
+
+
+_INVOKE: Final[dict[str, Callable[..., Any]]] = {
+    "rpc_sync": _invoke_sync,
+    "rpc_async": _invoke_async,
+    "remote": _invoke_remote,
+}
 
 
 def _sendable(rref: RRef[Any]) -> Handle[Any]:

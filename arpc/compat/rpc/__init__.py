@@ -7,14 +7,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_rpc import _set_profiler_node_id
 
 from arpc.compat import autograd as dist_autograd
-from arpc.compat.agents import TensorPipeAgent
-from arpc.compat.current import get_agent as _get_current_rpc_agent
-from arpc.compat.current import has_agent as _is_current_rpc_agent_set
-from arpc.compat.rpc import api, backend_registry, constants, functions, internal, options
+from arpc.compat.rpc import api, backend_registry, constants, functions, internal, options, rref_proxy
 from arpc.compat.rpc.api import (
+    AllGatherStates,
     RRef,
     _require_initialized,
     _set_rpc_timeout,
@@ -26,22 +23,56 @@ from arpc.compat.rpc.api import (
     shutdown,
 )
 from arpc.compat.rpc.backend_registry import BackendType
+from arpc.compat.rpc.debugging import _get_debug_info
+from arpc.compat.rpc.native import (
+    _DEFAULT_INIT_METHOD,
+    _DEFAULT_NUM_WORKER_THREADS,
+    _DEFAULT_RPC_TIMEOUT_SEC,
+    _UNSET_RPC_TIMEOUT,
+    PyRRef,
+    RemoteProfilerManager,
+    RpcAgent,
+    TensorPipeAgent,
+    _delete_all_user_and_unforked_owner_rrefs,
+    _get_current_rpc_agent,
+    _is_current_rpc_agent_set,
+    _reset_current_rpc_agent,
+    _rref_context_get_debug_info,
+    _set_and_start_rpc_agent,
+    _set_profiler_node_id,
+    _TensorPipeRpcBackendOptionsBase,
+    enable_gil_profiling,
+)
 from arpc.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from arpc.compat.rpc.server_process_global_profiler import _server_process_global_profile
 from arpc.compat.workers import WorkerInfo
 from arpc.log import get_logger
 
 __all__ = [
+    "_DEFAULT_INIT_METHOD",
+    "_DEFAULT_NUM_WORKER_THREADS",
+    "_DEFAULT_RPC_TIMEOUT_SEC",
+    "_UNSET_RPC_TIMEOUT",
+    "AllGatherStates",
     "BackendType",
     "PyRRef",
     "RRef",
+    "RemoteProfilerManager",
+    "RpcAgent",
     "RpcBackendOptions",
     "TensorPipeAgent",
     "TensorPipeRpcBackendOptions",
     "WorkerInfo",
+    "_TensorPipeRpcBackendOptionsBase",
+    "_delete_all_user_and_unforked_owner_rrefs",
     "_get_current_rpc_agent",
+    "_get_debug_info",
     "_is_current_rpc_agent_set",
+    "_require_initialized",
+    "_reset_current_rpc_agent",
+    "_rref_context_get_debug_info",
     "_server_process_global_profile",
+    "_set_and_start_rpc_agent",
     "_set_rpc_timeout",
     "api",
     "backend_registry",
@@ -57,12 +88,11 @@ __all__ = [
     "remote",
     "rpc_async",
     "rpc_sync",
+    "rref_proxy",
     "shutdown",
 ]
 
 logger = get_logger("arpc.compat")
-
-PyRRef = RRef
 
 _rendezvous: list[Any] = []
 """Kept, because the store ends with it."""
@@ -150,27 +180,5 @@ def _init_rpc_backend(
         rpc_backend_options=rpc_backend_options,
     )
     api._init_rpc_states(agent)  # noqa: SLF001 - torch's name
-
-
-# -- figures
-
-
-@_require_initialized
-def enable_gil_profiling(flag: bool) -> None:
-    """Have the debug information tell how long handlers waited for the interpreter."""
-    _get_current_rpc_agent().is_gil_profiled = flag
-
-
-@_require_initialized
-def _rref_context_get_debug_info() -> dict[str, str]:
-    found: dict[str, str] = _get_current_rpc_agent().get_rref_debug_info()
-    return found
-
-
-@_require_initialized
-def _get_debug_info() -> dict[str, str]:
-    return {
-        **_rref_context_get_debug_info(),
-        **_get_current_rpc_agent().get_debug_info(),
-        **dist_autograd._get_debug_info(),  # noqa: SLF001 - torch's name
-    }
+    if isinstance(agent, TensorPipeAgent):
+        agent.start_in_order()

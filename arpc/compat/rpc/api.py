@@ -23,14 +23,27 @@ from arpc.compat.failures import packing_error
 from arpc.compat.futures import wait_all
 from arpc.compat.loop_thread import refuse_loop_thread
 from arpc.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from arpc.compat.rpc.gathering import Gatherings
-from arpc.compat.rpc.internal import _internal_rpc_pickler
+from arpc.compat.rpc.gathering import AllGatherStates, Gatherings
+from arpc.compat.rpc.internal import PythonUDF, RPCExecMode, _build_rpc_profiling_key, _internal_rpc_pickler
 from arpc.compat.rref import RRef
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
 from arpc.rref.handle import create_remote
 
-__all__ = ["RRef", "get_worker_info", "remote", "rpc_async", "rpc_sync", "shutdown"]
+__all__ = [
+    "AllGatherStates",
+    "PyRRef",
+    "PythonUDF",
+    "RPCExecMode",
+    "RRef",
+    "_build_rpc_profiling_key",
+    "_rref_typeof_on_owner",
+    "get_worker_info",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
 
 logger = get_logger("arpc.compat")
 
@@ -212,10 +225,10 @@ def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names
 def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
     """Runs on all others: the leader hands out what all have brought."""
     gathering = _gatherings.get(sequence_id)
-    if gathering.is_complete.is_set():
+    if gathering.proceed_signal.is_set():
         raise AssertionError(f"Termination signal sequence id {sequence_id} got set twice.")
-    gathering.objects = objects_map
-    gathering.is_complete.set()
+    gathering.gathered_objects = objects_map
+    gathering.proceed_signal.set()
 
 
 def _call_here(name: str, *args: Any) -> Any:
@@ -236,10 +249,10 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
     else:
         rpc_sync(leader, _call_here, args=("_gather_to_leader", sequence_id, own, obj, names), timeout=call_timeout)
     gathering = _gatherings.get(sequence_id)
-    gathering.is_complete.wait(signal_timeout)
+    gathering.proceed_signal.wait(signal_timeout)
     if own == leader:
-        _tell_followers(sequence_id, gathering.objects, sorted(names - {leader}), call_timeout)
-    return _gatherings.take(sequence_id).objects
+        _tell_followers(sequence_id, gathering.gathered_objects, sorted(names - {leader}), call_timeout)
+    return _gatherings.take(sequence_id).gathered_objects
 
 
 def _tell_followers(sequence_id: str, objects: dict[str, Any], followers: list[str], timeout_s: float) -> None:
@@ -320,5 +333,13 @@ def _finalize_shutdown() -> None:
         _reset_current_rpc_agent()
 
 
-# torch has these here
-_rref_typeof_on_owner = _rref_typeof_on_owner  # noqa: PLW0127
+# -- names that torch has here, and programs take
+
+
+def _rref_typeof_on_user(rref: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+    """The type of an RRef's value, asked of its owner; without ``blocking``, a future of it."""
+    future = _get_current_rpc_agent().type_of(rref, timeout)
+    return future.wait() if blocking else future
+
+
+PyRRef = RRef

@@ -16,8 +16,8 @@ from arpc.compat.rpc import api
 from arpc.compat.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC
 from arpc.compat.rpc.options import TensorPipeRpcBackendOptions
 from arpc.compat.rref import SKIN
+from arpc.compat.start_order import StartOrder
 from arpc.errors import ConfigurationError, NameTakenError
-from arpc.options import RpcOptions
 
 __all__ = [
     "BackendType",
@@ -89,9 +89,15 @@ def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def start_agent(
-    store: Any, name: str, rank: int, world_size: int | None, options: RpcOptions, kind: type[TensorPipeAgent]
+    store: Any,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    backend_options: TensorPipeRpcBackendOptions,
+    kind: type[TensorPipeAgent],
 ) -> TensorPipeAgent:
     """Start a worker of arpc, and make it the one of this process."""
+    options = backend_options.as_arpc()
     if not isinstance(store, Store):
         raise TypeError(f"`store` must be a c10d::Store. {store}")
     # Shutting down waits for those that wait in the same way, which not all of the group need to do
@@ -112,10 +118,14 @@ def start_agent(
         except ConfigurationError as error:
             raise RuntimeError(str(error)) from error
         agent = kind(drop_in, store, is_static_group=bool(world_size))
+        agent.backend_options = backend_options
         agent.blocking_names = names.among([info.name for info in drop_in.infos()])
         api._init_rpc_states(agent)  # noqa: SLF001 - torch's name
     if world_size:
         agent.goodbye = Goodbye(store, rank, len(agent.blocking_names))
+        first = next(record for record in drop_in.members() if record.id == 0)
+        if first.name in agent.blocking_names:
+            agent.start_order = StartOrder(store, first)
         # as torch does: from here on all can be called, and the first calls find connections
         api._all_gather(None, agent.blocking_names, timeout=options.rpc_timeout)  # noqa: SLF001
     return agent
@@ -162,7 +172,7 @@ def _tensorpipe_init_backend_handler(
 ) -> TensorPipeAgent:
     if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
         raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}")
-    return start_agent(store, name, rank, world_size, rpc_backend_options.as_arpc(), TensorPipeAgent)
+    return start_agent(store, name, rank, world_size, rpc_backend_options, TensorPipeAgent)
 
 
 register_backend("TENSORPIPE", _tensorpipe_construct_rpc_backend_options_handler, _tensorpipe_init_backend_handler)

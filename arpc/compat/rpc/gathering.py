@@ -1,4 +1,4 @@
-"""What `_all_gather` keeps in the process of its leader and of those who follow."""
+"""The state of `_all_gather`, on its leader and on its followers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["Gathering", "Gatherings"]
+__all__ = ["AllGatherStates", "Gatherings"]
 
 
-class Gathering:
-    """One round: what the workers brought, and the signal that all of it is there."""
+class AllGatherStates:
+    """One round of `_all_gather`: the objects of the workers by name, and an event that is set when all have come.
+
+    Programs that gather by themselves use this class, so its attributes have torch's names.
+    """
 
     def __init__(self) -> None:
-        self.objects: dict[str, Any] = {}
-        self.is_complete = threading.Event()
+        self.gathered_objects: dict[str, Any] = {}
+        self.proceed_signal = threading.Event()
 
 
 class Gatherings:
@@ -23,7 +26,7 @@ class Gatherings:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {}
-        self._rounds: dict[str, Gathering] = {}
+        self._rounds: dict[str, AllGatherStates] = {}
 
     def next_id(self, names: Iterable[str]) -> str:
         """An id that all of these workers find for the same round."""
@@ -33,23 +36,23 @@ class Gatherings:
             self._counts[joined] = count + 1
         return f"{joined}{count}"
 
-    def get(self, round_id: str) -> Gathering:
+    def get(self, round_id: str) -> AllGatherStates:
         with self._lock:
-            return self._rounds.setdefault(round_id, Gathering())
+            return self._rounds.setdefault(round_id, AllGatherStates())
 
-    def take(self, round_id: str) -> Gathering:
+    def take(self, round_id: str) -> AllGatherStates:
         with self._lock:
-            return self._rounds.pop(round_id, None) or Gathering()
+            return self._rounds.pop(round_id, None) or AllGatherStates()
 
     def add(self, round_id: str, name: str, brought: Any, expected: set[str]) -> None:
         """A worker has come."""
         with self._lock:
-            gathering = self._rounds.setdefault(round_id, Gathering())
-            if name in gathering.objects:
+            gathering = self._rounds.setdefault(round_id, AllGatherStates())
+            if name in gathering.gathered_objects:
                 raise AssertionError(f"{name} reported intent sequence id {round_id} twice. ")
-            gathering.objects[name] = brought
-            if gathering.objects.keys() == expected:
-                gathering.is_complete.set()
+            gathering.gathered_objects[name] = brought
+            if gathering.gathered_objects.keys() == expected:
+                gathering.proceed_signal.set()
 
     def clear(self) -> None:
         """The next group counts its rounds from 0 again."""

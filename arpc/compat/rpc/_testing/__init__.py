@@ -67,7 +67,7 @@ def _init(store: Any, name: str, rank: int, world_size: int | None, rpc_backend_
     options = rpc_backend_options
     if not isinstance(options, FaultyTensorPipeRpcBackendOptions):
         raise TypeError(f"`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`. {options}")
-    agent = start_agent(store, name, rank, world_size, options.as_arpc(), FaultyTensorPipeAgent)
+    agent = start_agent(store, name, rank, world_size, options, FaultyTensorPipeAgent)
     inner = agent.drop_in.agent
     agent.drop_in.blocking.is_on = False  # what is to be lost must come by where it is lost
     agent.drop_in.thread.call(

@@ -1,0 +1,57 @@
+"""The order in which `init_rpc` returns on the ranks of a group: rank 0 first."""
+
+from __future__ import annotations
+
+import asyncio
+from contextvars import Context
+from datetime import timedelta
+from functools import partial
+from typing import Final
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from arpc.agent.membership import WorkerRecord
+from arpc.compat.loop_thread import LoopThread
+from arpc.log import get_logger
+
+__all__ = ["StartOrder"]
+
+logger = get_logger("arpc.compat")
+
+_TIMEOUT: Final = timedelta(seconds=60)
+
+
+class StartOrder:
+    """Programs make what others call right after `init_rpc`, on rank 0 above all, and torch returns there first."""
+
+    def __init__(self, store: Store, first: WorkerRecord) -> None:
+        self._store = store
+        self._first = first
+        # groups that follow each other in one store have other incarnations
+        self._key = f"arpc.compat/started/{first.incarnation}"
+
+    def release(self, thread: LoopThread) -> None:
+        """Let the other ranks return. Called by rank 0 as the last step before it returns itself.
+
+        The loop sends the message: its thread has to wait until this one, which goes on with the program, blocks or has
+        run for a while.
+        """
+        thread.submit(Context(), partial(self._send, thread.loop))
+
+    def _send(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.run_in_executor(None, self._set)
+
+    def _set(self) -> None:
+        try:
+            self._store.set(self._key, "1")
+        except RuntimeError:  # the others then say that this worker did not start
+            logger.exception("cannot tell the other workers in the store that this one has started")
+
+    def wait(self) -> None:
+        """Wait for rank 0. Raises RuntimeError if it does not start."""
+        try:
+            self._store.wait([self._key], _TIMEOUT)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"worker {self._first.name!r} (rank 0) did not start within {_TIMEOUT.seconds} s: {error}"
+            ) from error

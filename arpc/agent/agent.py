@@ -459,7 +459,7 @@ class Agent(Caller, Answers):
             return
         link.peer.drain()
         link.inbound.output_drained()
-        if link.inbound.is_full:
+        if link.inbound.is_full or link.inbound.is_waited_for:
             self.executor.readmit(link.inbound)
 
     # -- the end

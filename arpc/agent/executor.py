@@ -20,6 +20,7 @@ from arpc.agent.failures import describe_failure
 from arpc.agent.functions import Function, Mode, Prompt
 from arpc.agent.observers import Observers
 from arpc.agent.plain_requests import PlainRequests
+from arpc.agent.reply_window import ReplyWindow, ResultSizes
 from arpc.agent.requests import NO_CONTEXT, Inbound, Run
 from arpc.agent.scope import current_scope
 from arpc.agent.streams import Producer
@@ -57,6 +58,7 @@ _INLINE: Final = Mode.INLINE
 _WINDOWS: Final = 16
 # By number, with each connection
 _MAX_FUNCTIONS: Final = 1 << 16
+_NOT_BEGUN: Final = object()
 _GENERATORS: Final = frozenset((Mode.GENERATOR, Mode.ASYNC_GENERATOR))
 
 
@@ -183,15 +185,72 @@ class Executor(PlainRequests):
             self._admit(inbound, message)
 
     def _admit(self, inbound: Inbound, message: Message) -> None:
-        if not (inbound.is_full or inbound.connection.is_congested):
+        results = inbound.results_of(message)
+        is_large = results is not None and results.are_large
+        if not (is_large or inbound.is_full or inbound.connection.is_congested):
             self.start(inbound, message)
         elif (
-            len(inbound.waiting) < self._max_waiting or not inbound.is_full
+            len(inbound.waiting) < self._max_waiting or not (is_large or inbound.is_full)
         ) and inbound.waiting_bytes <= _WINDOWS * self._window_bytes:
-            inbound.keep_waiting(message)
-            self._start_waiting(inbound)
+            if is_large and results is not None:
+                self._keep_for_window(inbound, message, results)
+            else:
+                inbound.keep_for_handler(message)
+                self._start_waiting(inbound)
         else:
             self._refuse_for_now(inbound, message)
+
+    # -- requests whose results are likely to be large
+
+    def _window(self, inbound: Inbound) -> ReplyWindow:
+        if inbound.reply_window is None:
+            inbound.reply_window = ReplyWindow(
+                inbound.connection, self._window_bytes, self.threads.size, partial(self.readmit, inbound)
+            )
+        return inbound.reply_window
+
+    def _keep_for_window(self, inbound: Inbound, message: Message, results: ResultSizes) -> None:
+        function = inbound.functions.get(message.arg)
+        # one that comes with its arguments is not known yet: it waits again if it is for a thread
+        in_thread = function.__class__ is Function and function.mode is _THREAD
+        window = self._window(inbound)
+
+        def start() -> None:
+            if len(inbound.running) >= inbound.limit and message.id in inbound.waiting:
+                inbound.wait_for_handler(message.id)
+                kept = None
+            else:
+                kept = None if self._is_closed else inbound.take_waiting(message.id)
+            if kept is None:  # it was cancelled, or waits for another reason
+                if in_thread:
+                    window.thread_ended()
+                return
+            self.start(inbound, kept, is_counted=in_thread)
+            if self.waited is not None:
+                self.waited(inbound, kept)
+
+        inbound.keep(message)
+        window.enter(results, start, in_thread=in_thread)
+
+    def postpone(self, run: Run) -> None:
+        """Let a plain function have a thread when there is room for its result, or at once if that will be small."""
+        if not run.function.results.are_large:
+            self.threads.submit(run.work, is_quick=run.function.is_quick)
+            return
+        window = self._window(run.inbound)
+
+        def start() -> None:
+            if run.ended:
+                window.thread_ended()
+            else:
+                self._submit_counted(run)
+
+        window.enter(run.function.results, start, in_thread=True)
+
+    def _submit_counted(self, run: Run) -> None:
+        run.is_counted = True
+        run.outbox = None  # the loop is to hear of its end
+        self.threads.submit(run.work, is_quick=run.function.is_quick)
 
     def _refuse_for_now(self, inbound: Inbound, message: Message) -> None:
         """Too many requests of a caller wait already."""
@@ -210,13 +269,13 @@ class Executor(PlainRequests):
 
     def readmit(self, inbound: Inbound) -> None:
         """Something ended or was sent: see whether those that wait may run."""
-        if not inbound.limit and inbound.connection.is_behind:
-            return  # this is called again when it has caught up
         # This is called between two steps of any task, which may have switched something off for itself
         outer = None if torchstate.is_pristine() else torchstate.save_and_reset()
-        inbound.set_limit(inbound.max_handlers)
+        inbound.look_for_room()
         try:
             self._start_waiting(inbound)
+            if inbound.reply_window is not None:
+                inbound.reply_window.admit()
         finally:
             if outer is not None:
                 torchstate.restore(outer)
@@ -224,12 +283,13 @@ class Executor(PlainRequests):
     def _start_waiting(self, inbound: Inbound) -> None:
         connection = inbound.connection
         while (
-            inbound.waiting
-            and len(inbound.running) < inbound.limit
-            and not (connection.is_congested and connection.held_bytes > self._window_bytes)
+            inbound.has_room_for_waiting
+            and not (connection.is_congested and connection.unsent_small_bytes > self._window_bytes)
             and not self._is_closed
         ):
             message = inbound.next_waiting()
+            if message is None:
+                continue
             self.start(inbound, message)
             if self.waited is not None:
                 self.waited(inbound, message)
@@ -246,13 +306,17 @@ class Executor(PlainRequests):
         """Answer a request with an error; nothing of it is looked at."""
         self.raised(self._run(link.inbound, _UNKNOWN, message), error)
 
-    def start(self, inbound: Inbound, message: Message) -> None:
-        """Run a request now."""
+    def start(self, inbound: Inbound, message: Message, *, is_counted: bool = False) -> None:
+        """Run a request now. ``is_counted``: the reply window has let it go to a thread."""
         function = inbound.functions.get(message.arg)
         if function.__class__ is not Function or message.flags & RequestFlag.STREAM:
             self._start_special(inbound, function, message)
             return
-        self._launch(self._run(inbound, function, message))
+        run = self._run(inbound, function, message)
+        run.is_counted = is_counted
+        self._launch(run)
+        if run.is_counted and (run.ended or run.function.mode is not _THREAD):
+            run.leave_window()  # its arguments could not be unpacked, or have to be waited for
 
     def _run(self, inbound: Inbound, function: Function, message: Message) -> Run:
         return Run(self, inbound, function, message.id, message.timeout_ms, self._copy_context(), message)
@@ -376,6 +440,7 @@ class Executor(PlainRequests):
             inbound = link.inbound
             function = inbound.functions.get(message.arg)
             run = self._run(inbound, function if isinstance(function, Function) else _UNKNOWN, message)
+            run.results = ResultSizes()  # what the function returns stays here
             try:
                 wrapped = wrapper.admit(run, message)
             except ProtocolError as error:
@@ -483,6 +548,7 @@ class Executor(PlainRequests):
             if not message.arg:
                 call, payload = payload
                 run.function = Function(call)
+                run.function.results = run.inbound.results_by_value
         except (AttributeError, ImportError, LookupError, StopIteration) as error:
             raise self._not_unpacked(error) from error
         if message.flags & RequestFlag.KWARGS:
@@ -502,7 +568,7 @@ class Executor(PlainRequests):
                 await prerequisite
             return await self.call(function, args, kwargs)
 
-        return Function.of_coroutine(wait_and_call, function.name)
+        return Function.of_coroutine(wait_and_call, function.name, function.results)
 
     async def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a function returns, run in its own way, for a coroutine that stands in its place.
@@ -511,13 +577,42 @@ class Executor(PlainRequests):
         """
         if function.mode is _THREAD:
             context = copy_context()
-            result = await self.threads.call(lambda: context.run(function.call, *args, **kwargs))
+            run = current_scope.get()
+            job = partial(context.run, function.call, *args, **kwargs)
+            if run.__class__ is Run and run.results is function.results:
+                result = await self._call_in_window(run.inbound, function.results, job)
+            else:
+                result = await self.threads.call(job)
         else:
             result = function.call(*args, **kwargs)
         if function.returns_future:
             return await _future_of(result, function.name, self.loop)
         # not asyncio.iscoroutine, to which a generator is one
         return await result if isinstance(result, Coroutine) else result
+
+    async def expect_result(self, run: Run, function: Function) -> None:
+        """Let a handler that has found out what to call wait for room, if the result of that is likely to be large."""
+        run.results = results = function.results
+        if results.are_large and function.mode is not _THREAD:
+            await self._window(run.inbound).wait(results, in_thread=False)
+
+    async def _call_in_window(self, inbound: Inbound, results: ResultSizes, job: Callable[[], Any]) -> Any:
+        """Run in a thread what a request calls and returns."""
+
+        def unless_large() -> Any:
+            # of those that came before the first result, most have no thread yet when it is known to be large
+            return _NOT_BEGUN if results.are_large else job()
+
+        if not results.are_large:
+            result = await self.threads.call(unless_large)
+            if result is not _NOT_BEGUN:
+                return result
+        window = self._window(inbound)
+        await window.wait(results, in_thread=True)
+        try:
+            return await self.threads.call(job)
+        finally:
+            window.thread_ended()
 
     def define(self, inbound: Inbound, message: Message) -> None:
         """A peer sends a function that it will call by number. Raises `ProtocolError` if there are too many."""
@@ -567,6 +662,12 @@ class Executor(PlainRequests):
             return
         inbound, function = run.inbound, run.function
         inbound.register(run)
+        if run.is_counted:
+            self._submit_counted(run)
+            return
+        if function.results.are_large:
+            self.postpone(run)
+            return
         if inbound.ended is None and run.handling is None and run.meta is None and function.is_plain:
             # none of those who want to hear of its end, or to add to its answer, are there
             run.outbox = None if run.is_stream else inbound.outbox or self._open_outbox(inbound)
@@ -612,7 +713,7 @@ class Executor(PlainRequests):
     def _carry(self, run: Run, call: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         run.coroutine = None
         run.args = run.kwargs = None
-        run.function = Function.of_coroutine(call, run.function.name)
+        run.function = Function.of_coroutine(call, run.function.name, run.function.results)
         self.carriers.start(run)
 
     # -- the end of the worker

@@ -10,6 +10,8 @@ from typing import Any, Final, TypeVar
 
 from torch.jit import ScriptFunction
 
+from arpc.agent.reply_window import ResultSizes
+
 __all__ = ["Function", "Mode", "Preparation", "Prompt", "async_execution", "inline", "name_of", "returns_futures"]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -53,6 +55,7 @@ class Function:
         "is_simple",
         "mode",
         "name",
+        "results",
         "returns_future",
     )
 
@@ -69,6 +72,7 @@ class Function:
         # It takes less time than a second thread would take to begin. See `measured`
         self.is_quick = False
         self._quick_calls = 0
+        self.results = ResultSizes()
 
     def measured(self, seconds: float) -> None:
         """A call has ended in a thread."""
@@ -81,14 +85,15 @@ class Function:
             self.is_quick = False
 
     @classmethod
-    def of_coroutine(cls, call: Callable[..., Any], name: str) -> Function:
-        """What the runtime itself lets run as a coroutine, in the name of another function."""
+    def of_coroutine(cls, call: Callable[..., Any], name: str, results: ResultSizes | None = None) -> Function:
+        """What the runtime itself lets run as a coroutine, in the name of another function and with its ``results``."""
         made = cls.__new__(cls)  # there is nothing to find out, and no thread to be measured
         made.call = call
         made.mode = Mode.COROUTINE
         made.name = name
         made.is_simple = True
         made.returns_future = made.is_plain = made.is_quick = False
+        made.results = results or ResultSizes()
         return made
 
 

@@ -54,7 +54,7 @@ class LinesHere:
             raise Refused(Refusal.STALE, f"worker {identity.name!r} has no connection that a line could belong to")
         if len(self.of(main)) >= MAX_LINES:
             raise Refused(Refusal.DUPLICATE, f"worker {identity.name!r} has {MAX_LINES} lines already")
-        left = main.inbound.max_handlers - LINE_HANDLERS
+        left = main.inbound.limit - LINE_HANDLERS
         if left < max(self._max_handlers // 2, len(main.inbound.running)):
             raise Refused(Refusal.DUPLICATE, f"worker {identity.name!r} may not have so many requests running")
 
@@ -100,6 +100,4 @@ class LinesHere:
 
 def _let_run(inbound: Inbound, more: int) -> None:
     """Let so many more requests, or fewer, run at once."""
-    inbound.max_handlers += more
-    if inbound.limit:  # otherwise none may while its caller does not take replies
-        inbound.set_limit(inbound.max_handlers)
+    inbound.set_limit(inbound.limit + more)

@@ -58,6 +58,7 @@ class PlainRequests(NotedReplies):
     unpack: Callable[[Run, Message], None]
     thread_returned: Callable[[Run, Any], None]
     answer_withdrawn: Callable[[], None]
+    postpone: Callable[[Run], None]
     _admit: Callable[[Inbound, Message], None]
     _after: Callable[[list[Awaitable[object]], Function], Function]
     _copy_context: Callable[[], Context]

@@ -23,7 +23,7 @@ from arpc.errors import (
     SerializationError,
 )
 from arpc.log import get_logger
-from arpc.transport.base import Connection
+from arpc.transport.base import SMALL_MESSAGE_BYTES, Connection
 from arpc.wire.frames import HEADER, frame
 from arpc.wire.handful import RESULT
 from arpc.wire.messages import FailureKind, ItemFlag, MessageType
@@ -119,8 +119,8 @@ class Replies:
             return lone, []
         return payload, slots
 
-    def _send_item(self, run: Run, item: Any) -> None:
-        """Send the next item of a stream. Called by the producer, which runs in the handler's context."""
+    def _send_item(self, run: Run, item: Any) -> int:
+        """Send the next item of a stream, and say how large it is. Called in the handler's context."""
         payload, slots = self._pickle_result(run, item)
         meta = self.codec.intercept_reply(run.inbound.caller, run.meta, slots) if run.meta else None
         place = run.items_sent & _PLACE_MASK
@@ -133,6 +133,7 @@ class Replies:
         else:
             run.inbound.connection.send(data)
         run.items_sent += 1
+        return len(data) + sum([buffer.nbytes for buffer in buffers or ()])
 
     def raised(self, run: Run, error: BaseException) -> None:
         if run.ended:
@@ -202,17 +203,15 @@ class Replies:
             inbound.forget(run)
             if inbound.waiting:
                 self.loop.call_soon(self.readmit, inbound)
+        results = run.results or run.function.results
+        if error is None and (buffers or results.are_large or not results.are_known or len(data) > SMALL_MESSAGE_BYTES):
+            inbound.learn(results, len(data) + sum([buffer.nbytes for buffer in buffers or ()]))
         if buffers.__class__ is LateBuffers:
             buffers.when_filled(partial(self._send_filled_reply, inbound, run.id, data))
             return
         try:
             if buffers:
                 inbound.send_reply(run.id, data, buffers)
-                connection = inbound.connection
-                if inbound.limit and (connection.is_behind or connection.held_bytes > self._window_bytes):
-                    # What this read brought may ask for much more: none of it runs before the replies have gone out
-                    inbound.set_limit(0)
-                    self.loop.call_soon(self.readmit, inbound)
             else:
                 inbound.connection.send(data)
         except ConnectionClosedError:
@@ -239,7 +238,7 @@ class Replies:
         run.task = None  # the one that carried it, if any, is about to end: cancelling it would do nothing
 
         def settle(future: Any) -> None:
-            run.function = Function.of_coroutine(_ended, run.function.name)
+            run.function = Function.of_coroutine(_ended, run.function.name, run.function.results)
             try:
                 value = future.result() if hasattr(future, "result") else future.value()
             except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's

@@ -15,11 +15,13 @@ from arpc import torchstate
 from arpc.agent.deadlines import NEVER, Deadlines
 from arpc.agent.functions import Function
 from arpc.agent.outbox import ReplyOutbox
+from arpc.agent.reply_window import ReplyWindow, ResultSizes
 from arpc.agent.scope import current_scope
 from arpc.agent.streams import Producer
+from arpc.agent.threads import ThreadPool
 from arpc.ids import WorkerInfo
 from arpc.transport.base import BulkSend, Connection
-from arpc.wire.messages import Message
+from arpc.wire.messages import Message, RequestFlag
 
 __all__ = ["Inbound", "Run", "RunHost"]
 
@@ -39,12 +41,15 @@ class RunHost(Protocol):
     worker: Any
 
     @property
+    def threads(self) -> ThreadPool: ...
+    @property
     def time(self) -> Callable[[], float]: ...
     def unpack(self, run: Run, message: Message) -> None: ...
     def returned(self, run: Run, result: Any) -> None: ...
     def thread_returned(self, run: Run, result: Any) -> None: ...
     def raised(self, run: Run, error: BaseException) -> None: ...
     def answer_withdrawn(self) -> None: ...
+    def postpone(self, run: Run) -> None: ...
 
 
 class Run(msgspec.Struct):
@@ -86,6 +91,10 @@ class Run(msgspec.Struct):
     error: BaseException | None = None
     outbox: ReplyOutbox | None = None
     """Where a thread may put the answer."""
+    results: ResultSizes | None = None
+    """Those of what it runs, if that is not its function."""
+    is_counted: bool = False
+    """The reply window has let it go to a thread, and is to hear when it leaves that."""
     handling: Any = None
     """What observers know of it, an `observers.Handling`; None if nobody observes."""
     _deadline: float | None = None
@@ -151,10 +160,13 @@ class Run(msgspec.Struct):
         """Call the function, in a thread."""
         # taken before the look: a run that ends drops them after it has said so
         args, kwargs, context = self.args, self.kwargs, self.context
-        if self.ended:
-            return None  # cancelled while it waited for a thread
-        self.args = self.kwargs = None
         function = self.function
+        if self.ended:
+            return self.leave_window if self.is_counted else None  # cancelled while it waited for a thread
+        results = function.results
+        if not self.is_counted and (results.are_large or (not results.are_known and self.executor.threads.is_ahead)):
+            return self._postpone
+        self.args = self.kwargs = None
         # Of those that are known to be quick some are measured, to see that they still are
         begin = 0.0 if function.is_quick and self.id & UNMEASURED else _clock()
         try:
@@ -182,10 +194,13 @@ class Run(msgspec.Struct):
     def work_unmeasured(self) -> Callable[[], None] | ReplyOutbox | None:
         """`work` for a function without arguments that is known to be quick."""
         context = self.context
+        function = self.function
         if self.ended:
             return None
+        if function.results.are_large:
+            return self._postpone
         try:
-            result = context.run(self.function.call)
+            result = context.run(function.call)
         except BaseException as error:  # noqa: BLE001 - whatever it raises is the caller's
             self.error = error
             return self._worked
@@ -207,12 +222,25 @@ class Run(msgspec.Struct):
             self.has_called = False
             self.inbound.connection.loop.call_soon(torchstate.run_with, torchstate.DEFAULTS, self._worked)
             return
+        if self.is_counted:
+            self.leave_window()
         result, error = self.result, self.error
         self.result = self.error = None  # it may be kept for a while, and they may be large
         if error is not None:
             self.executor.raised(self, error)
         else:
             self.executor.thread_returned(self, result)
+
+    def _postpone(self) -> None:
+        """It came to a thread before it was known how large its result is likely to be."""
+        if not self.ended:
+            self.executor.postpone(self)
+
+    def leave_window(self) -> None:
+        self.is_counted = False
+        window = self.inbound.reply_window
+        assert window is not None
+        window.thread_ended()
 
     def call_begun(self, future: asyncio.Future[Any]) -> None:
         """The handler has made a call in turn, which is cancelled with it."""
@@ -269,16 +297,21 @@ class Inbound:
         """Some of the `coroutines`, and the timeouts they were called with, by the `wire.frames.TERMS` of both."""
         self.bare_plain: dict[bytes, tuple[Function, int]] = {}
         """The same for those that are `plain`."""
-        self.max_handlers = max_handlers
         self.limit = max_handlers
-        """How many requests may run at once: so many, or none while its caller does not take replies."""
+        """How many requests may run at once."""
         self.running: dict[int, Run] = {}
         self.is_full = False
         """No more requests may run, or others wait already."""
         self.latest_id = -1
         """The last request that came: the same one again is a message that came twice."""
-        self.waiting: OrderedDict[int, tuple[Message, float]] = OrderedDict()
+        self.waiting: dict[int, tuple[Message, float]] = {}
         """Requests that must wait, and since when."""
+        self._for_handlers: OrderedDict[int, None] = OrderedDict()
+        """Those of them that wait because too many others run, or its caller does not take small replies."""
+        self.reply_window: ReplyWindow | None = None
+        """Where requests wait whose results are likely to be large, from the first such on."""
+        self.results_by_value = ResultSizes()
+        """Those of functions that come with their arguments, of which none is known to have been called before."""
         self.waiting_bytes = 0
         self.ended: Callable[[Run], None] | None = None
         """Told of the end of each that was registered, see `agent.metering`."""
@@ -302,33 +335,76 @@ class Inbound:
         self.plain.pop(number, None)
         self.bare.clear()
         self.bare_plain.clear()
-        if isinstance(function, Function):
+        # What is in none of the tables is admitted step by step, see `Executor.request_received`
+        if isinstance(function, Function) and not function.results.are_large:
             if function.is_simple:
                 self.coroutines[number] = function
             elif function.is_plain:
                 self.plain[number] = function
 
+    def results_of(self, message: Message) -> ResultSizes | None:
+        """The results of what a request calls; None if it does not wait for these to be taken."""
+        if message.flags & RequestFlag.STREAM:
+            return None  # it has a window of its own
+        function = self.functions.get(message.arg)
+        if function.__class__ is Function:
+            return function.results
+        return None if message.arg else self.results_by_value
+
+    def learn(self, results: ResultSizes, size_bytes: int) -> None:
+        """A function has returned something of that size."""
+        if results.saw(size_bytes):
+            for number, function in list(self.functions.items()):
+                if isinstance(function, Function) and function.results is results:
+                    self.define(number, function)
+
     def set_limit(self, max_handlers: int) -> None:
         """Let that many requests run at once."""
         self.limit = max_handlers
-        self._look_for_room()
+        self.look_for_room()
 
-    def _look_for_room(self) -> None:
-        self.is_full = bool(self.waiting) or len(self.running) >= self.limit
+    def look_for_room(self) -> None:
+        """See whether requests may run at once again."""
+        self.is_full = bool(self._for_handlers) or len(self.running) >= self.limit
 
-    def keep_waiting(self, message: Message) -> None:
-        """Keep a request packed for now."""
+    @property
+    def has_room_for_waiting(self) -> bool:
+        """A request waits for a handler that may have one now."""
+        return bool(self._for_handlers) and len(self.running) < self.limit
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Requests wait, packed or not."""
+        return bool(self.waiting) or (self.reply_window is not None and self.reply_window.is_waited_for)
+
+    def keep(self, message: Message) -> None:
+        """Keep a request packed for now, until `take_waiting`."""
         self.waiting[message.id] = message, self._time()
         self.waiting_bytes += message.size_bytes
+
+    def keep_for_handler(self, message: Message) -> None:
+        """Keep a request packed until others have ended."""
+        self.keep(message)
+        self.wait_for_handler(message.id)
+
+    def wait_for_handler(self, call_id: int) -> None:
+        """Let a request that is kept wait until others have ended."""
+        self._for_handlers[call_id] = None
         self.is_full = True
 
-    def next_waiting(self) -> Message:
-        """The request that has waited longest, with the time it has left."""
-        _, (message, since) = self.waiting.popitem(last=False)
-        self.waiting_bytes -= message.size_bytes
-        if message.timeout_ms:
-            message.timeout_ms = max(1, message.timeout_ms - int((self._time() - since) * 1000))
-        self._look_for_room()
+    def next_waiting(self) -> Message | None:
+        """The request that has waited longest for a handler."""
+        id_, _ = self._for_handlers.popitem(last=False)
+        self.look_for_room()
+        return self.take_waiting(id_)
+
+    def take_waiting(self, call_id: int) -> Message | None:
+        """A request that waits, with the time it has left; None if it was cancelled."""
+        message, since = self.waiting.pop(call_id, (None, 0.0))
+        if message is not None:
+            self.waiting_bytes -= message.size_bytes
+            if message.timeout_ms:
+                message.timeout_ms = max(1, message.timeout_ms - int((self._time() - since) * 1000))
         return message
 
     def register(self, run: Run) -> None:
@@ -397,7 +473,7 @@ class Inbound:
         if self.ended is not None:
             self.ended(run)
         if self.is_full:
-            self._look_for_room()
+            self.look_for_room()
         if run.bucket is not None:
             run.bucket.pop(run.id, None)
 
@@ -414,10 +490,10 @@ class Inbound:
         run = self.running.get(call_id)
         if run is not None:
             run.cancel()
-        elif (waiting := self.waiting.pop(call_id, None)) is not None:
-            self.waiting_bytes -= waiting[0].size_bytes
+        elif self.take_waiting(call_id) is not None:
+            self._for_handlers.pop(call_id, None)
             self.began_ns.pop(call_id, None)
-            self._look_for_room()
+            self.look_for_room()
         elif (bulk := self._replies.pop(call_id, None)) is not None:
             self.connection.drop_bulk(bulk)  # the reply is on its way, and nobody wants it any more
 
@@ -442,7 +518,8 @@ class Inbound:
 
     def cancel_all(self) -> None:
         self.waiting.clear()
+        self._for_handlers.clear()
         self.waiting_bytes = 0
-        self._look_for_room()
+        self.look_for_room()
         for run in list(self.running.values()):
             run.cancel()

@@ -16,7 +16,7 @@ from arpc import torchstate
 from arpc.agent.threads import ThreadPool
 from arpc.errors import ConnectionClosedError
 from arpc.log import get_logger
-from arpc.transport.base import Connection
+from arpc.transport.base import SMALL_MESSAGE_BYTES, Connection
 
 __all__ = ["ItemOrder", "Producer", "Stream"]
 
@@ -34,8 +34,9 @@ class Producer:
     """The callee's end: takes items from a generator when there is credit, and sends them."""
 
     def __init__(
-        self, iterable: Any, threads: ThreadPool, send: Callable[[Any], None], connection: Connection, window_bytes: int
+        self, iterable: Any, threads: ThreadPool, send: Callable[[Any], int], connection: Connection, window_bytes: int
     ) -> None:
+        """``send`` returns how many bytes it has sent."""
         self._is_async = hasattr(iterable, "__aiter__")
         if not self._is_async and not hasattr(iterable, "__iter__"):
             raise TypeError(f"a stream needs something to iterate over, not {type(iterable).__qualname__}")
@@ -44,6 +45,7 @@ class Producer:
         self._send = send
         self._connection = connection
         self._window_bytes = window_bytes
+        self._has_large_items = False
         self._credit = 0
         self._credit_came: asyncio.Future[None] | None = None
 
@@ -59,18 +61,23 @@ class Producer:
     async def _have_credit(self) -> None:
         """Until the consumer wants another item, and has taken enough of the bytes of those before."""
         connection = self._connection
-        while self._credit <= 0 or connection.unsent_bytes > self._window_bytes:
+        while self._credit <= 0 or self._unsent_bytes() > self._window_bytes:
             if self._credit > 0 and not connection.is_congested:
                 await asyncio.sleep(0)  # what was sent in this turn has not been written yet
                 continue
             self._credit_came = asyncio.get_running_loop().create_future()
             await self._credit_came
 
+    def _unsent_bytes(self) -> int:
+        """What the items wait for: small ones do not wait for large tensors."""
+        connection = self._connection
+        return connection.unsent_bytes if self._has_large_items else connection.unsent_small_bytes
+
     def _offer(self, item: Any) -> bool:
         """Send an item; False if nobody listens any more."""
         self._credit -= 1
         try:
-            self._send(item)
+            self._has_large_items = self._send(item) > SMALL_MESSAGE_BYTES
         except ConnectionClosedError:
             return False
         return True

@@ -78,16 +78,16 @@ class _Doorbell:
     def __init__(self) -> None:
         if hasattr(os, "eventfd"):
             self._waits = self._rings = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
-            self._size_bytes = 8
+            self.size_bytes = 8
         else:
             self._waits, self._rings = os.pipe()
-            self._size_bytes = 1
+            self.size_bytes = 1
 
     def ring(self) -> None:
-        os.write(self._rings, _RING[: self._size_bytes])
+        os.write(self._rings, _RING[: self.size_bytes])
 
     def wait(self) -> None:
-        os.read(self._waits, self._size_bytes)
+        os.read(self._waits, self.size_bytes)
 
     def close(self) -> None:
         for descriptor in {self._waits, self._rings}:
@@ -99,7 +99,7 @@ class ThreadPool:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, size: int, name: str) -> None:
         self._loop = loop
-        self._size = size
+        self.size = size
         self._name = name
         self._jobs: deque[tuple[Job, bool]] = deque()
         """What is to be done, and whether it is quick."""
@@ -183,14 +183,14 @@ class ThreadPool:
         busy = max(0, min(self._unfinished - jobs, awake))
         new = self._submitted - self._rung_for
         takers = max(0, awake - busy - max(0, jobs - new))
-        wanted = min(self._wanted, self._size)
+        wanted = min(self._wanted, self.size)
         self._rung_for = self._submitted
         self._wanted = 0
         if not busy:
             self._is_stuck = False
         if not wanted and (self._is_stuck or awake <= len(self._slow)):
             wanted = 1  # otherwise a thread is at other quick jobs and takes these soon
-        if jobs > max(takers, wanted) and busy < self._size and self._helper is None:
+        if jobs > max(takers, wanted) and busy < self.size and self._helper is None:
             # Whoever is to take them may get stuck. With all threads at work there would be nobody to help: each takes
             # the next job before it sleeps.
             self._look_later(max(takers, wanted))
@@ -199,7 +199,7 @@ class ThreadPool:
             while takers < wanted and self._jobs:
                 if self._wake():
                     pass
-                elif len(self._threads) < self._size:
+                elif len(self._threads) < self.size:
                     # if the system has no more, the pool must not count on this one
                     self._threads.append(self._launch(str(len(self._threads))))
                 else:
@@ -271,12 +271,17 @@ class ThreadPool:
     @property
     def idle_threads(self) -> int:
         self._count_answered()
-        return max(0, self._size - self._unfinished)
+        return max(0, self.size - self._unfinished)
 
     @property
     def is_asleep(self) -> bool:
         """No thread has anything to do."""
         return len(self._sleepers) == len(self._threads)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Threads have done more than the loop has taken note of, and may as well wait for it."""
+        return len(self._done) > self.size
 
     @property
     def is_in_slow_job(self) -> bool:
@@ -320,7 +325,7 @@ class ThreadPool:
         self._count_answered()
         return {
             "threads": len(self._threads),
-            "threads_max": self._size,
+            "threads_max": self.size,
             "jobs_unfinished": self._unfinished,
             "jobs_queued": len(self._jobs),
         }

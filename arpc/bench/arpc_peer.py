@@ -18,7 +18,7 @@ from arpc.bench import memory, payloads
 from arpc.bench.arpc_gradients import ArpcGradients
 from arpc.bench.asyncio_caller import Call, bulk_figures, latency_figures, start_memory_watch
 from arpc.bench.crowd import crowd
-from arpc.bench.functions import FUNCTIONS, Flavour, big, chained_async, nap, new_tensor_async
+from arpc.bench.functions import FUNCTIONS, Flavour, big, chained_async, nap, new_tensor, new_tensor_async
 from arpc.bench.overload import Attempt, open_loop
 from arpc.bench.systems import BULK_MINIMUM_CALLS, CALLEE, WARM_UP_SHARE, Measurement, callee_name
 from arpc.runtime import current
@@ -47,8 +47,9 @@ class ArpcCaller(ArpcGradients):
     def prepare_to(self, peer: int) -> Call:
         return partial(arpc.rpc_sync, callee_name(peer), FUNCTIONS["async"]["noop"])
 
-    def prepare_reply(self, size_bytes: int) -> Call:
-        return partial(arpc.rpc_async, CALLEE, new_tensor_async, (size_bytes,))
+    def prepare_reply(self, size_bytes: int, flavour: str = "async") -> Call:
+        made = new_tensor if flavour == "def" else new_tensor_async
+        return partial(arpc.rpc_async, CALLEE, made, (size_bytes,))
 
     async def overload(self, *, times: int, in_flight: int, callee_pid: int, budget_s: float) -> Measurement:
         """Calls that take a while: as many as can be taken, and then `times` as many a second, whatever comes back."""

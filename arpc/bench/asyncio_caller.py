@@ -55,7 +55,7 @@ class AsyncioCaller(abc.ABC):
         """An empty call to one of several callees."""
         raise NotImplementedError(f"{type(self).__name__} has one callee only")
 
-    def prepare_reply(self, size_bytes: int) -> Call:
+    def prepare_reply(self, size_bytes: int, flavour: str = "async") -> Call:
         """A call whose reply is a new array of `size_bytes`."""
         raise NotImplementedError(f"{type(self).__name__} is not asked for large replies")
 
@@ -105,6 +105,32 @@ class AsyncioCaller(abc.ABC):
             load.cancel()
             await asyncio.gather(load, return_exceptions=True)
         return loaded | {"times_idle": loaded["p50_us"] / idle["p50_us"]}
+
+    async def latency_among_results(self, *, flavour: str, size_bytes: int, calls: int, budget_s: float) -> Measurement:
+        """`latency` of an empty call while `calls` calls are in flight that return `size_bytes` each.
+
+        ``unanswered_percent`` is how many of the large ones were, when the first small one was answered.
+        """
+        call = self.prepare("noop", flavour, "none")
+        transfer = self.prepare_reply(size_bytes, flavour)
+        await self._one_by_one(call, budget_s * WARM_UP_SHARE)
+        samples: list[float] = []
+        unanswered = 0
+        deadline = time.perf_counter() + budget_s
+        while not samples or time.perf_counter() < deadline:
+            large = {asyncio.ensure_future(transfer()) for _ in range(calls)}
+            for each in large:
+                each.add_done_callback(large.discard)
+            await asyncio.sleep(0)
+            is_first = not samples
+            while large:
+                begun = time.perf_counter()
+                await call()
+                samples.append(time.perf_counter() - begun)
+                if is_first:
+                    is_first = False
+                    unanswered = len(large)
+        return latency_figures(samples) | {"unanswered_percent": 100 * unanswered / calls}
 
     async def flood(self, *, calls: int, callee_pid: int, budget_s: float) -> Measurement:
         """Starts `calls` calls in one go, so that all are in flight at once, then waits for them.

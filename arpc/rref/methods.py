@@ -40,4 +40,5 @@ def bound(method: Callable[..., Any], template: Function) -> Function:
     made.name = template.name
     made.is_simple = template.is_simple
     made.returns_future = template.returns_future
+    made.results = template.results
     return made

@@ -20,21 +20,21 @@ from __future__ import annotations
 import asyncio
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 from typing import Protocol as TypingProtocol
 
 from arpc.errors import ConnectionClosedError, HandshakeError, WireError
 from arpc.log import get_logger
+from arpc.transport.bulk import SMALL_MESSAGE_BYTES, BulkQueue, BulkSend
 from arpc.transport.doorway import HANDSHAKE_S, Doorway
 from arpc.transport.turns import WriteTurn
-from arpc.wire.frames import BARE_HEADER, BRIEF_HEADER, CHUNK_BYTES, HEADER, HEADER_BYTES, frame
+from arpc.wire.frames import BARE_HEADER, BRIEF_HEADER, HEADER, HEADER_BYTES, frame
 from arpc.wire.handshake import Identity
 from arpc.wire.messages import Message, MessageType
 from arpc.wire.protocol import SEVERAL_TAKEN, Protocol, State
 
-__all__ = ["BulkRoute", "BulkSend", "Connection", "Listener", "Receiver", "Transport"]
+__all__ = ["SMALL_MESSAGE_BYTES", "BulkRoute", "BulkSend", "Connection", "Listener", "Receiver", "Transport"]
 
 logger = get_logger("arpc.transport")
 
@@ -71,33 +71,6 @@ class Receiver(TypingProtocol):
 
     def output_drained(self, connection: Connection) -> None:
         """There is room again, after `Connection.is_congested` or `Connection.is_behind` was true."""
-
-
-class BulkSend:
-    """A message whose large tensors are on their way."""
-
-    __slots__ = ("buffers", "id", "index", "position", "size_bytes")
-
-    def __init__(self, buffers: list[memoryview]) -> None:
-        self.buffers = buffers
-        self.id = -1
-        self.index = 0
-        self.position = 0
-        self.size_bytes = sum(buffer.nbytes for buffer in buffers)
-
-    @property
-    def is_sent(self) -> bool:
-        return self.index == len(self.buffers)
-
-    def next_chunk(self) -> memoryview:
-        """The next bytes to be sent; they count as sent."""
-        buffer = self.buffers[self.index]
-        chunk = buffer[self.position : self.position + CHUNK_BYTES]
-        self.position += chunk.nbytes
-        if self.position == buffer.nbytes:
-            self.index += 1
-            self.position = 0
-        return chunk
 
 
 class BulkRoute(TypingProtocol):
@@ -177,8 +150,10 @@ class Connection(ABC):
         self._counted_frames = 0
         self._counted_bytes = 0
         self._counted_writes = 0
-        self._bulk: deque[BulkSend] = deque()
+        self._bulk = BulkQueue()
         self._bulk_bytes = 0
+        self.bulk_left: Callable[[], None] | None = None
+        """Called whenever `held_bytes` may have become less: something was written, or read by the peer."""
         self._bulk_count = 0
         self._parked: set[BulkSend] = set()
         """Messages that wait with the carrier."""
@@ -280,6 +255,11 @@ class Connection(ABC):
         self._counted_bytes += sum(map(len, out[self._counted_frames :]))
         self._counted_frames = len(out)
         return unsent + self._bulk_bytes + self._counted_bytes
+
+    @property
+    def unsent_small_bytes(self) -> int:
+        """Bytes of `unsent_bytes` that are not of messages with large tensors, but for a chunk of those."""
+        return self.unsent_bytes - self._bulk_bytes + self._bulk.small_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -424,18 +404,25 @@ class Connection(ABC):
         self._bulk_bytes -= bulk.size_bytes
         return True
 
+    def carrier_was_read(self) -> None:
+        """The peer has read some of what the carrier has for it."""
+        self._tell_bulk_left()
+
+    def _tell_bulk_left(self) -> None:
+        if self.bulk_left is not None:
+            self.bulk_left()
+
     def drop_bulk(self, bulk: BulkSend) -> bool:
         """Stop sending tensors nobody wants any more. False if all of them have gone out already."""
         if self.unpark(bulk):
+            self._tell_bulk_left()
             return True  # nobody has heard of it
         if self._is_mute:
             return False
-        if bulk in self._bulk:
-            self._bulk.remove(bulk)
-        elif self.bulk_route is None or not self.bulk_route.drop(bulk):
+        if not self._bulk.remove(bulk) and (self.bulk_route is None or not self.bulk_route.drop(bulk)):
             return False
-        rest = sum(buffer.nbytes for buffer in bulk.buffers[bulk.index :]) - bulk.position
-        self._bulk_bytes -= rest
+        self._bulk_bytes -= bulk.unsent_bytes
+        self._tell_bulk_left()
         self.send(frame(_DROP_DATA, 0, bulk.id, 0, 0, b""))
         return True
 
@@ -454,17 +441,17 @@ class Connection(ABC):
             self._write(data)
         if self._bulk and not self.is_full:
             self._pump()
+        elif self.bulk_left is not None:
+            self.bulk_left()
 
     def _pump(self) -> None:
         """Write chunks of the messages under way, in turns, until the peer is full."""
         while self._bulk and not self.is_full and not self._is_closed:
-            bulk = self._bulk.popleft()
-            chunk = bulk.next_chunk()
+            number, chunk = self._bulk.next_chunk()
             size = chunk.nbytes
-            if not bulk.is_sent:
-                self._bulk.append(bulk)
             self._bulk_bytes -= size
-            self.write_chunk(_pack_header(size, _DATA, 0, 0, bulk.id, 0, 0, 0, 0), chunk)
+            self.write_chunk(_pack_header(size, _DATA, 0, 0, number, 0, 0, 0, 0), chunk)
+        self._tell_bulk_left()
         self._end_if_last()
 
     def _end_if_last(self) -> None:
@@ -486,6 +473,7 @@ class Connection(ABC):
     def bulk_written(self, size_bytes: int) -> None:
         """So much of what is unsent here has gone another way."""
         self._bulk_bytes -= size_bytes
+        self._tell_bulk_left()
 
     def route_emptied(self) -> None:
         """All large tensors have gone another way."""
@@ -687,11 +675,15 @@ class Connection(ABC):
             self._is_aborted = True
             self._out.clear()
             self._counted_frames = self._counted_bytes = 0
-            self._bulk.clear()
-            self._parked.clear()
-            self._bulk_bytes = 0
+            self._forget_bulk()
             self.protocol.close()
             self._abort()
+
+    def _forget_bulk(self) -> None:
+        self._bulk.clear()
+        self._parked.clear()
+        self._bulk_bytes = 0
+        self.bulk_left = None
 
     def _fall_silent(self) -> None:
         self._is_mute = True
@@ -733,9 +725,7 @@ class Connection(ABC):
         self.protocol.close()
         self._out.clear()
         self._counted_frames = self._counted_bytes = 0
-        self._bulk.clear()
-        self._parked.clear()
-        self._bulk_bytes = 0
+        self._forget_bulk()
         if self.carrier is not None:
             self.carrier.closed()
         if self.doorway is not None:

@@ -561,7 +561,7 @@ async def test_lines_take_their_share_of_the_requests_that_a_peer_may_have_runni
         another = await threads.agent.connector.open_line(threads.peer)
         await until(lambda: len(links_of(group)) == 2)
         assert [link.inbound.limit for link in links_of(group)] == [LINE_HANDLERS] * 2
-        assert main.limit == main.max_handlers == 2 * LINE_HANDLERS
+        assert main.limit == 2 * LINE_HANDLERS
         with pytest.raises(WireError, match="may not have so many requests running"):
             await threads.agent.connector.open_line(threads.peer)
         another.close()

@@ -163,8 +163,7 @@ async def test_requests_wait_while_their_caller_does_not_read():
         await until(lambda: bool(inbound.waiting))
         for _ in range(100):
             await asyncio.sleep(0)
-        assert connection.is_congested
-        assert connection.unsent_bytes < (1 << 20) + (1 << 18) + 4096, "the window, and the reply that filled it"
+        assert 1 << 19 < connection.unsent_bytes <= (1 << 20) + 4096, "about the window"
         assert len(inbound.waiting) > 30
         reader._deliver = deliver
         reader._delivery = None

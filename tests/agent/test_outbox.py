@@ -286,6 +286,8 @@ class _Line:
         self.callbacks: list[Any] = []
         self.time = lambda: 0.0
         self.worker = None
+        self.threads = self
+        self.is_ahead = False
         self.is_peer_elsewhere = False
 
     def send(self, data: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final
+from typing import Final, Literal
 
 from arpc.bench.row import (
     FLOOR,
@@ -30,6 +30,12 @@ IN_QUICK: Final = {
     "send/64MB/unix",
     "send-cold/64MB/unix",
 }
+
+_AMONG_RESULTS: Final[tuple[tuple[str, str, str, Literal["lower", "higher"]], ...]] = (
+    ("p50_us", "us", "p50", "lower"),
+    ("p99_us", "us", "p99", "lower"),
+    ("unanswered_percent", "%", "large ones that are still out when the first is answered", "higher"),
+)
 
 
 def rows() -> Iterator[Row]:
@@ -64,6 +70,19 @@ def rows() -> Iterator[Row]:
             unit=unit,
             better="lower",
             cells={SUBJECT: Cell("arpc-unix", loaded["async"]), "torch": Cell("torch-default", loaded["def"])},
+        )
+    among = by_flavour("latency_among_results", size_bytes=4 * MB, calls=1000)
+    for metric, unit, title, better in _AMONG_RESULTS:
+        yield Row(
+            key=f"loaded/results/{metric}",
+            section=SECTION,
+            title=f"small def call while 1,000 results of 4 MB come back: {title}",
+            metric=metric,
+            unit=unit,
+            better=better,
+            cells={SUBJECT: Cell("arpc-unix", among["def"]), "tcp": Cell("arpc-tcp", among["def"])},
+            max_rounds=3,
+            in_quick=False,
         )
 
 

@@ -228,6 +228,8 @@ class Channel:
             raise ProtocolError("shared memory was given back that was not lent")
         for _ in range(message.arg):
             self._unread_bytes -= self._unread.popleft()
+        if message.arg:
+            self._connection.carrier_was_read()
         try:
             self._arena.take_back(self._borrower, struct.unpack(f"<{len(body) // 8}Q", body))
         except KeyError as error:

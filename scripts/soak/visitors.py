@@ -1,0 +1,41 @@
+"""Workers that join under a new name, make some calls and depart: what others remember of them must be bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from contextlib import suppress
+from typing import Final
+
+import arpc
+from scripts.soak.ledger import HungCallError
+from scripts.soak.operations.base import TIMEOUT_S, Client
+from scripts.soak.operations.calls import answer
+from scripts.soak.remains import VISITOR
+
+__all__ = ["visit"]
+
+_PAUSE_S: Final = 0.5
+
+
+async def visit(client: Client, store: str, options: arpc.RpcOptions) -> None:
+    """Join and depart again and again, until the process is told to end."""
+    for number in itertools.count():
+        with suppress(arpc.ArpcError, OSError, HungCallError):
+            worker = await arpc.init_rpc(f"{VISITOR}{number}", world_size=None, init_method=store, options=options)
+            try:
+                for info in worker.get_worker_infos():
+                    if info.name.startswith("worker"):
+                        await _call(client, info.name, number)
+            finally:
+                # half of them without saying so
+                await arpc.shutdown(graceful=number % 2 == 0)
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def _call(client: Client, to: str, number: int) -> None:
+    with suppress(arpc.ArpcError, OSError, HungCallError):
+        async with client.call("visitor-call", to) as token:
+            got = await client.worker.rpc_sync(to, answer, args=(token, number), timeout=TIMEOUT_S)
+        if got != number:
+            client.ledger.wrong(f"{got} came back to a visitor instead of {number}")

@@ -58,20 +58,23 @@ class Faults:
     async def inject(self) -> None:
         """Do one of the faults to one worker or two, and wait for its end."""
         fault = self._random.choices(self._faults, [fault.weight for fault in self._faults])[0]
-        victims = [worker for worker in self._workers if fault.may_hit(worker) and worker.is_alive]
+        victims = [worker for worker in self._workers if fault.may_hit(worker) and self._is_well(worker)]
         if not victims:
             return
         count = 2 if len(victims) > 2 and self._random.random() < _PAIR else 1
         await asyncio.gather(*(self._hit(fault, victim) for victim in self._random.sample(victims, count)))
+
+    def _is_well(self, worker: WorkerProcess) -> bool:
+        return worker.is_alive and worker.name not in self.under_way
 
     async def _hit(self, fault: _Fault, victim: WorkerProcess) -> None:
         with self.window(victim):
             await fault.inject(victim)
 
     @contextmanager
-    def window(self, victim: WorkerProcess) -> Iterator[None]:
-        """Around a fault: errors in this time, and for a while after it, are explained by it."""
-        begin = time.monotonic()
+    def window(self, victim: WorkerProcess, begin: float | None = None) -> Iterator[None]:
+        """Around a fault, which began now or earlier: it explains errors until a while after it."""
+        begin = time.monotonic() if begin is None else begin
         self.under_way.add(victim.name)
         try:
             yield

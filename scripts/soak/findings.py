@@ -17,11 +17,12 @@ RECOVERY_S: Final = OPTIONS.heartbeat_timeout + OPTIONS.connect_timeout + OPTION
 
 
 class FaultWindow(NamedTuple):
-    """A fault was at work on a worker from ``begin`` to ``end``."""
+    """A fault was at work on a worker from ``begin`` to ``end``, and had consequences for a while."""
 
     worker: str
     begin: float
     end: float
+    recovery_s: float = RECOVERY_S
 
 
 @dataclass
@@ -51,11 +52,11 @@ class Findings:
 
 
 class FaultWindows:
-    """Answers whether a fault explains what happened at some time, until ``recovery_s`` after it."""
+    """Answers whether a fault explains what happened at some time."""
 
-    def __init__(self, windows: Iterable[FaultWindow], recovery_s: float = RECOVERY_S) -> None:
+    def __init__(self, windows: Iterable[FaultWindow]) -> None:
         self._by_worker: dict[str, list[tuple[float, float]]] = {}
-        for worker, begin, end in sorted(windows, key=lambda window: window.begin):
+        for worker, begin, end, recovery_s in sorted(windows, key=lambda window: window.begin):
             merged = self._by_worker.setdefault(worker, [])
             until = end + recovery_s
             if merged and begin <= merged[-1][1]:

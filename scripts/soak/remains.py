@@ -39,6 +39,7 @@ _MAX_NAMES: Final = 5000
 _MAX_ENTRIES: Final = 20_000
 """No table of a worker that has nothing to do has more entries than this, whatever they are."""
 _WALK_DEPTH: Final = 6
+_SHOWN: Final = 300
 
 
 def table(worker: arpc.Worker, path: str) -> Collection[Any]:
@@ -91,7 +92,10 @@ def _entries(found: Collection[Any]) -> list[Any]:
 
 
 def _short(entry: Any) -> str:
-    return repr(entry)[:300]
+    try:
+        return repr(entry)[:_SHOWN]
+    except Exception as error:  # noqa: BLE001 - values may be errors that cannot be formatted
+        return f"{type(entry).__name__}, whose text cannot be made ({type(error).__name__})"
 
 
 # -- bounded tables

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
-from scripts.soak.findings import FaultWindow, FaultWindows, Findings
+from scripts.soak.findings import RECOVERY_S, FaultWindow, FaultWindows, Findings
 from scripts.soak.memory import MIB, MemoryTrend, trend_of
 from scripts.soak.records import Call, Records, caller_of, describe_call, worker_of
 from scripts.soak.remains import too_large
+from scripts.soak.workers import OPTIONS
 
 __all__ = ["Report"]
 
@@ -25,6 +26,7 @@ _ASKED_FOR: Final = {
 }
 _DELIBERATE: Final = "DeliberateError"
 _EXPECTED_CODES: Final = {"leave": 0, "SIGTERM": -15}
+_SHORT_STALL_S: Final = 1.0
 NOTICE_S: Final = 2.0
 """A death has to show within this time. Silence shows after the heartbeat time, of 3 s, only."""
 
@@ -83,7 +85,10 @@ class Report:
 
     def _stalls(self) -> Iterator[FaultWindow]:
         for stall in self.records.stalls:
-            yield FaultWindow(worker_of(stall.process), stall.begin, stall.end)
+            # one that is shorter than the heartbeat time delays calls, and fails those with short timeouts
+            is_short = stall.end - stall.begin < OPTIONS.heartbeat_timeout / 2
+            recovery_s = _SHORT_STALL_S if is_short else RECOVERY_S
+            yield FaultWindow(worker_of(stall.process), stall.begin, stall.end, recovery_s)
 
     def _is_explained(self, token: str, call: Call) -> bool:
         return self._windows.cover(call.sent_at, call.ended_at, (worker_of(caller_of(token)), call.to, *call.others))
@@ -114,7 +119,8 @@ class Report:
     def _late_notices(self) -> Iterator[str]:
         """Calls whose callee was killed while it ran them, and that ended long after that."""
         killed_at = self.findings.killed_at
-        windows = FaultWindows([*self.findings.windows, *self._stalls()], recovery_s=0.0)
+        # the consequences of earlier faults are no excuse
+        windows = FaultWindows(window._replace(recovery_s=0.0) for window in [*self.findings.windows, *self._stalls()])
         for token, call in self.records.calls.items():
             died_at = killed_at.get(call.ran_on[0]) if call.ran_on and call.ends and not call.is_ok else None
             if died_at is None or not call.sent_at < died_at < call.ended_at - NOTICE_S:

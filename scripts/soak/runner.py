@@ -15,7 +15,7 @@ from scripts.soak.findings import Findings
 from scripts.soak.network import Network
 from scripts.soak.operations.base import HANG_S
 from scripts.soak.remains import remains
-from scripts.soak.workers import WorkerProcess, leave, stop_load
+from scripts.soak.workers import WorkerProcess, leave, present, stop_load
 
 __all__ = ["Runner"]
 
@@ -44,15 +44,17 @@ class Runner:
         if self._visitors is not None:
             self._visitors.start()
         async with asyncio.TaskGroup() as group:
-            watching = [group.create_task(self._sample_memory()), group.create_task(self._watch_processes())]
+            sampling = group.create_task(self._sample_memory())
+            watching = [group.create_task(self._watch(worker)) for worker in self._workers.values()]
             try:
                 await self._all_answer(me)
                 await self._inject_faults(seconds, calm_s)
                 await self._all_answer(me)
                 await self._end_visitors()
+                sampling.cancel()
                 await self._settle(me)
             finally:
-                for task in watching:
+                for task in [sampling, *watching]:
                     task.cancel()
         await self._end_all(me)
 
@@ -72,7 +74,7 @@ class Runner:
             deadline = time.monotonic() + _SETTLE_S
             while True:
                 try:
-                    await me.rpc_sync(name, remains, timeout=10)
+                    await me.rpc_sync(name, present, timeout=10)
                     break
                 except (arpc.ArpcError, OSError) as error:
                     if time.monotonic() > deadline:
@@ -91,16 +93,18 @@ class Runner:
                         samples.append((time.monotonic(), resident_bytes(worker.pid)))
             await asyncio.sleep(_SAMPLE_S)
 
-    async def _watch_processes(self) -> None:
-        """Notice workers that end although nothing was done to them, and start them again."""
+    async def _watch(self, worker: WorkerProcess) -> None:
+        """Notice that a worker has ended although nothing was done to it, and start it again."""
+        alive_at = time.monotonic()
         while True:
             await asyncio.sleep(_WATCH_S)
-            for worker in self._workers.values():
-                if worker.name not in self._faults.under_way and not worker.is_alive:
-                    self.findings.crashes.append((worker.label, worker.exit_code))
-                    self.findings.unfinished.add(worker.label)
-                    with self._faults.window(worker):
-                        await self._faults.restart(worker)
+            if worker.name in self._faults.under_way or worker.is_alive:
+                alive_at = time.monotonic()
+                continue
+            self.findings.crashes.append((worker.label, worker.exit_code))
+            self.findings.unfinished.add(worker.label)
+            with self._faults.window(worker, alive_at):
+                await self._faults.restart(worker)
 
     # -- the end
 

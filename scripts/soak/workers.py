@@ -23,7 +23,7 @@ from scripts.soak.network import enter_namespace
 from scripts.soak.operations.base import Client, set_client
 from scripts.soak.visitors import visit
 
-__all__ = ["OPTIONS", "Plan", "WorkerProcess", "leave", "stop_load"]
+__all__ = ["OPTIONS", "Plan", "WorkerProcess", "leave", "present", "stop_load"]
 
 CONTEXT: Final = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "arpc", "scripts.soak.workers"])
@@ -60,6 +60,10 @@ class Plan:
     namespace: str | None = None
     is_visitor: bool = False
     """Runs a sequence of workers, each under a new name, instead of one under load."""
+
+
+async def present() -> None:
+    """Called by the runner: answers once the worker has joined."""
 
 
 async def stop_load() -> None:

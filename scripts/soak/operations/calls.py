@@ -67,6 +67,13 @@ async def _call_cancelled(client: Client) -> None:
         call.result()
 
 
+async def _call_long(client: Client) -> None:
+    """Wait for a handler that takes seconds: it is under way when its worker dies."""
+    to, seconds = client.other(), client.random.uniform(0.5, 3.0)
+    async with client.call("call-long", to) as token:
+        await client.worker.rpc_sync(to, answer_late, args=(token, seconds), timeout=TIMEOUT_S)
+
+
 async def _call_short(client: Client) -> None:
     to = client.other()
     timeout_s = 0.01 + 0.1 * client.random.random()
@@ -96,5 +103,6 @@ OPERATIONS = (
     Operation("call-tensor", _call_tensor),
     Operation("call-cancelled", _call_cancelled),
     Operation("call-short", _call_short),
+    Operation("call-long", _call_long),
     Operation("call-collected", _collect_all),
 )

@@ -24,7 +24,7 @@ from scripts.soak.orphans import Orphans
 from scripts.soak.records import read_records
 from scripts.soak.report import Report
 from scripts.soak.runner import Runner
-from scripts.soak.workers import OPTIONS, Plan, WorkerProcess
+from scripts.soak.workers import ALLOCATOR, OPTIONS, Plan, WorkerProcess
 
 _ORPHANS_END_S = 10.0
 """Children that handlers fork live for less than this."""
@@ -92,6 +92,7 @@ def main() -> int:
         network = open_network(chosen)
         if network is not None:
             stack.callback(network.close)
+        os.environ |= ALLOCATOR
         orphans = Orphans()
         forkserver.ensure_running()
         orphans.own()

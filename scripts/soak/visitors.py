@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final
 
@@ -15,12 +16,20 @@ from scripts.soak.remains import VISITOR
 
 __all__ = ["visit"]
 
-_PAUSE_S: Final = 0.5
+_AT_ONCE: Final = 3
+_PAUSE_S: Final = 0.3
 
 
 async def visit(client: Client, store: str, options: arpc.RpcOptions) -> None:
-    """Join and depart again and again, until the process is told to end."""
-    for number in itertools.count():
+    """Let workers join and depart, several at a time, until the process is told to end."""
+    numbers = itertools.count()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(_AT_ONCE):
+            group.create_task(_visit_again_and_again(client, numbers, store, options))
+
+
+async def _visit_again_and_again(client: Client, numbers: Iterator[int], store: str, options: arpc.RpcOptions) -> None:
+    for number in numbers:
         with suppress(arpc.ArpcError, OSError, HungCallError):
             worker = await arpc.init_rpc(f"{VISITOR}{number}", world_size=None, init_method=store, options=options)
             try:

@@ -20,13 +20,16 @@ import arpc
 from scripts.soak.ledger import Ledger
 from scripts.soak.load import Load
 from scripts.soak.network import enter_namespace
-from scripts.soak.operations.base import Client, set_client
+from scripts.soak.operations.base import Client, here, set_client
 from scripts.soak.visitors import visit
 
-__all__ = ["OPTIONS", "Plan", "WorkerProcess", "leave", "present", "stop_load"]
+__all__ = ["ALLOCATOR", "OPTIONS", "Plan", "WorkerProcess", "avoid", "leave", "present", "stop_load"]
 
 CONTEXT: Final = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "arpc", "scripts.soak.workers"])
+
+ALLOCATOR: Final = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(256 << 10)}
+"""Variables of glibc for the processes: what is freed goes back to the system, so that a leak shows."""
 
 OPTIONS: Final = arpc.RpcOptions(
     secret=b"a secret of this soak only",
@@ -69,6 +72,11 @@ async def present() -> None:
 async def stop_load() -> None:
     """Called by the runner: begin nothing new, and wait until all that was begun has ended."""
     await _load[0].stop()
+
+
+async def avoid(name: str) -> None:
+    """Called by the runner: begin no calls to a worker that is about to leave, until it has come back."""
+    here().others.discard(name)
 
 
 async def leave() -> None:

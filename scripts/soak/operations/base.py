@@ -87,7 +87,7 @@ class Operation:
 
     name: str
     run: Callable[[Client], Awaitable[None]]
-    pause_s: float = 0.03
+    pause_s: float = 0.1
     """How long a task waits on average before it runs it again."""
 
 

@@ -82,5 +82,5 @@ async def _batched_refused(client: Client) -> None:
 OPERATIONS = (
     Operation("batched", _batched),
     Operation("batched-together", _batched_together),
-    Operation("batched-refused", _batched_refused, pause_s=0.1),
+    Operation("batched-refused", _batched_refused),
 )

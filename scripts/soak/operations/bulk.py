@@ -36,7 +36,7 @@ async def _large_and_small(client: Client) -> None:
         assert got.shape == (_FLOATS,), f"a result has the shape {got.shape}"
         assert got[0] == got[-1] == number, "a large result has wrong content"
 
-    tasks = [asyncio.ensure_future(large(float(number))) for number in range(client.random.randrange(4, 24))]
+    tasks = [asyncio.ensure_future(large(float(number))) for number in range(client.random.randrange(4, 16))]
     try:
         number = 0
         while not all(task.done() for task in tasks):
@@ -52,4 +52,4 @@ async def _large_and_small(client: Client) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-OPERATIONS = (Operation("large-and-small", _large_and_small, pause_s=1.5),)
+OPERATIONS = (Operation("large-and-small", _large_and_small, pause_s=3.0),)

@@ -99,7 +99,7 @@ async def _collect_all(client: Client) -> None:
 
 
 OPERATIONS = (
-    Operation("call", _call, pause_s=0.01),
+    Operation("call", _call, pause_s=0.03),
     Operation("call-tensor", _call_tensor),
     Operation("call-cancelled", _call_cancelled),
     Operation("call-short", _call_short),

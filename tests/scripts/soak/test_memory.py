@@ -9,7 +9,14 @@ from scripts.soak.memory import MIB, trend_of
 
 def test_a_process_that_lived_shortly_has_no_trend():
     assert trend_of("a.1", []) is None
-    assert trend_of("a.1", [(float(second), MIB) for second in range(60)]) is None
+    assert trend_of("a.1", [(float(second), MIB) for second in range(30)]) is None
+
+
+def test_a_short_life_is_not_judged():
+    trend = trend_of("a.1", [(float(second), (100 + second) * MIB) for second in range(120)])
+    assert trend is not None
+    assert trend.slope == pytest.approx(MIB)
+    assert trend.is_flat
 
 
 def test_warming_up_is_no_growth():

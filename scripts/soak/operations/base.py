@@ -104,11 +104,15 @@ def here() -> Client:
     return _client[0]
 
 
+_NO_ANSWERS: Final = (arpc.CallError, arpc.RRefError, arpc.ShutdownError, arpc.UnknownWorkerError)
+"""Errors of calls whose function may not have run at all."""
+
+
 async def raises(call: Awaitable[Any], *expected: type[Exception]) -> None:
     """Wait for a call that has to end with one of these errors. Errors of lost workers and timeouts pass through."""
     try:
         result = await call
-    except arpc.CallError:
+    except _NO_ANSWERS:
         raise
     except expected:
         return

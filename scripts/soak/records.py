@@ -108,8 +108,6 @@ def _problem(token: str, call: Call, killed: set[str]) -> str:  # noqa: PLR0911 
         return "was answered without having run"
     if call.says_not_run and call.ran_on:
         return "ran, and its error says may_have_run=False"
-    if call.says_not_run and call.was_passed_on:
-        return "ended with an error that passed through a handler and says may_have_run=False"
     if call.outcome == "OwnerLostError" and call.kind in RREF_METHODS and call.lost != call.to:
         return f"ended with OwnerLostError for {call.lost}, which is not the owner"
     return ""

@@ -40,6 +40,7 @@ _MAX_ENTRIES: Final = 20_000
 """No table of a worker that has nothing to do has more entries than this, whatever they are."""
 _WALK_DEPTH: Final = 6
 _SHOWN: Final = 300
+_HOLDERS: Final = 6
 
 
 def table(worker: arpc.Worker, path: str) -> Collection[Any]:
@@ -62,6 +63,7 @@ def _left(worker: arpc.Worker) -> Iterator[tuple[str, Any]]:
     yield "rrefs", [str(row) for row in rrefs]
     yield "expected values", [str(row) for row in rrefs if row.state == "expected"]
     yield "pending creations", [str(row) for row in rrefs if row.state in {"creating", "requested"}]
+    yield "holders of RRefs", list(_holders()) if rrefs else []
     yield "batches", [_short(key) for key in worker.keep(Queues).queues]
     statistics = worker.statistics()
     peers = {name: peer for name, peer in statistics["peers"].items() if name.startswith("worker")}
@@ -81,6 +83,24 @@ def _requests(worker: arpc.Worker) -> Iterator[Any]:
         if link.inbound.caller.name.startswith("worker"):
             yield from link.inbound.running.values()
             yield from link.inbound.waiting.values()
+
+
+def _holders() -> Iterator[str]:
+    """For each RRef object of this process: the objects that refer to it, and those that refer to these."""
+    for rref in [found for found in gc.get_objects() if isinstance(found, arpc.RRef)]:
+        chains = [
+            f"{_kind(holder)} < {' | '.join(_kind(outer) for outer in gc.get_referrers(holder)[:_HOLDERS])}"
+            for holder in gc.get_referrers(rref)[:_HOLDERS]
+        ]
+        yield f"{rref!r}: {'; '.join(chains)}"
+
+
+def _kind(holder: Any) -> str:
+    """What an object is: of a frame the function, of a coroutine its name, of anything else the type."""
+    code = getattr(holder, "f_code", None)
+    return (
+        f"frame of {code.co_qualname}" if code is not None else getattr(holder, "__qualname__", type(holder).__name__)
+    )
 
 
 def _entries(found: Collection[Any]) -> list[Any]:

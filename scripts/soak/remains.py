@@ -41,6 +41,7 @@ _MAX_ENTRIES: Final = 20_000
 _WALK_DEPTH: Final = 6
 _SHOWN: Final = 300
 _HOLDERS: Final = 6
+_RREFS: Final = 20
 
 
 def table(worker: arpc.Worker, path: str) -> Collection[Any]:
@@ -87,7 +88,9 @@ def _requests(worker: arpc.Worker) -> Iterator[Any]:
 
 def _holders() -> Iterator[str]:
     """For each RRef object of this process: the objects that refer to it, and those that refer to these."""
-    for rref in [found for found in gc.get_objects() if isinstance(found, arpc.RRef)]:
+    # by its type: `isinstance` would ask objects for their class, and some of torch's warn when they are asked anything
+    found = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), arpc.RRef)]
+    for rref in found[:_RREFS]:
         chains = [
             f"{_kind(holder)} < {' | '.join(_kind(outer) for outer in gc.get_referrers(holder)[:_HOLDERS])}"
             for holder in gc.get_referrers(rref)[:_HOLDERS]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections import deque
 from collections.abc import Collection, Iterator
 from operator import attrgetter
@@ -40,7 +41,7 @@ _MAX_ENTRIES: Final = 20_000
 """No table of a worker that has nothing to do has more entries than this, whatever they are."""
 _WALK_DEPTH: Final = 6
 _SHOWN: Final = 300
-_HOLDERS: Final = 6
+_HOLDERS: Final = 10
 _RREFS: Final = 20
 
 
@@ -87,15 +88,23 @@ def _requests(worker: arpc.Worker) -> Iterator[Any]:
 
 
 def _holders() -> Iterator[str]:
-    """For each RRef object of this process: the objects that refer to it, and those that refer to these."""
+    """For each RRef object of this process: what refers to it, what refers to that, and so on."""
     # by its type: `isinstance` would ask objects for their class, and some of torch's warn when they are asked anything
     found = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), arpc.RRef)]
-    for rref in found[:_RREFS]:
-        chains = [
-            f"{_kind(holder)} < {' | '.join(_kind(outer) for outer in gc.get_referrers(holder)[:_HOLDERS])}"
-            for holder in gc.get_referrers(rref)[:_HOLDERS]
-        ]
-        yield f"{rref!r}: {'; '.join(chains)}"
+    del found[_RREFS:]
+    for rref in found:
+        own: list[Any] = [found, sys._getframe()]  # noqa: SLF001 - the objects of this search refer to it as well
+        chain: list[str] = []
+        holder: Any = rref
+        while len(chain) < _HOLDERS:
+            own.append(holder)
+            referrers = [outer for outer in gc.get_referrers(holder) if not any(outer is known for known in own)]
+            own.append(referrers)
+            if not referrers:
+                break
+            holder = referrers[0]
+            chain.append(_kind(holder))
+        yield f"{rref!r} < {' < '.join(chain)}"
 
 
 def _kind(holder: Any) -> str:

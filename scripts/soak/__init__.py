@@ -1,1 +1,1 @@
-"""A long trial: workers call, stream, train and pass RRefs while they are killed, stopped, cut off and restarted."""
+"""Workers under load are killed, stopped, cut off and restarted, and every call is accounted for: ``make soak``."""

@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces, each with a cable to a switch that can be pulled out."""
+"""Hosts on one machine: network namespaces, each with a link to a bridge from which it can be taken out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Final
 __all__ = ["Network", "enter_namespace"]
 
 _CLONE_NEWNET: Final = 0x40000000
-_SUBNET: Final = "10.213.78"
+# a subnet for each process that makes a network: two soaks at a time must not route to each other
+_SUBNETS: Final = 200
 
 
 def _ip(*arguments: str, check: bool = True) -> None:
@@ -31,12 +32,13 @@ def enter_namespace(name: str) -> None:
 
 
 class Network:
-    """A switch in this namespace, and a host for each name. `close` takes all of it away."""
+    """A bridge in this namespace, and a host for each name. `close` removes all of it."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._id = f"{os.getpid() % 100_000:05d}"
         self.bridge = f"arpcs{self._id}"
-        self.address = f"{_SUBNET}.254"
+        self._subnet = f"10.213.{os.getpid() % _SUBNETS}"
+        self.address = f"{self._subnet}.254"
         self._hosts = {name: number for number, name in enumerate(names, start=1)}
         if shutil.which("ip") is None:
             raise OSError("there is no `ip` to make network namespaces with")
@@ -51,33 +53,33 @@ class Network:
         _ip("addr", "add", f"{self.address}/24", "dev", self.bridge)
         _ip("link", "set", self.bridge, "up")
         for name in self._hosts:
-            namespace, cable = self.namespace(name), self._cable(name)
+            namespace, link = self.namespace(name), self._link(name)
             _ip("netns", "add", namespace)
-            _ip("link", "add", cable, "type", "veth", "peer", "name", "cable", "netns", namespace)
-            _ip("link", "set", cable, "master", self.bridge, "up")
+            _ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+            _ip("link", "set", link, "master", self.bridge, "up")
             _ip("-n", namespace, "link", "set", "lo", "up")
-            _ip("-n", namespace, "addr", "add", f"{self.address_of(name)}/24", "dev", "cable")
-            _ip("-n", namespace, "link", "set", "cable", "up")
+            _ip("-n", namespace, "addr", "add", f"{self.address_of(name)}/24", "dev", "eth0")
+            _ip("-n", namespace, "link", "set", "eth0", "up")
 
     def namespace(self, name: str) -> str:
         return f"arpc-soak-{self._id}-{name}"
 
     def address_of(self, name: str) -> str:
-        return f"{_SUBNET}.{self._hosts[name]}"
+        return f"{self._subnet}.{self._hosts[name]}"
 
-    def _cable(self, name: str) -> str:
+    def _link(self, name: str) -> str:
         return f"as{self._id}n{self._hosts[name]}"
 
     def cut(self, name: str) -> None:
-        """Pull the cable of a host: nothing gets through, and nobody is told."""
-        # not the link itself: a host sees that its own cable is out, and what is under way would fail at once
-        _ip("link", "set", self._cable(name), "nomaster")
+        """Drop everything from and to a host, without a sign to either side."""
+        # taking the link down would show on the host, and what is under way would fail at once
+        _ip("link", "set", self._link(name), "nomaster")
 
     def heal(self, name: str) -> None:
-        _ip("link", "set", self._cable(name), "master", self.bridge)
+        _ip("link", "set", self._link(name), "master", self.bridge)
 
     def close(self) -> None:
         for name in self._hosts:
-            # what was not made cannot be removed, and that is fine; the cable goes with the namespace
+            # some may not have been made; the link goes with its namespace
             _ip("netns", "del", self.namespace(name), check=False)
         _ip("link", "del", self.bridge, check=False)

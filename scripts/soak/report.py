@@ -1,81 +1,183 @@
-"""The verdict on a trial: tables for people, and everything that does not add up."""
+"""The result of a soak: tables, figures, and everything that is not as promised."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import median
 from typing import Any, Final
 
-from scripts.soak.director import Findings
-from scripts.soak.ledger import Books
+from scripts.soak.findings import RECOVERY_S, FaultWindow, FaultWindows, Findings
+from scripts.soak.memory import MIB, MemoryTrend, trend_of
+from scripts.soak.records import Call, Records, caller_of, describe_call, worker_of
+from scripts.soak.remains import too_large
+from scripts.soak.workers import OPTIONS
 
 __all__ = ["Report"]
 
-MIB: Final = 1 << 20
-_LONG_LIFE_S: Final = 60.0
-_MAY_GROW: Final = 1.15
-_MAY_GROW_BYTES: Final = 24 * MIB
-_SHOWN: Final = 25
-_POINTS: Final = 40
-# What may happen to a call without any fault: its caller asked for it
+_SHOWN: Final = 4
+_WRITTEN: Final = 200
+_POINTS: Final = 60
+# Errors that callers ask for, by timeouts and cancellation, or that handlers of the soak raise
 _ASKED_FOR: Final = {
-    ("call cancelled", "CallCancelledError"),
-    ("call short", "RpcTimeoutError"),
+    ("call-cancelled", "CallCancelledError"),
+    ("call-short", "RpcTimeoutError"),
 }
+_DELIBERATE: Final = "DeliberateError"
 _EXPECTED_CODES: Final = {"leave": 0, "SIGTERM": -15}
+_SHORT_STALL_S: Final = 1.0
+NOTICE_S: Final = 2.0
+"""A death has to show within this time. Silence shows after the heartbeat time, of 3 s, only."""
 
 
 @dataclass
 class Report:
-    """One trial, judged."""
+    """One soak, with all checks."""
 
     seed: int
     seconds: float
-    books: Books
+    records: Records
     findings: Findings
     sockets: list[str]
 
+    # -- checks
+
     @cached_property
-    def complaints(self) -> list[str]:
-        """Everything that is not as promised; nothing, then it has passed."""
-        found = self.books.complaints(self.findings.killed)
-        found += self._unexplained()
-        found += [f"{name} has left: {left}" for name, left in self.findings.left.items() if left]
-        found += [
-            f"{name} ended with {code} after {how}"
-            for name, how, code in self.findings.codes
-            if code != _EXPECTED_CODES[how]
-        ]
-        found += [f"a socket is left: {path}" for path in self.sockets]
-        found += [
-            f"the memory of {start} grew from {begin / MIB:.0f} to {end / MIB:.0f} MiB"
-            for start, begin, end in self._memory()
-            if end > begin * _MAY_GROW and end > begin + _MAY_GROW_BYTES
-        ]
-        return found
+    def complaints(self) -> dict[str, list[str]]:
+        """Everything that is not as promised, by promise; without any, the soak has passed."""
+        findings = self.findings
+        found = {
+            "calls": self.records.complaints(findings.unfinished),
+            "errors without a fault": [
+                f"{describe_call(token, call)} and no fault explains it" for token, call in self._unexplained
+            ],
+            "owners that were not lost": list(self._false_owner_losses()),
+            "deaths noticed late": list(self._late_notices()),
+            "workers that crashed": [f"{process} ended by itself with {code}" for process, code in findings.crashes],
+            "exit codes": [
+                f"{name} ended with {code} after {how}"
+                for name, how, code in findings.codes
+                if code != _EXPECTED_CODES[how]
+            ],
+            "left in the end": [
+                f"{name} has {what}: {value}" for name, left in findings.left.items() for what, value in left.items()
+            ],
+            "tables that grow": [
+                f"{name} has {size} entries in {table}"
+                for name, tables in findings.tables.items()
+                for table, size in too_large(tables).items()
+            ],
+            "memory": [
+                f"{trend.process} grew from {trend.begin_bytes / MIB:.0f} to {trend.end_bytes / MIB:.0f} MiB"
+                for trend in self.memory
+                if not trend.is_flat
+            ],
+            "sockets": [f"a socket is left: {path}" for path in self.sockets],
+            "processes": [f"{findings.orphans} children of handlers did not end"] if findings.orphans else [],
+            "the soak itself": findings.failures,
+        }
+        return {promise: problems for promise, problems in found.items() if problems}
 
-    def _unexplained(self) -> list[str]:
+    @cached_property
+    def _windows(self) -> FaultWindows:
+        return FaultWindows([*self.findings.windows, *self._stalls()])
+
+    def _stalls(self) -> Iterator[FaultWindow]:
+        for stall in self.records.stalls:
+            # one that is shorter than the heartbeat time delays calls, and fails those with short timeouts
+            is_short = stall.end - stall.begin < OPTIONS.heartbeat_timeout / 2
+            recovery_s = _SHORT_STALL_S if is_short else RECOVERY_S
+            yield FaultWindow(worker_of(stall.process), stall.begin, stall.end, recovery_s)
+
+    def _is_explained(self, token: str, call: Call) -> bool:
+        return self._windows.cover(call.sent_at, call.ended_at, (worker_of(caller_of(token)), call.to, *call.others))
+
+    @cached_property
+    def _unexplained(self) -> list[tuple[str, Call]]:
+        """Calls that ended with an error although no worker that they depend on had a fault."""
         found = []
-        for token, call in self.books.calls.items():
-            kind, outcome = call.kind, call.outcome
-            if outcome in {"", "ok", "cancelled"} or (kind, outcome) in _ASKED_FOR:
+        for token, call in self.records.calls.items():
+            outcome = call.outcome
+            if outcome in {"", "ok", "cancelled", "hung", _DELIBERATE} or (call.kind, outcome) in _ASKED_FOR:
                 continue
-            if not self.findings.explains(call.sent_at, call.ended_at):
-                found.append(f"call {token} ({kind} to {call.to}) ended with {outcome}, and there was no fault")
+            if call.was_passed_on:
+                # the call that failed first is checked by itself; here it is enough that there was a fault
+                if not self._windows.cover(call.sent_at, call.ended_at):
+                    found.append((token, call))
+            elif not self._is_explained(token, call):
+                found.append((token, call))
         return found
 
-    def _memory(self) -> list[tuple[str, int, int]]:
-        """Of each process that lived long: what it had when it had warmed up, and in the end."""
-        made = []
-        for start, samples in self.findings.memory.items():
-            if not samples or samples[-1][0] - samples[0][0] < _LONG_LIFE_S:
+    def _false_owner_losses(self) -> Iterator[str]:
+        for token, call in self.records.calls.items():
+            if call.outcome != "OwnerLostError" or call.was_passed_on:
                 continue
-            sizes = [size for _, size in samples]
-            quarter = len(sizes) // 4
-            made.append((start, int(median(sizes[quarter : 2 * quarter])), int(median(sizes[-quarter:]))))
-        return made
+            if not self._windows.cover(call.sent_at, call.ended_at, (worker_of(caller_of(token)), call.lost)):
+                yield f"{describe_call(token, call)}, and {call.lost} had no fault"
+
+    def _late_notices(self) -> Iterator[str]:
+        """Calls whose callee was killed while it ran them, and that ended long after that."""
+        killed_at = self.findings.killed_at
+        # the consequences of earlier faults are no excuse
+        windows = FaultWindows(window._replace(recovery_s=0.0) for window in [*self.findings.windows, *self._stalls()])
+        for token, call in self.records.calls.items():
+            died_at = killed_at.get(call.ran_on[0]) if call.ran_on and call.ends and not call.is_ok else None
+            if died_at is None or not call.sent_at < died_at < call.ended_at - NOTICE_S:
+                continue
+            # a caller that was stopped or cut off itself could not notice
+            if not windows.cover(died_at, call.ended_at, (worker_of(caller_of(token)),)):
+                yield f"{describe_call(token, call)} ended {call.ended_at - died_at:.1f} s after its callee was killed"
+
+    # -- figures
+
+    @cached_property
+    def memory(self) -> list[MemoryTrend]:
+        """Of each process that lived long enough."""
+        trends = [trend_of(process, samples) for process, samples in self.findings.memory.items()]
+        return [trend for trend in trends if trend is not None]
+
+    @cached_property
+    def worst_s(self) -> dict[str, float]:
+        """The longest time of an answered call of each kind, without a fault of any worker it depends on."""
+        worst: dict[str, float] = {}
+        for token, call in self.records.calls.items():
+            if call.is_ok and call.seconds > worst.get(call.kind, 0.0) and not self._is_explained(token, call):
+                worst[call.kind] = call.seconds
+        return worst
+
+    def _operations(self, process: str, since: float) -> int:
+        """Calls that a process made or ran since a time."""
+        return sum(
+            call.sent_at >= since and (process in call.ran_on or caller_of(token) == process)
+            for token, call in self.records.calls.items()
+        )
+
+    def _memory_figures(self) -> Iterator[dict[str, Any]]:
+        for trend in self.memory:
+            operations = self._operations(trend.process, self.findings.memory[trend.process][-1][0] - trend.seconds)
+            yield {
+                "process": trend.process,
+                "seconds": round(trend.seconds),
+                "operations": operations,
+                "begin_bytes": trend.begin_bytes,
+                "end_bytes": trend.end_bytes,
+                "bytes_per_1000_operations": round(trend.per_thousand(operations)),
+                "is_flat": trend.is_flat,
+            }
+
+    @cached_property
+    def _kinds(self) -> dict[str, dict[str, Any]]:
+        unexplained = Counter(call.kind for _, call in self._unexplained)
+        return {
+            kind: {
+                "count": outcomes.total(),
+                "outcomes": dict(outcomes),
+                "unexplained_errors": unexplained[kind],
+                "worst_s": round(self.worst_s.get(kind, 0.0), 3),
+            }
+            for kind, outcomes in sorted(self.records.outcomes().items())
+        }
 
     def figures(self) -> dict[str, Any]:
         """All of it as plain data."""
@@ -83,44 +185,81 @@ class Report:
             "seed": self.seed,
             "seconds": round(self.seconds, 1),
             "faults": dict(self.findings.faults),
-            "outcomes": {kind: dict(outcomes) for kind, outcomes in self.books.outcomes().items()},
-            "memory": self._memory(),
+            "kinds": self._kinds,
+            "memory": list(self._memory_figures()),
             "memory_mib": {
-                start: [size // MIB for _, size in samples[:: max(1, len(samples) // _POINTS)]]
-                for start, samples in self.findings.memory.items()
+                process: [size // MIB for _, size in samples[:: max(1, len(samples) // _POINTS)]]
+                for process, samples in self.findings.memory.items()
             },
-            "complaints": self.complaints,
+            "tables": self.findings.tables,
+            "stalls": [
+                {"process": stall.process, "seconds": round(stall.end - stall.begin, 3), "cpu_s": stall.cpu_s}
+                for stall in self.records.stalls
+            ],
+            "children": len(self.records.children),
+            "complaints": {promise: problems[:_WRITTEN] for promise, problems in self.complaints.items()},
+            "summary": self.summary,
         }
 
-    def text(self) -> str:
-        calls = self.books.calls.values()
-        lines = [f"seed {self.seed}, {self.seconds:.0f} s", "", "| fault | times |", "| --- | --- |"]
-        lines += [f"| {fault} | {times} |" for fault, times in sorted(self.findings.faults.items())]
-        lines += [
-            "",
-            "| kind of call | sent | ok | error | caller killed | ran twice |",
-            "| --- | --- | --- | --- | --- | --- |",
-        ]
-        for kind, outcomes in [*sorted(self.books.outcomes().items()), ("all", self._all())]:
-            of_kind = [call for call in calls if kind in {"all", call.kind}]
-            lost = outcomes["caller-killed"]
-            errors = outcomes.total() - outcomes["ok"] - lost
-            twice = sum(call.runs > 1 for call in of_kind)
-            lines.append(f"| {kind} | {outcomes.total():,} | {outcomes['ok']:,} | {errors:,} | {lost:,} | {twice} |")
-        lines += ["", "| error | times |", "| --- | --- |"]
-        errors_by_name = Counter(
-            {name: times for name, times in self._all().items() if name not in {"ok", "caller-killed"}}
+    @cached_property
+    def summary(self) -> str:
+        """The soak in one line."""
+        calls = self.records.calls.values()
+        said_not_run = sum(call.says_not_run for call in calls)
+        problems = sum(map(len, self.complaints.values()))
+        return (
+            f"seed {self.seed}: {len(self.records.calls):,} calls in {self.seconds:.0f} s, "
+            f"{self.findings.faults.total()} faults, {len(self.records.children)} forked children; "
+            f"{sum(len(call.ran_on) > 1 for call in calls)} ran twice, "
+            f"{sum(len(call.ends) > 1 for call in calls)} ended twice, "
+            f"{sum(call.outcome == 'hung' for call in calls)} hung, "
+            f"{sum(call.says_not_run and bool(call.ran_on) for call in calls)} of {said_not_run:,} with "
+            f"may_have_run=False ran; {len(self._unexplained)} errors without a fault; {problems} complaints"
         )
-        lines += [f"| {name} | {times:,} |" for name, times in errors_by_name.most_common()]
-        lines += ["", "| process | resident MiB warmed up | in the end |", "| --- | --- | --- |"]
-        lines += [f"| {start} | {begin / MIB:.0f} | {end / MIB:.0f} |" for start, begin, end in self._memory()]
-        complaints = self.complaints
-        lines += ["", f"{len(complaints)} complaints" if complaints else "everything adds up"]
-        lines += complaints[:_SHOWN]
+
+    # -- text
+
+    def text(self) -> str:
+        """Tables for the terminal."""
+        lines = ["| fault | times |", "| --- | --- |"]
+        lines += [f"| {fault} | {times} |" for fault, times in sorted(self.findings.faults.items())]
+        lines += ["", *self._text_of_kinds(), "", "| error | times |", "| --- | --- |"]
+        errors: Counter[str] = Counter()
+        for kind in self._kinds.values():
+            errors.update({name: times for name, times in kind["outcomes"].items() if name not in _NO_ERRORS})
+        lines += [f"| {name} | {times:,} |" for name, times in errors.most_common()]
+        lines += ["", *self._text_of_memory(), ""]
+        if self.records.stalls:
+            longest = max(self.records.stalls, key=lambda stall: stall.end - stall.begin)
+            lines.append(
+                f"event loops stood still {len(self.records.stalls)} times, {longest.process} longest: "
+                f"{longest.end - longest.begin:.1f} s, of which it computed {longest.cpu_s:.1f} s"
+            )
+        for promise, problems in self.complaints.items():
+            lines += ["", f"{promise}: {len(problems)}", *(f"  {problem[:600]}" for problem in problems[:_SHOWN])]
+        lines += ["", "complaints: see above" if self.complaints else "everything is as promised", self.summary]
         return "\n".join(lines)
 
-    def _all(self) -> Counter[str]:
-        total: Counter[str] = Counter()
-        for outcomes in self.books.outcomes().values():
-            total += outcomes
-        return total
+    def _text_of_kinds(self) -> Iterator[str]:
+        yield "| kind of call | sent | ok | errors | caller killed | without a fault | worst, no fault |"
+        yield "| --- | --- | --- | --- | --- | --- | --- |"
+        for kind, figures in self._kinds.items():
+            outcomes = Counter(figures["outcomes"])
+            lost = outcomes["caller-killed"]
+            errors = outcomes.total() - outcomes["ok"] - lost
+            yield (
+                f"| {kind} | {outcomes.total():,} | {outcomes['ok']:,} | {errors:,} | {lost:,} | "
+                f"{figures['unexplained_errors']} | {figures['worst_s']:.2f} s |"
+            )
+
+    def _text_of_memory(self) -> Iterator[str]:
+        yield "| process | resident MiB after warm-up | in the end | operations | KiB per 1,000 operations |"
+        yield "| --- | --- | --- | --- | --- |"
+        for row in self._memory_figures():
+            yield (
+                f"| {row['process']} | {row['begin_bytes'] / MIB:.0f} | {row['end_bytes'] / MIB:.0f} | "
+                f"{row['operations']:,} | {row['bytes_per_1000_operations'] / 1024:.1f} |"
+            )
+
+
+_NO_ERRORS: Final = {"ok", "caller-killed", "cancelled"}

@@ -1,4 +1,4 @@
-"""The processes of the trial: each is one worker under load, until it is told to leave, or killed."""
+"""The processes of the soak: each is one worker under load, until it is told to leave, or killed."""
 
 from __future__ import annotations
 
@@ -10,23 +10,29 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import arpc
 from scripts.soak.ledger import Ledger
-from scripts.soak.load import Load, keep_books
+from scripts.soak.load import Load
 from scripts.soak.network import enter_namespace
+from scripts.soak.operations.base import Client, here, set_client
+from scripts.soak.visitors import visit
 
-__all__ = ["OPTIONS", "Plan", "WorkerProcess", "leave", "stop_load"]
+__all__ = ["ALLOCATOR", "OPTIONS", "Plan", "WorkerProcess", "avoid", "leave", "present", "stop_load"]
 
 CONTEXT: Final = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "arpc", "scripts.soak.workers"])
 
+ALLOCATOR: Final = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(256 << 10)}
+"""Variables of glibc for the processes: what is freed goes back to the system, so that a leak shows."""
+
 OPTIONS: Final = arpc.RpcOptions(
-    secret=b"of this trial",
+    secret=b"a secret of this soak only",
     heartbeat_interval=0.5,
     heartbeat_timeout=3.0,
     connect_timeout=3.0,
@@ -52,26 +58,40 @@ class Plan:
     runtime_directory: Path
     seed: int
     tasks: int
+    families: tuple[str, ...]
     listen: tuple[str, ...]
     namespace: str | None = None
+    is_visitor: bool = False
+    """Runs a sequence of workers, each under a new name, instead of one under load."""
+
+
+async def present() -> None:
+    """Called by the runner: answers once the worker has joined."""
 
 
 async def stop_load() -> None:
-    """Called by the director: begin nothing new, and wait until all that was begun has ended."""
+    """Called by the runner: begin nothing new, and wait until all that was begun has ended."""
     await _load[0].stop()
 
 
+async def avoid(name: str) -> None:
+    """Called by the runner: begin no calls to a worker that is about to leave, until it has come back."""
+    here().others.discard(name)
+
+
 async def leave() -> None:
-    """Called by the director: shut down in good order."""
+    """Called by the runner: shut down gracefully."""
     _leaving.set()
 
 
-async def _main(plan: Plan, start: int) -> None:
+async def _serve(plan: Plan, start: int) -> None:
     ledger = Ledger(plan.directory, plan.name, start)
-    keep_books(ledger)
     options = OPTIONS.replace(listen=plan.listen)
-    async with arpc.init_rpc(plan.name, world_size=None, init_method=plan.store, options=options) as worker:
-        load = Load(worker, ledger, f"{plan.seed}/{plan.name}/{start}")
+    # handlers need it as soon as the worker has joined
+    client = Client(ledger, f"{plan.seed}/{plan.name}/{start}")
+    set_client(client)
+    async with arpc.init_rpc(plan.name, world_size=None, init_method=plan.store, options=options):
+        load = Load(client, plan.families)
         _load[:] = [load]
         load.start(plan.tasks)
         try:
@@ -80,6 +100,13 @@ async def _main(plan: Plan, start: int) -> None:
         except asyncio.CancelledError:
             load.cancel()
             raise
+
+
+async def _visit(plan: Plan, start: int) -> None:
+    ledger = Ledger(plan.directory, plan.name, start)
+    client = Client(ledger, f"{plan.seed}/{plan.name}/{start}")
+    set_client(client)
+    await visit(client, plan.store, OPTIONS.replace(listen=plan.listen))
 
 
 def _run(plan: Plan, start: int) -> None:
@@ -94,7 +121,8 @@ def _run(plan: Plan, start: int) -> None:
     )
     if plan.namespace is not None:
         enter_namespace(plan.namespace)
-    arpc.run(lambda: _main(plan, start))
+    main: Callable[[Plan, int], Coroutine[Any, Any, None]] = _visit if plan.is_visitor else _serve
+    arpc.run(lambda: main(plan, start))
     sys.stdout.flush()
 
 
@@ -104,16 +132,20 @@ class WorkerProcess:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.starts = 0
-        self.killed: set[str] = set()
-        """Starts that had no chance to end their books, as ``name.start``."""
+        self.killed_at: dict[str, float] = {}
+        """When starts (``name.start``) were killed: these could not log the ends of their calls."""
         self.codes: list[tuple[str, int]] = []
         """How starts ended that were not killed: what was done to them, and their exit codes."""
-        self.started_at = 0.0
         self._process: multiprocessing.process.BaseProcess | None = None
 
     @property
     def name(self) -> str:
         return self.plan.name
+
+    @property
+    def label(self) -> str:
+        """The process of the latest start, as in event logs: ``name.start``."""
+        return f"{self.name}.{self.starts}"
 
     @property
     def pid(self) -> int:
@@ -125,21 +157,25 @@ class WorkerProcess:
     def is_alive(self) -> bool:
         return self._process is not None and self._process.is_alive()
 
+    @property
+    def exit_code(self) -> int | None:
+        return None if self._process is None else self._process.exitcode
+
     def start(self) -> None:
         assert not self.is_alive
         self.starts += 1
-        self.started_at = time.monotonic()
         process = CONTEXT.Process(target=_run, args=(self.plan, self.starts), name=self.name)
         process.start()
         self._process = process
 
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+        with suppress(ProcessLookupError):  # it may have crashed just now, which is found out elsewhere
+            os.kill(self.pid, number)
 
     async def kill(self) -> None:
-        """No chance to say goodbye."""
+        """End it with SIGKILL."""
         if self._process is not None and self.is_alive:
-            self.killed.add(f"{self.name}.{self.starts}")
+            self.killed_at[self.label] = time.monotonic()
             self._process.kill()
         await self.ended()
 
@@ -151,12 +187,11 @@ class WorkerProcess:
         return self._process.exitcode
 
     async def end(self, how: str, limit_s: float = 60.0) -> None:
-        """Wait for it to end by itself, and note how it did. It is killed if it does not."""
+        """Wait for it to end by itself, and note the exit code. It is killed if it does not end."""
         code = await self.ended(limit_s)
         if code is None:
-            # where it hangs goes to its log
-            with suppress(ProcessLookupError):
-                self.signal(signal.SIGUSR1)
+            # the stacks of its threads go to its log
+            self.signal(signal.SIGUSR1)
             await asyncio.sleep(0.5)
             await self.kill()
             code = -int(signal.SIGKILL)

@@ -1,0 +1,186 @@
+"""What a worker still has when the load is over: tables that must be empty, and tables that must be bounded."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import deque
+from collections.abc import Collection, Iterator
+from operator import attrgetter
+from typing import Any, Final
+
+import arpc
+from arpc.batching.decorator import Queues
+from arpc.runtime import current
+
+__all__ = ["EMPTY_TABLES", "VISITOR", "remains", "table", "too_large"]
+
+EMPTY_TABLES: Final = (
+    "rref_context.values",
+    "rref_context.forks.users",
+    "rref_context.forks.owned",
+    "rref_context.forks.offers",
+    "rref_context._answers",
+    "rref_context._ends",
+    "rref_context.drops._handles",
+    "rref_context.offer_watch._due",
+    "rref_context.post._waiting",
+    "rref_context.post._retrying",
+    "autograd.container.contexts",
+)
+"""Attributes of a worker that are empty when nothing is under way and nothing is held."""
+
+VISITOR: Final = "visitor"
+"""How names begin that are used once, and never come back."""
+
+_MAX_PEERS: Final = 512
+"""A peer takes kilobytes, so only some hundreds that have departed may be kept; each has two keys."""
+_MAX_NAMES: Final = 5000
+"""Tables of small entries: the runtime remembers up to 4,096 departed names."""
+_MAX_ENTRIES: Final = 20_000
+"""No table of a worker that has nothing to do has more entries than this, whatever they are."""
+_WALK_DEPTH: Final = 6
+_SHOWN: Final = 300
+_HOLDERS: Final = 10
+_RREFS: Final = 20
+
+
+def table(worker: arpc.Worker, path: str) -> Collection[Any]:
+    """A table of a worker, by the path of its attributes."""
+    found: Collection[Any] = attrgetter(path)(worker)
+    return found
+
+
+async def remains() -> dict[str, dict[str, Any]]:
+    """Called by the runner: ``left`` is what should not be there any more, ``tables`` the sizes of large tables."""
+    gc.collect()  # an error that is kept, by a future for example, keeps the frames that it passed through
+    worker = current()
+    return {"left": {what: value for what, value in _left(worker) if value}, "tables": _large_tables(worker)}
+
+
+def _left(worker: arpc.Worker) -> Iterator[tuple[str, Any]]:
+    for path in EMPTY_TABLES:
+        yield path, [_short(entry) for entry in _entries(table(worker, path))]
+    rrefs = worker.rrefs()
+    yield "rrefs", [str(row) for row in rrefs]
+    yield "expected values", [str(row) for row in rrefs if row.state == "expected"]
+    yield "pending creations", [str(row) for row in rrefs if row.state in {"creating", "requested"}]
+    yield "holders of RRefs", list(_holders()) if rrefs else []
+    yield "batches", [_short(key) for key in worker.keep(Queues).queues]
+    statistics = worker.statistics()
+    peers = {name: peer for name, peer in statistics["peers"].items() if name.startswith("worker")}
+    for what in ("calls_in_flight", "calls_waiting", "bytes_in_flight"):
+        yield what, {name: peer[what] for name, peer in peers.items() if peer[what]}
+    yield "requests", [_short(run) for run in _requests(worker)]
+    autograd = statistics["autograd"]
+    yield "autograd", {what: autograd[what] for what in ("passes", "sends", "recvs") if autograd[what]}
+    memory = statistics["shared_memory"]
+    yield "lent_bytes", {name: size for name, size in memory.get("lent_bytes", {}).items() if size}
+    yield "shared_blocks", memory.get("shared_blocks", 0)
+
+
+def _requests(worker: arpc.Worker) -> Iterator[Any]:
+    """Handlers and streams that run for workers of the load, and requests of theirs that wait."""
+    for link in worker.agent.connector._links.values():  # noqa: SLF001 - nothing public has them
+        if link.inbound.caller.name.startswith("worker"):
+            yield from link.inbound.running.values()
+            yield from link.inbound.waiting.values()
+
+
+def _holders() -> Iterator[str]:
+    """For each RRef object of this process: what refers to it, what refers to that, and so on."""
+    # by its type: `isinstance` would ask objects for their class, and some of torch's warn when they are asked anything
+    found = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), arpc.RRef)]
+    del found[_RREFS:]
+    for rref in found:
+        own: list[Any] = [found, sys._getframe()]  # noqa: SLF001 - the objects of this search refer to it as well
+        chain: list[str] = []
+        holder: Any = rref
+        while len(chain) < _HOLDERS:
+            own.append(holder)
+            referrers = [outer for outer in gc.get_referrers(holder) if not any(outer is known for known in own)]
+            own.append(referrers)
+            if not referrers:
+                break
+            holder = referrers[0]
+            chain.append(_kind(holder))
+        yield f"{rref!r} < {' < '.join(chain)}"
+
+
+def _kind(holder: Any) -> str:
+    """What an object is: of a frame the function, of a coroutine its name, of anything else the type."""
+    code = getattr(holder, "f_code", None)
+    return (
+        f"frame of {code.co_qualname}" if code is not None else getattr(holder, "__qualname__", type(holder).__name__)
+    )
+
+
+def _entries(found: Collection[Any]) -> list[Any]:
+    return list(found.items() if isinstance(found, dict) else found)
+
+
+def _short(entry: Any) -> str:
+    try:
+        return repr(entry)[:_SHOWN]
+    except Exception as error:  # noqa: BLE001 - values may be errors that cannot be formatted
+        return f"{type(entry).__name__}, whose text cannot be made ({type(error).__name__})"
+
+
+# -- bounded tables
+
+
+def _large_tables(worker: arpc.Worker) -> dict[str, int]:
+    """The tables with many entries, and those that have names of departed workers, by ``Class.attribute``."""
+    found: dict[str, int] = {}
+    for name, entries in _walk(worker):
+        departed = sum(_is_departed(entry) for entry in entries)
+        if departed:
+            found[f"{name} (departed)"] = max(departed, found.get(f"{name} (departed)", 0))
+        if len(entries) > _MAX_NAMES:
+            found[name] = max(len(entries), found.get(name, 0))
+    return found
+
+
+def _is_departed(key: Any) -> bool:
+    if isinstance(key, str):
+        return key.startswith(VISITOR)
+    if isinstance(key, tuple):
+        return any(isinstance(part, str) and part.startswith(VISITOR) for part in key)
+    return False
+
+
+def _walk(worker: arpc.Worker) -> Iterator[tuple[str, Collection[Any]]]:
+    """All tables that are attributes of the worker's own objects."""
+    seen: set[int] = set()
+    level: list[Any] = [worker]
+    for _ in range(_WALK_DEPTH):
+        following: list[Any] = []
+        for owner in level:
+            for name, value in _attributes(owner):
+                if id(value) in seen:
+                    continue
+                seen.add(id(value))
+                if isinstance(value, dict | set | list | deque):
+                    yield f"{type(owner).__name__}.{name}", value
+                elif type(value).__module__.startswith("arpc."):
+                    following.append(value)
+        level = following
+
+
+def _attributes(owner: Any) -> list[tuple[str, Any]]:
+    names = dict.fromkeys(getattr(owner, "__dict__", ()))
+    for cls in type(owner).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        names |= dict.fromkeys((slots,) if isinstance(slots, str) else slots)
+    return [(name, value) for name in names if (value := getattr(owner, name, None)) is not None]
+
+
+def too_large(tables: dict[str, int]) -> dict[str, int]:
+    """Those of the tables that have more entries than a worker may keep."""
+    return {name: size for name, size in tables.items() if size > _limit(name)}
+
+
+def _limit(name: str) -> int:
+    if not name.endswith("(departed)"):
+        return _MAX_ENTRIES
+    return _MAX_PEERS if "_peers" in name else _MAX_NAMES

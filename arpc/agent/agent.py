@@ -37,6 +37,7 @@ from arpc.errors import (
     ProtocolError,
     UnknownWorkerError,
     WireError,
+    not_run,
 )
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
@@ -289,7 +290,7 @@ class Agent(Caller, Answers):
         if not isinstance(to, str | int | WorkerInfo):
             return TypeError(f"a worker is given by name, id or WorkerInfo, not {type(to).__qualname__}")
         known = ", ".join(sorted(peer.info.name for peer in self.peers))
-        return UnknownWorkerError(f"worker {self.info.name!r} knows no worker {to!r}; it knows {known}")
+        return not_run(UnknownWorkerError(f"worker {self.info.name!r} knows no worker {to!r}; it knows {known}"))
 
     # -- observers
 

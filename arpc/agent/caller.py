@@ -36,6 +36,8 @@ from arpc.errors import (
     RpcTimeoutError,
     SerializationError,
     ShutdownError,
+    not_run,
+    set_may_have_run,
 )
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
@@ -444,9 +446,10 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
         kwargs: Mapping[str, Any] | None,
         timeout: float | Unset,
         window: int,
+        future: Future[Any] | None = None,
     ) -> Stream[Any]:
-        """Start a call of a generator; its items come as they are made."""
-        future: Future[Any] = Future(loop=self.loop)
+        """Start a call of a generator; its items come as they are made. ``future`` hears of its end."""
+        ending = Future(loop=self.loop) if future is None else future
         sent: list[tuple[Call, int]] = []
 
         def give_credit(items: int) -> None:
@@ -454,7 +457,7 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
             if call.connection is not None and call.connection.is_open:
                 call.connection.send(frame(_CREDIT, 0, call_id, items, 0, b""))
 
-        stream: Stream[Any] = Stream(window, give_credit, lambda: self._ignore(future.cancel()))
+        stream: Stream[Any] = Stream(window, give_credit, lambda: self._ignore(ending.cancel()))
         # The pending call must not keep the stream alive: dropping the stream is how people leave an `async for`
         reference = weakref.ref(stream)
 
@@ -469,7 +472,7 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
                 future.exception()
 
         def begin(peer: Peer) -> int:
-            call_id = self.begin(peer, future, function, args, kwargs, timeout, RequestFlag.STREAM, window=window)
+            call_id = self.begin(peer, ending, function, args, kwargs, timeout, RequestFlag.STREAM, window=window)
             call = peer.calls.get(call_id)
             assert call is not None  # nothing was awaited: it cannot have ended yet
             call.items = ItemOrder(item_received)
@@ -478,11 +481,11 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
 
         peer = self.peer(to)
         if peer is None or peer.must_be_asked_for:
-            self._defer(future, to, begin)
+            self._defer(ending, to, begin)
         else:
             call_id = begin(peer)
-            future.on_cancel = lambda: peer.cancel(call_id)
-        future.add_done_callback(ended)
+            ending.on_cancel = lambda: peer.cancel(call_id)
+        ending.add_done_callback(ended)
         return stream
 
     def begin(  # noqa: C901, PLR0912, PLR0913, PLR0915, PLR0917 - the hot path: one long function instead of many calls
@@ -612,7 +615,7 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
 
     def _refusal(self, function: Any) -> Exception:
         if self.is_closing:
-            return ShutdownError(f"worker {self.info.name!r} is shutting down")
+            return not_run(ShutdownError(f"worker {self.info.name!r} is shutting down"))
         return RuntimeError(
             f"{name_of(function)} was called from a thread that is not worker {self.info.name!r}'s own: "
             f"use rpc_async(...).wait() there"
@@ -716,9 +719,8 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
         if inherited is not None:
             left = inherited - now
             if left <= 0:
-                raise RpcTimeoutError(
-                    f"no time is left to call {name_of(function)}: the caller's own deadline has passed"
-                )
+                text = f"no time is left to call {name_of(function)}: the caller's own deadline has passed"
+                raise not_run(RpcTimeoutError(text))
             timeout_s = min(timeout_s, left) if timeout_s else left
         if not timeout_s:
             return NEVER, 0
@@ -756,7 +758,7 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
     def _defer(self, future: Future[Any], to: Any, begin: Callable[[Peer], int]) -> None:
         """Ask the group about a worker that is not known yet, or may be another one by now, then call it."""
         if self.is_closing:
-            raise ShutdownError(f"worker {self.info.name!r} is shutting down")
+            raise not_run(ShutdownError(f"worker {self.info.name!r} is shutting down"))
         if not isinstance(to, str | int) and self.peer(to) is None:
             raise self._unknown(to)
 
@@ -767,13 +769,14 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
                     call_id = begin(peer)
                     future.on_cancel = lambda: peer.cancel(call_id)
             except Exception as error:  # noqa: BLE001 - the thread finds it in the future
+                set_may_have_run(error, may_have_run=False)
                 if not future.done():
                     future.set_exception(error)
             except asyncio.CancelledError:
                 # by `aclose`, or with the loop: nobody else will end the call
                 if not future.done():
                     text = f"worker {self.info.name!r} was shut down before the call was sent"
-                    future.set_exception(ShutdownError(text))
+                    future.set_exception(not_run(ShutdownError(text)))
                 raise
 
         task = self.loop.create_task(resolve_and_call())

@@ -329,7 +329,7 @@ class Agent(Caller, Answers):
         if self._metering is not None:
             # what is in the class comes to light again
             del self.call_and_wait, self.begin, self.begin_shortly, self.request_packed, self.request_plain
-        ways = self.begin, self._call_unknown, self.request_packed, self.request_plain
+        ways = self.begin, self._call_unknown, self.request_packed, self.request_plain, self.check_loop
         self._metering = metering = None if meter is None else Metering(meter, self._peers, *ways, self._nameless)
         self.executor.failed = None if metering is None else metering.failed
         self.executor.waited = None if metering is None else metering.waited

@@ -330,7 +330,12 @@ class Peer:
         if self.connection is None:
             self.state = PeerState.CONNECTING
             if self._connecting is None:
-                self._connecting = asyncio.get_running_loop().create_task(self._run_connect())
+                connecting = self._run_connect()
+                try:
+                    self._connecting = self._deadlines.loop.create_task(connecting)
+                except RuntimeError:  # the loop is closed
+                    connecting.close()
+                    raise
 
     async def reach(self) -> bool:
         """Whether there is a connection, after an attempt to have one."""
@@ -466,6 +471,13 @@ class Peer:
             if not call.future.done():
                 # one each: an exception collects the traceback of whoever raises it
                 call.future.set_exception(make_error())
+
+    def abandon(self) -> None:
+        """The loop is closed, and nothing can end any more."""
+        self.calls.clear()
+        self.backlog.clear()
+        self._given_up = 0
+        self.in_flight_bytes = self.in_flight_calls = 0
 
     async def aclose(self) -> None:
         """End whatever is left: this worker shuts down."""

@@ -97,8 +97,10 @@ def start_creation(
                 return creation
         creation.brings = False
         creation.send(to, function, args, kwargs, timeout, made, label)
-    except BaseException:
+    except BaseException as error:
         creation.take_back()
+        if isinstance(error, RuntimeError):
+            agent.check_loop()
         raise
     return creation
 

@@ -202,6 +202,9 @@ class RRef(Generic[T]):
             use.fetches.add(future)
         try:
             return cast("T", await future)
+        except RuntimeError:
+            context.agent.check_loop()
+            raise
         finally:
             if use.fetches is not None:
                 use.fetches.discard(future)
@@ -366,7 +369,11 @@ class RRef(Generic[T]):
             return
         self._is_released = True
         if self._use is not None:
-            await self._context.release(self._use)
+            try:
+                await self._context.release(self._use)
+            except RuntimeError:
+                self._context.agent.check_loop()
+                raise
         elif self._context.values.get(self._rref) is self._value:
             self._context.happened(OwnerHandleDropped(self._rref))
         self._value = Value.of(None) if self._value is not None else None

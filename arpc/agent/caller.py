@@ -92,6 +92,7 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
     default_timeout: float
     executor: Executor
     is_closing: bool
+    is_interposed: bool
     loop: asyncio.AbstractEventLoop
     options: RpcOptions
     peer: Callable[[str | int | WorkerInfo], Peer | None]
@@ -361,7 +362,8 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
     ) -> Future[Any]:
         """`request` for what has been pickled already. It belongs to no caller, and interceptors do not see it.
 
-        So it is not for a worker that has a `placement`.
+        So it is not for a worker that has a `placement`, nor for one whose requests somebody sees, see
+        `Agent.interpose`.
         """
         if self.is_closing or get_ident() != self._thread:
             raise self._refusal(message)
@@ -398,6 +400,7 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
             or peer.backlog
             or self._least_bytes
             or self.is_closing
+            or self.is_interposed
             or get_ident() != self._thread
             or (any(self._occasions) and self.observers.concerned())
         ):

@@ -43,10 +43,16 @@
 An exception of a remote function arrives with its own type, so it is *not* an ``ArpcError``; its ``__cause__`` is a
 :class:`RemoteTraceback` that says where it happened. Whatever inherits a builtin (in parentheses) can be caught as
 that.
+
+An error that a call raises has ``may_have_run``, which is False only if the function certainly did not run. It is about
+the call that raised it: if a handler makes a call of its own, and lets the error of that call pass, the caller of the
+handler gets the same type of error with ``may_have_run`` True, because the handler did run.
 """
 
 from __future__ import annotations
 
+import contextlib
+import typing
 from collections import abc
 from typing import Self
 
@@ -90,8 +96,37 @@ __all__ = [
 ]
 
 
+E = typing.TypeVar("E", bound="ArpcError")
+
+
 class ArpcError(Exception):
     """The root of everything arpc raises on its own account."""
+
+    may_have_run: bool = True
+    """Of an error that a call raised: False if the function certainly did not run, so that a retry is harmless."""
+
+    def __setstate__(self, state: dict[str, typing.Any] | None, /) -> None:
+        # Only the worker that made a call can say that it did not run: a copy, or one that was sent, does not say it.
+        if state is not None:
+            super().__setstate__({name: value for name, value in state.items() if name != "may_have_run"})
+
+
+def not_run(error: E) -> E:
+    """Mark the error of a call whose function certainly did not run."""
+    error.may_have_run = False
+    return error
+
+
+def set_may_have_run(error: BaseException, may_have_run: bool) -> None:
+    """Let an error, and the members of an exception group, speak of another call than the one that raised it first."""
+    left = [error]
+    while left:
+        error = left.pop()
+        with contextlib.suppress(BaseException):  # a class of a user may have made a property of it
+            if isinstance(error, ArpcError):
+                BaseException.__setattr__(error, "may_have_run", may_have_run)
+            if isinstance(error, BaseExceptionGroup):
+                left.extend(error.exceptions)
 
 
 class ConfigurationError(ArpcError, ValueError):
@@ -219,7 +254,8 @@ class OverloadedError(CallError):
 class WorkerLostError(CallError, ConnectionError):
     """The worker a call went to died, left the group or stopped answering.
 
-    ``worker`` is its name; ``may_have_run`` is False when the call certainly never reached it.
+    ``worker`` is its name; ``may_have_run`` is False if the call certainly never reached it. An error that a handler
+    passed on from a call of its own names the worker that the handler called.
     """
 
     def __init__(self, message: str, worker: str = "", *, may_have_run: bool = True) -> None:
@@ -228,11 +264,11 @@ class WorkerLostError(CallError, ConnectionError):
         self.may_have_run = may_have_run
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_worker_lost, (type(self), str(self), self.worker, self.may_have_run)
+        return _rebuild_worker_lost, (type(self), str(self), self.worker)
 
 
-def _rebuild_worker_lost(cls: type[WorkerLostError], message: str, worker: str, may_have_run: bool) -> WorkerLostError:
-    return cls(message, worker, may_have_run=may_have_run)
+def _rebuild_worker_lost(cls: type[WorkerLostError], message: str, worker: str) -> WorkerLostError:
+    return cls(message, worker)
 
 
 class OwnerLostError(WorkerLostError):
@@ -324,6 +360,9 @@ class RemoteError(ArpcError):
 
 class RemoteTraceback(Exception):  # noqa: N818 - it is a traceback, worn as a cause
     """Where an exception was raised on a remote worker; the ``__cause__`` of the exception raised here."""
+
+    is_of_handler = True
+    """False if the runtime of that worker ended the handler: by its deadline, a cancellation or a shutdown."""
 
     def __init__(self, worker: str, stack: str) -> None:
         super().__init__(worker, stack)

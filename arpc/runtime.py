@@ -242,6 +242,8 @@ class Worker:
         such as were followed by another of the same worker. While anyone listens, this worker keeps a connection to
         every other.
         """
+        if not self.is_shut_down:
+            self.agent.check_loop()
         return self.lookout.listen()
 
     def on_peer_lost(self, callback: Callable[[MemberLost], object]) -> Callable[[], None]:
@@ -252,6 +254,8 @@ class Worker:
 
             stop = worker.on_peer_lost(lambda event: alarm.set())
         """
+        if not self.is_shut_down:
+            self.agent.check_loop()
         return self.lookout.on_lost(callback)
 
     def keep(self, kind: type[T]) -> T:
@@ -338,13 +342,16 @@ class Worker:
                 f"let the worker's own code shut down (an asyncio.Event can tell it), or pass graceful=False"
             )
         is_first = self._shutdown is None
+        if not self.is_shut_down:
+            self.agent.check_loop()
         if self._shutdown is None:
             self._shutdown = asyncio.create_task(self._run_shutdown(graceful, timeout or self.options.shutdown_timeout))
         elif not graceful:
             self._hurry.set()
         shutdown = self._shutdown
         try:
-            await asyncio.wait([shutdown])
+            if not shutdown.done():
+                await asyncio.wait([shutdown])
         except asyncio.CancelledError:
             # whoever waits is cancelled, and does not want to wait for the group any longer
             self._hurry.set()

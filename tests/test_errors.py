@@ -11,7 +11,15 @@ import pytest
 
 import arpc
 from arpc import errors
-from arpc.errors import ArpcError, RemoteError, RemoteTraceback, WorkerLostError, WorkersFailedError
+from arpc.errors import (
+    ArpcError,
+    RemoteError,
+    RemoteTraceback,
+    WorkerLostError,
+    WorkersFailedError,
+    not_run,
+    set_may_have_run,
+)
 from arpc.testing import cluster
 
 CLASSES = [getattr(errors, name) for name in errors.__all__]
@@ -75,9 +83,21 @@ def test_a_lost_worker_is_named():
     error = WorkerLostError("it is gone", "worker7", may_have_run=False)
     assert str(error) == "it is gone"
     assert (error.worker, error.may_have_run) == ("worker7", False)
-    twin = pickle.loads(pickle.dumps(error))
-    assert (str(twin), twin.worker, twin.may_have_run) == ("it is gone", "worker7", False)
     assert isinstance(error, ConnectionError)
+    for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert (str(twin), twin.worker) == ("it is gone", "worker7")
+
+
+@pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls is not RemoteTraceback])
+def test_only_the_error_itself_says_that_a_call_did_not_run(cls):
+    error = make(cls)
+    assert error.may_have_run
+    not_run(error)
+    assert not error.may_have_run
+    for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert twin.may_have_run
+    set_may_have_run(ExceptionGroup("some", [ValueError(), ExceptionGroup("more", [error])]), may_have_run=True)
+    assert error.may_have_run
     assert WorkerLostError("").may_have_run
 
 

@@ -37,6 +37,7 @@ from arpc.errors import (
     ProtocolError,
     UnknownWorkerError,
     WireError,
+    not_run,
 )
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
@@ -210,6 +211,9 @@ class Agent(Caller, Answers):
         self.meter: Meter | None = None
         """Who hears how long calls and handlers take; see `set_meter`."""
         self._metering: Metering | None = None
+        self._interposed: Callable[..., int] | None = None
+        self.is_interposed = False
+        """Every request has to be made by `begin`, see `interpose`."""
 
     def _guarded(self, guard: Guard, message_class: type[Message], handle: _Handler) -> _Handler:
         """A handler that looks at the caller's role before it looks at the message."""
@@ -289,7 +293,7 @@ class Agent(Caller, Answers):
         if not isinstance(to, str | int | WorkerInfo):
             return TypeError(f"a worker is given by name, id or WorkerInfo, not {type(to).__qualname__}")
         known = ", ".join(sorted(peer.info.name for peer in self.peers))
-        return UnknownWorkerError(f"worker {self.info.name!r} knows no worker {to!r}; it knows {known}")
+        return not_run(UnknownWorkerError(f"worker {self.info.name!r} knows no worker {to!r}; it knows {known}"))
 
     # -- observers
 
@@ -328,7 +332,9 @@ class Agent(Caller, Answers):
         if self._metering is not None:
             # what is in the class comes to light again
             del self.call_and_wait, self.begin, self.begin_shortly, self.request_packed, self.request_plain
-        ways = self.begin, self._call_unknown, self.request_packed, self.request_plain
+            if self._interposed is not None:
+                self.begin = self._interposed  # type: ignore[method-assign]
+        ways = self.begin, self._call_unknown, self.request_packed, self.request_plain, self.check_loop
         self._metering = metering = None if meter is None else Metering(meter, self._peers, *ways, self._nameless)
         self.executor.failed = None if metering is None else metering.failed
         self.executor.waited = None if metering is None else metering.waited
@@ -345,6 +351,15 @@ class Agent(Caller, Answers):
             link.inbound.ended = None
             link.inbound.began_ns.clear()
             self.take_directly(link)
+
+    def interpose(self, around: Callable[[Callable[..., int]], Callable[..., int]]) -> None:
+        """Let a function see every request of this agent, for good: ``around(begin)`` takes the place of `begin`.
+
+        All shorter ways are closed, so that no request goes past it. Call this before the first request is made.
+        """
+        self._interposed = self.begin = around(self.begin)  # type: ignore[method-assign]
+        self.is_interposed = True
+        self._shortest_thread = 0
 
     @property
     def has_riders(self) -> bool:

@@ -11,9 +11,7 @@ from arpc.agent.functions import Preparation, name_of
 from arpc.agent.future import Future
 from arpc.agent.observers import Observers
 from arpc.agent.peers import Peer, unsendable
-from arpc.errors import (
-    SerializationError,
-)
+from arpc.errors import SerializationError, not_run
 from arpc.ids import WorkerInfo
 from arpc.wire.messages import (
     WINDOW,
@@ -93,10 +91,11 @@ class ArgumentPacking:
         return args.payload, args.slots
 
     def _too_large(self, function: Any, payload: bytes) -> SerializationError:
-        return SerializationError(
+        text = (
             f"the arguments of {name_of(function)} make a pickle of {len(payload)} bytes, and at most "
             f"{self._max_payload_bytes} are taken: pass large data as tensors, or raise RpcOptions.max_body_bytes"
         )
+        return not_run(SerializationError(text))
 
     def _meta(self, peer: Peer, function: Any, slots: list[Slot], window: int) -> dict[str, Any]:
         """What rides on a call."""

@@ -234,7 +234,7 @@ class BlockingCalls:
     def _open_line(self, peer: Peer) -> None:
         """On the loop: have one more line to a peer."""
         agent = self._agent
-        if agent.is_closing:
+        if agent.is_closing or agent.is_interposed:
             return
         if peer.lines is None:
             limit = 0 if peer.info.id == agent.info.id else _MAX_LINES

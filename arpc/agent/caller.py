@@ -36,6 +36,8 @@ from arpc.errors import (
     RpcTimeoutError,
     SerializationError,
     ShutdownError,
+    not_run,
+    set_may_have_run,
 )
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
@@ -90,6 +92,7 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
     default_timeout: float
     executor: Executor
     is_closing: bool
+    is_interposed: bool
     loop: asyncio.AbstractEventLoop
     options: RpcOptions
     peer: Callable[[str | int | WorkerInfo], Peer | None]
@@ -134,7 +137,11 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
             begun = future
             self._defer(begun, to, lambda peer: self.begin(peer, begun, function, args, kwargs, timeout))
             return future
-        future.call_id = self.begin(peer, future, function, args, kwargs, timeout)
+        try:
+            future.call_id = self.begin(peer, future, function, args, kwargs, timeout)
+        except RuntimeError:
+            self.check_loop()
+            raise
         future.callee = peer
         return future
 
@@ -157,47 +164,51 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
             peer = known
             terms = NO_TERMS
         future = self._create_future()
-        connection = peer.connection
-        if (
-            terms is NO_TERMS
-            or connection is None  # never, if there are terms
-            or kwargs
-            or timeout is not UNSET
-            or current_scope.get().__class__ is not WorkerScope
-            or (connection.is_congested and not peer.has_room(0))
-            or peer.backlog
-            or get_ident() != self._shortest_thread
-        ):
-            call_id = self.begin(peer, future, function, args, kwargs, timeout)
-            if terms is NO_TERMS:
-                self._learn_terms(peer, function)
-        elif any(self._occasions):
-            call_id = self._begin_noted(peer, connection, future, function, args, terms)
-        elif args is _NO_ARGS:  # whatever else counts as false is for `begin` to judge
-            # what `begin` comes down to, if there is nothing special about a call
-            calls = peer.calls
-            if self._time() >= calls.until:
-                self._turn_to_default(calls)
-            try:
-                call_id = calls.next_id()
-            except StopIteration:
-                call_id = calls.take_id(self._default_tick)
-            calls.bucket[call_id] = Call(future, function, 0, connection, True)
-            data = _pack_bare(_REQUEST_LEAD, call_id, terms, 0)
-            left = connection.direct_left
-            if left:
-                # `Connection.send_brief`, written out
-                connection.direct_left = left - 1
-                connection.brief_sent += 1
-                connection._write(data)  # noqa: SLF001
-            else:
-                connection.send_brief(data)
-        else:
-            call_id = self._begin_simple(peer, connection, future, function, args, terms)
+        call_id = 0
         try:
+            connection = peer.connection
+            if (
+                terms is NO_TERMS
+                or connection is None  # never, if there are terms
+                or kwargs
+                or timeout is not UNSET
+                or current_scope.get().__class__ is not WorkerScope
+                or (connection.is_congested and not peer.has_room(0))
+                or peer.backlog
+                or get_ident() != self._shortest_thread
+            ):
+                call_id = self.begin(peer, future, function, args, kwargs, timeout)
+                if terms is NO_TERMS:
+                    self._learn_terms(peer, function)
+            elif any(self._occasions):
+                call_id = self._begin_noted(peer, connection, future, function, args, terms)
+            elif args is _NO_ARGS:  # whatever else counts as false is for `begin` to judge
+                # what `begin` comes down to, if there is nothing special about a call
+                calls = peer.calls
+                if self._time() >= calls.until:
+                    self._turn_to_default(calls)
+                try:
+                    call_id = calls.next_id()
+                except StopIteration:
+                    call_id = calls.take_id(self._default_tick)
+                calls.bucket[call_id] = Call(future, function, 0, connection, True)
+                data = _pack_bare(_REQUEST_LEAD, call_id, terms, 0)
+                left = connection.direct_left
+                if left:
+                    # `Connection.send_brief`, written out
+                    connection.direct_left = left - 1
+                    connection.brief_sent += 1
+                    connection._write(data)  # noqa: SLF001
+                else:
+                    connection.send_brief(data)
+            else:
+                call_id = self._begin_simple(peer, connection, future, function, args, terms)
             return await future
         except asyncio.CancelledError:
             peer.cancel(call_id)
+            raise
+        except RuntimeError:
+            self.check_loop()
             raise
         finally:
             del future  # whose exception refers to this frame, and so to the arguments
@@ -338,8 +349,12 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
         peer = self.peer(to)
         if peer is None or peer.must_be_asked_for:
             self._defer(begun, to, begin)
-        else:
+            return begun
+        try:
             begun.on_cancel = partial(peer.cancel, begin(peer))
+        except RuntimeError:
+            self.check_loop()
+            raise
         return begun
 
     def request_packed(
@@ -347,7 +362,8 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
     ) -> Future[Any]:
         """`request` for what has been pickled already. It belongs to no caller, and interceptors do not see it.
 
-        So it is not for a worker that has a `placement`.
+        So it is not for a worker that has a `placement`, nor for one whose requests somebody sees, see
+        `Agent.interpose`.
         """
         if self.is_closing or get_ident() != self._thread:
             raise self._refusal(message)
@@ -384,6 +400,7 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
             or peer.backlog
             or self._least_bytes
             or self.is_closing
+            or self.is_interposed
             or get_ident() != self._thread
             or (any(self._occasions) and self.observers.concerned())
         ):
@@ -444,9 +461,12 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
         kwargs: Mapping[str, Any] | None,
         timeout: float | Unset,
         window: int,
+        future: Future[Any] | None = None,
     ) -> Stream[Any]:
-        """Start a call of a generator; its items come as they are made."""
-        future: Future[Any] = Future(loop=self.loop)
+        """Start a call of a generator; its items come as they are made. ``future`` hears of its end."""
+        if self.is_closing or get_ident() != self._thread:
+            raise self._refusal(function)
+        ending = Future(loop=self.loop) if future is None else future
         sent: list[tuple[Call, int]] = []
 
         def give_credit(items: int) -> None:
@@ -454,7 +474,7 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
             if call.connection is not None and call.connection.is_open:
                 call.connection.send(frame(_CREDIT, 0, call_id, items, 0, b""))
 
-        stream: Stream[Any] = Stream(window, give_credit, lambda: self._ignore(future.cancel()))
+        stream: Stream[Any] = Stream(self.loop, window, give_credit, lambda: self._ignore(ending.cancel()))
         # The pending call must not keep the stream alive: dropping the stream is how people leave an `async for`
         reference = weakref.ref(stream)
 
@@ -469,7 +489,7 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
                 future.exception()
 
         def begin(peer: Peer) -> int:
-            call_id = self.begin(peer, future, function, args, kwargs, timeout, RequestFlag.STREAM, window=window)
+            call_id = self.begin(peer, ending, function, args, kwargs, timeout, RequestFlag.STREAM, window=window)
             call = peer.calls.get(call_id)
             assert call is not None  # nothing was awaited: it cannot have ended yet
             call.items = ItemOrder(item_received)
@@ -478,11 +498,15 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
 
         peer = self.peer(to)
         if peer is None or peer.must_be_asked_for:
-            self._defer(future, to, begin)
+            self._defer(ending, to, begin)
         else:
-            call_id = begin(peer)
-            future.on_cancel = lambda: peer.cancel(call_id)
-        future.add_done_callback(ended)
+            try:
+                call_id = begin(peer)
+            except RuntimeError:
+                self.check_loop()
+                raise
+            ending.on_cancel = lambda: peer.cancel(call_id)
+        ending.add_done_callback(ended)
         return stream
 
     def begin(  # noqa: C901, PLR0912, PLR0913, PLR0915, PLR0917 - the hot path: one long function instead of many calls
@@ -610,9 +634,27 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
             connection.send(data)
         return call_id
 
+    def check_loop(self) -> None:
+        """Raise `ShutdownError` if the loop is closed, and forget all calls: none of them can end any more."""
+        if not self.loop.is_closed():
+            return
+        self.is_closing = True
+        self._shortest_thread = 0
+        for peer in self._peers.values():
+            peer.abandon()
+        raise not_run(self._closed_loop()) from None
+
+    def _closed_loop(self) -> ShutdownError:
+        return ShutdownError(
+            f"the event loop of worker {self.info.name!r} is closed, so the worker can make no calls: use it before "
+            f"its loop ends, as in `async with arpc.init_rpc(...)`, or start another worker on the loop that runs now"
+        )
+
     def _refusal(self, function: Any) -> Exception:
+        if self.loop.is_closed():
+            return not_run(self._closed_loop())
         if self.is_closing:
-            return ShutdownError(f"worker {self.info.name!r} is shutting down")
+            return not_run(ShutdownError(f"worker {self.info.name!r} is shutting down"))
         return RuntimeError(
             f"{name_of(function)} was called from a thread that is not worker {self.info.name!r}'s own: "
             f"use rpc_async(...).wait() there"
@@ -660,7 +702,7 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
         try:
             self.loop.call_soon_threadsafe(run, context=copy_context())
         except RuntimeError:
-            raise ShutdownError(f"the event loop of worker {self.info.name!r} is closed") from None
+            raise not_run(self._closed_loop()) from None
         return done.result()
 
     def set_default_timeout(self, timeout_s: float) -> None:
@@ -716,9 +758,8 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
         if inherited is not None:
             left = inherited - now
             if left <= 0:
-                raise RpcTimeoutError(
-                    f"no time is left to call {name_of(function)}: the caller's own deadline has passed"
-                )
+                text = f"no time is left to call {name_of(function)}: the caller's own deadline has passed"
+                raise not_run(RpcTimeoutError(text))
             timeout_s = min(timeout_s, left) if timeout_s else left
         if not timeout_s:
             return NEVER, 0
@@ -751,12 +792,15 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
                 future.on_cancel = lambda: peer.cancel(call_id)
 
         # whether the thread wants gradients is for those to know who look at its arguments
-        self.loop.call_soon_threadsafe(torchstate.run_with, state, start, context=context)
+        try:
+            self.loop.call_soon_threadsafe(torchstate.run_with, state, start, context=context)
+        except RuntimeError:
+            raise not_run(self._closed_loop()) from None
 
     def _defer(self, future: Future[Any], to: Any, begin: Callable[[Peer], int]) -> None:
         """Ask the group about a worker that is not known yet, or may be another one by now, then call it."""
-        if self.is_closing:
-            raise ShutdownError(f"worker {self.info.name!r} is shutting down")
+        if self.is_closing or self.loop.is_closed():
+            raise self._refusal(to)
         if not isinstance(to, str | int) and self.peer(to) is None:
             raise self._unknown(to)
 
@@ -767,13 +811,14 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
                     call_id = begin(peer)
                     future.on_cancel = lambda: peer.cancel(call_id)
             except Exception as error:  # noqa: BLE001 - the thread finds it in the future
+                set_may_have_run(error, may_have_run=False)
                 if not future.done():
                     future.set_exception(error)
             except asyncio.CancelledError:
                 # by `aclose`, or with the loop: nobody else will end the call
                 if not future.done():
                     text = f"worker {self.info.name!r} was shut down before the call was sent"
-                    future.set_exception(ShutdownError(text))
+                    future.set_exception(not_run(ShutdownError(text)))
                 raise
 
         task = self.loop.create_task(resolve_and_call())

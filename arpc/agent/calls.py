@@ -168,6 +168,13 @@ class Calls:
         for call_id, call in expired.items():
             self._abandon(call_id, call)
 
+    def clear(self) -> None:
+        """Forget all calls."""
+        self.buckets.clear()
+        self.bucket = {}
+        self.tick = -1
+        self.until = 0.0
+
     def __iter__(self) -> Iterator[tuple[int, Call]]:
         for bucket in list(self.buckets.values()):
             yield from list(bucket.items())

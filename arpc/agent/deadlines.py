@@ -35,7 +35,7 @@ class Deadlines:
     """Tells `Expirable` objects when the ticks they asked for have come."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, call_at: CallAt | None = None) -> None:
-        self._loop = loop
+        self.loop = loop
         self._call_at: CallAt = loop.call_at if call_at is None else call_at
         self.now = loop.time
         self._watchers: dict[int, list[Expirable]] = {}
@@ -83,7 +83,7 @@ class Deadlines:
 
     def _fire(self) -> None:
         self._timer = None
-        now = self._loop.time()
+        now = self.loop.time()
         heap = self._heap
         while heap and self.time_of(heap[0]) <= now:
             tick = heapq.heappop(heap)

@@ -304,7 +304,7 @@ class Executor(PlainRequests):
 
     def reject(self, link: HasInbound, message: Message, error: Exception) -> None:
         """Answer a request with an error; nothing of it is looked at."""
-        self.raised(self._run(link.inbound, _UNKNOWN, message), error)
+        self.refused(self._run(link.inbound, _UNKNOWN, message), error)
 
     def start(self, inbound: Inbound, message: Message, *, is_counted: bool = False) -> None:
         """Run a request now. ``is_counted``: the reply window has let it go to a thread."""
@@ -331,7 +331,7 @@ class Executor(PlainRequests):
         elif mode is _INLINE:
             self._run_inline(run)
         else:
-            self.raised(run, TypeError(f"{run.function.name} is a generator: call it with arpc.stream"))
+            self.refused(run, TypeError(f"{run.function.name} is a generator: call it with arpc.stream"))
 
     def serve(
         self, message_class: type[Message], function: Callable[..., Any], shortcut: Callable[..., Any] | None = None
@@ -444,7 +444,7 @@ class Executor(PlainRequests):
             try:
                 wrapped = wrapper.admit(run, message)
             except ProtocolError as error:
-                self.raised(run, error)
+                self.refused(run, error)
                 return
             if wrapped is None:
                 return
@@ -456,7 +456,7 @@ class Executor(PlainRequests):
                 run.context.run(self._enter, run, message)
             except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
                 wrapped.not_begun(error)
-                self.raised(run, error)
+                self.refused(run, error)
                 return
             if not isinstance(function, Function):  # it came with its arguments
                 run.function = _wrapped(wrapped, run.function)
@@ -508,7 +508,7 @@ class Executor(PlainRequests):
             self._check_found(function, message)
             run.context.run(self._enter, run, message)
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
-            self.raised(run, error)
+            self.refused(run, error)
             return
         if run.is_stream and run.function.mode in _GENERATORS:
             self._run_inline(run)  # calling a generator function runs none of its code
@@ -650,7 +650,7 @@ class Executor(PlainRequests):
         try:
             run.context.run(self._enter, run, message)
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
-            self.raised(run, error)
+            self.refused(run, error)
             return False
         if run.has_prerequisites:
             self.carriers.start(run)

@@ -19,13 +19,15 @@ from arpc.errors import (
     RpcTimeoutError,
     ShutdownError,
     WorkerLostError,
+    not_run,
+    set_may_have_run,
 )
 from arpc.ids import WorkerInfo
 from arpc.wire.messages import FailureKind
 from arpc.wire.pickling import Pickler, loads
 from arpc.wire.tensors import Slot
 
-__all__ = ["describe_failure", "rebuild_failure"]
+__all__ = ["describe_failure", "is_of_handler", "rebuild_failure"]
 
 _RUNTIME: Final = ("arpc.agent.", "arpc.rref.", "arpc.torchstate.")
 
@@ -66,28 +68,43 @@ def rebuild_failure(
     """The exception a caller sees. ``loads`` reads pickles."""
     pickled, type_name, text, stack = loads(payload, [])
     if kind == FailureKind.TIMEOUT:
-        return _caused(RpcTimeoutError(f"{function} on worker {worker!r} ran past its deadline"), worker, stack)
+        text = f"{function} on worker {worker!r} ran past its deadline"
+        return _caused(RpcTimeoutError(text), worker, stack, is_of_handler=False)
     if kind == FailureKind.CANCELLED:
-        return _caused(CallCancelledError(f"{function} was cancelled on worker {worker!r}"), worker, stack)
+        text = f"{function} was cancelled on worker {worker!r}"
+        return _caused(CallCancelledError(text), worker, stack, is_of_handler=False)
     if kind == FailureKind.OVERLOADED:
-        return OverloadedError(f"worker {worker!r} refused {function}: {text}")
+        return not_run(OverloadedError(f"worker {worker!r} refused {function}: {text}"))
     if kind == FailureKind.SHUTDOWN:
-        return ShutdownError(f"worker {worker!r} is shutting down and did not run {function}")
+        return not_run(ShutdownError(f"worker {worker!r} is shutting down and did not run {function}"))
     if kind == FailureKind.LEFT:
         text = f"worker {worker!r} has left: it was shut down while {function} ran"
-        return _caused(WorkerLostError(text, worker), worker, stack)
+        return _caused(WorkerLostError(text, worker), worker, stack, is_of_handler=False)
+    may_have_run = kind != FailureKind.REFUSED
     if pickled is not None:
         try:
             error = loads(pickled, slots)
         except BaseException:  # noqa: BLE001 - a user's __reduce__ may raise anything; the description is sent instead
             error = None
         if isinstance(error, Exception) and not isinstance(error, _NOT_TO_BE_RAISED):
+            # What it says of a call that the handler made says nothing of the call of the handler.
+            set_may_have_run(error, may_have_run)
             return _caused(error, worker, stack)
-    return _caused(RemoteError(type_name, text, stack, worker), worker, stack)
+    unknown = RemoteError(type_name, text, stack, worker)
+    unknown.may_have_run = may_have_run
+    return _caused(unknown, worker, stack)
 
 
-def _caused(error: Exception, worker: str, stack: str) -> Exception:
-    error.__cause__ = RemoteTraceback(worker, stack)
+def is_of_handler(error: BaseException) -> bool:
+    """Whether a handler raised the error of a call. Then it says nothing of the worker that was called."""
+    cause = error.__cause__
+    return isinstance(cause, RemoteTraceback) and cause.is_of_handler
+
+
+def _caused(error: Exception, worker: str, stack: str, *, is_of_handler: bool = True) -> Exception:
+    error.__cause__ = cause = RemoteTraceback(worker, stack)
+    if not is_of_handler:
+        cause.is_of_handler = False
     return error
 
 

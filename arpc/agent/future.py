@@ -64,19 +64,19 @@ class Future(asyncio.Future[T], Generic[T]):
         if self._on_loop():
             _complete(self, result)
         else:
-            self.get_loop().call_soon_threadsafe(_complete, self, result)
+            _soon(self.get_loop(), _complete, self, result)
 
     def set_exception(self, exception: type | BaseException) -> None:
         if self._on_loop():
             _fail(self, exception)
         else:
-            self.get_loop().call_soon_threadsafe(_fail, self, exception)
+            _soon(self.get_loop(), _fail, self, exception)
 
     def cancel(self, msg: Any = None) -> bool:
         if self.done():
             return False
         if not self._on_loop():
-            self.get_loop().call_soon_threadsafe(self.cancel, msg)
+            _soon(self.get_loop(), self.cancel, msg)
             return True
         cancelled = super().cancel(msg)
         self.withdraw()
@@ -115,12 +115,12 @@ class Future(asyncio.Future[T], Generic[T]):
             self.add_done_callback(lambda _: arrived.set())
 
         loop = self.get_loop()
-        loop.call_soon_threadsafe(watch)
+        _soon(loop, watch)
         end = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while not arrived.wait(min(_LOOK_S, max(0.0, end - time.monotonic()))):
             # nobody is left to set the event if the loop was closed meanwhile
             if loop.is_closed():
-                raise ShutdownError("the event loop was closed before the value came")
+                raise _closed_loop()
             if time.monotonic() >= end:
                 raise TimeoutError(f"no value after {timeout_s} s")
 
@@ -160,7 +160,7 @@ class Future(asyncio.Future[T], Generic[T]):
         if self._on_loop():
             self.add_done_callback(run)
         else:
-            loop.call_soon_threadsafe(self.add_done_callback, run)
+            _soon(loop, self.add_done_callback, run)
         return chained
 
     def _copy_from(self, other: asyncio.Future[T]) -> None:
@@ -202,6 +202,21 @@ class Future(asyncio.Future[T], Generic[T]):
         raise TypeError("a Future cannot be pickled: send its value, or an RRef to it")
 
 
+def _soon(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> None:
+    """Call a function on the loop, from another thread. Raises `ShutdownError` if the loop is closed."""
+    try:
+        loop.call_soon_threadsafe(function, *args)
+    except RuntimeError:
+        raise _closed_loop() from None
+
+
+def _closed_loop() -> ShutdownError:
+    return ShutdownError(
+        "the event loop of this future is closed, so that no value can come and no callback can run: wait for calls "
+        "before the loop of their worker ends"
+    )
+
+
 def _line(code: CodeType, lasti: int) -> int:
     line = code.co_firstlineno
     for start, end, number in code.co_lines():
@@ -231,7 +246,7 @@ def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
     elif collected._on_loop():  # noqa: SLF001 - of this module
         watch()
     else:
-        collected.get_loop().call_soon_threadsafe(watch)
+        _soon(collected.get_loop(), watch)
     return collected
 
 

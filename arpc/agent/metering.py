@@ -53,6 +53,7 @@ class Metering:
         call_unknown: Callable[..., Awaitable[Any]],
         request_packed: Callable[..., Future[Any]],
         request_plain: Callable[..., int],
+        check_loop: Callable[[], None],
         nameless: Collection[int] = (),
     ) -> None:
         """``begin`` and so on are the agent's own, which know nothing of meters.
@@ -66,6 +67,7 @@ class Metering:
         self._call_unknown = call_unknown
         self._request_packed = request_packed
         self._request_plain = request_plain
+        self._check_loop = check_loop
 
     # -- calls
 
@@ -86,9 +88,10 @@ class Metering:
             return await self._call_unknown(to, function, args, kwargs, timeout)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         began_ns = _now()
-        call_id = self._begin(peer, future, function, args, kwargs, timeout)
+        call_id = 0
         error: BaseException | None = None
         try:
+            call_id = self._begin(peer, future, function, args, kwargs, timeout)
             return await future
         except asyncio.CancelledError as cancelled:
             peer.cancel(call_id)
@@ -96,6 +99,8 @@ class Metering:
             raise
         except BaseException as raised:
             error = raised
+            if isinstance(raised, RuntimeError):
+                self._check_loop()
             raise
         finally:
             self._meter.call_ended(peer.info.name, function, _now() - began_ns, error)

@@ -26,6 +26,7 @@ from arpc.errors import (
     ShutdownError,
     UnknownWorkerError,
     WorkerLostError,
+    not_run,
 )
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
@@ -180,9 +181,8 @@ class Peer:
         waiting = len(self.backlog) - self._given_up
         if waiting >= self._max_waiting:
             self.calls.pop(call_id)
-            raise OverloadedError(
-                f"{call.name} was not sent to worker {self.info.name!r}: {waiting} calls wait already"
-            )
+            text = f"{call.name} was not sent to worker {self.info.name!r}: {waiting} calls wait already"
+            raise not_run(OverloadedError(text))
         call.is_waiting = True
         self.backlog.append((call_id, call, data, buffers))
         self._wake()
@@ -263,10 +263,11 @@ class Peer:
         return tick != NEVER and self._deadlines.time_of(tick) - self._deadlines.now() < _MARGIN * self._answer_s
 
     def _too_late(self, call: Call) -> OverloadedError:
-        return OverloadedError(
+        text = (
             f"{call.name} was not sent to worker {self.info.name!r}, which takes {self._answer_s:.3f} s to answer: "
             f"the call has waited too long, and would not be answered within its timeout"
         )
+        return not_run(OverloadedError(text))
 
     def cancel(self, call_id: int) -> None:
         """The caller no longer waits for a call."""
@@ -317,10 +318,10 @@ class Peer:
 
     def _timed_out(self, _: int, call: Call) -> None:
         if not call.future.done():
-            where = "was sent to" if call.connection is not None else "could not be sent to"
-            call.future.set_exception(
-                RpcTimeoutError(f"{call.name} {where} worker {self.info.name!r} and did not end within its timeout")
-            )
+            was_sent = call.connection is not None
+            where = "was sent to" if was_sent else "could not be sent to"
+            error = RpcTimeoutError(f"{call.name} {where} worker {self.info.name!r} and did not end within its timeout")
+            call.future.set_exception(error if was_sent else not_run(error))
 
     # -- the connection
 
@@ -329,7 +330,12 @@ class Peer:
         if self.connection is None:
             self.state = PeerState.CONNECTING
             if self._connecting is None:
-                self._connecting = asyncio.get_running_loop().create_task(self._run_connect())
+                connecting = self._run_connect()
+                try:
+                    self._connecting = self._deadlines.loop.create_task(connecting)
+                except RuntimeError:  # the loop is closed
+                    connecting.close()
+                    raise
 
     async def reach(self) -> bool:
         """Whether there is a connection, after an attempt to have one."""
@@ -362,9 +368,9 @@ class Peer:
         if self._gone_because and isinstance(error, WorkerLostError | UnknownWorkerError):
             return WorkerLostError(self._gone_because, self.info.name, may_have_run=False)
         if isinstance(error, AuthenticationError):
-            return AuthenticationError(f"worker {self.info.name!r} cannot be called: {error}")
+            return not_run(AuthenticationError(f"worker {self.info.name!r} cannot be called: {error}"))
         if isinstance(error, ArpcError) and not isinstance(error, ConnectionError):
-            return type(error)(*error.args)
+            return not_run(type(error)(*error.args))
         made = WorkerLostError(
             f"worker {self.info.name!r} cannot be reached: {error}", self.info.name, may_have_run=False
         )
@@ -466,6 +472,13 @@ class Peer:
                 # one each: an exception collects the traceback of whoever raises it
                 call.future.set_exception(make_error())
 
+    def abandon(self) -> None:
+        """The loop is closed, and nothing can end any more."""
+        self.calls.clear()
+        self.backlog.clear()
+        self._given_up = 0
+        self.in_flight_bytes = self.in_flight_calls = 0
+
     async def aclose(self) -> None:
         """End whatever is left: this worker shuts down."""
         task = self._connecting
@@ -479,7 +492,8 @@ class Peer:
         for call_id, call in self.calls:
             self.calls.pop(call_id)
             if not call.future.done():
-                call.future.set_exception(_shut_down_before(call.name))
+                error = _shut_down_before(call.name)
+                call.future.set_exception(error if call.connection is not None else not_run(error))
         if self.lines is not None:
             await self.lines.aclose(_shut_down_before)
 
@@ -503,4 +517,4 @@ def _shut_down_before(function: str) -> ShutdownError:
 def unsendable(function: Any, error: Exception) -> SerializationError:
     """The error for a function that cannot be pickled."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    return SerializationError(f"the function {name} cannot be sent: {error}")
+    return not_run(SerializationError(f"the function {name} cannot be sent: {error}"))

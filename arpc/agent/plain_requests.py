@@ -293,7 +293,7 @@ class PlainRequests(NotedReplies):
                 run.args = context.run(self._plain_arguments, run, payload)
             except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
                 not_found = isinstance(error, AttributeError | ImportError | LookupError)
-                self.raised(run, self._not_unpacked(error) if not_found else error)
+                self.refused(run, self._not_unpacked(error) if not_found else error)
                 return
             if run.has_prerequisites:
                 run.function = self._after(run.prerequisites, run.function)
@@ -322,7 +322,11 @@ class PlainRequests(NotedReplies):
         try:
             args = self._plain_arguments(run, payload)
         except (AttributeError, ImportError, LookupError, StopIteration) as error:
+            run.is_refused = True
             raise self._not_unpacked(error) from error
+        except BaseException:
+            run.is_refused = True
+            raise
         if run.has_prerequisites:
             run.function = self._after(run.prerequisites, run.function)
         return args

@@ -135,6 +135,11 @@ class Replies:
         run.items_sent += 1
         return len(data) + sum([buffer.nbytes for buffer in buffers or ()])
 
+    def refused(self, run: Run, error: BaseException) -> None:
+        """Answer a request with an error that came up before its function was called."""
+        run.is_refused = True
+        self.raised(run, error)
+
     def raised(self, run: Run, error: BaseException) -> None:
         if run.ended:
             return
@@ -143,7 +148,7 @@ class Replies:
             self.tell_failure(run.function.name, error)
         if self.failed is not None:
             self.failed(run, error)
-        kind = FailureKind.RAISED
+        kind = FailureKind.REFUSED if run.is_refused else FailureKind.RAISED
         if isinstance(error, asyncio.CancelledError):
             kind = FailureKind.TIMEOUT if run.expired else FailureKind.CANCELLED
             if self._is_closed and not run.expired:

@@ -74,6 +74,8 @@ class Run(msgspec.Struct):
     """Those that expire with it, while its deadline is watched."""
     ended: bool = False
     expired: bool = False
+    is_refused: bool = False
+    """The function was not called, and will not be."""
     is_registered: bool = False
     is_stream: bool = False
     credit: int = 0
@@ -140,7 +142,11 @@ class Run(msgspec.Struct):
             current_scope.set(self)
             if not message.body:
                 return self.function.call()
-            self.executor.unpack(self, message)
+            try:
+                self.executor.unpack(self, message)
+            except BaseException:
+                self.is_refused = True
+                raise
         args, kwargs = self.args, self.kwargs
         self.args = self.kwargs = None
         return self.function.call(*(args or ()), **(kwargs or {}))

@@ -255,13 +255,19 @@ class Stream(AsyncIterator[T], Generic[T]):
     anchor: object = None
     """Lives as long as the stream."""
 
-    def __init__(self, window: int, give_credit: Callable[[int], None], cancel: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        window: int,
+        give_credit: Callable[[int], None],
+        cancel: Callable[[], None],
+    ) -> None:
         if window < 1:
             raise ValueError(f"the window of a stream must be at least 1, not {window}")
         self._window = window
         self._give_credit = give_credit
         self._cancel = cancel
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop
         self._items: deque[tuple[T | None, BaseException | None]] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._consumed = 0

@@ -71,6 +71,7 @@ class context:  # noqa: N801 - used like a function, as torch's own
         except ValueError:  # left in another Context than it was entered in, as fixtures do
             current_context_id.set(None)
         if others := service.lifetimes.end(self._context_id):
+            service.lifetimes.agent.check_loop()
             await service.lifetimes.tell_all(others, self._context_id)
 
 
@@ -87,7 +88,9 @@ def backward(
     error of a node or hook, on whatever worker; `WorkerLostError`, `RpcTimeoutError`; `AutogradError` for roots that
     cannot be, or if there is no such context or another pass of it is under way. Cancelling it ends it likewise.
     """
-    return _service().backward(ctx_id, roots, retain_graph, timeout)
+    service = _service()
+    service.lifetimes.agent.check_loop()
+    return service.backward(ctx_id, roots, retain_graph, timeout)
 
 
 def get_gradients(ctx_id: int) -> dict[Tensor, Tensor]:

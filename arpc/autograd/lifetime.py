@@ -61,7 +61,7 @@ class Lifetimes:
         agent = self.agent
         peer = agent.peer(to)
         try:
-            if peer is None or agent.placement is not None:
+            if peer is None or agent.placement is not None or agent.is_interposed:
                 return self._context.copy().run(agent.request, message, to, args, timeout_s)
             payload, slots = agent.codec.pickler.dumps_call(
                 message, args, None, main_by_value=peer.main_by_value, to=peer.info
@@ -78,7 +78,7 @@ class Lifetimes:
         """The same for one argument, a list of bytes and of tensors after it."""
         agent = self.agent
         peer = agent.peer(to)
-        if peer is None or agent.placement is not None:
+        if peer is None or agent.placement is not None or agent.is_interposed:
             return self.request(message, to, ([head, *tensors],), timeout_s)
         payload = agent.codec.parcel(PARCEL_ARGUMENT, head, tensors)
         slots: list[Slot] = []

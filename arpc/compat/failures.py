@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from torch.jit._builtins import _find_builtin
 
+from arpc.agent.failures import is_of_handler
 from arpc.errors import (
     ArpcError,
     CallCancelledError,
@@ -49,11 +50,11 @@ def as_torch_error(error: BaseException, to: WorkerInfo, timeout_s: float, funct
             f"Failed to create original exception type. Original exception on remote side was "
             f"{_described(error, to, error.stack)}"
         )
-    elif isinstance(error, RpcTimeoutError):
+    elif isinstance(error, RpcTimeoutError) and not is_of_handler(error):
         made = timeout_error(timeout_s)
     elif isinstance(error, RRefCreationError):
         made = creation_error()
-    elif isinstance(error, CallCancelledError):
+    elif isinstance(error, CallCancelledError) and not is_of_handler(error):
         made = RuntimeError(str(error))
     elif isinstance(remote, RemoteTraceback) and _is_operator(function):
         # torch runs these without Python, so that all they raise is a RuntimeError

@@ -12,12 +12,11 @@ from torch.jit._builtins import _find_builtin
 
 from arpc.agent.agent import Agent
 from arpc.agent.functions import name_of
-from arpc.agent.labelled import never_shortly
 from arpc.agent.peers import Peer
 from arpc.errors import RpcTimeoutError
 from arpc.options import Unset
 from arpc.torchscript.calls import ScriptCall
-from arpc.wire.messages import MessageType
+from arpc.wire.messages import MessageType, RequestFlag
 
 __all__ = ["MESSAGE_NAMES", "Faults"]
 
@@ -50,9 +49,16 @@ class Faults:
         self._delays_s = dict(delays_s)
         self._losses = losses
         self._sends: Counter[tuple[Any, ...]] = Counter()
-        self._begin: Callable[..., int] = agent.begin
-        agent.begin = self._begin_or_fail  # type: ignore[method-assign, assignment]
-        agent.begin_shortly = never_shortly  # type: ignore[method-assign]
+        self.lost: Counter[str] = Counter()
+        """How many messages of each name were lost."""
+        self.late: Counter[str] = Counter()
+        """How many were late."""
+        self._begin: Callable[..., int]
+        agent.interpose(self._around)
+
+    def _around(self, begin: Callable[..., int]) -> Callable[..., int]:
+        self._begin = begin
+        return self._begin_or_fail
 
     def _begin_or_fail(
         self,
@@ -66,11 +72,12 @@ class Faults:
         type_: int = int(MessageType.REQUEST),
         **more: Any,
     ) -> int:
-        if more.get("riders"):
-            # it is on its way through observers, and has been here before
+        if more.get("riders") or flags & RequestFlag.STREAM:
+            # it is on its way through observers and has been here before, or is nothing that torch has
             return self._begin(peer, future, function, args, kwargs, timeout, flags, type_, **more)
         names = _names_of(type_, function)
         if not self._lost.isdisjoint(names) and self._is_lost(peer, type_, args):
+            self.lost.update(names)
             text = f"{name_of(function)} to worker {peer.info.name!r} was lost on purpose"
             future.set_exception(RpcTimeoutError(text))
             return 0
@@ -81,14 +88,16 @@ class Faults:
         delay_s = max((self._delays_s.get(name, 0.0) for name in names), default=0.0)
         if not delay_s:
             return begin(future, timeout)
+        self.late.update(names)
         self._begin_late(begin, future, delay_s, timeout)
         return 0
 
     def _is_lost(self, peer: Peer, type_: int, args: Any) -> bool:
         if type_ not in _CONTROL:
             return self._losses > 0  # these are never sent again
-        # the same message again has the same items, which are the last that is in it
-        key = (peer.info.name, type_, repr(args[-1]))
+        # A message that is sent again has the same items, which come last in it. That a context has ended has no items.
+        what = args if type_ == MessageType.AUTOGRAD_RELEASE else args[-1]
+        key = (peer.info.name, type_, repr(what))
         self._sends[key] += 1
         return self._sends[key] <= self._losses
 

@@ -69,7 +69,9 @@ class profile:  # noqa: N801 - used like a function, as torch's own
     async def __aenter__(self) -> Self:
         if self._tracer is not None:
             raise ProfilerError("this profile has been used already: make another one for each block")
-        tracer = self._tracer = current().tracer
+        tracer = current().tracer
+        tracer.agent.check_loop()
+        self._tracer = tracer
         header = TraceHeader(
             tracer.new_id(), tracer.info.name, self._longest_s, self._config, has_operators=self._has_operators
         )

@@ -197,7 +197,7 @@ class Arrivals:
     def _refuse(self, run: Run, rref: RRefId) -> None:
         creator = run.inbound.caller.name
         error = RRefError(f"the creation of RRef {_text(rref)} was given up by worker {creator!r}")
-        self._executor.raised(run, error)
+        self._executor.refused(run, error)
 
     async def _created_before(self, rref: RRefId) -> None:
         """Answer a message that came twice, like the first."""

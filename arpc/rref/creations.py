@@ -97,8 +97,10 @@ def start_creation(
                 return creation
         creation.brings = False
         creation.send(to, function, args, kwargs, timeout, made, label)
-    except BaseException:
+    except BaseException as error:
         creation.take_back()
+        if isinstance(error, RuntimeError):
+            agent.check_loop()
         raise
     return creation
 
@@ -193,8 +195,8 @@ class Creation(msgspec.Struct, eq=False):
         If that is empty, the value has to be asked for.
         """
         agent = self.context.agent
-        if agent.has_riders:
-            return None  # what rides on calls has to know a fetch from a creation
+        if agent.has_riders or agent.is_interposed:
+            return None  # what rides on calls, or sees them all, has to know a fetch from a creation
         if self.brings:
             if self.waiter is not None:
                 return None

@@ -15,7 +15,14 @@ from torch.jit import ScriptModule
 from arpc.agent.future import Future
 from arpc.agent.scope import find_scope
 from arpc.agent.streams import Stream
-from arpc.errors import NotInitializedError, RpcTimeoutError, RRefError, SerializationError
+from arpc.errors import (
+    ArpcError,
+    NotInitializedError,
+    RpcTimeoutError,
+    RRefError,
+    SerializationError,
+    set_may_have_run,
+)
 from arpc.ids import GloballyUniqueId, WorkerInfo
 from arpc.options import UNSET, Unset
 from arpc.rref.calls import call_method, rref_typeof_on_owner, stream_items, stream_method
@@ -195,6 +202,9 @@ class RRef(Generic[T]):
             use.fetches.add(future)
         try:
             return cast("T", await future)
+        except RuntimeError:
+            context.agent.check_loop()
+            raise
         finally:
             if use.fetches is not None:
                 use.fetches.discard(future)
@@ -261,7 +271,12 @@ class RRef(Generic[T]):
 
     def _target(self) -> tuple[int, bool]:
         """How calls name the value to its owner."""
-        self._check("methods called")
+        try:
+            self._check("methods called")
+        except ArpcError as error:
+            # it is kept, and about another call
+            set_may_have_run(error, may_have_run=False)
+            raise
         if self._use is not None:
             return self._rref, self._use.is_created
         self._share()
@@ -309,12 +324,13 @@ class RRef(Generic[T]):
         self, name: str | None, timeout: float | Unset, window: int, /, *args: Any, **kwargs: Any
     ) -> AsyncIterator[Any]:
         agent = self._context.agent
+        future = OwnerFuture(loop=agent.loop)
         stream: Stream[Any]
         if name is None:
-            stream = agent.stream(self._owner.name, stream_items, self._target(), None, timeout, window)
+            stream = agent.stream(self._owner.name, stream_items, self._target(), None, timeout, window, future)
         else:
             arguments = (*self._target(), name, *args)
-            stream = agent.stream(self._owner.name, stream_method, arguments, kwargs, timeout, window)
+            stream = agent.stream(self._owner.name, stream_method, arguments, kwargs, timeout, window, future)
         stream.anchor = self
         return stream
 
@@ -353,7 +369,11 @@ class RRef(Generic[T]):
             return
         self._is_released = True
         if self._use is not None:
-            await self._context.release(self._use)
+            try:
+                await self._context.release(self._use)
+            except RuntimeError:
+                self._context.agent.check_loop()
+                raise
         elif self._context.values.get(self._rref) is self._value:
             self._context.happened(OwnerHandleDropped(self._rref))
         self._value = Value.of(None) if self._value is not None else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from arpc.agent.failures import is_of_handler
 from arpc.agent.functions import name_of
 from arpc.agent.future import Future
 from arpc.errors import CallCancelledError, OwnerLostError, WorkerLostError
@@ -15,15 +16,18 @@ __all__ = ["FetchFuture", "OwnerFuture", "Use", "as_owner_lost"]
 
 
 class OwnerFuture(Future[Any]):
-    """The future of a call to an owner: a lost worker is a lost owner."""
+    """The future of a call to an owner: if the worker that is called is lost, the owner is."""
 
     def set_exception(self, exception: type | BaseException) -> None:
         super().set_exception(as_owner_lost(exception) if isinstance(exception, Exception) else exception)
 
 
 def as_owner_lost(error: Exception) -> Exception:
-    """The same for one error."""
-    if not isinstance(error, WorkerLostError) or isinstance(error, OwnerLostError):
+    """The error of a call to an owner, which is `OwnerLostError` if it says that the owner was lost.
+
+    What a handler on the owner raised says nothing of the owner: it may be about a worker that the handler called.
+    """
+    if not isinstance(error, WorkerLostError) or isinstance(error, OwnerLostError) or is_of_handler(error):
         return error
     lost = OwnerLostError(str(error), error.worker, may_have_run=error.may_have_run)
     lost.__cause__ = error
@@ -34,7 +38,7 @@ class FetchFuture(OwnerFuture):
     """The future of a fetch, which nobody cancels on the owner but the owner itself when it shuts down."""
 
     def set_exception(self, exception: type | BaseException) -> None:
-        if isinstance(exception, CallCancelledError):
+        if isinstance(exception, CallCancelledError) and not is_of_handler(exception):
             lost = OwnerLostError(f"the owner has shut down: {exception}", self.owner)
             lost.__cause__ = exception
             exception = lost

@@ -10,6 +10,8 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from arpc.errors import ArpcError, set_may_have_run
+
 __all__ = ["NOTHING", "Value", "fresh"]
 
 NOTHING: Final = object()
@@ -28,6 +30,8 @@ def fresh(error: E) -> E:
     if type(made) is not type(error):
         return error
     made.__cause__ = error.__cause__
+    if isinstance(error, ArpcError):
+        set_may_have_run(made, error.may_have_run)  # which a copy would not say
     return made
 
 
@@ -109,5 +113,7 @@ class Value(msgspec.Struct, eq=False):
     def get_nowait(self) -> Any:
         """The same for one that is there."""
         if self._error is not None:
-            raise fresh(self._error).with_traceback(self._traceback)
+            error = fresh(self._error)
+            set_may_have_run(error, may_have_run=True)  # it may be that of a call which the function made
+            raise error.with_traceback(self._traceback)
         return self.content

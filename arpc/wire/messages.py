@@ -424,6 +424,8 @@ class FailureKind(IntEnum):
     """It came too late to run."""
     LEFT = 5
     """The worker was shut down while it ran."""
+    REFUSED = 6
+    """What is in the payload was raised before the function was called, by the runtime of the callee."""
 
 
 class Refusal(IntEnum):

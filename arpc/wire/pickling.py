@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from arpc.errors import RRefError, SerializationError, WorkerLostError
+from arpc.errors import RRefError, SerializationError, WorkerLostError, not_run
 from arpc.ids import WorkerInfo
 from arpc.wire.handful import MAX_TENSORS
 from arpc.wire.reducing import HOLE, HolePickler, Parcel, Reducer, importable_name
@@ -200,8 +200,8 @@ class Pickler:
                 self.dumps(value, main_by_value=main_by_value, to=to, is_rehearsal=True)
             except Exception as reason:  # noqa: BLE001 - whatever a user's __reduce__ may raise
                 kind = type(value).__qualname__
-                return SerializationError(f"argument {which!r} of {name} ({kind}) cannot be sent: {reason}")
-        return SerializationError(f"the arguments of {name} cannot be sent: {error}")
+                return not_run(SerializationError(f"argument {which!r} of {name} ({kind}) cannot be sent: {reason}"))
+        return not_run(SerializationError(f"the arguments of {name} cannot be sent: {error}"))
 
 
 class _NotPlainError(Exception):

@@ -204,7 +204,7 @@ def test_a_thread_does_not_wait_for_a_loop_that_was_closed():
     with asyncio.Runner() as runner:
         thread = runner.run(main())
     thread.join(30)
-    assert "loop was closed" in str(heard[0])
+    assert "event loop of this future is closed" in str(heard[0])
 
 
 # -- chains

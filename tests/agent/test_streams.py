@@ -250,7 +250,7 @@ async def test_only_the_loop_can_start_one(pair):
     def start() -> None:
         pair[0].stream("worker1", count_up, args=(1,))
 
-    with pytest.raises(RuntimeError, match="event loop"):
+    with pytest.raises(RuntimeError, match="from a thread that is not worker 'worker0'"):
         await asyncio.to_thread(start)
 
 

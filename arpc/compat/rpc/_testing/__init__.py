@@ -69,7 +69,6 @@ def _init(store: Any, name: str, rank: int, world_size: int | None, rpc_backend_
         raise TypeError(f"`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`. {options}")
     agent = start_agent(store, name, rank, world_size, options, FaultyTensorPipeAgent)
     inner = agent.drop_in.agent
-    agent.drop_in.blocking.is_on = False  # what is to be lost must come by where it is lost
     agent.drop_in.thread.call(
         lambda: Faults(inner, options.messages_to_fail, options.messages_to_delay, options.num_fail_sends)
     )

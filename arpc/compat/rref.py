@@ -17,6 +17,7 @@ from arpc.compat.loop_thread import refuse_loop_thread
 from arpc.compat.passes import run_pass_from
 from arpc.compat.workers import WorkerInfo
 from arpc.errors import RRefCreationError, ShutdownError
+from arpc.ids import address_of
 from arpc.rref.calls import call_method
 from arpc.rref.context import Skin
 from arpc.rref.handle import RRef as Handle
@@ -217,7 +218,7 @@ class SyncProxy(_Proxy):
     def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         rref = self._rref
         drop_in = rref._drop_in
-        peer = drop_in.peer(rref.owner_name())
+        peer = drop_in.peer(address_of(rref.handle.owner()))
         return call(drop_in, peer, call_method, self._arguments(name, args), kwargs, self._timeout)
 
 
@@ -230,7 +231,7 @@ class AsyncProxy(_Proxy):
     def _call(self, name: str, /, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
         rref = self._rref
         drop_in = rref._drop_in
-        peer = drop_in.peer(rref.owner_name())
+        peer = drop_in.peer(address_of(rref.handle.owner()))
         arguments = self._arguments(name, args)
         return call_async(drop_in, peer, call_method, arguments, kwargs, self._timeout, anchor=rref)
 

@@ -16,7 +16,7 @@ from arpc.agent.future import Future
 from arpc.agent.scope import find_scope
 from arpc.agent.streams import Stream
 from arpc.errors import NotInitializedError, RpcTimeoutError, RRefError, SerializationError
-from arpc.ids import GloballyUniqueId, WorkerInfo
+from arpc.ids import GloballyUniqueId, WorkerId, WorkerInfo, address_of
 from arpc.options import UNSET, Unset
 from arpc.rref.calls import call_method, rref_typeof_on_owner, stream_items, stream_method
 from arpc.rref.context import RRefContext
@@ -57,7 +57,6 @@ class RRef(Generic[T]):
         "_creation",
         "_hint",
         "_is_released",
-        "_owner",
         "_rref",
         "_type",
         "_use",
@@ -74,7 +73,7 @@ class RRef(Generic[T]):
         made = _stack() if context.options.rref_creation_stacks else "RRef()"
         held = Value.of(value, made)
         held.stays = type_hint is not None and isinstance(value, ScriptModule)
-        self._set_up(context, context.ids.next_number(), held, context.info)
+        self._set_up(context, context.ids.next_number(), held)
         self._hint = type_hint
 
     def _set_up(
@@ -82,11 +81,9 @@ class RRef(Generic[T]):
         context: RRefContext,
         rref: RRefId,
         held: Use | Value,
-        owner: WorkerInfo,
     ) -> None:
         self._context = context
         self._rref = rref
-        self._owner = owner
         self._use = held if isinstance(held, Use) else None
         self._value = held if isinstance(held, Value) else None
         self._is_released = False
@@ -99,7 +96,6 @@ class RRef(Generic[T]):
         held = creation.held
         self._context = creation.context
         self._rref = creation.rref
-        self._owner = creation.owner
         self._use, self._value = (held, None) if isinstance(held, Use) else (None, held)
         self._is_released = False
         self._creation = creation
@@ -111,24 +107,24 @@ class RRef(Generic[T]):
         context: RRefContext,
         rref: RRefId,
         held: Use | Value,
-        owner: WorkerInfo,
     ) -> Self:
         made = cls.__new__(cls)
-        made._set_up(context, rref, held, owner)  # noqa: SLF001 - its own, in all but name
+        made._set_up(context, rref, held)  # noqa: SLF001 - its own, in all but name
         return made
 
     # -- who and where
 
     def owner(self) -> WorkerInfo:
         """The worker that has the value."""
-        if self._owner.id < 0:  # it was not known yet when the RRef was made
-            peer = self._context.agent.peer(self._owner.name)
-            if peer is not None:
-                self._owner = peer.info
-        return self._owner
+        use = self._use
+        return self._context.info if use is None else self._context.identified(use.owner)
 
     def owner_name(self) -> str:
-        return self._owner.name
+        return self._context.info.name if self._use is None else self._use.owner.name
+
+    def _address(self) -> WorkerId | str:
+        """How calls name the owner, so that a successor under its name does not get them."""
+        return address_of(self._context.info if self._use is None else self._use.owner)
 
     def is_owner(self) -> bool:
         """Whether the value is on this worker."""
@@ -185,9 +181,10 @@ class RRef(Generic[T]):
                 if answer:
                     return cast("T", answer[0])
         future = FetchFuture(loop=context.agent.loop)
-        future.owner = self._owner.name
+        owner = use.owner
+        future.owner = owner.name
         is_created = use.is_created
-        context.agent.request(RRefFetch, self._owner.name, (self._rref, is_created), timeout, future=future)
+        context.agent.request(RRefFetch, address_of(owner), (self._rref, is_created), timeout, future=future)
         if not is_created:
             # it is interrupted if it turns out that there will be no value
             if use.fetches is None:
@@ -271,6 +268,11 @@ class RRef(Generic[T]):
         assert self._value is not None
         self._context.on_loop(lambda: self._context.share(self._rref, cast("Value", self._value)))
 
+    def _owner_future(self) -> OwnerFuture:
+        future = OwnerFuture(loop=self._context.agent.loop)
+        future.owner = self.owner_name()
+        return future
+
     def _live_until(self, future: Future[Any]) -> None:
         """The RRef, and with it the value, lives at least until a call has ended."""
         if _on_loop(self._context.agent.loop):
@@ -283,9 +285,9 @@ class RRef(Generic[T]):
 
     def _call_method(self, name: str, timeout: float | Unset, /, *args: Any, **kwargs: Any) -> Future[Any]:
         context = self._context
-        future = OwnerFuture(loop=context.agent.loop)
+        future = self._owner_future()
         arguments = (*self._target(), name, *args)
-        context.agent.call(self._owner.name, call_method, arguments, kwargs, timeout, depth=2, future=future)
+        context.agent.call(self._address(), call_method, arguments, kwargs, timeout, depth=2, future=future)
         self._live_until(future)
         return future
 
@@ -293,8 +295,9 @@ class RRef(Generic[T]):
         self, handler: Callable[..., Any], args: Sequence[Any], timeout: float | Unset, future: OwnerFuture
     ) -> None:
         """Call a function on the owner that is told how the value is named there: see `calls.held_value`."""
+        future.owner = self.owner_name()
         arguments = (*self._target(), *args)
-        self._context.agent.call(self._owner.name, handler, arguments, None, timeout, depth=5, future=future)
+        self._context.agent.call(self._address(), handler, arguments, None, timeout, depth=5, future=future)
         self._live_until(future)
 
     def _remote_method(self, name: str, timeout: float | Unset, /, *args: Any, **kwargs: Any) -> RRef[Any]:
@@ -303,7 +306,8 @@ class RRef(Generic[T]):
             arguments = (*self._target(), name, *args)
         else:
             arguments = (self._rref, use.is_created, name, *args)
-        return create_remote(self._context, self._owner.name, call_method, arguments, kwargs, timeout, anchor=self)
+        owner = self._context.info if use is None else use.owner
+        return create_remote(self._context, owner, call_method, arguments, kwargs, timeout, anchor=self)
 
     def _stream_method(
         self, name: str | None, timeout: float | Unset, window: int, /, *args: Any, **kwargs: Any
@@ -311,10 +315,10 @@ class RRef(Generic[T]):
         agent = self._context.agent
         stream: Stream[Any]
         if name is None:
-            stream = agent.stream(self._owner.name, stream_items, self._target(), None, timeout, window)
+            stream = agent.stream(self._address(), stream_items, self._target(), None, timeout, window)
         else:
             arguments = (*self._target(), name, *args)
-            stream = agent.stream(self._owner.name, stream_method, arguments, kwargs, timeout, window)
+            stream = agent.stream(self._address(), stream_method, arguments, kwargs, timeout, window)
         stream.anchor = self
         return stream
 
@@ -324,8 +328,8 @@ class RRef(Generic[T]):
         """The type of the value, asked once; ``await`` it."""
         if self._type is None:
             context = self._context
-            future = OwnerFuture(loop=context.agent.loop)
-            context.agent.call(self._owner.name, rref_typeof_on_owner, self._target(), None, timeout, future=future)
+            future = self._owner_future()
+            context.agent.call(self._address(), rref_typeof_on_owner, self._target(), None, timeout, future=future)
             self._live_until(future)
             self._type = future
         return self._type

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Final, TypeAlias
 
 from arpc.agent.agent import Agent
+from arpc.agent.peers import PeerState
 from arpc.errors import ArpcError, CallError, ShutdownError, UnknownWorkerError
 from arpc.ids import WorkerInfo, address_of
 from arpc.log import get_logger
@@ -140,7 +141,7 @@ class Post:
         if self._is_closed:
             return
         is_hopeless = isinstance(error, ShutdownError | UnknownWorkerError) or not isinstance(error, CallError)
-        if is_hopeless or attempt >= self._retries:
+        if is_hopeless or self._has_left(to) or attempt >= self._retries:
             level = (
                 logging.DEBUG if isinstance(error, CallError | ShutdownError | UnknownWorkerError) else logging.ERROR
             )
@@ -155,6 +156,11 @@ class Post:
 
         timer = self._loop.call_later(delay_s, again)
         self._retrying.add(timer)
+
+    def _has_left(self, worker: WorkerInfo) -> bool:
+        """Whether a worker said goodbye: that incarnation of it never comes back."""
+        peer = self._agent.peer(address_of(worker))
+        return peer is not None and peer.info == worker and peer.state is PeerState.GONE
 
     def _settle(
         self,

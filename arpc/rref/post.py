@@ -145,7 +145,9 @@ class Post:
             level = (
                 logging.DEBUG if isinstance(error, CallError | ShutdownError | UnknownWorkerError) else logging.ERROR
             )
-            logger.log(level, "%s to worker %s is given up: %s", message.type.name, to.name, error, extra={"peer": to.name})
+            logger.log(
+                level, "%s to worker %s is given up: %s", message.type.name, to.name, error, extra={"peer": to.name}
+            )
             self._settle(message, to, items, number, None, error)
             return
         delay_s = self._backoff_s * _BACKOFF_FACTOR**attempt

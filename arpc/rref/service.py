@@ -151,9 +151,7 @@ class ControlService:
             if self.is_new(caller.id, incarnation, of_creation, oldest):
                 self.happened(events.CreationAbandoned(rref, id_, caller, str(reason)[:_LONGEST_REASON]))
 
-    async def _on_creation_query(
-        self, incarnation: int, number: int, oldest: int, items: list[int]
-    ) -> list[int]:
+    async def _on_creation_query(self, incarnation: int, number: int, oldest: int, items: list[int]) -> list[int]:
         """The answer: which values this worker has not asked the caller to create, or does not want any more."""
         under_way = self.forks.creations_under_way(_caller())
         return [rref for rref in items if rref not in under_way]

@@ -331,7 +331,7 @@ class RRefCreationFailed(Message):
 
 
 class RRefCreationQuery(Message):
-    """To a worker whose creations are awaited by others, and do not arrive: which of them are not on their way?"""
+    """To a worker whose creations are awaited by others, and do not arrive: say which are not on their way."""
 
     type = MessageType.RREF_CREATION_QUERY
 

@@ -262,7 +262,9 @@ class Network:
 
     def _create_arrived(self, target: Machine, packet: Packet) -> None:
         rref, fork = packet.content
-        if self._is_new(target, packet) and self._happened(target, e.CreationArrived(rref, fork, self.info(packet.source))):
+        if self._is_new(target, packet) and self._happened(
+            target, e.CreationArrived(rref, fork, self.info(packet.source))
+        ):
             target.running.append((rref, packet))
 
     def _created_arrived(self, target: Machine, packet: Packet) -> None:
@@ -387,4 +389,6 @@ class Network:
                 counts = user.state is states.UserState.CONFIRMED or (
                     user.state is states.UserState.REQUESTED and not self.deaths
                 )
-                assert not (user.rref == rref and counts), f"{rref} was dropped while {machine.forks.me.name} holds {fork}"
+                assert not (user.rref == rref and counts), (
+                    f"{rref} was dropped while {machine.forks.me.name} holds {fork}"
+                )

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
+import torch
 
 import arpc
 from arpc.ids import WorkerInfo
@@ -68,8 +69,6 @@ def by_method_of_a_lost_value(timeout):
 
 
 def with_a_tensor(timeout):
-    import torch
-
     return arpc.remote(OWNER, objects.give_back, (torch.ones(1 << 18),), timeout=timeout)
 
 

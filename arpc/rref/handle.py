@@ -16,7 +16,7 @@ from arpc.agent.future import Future
 from arpc.agent.scope import find_scope
 from arpc.agent.streams import Stream
 from arpc.errors import NotInitializedError, RpcTimeoutError, RRefError, SerializationError
-from arpc.ids import GloballyUniqueId, WorkerId, WorkerInfo, address_of
+from arpc.ids import GloballyUniqueId, WorkerInfo, address_of
 from arpc.options import UNSET, Unset
 from arpc.rref.calls import call_method, rref_typeof_on_owner, stream_items, stream_method
 from arpc.rref.context import RRefContext
@@ -116,15 +116,15 @@ class RRef(Generic[T]):
 
     def owner(self) -> WorkerInfo:
         """The worker that has the value."""
-        use = self._use
-        return self._context.info if use is None else self._context.identified(use.owner)
+        return self._context.identified(self._owner)
 
     def owner_name(self) -> str:
-        return self._context.info.name if self._use is None else self._use.owner.name
+        return self._owner.name
 
-    def _address(self) -> WorkerId | str:
-        """How calls name the owner, so that a successor under its name does not get them."""
-        return address_of(self._context.info if self._use is None else self._use.owner)
+    @property
+    def _owner(self) -> WorkerInfo:
+        """The owner as far as it is known. Calls go to its address, so that a successor under its name gets none."""
+        return self._context.info if self._use is None else self._use.owner
 
     def is_owner(self) -> bool:
         """Whether the value is on this worker."""
@@ -268,11 +268,6 @@ class RRef(Generic[T]):
         assert self._value is not None
         self._context.on_loop(lambda: self._context.share(self._rref, cast("Value", self._value)))
 
-    def _owner_future(self) -> OwnerFuture:
-        future = OwnerFuture(loop=self._context.agent.loop)
-        future.owner = self.owner_name()
-        return future
-
     def _live_until(self, future: Future[Any]) -> None:
         """The RRef, and with it the value, lives at least until a call has ended."""
         if _on_loop(self._context.agent.loop):
@@ -284,10 +279,11 @@ class RRef(Generic[T]):
         """Done callback of calls, which holds on to the RRef."""
 
     def _call_method(self, name: str, timeout: float | Unset, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        context = self._context
-        future = self._owner_future()
+        agent, owner = self._context.agent, self._owner
+        future = OwnerFuture(loop=agent.loop)
+        future.owner = owner.name
         arguments = (*self._target(), name, *args)
-        context.agent.call(self._address(), call_method, arguments, kwargs, timeout, depth=2, future=future)
+        agent.call(address_of(owner), call_method, arguments, kwargs, timeout, depth=2, future=future)
         self._live_until(future)
         return future
 
@@ -295,9 +291,10 @@ class RRef(Generic[T]):
         self, handler: Callable[..., Any], args: Sequence[Any], timeout: float | Unset, future: OwnerFuture
     ) -> None:
         """Call a function on the owner that is told how the value is named there: see `calls.held_value`."""
-        future.owner = self.owner_name()
+        owner = self._owner
+        future.owner = owner.name
         arguments = (*self._target(), *args)
-        self._context.agent.call(self._address(), handler, arguments, None, timeout, depth=5, future=future)
+        self._context.agent.call(address_of(owner), handler, arguments, None, timeout, depth=5, future=future)
         self._live_until(future)
 
     def _remote_method(self, name: str, timeout: float | Unset, /, *args: Any, **kwargs: Any) -> RRef[Any]:
@@ -306,8 +303,7 @@ class RRef(Generic[T]):
             arguments = (*self._target(), name, *args)
         else:
             arguments = (self._rref, use.is_created, name, *args)
-        owner = self._context.info if use is None else use.owner
-        return create_remote(self._context, owner, call_method, arguments, kwargs, timeout, anchor=self)
+        return create_remote(self._context, self._owner, call_method, arguments, kwargs, timeout, anchor=self)
 
     def _stream_method(
         self, name: str | None, timeout: float | Unset, window: int, /, *args: Any, **kwargs: Any
@@ -315,10 +311,10 @@ class RRef(Generic[T]):
         agent = self._context.agent
         stream: Stream[Any]
         if name is None:
-            stream = agent.stream(self._address(), stream_items, self._target(), None, timeout, window)
+            stream = agent.stream(address_of(self._owner), stream_items, self._target(), None, timeout, window)
         else:
             arguments = (*self._target(), name, *args)
-            stream = agent.stream(self._address(), stream_method, arguments, kwargs, timeout, window)
+            stream = agent.stream(address_of(self._owner), stream_method, arguments, kwargs, timeout, window)
         stream.anchor = self
         return stream
 
@@ -327,9 +323,10 @@ class RRef(Generic[T]):
     def _get_type(self, timeout: float | Unset = UNSET) -> Future[type[T]]:
         """The type of the value, asked once; ``await`` it."""
         if self._type is None:
-            context = self._context
-            future = self._owner_future()
-            context.agent.call(self._address(), rref_typeof_on_owner, self._target(), None, timeout, future=future)
+            agent, owner = self._context.agent, self._owner
+            future = OwnerFuture(loop=agent.loop)
+            future.owner = owner.name
+            agent.call(address_of(owner), rref_typeof_on_owner, self._target(), None, timeout, future=future)
             self._live_until(future)
             self._type = future
         return self._type

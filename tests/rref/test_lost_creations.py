@@ -132,7 +132,8 @@ WAYS = [
 @pytest.mark.parametrize("action", ["cut", "drop"])
 @pytest.mark.parametrize("create", CREATIONS)
 async def test_third_workers_hear_that_a_creation_is_lost(create, action):
-    async with faulty_cluster() as (_, network):
+    # the creator tells: the owner would ask it much later
+    async with faulty_cluster(FOR_EVER.replace(rref_grace=2 * PATIENCE_S)) as (_, network):
         rref = create(lose_next(network, action))
         with pytest.raises(arpc.RRefCreationError):
             await as_an_argument(rref)

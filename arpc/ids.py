@@ -9,10 +9,23 @@ from typing import NamedTuple
 
 from arpc.errors import ConfigurationError
 
-__all__ = ["GloballyUniqueId", "IdAllocator", "WorkerId", "WorkerInfo", "check_worker_name", "creator_of"]
+__all__ = [
+    "UNKNOWN_ID",
+    "GloballyUniqueId",
+    "IdAllocator",
+    "WorkerId",
+    "WorkerInfo",
+    "address_of",
+    "check_worker_name",
+    "creator_of",
+]
 
 WorkerId = int
-"""A worker's number in its group: 16 bits, the rank in a group of fixed size."""
+"""A worker's number in its group: 16 bits, the rank in a group of fixed size. A group gives each id to one worker only,
+so an id tells a worker from its successor under the same name."""
+
+UNKNOWN_ID = -1
+"""In the place of an id as long as only the name of a worker is known."""
 
 MAX_WORKER_ID = (1 << 16) - 1
 LOCAL_BITS = 48
@@ -63,6 +76,14 @@ class IdAllocator:
 def creator_of(number: int) -> WorkerId:
     """Which worker made the id that is this number."""
     return number >> LOCAL_BITS
+
+
+def address_of(worker: WorkerInfo) -> WorkerId | str:
+    """How a message names its receiver so that no successor under the same name gets it: by its id, once that is known.
+
+    The agent sends to an id over a connection to that very incarnation, or raises `UnknownWorkerError`.
+    """
+    return worker.name if worker.id == UNKNOWN_ID else worker.id
 
 
 def check_worker_name(name: str) -> str:

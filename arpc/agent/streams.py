@@ -245,6 +245,10 @@ class ItemOrder:
             due = self._early.pop(self._next, None)
 
 
+def _call_is_over(*_: object) -> None:
+    """In the place of what a stream does with its call."""
+
+
 class Stream(AsyncIterator[T], Generic[T]):
     """The caller's end: ``async for item in stream``.
 
@@ -285,6 +289,9 @@ class Stream(AsyncIterator[T], Generic[T]):
         """The call behind the stream has ended: done callback of its future."""
         error = asyncio.CancelledError() if future.cancelled() else future.exception()
         self._is_over = True
+        # These refer to the call, and so to its error, whose traceback may refer to this stream: a cycle that the
+        # garbage collector cannot see through, and that would keep the anchor
+        self._cancel = self._give_credit = _call_is_over
         if not self._is_closed:
             self._items.append((None, error or StopAsyncIteration()))
             self._wake()

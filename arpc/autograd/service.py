@@ -51,7 +51,7 @@ from arpc.autograd.roots import nodes_of_roots
 from arpc.autograd.sending import ParcelSending
 from arpc.autograd.survey import Expectation
 from arpc.errors import AutogradError, RpcTimeoutError, WorkerLostError
-from arpc.ids import LOCAL_BITS, WorkerInfo
+from arpc.ids import LOCAL_BITS, WorkerInfo, address_of
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.rref.context import RRefContext
 from arpc.rref.handle import RRef
@@ -262,7 +262,7 @@ class AutogradService(ParcelSending):
         args = (*rref._target(), context_id, pass_id, retain_graph)  # noqa: SLF001 - how calls name the value to its owner
         timeout_s = 0.0 if deadline is None else max(0.001, deadline - self._agent.loop.time())
         try:
-            await self.lifetimes.request(AutogradBackward, rref.owner_name(), args, timeout_s)
+            await self.lifetimes.request(AutogradBackward, address_of(rref.owner()), args, timeout_s)
         except (WorkerLostError, RpcTimeoutError, asyncio.CancelledError):
             # who began the pass tells the others if it fails: that was the owner, which is lost or may have succeeded
             context.roll_back(pass_id)

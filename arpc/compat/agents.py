@@ -14,6 +14,7 @@ from arpc.compat.goodbye import Goodbye
 from arpc.compat.rref import RRef
 from arpc.compat.start_order import StartOrder
 from arpc.compat.workers import WorkerInfo
+from arpc.ids import address_of
 from arpc.rref.handle import RRef as Handle
 from arpc.rref.report import RRefRow, rref_statistics
 
@@ -103,7 +104,7 @@ class TensorPipeAgent(RpcAgent):
         if rref.is_owner():
             future: torch.futures.Future[type] = _rref_typeof_on_owner(rref, blocking=False)
             return future
-        peer = self.drop_in.peer(rref.owner_name())
+        peer = self.drop_in.peer(address_of(rref.handle.owner()))
         return call_async(self.drop_in, peer, _rref_typeof_on_owner, (rref,), None, timeout, anchor=rref)
 
     @property

@@ -19,6 +19,7 @@ from arpc.compat.drop_in import DropIn
 from arpc.compat.rpc import api
 from arpc.compat.rpc.internal import _internal_rpc_pickler
 from arpc.compat.rref import RRef
+from arpc.ids import address_of
 from arpc.nn import owner
 
 __all__ = ["RemoteModule"]
@@ -132,7 +133,7 @@ class _RemoteModule(nn.Module):
     def _way(self) -> tuple[DropIn, Peer]:
         self.module_rref._check_creation()
         drop_in = _drop_in()
-        return drop_in, drop_in.peer(self.module_rref.owner_name())
+        return drop_in, drop_in.peer(address_of(self.module_rref.handle.owner()))
 
     def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         moves_to = None if torch.device(self.device).type == "cpu" else self.device

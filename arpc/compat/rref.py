@@ -17,6 +17,7 @@ from arpc.compat.loop_thread import refuse_loop_thread
 from arpc.compat.passes import run_pass_from
 from arpc.compat.workers import WorkerInfo
 from arpc.errors import RRefCreationError, ShutdownError
+from arpc.ids import address_of
 from arpc.rref.calls import call_method
 from arpc.rref.context import Skin
 from arpc.rref.handle import RRef as Handle
@@ -216,14 +217,14 @@ def _arguments(rref: RRef[Any], name: str, args: tuple[Any, ...]) -> tuple[Any, 
 def _invoke_sync(rref: RRef[Any], name: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
     """Call a method, and wait for what it returns."""
     drop_in = rref._drop_in
-    peer = drop_in.peer(rref.owner_name())
+    peer = drop_in.peer(address_of(rref.handle.owner()))
     return call(drop_in, peer, call_method, _arguments(rref, name, args), kwargs, timeout)
 
 
 def _invoke_async(rref: RRef[Any], name: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
     """Start a call of a method; the future of its result."""
     drop_in = rref._drop_in
-    peer = drop_in.peer(rref.owner_name())
+    peer = drop_in.peer(address_of(rref.handle.owner()))
     return call_async(drop_in, peer, call_method, _arguments(rref, name, args), kwargs, timeout, anchor=rref)
 
 

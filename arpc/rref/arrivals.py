@@ -173,8 +173,8 @@ class Arrivals:
 
     def admit(self, run: Run, message: Message) -> Arrival | None:
         label = take_label(message)
-        caller = run.inbound.caller.name
-        if not self.service.is_new(caller, label.incarnation, label.number, label.oldest):
+        caller = run.inbound.caller
+        if not self.service.is_new(caller.id, label.incarnation, label.number, label.oldest):
             run.message = None
             run.function = Function.of_coroutine(partial(self._created_before, label.rref), run.function.name)
             self._start(run)
@@ -183,7 +183,7 @@ class Arrivals:
             self._refuse(run, label.rref)
             return None
         # one that comes with its arguments has no name yet
-        value = self._value(label.rref, caller, label.made or (run.function.name if message.arg else ""))
+        value = self._value(label.rref, caller.name, label.made or (run.function.name if message.arg else ""))
         return Arrival(self, run.inbound, label.rref, value, message.flags)
 
     def _value(self, rref: RRefId, creator: WorkerName, made: str) -> Value:
@@ -246,8 +246,8 @@ class Arrivals:
         function = inbound.coroutines.get(arg)
         if function is not None and len(payload) >= LABEL_BYTES:
             incarnation, number, oldest, rref, fork, made_bytes = unpack_label(payload)
-            caller = inbound.caller.name
-            window = self._windows.get((caller, incarnation))
+            caller = inbound.caller
+            window = self._windows.get((caller.id, incarnation))
             if window is not None and not made_bytes and window.admit(number, oldest):
                 executor, context = self._executor, self._copy_context()
                 if not self._forks.creation_arrived(rref, fork, caller):
@@ -255,9 +255,9 @@ class Arrivals:
                     return
                 value = self._values.get(rref)
                 if value is None:
-                    value = self._values[rref] = Value(function.name, caller)
+                    value = self._values[rref] = Value(function.name, caller.name)
                 else:
-                    value.made, value.creator = function.name, caller
+                    value.made, value.creator = function.name, caller.name
                 if function.call is call_method:
                     function = self._call_method
                 creation = (self, rref, value, flags, payload[LABEL_BYTES:])

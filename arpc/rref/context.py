@@ -18,12 +18,13 @@ from arpc.errors import (
     RRefCreationError,
     RRefError,
 )
-from arpc.ids import GloballyUniqueId, IdAllocator, WorkerInfo
+from arpc.ids import UNKNOWN_ID, GloballyUniqueId, IdAllocator, WorkerInfo
 from arpc.log import get_logger
 from arpc.options import RpcOptions, Unset
 from arpc.rref import events, instructions
 from arpc.rref.drops import DropQueue
-from arpc.rref.events import ForkId, RRefId, WorkerName
+from arpc.rref.events import ForkId, RRefId
+from arpc.rref.expected import CreationWatch
 from arpc.rref.forks import Forks
 from arpc.rref.methods import bound, template_of
 from arpc.rref.offers import OfferWatch
@@ -32,7 +33,15 @@ from arpc.rref.service import ControlService
 from arpc.rref.states import UserState
 from arpc.rref.uses import Use
 from arpc.rref.values import NOTHING, Value
-from arpc.wire.messages import Message, RRefChildAccept, RRefForkQuery, RRefForkRequest, RRefUserDelete
+from arpc.wire.messages import (
+    Message,
+    RRefChildAccept,
+    RRefCreationFailed,
+    RRefCreationQuery,
+    RRefForkQuery,
+    RRefForkRequest,
+    RRefUserDelete,
+)
 
 __all__ = ["RRefContext", "Skin"]
 
@@ -59,13 +68,14 @@ class RRefContext(ControlService):
 
     def __init__(self, options: RpcOptions, context: Context, name: str, incarnation: int) -> None:
         self.options = options
-        self.forks = Forks(name, -1, Use)
+        self.info = WorkerInfo(name, UNKNOWN_ID)
+        self.forks = Forks(self.info, Use)
         self.values: dict[RRefId, Value] = {}
-        self.ids = IdAllocator(-1)
-        self.info = WorkerInfo(name, -1)
+        self.ids = IdAllocator(UNKNOWN_ID)
         self.agent: Agent
         self.post: Post
         self.offer_watch: OfferWatch
+        self.creation_watch: CreationWatch
         self.drops: DropQueue
         self.backward: Callable[[Any, int, bool, float | Unset], Awaitable[None]]
         """Runs a backward pass from the value of a handle; set by the runtime, since autograd knows RRefs already."""
@@ -75,7 +85,7 @@ class RRefContext(ControlService):
         """Finds a method that others call by its name; in allow-list mode it refuses most."""
         self._context = context
         self.incarnation = incarnation
-        self._lost: set[WorkerName] = set()
+        self._lost: set[WorkerInfo] = set()
         self._answers: dict[ForkId, asyncio.Future[None]] = {}
         """Set when a fork is confirmed, or never will be."""
         self._ends: dict[ForkId, list[asyncio.Future[None]]] = {}
@@ -94,7 +104,9 @@ class RRefContext(ControlService):
             instructions.SendChildAccept: self._send_child_accept,
             instructions.SendUserDelete: self._send_user_delete,
             instructions.DropValue: self._drop_value,
-            instructions.FailValue: lambda fail: self._fail_value(fail.rref),
+            instructions.SendCreationFailed: self._send_creation_failed,
+            instructions.AwaitCreation: lambda await_: self.creation_watch.add(await_.rref),
+            instructions.FailValue: self._fail_value,
             instructions.MarkConfirmed: lambda mark: self._answer(mark.fork),
             instructions.MarkLost: lambda mark: self._mark_lost(mark.fork),
             instructions.ForgetFork: lambda forget: self._end(forget.fork),
@@ -110,11 +122,12 @@ class RRefContext(ControlService):
         self.post = Post(agent, self.options, self._context, self.incarnation, self._settled)
         self.drops = DropQueue(agent.loop, self._context, self._dropped)
         self.offer_watch = OfferWatch(agent, self.forks, self.post, self._context, grace_s, self.happened)
+        self.creation_watch = CreationWatch(agent, self.forks, self.post, self._context, grace_s, self.happened)
 
     def identify(self, info: WorkerInfo) -> None:
         """The group has given this worker its id."""
         self.info = info
-        self.forks.id = info.id
+        self.forks.me = info
         self.ids = IdAllocator(info.id)
 
     # -- events and instructions
@@ -142,7 +155,10 @@ class RRefContext(ControlService):
         self.post.add(RRefChildAccept, send.to, (send.fork,))
 
     def _send_user_delete(self, send: instructions.SendUserDelete) -> None:
-        self.post.add(RRefUserDelete, send.to, (send.rref, send.fork, send.abandons))
+        self.post.add(RRefUserDelete, send.to, (send.rref, send.fork))
+
+    def _send_creation_failed(self, send: instructions.SendCreationFailed) -> None:
+        self.post.add(RRefCreationFailed, send.to, (send.rref, send.fork, send.number, send.reason))
 
     def _drop_value(self, drop: instructions.DropValue) -> None:
         value = self.values.pop(drop.rref, None)
@@ -150,11 +166,10 @@ class RRefContext(ControlService):
             # released before its creation came, which will find another in its place: nobody is to wait for this one
             value.fail(RRefError(f"RRef {_text(drop.rref)} was released before its value was there"))
 
-    def _fail_value(self, rref: RRefId) -> None:
-        value = self.values.get(rref)
-        if value is not None:
-            what = f"the value of RRef {_text(rref)} was never created"
-            value.fail(RRefCreationError(f"{what}: its creator gave up, or was lost"))
+    def _fail_value(self, fail: instructions.FailValue) -> None:
+        # also if nobody waits for it: those who ask later have to hear it
+        value = self.values.setdefault(fail.rref, Value())
+        value.fail(RRefCreationError(f"the value of RRef {_text(fail.rref)} was never created: {fail.reason}"))
 
     def _answer(self, id_: ForkId) -> None:
         """Let go on who waits for a fork to be confirmed."""
@@ -169,10 +184,13 @@ class RRefContext(ControlService):
             return  # nobody is left who could use it
         owner = use.owner
         if owner in self._lost:
-            use.fail(OwnerLostError(f"worker {owner!r}, the owner of {use}, was lost, and the value with it", owner))
+            text = f"worker {owner.name!r}, the owner of {use}, was lost, and the value with it"
+            use.fail(OwnerLostError(text, owner.name))
         else:
             use.fail(
-                RRefError(f"the value of {use} is gone: its owner {owner!r} took the workers that held it for lost")
+                RRefError(
+                    f"the value of {use} is gone: its owner {owner.name!r} took the workers that held it for lost"
+                )
             )
 
     def _end(self, id_: ForkId) -> None:
@@ -181,7 +199,7 @@ class RRefContext(ControlService):
                 waiter.set_result(None)
 
     def _settled(
-        self, message: type[Message], to: WorkerName, items: Sequence[Item], reply: Any, error: Exception | None
+        self, message: type[Message], to: WorkerInfo, items: Sequence[Item], reply: Any, error: Exception | None
     ) -> None:
         """A control message was answered, or given up."""
         if message is RRefForkRequest and error is None:
@@ -190,18 +208,24 @@ class RRefContext(ControlService):
                 self.happened(events.ForkRefused(id_) if id_ in refused else events.ForkConfirmed(id_))
         elif message is RRefForkQuery and error is None:
             self.offer_watch.answered(items, reply)
+        elif message is RRefCreationQuery and error is None:
+            self.creation_watch.answered(items, reply)
+        elif message is RRefCreationFailed:
+            for _, id_, number, _ in items:
+                self.post.numbers(to.name).settle(number)
+                if error is None:
+                    self.happened(events.FailureAcknowledged(id_))
         elif message is RRefUserDelete:
-            for rref, id_, _ in items:
+            for rref, id_ in items:
                 if error is not None:
                     self.happened(events.DeleteUndelivered(to, rref, id_))
                 self._end(id_)
         if error is not None:
-            peer = self.agent.peer(to)
-            self._forget_peer(peer.info if peer is not None else WorkerInfo(to, -1))
+            self._forget_peer(to)
 
     # -- making them
 
-    def offer(self, rref: RRefId, id_: ForkId, to: WorkerName, parent: ForkId | None) -> None:
+    def offer(self, rref: RRefId, id_: ForkId, to: WorkerInfo, parent: ForkId | None) -> None:
         """A handle was packed for a worker."""
         self.happened(events.ForkOffered(rref, id_, to, parent))
         self.offer_watch.add(id_)
@@ -212,25 +236,36 @@ class RRefContext(ControlService):
             self.values[rref] = value
             self.happened(events.ValueShared(rref))
 
+    def identified(self, worker: WorkerInfo) -> WorkerInfo:
+        """A worker with its id, if its sender did not know that and this worker does."""
+        peer = self.agent.peer(worker.name) if worker.id == UNKNOWN_ID else None
+        return worker if peer is None else peer.info
+
+    def creation_failed_here(self, rref: RRefId, id_: ForkId, number: int, reason: str) -> None:
+        """A creation of this worker on itself was given up: it has arrived, or will not be taken any more."""
+        if self.is_new(self.info.id, self.incarnation, number, self.post.numbers(self.info.name).oldest):
+            self.happened(events.CreationAbandoned(rref, id_, self.info, reason))
+        self.happened(events.UserDeleted(rref, id_))
+
     def receive(
-        self, rref: RRefId, id_: ForkId, owner: WorkerInfo, parent: WorkerName, *, is_created: bool
+        self, rref: RRefId, id_: ForkId, owner: WorkerInfo, parent: WorkerInfo, *, is_created: bool
     ) -> Use | Value:
         """A handle is being unpacked."""
         is_refused = self.forks.refuses(id_)
-        self.happened(events.ForkReceived(rref, id_, owner.name, parent, is_created))
-        if owner.name == self.info.name:
+        self.happened(events.ForkReceived(rref, id_, owner, parent, is_created))
+        if owner == self.info:
             if not is_refused and rref in self.forks.owned:
                 return self.values.setdefault(rref, Value())
             gone = Value()
             what = f"the value of RRef {_text(rref)} is gone"
-            gone.fail(RRefError(f"{what}: worker {parent!r}, which sent it, was taken for lost"))
+            gone.fail(RRefError(f"{what}: worker {parent.name!r}, which sent it, was taken for lost"))
             return gone
         use = self.forks.users.get(id_)
         if use is None:
-            use = Use(rref, id_, owner.name, parent, UserState.LOST, is_created)
-            use.failure = RRefError(f"{use} came too late: worker {parent!r}, which sent it, had given it up")
+            use = Use(rref, id_, owner, parent, UserState.LOST, is_created)
+            use.failure = RRefError(f"{use} came too late: worker {parent.name!r}, which sent it, had given it up")
             return use
-        use.origin = f"received from worker {parent}"
+        use.origin = f"received from worker {parent.name}"
         if use.state is UserState.REQUESTED:
             scope = current_scope.get()
             if scope is not None and scope.prerequisites is not None:
@@ -309,6 +344,7 @@ class RRefContext(ControlService):
         self._is_closed = True
         self.drops.close()
         self.offer_watch.close()
+        self.creation_watch.close()
         self.post.close()
         for id_ in list(self._ends):
             self._end(id_)
@@ -316,9 +352,9 @@ class RRefContext(ControlService):
     # -- workers that come and go
 
     def peer_connected(self, peer: WorkerInfo) -> None:
-        if peer.name in self._lost and not self._is_closed:
-            self._lost.discard(peer.name)
-            self.happened(events.PeerReturned(peer.name, peer.id))
+        if not self._is_closed:
+            self._lost = {lost for lost in self._lost if lost.name != peer.name}
+            self.happened(events.PeerConnected(peer))
 
     def peer_disconnected(self, peer: WorkerInfo, *, has_left: bool) -> None:
         # who leaves when all let go and leave is not lost: what is still counted then is a leak, to be reported
@@ -329,7 +365,7 @@ class RRefContext(ControlService):
 
     def wants(self, peer: WorkerInfo) -> bool:
         # what they hold, and what is held of theirs, is theirs until they are given up
-        return not (self._is_closed or self._is_releasing) and self.forks.concerns(peer.name, peer.id)
+        return not (self._is_closed or self._is_releasing) and self.forks.concerns(peer)
 
     def peer_lost(self, peer: WorkerInfo, reason: str) -> None:
         if not (self._is_releasing or self.agent.is_closing):
@@ -339,12 +375,10 @@ class RRefContext(ControlService):
         """A worker will not come back, as far as anyone can tell."""
         if self._is_closed:
             return
-        name = peer.name
-        self._lost.add(name)
-        self.forget_deliveries(name)
+        self._lost.add(peer)
+        self.forget_deliveries(peer.id)
         held = len(self.forks.owned)
-        self.happened(events.PeerLost(name, peer.id))
-        if held != len(self.forks.owned):
-            logger.info(
-                "worker %s was lost: %d values that only it held are dropped", name, held - len(self.forks.owned)
-            )
+        self.happened(events.PeerLost(peer))
+        dropped = held - len(self.forks.owned)
+        if dropped:
+            logger.info("worker %s was lost: %d values that only it held are dropped", peer.name or peer.id, dropped)

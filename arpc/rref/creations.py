@@ -12,11 +12,10 @@ from arpc.agent.arguments import as_arguments
 from arpc.agent.functions import name_of
 from arpc.agent.peers import Peer
 from arpc.errors import CallCancelledError, RpcTimeoutError, RRefCreationError, SerializationError
-from arpc.ids import GloballyUniqueId, WorkerInfo
+from arpc.ids import UNKNOWN_ID, GloballyUniqueId, WorkerInfo, address_of
 from arpc.options import UNSET, Unset
 from arpc.rref.delivery import Numbers
 from arpc.rref.events import (
-    CreationConfirmed,
     CreationFailed,
     ForkId,
     OwnerHandleDropped,
@@ -59,11 +58,11 @@ def start_creation(
     """Ask a worker to create a value. Nothing is waited for. ``anchor`` is kept until the answer is there."""
     agent = context.agent
     peer = agent.peer(to)
-    owner = peer.info if peer is not None else to if isinstance(to, WorkerInfo) else WorkerInfo(str(to), -1)
+    owner = peer.info if peer is not None else to if isinstance(to, WorkerInfo) else WorkerInfo(str(to), UNKNOWN_ID)
     name = owner.name
     forks, next_number = context.forks, context.ids.next_number
     rref, fork = next_number(), next_number()
-    forks.creation_started(rref, fork, name)
+    forks.creation_started(rref, fork, owner)
     use = forks.users.get(fork)
     held: Use | Value
     if use is not None:
@@ -163,8 +162,9 @@ class Creation(msgspec.Struct, eq=False):
         call: asyncio.Future[Any]
         if peer is None:
             call = OwnerFuture(loop=agent.loop)
+            address = address_of(to) if isinstance(to, WorkerInfo) else to
             agent.request(
-                RRefCreate, to, arguments, timeout, future=call, function=function, kwargs=kwargs, label=label
+                RRefCreate, address, arguments, timeout, future=call, function=function, kwargs=kwargs, label=label
             )
         else:
             connection = peer.connection
@@ -279,7 +279,7 @@ class Creation(msgspec.Struct, eq=False):
                 context.carry_out(following)
         else:
             # on oneself: the creation was the worker's own user, and ends
-            context.happened(UserDeleted(self.rref, self.fork, abandons=False))
+            context.happened(UserDeleted(self.rref, self.fork))
         if self.brings:
             self.brings = False
         waiter = self.waiter
@@ -318,7 +318,6 @@ class Creation(msgspec.Struct, eq=False):
         self.is_settled = True
         self.brings = False
         self.anchor = self.frame = None
-        self.numbers.settle(self.number)
         context, held = self.context, self.held
         if isinstance(error, asyncio.CancelledError):
             self.error = error
@@ -334,12 +333,14 @@ class Creation(msgspec.Struct, eq=False):
         if isinstance(held, Use):
             if held.failure is None:
                 held.fail(failure)
-            goes_on = isinstance(self.error, RpcTimeoutError) and not context.options.timeouts_travel
-            # the owner makes the value all the same, for as long as there is a handle here that nobody can use
-            context.happened(CreationConfirmed(self.fork) if goes_on else CreationFailed(self.fork))
+            # The owner is told, and must be able to tell by the number whether the creation has arrived there: until it
+            # has answered the number is in use
+            if not context.happened(CreationFailed(self.fork, self.number, str(failure))):
+                self.numbers.settle(self.number)
         else:
             held.fail(failure)
-            context.happened(UserDeleted(self.rref, self.fork, abandons=True))
+            context.creation_failed_here(self.rref, self.fork, self.number, str(failure))
+            self.numbers.settle(self.number)
         if self.watcher is not None:
             self._tell(self.watcher)
 

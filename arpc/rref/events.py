@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from arpc.ids import WorkerId
+from arpc.ids import WorkerInfo
 
 __all__ = [
     "ChildAccepted",
+    "CreationAbandoned",
     "CreationArrived",
     "CreationConfirmed",
+    "CreationDenied",
     "CreationEnded",
     "CreationFailed",
     "CreationStarted",
     "DeleteUndelivered",
     "Event",
+    "FailureAcknowledged",
     "ForkConfirmed",
     "ForkId",
     "ForkOffered",
@@ -26,8 +29,8 @@ __all__ = [
     "OfferQueried",
     "OfferRefused",
     "OwnerHandleDropped",
+    "PeerConnected",
     "PeerLost",
-    "PeerReturned",
     "RRefId",
     "UserDeleted",
     "ValueAwaited",
@@ -49,7 +52,7 @@ class CreationStarted(NamedTuple):
 
     rref: RRefId
     fork: ForkId
-    owner: WorkerName
+    owner: WorkerInfo
 
 
 class CreationConfirmed(NamedTuple):
@@ -59,7 +62,16 @@ class CreationConfirmed(NamedTuple):
 
 
 class CreationFailed(NamedTuple):
-    """It is not known whether the owner has, or ever will."""
+    """The creation was given up here. The owner may have run it, or may still receive it."""
+
+    fork: ForkId
+    number: int
+    """Of the creation, see `delivery`: the owner handles the creation or the news of its failure, never both."""
+    reason: str
+
+
+class FailureAcknowledged(NamedTuple):
+    """The owner knows that the creation was given up."""
 
     fork: ForkId
 
@@ -69,8 +81,8 @@ class ForkReceived(NamedTuple):
 
     rref: RRefId
     fork: ForkId
-    owner: WorkerName
-    parent: WorkerName
+    owner: WorkerInfo
+    parent: WorkerInfo
     is_created: bool
     """The parent knew that the owner has the value."""
 
@@ -92,7 +104,7 @@ class ForkOffered(NamedTuple):
 
     rref: RRefId
     fork: ForkId
-    to: WorkerName
+    to: WorkerInfo
     parent: ForkId | None
 
 
@@ -118,13 +130,13 @@ class OfferQueried(NamedTuple):
     """A worker that offered a fork asks whether it is known here; the answer is `Forks.knows`, asked before."""
 
     fork: ForkId
-    parent: WorkerName
+    parent: WorkerInfo
 
 
 class DeleteUndelivered(NamedTuple):
     """The owner could not be told that a user has ended."""
 
-    owner: WorkerName
+    owner: WorkerInfo
     rref: RRefId
     fork: ForkId
 
@@ -149,7 +161,7 @@ class CreationArrived(NamedTuple):
 
     rref: RRefId
     fork: ForkId
-    user: WorkerName
+    user: WorkerInfo
 
 
 class CreationEnded(NamedTuple):
@@ -163,16 +175,30 @@ class ForkRequested(NamedTuple):
 
     rref: RRefId
     fork: ForkId
-    user: WorkerName
+    user: WorkerInfo
     is_created: bool
 
 
-class UserDeleted(NamedTuple):
-    """A user has ended. ``abandons``: it was the creator's, who gave the creation up."""
+class CreationAbandoned(NamedTuple):
+    """The creator gave a creation up that has not arrived here, and will not be taken any more."""
 
     rref: RRefId
     fork: ForkId
-    abandons: bool
+    user: WorkerInfo
+    reason: str
+
+
+class CreationDenied(NamedTuple):
+    """The worker that would have created an expected value says that no creation of it is on its way here."""
+
+    rref: RRefId
+
+
+class UserDeleted(NamedTuple):
+    """A user has ended."""
+
+    rref: RRefId
+    fork: ForkId
 
 
 class ValueAwaited(NamedTuple):
@@ -194,21 +220,20 @@ class OwnerHandleDropped(NamedTuple):
 class PeerLost(NamedTuple):
     """A worker died or left, and its time to come back is over."""
 
-    name: WorkerName
-    id: WorkerId
+    worker: WorkerInfo
 
 
-class PeerReturned(NamedTuple):
-    """A worker that was taken for lost has been heard of again."""
+class PeerConnected(NamedTuple):
+    """There is a connection to a worker: for the first time, again, or although it was taken for lost."""
 
-    name: WorkerName
-    id: WorkerId
+    worker: WorkerInfo
 
 
 Event: TypeAlias = (
     CreationStarted
     | CreationConfirmed
     | CreationFailed
+    | FailureAcknowledged
     | ForkReceived
     | ForkConfirmed
     | ForkRefused
@@ -222,10 +247,12 @@ Event: TypeAlias = (
     | ValueShared
     | CreationArrived
     | CreationEnded
+    | CreationAbandoned
+    | CreationDenied
     | ForkRequested
     | UserDeleted
     | ValueAwaited
     | OwnerHandleDropped
+    | PeerConnected
     | PeerLost
-    | PeerReturned
 )

@@ -18,25 +18,37 @@ A fork that was *offered* in a message which never arrives would keep its parent
 does not answer is therefore asked; if it knows nothing of it, it will not take it any more, even if the message comes
 late.
 
+A value may be *expected*: its users were heard of before its creation. If the creator gives the creation up, it tells
+the owner, which handles either the creation or that news, whichever is first. Either counts the creator's fork, so the
+owner remembers the failure until the creator and all users have let go. An owner that expects a value for long asks
+the creator; one that is lost, or knows of no such creation, will not create it.
+
+Workers are told apart by name and id. A worker that comes back under its name has another id and knows nothing of
+what its predecessor owned or held.
+
 Each event may be handled at any time. Fork requests and creations must be handled once only: `delivery.Window` sees to
 that. All else may be repeated.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeAlias, TypeVar
 
-from arpc.ids import WorkerId, creator_of
+from arpc.ids import UNKNOWN_ID, WorkerId, WorkerInfo, creator_of
 from arpc.rref.events import (
     ChildAccepted,
+    CreationAbandoned,
     CreationArrived,
     CreationConfirmed,
+    CreationDenied,
     CreationEnded,
     CreationFailed,
     CreationStarted,
     DeleteUndelivered,
     Event,
+    FailureAcknowledged,
     ForkConfirmed,
     ForkId,
     ForkOffered,
@@ -48,15 +60,15 @@ from arpc.rref.events import (
     OfferQueried,
     OfferRefused,
     OwnerHandleDropped,
+    PeerConnected,
     PeerLost,
-    PeerReturned,
     RRefId,
     UserDeleted,
     ValueAwaited,
     ValueShared,
-    WorkerName,
 )
 from arpc.rref.instructions import (
+    AwaitCreation,
     DropValue,
     FailValue,
     ForgetFork,
@@ -65,6 +77,7 @@ from arpc.rref.instructions import (
     MarkLost,
     RunCreation,
     SendChildAccept,
+    SendCreationFailed,
     SendForkRequest,
     SendUserDelete,
 )
@@ -89,35 +102,34 @@ _NOTHING: Final[_Instructions] = ()
 _CREATING: Final = UserState.CREATING
 _REQUESTED: Final = UserState.REQUESTED
 _CONFIRMED: Final = UserState.CONFIRMED
-_FAILED: Final = UserState.FAILED
 _LOST: Final = UserState.LOST
 _next_user_state = USER_TRANSITIONS.get
 _next_owner_state = OWNER_TRANSITIONS.get
+_REMEMBERED_OWNERS: Final = 1024
+"""How many lost owners are told of forks that have ended, should they come back."""
 _AFTER_ARRIVAL: Final = OWNER_TRANSITIONS[OwnerState.EXPECTED, CreationArrived]
 
 
 class Forks(Generic[U]):
     """The RRefs of one worker: those it owns and those it uses. ``make_user`` makes what is kept of each of these."""
 
-    def __init__(self, name: WorkerName, id: WorkerId, make_user: type[U]) -> None:  # noqa: A002 - as in WorkerInfo
-        self.name = name
-        self.id = id
+    def __init__(self, me: WorkerInfo, make_user: type[U]) -> None:
+        self.me = me
         self._make_user = make_user
         self.users: dict[ForkId, U] = {}
         self.owned: dict[RRefId, Owned] = {}
         self.offers: dict[ForkId, Offer] = {}
         """Forks sent to others that have not been heard of since."""
-        self._refused: dict[ForkId, WorkerName] = {}
+        self._refused: dict[ForkId, WorkerInfo] = {}
         """Forks not to be taken any more, and who offered them."""
-        self._abandoned: set[RRefId] = set()
-        """Creations that were given up before they arrived."""
         self._lost: set[WorkerId] = set()
-        self._ghosts: dict[WorkerName, list[tuple[RRefId, ForkId]]] = {}
+        self._ghosts: OrderedDict[WorkerInfo, list[tuple[RRefId, ForkId]]] = OrderedDict()
         """Forks of owners taken for lost. Should one of them come back after all, it may count them still."""
         self._handlers: dict[type[Event], Callable[..., _Instructions]] = {
             CreationStarted: self.creation_started,
             CreationConfirmed: self.creation_confirmed,
             CreationFailed: self._creation_failed,
+            FailureAcknowledged: self._failure_acknowledged,
             ForkReceived: self._fork_received,
             ForkConfirmed: self._fork_confirmed,
             ForkRefused: self._fork_refused,
@@ -131,12 +143,14 @@ class Forks(Generic[U]):
             ValueShared: self._value_shared,
             CreationArrived: self.creation_arrived,
             CreationEnded: self.creation_ended,
+            CreationAbandoned: self._creation_abandoned,
+            CreationDenied: self._creation_denied,
             ForkRequested: self._fork_requested,
             UserDeleted: self.user_deleted,
             ValueAwaited: self._value_awaited,
             OwnerHandleDropped: self._owner_handle_dropped,
+            PeerConnected: self._peer_connected,
             PeerLost: self._peer_lost,
-            PeerReturned: self._peer_returned,
         }
 
     def handle(self, event: Event) -> Sequence[Instruction]:
@@ -161,13 +175,26 @@ class Forks(Generic[U]):
         owned = self.owned.get(rref)
         return owned is not None and fork in owned.forks
 
-    def concerns(self, name: WorkerName, id: WorkerId) -> bool:  # noqa: A002 - as in WorkerInfo
+    def is_expected(self, rref: RRefId) -> bool:
+        """Whether users of a value were heard of here, and its creation was not."""
+        owned = self.owned.get(rref)
+        return owned is not None and owned.state is OwnerState.EXPECTED
+
+    def creations_under_way(self, owner: WorkerInfo) -> frozenset[RRefId]:
+        """The values that this worker has asked another one to create, and has not given up."""
+        named = WorkerInfo(owner.name, UNKNOWN_ID)
+        return frozenset(
+            user.rref for user in self.users.values() if user.state is _CREATING and user.owner in (owner, named)
+        )
+
+    def concerns(self, worker: WorkerInfo) -> bool:
         """Whether there is anything between this worker and another."""
         return (
-            any(user.owner == name for user in self.users.values())
-            or any(offer.to == name for offer in self.offers.values())
+            any(user.owner == worker for user in self.users.values())
+            or any(offer.to == worker for offer in self.offers.values())
             or any(
-                name in owned.forks.values() or (owned.state is OwnerState.EXPECTED and creator_of(owned.rref) == id)
+                worker in owned.forks.values()
+                or (owned.state is OwnerState.EXPECTED and creator_of(owned.rref) == worker.id)
                 for owned in self.owned.values()
             )
         )
@@ -179,13 +206,13 @@ class Forks(Generic[U]):
 
     # -- users
 
-    def creation_started(self, rref: RRefId, fork: ForkId, owner: WorkerName) -> _Instructions:
-        if owner == self.name:
+    def creation_started(self, rref: RRefId, fork: ForkId, owner: WorkerInfo) -> _Instructions:
+        if owner == self.me:
             # on oneself: no user, but a value that is held by its handle and waits for its creation
             owned = self.owned[rref] = Owned(rref, OwnerState.EXPECTED)
             owned.holds = 1
         else:
-            self.users[fork] = self._make_user(rref, fork, owner, "", _CREATING, False)
+            self.users[fork] = self._make_user(rref, fork, owner, self.me, _CREATING, False)
         return _NOTHING
 
     def creation_confirmed(self, fork: ForkId) -> _Instructions:
@@ -196,22 +223,29 @@ class Forks(Generic[U]):
         user.is_created = True
         return _NOTHING if user.handles else self._end_if_unused(user)
 
-    def _creation_failed(self, fork: ForkId) -> _Instructions:
+    def _creation_failed(self, fork: ForkId, number: int, reason: str) -> _Instructions:
         user = self.users.get(fork)
         if user is None or (state := _next_user_state((user.state, CreationFailed))) is None:
+            return _NOTHING
+        user.state = state
+        # At once, and not when the last handle is dropped: others may wait for the value. The fork ends only after the
+        # answer, or its end could overtake the news, which counts it.
+        return (SendCreationFailed(user.owner, user.rref, fork, number, reason),)
+
+    def _failure_acknowledged(self, fork: ForkId) -> _Instructions:
+        user = self.users.get(fork)
+        if user is None or (state := _next_user_state((user.state, FailureAcknowledged))) is None:
             return _NOTHING
         user.state = state
         return self._end_if_unused(user)
 
     def _fork_received(
-        self, rref: RRefId, fork: ForkId, owner: WorkerName, parent: WorkerName, is_created: bool
+        self, rref: RRefId, fork: ForkId, owner: WorkerInfo, parent: WorkerInfo, is_created: bool
     ) -> _Instructions:
         if fork in self._refused:
             return _NOTHING
-        if owner == self.name:
-            if (owned := self._find_or_expect(rref, is_created)) is not None:
-                owned.holds += 1
-            return self._accept(fork, parent)
+        if owner == self.me:
+            return (*self._value_awaited(rref, is_created), *self._accept(fork, parent))
         user = self.users.get(fork)
         if user is not None:
             user.handles += 1
@@ -237,9 +271,9 @@ class Forks(Generic[U]):
         mark = MarkConfirmed if state is _CONFIRMED else MarkLost
         return (mark(fork), *self._accept(fork, user.parent), *self._end_if_unused(user))
 
-    def _accept(self, fork: ForkId, parent: WorkerName) -> _Instructions:
+    def _accept(self, fork: ForkId, parent: WorkerInfo) -> _Instructions:
         """A fork needs its parent no more."""
-        if parent == self.name:
+        if parent == self.me:
             return self._child_accepted(fork)
         return (SendChildAccept(parent, fork),)
 
@@ -256,11 +290,11 @@ class Forks(Generic[U]):
         del self.users[user.fork]
         if user.state is _LOST:
             return (ForgetFork(user.fork),)
-        return (SendUserDelete(user.owner, user.rref, user.fork, user.state is _FAILED),)
+        return (SendUserDelete(user.owner, user.rref, user.fork),)
 
     # -- offers
 
-    def _fork_offered(self, rref: RRefId, fork: ForkId, to: WorkerName, parent: ForkId | None) -> _Instructions:
+    def _fork_offered(self, rref: RRefId, fork: ForkId, to: WorkerInfo, parent: ForkId | None) -> _Instructions:
         self.offers[fork] = Offer(rref, to, parent)
         if parent is None:
             self.owned[rref].forks[fork] = to
@@ -274,7 +308,7 @@ class Forks(Generic[U]):
             return _NOTHING
         if offer.parent is not None:
             return self._forget_child(offer.parent)
-        if offer.to == self.name:
+        if offer.to == self.me:
             # sent to itself: the handle that came of it holds the value now
             return self._forget_fork(offer.rref, fork)
         return _NOTHING
@@ -294,7 +328,7 @@ class Forks(Generic[U]):
             return self._forget_child(offer.parent)
         return self._forget_fork(offer.rref, fork)
 
-    def _offer_queried(self, fork: ForkId, parent: WorkerName) -> _Instructions:
+    def _offer_queried(self, fork: ForkId, parent: WorkerInfo) -> _Instructions:
         if fork not in self.users:
             self._refused[fork] = parent
         return _NOTHING
@@ -313,10 +347,7 @@ class Forks(Generic[U]):
             owned.holds = 1
         return _NOTHING
 
-    def creation_arrived(self, rref: RRefId, fork: ForkId, user: WorkerName) -> _Instructions:
-        if rref in self._abandoned:
-            self._abandoned.discard(rref)
-            return _NOTHING
+    def creation_arrived(self, rref: RRefId, fork: ForkId, user: WorkerInfo) -> _Instructions:
         owned = self.owned.get(rref)
         if owned is None:
             self.owned[rref] = Owned(rref, _AFTER_ARRIVAL, {fork: user}, 1)  # nobody has asked for it before
@@ -337,34 +368,43 @@ class Forks(Generic[U]):
         owned.holds -= 1
         return _NOTHING if owned.forks else self._drop_if_unused(owned)
 
-    def _fork_requested(self, rref: RRefId, fork: ForkId, user: WorkerName, is_created: bool) -> _Instructions:
-        owned = self._find_or_expect(rref, is_created)
-        if owned is not None:
-            owned.forks[fork] = user
-        return _NOTHING
-
-    def user_deleted(self, rref: RRefId, fork: ForkId, abandons: bool) -> _Instructions:
-        self.offers.pop(fork, None)
+    def _creation_abandoned(self, rref: RRefId, fork: ForkId, user: WorkerInfo, reason: str) -> _Instructions:
         owned = self.owned.get(rref)
         if owned is None:
-            if abandons:
-                self._abandoned.add(rref)
-            return _NOTHING
-        if abandons and owned.state is OwnerState.EXPECTED:
-            self._abandoned.add(rref)
-            return self._abandon(owned, UserDeleted)  # its fork would have come with the creation: it is not counted
-        owned.forks.pop(fork, None)
-        return self._drop_if_unused(owned)
+            owned = self.owned[rref] = Owned(rref, OwnerState.EXPECTED)
+        following = self._abandon(owned, CreationAbandoned, reason)
+        if owned.state is OwnerState.ABANDONED:
+            owned.forks[fork] = user  # as the creation would have done: users of it may be on their way still
+        return following
 
-    def _abandon(self, owned: Owned, event: type[Event]) -> _Instructions:
-        owned.state = OWNER_TRANSITIONS[owned.state, event]
-        return (FailValue(owned.rref),)
+    def _creation_denied(self, rref: RRefId) -> _Instructions:
+        owned = self.owned.get(rref)
+        if owned is None:
+            return _NOTHING
+        return self._abandon(owned, CreationDenied, "the worker that was to create it knows of no such creation")
+
+    def _abandon(self, owned: Owned, event: type[Event], reason: str) -> _Instructions:
+        state = _next_owner_state((owned.state, event))
+        if state is None:
+            return _NOTHING
+        owned.state = state
+        return (FailValue(owned.rref, reason),)
+
+    def _fork_requested(self, rref: RRefId, fork: ForkId, user: WorkerInfo, is_created: bool) -> _Instructions:
+        owned, following = self._find_or_expect(rref, is_created)
+        if owned is not None:
+            owned.forks[fork] = user
+        return following
+
+    def user_deleted(self, rref: RRefId, fork: ForkId) -> _Instructions:
+        self.offers.pop(fork, None)
+        return self._forget_fork(rref, fork)
 
     def _value_awaited(self, rref: RRefId, is_created: bool) -> _Instructions:
-        owned = self._find_or_expect(rref, is_created)
+        owned, following = self._find_or_expect(rref, is_created)
         if owned is not None:
             owned.holds += 1
-        return _NOTHING
+        return following
 
     def _owner_handle_dropped(self, rref: RRefId) -> _Instructions:
         owned = self.owned.get(rref)
@@ -373,15 +413,15 @@ class Forks(Generic[U]):
         owned.holds -= 1
         return self._drop_if_unused(owned)
 
-    def _find_or_expect(self, rref: RRefId, is_created: bool) -> Owned | None:
+    def _find_or_expect(self, rref: RRefId, is_created: bool) -> tuple[Owned | None, _Instructions]:
         """A value of this worker; one that is not here may still be on its way, unless that is known not to be so."""
         owned = self.owned.get(rref)
         if owned is not None:
-            return owned
-        if is_created or creator_of(rref) == self.id or creator_of(rref) in self._lost or rref in self._abandoned:
-            return None
+            return owned, _NOTHING
+        if is_created or creator_of(rref) == self.me.id or creator_of(rref) in self._lost:
+            return None, _NOTHING
         owned = self.owned[rref] = Owned(rref, OwnerState.EXPECTED)
-        return owned
+        return owned, (AwaitCreation(rref),)
 
     def _forget_fork(self, rref: RRefId, fork: ForkId) -> _Instructions:
         owned = self.owned.get(rref)
@@ -398,22 +438,22 @@ class Forks(Generic[U]):
 
     # -- lost workers
 
-    def _peer_lost(self, name: WorkerName, id: WorkerId) -> _Instructions:  # noqa: A002 - as in WorkerInfo
-        self._lost.add(id)
-        self._refused = {fork: parent for fork, parent in self._refused.items() if parent != name}
-        self._abandoned = {rref for rref in self._abandoned if creator_of(rref) != id}
+    def _peer_lost(self, worker: WorkerInfo) -> _Instructions:
+        if worker.id != UNKNOWN_ID:
+            self._lost.add(worker.id)
+        self._refused = {fork: parent for fork, parent in self._refused.items() if parent != worker}
         following: list[Instruction] = []
         for fork, offer in list(self.offers.items()):
-            if offer.to == name:
+            if offer.to == worker:
                 following += self._offer_refused(fork)
         for user in list(self.users.values()):
-            if user.owner == name:
+            if user.owner == worker:
                 following += self._owner_lost(user)
         for owned in list(self.owned.values()):
-            if owned.state is OwnerState.EXPECTED and creator_of(owned.rref) == id:
-                following += self._abandon(owned, PeerLost)
+            if creator_of(owned.rref) == worker.id:
+                following += self._abandon(owned, PeerLost, "the worker that was to create it is lost")
             for fork, holder in list(owned.forks.items()):
-                if holder == name:
+                if holder == worker:
                     del owned.forks[fork]
             following += self._drop_if_unused(owned)
         return following
@@ -424,14 +464,30 @@ class Forks(Generic[U]):
         if state is None:
             return self._end_if_unused(user)
         user.state = state
-        self._ghosts.setdefault(user.owner, []).append((user.rref, user.fork))
+        self._remember_ghost(user.owner, user.rref, user.fork)
         accept = self._accept(user.fork, user.parent) if was_requested else _NOTHING
         return (MarkLost(user.fork), *accept, *self._end_if_unused(user))
 
-    def _delete_undelivered(self, owner: WorkerName, rref: RRefId, fork: ForkId) -> _Instructions:
-        self._ghosts.setdefault(owner, []).append((rref, fork))
+    def _delete_undelivered(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
+        self._remember_ghost(owner, rref, fork)
         return _NOTHING
 
-    def _peer_returned(self, name: WorkerName, id: WorkerId) -> _Instructions:  # noqa: A002 - as in WorkerInfo
-        self._lost.discard(id)
-        return [SendUserDelete(name, rref, fork, False) for rref, fork in self._ghosts.pop(name, ())]
+    def _remember_ghost(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> None:
+        self._ghosts.setdefault(owner, []).append((rref, fork))
+        if len(self._ghosts) > _REMEMBERED_OWNERS:
+            self._ghosts.popitem(last=False)
+
+    def _peer_connected(self, worker: WorkerInfo) -> _Instructions:
+        self._lost.discard(worker.id)
+        named = WorkerInfo(worker.name, UNKNOWN_ID)
+        for user in self.users.values():
+            if user.owner == named:
+                user.owner = worker
+        # the predecessors of a worker never come back
+        ghosts = {owner: self._ghosts.pop(owner) for owner in list(self._ghosts) if owner.name == worker.name}
+        return [
+            SendUserDelete(worker, rref, fork)
+            for owner, forks in ghosts.items()
+            if owner in (worker, named)
+            for rref, fork in forks
+        ]

@@ -23,7 +23,7 @@ from arpc.errors import (
     SerializationError,
     set_may_have_run,
 )
-from arpc.ids import GloballyUniqueId, WorkerInfo
+from arpc.ids import GloballyUniqueId, WorkerInfo, address_of
 from arpc.options import UNSET, Unset
 from arpc.rref.calls import call_method, rref_typeof_on_owner, stream_items, stream_method
 from arpc.rref.context import RRefContext
@@ -64,7 +64,6 @@ class RRef(Generic[T]):
         "_creation",
         "_hint",
         "_is_released",
-        "_owner",
         "_rref",
         "_type",
         "_use",
@@ -81,7 +80,7 @@ class RRef(Generic[T]):
         made = _stack() if context.options.rref_creation_stacks else "RRef()"
         held = Value.of(value, made)
         held.stays = type_hint is not None and isinstance(value, ScriptModule)
-        self._set_up(context, context.ids.next_number(), held, context.info)
+        self._set_up(context, context.ids.next_number(), held)
         self._hint = type_hint
 
     def _set_up(
@@ -89,11 +88,9 @@ class RRef(Generic[T]):
         context: RRefContext,
         rref: RRefId,
         held: Use | Value,
-        owner: WorkerInfo,
     ) -> None:
         self._context = context
         self._rref = rref
-        self._owner = owner
         self._use = held if isinstance(held, Use) else None
         self._value = held if isinstance(held, Value) else None
         self._is_released = False
@@ -106,7 +103,6 @@ class RRef(Generic[T]):
         held = creation.held
         self._context = creation.context
         self._rref = creation.rref
-        self._owner = creation.owner
         self._use, self._value = (held, None) if isinstance(held, Use) else (None, held)
         self._is_released = False
         self._creation = creation
@@ -118,24 +114,24 @@ class RRef(Generic[T]):
         context: RRefContext,
         rref: RRefId,
         held: Use | Value,
-        owner: WorkerInfo,
     ) -> Self:
         made = cls.__new__(cls)
-        made._set_up(context, rref, held, owner)  # noqa: SLF001 - its own, in all but name
+        made._set_up(context, rref, held)  # noqa: SLF001 - its own, in all but name
         return made
 
     # -- who and where
 
     def owner(self) -> WorkerInfo:
         """The worker that has the value."""
-        if self._owner.id < 0:  # it was not known yet when the RRef was made
-            peer = self._context.agent.peer(self._owner.name)
-            if peer is not None:
-                self._owner = peer.info
-        return self._owner
+        return self._context.identified(self._owner)
 
     def owner_name(self) -> str:
         return self._owner.name
+
+    @property
+    def _owner(self) -> WorkerInfo:
+        """The owner as far as it is known. Calls go to its address, so that a successor under its name gets none."""
+        return self._context.info if self._use is None else self._use.owner
 
     def is_owner(self) -> bool:
         """Whether the value is on this worker."""
@@ -192,9 +188,10 @@ class RRef(Generic[T]):
                 if answer:
                     return cast("T", answer[0])
         future = FetchFuture(loop=context.agent.loop)
-        future.owner = self._owner.name
+        owner = use.owner
+        future.owner = owner.name
         is_created = use.is_created
-        context.agent.request(RRefFetch, self._owner.name, (self._rref, is_created), timeout, future=future)
+        context.agent.request(RRefFetch, address_of(owner), (self._rref, is_created), timeout, future=future)
         if not is_created:
             # it is interrupted if it turns out that there will be no value
             if use.fetches is None:
@@ -297,10 +294,11 @@ class RRef(Generic[T]):
         """Done callback of calls, which holds on to the RRef."""
 
     def _call_method(self, name: str, timeout: float | Unset, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        context = self._context
-        future = OwnerFuture(loop=context.agent.loop)
+        agent, owner = self._context.agent, self._owner
+        future = OwnerFuture(loop=agent.loop)
+        future.owner = owner.name
         arguments = (*self._target(), name, *args)
-        context.agent.call(self._owner.name, call_method, arguments, kwargs, timeout, depth=2, future=future)
+        agent.call(address_of(owner), call_method, arguments, kwargs, timeout, depth=2, future=future)
         self._live_until(future)
         return future
 
@@ -308,8 +306,10 @@ class RRef(Generic[T]):
         self, handler: Callable[..., Any], args: Sequence[Any], timeout: float | Unset, future: OwnerFuture
     ) -> None:
         """Call a function on the owner that is told how the value is named there: see `calls.held_value`."""
+        owner = self._owner
+        future.owner = owner.name
         arguments = (*self._target(), *args)
-        self._context.agent.call(self._owner.name, handler, arguments, None, timeout, depth=5, future=future)
+        self._context.agent.call(address_of(owner), handler, arguments, None, timeout, depth=5, future=future)
         self._live_until(future)
 
     def _remote_method(self, name: str, timeout: float | Unset, /, *args: Any, **kwargs: Any) -> RRef[Any]:
@@ -318,7 +318,7 @@ class RRef(Generic[T]):
             arguments = (*self._target(), name, *args)
         else:
             arguments = (self._rref, use.is_created, name, *args)
-        return create_remote(self._context, self._owner.name, call_method, arguments, kwargs, timeout, anchor=self)
+        return create_remote(self._context, self._owner, call_method, arguments, kwargs, timeout, anchor=self)
 
     def _stream_method(
         self, name: str | None, timeout: float | Unset, window: int, /, *args: Any, **kwargs: Any
@@ -327,10 +327,10 @@ class RRef(Generic[T]):
         future = OwnerFuture(loop=agent.loop)
         stream: Stream[Any]
         if name is None:
-            stream = agent.stream(self._owner.name, stream_items, self._target(), None, timeout, window, future)
+            stream = agent.stream(address_of(self._owner), stream_items, self._target(), None, timeout, window, future)
         else:
             arguments = (*self._target(), name, *args)
-            stream = agent.stream(self._owner.name, stream_method, arguments, kwargs, timeout, window, future)
+            stream = agent.stream(address_of(self._owner), stream_method, arguments, kwargs, timeout, window, future)
         stream.anchor = self
         return stream
 
@@ -339,9 +339,10 @@ class RRef(Generic[T]):
     def _get_type(self, timeout: float | Unset = UNSET) -> Future[type[T]]:
         """The type of the value, asked once; ``await`` it."""
         if self._type is None:
-            context = self._context
-            future = OwnerFuture(loop=context.agent.loop)
-            context.agent.call(self._owner.name, rref_typeof_on_owner, self._target(), None, timeout, future=future)
+            agent, owner = self._context.agent, self._owner
+            future = OwnerFuture(loop=agent.loop)
+            future.owner = owner.name
+            agent.call(address_of(owner), rref_typeof_on_owner, self._target(), None, timeout, future=future)
             self._live_until(future)
             self._type = future
         return self._type

@@ -6,9 +6,11 @@ from typing import TypeAlias
 
 import msgspec
 
-from arpc.rref.events import ForkId, RRefId, WorkerName
+from arpc.ids import WorkerInfo
+from arpc.rref.events import ForkId, RRefId
 
 __all__ = [
+    "AwaitCreation",
     "DropValue",
     "FailValue",
     "ForgetFork",
@@ -17,6 +19,7 @@ __all__ = [
     "MarkLost",
     "RunCreation",
     "SendChildAccept",
+    "SendCreationFailed",
     "SendForkRequest",
     "SendUserDelete",
 ]
@@ -25,7 +28,7 @@ __all__ = [
 class SendForkRequest(msgspec.Struct, frozen=True, gc=False):
     """Ask the owner to count a fork."""
 
-    to: WorkerName
+    to: WorkerInfo
     rref: RRefId
     fork: ForkId
     is_created: bool
@@ -34,17 +37,32 @@ class SendForkRequest(msgspec.Struct, frozen=True, gc=False):
 class SendChildAccept(msgspec.Struct, frozen=True, gc=False):
     """Tell the parent that its child is counted."""
 
-    to: WorkerName
+    to: WorkerInfo
     fork: ForkId
 
 
 class SendUserDelete(msgspec.Struct, frozen=True, gc=False):
     """Tell the owner that a user has ended."""
 
-    to: WorkerName
+    to: WorkerInfo
     rref: RRefId
     fork: ForkId
-    abandons: bool
+
+
+class SendCreationFailed(msgspec.Struct, frozen=True, gc=False):
+    """Tell the owner that the creation of a value was given up."""
+
+    to: WorkerInfo
+    rref: RRefId
+    fork: ForkId
+    number: int
+    reason: str
+
+
+class AwaitCreation(msgspec.Struct, frozen=True, gc=False):
+    """A value is expected. If its creation does not arrive in time, ask its creator whether it is still on its way."""
+
+    rref: RRefId
 
 
 class RunCreation(msgspec.Struct, frozen=True, gc=False):
@@ -60,9 +78,10 @@ class DropValue(msgspec.Struct, frozen=True, gc=False):
 
 
 class FailValue(msgspec.Struct, frozen=True, gc=False):
-    """Nobody will create it: tell those who wait."""
+    """It will never be created: all that wait for it, or ask for it later, get an error with the reason."""
 
     rref: RRefId
+    reason: str
 
 
 class ForgetFork(msgspec.Struct, frozen=True, gc=False):
@@ -87,6 +106,8 @@ Instruction: TypeAlias = (
     SendForkRequest
     | SendChildAccept
     | SendUserDelete
+    | SendCreationFailed
+    | AwaitCreation
     | RunCreation
     | DropValue
     | FailValue

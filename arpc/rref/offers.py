@@ -52,9 +52,9 @@ class OfferWatch:
         """Ask after forks now, as far as they have not been heard of."""
         for fork in forks:
             offer = self._forks.offers.get(fork)
-            if offer is None or offer.to == self._agent.info.name:
+            if offer is None or offer.to == self._agent.info:
                 continue
-            peer = self._agent.peer(offer.to)
+            peer = self._agent.peer(offer.to.id)
             connection = peer.connection if peer is not None else None
             if peer is not None and (peer.backlog or (connection is not None and connection.unsent_bytes)):
                 self.add(fork)  # it may not have left yet

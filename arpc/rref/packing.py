@@ -6,7 +6,7 @@ from typing import Any
 
 from arpc.agent.scope import current_scope
 from arpc.errors import SerializationError
-from arpc.ids import WorkerInfo
+from arpc.ids import WorkerInfo, creator_of
 from arpc.rref.context import RRefContext
 from arpc.rref.handle import RRef
 from arpc.rref.states import OwnerState
@@ -32,7 +32,7 @@ def reduce_rref(context: RRefContext, rref: RRef[Any], parcel: Parcel) -> tuple[
     use, value = rref._use, rref._value
     if use is not None:
         is_created = use.is_created
-        parcel.packed.append(lambda: context.on_loop(lambda: context.offer(number, fork, to.name, use.fork)))
+        parcel.packed.append(lambda: context.on_loop(lambda: context.offer(number, fork, to, use.fork)))
     else:
         assert value is not None
         owned = context.forks.owned.get(number)
@@ -40,7 +40,7 @@ def reduce_rref(context: RRefContext, rref: RRef[Any], parcel: Parcel) -> tuple[
 
         def share_and_offer() -> None:
             context.share(number, value)
-            context.offer(number, fork, to.name, None)
+            context.offer(number, fork, to, None)
 
         parcel.packed.append(lambda: context.on_loop(share_and_offer))
     owner = rref.owner()
@@ -54,9 +54,10 @@ def _rebuild(owner_name: str, owner_id: int, rref: int, fork: int, parent: str, 
     if scope is None or scope.worker is None:
         raise SerializationError("an RRef can be unpickled by a worker that received it in a call, and nowhere else")
     context: RRefContext = scope.worker.rref_context
-    owner = WorkerInfo(owner_name, owner_id)
-    held = context.receive(rref, fork, owner, parent, is_created=is_created)
-    made: RRef[Any] = RRef._make(context, rref, held, owner)
+    owner = context.identified(WorkerInfo(owner_name, owner_id))
+    # the id of a fork tells who made it, and that is who sends it
+    held = context.receive(rref, fork, owner, WorkerInfo(parent, creator_of(fork)), is_created=is_created)
+    made: RRef[Any] = RRef._make(context, rref, held)
     return made if context.skin is None else context.skin.wrap(made)
 
 

@@ -10,7 +10,9 @@ from functools import partial
 from typing import Any, Final, TypeAlias
 
 from arpc.agent.agent import Agent
+from arpc.agent.peers import PeerState
 from arpc.errors import ArpcError, CallError, ShutdownError, UnknownWorkerError
+from arpc.ids import WorkerInfo, address_of
 from arpc.log import get_logger
 from arpc.options import RpcOptions
 from arpc.rref.delivery import Numbers
@@ -21,8 +23,8 @@ __all__ = ["Item", "Post"]
 
 logger = get_logger("arpc.rref")
 
-Item: TypeAlias = tuple[int, ...]
-Settled: TypeAlias = Callable[[type[Message], WorkerName, Sequence[Item], Any, "Exception | None"], None]
+Item: TypeAlias = tuple[Any, ...]
+Settled: TypeAlias = Callable[[type[Message], WorkerInfo, Sequence[Item], Any, "Exception | None"], None]
 
 # Nobody waits for a delete: a few milliseconds gather what a loop drops one by one
 _DELETE_LINGER_S: Final = 0.005
@@ -43,7 +45,7 @@ class Post:
         self._retries = options.control_retries
         self._epoch = epoch
         self._settled = settled
-        self._waiting: dict[tuple[type[Message], WorkerName], list[Item]] = {}
+        self._waiting: dict[tuple[type[Message], WorkerInfo], list[Item]] = {}
         self._flush: asyncio.Handle | None = None
         self._is_lingering = False
         self._numbers: dict[WorkerName, Numbers] = {}
@@ -58,13 +60,13 @@ class Post:
         return not (self._waiting or self._in_flight)
 
     def numbers(self, to: WorkerName) -> Numbers:
-        """The numbers of messages to a peer."""
+        """The numbers of messages to a peer. They go on when another worker comes under its name."""
         numbers = self._numbers.get(to)
         if numbers is None:
             numbers = self._numbers[to] = Numbers()
         return numbers
 
-    def add(self, message: type[Message], to: WorkerName, item: Item) -> None:
+    def add(self, message: type[Message], to: WorkerInfo, item: Item) -> None:
         """Send an item with the next message of its kind."""
         if self._is_closed:
             return
@@ -98,19 +100,19 @@ class Post:
             for start in range(0, len(items), _ITEMS_PER_MESSAGE):
                 self._in_flight += 1
                 # the others may be handled twice, and numbers that nobody notes would be gaps
-                number = self.numbers(to).take() if message is RRefForkRequest else 0
+                number = self.numbers(to.name).take() if message is RRefForkRequest else 0
                 self._send(message, to, items[start : start + _ITEMS_PER_MESSAGE], number, attempt=0)
 
-    def _send(self, message: type[Message], to: WorkerName, items: list[Item], number: int, attempt: int) -> None:
+    def _send(self, message: type[Message], to: WorkerInfo, items: list[Item], number: int, attempt: int) -> None:
         if self._is_closed:
             return
         self.messages_sent += 1
         self.items_sent += len(items)
         flat = [part for item in items for part in item]
-        arguments = (self._epoch, number, self.numbers(to).oldest, flat)
+        arguments = (self._epoch, number, self.numbers(to.name).oldest, flat)
         answered = partial(self._answered, message, to, items, number, attempt)
         try:
-            future = self._agent.request(message, to, arguments, _ATTEMPT * self._backoff_s)
+            future = self._agent.request(message, address_of(to), arguments, _ATTEMPT * self._backoff_s)
         except ArpcError as error:
             self._failed(message, to, items, number, attempt, error)
         else:
@@ -119,7 +121,7 @@ class Post:
     def _answered(
         self,
         message: type[Message],
-        to: WorkerName,
+        to: WorkerInfo,
         items: list[Item],
         number: int,
         attempt: int,
@@ -134,16 +136,18 @@ class Post:
             self._settle(message, to, items, number, None, ShutdownError("the message was cancelled"))
 
     def _failed(
-        self, message: type[Message], to: WorkerName, items: list[Item], number: int, attempt: int, error: Exception
+        self, message: type[Message], to: WorkerInfo, items: list[Item], number: int, attempt: int, error: Exception
     ) -> None:
         if self._is_closed:
             return
         is_hopeless = isinstance(error, ShutdownError | UnknownWorkerError) or not isinstance(error, CallError)
-        if is_hopeless or attempt >= self._retries:
+        if is_hopeless or self._has_left(to) or attempt >= self._retries:
             level = (
                 logging.DEBUG if isinstance(error, CallError | ShutdownError | UnknownWorkerError) else logging.ERROR
             )
-            logger.log(level, "%s to worker %s is given up: %s", message.type.name, to, error, extra={"peer": to})
+            logger.log(
+                level, "%s to worker %s is given up: %s", message.type.name, to.name, error, extra={"peer": to.name}
+            )
             self._settle(message, to, items, number, None, error)
             return
         delay_s = self._backoff_s * _BACKOFF_FACTOR**attempt
@@ -155,17 +159,22 @@ class Post:
         timer = self._loop.call_later(delay_s, again)
         self._retrying.add(timer)
 
+    def _has_left(self, worker: WorkerInfo) -> bool:
+        """Whether a worker said goodbye: that incarnation of it never comes back."""
+        peer = self._agent.peer(address_of(worker))
+        return peer is not None and peer.info == worker and peer.state is PeerState.GONE
+
     def _settle(
         self,
         message: type[Message],
-        to: WorkerName,
+        to: WorkerInfo,
         items: list[Item],
         number: int,
         reply: Any,
         error: Exception | None,
     ) -> None:
         self._in_flight -= 1
-        self.numbers(to).settle(number)
+        self.numbers(to.name).settle(number)
         if not self._is_closed:
             self._settled(message, to, items, reply, error)
 

@@ -11,7 +11,7 @@ from typing import Literal
 from arpc.ids import GloballyUniqueId
 from arpc.log import get_logger
 from arpc.rref.context import RRefContext
-from arpc.rref.states import UserState
+from arpc.rref.states import UNANSWERED, UserState
 from arpc.rref.values import Value
 
 __all__ = ["RRefRow", "find_held", "find_survivors", "report_leaks", "report_survivors", "rref_rows", "rref_statistics"]
@@ -62,7 +62,7 @@ def rref_rows(context: RRefContext) -> list[RRefRow]:
                 context.info.name,
                 owned.state.name.lower(),
                 value.type_name if value is not None else "not there yet",
-                dict(Counter(owned.forks.values())),
+                dict(Counter(holder.name for holder in owned.forks.values())),
                 owned.holds,
                 _made(value) if value is not None else "",
                 now - owned.since,
@@ -71,7 +71,8 @@ def rref_rows(context: RRefContext) -> list[RRefRow]:
     for user in context.forks.users.values():
         rref, fork = GloballyUniqueId.from_int(user.rref), GloballyUniqueId.from_int(user.fork)
         age_s = now - user.since
-        row = RRefRow(rref, fork, "user", user.owner, user.state.name.lower(), "", {}, user.handles, user.made, age_s)
+        state = user.state.name.lower()
+        row = RRefRow(rref, fork, "user", user.owner.name, state, "", {}, user.handles, user.made, age_s)
         rows.append(row)
     return rows
 
@@ -86,7 +87,7 @@ def rref_statistics(context: RRefContext) -> dict[str, int]:
     return {
         "num_owner_rrefs": len(context.forks.owned),
         "num_forks": sum(len(owned.forks) for owned in context.forks.owned.values()),
-        "num_pending_users": sum(user.state in {UserState.CREATING, UserState.REQUESTED} for user in users),
+        "num_pending_users": sum(user.state in UNANSWERED for user in users),
         "num_pending_futures": sum(user.state is UserState.CREATING for user in users),
         "num_users": len(users),
         "num_offers": len(context.forks.offers),

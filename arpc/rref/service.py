@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from arpc.agent.agent import Agent
 from arpc.agent.executor import Wrapper
 from arpc.agent.scope import current_scope
 from arpc.errors import RRefError
-from arpc.ids import GloballyUniqueId, WorkerInfo
+from arpc.ids import GloballyUniqueId, WorkerId, WorkerInfo
 from arpc.rref import events, instructions
 from arpc.rref.arrivals import Arrivals
 from arpc.rref.delivery import Window
-from arpc.rref.events import RRefId, WorkerName
+from arpc.rref.events import RRefId
 from arpc.rref.forks import Forks
 from arpc.rref.uses import Use
 from arpc.rref.values import NOTHING, Value
@@ -22,6 +22,8 @@ from arpc.wire.messages import (
     Message,
     RRefChildAccept,
     RRefCreate,
+    RRefCreationFailed,
+    RRefCreationQuery,
     RRefFetch,
     RRefForkQuery,
     RRefForkRequest,
@@ -31,18 +33,29 @@ from arpc.wire.messages import (
 __all__ = ["ControlService"]
 
 _text = GloballyUniqueId.from_int
+_LONGEST_REASON: Final = 1000
 
 
-def _caller() -> WorkerName:
+def _caller() -> WorkerInfo:
     scope = current_scope.get()
     assert scope is not None
     assert scope.caller is not None  # these are handlers
-    return scope.caller.name
+    return scope.caller
 
 
-def _in_threes(flat: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def _in_pairs(flat: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    parts = iter(flat)
+    return zip(parts, parts, strict=True)
+
+
+def _in_threes(flat: Sequence[Any]) -> Iterator[tuple[Any, Any, Any]]:
     parts = iter(flat)
     return zip(parts, parts, parts, strict=True)
+
+
+def _in_fours(flat: Sequence[Any]) -> Iterator[tuple[Any, Any, Any, Any]]:
+    parts = iter(flat)
+    return zip(parts, parts, parts, parts, strict=True)
 
 
 class ControlService:
@@ -59,7 +72,7 @@ class ControlService:
     carry_out: Callable[[Sequence[instructions.Instruction]], None]
 
     def __init__(self) -> None:
-        self.windows: dict[tuple[WorkerName, int], Window] = {}
+        self.windows: dict[tuple[WorkerId, int], Window] = {}
         self._arrivals = Arrivals(self)
 
     @property
@@ -70,6 +83,8 @@ class ControlService:
             RRefChildAccept: self._on_child_accept,
             RRefUserDelete: self._on_user_delete,
             RRefForkQuery: self._on_fork_query,
+            RRefCreationFailed: self._on_creation_failed,
+            RRefCreationQuery: self._on_creation_query,
         }
 
     @property
@@ -88,16 +103,16 @@ class ControlService:
             return NotImplemented
         return value.content
 
-    def is_new(self, caller: WorkerName, incarnation: int, number: int, oldest: int) -> bool:
+    def is_new(self, caller: WorkerId, incarnation: int, number: int, oldest: int) -> bool:
         """Whether a numbered message comes for the first time."""
         window = self.windows.get((caller, incarnation))
         if window is None:
             window = self.windows[caller, incarnation] = Window()
         return window.admit(number, oldest)
 
-    def forget_deliveries(self, name: WorkerName) -> None:
+    def forget_deliveries(self, worker: WorkerId) -> None:
         """What a lost worker sent will not come again."""
-        for key in [key for key in self.windows if key[0] == name]:
+        for key in [key for key in self.windows if key[0] == worker]:
             del self.windows[key]
 
     async def _on_fetch(self, rref: int, is_created: bool) -> Any:
@@ -106,7 +121,7 @@ class ControlService:
         if held is not None and held.stays:
             raise RRefError(
                 f"RRef {_text(rref)} is an RRef to a ScriptModule. It can't be sent through RPC from owner, "
-                f"{self.info}, to user {_caller()!r}: call its methods there, as in "
+                f"{self.info}, to user {_caller().name!r}: call its methods there, as in "
                 f"`await rref.rpc_sync().forward(...)`"
             )
         return value
@@ -114,7 +129,7 @@ class ControlService:
     async def _on_fork_request(self, incarnation: int, number: int, oldest: int, items: list[int]) -> list[int]:
         """The answer: which forks are not counted, because their value is gone."""
         caller = _caller()
-        if self.is_new(caller, incarnation, number, oldest):
+        if self.is_new(caller.id, incarnation, number, oldest):
             for rref, id_, is_created in _in_threes(items):
                 self.happened(events.ForkRequested(rref, id_, caller, bool(is_created)))
         # One that comes again is answered as before: a fork cannot end before this answer
@@ -126,8 +141,20 @@ class ControlService:
 
     async def _on_user_delete(self, incarnation: int, number: int, oldest: int, items: list[int]) -> None:
         user_deleted = self.forks.user_deleted
-        for rref, id_, abandons in _in_threes(items):
-            self.carry_out(user_deleted(rref, id_, bool(abandons)))
+        for rref, id_ in _in_pairs(items):
+            self.carry_out(user_deleted(rref, id_))
+
+    async def _on_creation_failed(self, incarnation: int, number: int, oldest: int, items: list[Any]) -> None:
+        caller = _caller()
+        for rref, id_, of_creation, reason in _in_fours(items):
+            # A creation that has arrived goes on. One that has not is not taken any more: its number is used now
+            if self.is_new(caller.id, incarnation, of_creation, oldest):
+                self.happened(events.CreationAbandoned(rref, id_, caller, str(reason)[:_LONGEST_REASON]))
+
+    async def _on_creation_query(self, incarnation: int, number: int, oldest: int, items: list[int]) -> list[int]:
+        """The answer: which values this worker has not asked the caller to create, or does not want any more."""
+        under_way = self.forks.creations_under_way(_caller())
+        return [rref for rref in items if rref not in under_way]
 
     async def _on_fork_query(self, incarnation: int, number: int, oldest: int, items: list[int]) -> list[int] | None:
         """The answer: which forks are not known here, and never will be. None: ask again later."""
@@ -135,7 +162,7 @@ class ControlService:
         # what arrived before this message may have to be unpacked yet: it is, in the next turns of the loop
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        peer = self.agent.peer(caller)
+        peer = self.agent.peer(caller.id)
         connection = peer.connection if peer is not None else None
         if connection is not None and (connection.owner.inbound.waiting or not connection.protocol.is_between_frames):
             return None

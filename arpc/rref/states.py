@@ -10,19 +10,21 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from arpc.ids import WorkerInfo
 from arpc.rref.events import (
+    CreationAbandoned,
     CreationArrived,
     CreationConfirmed,
+    CreationDenied,
     CreationEnded,
     CreationFailed,
     Event,
+    FailureAcknowledged,
     ForkConfirmed,
     ForkId,
     ForkRefused,
     PeerLost,
     RRefId,
-    UserDeleted,
-    WorkerName,
 )
 
 __all__ = [
@@ -45,8 +47,10 @@ class UserState(Enum):
     REQUESTED = auto()
     """The owner was asked to count this fork, and has not answered."""
     CONFIRMED = auto()
+    FAILING = auto()
+    """The creation was given up here, and the owner has not acknowledged that."""
     FAILED = auto()
-    """The creation may or may not have happened."""
+    """The owner knows that the creation was given up. It may have happened all the same."""
     LOST = auto()
     """The owner, or the value, is gone."""
 
@@ -57,34 +61,37 @@ class OwnerState(Enum):
     """How far a value is."""
 
     EXPECTED = auto()
-    """Users know of it, but its creation has not arrived yet: theirs came by another way."""
+    """Users know of it, but its creation has not arrived yet: their messages came over other connections."""
     CREATING = auto()
     READY = auto()
     ABANDONED = auto()
-    """Its creation will not arrive."""
+    """Its creation will not arrive, or will be refused if it does. Kept while it has users, who get an error."""
 
     __hash__ = object.__hash__  # as above
 
 
-UNANSWERED: Final = frozenset((UserState.CREATING, UserState.REQUESTED))
+UNANSWERED: Final = frozenset((UserState.CREATING, UserState.REQUESTED, UserState.FAILING))
 
 # An event that is not listed for a state does not concern it: it came twice, or too late to matter.
 USER_TRANSITIONS: Final[Mapping[tuple[UserState, type[Event]], UserState]] = MappingProxyType(
     {
         (UserState.CREATING, CreationConfirmed): UserState.CONFIRMED,
-        (UserState.CREATING, CreationFailed): UserState.FAILED,
+        (UserState.CREATING, CreationFailed): UserState.FAILING,
         (UserState.CREATING, PeerLost): UserState.LOST,
         (UserState.REQUESTED, ForkConfirmed): UserState.CONFIRMED,
         (UserState.REQUESTED, ForkRefused): UserState.LOST,
         (UserState.REQUESTED, PeerLost): UserState.LOST,
         (UserState.CONFIRMED, PeerLost): UserState.LOST,
+        (UserState.FAILING, FailureAcknowledged): UserState.FAILED,
+        (UserState.FAILING, PeerLost): UserState.LOST,
         (UserState.FAILED, PeerLost): UserState.LOST,
     }
 )
 OWNER_TRANSITIONS: Final[Mapping[tuple[OwnerState, type[Event]], OwnerState]] = MappingProxyType(
     {
         (OwnerState.EXPECTED, CreationArrived): OwnerState.CREATING,
-        (OwnerState.EXPECTED, UserDeleted): OwnerState.ABANDONED,  # by its creator only
+        (OwnerState.EXPECTED, CreationAbandoned): OwnerState.ABANDONED,
+        (OwnerState.EXPECTED, CreationDenied): OwnerState.ABANDONED,
         (OwnerState.EXPECTED, PeerLost): OwnerState.ABANDONED,
         (OwnerState.CREATING, CreationEnded): OwnerState.READY,
     }
@@ -96,9 +103,10 @@ class UserFork(msgspec.Struct, eq=False):
 
     rref: RRefId
     fork: ForkId
-    owner: WorkerName
-    parent: WorkerName
-    """Who sent it; empty if it was made here."""
+    owner: WorkerInfo
+    """Its id is unknown until there is a connection, if only the name was known when it was made."""
+    parent: WorkerInfo
+    """Who sent it; this worker itself if it was made here."""
     state: UserState
     is_created: bool
     """It is certain that the creation has reached the owner."""
@@ -113,7 +121,7 @@ class Offer(NamedTuple):
     """A fork that was sent to another worker."""
 
     rref: RRefId
-    to: WorkerName
+    to: WorkerInfo
     parent: ForkId | None
     """What it was made from; None on the owner."""
 
@@ -123,7 +131,7 @@ class Owned(msgspec.Struct, eq=False):
 
     rref: RRefId
     state: OwnerState
-    forks: dict[ForkId, WorkerName] = msgspec.field(default_factory=dict)
+    forks: dict[ForkId, WorkerInfo] = msgspec.field(default_factory=dict)
     """Users that are counted, and who they belong to."""
     holds: int = 0
     """Handles on this worker, those who wait for the value, and the creation while it runs."""

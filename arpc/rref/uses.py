@@ -7,7 +7,7 @@ from typing import Any
 from arpc.agent.failures import is_of_handler
 from arpc.agent.functions import name_of
 from arpc.agent.future import Future
-from arpc.errors import CallCancelledError, OwnerLostError, WorkerLostError
+from arpc.errors import CallCancelledError, OwnerLostError, UnknownWorkerError, WorkerLostError
 from arpc.ids import GloballyUniqueId
 from arpc.rref.states import UserFork, UserState
 from arpc.rref.values import fresh
@@ -18,7 +18,14 @@ __all__ = ["FetchFuture", "OwnerFuture", "Use", "as_owner_lost"]
 class OwnerFuture(Future[Any]):
     """The future of a call to an owner: if the worker that is called is lost, the owner is."""
 
+    owner = ""
+    """The name of the worker that owns a value. Empty if it is about to be asked for one, and may never have been."""
+
     def set_exception(self, exception: type | BaseException) -> None:
+        if self.owner and isinstance(exception, UnknownWorkerError):
+            lost = OwnerLostError(f"the owner {self.owner!r} is gone: {exception}", self.owner, may_have_run=False)
+            lost.__cause__ = exception
+            exception = lost
         super().set_exception(as_owner_lost(exception) if isinstance(exception, Exception) else exception)
 
 
@@ -43,8 +50,6 @@ class FetchFuture(OwnerFuture):
             lost.__cause__ = exception
             exception = lost
         super().set_exception(exception)
-
-    owner = ""
 
 
 class Use(UserFork):

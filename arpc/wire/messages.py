@@ -46,6 +46,8 @@ __all__ = [
     "Proof",
     "RRefChildAccept",
     "RRefCreate",
+    "RRefCreationFailed",
+    "RRefCreationQuery",
     "RRefFetch",
     "RRefForkQuery",
     "RRefForkRequest",
@@ -89,6 +91,8 @@ class MessageType(IntEnum):
     RREF_CHILD_ACCEPT = 35
     RREF_USER_DELETE = 36
     RREF_FORK_QUERY = 37
+    RREF_CREATION_FAILED = 38
+    RREF_CREATION_QUERY = 39
     AUTOGRAD_GRADIENTS = 40
     AUTOGRAD_ABORT = 41
     AUTOGRAD_RELEASE = 42
@@ -318,6 +322,18 @@ class RRefForkQuery(Message):
     """To a worker that forks were sent to, and that is silent since: did they arrive? If not, they never shall."""
 
     type = MessageType.RREF_FORK_QUERY
+
+
+class RRefCreationFailed(Message):
+    """To an owner, from the worker that wanted values created: their creations were given up. Run none that is late."""
+
+    type = MessageType.RREF_CREATION_FAILED
+
+
+class RRefCreationQuery(Message):
+    """To a worker whose creations are awaited by others, and do not arrive: say which are not on their way."""
+
+    type = MessageType.RREF_CREATION_QUERY
 
 
 # -- distributed autograd: requests of their own, answered like calls; see autograd.service for what is in them

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from arpc.ids import IdAllocator
+from arpc.ids import IdAllocator, WorkerInfo, creator_of
 from arpc.rref import events as e
 from arpc.rref import instructions as i
 from arpc.rref import states
@@ -35,6 +35,11 @@ class Packet:
         """The others are sent again until they are answered, so they arrive in the end."""
         return self.kind in {"offer", "create"}
 
+    @property
+    def is_a_question(self) -> bool:
+        """It is answered. Who asks a worker that is gone is told so."""
+        return self.kind in {"request", "query", "failed", "creation_query"}
+
 
 @dataclass
 class Machine:
@@ -56,12 +61,24 @@ class Network:
     """Some workers, and what is between them."""
 
     def __init__(self, size: int) -> None:
-        self.machines = [Machine(id_, Forks(f"w{id_}", id_, states.UserFork), IdAllocator(id_)) for id_ in range(size)]
+        self.machines: list[Machine] = []
+        for id_ in range(size):
+            self._start(f"w{id_}")
         self.bag: list[Packet] = []
         self.owner_of: dict[int, int] = {}
         self.values: set[int] = set()
-        self.creators: dict[int, int] = {}
+        self.failed: set[int] = set()
+        """Those whose users were told that they are never created."""
+        self.creators: dict[int, tuple[int, int]] = {}
+        """Creations that have not ended: RRef and number, by their first fork."""
         self.deaths = 0
+
+    def _start(self, name: str) -> None:
+        me = WorkerInfo(name, len(self.machines))
+        self.machines.append(Machine(me.id, Forks(me, states.UserFork), IdAllocator(me.id)))
+
+    def info(self, id_: int) -> WorkerInfo:
+        return self.machines[id_].forks.me
 
     # -- what users do
 
@@ -69,14 +86,15 @@ class Network:
         machine = self.machines[on]
         rref, fork = machine.ids.next_number(), machine.ids.next_number()
         self.owner_of[rref] = owner
-        self.creators[fork] = rref
-        self._happened(machine, e.CreationStarted(rref, fork, f"w{owner}"))
+        self._happened(machine, e.CreationStarted(rref, fork, self.info(owner)))
         if on == owner:
             machine.owner_handles.append(rref)
         else:
             machine.user_handles.append(fork)
         numbers = machine.numbers.setdefault(owner, Numbers())
-        self.bag.append(Packet("create", on, owner, (rref, fork), numbers.take(), numbers.oldest))
+        number = numbers.take()
+        self.creators[fork] = rref, number
+        self.bag.append(Packet("create", on, owner, (rref, fork), number, numbers.oldest))
 
     def share(self, on: int) -> None:
         machine = self.machines[on]
@@ -89,10 +107,10 @@ class Network:
     def send_user(self, on: int, which: int, to: int) -> None:
         machine = self.machines[on]
         user = machine.forks.users[machine.user_handles[which]]
-        if user.state in {states.UserState.FAILED, states.UserState.LOST}:
+        if user.state in {states.UserState.FAILING, states.UserState.FAILED, states.UserState.LOST}:
             return  # its handle raises
         child = machine.ids.next_number()
-        self._happened(machine, e.ForkOffered(user.rref, child, f"w{to}", user.fork))
+        self._happened(machine, e.ForkOffered(user.rref, child, self.info(to), user.fork))
         self._offer(on, to, user.rref, child, user.is_created)
 
     def send_owner(self, on: int, which: int, to: int) -> None:
@@ -100,12 +118,12 @@ class Network:
         rref = machine.owner_handles[which]
         owned = machine.forks.owned[rref]
         child = machine.ids.next_number()
-        self._happened(machine, e.ForkOffered(rref, child, f"w{to}", None))
+        self._happened(machine, e.ForkOffered(rref, child, self.info(to), None))
         self._offer(on, to, rref, child, owned.state is not states.OwnerState.EXPECTED)
 
     def _offer(self, on: int, to: int, rref: int, child: int, is_created: bool) -> None:
-        owner = f"w{self.owner_of[rref]}"
-        self.bag.append(Packet("offer", on, to, (rref, child, owner, f"w{on}", is_created)))
+        owner = self.info(self.owner_of[rref])
+        self.bag.append(Packet("offer", on, to, (rref, child, owner, self.info(on), is_created)))
 
     def drop_user(self, on: int, which: int) -> None:
         machine = self.machines[on]
@@ -119,10 +137,10 @@ class Network:
         machine = self.machines[on]
         rref, request = machine.running.pop(which)
         self._happened(machine, e.CreationEnded(rref))
-        self.bag.append(Packet("created", on, request.source, (request.content[1], request.number)))
+        self.bag.append(Packet("created", on, request.source, (request.content[1],)))
 
     def time_out_creation(self, on: int, fork: int) -> None:
-        self._creation_settled(self.machines[on], fork, None, failed=True)
+        self._creation_settled(self.machines[on], fork, failed=True)
 
     # -- what the network does
 
@@ -139,14 +157,14 @@ class Network:
         if packet.may_be_lost:
             del self.bag[which]
             if packet.kind == "create":
-                self._creation_settled(self.machines[packet.source], packet.content[1], packet.number, failed=True)
+                self._creation_settled(self.machines[packet.source], packet.content[1], failed=True)
 
     def query(self, on: int) -> None:
         """Ask after every offer that cannot be on its way any more."""
         under_way = {packet.content[1] for packet in self.bag if packet.kind == "offer"}
         asked = {packet.content[0] for packet in self.bag if packet.kind in {"query", "answer"}}
         for fork, offer in self.machines[on].forks.offers.items():
-            to = int(offer.to[1:])
+            to = offer.to.id
             if fork not in under_way | asked and to != on and self.machines[to].is_alive:
                 self.bag.append(Packet("query", on, to, (fork,)))
 
@@ -167,30 +185,58 @@ class Network:
                 if machine.is_alive:
                     self._lost_to_oneself(machine)
                     self.query(machine.id)
+                    self.ask_creators(machine.id)
             if not self.bag:
                 return
         raise AssertionError(f"the network does not come to rest: {self.bag}")
 
+    def ask_creators(self, on: int) -> None:
+        """Ask after every creation that a worker waits for."""
+        asked = {packet.content[0] for packet in self.bag if packet.kind in {"creation_query", "creation_answer"}}
+        for rref in list(self.machines[on].forks.owned):
+            if self.machines[on].forks.is_expected(rref) and creator_of(rref) != on and rref not in asked:
+                self.bag.append(Packet("creation_query", on, creator_of(rref), (rref,)))
+
     def _lost_to_oneself(self, machine: Machine) -> None:
         # nothing is lost between a worker and itself but what was thrown out of the bag here
         for fork, offer in list(machine.forks.offers.items()):
-            if offer.to == machine.forks.name and fork not in machine.forks.users:
+            if offer.to == machine.forks.me and fork not in machine.forks.users:
                 self._happened(machine, e.OfferRefused(fork))
 
     def kill(self, which: int) -> None:
         """A worker dies. Its grace period outlasts whatever is on its way between the others."""
+        self._end(which)
+        self.arrive()
+        for machine in self.machines:
+            if machine.is_alive:
+                self._lost(machine, which)
+        self.settle()
+
+    def restart(self, which: int) -> None:
+        """A worker dies and comes back under its name. Others hear of that at any time, in any order."""
+        self._end(which)
+        self._start(self.info(which).name)
+        for machine in self.machines[:-1]:
+            if machine.is_alive:
+                self.bag.append(Packet("lost", machine.id, machine.id, (which,)))
+                self.bag.append(Packet("connected", machine.id, machine.id, (len(self.machines) - 1,)))
+
+    def _end(self, which: int) -> None:
         dead = self.machines[which]
         dead.is_alive = False
         self.deaths += 1
         dead.user_handles.clear()
         dead.owner_handles.clear()
         dead.running.clear()
-        self.arrive()
-        for machine in self.machines:
-            if machine.is_alive:
-                self._happened(machine, e.PeerLost(dead.forks.name, dead.id))
-                machine.windows.pop(which, None)
-        self.settle()
+
+    def _lost(self, machine: Machine, dead: int) -> None:
+        # nothing comes over a connection that has ended
+        self.bag = [packet for packet in self.bag if (packet.source, packet.target) != (dead, machine.id)]
+        for fork, (rref, _) in list(self.creators.items()):
+            if creator_of(fork) == machine.id and self.owner_of[rref] == dead:
+                self._creation_settled(machine, fork, failed=True)
+        self._happened(machine, e.PeerLost(self.info(dead)))
+        machine.windows.pop(dead, None)
 
     # -- inside
 
@@ -198,38 +244,76 @@ class Network:
         target = self.machines[packet.target]
         if target.is_alive:
             getattr(self, f"_{packet.kind}_arrived")(target, packet)
-        elif packet.kind == "create":
-            self._creation_settled(self.machines[packet.source], packet.content[1], packet.number, failed=True)
+            return
+        source = self.machines[packet.source]
+        if packet.kind == "create":
+            self._creation_settled(source, packet.content[1], failed=True)
+        elif packet.is_a_question and source.is_alive:
+            self._lost(source, target.id)
+
+    def _lost_arrived(self, target: Machine, packet: Packet) -> None:
+        self._lost(target, packet.content[0])
+
+    def _connected_arrived(self, target: Machine, packet: Packet) -> None:
+        self._happened(target, e.PeerConnected(self.info(packet.content[0])))
 
     def _is_new(self, target: Machine, packet: Packet) -> bool:
         return target.windows.setdefault(packet.source, Window()).admit(packet.number, packet.oldest)
 
     def _create_arrived(self, target: Machine, packet: Packet) -> None:
         rref, fork = packet.content
-        if self._is_new(target, packet) and self._happened(target, e.CreationArrived(rref, fork, f"w{packet.source}")):
+        if self._is_new(target, packet) and self._happened(
+            target, e.CreationArrived(rref, fork, self.info(packet.source))
+        ):
             target.running.append((rref, packet))
 
     def _created_arrived(self, target: Machine, packet: Packet) -> None:
-        fork, number = packet.content
-        self._creation_settled(target, fork, number, failed=False)
+        self._creation_settled(target, packet.content[0], failed=False)
 
-    def _creation_settled(self, machine: Machine, fork: int, number: int | None, *, failed: bool) -> None:
-        rref = self.creators.pop(fork, None)
-        if rref is None or not machine.is_alive:
+    def _creation_settled(self, machine: Machine, fork: int, *, failed: bool) -> None:
+        creation = self.creators.pop(fork, None)
+        if creation is None or not machine.is_alive:
             return
+        rref, number = creation
         owner = self.owner_of[rref]
-        if number is not None:
-            machine.numbers[owner].settle(number)
         if owner == machine.id:
-            self._happened(machine, e.UserDeleted(rref, fork, abandons=failed))
-        else:
-            self._happened(machine, e.CreationFailed(fork) if failed else e.CreationConfirmed(fork))
+            window, oldest = machine.windows.setdefault(owner, Window()), machine.numbers[owner].oldest
+            if failed and window.admit(number, oldest):
+                self._happened(machine, e.CreationAbandoned(rref, fork, machine.forks.me, "failed"))
+            self._happened(machine, e.UserDeleted(rref, fork))
+        elif failed and machine.forks.users[fork].state is states.UserState.CREATING:
+            self._happened(machine, e.CreationFailed(fork, number, "failed"))
+            return  # the number is in use until the owner has answered
+        elif not failed:
+            self._happened(machine, e.CreationConfirmed(fork))
+        machine.numbers[owner].settle(number)
+
+    def _failed_arrived(self, target: Machine, packet: Packet) -> None:
+        rref, fork, number = packet.content
+        if target.windows.setdefault(packet.source, Window()).admit(number, packet.oldest):
+            self._happened(target, e.CreationAbandoned(rref, fork, self.info(packet.source), "failed"))
+        self.bag.append(Packet("acknowledged", target.id, packet.source, (fork, number)))
+
+    def _acknowledged_arrived(self, target: Machine, packet: Packet) -> None:
+        fork, number = packet.content
+        target.numbers[packet.source].settle(number)
+        self._happened(target, e.FailureAcknowledged(fork))
+
+    def _creation_query_arrived(self, target: Machine, packet: Packet) -> None:
+        rref = packet.content[0]
+        is_under_way = rref in target.forks.creations_under_way(self.info(packet.source))
+        self.bag.append(Packet("creation_answer", target.id, packet.source, (rref, is_under_way)))
+
+    def _creation_answer_arrived(self, target: Machine, packet: Packet) -> None:
+        rref, is_under_way = packet.content
+        if not is_under_way:
+            self._happened(target, e.CreationDenied(rref))
 
     def _offer_arrived(self, target: Machine, packet: Packet) -> None:
         rref, fork, owner, parent, is_created = packet.content
         refused = target.forks.refuses(fork)
         self._happened(target, e.ForkReceived(rref, fork, owner, parent, is_created))
-        if owner == target.forks.name:
+        if owner == target.forks.me:
             if not refused and rref in target.forks.owned:
                 target.owner_handles.append(rref)
         elif fork in target.forks.users:
@@ -238,7 +322,7 @@ class Network:
     def _request_arrived(self, target: Machine, packet: Packet) -> None:
         rref, fork, is_created = packet.content
         if self._is_new(target, packet):
-            self._happened(target, e.ForkRequested(rref, fork, f"w{packet.source}", is_created))
+            self._happened(target, e.ForkRequested(rref, fork, self.info(packet.source), is_created))
         is_counted = target.forks.counts(rref, fork)
         self.bag.append(Packet("reply", target.id, packet.source, (fork, is_counted, packet.number)))
 
@@ -256,7 +340,7 @@ class Network:
     def _query_arrived(self, target: Machine, packet: Packet) -> None:
         fork = packet.content[0]
         is_known = target.forks.knows(fork)
-        self._happened(target, e.OfferQueried(fork, f"w{packet.source}"))
+        self._happened(target, e.OfferQueried(fork, self.info(packet.source)))
         self.bag.append(Packet("answer", target.id, packet.source, (fork, is_known)))
 
     def _answer_arrived(self, target: Machine, packet: Packet) -> None:
@@ -268,21 +352,28 @@ class Network:
         for instruction in machine.forks.handle(event):
             match instruction:
                 case i.SendForkRequest(to, rref, fork, is_created):
-                    numbers = machine.numbers.setdefault(int(to[1:]), Numbers())
-                    packet = Packet("request", machine.id, int(to[1:]), (rref, fork, is_created), numbers.take())
+                    numbers = machine.numbers.setdefault(to.id, Numbers())
+                    packet = Packet("request", machine.id, to.id, (rref, fork, is_created), numbers.take())
                     self.bag.append(
                         Packet(packet.kind, packet.source, packet.target, packet.content, packet.number, numbers.oldest)
                     )
                 case i.SendChildAccept(to, fork):
-                    self.bag.append(Packet("accept", machine.id, int(to[1:]), (fork,)))
-                case i.SendUserDelete(to, rref, fork, abandons):
-                    self.bag.append(Packet("delete", machine.id, int(to[1:]), (rref, fork, abandons)))
+                    self.bag.append(Packet("accept", machine.id, to.id, (fork,)))
+                case i.SendUserDelete(to, rref, fork):
+                    self.bag.append(Packet("delete", machine.id, to.id, (rref, fork)))
+                case i.SendCreationFailed(to, rref, fork, number, _):
+                    oldest = machine.numbers[to.id].oldest
+                    self.bag.append(Packet("failed", machine.id, to.id, (rref, fork, number), 0, oldest))
+                case i.FailValue(rref):
+                    assert rref not in self.values, f"{rref} was created, and is said not to be"
+                    self.failed.add(rref)
                 case i.DropValue(rref):
                     if rref in self.values:  # else it was awaited only, and may still be created
                         self.values.discard(rref)
                         self._check_nobody_uses(rref)
                 case i.RunCreation(rref):
                     assert rref not in self.values, f"{rref} is created twice"
+                    assert rref not in self.failed, f"{rref} is created after its users were told that it never is"
                     self.values.add(rref)
                     runs = True
         return runs
@@ -298,4 +389,6 @@ class Network:
                 counts = user.state is states.UserState.CONFIRMED or (
                     user.state is states.UserState.REQUESTED and not self.deaths
                 )
-                assert not (user.rref == rref and counts), f"{rref} was dropped while {machine.forks.name} holds {fork}"
+                assert not (user.rref == rref and counts), (
+                    f"{rref} was dropped while {machine.forks.me.name} holds {fork}"
+                )

@@ -162,3 +162,42 @@ def repeat(text: str, count: int) -> str:
 
 async def repeat_later(text: str, count: int) -> str:
     return text * count
+
+
+async def call_next_twice(rref: arpc.RRef[Counter]) -> Counter:
+    return await rref.remote().next().remote().next()
+
+
+async def type_of(rref: arpc.RRef[Counter]) -> str:
+    return (await rref._get_type()).__name__
+
+
+async def sum_of_stream(rref: arpc.RRef[Counter]) -> int:
+    return sum([number async for number in rref.stream().numbers(3)])
+
+
+async def make_elsewhere(owner: str, timeout: float) -> arpc.RRef[Counter]:
+    return arpc.remote(owner, Counter, timeout=timeout)
+
+
+kept: list[arpc.RRef[int]] = []
+
+
+def keep(rref: arpc.RRef[int]) -> str:
+    kept.append(rref)
+    return arpc.get_worker_info().name
+
+
+async def use_kept() -> int:
+    return await kept[-1]
+
+
+def drop_kept() -> None:
+    kept.clear()
+
+
+runs: list[str] = []
+
+
+async def note_run(name: str) -> None:
+    runs.append(name)

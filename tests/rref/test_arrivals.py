@@ -11,6 +11,7 @@ import torch
 
 import arpc
 from arpc.rref import arrivals
+from arpc.rref.events import CreationAbandoned, UserDeleted
 from arpc.rref.labels import pack_label
 from arpc.testing import Cluster
 from arpc.wire.frames import frame
@@ -155,7 +156,7 @@ async def test_a_creation_that_was_given_up_before_it_came_is_refused(group: Clu
     await arpc.remote("worker1", objects.make_number, (0,))
     context = group[1].rref_context
     rref, fork = group[0].rref_context.ids.next_number(), group[0].rref_context.ids.next_number()
-    context.forks.user_deleted(rref, fork, True)
+    context.happened(CreationAbandoned(rref, fork, group[0].info, "it was cut"))
     peer = group[0].agent.known_peer("worker1")
     numbers = group[0].rref_context.post.numbers("worker1")
     number, oldest = numbers.take_with_oldest()
@@ -167,6 +168,7 @@ async def test_a_creation_that_was_given_up_before_it_came_is_refused(group: Clu
     with pytest.raises(arpc.RRefError, match="given up by worker 'worker0'"):
         await future
     numbers.settle(number)
+    context.happened(UserDeleted(rref, fork))
     assert rref not in context.forks.owned
 
 

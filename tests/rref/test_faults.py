@@ -231,7 +231,7 @@ async def test_leaks_are_reported(caplog):
         # a user that is counted but does not exist, as if its delete had been lost for good
         context = group[1].rref_context
         (owned,) = context.forks.owned.values()
-        owned.forks[context.ids.next()] = "worker0"
+        owned.forks[context.ids.next()] = group[0].info
     assert "1 RRefs leak" in caplog.text
     (row,) = group[1].leaked_rrefs
     assert row.type == "Counter"

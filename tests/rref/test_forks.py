@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from arpc.ids import GloballyUniqueId
+from arpc.ids import UNKNOWN_ID, GloballyUniqueId, WorkerInfo
 from arpc.rref.events import (
     ChildAccepted,
+    CreationAbandoned,
     CreationArrived,
     CreationConfirmed,
+    CreationDenied,
     CreationEnded,
     CreationFailed,
     CreationStarted,
     DeleteUndelivered,
     Event,
+    FailureAcknowledged,
     ForkConfirmed,
     ForkOffered,
     ForkReceived,
@@ -24,14 +27,15 @@ from arpc.rref.events import (
     OfferQueried,
     OfferRefused,
     OwnerHandleDropped,
+    PeerConnected,
     PeerLost,
-    PeerReturned,
     UserDeleted,
     ValueAwaited,
     ValueShared,
 )
 from arpc.rref.forks import Forks
 from arpc.rref.instructions import (
+    AwaitCreation,
     DropValue,
     FailValue,
     ForgetFork,
@@ -40,6 +44,7 @@ from arpc.rref.instructions import (
     MarkLost,
     RunCreation,
     SendChildAccept,
+    SendCreationFailed,
     SendForkRequest,
     SendUserDelete,
 )
@@ -56,7 +61,9 @@ def unique(created_on: int, local_id: int) -> int:
     return GloballyUniqueId(created_on, local_id).to_int()
 
 
-A, B, C = "a", "b", "c"
+A, B, C = WorkerInfo("a", 0), WorkerInfo("b", 1), WorkerInfo("c", 2)
+B_AGAIN = WorkerInfo("b", 3)  # started again, under the same name
+SOME_B = WorkerInfo("b", UNKNOWN_ID)
 R = unique(0, 0)  # made by a, whose id is 0
 F, G, H = unique(0, 1), unique(0, 2), unique(2, 0)
 OWN = unique(1, 0)  # made by b, the owner, whose id is 1
@@ -67,15 +74,15 @@ def run(forks: Forks[UserFork], *events: Event) -> list[Instruction]:
 
 
 def a() -> Forks[UserFork]:
-    return Forks(A, 0, UserFork)
+    return Forks(A, UserFork)
 
 
 def b() -> Forks[UserFork]:
-    return Forks(B, 1, UserFork)
+    return Forks(B, UserFork)
 
 
 def c() -> Forks[UserFork]:
-    return Forks(C, 2, UserFork)
+    return Forks(C, UserFork)
 
 
 # -- creator and owner
@@ -84,22 +91,22 @@ def c() -> Forks[UserFork]:
 def test_a_dropped_rref_is_deleted_once_its_creation_is_confirmed():
     forks = a()
     assert run(forks, CreationStarted(R, F, B), HandleDropped(F)) == []
-    assert run(forks, CreationConfirmed(F)) == [SendUserDelete(B, R, F, abandons=False)]
+    assert run(forks, CreationConfirmed(F)) == [SendUserDelete(B, R, F)]
     assert forks.is_idle
 
 
 def test_the_owner_keeps_a_value_while_a_fork_is_counted():
     forks = b()
     assert run(forks, CreationArrived(R, F, A), CreationEnded(R)) == [RunCreation(R)]
-    assert run(forks, ForkRequested(R, H, C, is_created=True), UserDeleted(R, F, abandons=False)) == []
-    assert run(forks, UserDeleted(R, H, abandons=False)) == [DropValue(R)]
+    assert run(forks, ForkRequested(R, H, C, is_created=True), UserDeleted(R, F)) == []
+    assert run(forks, UserDeleted(R, H)) == [DropValue(R)]
     assert forks.is_idle
 
 
 def test_a_value_is_not_dropped_while_its_function_runs():
     forks = b()
     run(forks, CreationArrived(R, F, A))
-    assert run(forks, UserDeleted(R, F, abandons=True)) == []
+    assert run(forks, UserDeleted(R, F)) == []
     assert run(forks, CreationEnded(R)) == [DropValue(R)]
 
 
@@ -114,38 +121,100 @@ def test_a_creation_on_oneself_is_held_by_its_handle_and_by_itself():
     assert not forks.users
     assert run(forks, CreationArrived(OWN, F, B), OwnerHandleDropped(OWN)) == [RunCreation(OWN)]
     assert run(forks, CreationEnded(OWN)) == []  # its own fork
-    assert run(forks, UserDeleted(OWN, F, abandons=False)) == [DropValue(OWN)]
+    assert run(forks, UserDeleted(OWN, F)) == [DropValue(OWN)]
 
 
-def test_a_failed_creation_is_abandoned_on_the_owner():
+def test_the_owner_is_told_at_once_that_a_creation_failed_and_then_that_its_user_ended():
     forks = a()
-    run(forks, CreationStarted(R, F, B), CreationFailed(F))
-    assert forks.users[F].state is UserState.FAILED
-    assert run(forks, HandleDropped(F)) == [SendUserDelete(B, R, F, abandons=True)]
+    run(forks, CreationStarted(R, F, B))
+    assert run(forks, CreationFailed(F, 7, "cut")) == [SendCreationFailed(B, R, F, 7, "cut")]
+    assert run(forks, CreationFailed(F, 7, "cut")) == []
+    assert run(forks, HandleDropped(F)) == []  # the news counts the fork, and its end must not overtake that
+    assert run(forks, FailureAcknowledged(F)) == [SendUserDelete(B, R, F)]
+    assert forks.is_idle
 
 
-@pytest.mark.parametrize(("event", "is_created"), [(CreationConfirmed, True), (CreationFailed, False)])
+def test_a_failed_creation_is_kept_for_its_children():
+    forks = a()
+    run(forks, CreationStarted(R, F, B), ForkOffered(R, G, C, F), CreationFailed(F, 7, "cut"), HandleDropped(F))
+    assert run(forks, FailureAcknowledged(F)) == []
+    assert run(forks, ChildAccepted(G)) == [SendUserDelete(B, R, F)]
+
+
+def test_an_owner_that_is_lost_need_not_acknowledge_a_failure():
+    forks = a()
+    run(forks, CreationStarted(R, F, B), CreationFailed(F, 7, "cut"), HandleDropped(F))
+    assert run(forks, PeerLost(B)) == [MarkLost(F), ForgetFork(F)]
+    assert run(forks, FailureAcknowledged(F)) == []
+    assert forks.is_idle
+
+
+@pytest.mark.parametrize(("event", "is_created"), [(CreationConfirmed(F), True), (CreationFailed(F, 1, ""), False)])
 def test_only_a_confirmed_creation_is_known_to_have_reached_its_owner(event, is_created):
     forks = a()
     run(forks, CreationStarted(R, F, B))
     assert not forks.users[F].is_created
-    run(forks, event(F))
+    run(forks, event)
     assert forks.users[F].is_created == is_created
 
 
 def test_a_creation_that_was_abandoned_before_it_arrives_is_not_run():
     forks = b()
-    assert run(forks, UserDeleted(R, F, abandons=True), CreationArrived(R, F, A)) == []
+    assert run(forks, CreationAbandoned(R, F, A, "cut")) == [FailValue(R, "cut")]
+    assert run(forks, CreationArrived(R, F, A)) == []
+    assert run(forks, UserDeleted(R, F)) == [DropValue(R)]
     assert forks.is_idle
+
+
+@pytest.mark.parametrize("ends", [[], [CreationEnded(R)]])
+def test_a_creation_that_has_arrived_is_not_abandoned_any_more(ends):
+    forks = b()
+    assert run(forks, CreationArrived(R, F, A), *ends) == [RunCreation(R)]
+    assert run(forks, CreationAbandoned(R, F, A, "cut"), CreationDenied(R)) == []
+    assert run(forks, *([] if ends else [CreationEnded(R)]), UserDeleted(R, F)) == [DropValue(R)]
 
 
 def test_users_of_an_abandoned_creation_hear_of_it():
     forks = b()
-    run(forks, ForkRequested(R, H, C, is_created=False))
+    assert run(forks, ForkRequested(R, H, C, is_created=False)) == [AwaitCreation(R)]
     assert forks.owned[R].state is OwnerState.EXPECTED
-    assert run(forks, UserDeleted(R, F, abandons=True)) == [FailValue(R)]
-    assert run(forks, CreationArrived(R, F, A)) == []
-    assert run(forks, UserDeleted(R, H, abandons=False)) == [DropValue(R)]
+    assert run(forks, CreationAbandoned(R, F, A, "cut")) == [FailValue(R, "cut")]
+    assert run(forks, CreationAbandoned(R, F, A, "cut")) == []
+    assert run(forks, CreationArrived(R, F, A), UserDeleted(R, F)) == []
+    assert run(forks, UserDeleted(R, H)) == [DropValue(R)]
+
+
+def test_users_that_come_after_a_creation_was_abandoned_find_the_error():
+    forks = b()
+    run(forks, CreationAbandoned(R, F, A, "cut"))
+    # the creator keeps its fork until they are counted
+    assert run(forks, ForkRequested(R, H, C, is_created=False), ValueAwaited(R, is_created=False)) == []
+    assert forks.counts(R, H)
+    assert run(forks, UserDeleted(R, F), OwnerHandleDropped(R)) == []
+    assert run(forks, UserDeleted(R, H)) == [DropValue(R)]
+    assert forks.is_idle
+
+
+def test_a_creation_that_its_creator_knows_nothing_of_is_not_expected_any_more():
+    forks = b()
+    run(forks, ForkRequested(R, H, C, is_created=False))
+    (failed,) = run(forks, CreationDenied(R))
+    assert failed == FailValue(R, failed.reason)
+    assert run(forks, CreationDenied(R), CreationArrived(R, F, A)) == []
+    assert run(forks, UserDeleted(R, H)) == [DropValue(R)]
+    assert run(forks, CreationDenied(R)) == []
+    assert forks.is_idle
+
+
+@pytest.mark.parametrize("owner", [B, SOME_B])
+def test_a_creator_knows_what_it_wants_created_and_by_whom(owner):
+    forks = a()
+    run(forks, CreationStarted(R, F, owner))
+    assert forks.creations_under_way(B) == {R}
+    assert not forks.creations_under_way(C)
+    assert forks.creations_under_way(B_AGAIN) == ({R} if owner == SOME_B else set())
+    run(forks, CreationFailed(F, 1, "cut"))
+    assert not forks.creations_under_way(B)
 
 
 # -- user to user
@@ -156,7 +225,7 @@ def test_a_child_asks_the_owner_and_then_tells_its_parent():
     assert run(forks, ForkReceived(R, G, B, A, is_created=True)) == [SendForkRequest(B, R, G, is_created=True)]
     assert forks.users[G].state is UserState.REQUESTED
     assert run(forks, ForkConfirmed(G)) == [MarkConfirmed(G), SendChildAccept(A, G)]
-    assert run(forks, HandleDropped(G)) == [SendUserDelete(B, R, G, abandons=False)]
+    assert run(forks, HandleDropped(G)) == [SendUserDelete(B, R, G)]
 
 
 @pytest.mark.parametrize("is_created", [True, False])
@@ -170,7 +239,7 @@ def test_a_parent_is_kept_until_its_child_is_accepted():
     forks = a()
     run(forks, CreationStarted(R, F, B), CreationConfirmed(F), ForkOffered(R, G, C, F))
     assert run(forks, HandleDropped(F)) == []
-    assert run(forks, ChildAccepted(G)) == [SendUserDelete(B, R, F, abandons=False)]
+    assert run(forks, ChildAccepted(G)) == [SendUserDelete(B, R, F)]
     assert run(forks, ChildAccepted(G)) == []
 
 
@@ -181,7 +250,7 @@ def test_a_dropped_child_still_waits_for_its_confirmation():
     assert run(forks, ForkConfirmed(G)) == [
         MarkConfirmed(G),
         SendChildAccept(A, G),
-        SendUserDelete(B, R, G, abandons=False),
+        SendUserDelete(B, R, G),
     ]
 
 
@@ -190,7 +259,7 @@ def test_a_fork_that_arrives_twice_is_one_fork_with_two_handles():
     run(forks, ForkReceived(R, G, B, A, is_created=True), ForkConfirmed(G))
     assert run(forks, ForkReceived(R, G, B, A, is_created=True)) == []
     assert run(forks, HandleDropped(G)) == []
-    assert run(forks, HandleDropped(G)) == [SendUserDelete(B, R, G, abandons=False)]
+    assert run(forks, HandleDropped(G)) == [SendUserDelete(B, R, G)]
 
 
 def test_a_refused_child_lets_its_parent_go():
@@ -207,7 +276,7 @@ def test_an_rref_sent_to_oneself_is_another_fork():
     assert run(forks, HandleDropped(F)) == []
     assert run(forks, ForkConfirmed(G)) == [
         MarkConfirmed(G),
-        SendUserDelete(B, R, F, abandons=False),
+        SendUserDelete(B, R, F),
     ]
 
 
@@ -218,7 +287,7 @@ def test_a_fork_of_the_owner_is_counted_when_it_is_sent():
     forks = b()
     run(forks, ValueShared(OWN), ForkOffered(OWN, G, C, None))
     assert run(forks, OwnerHandleDropped(OWN)) == []
-    assert run(forks, UserDeleted(OWN, G, abandons=False)) == [DropValue(OWN)]
+    assert run(forks, UserDeleted(OWN, G)) == [DropValue(OWN)]
     assert forks.is_idle
 
 
@@ -232,7 +301,7 @@ def test_the_owner_accepts_its_own_rref_at_once():
     forks = b()
     run(forks, CreationArrived(R, F, A), CreationEnded(R))
     assert run(forks, ForkReceived(R, G, B, A, is_created=True)) == [SendChildAccept(A, G)]
-    assert run(forks, UserDeleted(R, F, abandons=False)) == []
+    assert run(forks, UserDeleted(R, F)) == []
     assert run(forks, OwnerHandleDropped(R)) == [DropValue(R)]
 
 
@@ -250,10 +319,10 @@ def test_an_owner_that_sends_to_itself_counts_the_handle_not_the_fork():
 
 def test_a_value_can_be_awaited_before_its_creation_arrives():
     forks = b()
-    assert run(forks, ValueAwaited(R, is_created=False)) == []
+    assert run(forks, ValueAwaited(R, is_created=False)) == [AwaitCreation(R)]
     assert run(forks, CreationArrived(R, F, A), CreationEnded(R)) == [RunCreation(R)]
     assert run(forks, OwnerHandleDropped(R)) == []
-    assert run(forks, UserDeleted(R, F, abandons=False)) == [DropValue(R)]
+    assert run(forks, UserDeleted(R, F)) == [DropValue(R)]
 
 
 def test_a_value_that_is_known_to_be_created_is_not_expected():
@@ -276,7 +345,7 @@ def test_an_offer_that_never_arrived_lets_its_parent_go():
     forks = a()
     run(forks, CreationStarted(R, F, B), CreationConfirmed(F), ForkOffered(R, G, C, F), HandleDropped(F))
     assert run(forks, OfferKnown(G)) == []  # known, but perhaps not counted yet
-    assert run(forks, OfferRefused(G)) == [SendUserDelete(B, R, F, abandons=False)]
+    assert run(forks, OfferRefused(G)) == [SendUserDelete(B, R, F)]
 
 
 def test_an_offer_of_the_owner_that_never_arrived_is_not_counted():
@@ -290,7 +359,7 @@ def test_an_offer_of_the_owner_that_is_known_stays_counted():
     run(forks, ValueShared(OWN), ForkOffered(OWN, G, C, None), OwnerHandleDropped(OWN), OfferKnown(G))
     assert not forks.offers
     assert run(forks, OfferRefused(G)) == []
-    assert run(forks, UserDeleted(OWN, G, abandons=False)) == [DropValue(OWN)]
+    assert run(forks, UserDeleted(OWN, G)) == [DropValue(OWN)]
 
 
 def test_a_fork_that_was_denied_is_not_taken_when_it_arrives_late():
@@ -313,14 +382,14 @@ def test_a_fork_that_is_known_is_not_denied():
 def test_forks_of_a_lost_user_are_reclaimed():
     forks = b()
     run(forks, CreationArrived(R, F, A), CreationEnded(R), ForkRequested(R, H, C, is_created=True))
-    assert run(forks, PeerLost(A, 0)) == []
-    assert run(forks, PeerLost(C, 2)) == [DropValue(R)]
+    assert run(forks, PeerLost(A)) == []
+    assert run(forks, PeerLost(C)) == [DropValue(R)]
 
 
 def test_users_of_a_lost_owner_are_marked_and_need_no_delete():
     forks = a()
     run(forks, CreationStarted(R, F, B), CreationConfirmed(F))
-    assert run(forks, PeerLost(B, 1)) == [MarkLost(F)]
+    assert run(forks, PeerLost(B)) == [MarkLost(F)]
     assert run(forks, HandleDropped(F)) == [ForgetFork(F)]
     assert forks.is_idle
 
@@ -328,32 +397,33 @@ def test_users_of_a_lost_owner_are_marked_and_need_no_delete():
 def test_children_of_a_lost_worker_let_their_parents_go():
     forks = a()
     run(forks, CreationStarted(R, F, B), CreationConfirmed(F), ForkOffered(R, G, C, F), HandleDropped(F))
-    assert run(forks, PeerLost(C, 2)) == [SendUserDelete(B, R, F, abandons=False)]
+    assert run(forks, PeerLost(C)) == [SendUserDelete(B, R, F)]
 
 
 def test_a_value_whose_creator_is_lost_is_not_expected_any_more():
     forks = b()
     run(forks, ForkRequested(R, H, C, is_created=False))
-    assert run(forks, PeerLost(A, 0)) == [FailValue(R)]
+    (failed,) = run(forks, PeerLost(A))
+    assert failed == FailValue(R, failed.reason)
     assert run(forks, ForkRequested(unique(0, 9), unique(2, 9), C, is_created=False)) == []
     assert unique(0, 9) not in forks.owned
 
 
 def test_an_owner_that_returns_is_told_of_the_users_that_ended_meanwhile():
     forks = a()
-    run(forks, CreationStarted(R, F, B), CreationConfirmed(F), PeerLost(B, 1), HandleDropped(F))
+    run(forks, CreationStarted(R, F, B), CreationConfirmed(F), PeerLost(B), HandleDropped(F))
     run(forks, DeleteUndelivered(B, R, G))
-    assert run(forks, PeerReturned(B, 1)) == [
-        SendUserDelete(B, R, F, abandons=False),
-        SendUserDelete(B, R, G, abandons=False),
+    assert run(forks, PeerConnected(B)) == [
+        SendUserDelete(B, R, F),
+        SendUserDelete(B, R, G),
     ]
-    assert run(forks, PeerReturned(B, 1)) == []
+    assert run(forks, PeerConnected(B)) == []
 
 
 def test_a_child_of_a_lost_owner_lets_its_parent_go():
     forks = c()
     run(forks, ForkReceived(R, G, B, A, is_created=True))
-    assert run(forks, PeerLost(B, 1)) == [MarkLost(G), SendChildAccept(A, G)]
+    assert run(forks, PeerLost(B)) == [MarkLost(G), SendChildAccept(A, G)]
 
 
 # -- the tables
@@ -362,22 +432,22 @@ def test_a_child_of_a_lost_owner_lets_its_parent_go():
 def test_a_user_that_nobody_holds_ends_with_its_owner():
     forks = a()
     run(forks, CreationStarted(R, F, B), HandleDropped(F))
-    assert run(forks, PeerLost(B, 1)) == [MarkLost(F), ForgetFork(F)]
+    assert run(forks, PeerLost(B)) == [MarkLost(F), ForgetFork(F)]
     assert forks.is_idle
 
 
 def test_a_user_of_a_lost_owner_is_kept_for_its_children():
     forks = a()
     run(forks, CreationStarted(R, F, B), ForkOffered(R, G, C, F), HandleDropped(F))
-    assert run(forks, PeerLost(B, 1)) == [MarkLost(F)]
+    assert run(forks, PeerLost(B)) == [MarkLost(F)]
     assert run(forks, ChildAccepted(G)) == [ForgetFork(F)]
 
 
 def test_creations_of_a_worker_that_returned_are_expected_again():
     forks = b()
-    run(forks, PeerLost(A, 0), ForkRequested(R, G, C, is_created=False))
+    run(forks, PeerLost(A), ForkRequested(R, G, C, is_created=False))
     assert not forks.counts(R, G)
-    run(forks, PeerReturned(A, 0), ForkRequested(R, G, C, is_created=False))
+    run(forks, PeerConnected(A), ForkRequested(R, G, C, is_created=False))
     assert forks.counts(R, G)
 
 
@@ -390,31 +460,73 @@ def test_a_fork_of_the_owner_needs_no_accept():
 
 def test_who_stops_waiting_for_a_creation_that_never_comes_leaves_nothing_behind():
     forks = b()
-    assert run(forks, ValueAwaited(R, is_created=False)) == []
+    assert run(forks, ValueAwaited(R, is_created=False)) == [AwaitCreation(R)]
     assert run(forks, OwnerHandleDropped(R)) == [DropValue(R)]
     assert forks.is_idle
 
 
-def test_what_was_abandoned_is_not_expected_by_anyone_and_remembered_until_it_arrives():
+def test_what_was_abandoned_is_forgotten_with_its_creator():
     forks = b()
-    run(forks, UserDeleted(R, F, abandons=True))
-    run(forks, ForkRequested(R, G, C, is_created=False), ValueAwaited(R, is_created=False))
-    assert not forks.counts(R, G)
+    run(forks, CreationAbandoned(R, F, A, "cut"))
+    assert run(forks, PeerLost(A)) == [DropValue(R)]
     assert forks.is_idle
-    assert run(forks, CreationArrived(R, F, A)) == []
-    assert run(forks, CreationArrived(R, F, A)) == [RunCreation(R)]  # delivered once: there is no second in life
 
 
-def test_what_was_refused_and_abandoned_is_forgotten_with_the_worker_it_came_from():
+# -- workers that come back under their names
+
+
+def test_an_owner_under_the_name_of_another_is_another():
+    forks = a()
+    run(forks, CreationStarted(R, F, B), CreationConfirmed(F))
+    assert not forks.concerns(B_AGAIN)
+    assert run(forks, PeerConnected(B_AGAIN), PeerLost(B_AGAIN)) == []
+    assert forks.users[F].state is UserState.CONFIRMED
+    assert run(forks, PeerLost(B)) == [MarkLost(F)]
+
+
+def test_a_successor_is_a_user_of_what_its_predecessor_owned():
+    forks = Forks(B_AGAIN, UserFork)
+    assert run(forks, ForkReceived(R, G, B, A, is_created=False)) == [SendForkRequest(B, R, G, is_created=False)]
+    assert not forks.owned
+    assert run(forks, PeerLost(B)) == [MarkLost(G), SendChildAccept(A, G)]
+
+
+def test_a_successor_does_not_hear_of_what_its_predecessor_counted():
+    forks = a()
+    run(forks, CreationStarted(R, F, B), CreationConfirmed(F), PeerLost(B), HandleDropped(F))
+    assert run(forks, PeerConnected(B_AGAIN)) == []
+    assert run(forks, PeerConnected(B)) == []  # and it is forgotten: a predecessor never comes back
+
+
+def test_forks_of_a_predecessor_are_reclaimed_and_not_those_of_its_successor():
+    forks = Forks(C, UserFork)
+    mine = unique(2, 1)
+    run(forks, ValueShared(mine), ForkOffered(mine, F, B, None), ForkOffered(mine, G, B_AGAIN, None))
+    run(forks, PeerLost(B), OwnerHandleDropped(mine))
+    assert (forks.counts(mine, F), forks.counts(mine, G)) == (False, True)
+
+
+def test_an_owner_known_by_name_only_gets_its_id_with_the_connection():
+    forks = a()
+    run(forks, CreationStarted(R, F, SOME_B), PeerConnected(B), CreationConfirmed(F))
+    assert run(forks, HandleDropped(F)) == [SendUserDelete(B, R, F)]
+
+
+def test_how_many_lost_owners_are_remembered_is_limited(monkeypatch):
+    monkeypatch.setattr("arpc.rref.forks._REMEMBERED_OWNERS", 2)
+    forks = a()
+    for number in range(5, 8):
+        run(forks, DeleteUndelivered(WorkerInfo(f"owner{number}", number), R, F))
+    assert run(forks, PeerConnected(WorkerInfo("owner5", 5))) == []
+    assert run(forks, PeerConnected(WorkerInfo("owner7", 7))) == [SendUserDelete(WorkerInfo("owner7", 7), R, F)]
+
+
+def test_what_was_refused_is_forgotten_with_the_worker_it_came_from():
     forks = b()
     run(forks, OfferQueried(G, A), OfferQueried(H, C))
-    theirs = unique(2, 5)
-    run(forks, UserDeleted(R, F, abandons=True), UserDeleted(theirs, H, abandons=True))
-    run(forks, PeerLost(A, 0))
+    run(forks, PeerLost(A))
     assert not forks.refuses(G)
     assert forks.refuses(H)
-    assert run(forks, CreationArrived(theirs, H, C)) == []
-    assert run(forks, CreationArrived(R, F, A)) == [RunCreation(R)]
 
 
 @pytest.mark.parametrize(

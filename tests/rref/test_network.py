@@ -1,6 +1,7 @@
 """Two to five workers make, send and drop RRefs at random, over a network that keeps no order and repeats itself.
 
-Whatever happens: no value is dropped while a user lives, and none is kept when the last user is gone.
+Whatever happens: no value is dropped while a user lives, none is kept when the last user is gone, and none is expected
+for ever: users of a value that will not be created get an error.
 """
 
 from __future__ import annotations
@@ -100,19 +101,29 @@ class Workers(RuleBasedStateMachine):
     def kill(self, which):
         self.network.kill(self._worker(which))
 
+    @precondition(lambda self: len(self.network.machines) < 12)
+    @rule(which=CHOICE)
+    def restart(self, which):
+        self.network.restart(self._worker(which))
+
+    @rule(on=CHOICE)
+    def ask_creators(self, on):
+        self.network.ask_creators(self._worker(on))
+
     def teardown(self):
         network = self.network
         network.settle()
         for machine in self._alive():
+            assert not any(map(machine.forks.is_expected, machine.forks.owned)), machine.forks.me
             while machine.user_handles:
                 network.drop_user(machine.id, 0)
             while machine.owner_handles:
                 network.drop_owner(machine.id, 0)
         network.settle()
         for machine in self._alive():
-            assert not machine.forks.users, machine.forks.name
-            assert not machine.forks.offers, machine.forks.name
-            assert not machine.forks.owned, machine.forks.name
+            assert not machine.forks.users, machine.forks.me
+            assert not machine.forks.offers, machine.forks.me
+            assert not machine.forks.owned, machine.forks.me
         alive = {machine.id for machine in self._alive()}
         assert not {rref for rref in network.values if network.owner_of[rref] in alive}
 

@@ -127,7 +127,7 @@ class Story:
         """Nothing can happen any more: nothing may be left, but for what a story leaves on purpose."""
         assert all(done == len(role) for done, role in zip(self.done, self.roles, strict=True)), "a worker is stuck"
         for machine in self.network.machines:
-            assert machine.forks.is_idle, machine.forks.name
+            assert machine.forks.is_idle, machine.forks.me
         assert not self.network.values
 
 

@@ -22,21 +22,23 @@ class OwnerFuture(Future[Any]):
     """The name of the worker that owns a value. Empty if it is about to be asked for one, and may never have been."""
 
     def set_exception(self, exception: type | BaseException) -> None:
-        if self.owner and isinstance(exception, UnknownWorkerError):
-            lost = OwnerLostError(f"the owner {self.owner!r} is gone: {exception}", self.owner, may_have_run=False)
-            lost.__cause__ = exception
-            exception = lost
-        super().set_exception(as_owner_lost(exception) if isinstance(exception, Exception) else exception)
+        super().set_exception(as_owner_lost(exception, self.owner) if isinstance(exception, Exception) else exception)
 
 
-def as_owner_lost(error: Exception) -> Exception:
+def as_owner_lost(error: Exception, owner: str = "") -> Exception:
     """The error of a call to an owner, which is `OwnerLostError` if it says that the owner was lost.
 
-    What a handler on the owner raised says nothing of the owner: it may be about a worker that the handler called.
+    An owner that is known by its id, and is not in the group any more, is lost. What a handler on the owner raised says
+    nothing of the owner: it may be about a worker that the handler called.
     """
-    if not isinstance(error, WorkerLostError) or isinstance(error, OwnerLostError) or is_of_handler(error):
+    if isinstance(error, OwnerLostError) or is_of_handler(error):
         return error
-    lost = OwnerLostError(str(error), error.worker, may_have_run=error.may_have_run)
+    if isinstance(error, WorkerLostError):
+        lost = OwnerLostError(str(error), error.worker, may_have_run=error.may_have_run)
+    elif owner and isinstance(error, UnknownWorkerError):
+        lost = OwnerLostError(f"the owner {owner!r} is gone: {error}", owner, may_have_run=error.may_have_run)
+    else:
+        return error
     lost.__cause__ = error
     return lost
 

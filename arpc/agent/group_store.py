@@ -58,9 +58,10 @@ def deadline_after(timeout_s: float) -> float:
 class KeyValues:
     """A store as work in its thread sees it: short calls, none of which waits for a key to appear."""
 
-    def __init__(self, store: Store, description: str) -> None:
+    def __init__(self, store: Store, description: str, released: Callable[[], None] = lambda: None) -> None:
         self._store: Store | None = store
         self._description = description
+        self._released = released
         self._is_guest = False
         self.is_lost = False
         self.operations = 0
@@ -125,7 +126,9 @@ class KeyValues:
         if not self.is_lost:
             with contextlib.suppress(RendezvousError):
                 self.say_goodbye()
-        self._store = None
+        if self._store is not None:
+            self._store = None
+            self._released()
         self.is_lost = True
 
     def _do(self, operation: str, *args: object) -> Any:

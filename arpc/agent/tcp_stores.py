@@ -25,6 +25,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined] 
 from arpc.agent.engines import variable
 from arpc.agent.group_store import Access, GroupStore, KeyValues, StoreThread
 from arpc.errors import ConfigurationError, RendezvousError, RendezvousTimeoutError
+from arpc.transport.inheritance import close_port_in_children, leave_port_to_children
 
 __all__ = ["TcpPlace", "open_tcp", "tcp_place"]
 
@@ -187,6 +188,7 @@ def _listen(place: TcpPlace) -> socket.socket:
 def _host_with(listener: socket.socket | None, place: TcpPlace) -> tuple[KeyValues, Access]:
     loopback = _loopback(place.host)
     port = place.port if listener is None else listener.getsockname()[1]
+    close_port_in_children(port)
     try:
         store = TCPStore(
             loopback or "127.0.0.1",  # the name that others know this host by may not lead here yet
@@ -198,9 +200,10 @@ def _host_with(listener: socket.socket | None, place: TcpPlace) -> tuple[KeyValu
             use_libuv=place.use_libuv,
         )
     except DistError as error:
+        leave_port_to_children(port)
         raise _cannot_host(place, error) from error
     access = Access(str(replace(place, port=port)), place.host, port, is_host=True)
-    return KeyValues(store, access.description), access
+    return KeyValues(store, access.description, partial(leave_port_to_children, port)), access
 
 
 def _cannot_host(place: TcpPlace, error: Exception) -> RendezvousError:

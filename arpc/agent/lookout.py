@@ -128,8 +128,8 @@ class Lookout:
         # A log is about the past: it may have gone since, and another may have come under its name
         try:
             current = await self._agent.resolve(record.name)
-        except UnknownWorkerError:
-            return
+        except (UnknownWorkerError, RendezvousError):
+            return  # it has gone; or the store is lost, and whoever is in the next one is told of again
         except ConfigurationError as error:
             logger.warning("worker %s cannot be called from %s: %s", record.name, self._agent.info.name, error)
             return

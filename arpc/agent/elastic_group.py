@@ -7,8 +7,8 @@ is read from the log, of which every worker reads only what is new to it.
 
 A store that a worker serves ends with that worker; the group does not. Its address stands for the group: the others go
 back there, one of them serves a store again if it can, and each registers again, itself and all workers it knows. From
-then on ``used`` holds the ids that must not be given out any more. Whoever founds a store, at an address where there
-may have been one, waits a moment for such workers: ``founded`` is there once they have come, or nobody has.
+then on ``used`` holds the ids that must not be given out any more. The first newcomer in a store, at an address where
+there may have been another before, waits a moment for such workers; ``founded`` is there once that is over.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
@@ -67,27 +67,32 @@ _event_decoder: Final[msgspec.msgpack.Decoder[Joined | Left]] = msgspec.msgpack.
 
 
 def allocate_id(kv: KeyValues, wish: int | None) -> WorkerId:
-    """An id that no worker of this group ever had: the wanted one if possible, else the next."""
-    used = int.from_bytes(kv.peek(USED) or b"", "little")
+    """An id that no worker of this group ever had: the wanted one if possible."""
     token = secrets.token_bytes(TOKEN_BYTES)
-    if wish is not None and not used >> wish & 1 and kv.swap(_id_key(wish), token) == token:
-        return wish
-    while True:
-        worker_id = kv.add(NEXT_ID, 1) - 1
-        if worker_id > MAX_WORKER_ID:
-            raise RendezvousError(
-                f"all {MAX_WORKER_ID + 1} worker ids of this group were used, and none is used twice: start a new group"
-            )
-        if used >> worker_id & 1:
-            # go on after those that were used, unless somebody else has counted on meanwhile
-            unused = worker_id + _trailing_ones(used >> worker_id)
-            kv.swap(NEXT_ID, b"%d" % unused, expected=b"%d" % (worker_id + 1))
-        elif kv.swap(_id_key(worker_id), token) == token:  # else it was a wish
+    for worker_id in _candidates(kv, wish):
+        if kv.swap(_id_key(worker_id), token) == token:
             return worker_id
+    raise RendezvousError(
+        f"all {MAX_WORKER_ID + 1} worker ids of this group were used, and none is used twice: start a new group"
+    )
 
 
-def _trailing_ones(number: int) -> int:
-    return (~number & (number + 1)).bit_length() - 1
+def _candidates(kv: KeyValues, wish: int | None) -> Iterator[WorkerId]:
+    """Ids that nobody had in an earlier store, to be tried one after the other."""
+    used = int.from_bytes(kv.peek(USED) or b"", "little")
+    if wish is not None and not used >> wish & 1:
+        yield wish
+    if not used:
+        while (worker_id := kv.add(NEXT_ID, 1) - 1) <= MAX_WORKER_ID:
+            yield worker_id
+        return
+    # Some workers may still be on their way from the earlier store to this one, with ids that nobody here knows.
+    # Counting would give just those out again, a lot hardly ever does.
+    bits = f"{used:0{MAX_WORKER_ID + 1}b}"
+    unused = [MAX_WORKER_ID - place for place, bit in enumerate(bits) if bit == "0"]
+    first = secrets.randbelow(len(unused)) if unused else 0
+    yield from unused[first:]
+    yield from unused[:first]
 
 
 def mark_used(kv: KeyValues, used: int) -> None:
@@ -180,7 +185,6 @@ class Stay:
         mark_used(kv, used)
         for one in (record, *known):
             self._bring_back(kv, one)
-        kv.set(FOUNDED, b"1")
         return read_events(kv, 0)
 
     @staticmethod

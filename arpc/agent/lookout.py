@@ -46,6 +46,7 @@ class Lookout:
     def attach(self, agent: Agent) -> None:
         """The agent whose connections tell of the others."""
         self._agent = agent
+        self.roster.forget = agent.forget
 
     def identify(self, _: WorkerInfo) -> None:
         """Nothing is said to others here."""
@@ -104,6 +105,9 @@ class Lookout:
 
     def peer_lost(self, peer: WorkerInfo, reason: str) -> None:
         self.roster.lost(peer, reason)
+
+    def peer_forgotten(self, peer: WorkerInfo) -> None:
+        """The roster has said so."""
 
     def _seen(self, worker: WorkerInfo) -> None:
         peer = self._agent.peer(worker)

@@ -161,6 +161,10 @@ class Forks(Generic[U]):
         owned = self.owned.get(rref)
         return owned is not None and fork in owned.forks
 
+    def forget(self, name: WorkerName) -> None:
+        """A worker that was lost will not return: nobody is left to be told that its forks have ended."""
+        self._ghosts.pop(name, None)
+
     def concerns(self, name: WorkerName, id: WorkerId) -> bool:  # noqa: A002 - as in WorkerInfo
         """Whether there is anything between this worker and another."""
         return (

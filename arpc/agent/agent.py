@@ -257,6 +257,25 @@ class Agent(Caller, Answers):
             self._peers[key] = peer
         return peer
 
+    def forget(self, worker: WorkerInfo) -> bool:
+        """Let go of what is kept of a worker that is gone; False if that must stay.
+
+        A group of fixed size has no others. In an elastic one the group is asked should anybody name it again.
+        """
+        if not self.is_elastic:
+            return False
+        peer = self._peers.get(worker.name)
+        if peer is not None and peer.info != worker:
+            return True  # another has its name, and all that is kept by name is of that one
+        if peer is not None and not peer.is_at_rest:
+            return False
+        for key in (worker.name, worker.id, worker):
+            self._peers.pop(key, None)
+        self.connector.forget(worker)
+        if self.guard is not None:
+            self.guard.forget(worker.name)
+        return True
+
     def make_peer(self, info: WorkerInfo) -> Peer:
         """A peer that is not in the books yet."""
         return Peer(

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 from arpc.agent.dialling import Dialler, host_of, only
 from arpc.agent.lanes import LaneMaker
-from arpc.agent.membership import WorkerRecord
+from arpc.agent.membership import GroupNotAskedError, WorkerRecord
 from arpc.agent.peers import Peer
 from arpc.agent.recovery import backoff_delays
 from arpc.errors import HandshakeError, ProtocolError, WireError
@@ -102,7 +102,10 @@ class Attempts:
 
     async def _connect_once(self, peer: Peer) -> Connection:
         peer.is_deserted = peer.is_dead = False
-        record = await self._agent.resolve(peer.info.name)
+        try:
+            record = await self._agent.resolve(peer.info.name)
+        except GroupNotAskedError as error:
+            record = error.known  # who answers there must be that very worker
         # the world may have changed meanwhile: the peer may have connected to us
         if peer.connection is not None:
             return peer.connection

@@ -22,7 +22,7 @@ from arpc.agent.executor import Executor
 from arpc.agent.functions import name_of
 from arpc.agent.future import Future
 from arpc.agent.labelled import MAX_UNCOUNTED_BYTES, LabelledCalls
-from arpc.agent.membership import WorkerRecord
+from arpc.agent.membership import GroupNotAskedError, WorkerRecord
 from arpc.agent.noted_calls import NotedCalls
 from arpc.agent.observers import kind_of
 from arpc.agent.peers import Peer
@@ -830,6 +830,8 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
         """The peer that has a name, an id or both now, as the group says."""
         try:
             record = await self.resolve(to.name if isinstance(to, WorkerInfo) else to)
+        except GroupNotAskedError as error:
+            record = error.known
         except ArpcError as error:
             known = self.peer(to)
             raise (error if known is None else known.not_reached(error)) from error

@@ -282,6 +282,11 @@ class Connector:
         if peer.state is not PeerState.GONE:
             self._given_up(peer, peer.info, reason)
 
+    def forget(self, worker: WorkerInfo) -> None:
+        """A worker is gone, and remembered no more."""
+        for watcher in self._watchers:
+            watcher.peer_forgotten(worker)
+
     def _given_up(self, _peer: Peer, info: WorkerInfo, reason: str) -> None:
         logger.info("worker %s (id %d) is given up: %s", info.name, info.id, reason)
         for watcher in self._watchers:

@@ -65,6 +65,12 @@ class Deadlines:
         if self._timer is None or tick < self._timer_tick:
             self._arm(tick)
 
+    def unwatch(self, tick: int, owner: Expirable) -> None:
+        """Forget an owner for which a tick has no meaning any more, and with it all that the owner keeps."""
+        watchers = self._watchers.get(tick)
+        if watchers is not None and owner in watchers:
+            watchers.remove(owner)
+
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()

@@ -58,9 +58,10 @@ def deadline_after(timeout_s: float) -> float:
 class KeyValues:
     """A store as work in its thread sees it: short calls, none of which waits for a key to appear."""
 
-    def __init__(self, store: Store, description: str) -> None:
+    def __init__(self, store: Store, description: str, released: Callable[[], None] = lambda: None) -> None:
         self._store: Store | None = store
         self._description = description
+        self._released = released
         self._is_guest = False
         self.is_lost = False
         self.operations = 0
@@ -125,7 +126,9 @@ class KeyValues:
         if not self.is_lost:
             with contextlib.suppress(RendezvousError):
                 self.say_goodbye()
-        self._store = None
+        if self._store is not None:
+            self._store = None
+            self._released()
         self.is_lost = True
 
     def _do(self, operation: str, *args: object) -> Any:
@@ -261,6 +264,36 @@ class Access:
     port: int | None = None
     is_host: bool = False
     """This process serves it: those who are left lose the store when this worker lets go of it."""
+    settle_s: float = 0.0
+    """How long whoever comes first waits for workers that were in a group which had its store there before."""
+
+
+class _Watch(asyncio.Protocol):
+    """A connection to the server of a store on which nothing is said: it ends when the server does."""
+
+    def __init__(self, access: Access) -> None:
+        self.access = access
+        self.has_ended = asyncio.Event()
+        self._transport: asyncio.BaseTransport | None = None
+
+    async def open(self, host: str, port: int, limit_s: float) -> None:
+        """Connect; if that fails, operations on the store tell what is wrong."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(limit_s):
+                await loop.create_connection(lambda: self, host, port)
+        except OSError:  # a TimeoutError, too
+            self.has_ended.set()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.has_ended.set()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
 
 
 class GroupStore:
@@ -286,6 +319,7 @@ class GroupStore:
         self._reopen = reopen
         self._key_values = key_values
         self._polls = 0
+        self._watch: _Watch | None = None
 
     @property
     def host(self) -> str | None:
@@ -338,8 +372,37 @@ class GroupStore:
         self._key_values.operations += operations
         return True
 
+    @property
+    def can_reopen(self) -> bool:
+        """Whether there is a point in `reopen`."""
+        return self._reopen is not None
+
+    async def pause(self, seconds: float) -> None:
+        """Wait so long, or less if the process that serves the store ends."""
+        access = self.access
+        if access.is_host or access.host is None or access.port is None or not self.can_reopen:
+            await asyncio.sleep(seconds)
+            return
+        watch = self._watch
+        if watch is None or watch.access is not access:
+            self._close_watch()
+            watch = self._watch = _Watch(access)
+            await watch.open(access.host, access.port, seconds)
+        if watch.has_ended.is_set():
+            await asyncio.sleep(seconds)  # the store is there all the same, or else it would have been lost by now
+        else:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await watch.has_ended.wait()
+
+    def _close_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
     async def aclose(self) -> None:
         """Let go of the store and end its thread. Does not wait for anybody else."""
+        self._close_watch()
         await self._thread.aclose(self._key_values.release)
 
     def statistics(self) -> dict[str, int | str]:

@@ -56,6 +56,11 @@ class Guard:
         if patterns is not None and not any(fnmatchcase(what, pattern) for pattern in patterns):
             raise NotAllowedError(f"worker {caller!r} may not call {what} on worker {self._name!r}: no role allows it")
 
+    def forget(self, peer: str) -> None:
+        """A worker is gone: what it may call is found out anew if one of its name comes."""
+        if peer != self._name:
+            self._patterns.pop(peer, None)
+
     def get_method(self, value: Any, name: str) -> Any:
         """`getattr` for a method that others call by its name."""
         if not may_call_method(type(value), name):

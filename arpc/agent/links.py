@@ -58,3 +58,6 @@ class PeerWatcher(Protocol):
 
         Told of none that said goodbye. One that was only cut off may connect again, later.
         """
+
+    def peer_forgotten(self, peer: WorkerInfo) -> None:
+        """A peer that has left or was lost, in an elastic group, need not be remembered: many others went after it."""

@@ -46,6 +46,7 @@ class Lookout:
     def attach(self, agent: Agent) -> None:
         """The agent whose connections tell of the others."""
         self._agent = agent
+        self.roster.forget = agent.forget
 
     def identify(self, _: WorkerInfo) -> None:
         """Nothing is said to others here."""
@@ -105,6 +106,9 @@ class Lookout:
     def peer_lost(self, peer: WorkerInfo, reason: str) -> None:
         self.roster.lost(peer, reason)
 
+    def peer_forgotten(self, peer: WorkerInfo) -> None:
+        """The roster has said so."""
+
     def _seen(self, worker: WorkerInfo) -> None:
         peer = self._agent.peer(worker)
         if peer is not None and worker != self._agent.info and peer.incarnation is not None:
@@ -128,8 +132,8 @@ class Lookout:
         # A log is about the past: it may have gone since, and another may have come under its name
         try:
             current = await self._agent.resolve(record.name)
-        except UnknownWorkerError:
-            return
+        except (UnknownWorkerError, RendezvousError):
+            return  # it has gone; or the store is lost, and whoever is in the next one is told of again
         except ConfigurationError as error:
             logger.warning("worker %s cannot be called from %s: %s", record.name, self._agent.info.name, error)
             return

@@ -15,7 +15,7 @@ from arpc.devices import DeviceClaims
 from arpc.errors import ConfigurationError, RendezvousError, UnknownWorkerError
 from arpc.ids import WorkerId, WorkerInfo, check_worker_name
 
-__all__ = ["Joined", "Left", "MakeRecord", "Probe", "Rendezvous", "WorkerRecord"]
+__all__ = ["GroupNotAskedError", "Joined", "Left", "MakeRecord", "Probe", "Rendezvous", "WorkerRecord"]
 
 T = TypeVar("T")
 
@@ -67,6 +67,14 @@ class Left(msgspec.Struct, frozen=True, tag="left"):
     """A worker left an elastic group, or was found dead by the one that has its name now."""
 
     record: WorkerRecord
+
+
+class GroupNotAskedError(RendezvousError):
+    """The store is lost, so nobody can tell who has a name now. ``known`` had it before."""
+
+    def __init__(self, text: str, known: WorkerRecord) -> None:
+        super().__init__(text)
+        self.known = known
 
 
 MakeRecord: TypeAlias = Callable[[WorkerId], WorkerRecord]
@@ -155,7 +163,10 @@ class Rendezvous(ABC):
 
     @abstractmethod
     async def resolve(self, worker: str | WorkerId) -> WorkerRecord:
-        """Find a worker by name or id; `UnknownWorkerError` if there is none. An elastic group is asked afresh."""
+        """Find a worker by name or id; `UnknownWorkerError` if there is none. An elastic group is asked afresh.
+
+        `GroupNotAskedError` if it cannot be asked, and the worker is known from before.
+        """
 
     @abstractmethod
     async def gather(self, tag: str, value: bytes, *, timeout_s: float) -> dict[WorkerId, bytes]:

@@ -132,6 +132,12 @@ class Peer:
     def calls_in_flight(self) -> int:
         return len(self.calls) + (0 if self.lines is None else len(self.lines.under_way))
 
+    @property
+    def is_at_rest(self) -> bool:
+        """There is no connection, none is being made, and nothing waits for one."""
+        is_connected = self.connection is not None or self._connecting is not None
+        return not (is_connected or self.backlog or self.calls_in_flight or self.connections())
+
     def connections(self) -> list[Connection | Line]:
         """All that lead to it or come from it."""
         main = () if self.connection is None else (self.connection,)

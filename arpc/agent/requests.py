@@ -529,3 +529,6 @@ class Inbound:
         self.look_for_room()
         for run in list(self.running.values()):
             run.cancel()
+        # nobody waits for those that go on, and a deadline may be far away: until then it would keep the connection
+        for tick in self._by_tick:
+            self._deadlines.unwatch(tick, self)

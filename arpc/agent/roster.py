@@ -11,6 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from time import monotonic
 from types import TracebackType
 from typing import Final, Self
 from weakref import WeakSet
@@ -32,8 +33,10 @@ _BUFFERED: Final = 1024
 """Events that a listener may have before it, of few workers. When it has more, only the last one of each is kept."""
 _WORKERS: Final = 65_536
 """Of how many. Names may come and go for ever while nobody takes what is told of them."""
-_REMEMBERED: Final = 4096
-"""Workers that are gone and still remembered, so that they can be told to have returned."""
+REMEMBERED: Final = 256
+"""Workers that are gone and still remembered: that they left, and that they have returned if they do."""
+REMEMBERED_S: Final = 60.0
+"""How long each is remembered at least: nothing that is under way still names it then, and all retries have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +101,12 @@ class Roster:
 
     def __init__(self) -> None:
         self._members: dict[str, _Member] = {}
-        self._gone: OrderedDict[str, None] = OrderedDict()
+        self._gone: OrderedDict[str, float] = OrderedDict()
+        """When those who are gone went, the first before the others."""
         self._streams: WeakSet[MemberStream] = WeakSet()
         self.changed: Callable[[MemberEvent], None] = lambda _: None
+        self.forget: Callable[[WorkerInfo], bool] = lambda _: True
+        """Asked before a worker that is gone is forgotten: False keeps it for the time being."""
         self._is_closed = False
 
     # -- what was heard
@@ -151,10 +157,18 @@ class Roster:
 
     def _end(self, member: _Member, standing: _Standing) -> None:
         member.standing = standing
-        self._gone[member.worker.name] = None
-        if len(self._gone) > _REMEMBERED:
-            forgotten, _ = self._gone.popitem(last=False)
-            del self._members[forgotten]
+        now = monotonic()
+        self._gone[member.worker.name] = now
+        # two for each that comes, so that all go in the end, whatever has kept some of them
+        for _ in range(min(2, len(self._gone) - REMEMBERED)):
+            oldest, gone_at = next(iter(self._gone.items()))
+            if now - gone_at < REMEMBERED_S:
+                break
+            if self.forget(self._members[oldest].worker):
+                del self._gone[oldest], self._members[oldest]
+            else:
+                self._gone[oldest] = now
+                self._gone.move_to_end(oldest)
 
     # -- who listens
 

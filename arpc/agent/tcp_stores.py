@@ -13,7 +13,7 @@ import errno
 import ipaddress
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -25,11 +25,17 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined] 
 from arpc.agent.engines import variable
 from arpc.agent.group_store import Access, GroupStore, KeyValues, StoreThread
 from arpc.errors import ConfigurationError, RendezvousError, RendezvousTimeoutError
+from arpc.transport.inheritance import close_port_in_children, leave_port_to_children
 
 __all__ = ["TcpPlace", "open_tcp", "tcp_place"]
 
 FIRST_DELAY_S: Final = 0.01
 LONGEST_DELAY_S: Final = 0.5
+LONGEST_ELASTIC_DELAY_S: Final = 0.1
+REACH_LIMIT_S: Final = 5.0
+"""An attempt to connect that takes longer is given up: the next one finds a host that is back sooner."""
+SETTLE_S: Final = 0.5
+"""How long whoever founds a store waits for workers of a group that had its store there: they look far more often."""
 HANGUP_LIMIT_S: Final = 0.2
 BACKLOG: Final = 2048
 
@@ -89,30 +95,52 @@ def _role(place: TcpPlace, rank: int | None, world_size: int | None) -> _Role:
     role = _Role.HOST if rank == 0 else _Role.CLIENT
     if rank is None and world_size is None:
         role = _Role.WHOEVER_COMES_FIRST
-    # torchrun serves a store at the master's address; tcp:// may name another one
-    agent = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and agent == (place.host, str(place.port)):
+    if _is_served_by_torchrun(place):
         role = _Role.CLIENT
     if role is _Role.CLIENT and place.port == 0:
         raise ConfigurationError(f"{place} has port 0, which only the host of the store can ask for")
     return role
 
 
+def _is_served_by_torchrun(place: TcpPlace) -> bool:
+    # torchrun serves a store at the master's address; tcp:// may name another one
+    agent = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and agent == (place.host, str(place.port))
+
+
 async def open_tcp(place: TcpPlace, *, rank: int | None, world_size: int | None, deadline: float) -> GroupStore:
     """Serve the store or connect to it, as it befits this worker."""
     role = _role(place, rank, world_size)
     thread = StoreThread()
+    first, again = _ways(thread, place, role, is_elastic=world_size is None)
     try:
-        if role is _Role.HOST:
-            key_values, access = await thread.run(partial(_host, place), limit_s=None)
-            return GroupStore(key_values, access, rank=rank, world_size=world_size, thread=thread)
-        connect = partial(_connect if role is _Role.CLIENT else _host_or_connect, thread, place)
-        key_values, access = await connect(deadline)
-        return GroupStore(key_values, access, rank=rank, world_size=world_size, thread=thread, reopen=connect)
+        key_values, access = await first(deadline)
+        return GroupStore(key_values, access, rank=rank, world_size=world_size, thread=thread, reopen=again)
     except BaseException:
         # also when cancelled: a store that torch still makes is dropped in the thread, which then ends
         await thread.aclose()
         raise
+
+
+_Open = Callable[[float], Awaitable[tuple[KeyValues, Access]]]
+
+
+def _ways(thread: StoreThread, place: TcpPlace, role: _Role, *, is_elastic: bool) -> tuple[_Open, _Open | None]:
+    """How a worker gets to its store for the first time, and again when the store was lost; None: not at all."""
+    connect = partial(_connect, thread, place)
+    if not is_elastic:
+        return (partial(_host_only, thread, place), None) if role is _Role.HOST else (connect, connect)
+    if _is_served_by_torchrun(place):
+        return connect, connect
+    # In an elastic group the store outlives its host, so another may have it already, or has to serve it again
+    host_or_connect = partial(_connect, thread, place, host=partial(_host_if_first, place))
+    if role is _Role.HOST:
+        return partial(_connect, thread, place, host=partial(_host_if_free, place)), host_or_connect
+    return (host_or_connect if role is _Role.WHOEVER_COMES_FIRST else connect), host_or_connect
+
+
+async def _host_only(thread: StoreThread, place: TcpPlace, _: float) -> tuple[KeyValues, Access]:
+    return await thread.run(partial(_host, place), limit_s=None)
 
 
 def _host(place: TcpPlace) -> tuple[KeyValues, Access]:
@@ -126,25 +154,24 @@ def _host(place: TcpPlace) -> tuple[KeyValues, Access]:
     return _host_with(listener, place)
 
 
-async def _host_or_connect(thread: StoreThread, place: TcpPlace, deadline: float) -> tuple[KeyValues, Access]:
-    hosted = await thread.run(partial(_host_if_first, place), limit_s=None)
-    if hosted is not None:
-        return hosted
+def _host_if_first(place: TcpPlace) -> tuple[KeyValues, Access] | None:
+    """Serve a store if the address is of this machine and free."""
+    if _is_here(place.host):
+        return _host_if_free(place)
     if place.port == 0:
         raise ConfigurationError(f"{place} has port 0, but {place.host} is not this machine")
-    return await _connect(thread, place, deadline)
+    return None
 
 
-def _host_if_first(place: TcpPlace) -> tuple[KeyValues, Access] | None:
-    if not _is_here(place.host):
-        return None
+def _host_if_free(place: TcpPlace) -> tuple[KeyValues, Access] | None:
     try:
         listener = _listen(place)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise _cannot_host(place, error) from error
         return None
-    return _host_with(listener, place)
+    key_values, access = _host_with(listener, place)
+    return key_values, replace(access, settle_s=SETTLE_S if place.port else 0.0)
 
 
 def _is_here(host: str) -> bool:
@@ -187,6 +214,7 @@ def _listen(place: TcpPlace) -> socket.socket:
 def _host_with(listener: socket.socket | None, place: TcpPlace) -> tuple[KeyValues, Access]:
     loopback = _loopback(place.host)
     port = place.port if listener is None else listener.getsockname()[1]
+    close_port_in_children(port)
     try:
         store = TCPStore(
             loopback or "127.0.0.1",  # the name that others know this host by may not lead here yet
@@ -198,9 +226,10 @@ def _host_with(listener: socket.socket | None, place: TcpPlace) -> tuple[KeyValu
             use_libuv=place.use_libuv,
         )
     except DistError as error:
+        leave_port_to_children(port)
         raise _cannot_host(place, error) from error
     access = Access(str(replace(place, port=port)), place.host, port, is_host=True)
-    return KeyValues(store, access.description), access
+    return KeyValues(store, access.description, partial(leave_port_to_children, port)), access
 
 
 def _cannot_host(place: TcpPlace, error: Exception) -> RendezvousError:
@@ -210,16 +239,27 @@ def _cannot_host(place: TcpPlace, error: Exception) -> RendezvousError:
     )
 
 
-async def _connect(thread: StoreThread, place: TcpPlace, deadline: float) -> tuple[KeyValues, Access]:
-    """Connect to a store as soon as there is one."""
+_HostNow = Callable[[], tuple[KeyValues, Access] | None]
+
+
+async def _connect(
+    thread: StoreThread, place: TcpPlace, deadline: float, *, host: _HostNow | None = None
+) -> tuple[KeyValues, Access]:
+    """Connect to a store as soon as there is one; before each attempt `host` may make one here."""
     loop = asyncio.get_running_loop()
     started = loop.time()
     delay_s = FIRST_DELAY_S
+    who, longest_delay_s = "rank 0", LONGEST_DELAY_S
+    if host is not None:
+        who, longest_delay_s = "a worker of the group", LONGEST_ELASTIC_DELAY_S
     while True:
+        if host is not None and (hosted := await thread.run(host, limit_s=None)) is not None:
+            return hosted
         try:
             found = await _connect_once(thread, place, deadline - loop.time())
             if found is not None:
-                return found
+                key_values, access = found
+                return key_values, replace(access, settle_s=0.0 if host is None else SETTLE_S)
             problem = "the worker that hosts it is leaving"
             await _wait_for_its_end(place)
         except (OSError, DistError, RendezvousError) as error:
@@ -227,17 +267,17 @@ async def _connect(thread: StoreThread, place: TcpPlace, deadline: float) -> tup
         if loop.time() + delay_s >= deadline:
             raise RendezvousTimeoutError(
                 f"no store at {place} within {loop.time() - started:.3g} s: {problem}. "
-                "Is rank 0 running there, and do all workers have the same host and port?"
+                f"Is {who} running there, and do all workers have the same host and port?"
             )
         await asyncio.sleep(delay_s)
-        delay_s = min(delay_s * 1.5, LONGEST_DELAY_S)
+        delay_s = min(delay_s * 1.5, longest_delay_s)
 
 
 async def _connect_once(thread: StoreThread, place: TcpPlace, remaining_s: float) -> tuple[KeyValues, Access] | None:
     """One attempt: None if the store is about to go, an error if there is nothing (yet, or any more)."""
     limit_s = None if remaining_s == float("inf") else max(remaining_s, 0.1)
     try:
-        async with asyncio.timeout(limit_s):
+        async with asyncio.timeout(min(limit_s or REACH_LIMIT_S, REACH_LIMIT_S)):
             address = await _reach(place)
     except TimeoutError:
         raise OSError("the host does not answer") from None

@@ -149,6 +149,9 @@ class AutogradService(ParcelSending):
         # it may have been replaced by another of its name before its connection was seen to break
         self.lifetimes.peer_disconnected(peer, has_left=True)
 
+    def peer_forgotten(self, peer: WorkerInfo) -> None:
+        """Nothing is kept of it: contexts go by ids, which no other worker gets."""
+
     # -- for people
 
     def gradients(self, context_id: int) -> dict[Tensor, Tensor]:

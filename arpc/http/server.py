@@ -20,6 +20,7 @@ from arpc.http.guesses import Guesses
 from arpc.log import get_logger
 from arpc.metrics.service import MetricsService
 from arpc.options import RpcOptions, split_host_port
+from arpc.transport.inheritance import close_port_in_children, leave_port_to_children
 
 __all__ = ["HttpServer", "serve"]
 
@@ -55,6 +56,7 @@ class HttpServer:
 
     def __init__(self, options: RpcOptions, metrics: MetricsService) -> None:
         self.url = ""
+        self._port: int | None = None
         self._options = options
         self._metrics = metrics
         self._guard = Guard(options.secret, needs_secret=not is_open_to_all(options))
@@ -90,6 +92,8 @@ class HttpServer:
         site = web.TCPSite(self._runner, host, port)
         await site.start()
         taken = self._runner.addresses[0][1]
+        close_port_in_children(taken)
+        self._port = taken
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{taken}"
 
     async def aclose(self) -> None:
@@ -97,6 +101,9 @@ class HttpServer:
             task.cancel()
         await self._feed.aclose()
         await self._runner.cleanup()
+        if self._port is not None:
+            leave_port_to_children(self._port)
+            self._port = None
 
     # -- who may
 

@@ -45,6 +45,8 @@ class Traffic:
     def __init__(self) -> None:
         self._before: dict[str, tuple[int, int]] = {}
         self._connections: dict[str, dict[object, tuple[int, int]]] = {}
+        self._forgotten = (0, 0)
+        """Of peers that are remembered no more, all together."""
 
     def look(self, peers: tuple[Peer, ...]) -> None:
         """Take note of how much there is. What goes over a connection between the last look and its end is missed."""
@@ -59,6 +61,11 @@ class Traffic:
                     before = self._before.get(name, (0, 0))
                     self._before[name] = (before[0] + sent, before[1] + received)
             self._connections[name] = found
+        for name in (self._before.keys() | self._connections.keys()) - {peer.info.name for peer in peers}:
+            sent, received = self.of(name)
+            self._forgotten = (self._forgotten[0] + sent, self._forgotten[1] + received)
+            self._before.pop(name, None)
+            self._connections.pop(name, None)
 
     def of(self, name: str) -> tuple[int, int]:
         """Bytes sent and received."""
@@ -69,6 +76,7 @@ class Traffic:
     def total(self) -> tuple[int, int]:
         """The same for all peers together."""
         both = [self.of(name) for name in self._before.keys() | self._connections.keys()]
+        both.append(self._forgotten)
         return sum(sent for sent, _ in both), sum(received for _, received in both)
 
 

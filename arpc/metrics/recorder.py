@@ -9,11 +9,12 @@ from arpc.metrics.histogram import Histogram, SparseCounts, difference
 from arpc.wire.messages import Inspect
 from arpc.wire.pickling import importable_name
 
-__all__ = ["OTHER_FUNCTIONS", "Recorder", "Series"]
+__all__ = ["OTHER_FUNCTIONS", "OTHER_PEERS", "Recorder", "Series"]
 
 _MAX_SERIES: Final = 2_000
 """Functions made anew for each call, as lambdas may be, must not fill the memory: further names share a row."""
 OTHER_FUNCTIONS: Final = "(others)"
+OTHER_PEERS: Final = "(others)"
 _ROTATE_S: Final = 10.0
 _INSPECT: Final = Inspect.__name__
 
@@ -89,6 +90,8 @@ class Recorder:
     def _add(self, known: dict[tuple[str, str], Series], peer: str, function: str) -> Series:
         if len(known) >= _MAX_SERIES:
             function = OTHER_FUNCTIONS
+        if len(known) >= 2 * _MAX_SERIES:  # workers of an elastic group may come and go for ever
+            peer = OTHER_PEERS
         key = (peer, function)
         if key not in known:
             known[key] = Series(self._now)

@@ -128,6 +128,9 @@ class Tracer(Observer):
     def peer_lost(self, peer: WorkerInfo, reason: str) -> None:
         """Its recordings ended with its connection."""
 
+    def peer_forgotten(self, peer: WorkerInfo) -> None:
+        """Its recordings ended with its connection."""
+
     # -- the end
 
     def close(self) -> None:

@@ -371,6 +371,11 @@ class RRefContext(ControlService):
         if not (self._is_releasing or self.agent.is_closing):
             self._forget_peer(peer)
 
+    def peer_forgotten(self, peer: WorkerInfo) -> None:
+        self._lost.discard(peer)
+        self.post.forget(peer.name)
+        self.forks.forget(peer)
+
     def _forget_peer(self, peer: WorkerInfo) -> None:
         """A worker will not come back, as far as anyone can tell."""
         if self._is_closed:

@@ -18,8 +18,8 @@ _FIRST: Final = 1
 class Numbers:
     """The sender's side, for one peer."""
 
-    def __init__(self) -> None:
-        self._next = _FIRST
+    def __init__(self, first: int = _FIRST) -> None:
+        self._next = first
         self._lone = 0
         """The only message under way, which is not among the open ones; 0 if there is none, or more than one."""
         # popping from the front of a plain dict again and again takes longer each time
@@ -49,6 +49,11 @@ class Numbers:
             self._lone = 0
         else:
             self._open.pop(number, None)
+
+    @property
+    def is_settled(self) -> bool:
+        """No message is under way."""
+        return not (self._lone or self._open)
 
     @property
     def oldest(self) -> int:

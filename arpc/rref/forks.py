@@ -187,6 +187,10 @@ class Forks(Generic[U]):
             user.rref for user in self.users.values() if user.state is _CREATING and user.owner in (owner, named)
         )
 
+    def forget(self, worker: WorkerInfo) -> None:
+        """A worker that was lost will not return: nobody is left to be told that its forks have ended."""
+        self._ghosts.pop(worker, None)
+
     def concerns(self, worker: WorkerInfo) -> bool:
         """Whether there is anything between this worker and another."""
         return (

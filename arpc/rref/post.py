@@ -49,6 +49,8 @@ class Post:
         self._flush: asyncio.Handle | None = None
         self._is_lingering = False
         self._numbers: dict[WorkerName, Numbers] = {}
+        self._first = 1
+        """Where the numbers for a peer begin: beyond all that were used for one that was forgotten and may return."""
         self._in_flight = 0
         self._retrying: set[asyncio.TimerHandle] = set()
         self._is_closed = False
@@ -63,8 +65,15 @@ class Post:
         """The numbers of messages to a peer. They go on when another worker comes under its name."""
         numbers = self._numbers.get(to)
         if numbers is None:
-            numbers = self._numbers[to] = Numbers()
+            numbers = self._numbers[to] = Numbers(self._first)
         return numbers
+
+    def forget(self, to: WorkerName) -> None:
+        """Let go of the numbers for a peer that is gone, unless messages to it are still under way."""
+        numbers = self._numbers.get(to)
+        if numbers is not None and numbers.is_settled:
+            self._first = max(self._first, numbers.oldest)
+            del self._numbers[to]
 
     def add(self, message: type[Message], to: WorkerInfo, item: Item) -> None:
         """Send an item with the next message of its kind."""

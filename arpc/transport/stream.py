@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from arpc.errors import ConfigurationError, HandshakeError, WireError
 from arpc.transport.base import Accept, Connection, Listener, Receiver, Transport
 from arpc.transport.doorway import Doorway
+from arpc.transport.inheritance import close_in_children
 from arpc.transport.shm import Arena, Channel
 from arpc.transport.turns import WriteTurn, write_pieces
 from arpc.transport.vigil import Vigil, can_run_at_once
@@ -82,6 +83,7 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
         # Writes are gathered before they come here: uvloop shall pass them on at once, and tell when it cannot
         transport.set_write_buffer_limits(high=0)
         sock = transport.get_extra_info("socket")
+        close_in_children(sock.fileno())
         self._address = _describe(sock)
         _tune(sock)
         self._set_protocol = transport.set_protocol
@@ -219,6 +221,7 @@ def _duplicate(sock: socket.socket) -> socket.socket:
     except OSError:
         os.close(descriptor)
         raise
+    close_in_children(descriptor)
     duplicate.setblocking(False)  # as it is already, whatever timeout new ones may have
     return duplicate
 
@@ -290,6 +293,8 @@ class _StreamListener(Listener):
     def opened(self, server: asyncio.AbstractServer, address: str, path: str | None = None) -> Self:
         self._server = server
         self._address = address
+        for sock in cast("asyncio.Server", server).sockets:
+            close_in_children(sock.fileno())
         if path is not None:
             # also when the process ends and nobody has closed it
             self._remove = weakref.finalize(self, _remove_socket, path, os.getpid())
@@ -401,6 +406,7 @@ async def connect_socket(address: str) -> socket.socket:
     failure = OSError(f"{address} has no address")
     for family, target in targets:
         sock = socket.socket(family, socket.SOCK_STREAM)
+        close_in_children(sock.fileno())
         try:
             sock.setblocking(False)
             await loop.sock_connect(sock, target)
@@ -422,6 +428,7 @@ async def connect_socket(address: str) -> socket.socket:
 def _bind_unix(path: str) -> socket.socket:
     """A socket at that path which only this user can connect to. One that a dead process left there makes way."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    close_in_children(sock.fileno())
     try:
         try:
             sock.bind(path)

@@ -7,7 +7,7 @@ import pytest
 from torch.distributed import HashStore
 
 from arpc.agent import elastic_group
-from arpc.agent.elastic_group import append_event, read_events
+from arpc.agent.elastic_group import Stay, allocate_id, append_event, mark_used, read_events
 from arpc.agent.group_store import KeyValues
 from arpc.agent.membership import encode
 from arpc.agent.rendezvous import Joined, Left, Rendezvous, WorkerRecord
@@ -334,3 +334,70 @@ async def test_cancelled_in_a_probe():
             await joining
         assert await a.members() == (a.record,)
         assert store.get("arpc/present/elastic") == b"1"
+
+
+# -- a store that is made anew -----------------------------------------------------------------------------------------
+
+
+def key_values() -> KeyValues:
+    return KeyValues(HashStore(), "a store")
+
+
+def record_of(name: str, worker_id: int) -> WorkerRecord:
+    return recorder(name)(worker_id)
+
+
+def restored(kv: KeyValues, record: WorkerRecord, *known: WorkerRecord) -> list[Joined | Left]:
+    used = sum({1 << one.id for one in (record, *known)})
+    return Stay().restore(kv, record, known, used)
+
+
+def test_one_who_returns_brings_back_all_it_knows():
+    kv = key_values()
+    a, b, c = (record_of(name, worker_id) for worker_id, name in enumerate("abc"))
+    assert restored(kv, a, a, b) == [Joined(a), Joined(b)]
+    assert restored(kv, b, a, b, c) == [Joined(a), Joined(b), Joined(c)]
+    assert restored(kv, b, a, b, c) == [Joined(a), Joined(b), Joined(c)], "twice is as good as once"
+    assert Stay().take_name(kv, record_of("c", 7), None) == encode(c), "its name is not free"
+    assert kv.count("present/elastic") == 3
+
+
+def test_names_and_ids_that_were_given_meanwhile_stay_given():
+    kv = key_values()
+    newcomers = [record_of("a", allocate_id(kv, None)), record_of("n", allocate_id(kv, None))]
+    for newcomer in newcomers:
+        assert isinstance(Stay().take_name(kv, newcomer, None), int)
+    joined = [Joined(newcomer) for newcomer in newcomers]
+    late, other, third = record_of("a", 5), record_of("b", newcomers[1].id), record_of("c", 6)
+    assert restored(kv, late, late, other, third) == [*joined, Joined(third)]
+    assert restored(kv, other, late, other, third) == [*joined, Joined(third)]
+
+
+def test_one_who_was_replaced_leaves_nothing_of_its_successor():
+    kv = key_values()
+    late, successor = record_of("a", 5), record_of("a", 0)
+    Stay().take_name(kv, successor, None)
+    stay = Stay()
+    stay.restore(kv, late, (), 1 << 5)
+    stay.leave(kv)
+    assert read_events(kv, 0) == [Joined(successor)]
+    assert kv.peek("elastic/name/a") == encode(successor)
+
+
+def test_no_id_of_an_earlier_store_is_given_out():
+    kv = key_values()
+    mark_used(kv, 0b1011)
+    mark_used(kv, 0b0011)
+    mark_used(kv, 1 << 9)
+    assert kv.peek("elastic/used") == bytes([0b1011, 0b10])
+    assert allocate_id(kv, 2) == 2
+    assert allocate_id(kv, 2) not in {0, 1, 2, 3, 9}
+    assert allocate_id(kv, 3) not in {0, 1, 2, 3, 9}
+
+
+def test_ids_run_out_in_a_later_store_too():
+    kv = key_values()
+    mark_used(kv, (1 << 65536) - 1 - (1 << 40_000))
+    assert allocate_id(kv, None) == 40_000
+    with pytest.raises(RendezvousError, match="all 65536 worker ids of this group were used"):
+        allocate_id(kv, None)

@@ -154,7 +154,8 @@ def test_who_is_slow_gets_what_is_still_true(monkeypatch):
 
 
 def test_those_who_are_gone_are_forgotten_in_the_end(monkeypatch):
-    monkeypatch.setattr(roster_module, "_REMEMBERED", 3)
+    monkeypatch.setattr(roster_module, "REMEMBERED", 3)
+    monkeypatch.setattr(roster_module, "REMEMBERED_S", 0.0)
     roster = Roster()
     for number in range(10):
         worker = WorkerInfo(f"w{number}", number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from arpc.metrics import recorder as module
-from arpc.metrics.recorder import OTHER_FUNCTIONS, Recorder
+from arpc.metrics.recorder import OTHER_FUNCTIONS, OTHER_PEERS, Recorder
 from arpc.wire.messages import Inspect
 
 
@@ -42,6 +42,17 @@ def test_functions_without_end_share_a_row_and_are_not_kept_alive(monkeypatch):
     assert [function for _, function in recorder.handlers] == ["made0", "made1", "made2", OTHER_FUNCTIONS]
     assert recorder.handlers["ps", OTHER_FUNCTIONS].durations.count == 7
     assert not recorder._by_function
+
+
+def test_peers_without_end_share_a_row(monkeypatch):
+    monkeypatch.setattr(module, "_MAX_SERIES", 3)
+    recorder = Recorder(0.0)
+    for number in range(20):
+        recorder.handler_ended(f"worker{number}", "add", 1)
+        recorder.call_ended(f"worker{number}", print, 1, None)
+    assert len(recorder.handlers) == len(recorder.calls) == 2 * 3 + 1
+    assert recorder.handlers[OTHER_PEERS, OTHER_FUNCTIONS].durations.count == 20 - 2 * 3
+    assert recorder.totals()["handled"] == 20
 
 
 def test_a_function_that_cannot_be_hashed_is_counted_too():

@@ -97,6 +97,13 @@ class Wrapper(Protocol):
         """As in a `Service`. What it does not take is for ``handle``."""
 
 
+def _credit(items: Any) -> int:
+    """How many items of a stream a caller takes at first."""
+    if type(items) is not int or items < 0:
+        raise ProtocolError("a stream whose caller does not say how many items it takes")
+    return items
+
+
 class Executor(PlainRequests):
     """Runs requests of all peers of one worker."""
 
@@ -279,6 +286,7 @@ class Executor(PlainRequests):
         """
         served = Function(function.call if isinstance(function, Prompt) else function)
         served.name = message_class.__name__
+        served.is_service = True
         launch = self._answer_message if isinstance(function, Prompt) else self._launch
 
         def handle(link: HasInbound, message: Message) -> None:
@@ -480,12 +488,14 @@ class Executor(PlainRequests):
                 slots = codec.slots(message, caller)
                 run.meta = codec.meta(message)
                 if run.is_stream:
-                    run.credit = run.meta.pop(WINDOW, 0)
+                    run.credit = _credit(run.meta.pop(WINDOW, 0))
                 codec.receive_request(caller, run.meta, slots)
                 payload = codec.payload(message, slots, caller)
             if not message.arg:
                 call, payload = payload
                 run.function = Function(call)
+            elif run.function.is_service:
+                codec.policy.check_plain(payload)
         except (AttributeError, ImportError, LookupError, StopIteration) as error:
             raise self._not_unpacked(error) from error
         if message.flags & RequestFlag.KWARGS:

@@ -50,6 +50,7 @@ class Function:
         "call",
         "is_plain",
         "is_quick",
+        "is_service",
         "is_simple",
         "mode",
         "name",
@@ -69,6 +70,8 @@ class Function:
         # It takes less time than a second thread would take to begin. See `measured`
         self.is_quick = False
         self._quick_calls = 0
+        # It is the runtime's own, and serves the messages of one class
+        self.is_service = False
 
     def measured(self, seconds: float) -> None:
         """A call has ended in a thread."""
@@ -88,7 +91,7 @@ class Function:
         made.mode = Mode.COROUTINE
         made.name = name
         made.is_simple = True
-        made.returns_future = made.is_plain = made.is_quick = False
+        made.returns_future = made.is_plain = made.is_quick = made.is_service = False
         return made
 
 

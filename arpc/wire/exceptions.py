@@ -17,12 +17,13 @@ from arpc.errors import NotAllowedError
 from arpc.wire.allowlist import add_maker, trust
 from arpc.wire.trusted import ANYTHING, FLAG, TEXT, Check, Trusted
 
-__all__ = ["EXCEPTIONS", "check_exception", "check_group", "set_native_attribute"]
+__all__ = ["EXCEPTIONS", "check_arguments", "check_exception", "set_native_attribute"]
 
 _SCALARS: Final = frozenset((int, float, bool, str, bytes, type(None)))
 _MAX_COLUMN: Final = 1 << 20
 """Of a SyntaxError: its text has so many characters at most, and as many are printed below it to mark a place."""
 _MAX_MEMBERS: Final = 100_000
+_MAX_DETAILS: Final = 1000
 _SYNTAX_NUMBERS: Final = ("lineno", "offset", "end_lineno", "end_offset")
 _SYNTAX_TEXTS: Final = ("msg", "filename", "text")
 _NATIVE: Final[dict[type, tuple[str, ...]]] = {
@@ -36,8 +37,21 @@ EXCEPTIONS: Final[set[type]] = set()
 """The types whose instances are made here."""
 
 
-def check_group(args: tuple[Any, ...]) -> None:
-    """The arguments of an exception group: whatever iterable it gets it would make a tuple of, however long."""
+def check_arguments(cls: type[BaseException], args: tuple[Any, ...]) -> None:
+    """What a constructor in native code is handed: it would make a tuple of any iterable, however long that is."""
+    if issubclass(cls, BaseExceptionGroup):
+        _check_group(args)
+    elif issubclass(cls, UnicodeError | SyntaxError | OSError) and not all(map(_is_plain, args)):
+        raise NotAllowedError(f"a message with a {cls.__qualname__} that is not made of numbers and texts")
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is tuple:
+        return len(value) <= _MAX_DETAILS and all(type(item) in _SCALARS for item in value)
+    return type(value) in _SCALARS
+
+
+def _check_group(args: tuple[Any, ...]) -> None:
     match args:
         case [str(), list() | tuple() as members] if len(members) <= _MAX_MEMBERS:
             if all(isinstance(member, BaseException) for member in members):
@@ -112,23 +126,20 @@ def set_native_attribute(made: BaseException, name: str, value: Any) -> bool:
 
 
 def _maker(cls: type[BaseException]) -> Trusted:
-    is_group = issubclass(cls, BaseExceptionGroup)
-
     def make(*args: Any) -> BaseException:
-        if is_group:
-            check_group(args)
-        made = cls(*args)
+        check_arguments(cls, args)
+        try:
+            made = cls(*args)
+        except (TypeError, ValueError, OverflowError):
+            raise NotAllowedError(f"a message with a {cls.__qualname__} of the wrong values") from None
         check_exception(made)
         return made
 
-    rest = _SCALAR if issubclass(cls, OSError) or cls.__module__ == errors.__name__ else ANYTHING
-    return Trusted(cls.__qualname__, make, rest=ANYTHING if is_group else rest)
+    is_ours = cls.__module__ == errors.__name__ and not issubclass(cls, BaseExceptionGroup)
+    return Trusted(cls.__qualname__, make, rest=_PLAIN if is_ours else ANYTHING)
 
 
-_SCALAR: Final = Check(
-    "a number, a text, or a tuple of numbers",
-    lambda value: type(value) in _SCALARS or (type(value) is tuple and all(type(item) is int for item in value)),
-)
+_PLAIN: Final = Check("a number, a text, or a tuple of these", _is_plain)
 
 
 def _fill_lists() -> None:

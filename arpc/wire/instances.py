@@ -17,7 +17,7 @@ from torch import Tensor
 
 from arpc.errors import NotAllowedError
 from arpc.wire.allowlist import CLASSES, TENSOR_CLASSES
-from arpc.wire.exceptions import EXCEPTIONS, check_exception, check_group, set_native_attribute
+from arpc.wire.exceptions import EXCEPTIONS, check_arguments, check_exception, set_native_attribute
 from arpc.wire.trusted import kind_of
 
 __all__ = ["check_container", "construct", "make_bare", "set_state", "set_tensor_state"]
@@ -48,8 +48,8 @@ def make_bare(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _check_arguments(cls: type, args: tuple[Any, ...]) -> None:
-    if issubclass(cls, BaseExceptionGroup):
-        check_group(args)
+    if issubclass(cls, BaseExceptionGroup) or (issubclass(cls, BaseException) and not _defines_construction(cls)):
+        check_arguments(cls, args)
     elif issubclass(cls, Enum):
         # It looks its argument up, and says in an error what that is
         if len(args) != 1 or not _is_plain(args[0]):

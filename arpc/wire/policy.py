@@ -16,8 +16,12 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Final, Protocol
 
+from torch import Tensor
+from torch.nn import Parameter
+
 from arpc.errors import NotAllowedError
 from arpc.ids import WorkerInfo
+from arpc.options import UNSET
 from arpc.wire.allowlist import Key, callable_named, may_call_method
 from arpc.wire.messages import Message
 from arpc.wire.pickling import loads
@@ -54,6 +58,9 @@ class Policy(Protocol):
     def check_code(self) -> None:
         """A request brings its function instead of the number of one. Raises `NotAllowedError` if that is refused."""
 
+    def check_plain(self, arguments: Any) -> None:
+        """A message of the runtime's own was read. Raises `NotAllowedError` if it must be plain data and is not."""
+
     def check_message(self, sender: WorkerInfo, kind: type[Message]) -> None:
         """A message of the runtime's own has come. Raises `NotAllowedError` if this sender may not send it."""
 
@@ -79,11 +86,30 @@ class Unrestricted:
     def check_code(self) -> None:
         """It may."""
 
+    def check_plain(self, arguments: Any) -> None:
+        """It may be anything."""
+
     def check_message(self, sender: WorkerInfo, kind: type[Message]) -> None:
         """All may send all."""
 
 
 UNRESTRICTED: Final = Unrestricted()
+
+
+_PLAIN: Final = frozenset((int, float, bool, str, bytes, type(None), Tensor, Parameter, WorkerInfo, type(UNSET)))
+_MAX_PLAIN_DEPTH: Final = 8
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Whether there is nothing in it that could stand for more than it takes up: a `range` is as good as a list."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return True
+    if depth == _MAX_PLAIN_DEPTH:
+        return False
+    if kind is list or kind is tuple:
+        return all(_is_plain(item, depth + 1) for item in value)
+    return kind is dict and all(_is_plain(part, depth + 1) for item in value.items() for part in item)
 
 
 class AllowList:
@@ -116,6 +142,10 @@ class AllowList:
             "in allow-list mode functions are called by their names: a lambda, a closure, a partial, a TorchScript "
             "function or a program of torch.export has none. Export a plain function that calls it, and call that one"
         )
+
+    def check_plain(self, arguments: Any) -> None:
+        if not _is_plain(arguments):
+            raise NotAllowedError("a message of the runtime's own with something else than numbers, texts and tensors")
 
     def check_message(self, sender: WorkerInfo, kind: type[Message]) -> None:
         self._permit(sender.name, f"arpc:{kind.__name__}")

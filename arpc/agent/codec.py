@@ -329,4 +329,3 @@ class Codec:
     @staticmethod
     def _unknown(key: str) -> Interceptor:
         raise ProtocolError(f"meta data of the unknown feature {key!r}")
-

@@ -8,12 +8,12 @@ in the lists of this module and nothing else. No module is imported for it and n
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import BuiltinFunctionType, MethodDescriptorType, MethodType
 from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from types import BuiltinFunctionType, MethodDescriptorType, MethodType
 
 from arpc.errors import ConfigurationError, NotAllowedError
 from arpc.wire.reducing import MAIN_NAMES, importable_name

@@ -81,9 +81,7 @@ def _time(data: bytes, zone: dt.tzinfo | None = None) -> dt.time:
 def _datetime(data: bytes, zone: dt.tzinfo | None = None) -> dt.datetime:
     month, fold = data[2] & 0x7F, data[2] >> 7
     microsecond = int.from_bytes(data[7:10])
-    return _checked(
-        dt.datetime, data[0] << 8 | data[1], month, data[3], *data[4:7], microsecond, zone, fold=fold
-    )
+    return _checked(dt.datetime, data[0] << 8 | data[1], month, data[3], *data[4:7], microsecond, zone, fold=fold)
 
 
 def _timezone(offset: dt.timedelta, name: str | None = None) -> dt.timezone:
@@ -133,9 +131,11 @@ _WRAPPER_CLASS: Final = Check(
 )
 _INNER: Final = Check(
     "a dict of tensors by their names",
-    lambda value: type(value) is dict
-    and all(type(name) is str for name in value)
-    and all(TENSOR.holds(inner) or type(inner) in TENSOR_CLASSES for inner in value.values()),
+    lambda value: (
+        type(value) is dict
+        and all(type(name) is str for name in value)
+        and all(TENSOR.holds(inner) or type(inner) in TENSOR_CLASSES for inner in value.values())
+    ),
 )
 _GRADIENT: Final = Check("whether it requires a gradient", FLAG.holds)
 
@@ -155,7 +155,9 @@ def _fill_lists() -> None:
             required=1,
         ),
         ("torch.serialization", "_get_layout"): Trusted(
-            "torch.layout", _LAYOUTS.__getitem__, Check("the name of a layout", lambda v: type(v) is str and v in _LAYOUTS)
+            "torch.layout",
+            _LAYOUTS.__getitem__,
+            Check("the name of a layout", lambda v: type(v) is str and v in _LAYOUTS),
         ),
         ("collections", "deque"): Trusted(
             "deque",
@@ -193,7 +195,7 @@ def _fill_lists() -> None:
         add_maker((cls.__module__, cls.__qualname__), cls, maker)
     trusted: dict[tuple[str, str], Trusted] = {
         (reducing.__name__, "_fill_subclass"): Trusted(
-            "tensor of a subclass", _fill_subclass, _TENSOR_CLASS, exactly(Tensor), _GRADIENT, ANYTHING
+            "tensor of a subclass", _fill_subclass, _TENSOR_CLASS, TENSOR, _GRADIENT, ANYTHING
         ),
         (reducing.__name__, "_fill_wrapper"): Trusted(
             "tensor of a subclass",

@@ -61,6 +61,7 @@ class _QuickUnpickler(pickle.Unpickler):
 def restricted_loads(payload: bytes | bytearray | memoryview, slots: list[Any], permit: Permit) -> Any:
     """`pickling.loads`, within the lists. Raises `NotAllowedError`, or whatever reading a bad pickle raises."""
     data = bytes(payload)
+    _check_proportion(data)
     if not (_extensions or _takes_care(data, has_slots=bool(slots))):
         try:
             return _QuickUnpickler(io.BytesIO(data), buffers=slots).load()
@@ -75,6 +76,23 @@ def read_name(payload: bytes | bytearray | memoryview) -> Key:
     if not isinstance(found, _Name):
         raise NotAllowedError("in allow-list mode functions are called by their names")
     return found.key
+
+
+# -- how much memory a pickle may come to
+
+_COSTS: Final = ((pickle.EMPTY_SET, 224), (pickle.EMPTY_DICT, 72), (pickle.EMPTY_LIST, 64), (pickle.REDUCE, 100))
+"""Bytes that an object takes which is one byte in a pickle, or a few, and the reference to it."""
+_ALWAYS_BYTES: Final = 64 << 20
+_PROPORTION: Final = 48
+
+
+def _check_proportion(payload: bytes) -> None:
+    """Refuse a large pickle of many empty objects. What only looks like them, in texts, is too rare to matter."""
+    if len(payload) * _COSTS[0][1] < _ALWAYS_BYTES:
+        return
+    estimate = sum(payload.count(opcode) * cost for opcode, cost in _COSTS)
+    if estimate > _ALWAYS_BYTES + _PROPORTION * len(payload):
+        raise NotAllowedError(f"a message of {len(payload)} bytes whose objects would take about {estimate}")
 
 
 # -- which pickles are not for the reader in C
@@ -307,7 +325,9 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
                 depth = max(depth, inner_depth)
                 places += inner_places
         if depth >= _MAX_NESTED or places > _MAX_PLACES:
-            raise NotAllowedError(f"a message with more than {_MAX_NESTED} tuples inside each other, or one in too many places")
+            raise NotAllowedError(
+                f"a message with more than {_MAX_NESTED} tuples inside each other, or one in too many places"
+            )
         nesting[id(made)] = depth + 1, places
 
     def load_build(self) -> None:

@@ -20,8 +20,8 @@ from arpc.errors import (
     SerializationError,
     ShutdownError,
 )
-from arpc.wire.frames import frame
 from arpc.ids import WorkerInfo
+from arpc.wire.frames import frame
 from arpc.wire.messages import FailureKind, MessageType
 from arpc.wire.pickling import Pickler
 from arpc.wire.policy import UNRESTRICTED

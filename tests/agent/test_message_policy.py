@@ -138,9 +138,7 @@ def with_pickle(kind, id_, payload, form, *, label=b""):
         assert few is not None
         return frame(type_, 0, id_, arg, 0, label + few)
     packed = pack([torch.ones(2)] * (MAX_TENSORS + 1), 1 << 16, None)
-    return frame(
-        type_, 0, id_, arg, 0, label + payload, b"", packed.table, packed.inline, packed.buffer_sizes
-    )
+    return frame(type_, 0, id_, arg, 0, label + payload, b"", packed.table, packed.inline, packed.buffer_sizes)
 
 
 def payload_of(kind):
@@ -242,7 +240,10 @@ async def test_no_message_brings_its_function_along(kind):
         connection = group[0].agent.known_peer("worker1").connection
         answered: list[Message] = []
         take = group[0].agent._handlers[messages.Failure]
-        group[0].agent._handlers[messages.Failure] = lambda link, message: (answered.append(message), take(link, message))
+        group[0].agent._handlers[messages.Failure] = lambda link, message: (
+            answered.append(message),
+            take(link, message),
+        )
         payload = label_of(kind, 1) + pickle.dumps((bytearray, (1 << 50,)), protocol=5)
         connection.send(frame(int(kind.type), 0, 900, 0, 0, payload))
         await group[0].rpc_sync("worker1", nothing)

@@ -162,6 +162,7 @@ def callable_named(key: Key) -> Callable[..., Any]:
 
 
 def is_exported(key: Key) -> bool:
+    """Whether there is an exported function of that name."""
     return key in _exported
 
 

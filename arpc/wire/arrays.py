@@ -29,7 +29,7 @@ _MAX_DIMENSIONS: Final = 32  # in the older versions of numpy
 def _dtype(name: str, *_: Any) -> np.dtype[Any]:
     try:
         # a new one: the state of a time is set on it
-        return np.dtype(name, copy=True)  # type: ignore[call-overload,no-any-return]
+        return np.dtype(name, copy=True)
     except TypeError:
         raise NotAllowedError(f"an array of {name!r}, which numpy does not know") from None
 
@@ -89,7 +89,7 @@ def set_array_state(made: np.ndarray[Any, Any], state: Any) -> None:
         case (1, tuple() as shape, np.dtype() as dtype, bool() | int() as is_fortran, bytes() as data):
             if SIZES.holds(shape) and is_fortran in {0, 1} and type(data) is bytes and made.size == 0:
                 _check_extent(dtype, shape, memoryview(data))
-                made.__setstate__((1, shape, dtype, bool(is_fortran), data))
+                made.__setstate__((1, shape, dtype, bool(is_fortran), data))  # type: ignore[arg-type]
                 return
     raise NotAllowedError("an array of objects, or one that does not say what it is of")
 

@@ -68,9 +68,8 @@ def check_exception(made: BaseException) -> None:
     elif isinstance(made, OSError):
         if not all(type(value) in _SCALARS for value in (*made.args, made.errno, made.filename, made.filename2)):
             raise _refused(made)
-    elif isinstance(made, BaseExceptionGroup):
-        if type(made.message) is not str:
-            raise _refused(made)
+    elif isinstance(made, BaseExceptionGroup) and type(made.message) is not str:
+        raise _refused(made)
     notes = vars(made).get("__notes__", [])
     if type(notes) is not list or not all(type(note) is str for note in notes):
         raise _refused(made)

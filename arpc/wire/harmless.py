@@ -10,7 +10,7 @@ import datetime as dt
 import decimal
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ from arpc.wire.trusted import (
 )
 
 __all__: list[str] = []
+
+V = TypeVar("V")
 
 _FACTORIES: Final = (int, float, str, bool, bytes, list, dict, set, tuple)
 _LAYOUTS: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
@@ -92,7 +94,7 @@ def _timedelta(days: int, seconds: int = 0, microseconds: int = 0) -> dt.timedel
     return _checked(dt.timedelta, days, seconds, microseconds)
 
 
-def _checked(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checked(make: Callable[..., V], *args: Any, **kwargs: Any) -> V:
     try:
         return make(*args, **kwargs)
     except (ValueError, OverflowError) as error:

@@ -120,8 +120,8 @@ def set_tensor_state(made: Tensor, state: Any) -> Tensor:
 def _call_setstate(cls: type, definer: type, made: Any, state: Any) -> None:
     if definer not in CLASSES and definer not in TENSOR_CLASSES:
         raise NotAllowedError(
-            f"the state of a {cls.__qualname__} is set by {definer.__qualname__}.__setstate__, and {definer.__qualname__} "
-            f"is not known to arpc.register_type"
+            f"the state of a {cls.__qualname__} is set by {definer.__qualname__}.__setstate__, and that class is not "
+            f"known to arpc.register_type"
         )
     cast("Any", cls).__setstate__(made, state)
 

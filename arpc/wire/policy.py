@@ -5,8 +5,8 @@ by `Policy.function`, and every table of tensors by `Policy.tensors`. All that t
 argument: what comes in a reply is judged like what comes in a request.
 
 - `UNRESTRICTED`: peers are trusted with everything. A pickle may name and call anything.
-- `AllowList`: a pickle is data, see `wire.restricted`. *Roles* say which workers may call, or name, which of the exported
-  functions, and which of the runtime's own messages (``arpc:RRefFetch`` and its like) they may send.
+- `AllowList`: a pickle is data, see `wire.restricted`. *Roles* say which workers may call, or name, which of the
+  exported functions, and which of the runtime's own messages (``arpc:RRefFetch`` and its like) they may send.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copyreg
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pickle import PickleBuffer
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final, Protocol, cast
@@ -135,7 +136,7 @@ class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if _has_no_memory(obj):
             return NotImplemented  # all there is of it are its attributes, and torch knows how to make it again
         # as what it is in memory, whatever it does where an operator of torch is called with it
-        with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+        with torch._C.DisableTorchFunctionSubclass(), _without_dispatch(cls):
             state = obj.__getstate__()
             if issubclass(cls, Parameter):
                 # the parameter itself, so that whoever looks at the slots (autograd does) finds the leaf
@@ -178,11 +179,22 @@ def _has_no_memory(obj: Tensor) -> bool:
     """Whether it is a wrapper: a tensor that answers operators itself, out of others that it refers to."""
     if type(obj).__torch_dispatch__ is Tensor.__torch_dispatch__:
         return False
-    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+    with torch._C.DisableTorchFunctionSubclass(), _without_dispatch(type(obj)):
         try:
             return obj.data_ptr() == 0
         except RuntimeError:
             return True
+
+
+def _without_dispatch(cls: type[Tensor]) -> AbstractContextManager[object]:
+    """Where operators of torch take a tensor of a class for what it is in memory."""
+    if cls.__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return _AS_EVER
+    made: AbstractContextManager[object] = torch._C._DisableTorchDispatch()  # noqa: SLF001 - for lack of a public way
+    return made
+
+
+_AS_EVER: Final = nullcontext()
 
 
 # -- what the pickles name: these run where they are unpickled

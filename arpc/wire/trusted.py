@@ -111,11 +111,15 @@ def integer(low: int, high: int) -> Check:
     return Check(f"an int from {low} to {high}", lambda value: type(value) is int and low <= value <= high)
 
 
-def all_of(container: type, item: Check, limit: int) -> Check:
+def all_of(container: type[list[Any] | tuple[Any, ...]], item: Check, limit: int) -> Check:
     """A tuple or list of at most ``limit`` items, each of which passes a check."""
+
+    def holds(value: Any) -> bool:
+        return type(value) is container and len(value) <= limit and all(item.holds(each) for each in value)
+
     return Check(
         f"a {container.__name__} of at most {limit} items, each {item.what}",
-        lambda value: type(value) is container and len(value) <= limit and all(map(item.holds, value)),
+        holds,
     )
 
 

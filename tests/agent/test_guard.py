@@ -287,9 +287,11 @@ async def error_with_a_function():
 async def test_roles_hold_for_what_replies_items_and_errors_name():
     roles = {"*": ["*.function_named", "*.functions_named", "*.error_with_a_function"]}
     async with cluster(2, options=ALLOW.replace(roles=roles)) as group:
-        with pytest.raises(arpc.SerializationError, match="worker 'worker1' may not call .*double on worker 'worker0'"):
+        with pytest.raises(
+            arpc.SerializationError, match=r"worker 'worker1' may not call .*double on worker 'worker0'"
+        ):
             await group[0].rpc_sync("worker1", function_named)
-        with pytest.raises(arpc.SerializationError, match="worker 'worker1' may not call .*double"):
+        with pytest.raises(arpc.SerializationError, match=r"worker 'worker1' may not call .*double"):
             _ = [item async for item in group[0].stream("worker1", functions_named)]
         with pytest.raises(arpc.RemoteError, match="ValueError"):  # described, and not rebuilt
             await group[0].rpc_sync("worker1", error_with_a_function)

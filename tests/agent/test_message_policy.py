@@ -234,7 +234,7 @@ async def test_nothing_else_becomes_an_object(kind, read):
 
 @pytest.mark.parametrize("kind", sorted(REQUESTS, key=lambda kind: kind.type), ids=lambda kind: kind.__name__)
 async def test_no_message_brings_its_function_along(kind):
-    """Number 0 means that the function is in the payload. Nobody may call `bytearray`, or an exported one, like that."""
+    """Number 0 means that the function is in the payload. Nobody may call `bytearray` like that."""
     async with cluster(2, options=ALLOW) as group:
         await group[0].rpc_sync("worker1", nothing)
         connection = group[0].agent.known_peer("worker1").connection

@@ -19,7 +19,7 @@ from arpc import ids, options
 from arpc.errors import NotAllowedError
 from arpc.wire import reducing
 from arpc.wire.allowlist import QUICK, TENSOR_CLASSES, TRUSTED, VALUES, add_maker
-from arpc.wire.instances import set_tensor_state
+from arpc.wire.instances import check_made, set_tensor_state
 from arpc.wire.trusted import (
     ANYTHING,
     FLAG,
@@ -41,8 +41,6 @@ V = TypeVar("V")
 
 _FACTORIES: Final = (int, float, str, bool, bytes, list, dict, set, tuple)
 _LAYOUTS: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
-_MAX_EXPONENT: Final = 10_000
-"""Of a Decimal, in both directions: an int of it, or its plain text, has about as many digits."""
 _MAX_TEXT: Final = 10_000
 
 
@@ -58,8 +56,7 @@ def _decimal(text: str) -> decimal.Decimal:
         made = decimal.Decimal(text)
     except decimal.InvalidOperation:
         raise NotAllowedError("a Decimal of a text that is no number") from None
-    if made.is_finite() and abs(made.adjusted()) > _MAX_EXPONENT:
-        raise NotAllowedError(f"a Decimal with an exponent beyond {_MAX_EXPONENT}")
+    check_made(made)
     return made
 
 

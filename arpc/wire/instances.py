@@ -7,8 +7,10 @@ that they are given, and some of their attributes are relied on by native code.
 
 from __future__ import annotations
 
+import datetime as dt
 from collections import OrderedDict, deque
 from collections.abc import Iterator
+from decimal import Decimal
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any, Final, cast
@@ -20,12 +22,14 @@ from arpc.wire.allowlist import CLASSES, TENSOR_CLASSES
 from arpc.wire.exceptions import EXCEPTIONS, check_arguments, check_exception, set_native_attribute
 from arpc.wire.trusted import kind_of
 
-__all__ = ["check_container", "construct", "make_bare", "set_state", "set_tensor_state"]
+__all__ = ["check_container", "check_made", "construct", "make_bare", "set_state", "set_tensor_state"]
 
 _SCALARS: Final = (int, float, complex, bool, str, bytes, type(None))
 _NATIVE_DATA: Final = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, deque)
 _HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _MISSING: Final = object()
+_MAX_EXPONENT: Final = 10_000
+"""Of a Decimal, in both directions: an int of it, or its plain text, has about as many digits."""
 
 
 # -- making
@@ -68,9 +72,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def _defines_construction(cls: type) -> bool:
-    """Whether it is code of Python that takes the arguments."""
-    return any(isinstance(vars(base).get("__new__"), staticmethod | FunctionType) for base in cls.__mro__) or any(
-        isinstance(vars(base).get("__init__"), FunctionType) for base in cls.__mro__
+    """Whether code of a registered class takes the arguments, and not what it inherits."""
+    return any(
+        isinstance(vars(base).get(name), staticmethod | FunctionType)
+        for base in cls.__mro__
+        if base in CLASSES
+        for name in ("__new__", "__init__")
     )
 
 
@@ -83,9 +90,24 @@ def _allowed_contents(cls: type) -> tuple[type, ...]:
 
 
 def check_made(made: Any) -> None:
-    """Refuse an instance of which native code would read more than there is."""
+    """Refuse an instance of which native code would read more than there is, or take any amount of memory."""
     if isinstance(made, BaseException):
         check_exception(made)
+    elif isinstance(made, dt.date | dt.time):
+        _check_date(made)
+    elif isinstance(made, Decimal) and made.is_finite() and abs(made.adjusted()) > _MAX_EXPONENT:
+        raise NotAllowedError(f"a Decimal with an exponent beyond {_MAX_EXPONENT}")
+
+
+def _check_date(made: dt.date | dt.time) -> None:
+    """Constructors of these take bytes as they are; numbers they check."""
+    try:
+        if isinstance(made, dt.date):
+            dt.date(made.year, made.month, made.day)
+        if isinstance(made, dt.time | dt.datetime):
+            dt.time(made.hour, made.minute, made.second, made.microsecond)
+    except ValueError as error:
+        raise NotAllowedError(f"a date or time that cannot be: {error}") from None
 
 
 # -- state

@@ -18,7 +18,6 @@ import msgspec
 from arpc.agent.addresses import as_others_call_it, default_addresses, refuse_open_doors
 from arpc.agent.agent import Agent
 from arpc.agent.fingerprints import host_fingerprint, main_fingerprint
-from arpc.agent.guard import Guard
 from arpc.agent.lookout import Lookout
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.placement import Placement, find_backends
@@ -52,6 +51,7 @@ from arpc.transport.memory import MemoryNetwork
 from arpc.transport.shm import FEATURE
 from arpc.wire.handshake import Identity
 from arpc.wire.pickling import Reducer
+from arpc.wire.policy import UNRESTRICTED, AllowList, Policy
 from arpc.wire.staging import DeviceBackend
 
 __all__ = ["start_worker"]
@@ -105,16 +105,17 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
     ways.update(transports or {})
     known = (FEATURE,) if worker.arena is not None else ()
     identity = Identity(name, 0, secrets.randbits(63), main_fingerprint(), known)
-    guard = None if options.allow is None else Guard(name, options.roles)
+    policy: Policy = UNRESTRICTED if options.allow is None else AllowList(name, options.roles)
     rrefs = worker.rref_context = RRefContext(options, context, name, identity.incarnation)
     rrefs.skin = skin
+    rrefs.get_method = policy.get_method
     reducers: dict[type, Reducer] = {**kinds.REDUCERS, RRef: partial(reduce_rref, rrefs)}
     if skin is not None:
         unwrap = skin.unwrap
         reducers[skin.cls] = lambda handle, parcel: reduce_rref(rrefs, unwrap(handle), parcel)
     autograd = worker.autograd = AutogradService(options, context, rrefs)
     profiler = worker.profiler = ProfilerService()
-    variables = VariableCarrier()
+    variables = VariableCarrier(policy)
     lookout = worker.lookout = Lookout(rendezvous, options, context)
     metrics = worker.metrics = MetricsService(
         options,
@@ -141,11 +142,9 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
             is_elastic=rendezvous.is_elastic,
             watchers=(rrefs, autograd, profiler.tracer, lookout),
             placement=placement if placement.is_needed else None,
-            guard=guard,
+            policy=policy,
         )
     )
-    if guard is not None:
-        _restrict(guard, agent, rrefs, variables)
     features: tuple[RRefContext | AutogradService | ProfilerService | Lookout | MetricsService, ...] = (
         rrefs,
         autograd,
@@ -199,12 +198,6 @@ def _tune_process(options: RpcOptions, loop: asyncio.AbstractEventLoop) -> None:
         gc.collect()
         gc.freeze()
     BACKOFF.begin(options.gc_backoff, loop)
-
-
-def _restrict(guard: Guard, agent: Agent, rrefs: RRefContext, variables: VariableCarrier) -> None:
-    """Let the features, too, build and find what is on the lists and nothing else."""
-    rrefs.get_method = guard.get_method
-    variables.loads = agent.codec.loads
 
 
 async def _listen(

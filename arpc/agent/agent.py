@@ -21,7 +21,6 @@ from arpc.agent.connector import Connector
 from arpc.agent.deadlines import Deadlines
 from arpc.agent.executor import Executor, Service, Wrapper
 from arpc.agent.functions import Preparation
-from arpc.agent.guard import Guard, GuardedCodec
 from arpc.agent.heartbeat import Heartbeat
 from arpc.agent.labelled import never_shortly
 from arpc.agent.links import Link, PeerWatcher
@@ -62,6 +61,7 @@ from arpc.wire.messages import (
     Request,
 )
 from arpc.wire.pickling import Reducer
+from arpc.wire.policy import UNRESTRICTED, Policy
 from arpc.wire.protocol import Bare, Direct
 
 __all__ = ["Agent"]
@@ -105,7 +105,7 @@ class Agent(Caller, Answers):
         watchers: Sequence[PeerWatcher] = (),
         is_elastic: bool = False,
         placement: Placement | None = None,
-        guard: Guard | None = None,
+        policy: Policy = UNRESTRICTED,
     ) -> None:
         self.is_elastic = is_elastic
         """Workers this one has never heard of may come."""
@@ -118,19 +118,16 @@ class Agent(Caller, Answers):
         """Those that were passed stand by; see `observe`."""
         interceptors = (*interceptors, self.observers)
         self._preparations = dict(preparations or {})
-        self.guard = guard
-        """None unless in allow-list mode."""
-        self.codec = (
-            Codec(
-                reducers or {},
-                interceptors,
-                options.inline_tensor_bytes,
-                placement,
-                families,
-                options.max_body_bytes,
-            )
-            if guard is None
-            else GuardedCodec(guard, reducers or {}, interceptors, options, placement, families)
+        self.policy = policy
+        """What peers may do here; all that they send is read through it."""
+        self.codec = Codec(
+            reducers or {},
+            interceptors,
+            options.inline_tensor_bytes,
+            placement,
+            families,
+            options.max_body_bytes,
+            policy,
         )
         if placement is not None:
             # before connections are told whom to call
@@ -205,7 +202,7 @@ class Agent(Caller, Answers):
             self._services[message_class] = self.executor.serve_wrapped(wrapper)
         for message_class, service in self._services.items():
             handle = service.handle
-            self._handlers[message_class] = handle if guard is None else self._guarded(guard, message_class, handle)
+            self._handlers[message_class] = self._checked(message_class, handle) if policy.is_restricted else handle
 
         self._takers_of_requests = {message_class: self._handlers[message_class] for message_class in self._requests}
         self.meter: Meter | None = None
@@ -215,12 +212,12 @@ class Agent(Caller, Answers):
         self.is_interposed = False
         """Every request has to be made by `begin`, see `interpose`."""
 
-    def _guarded(self, guard: Guard, message_class: type[Message], handle: _Handler) -> _Handler:
+    def _checked(self, message_class: type[Message], handle: _Handler) -> _Handler:
         """A handler that looks at the caller's role before it looks at the message."""
 
         def handle_if_permitted(link: Link, message: Message) -> None:
             try:
-                guard.permit_message(link.inbound.caller.name, message_class)
+                self.policy.check_message(link.inbound.caller, message_class)
             except NotAllowedError as error:
                 self.executor.reject(link, message, error)
             else:
@@ -272,8 +269,7 @@ class Agent(Caller, Answers):
         for key in (worker.name, worker.id, worker):
             self._peers.pop(key, None)
         self.connector.forget(worker)
-        if self.guard is not None:
-            self.guard.forget(worker.name)
+        self.policy.forget(worker.name)
         return True
 
     def make_peer(self, info: WorkerInfo) -> Peer:
@@ -456,7 +452,7 @@ class Agent(Caller, Answers):
         ):
             return {}
         takers: dict[bytes, Bare] = {}
-        if self.guard is None:
+        if not self.policy.is_restricted:
             takers[_REQUEST_LEAD] = self.executor.bare_taker(link.inbound)
         if not link.is_line:
             takers[_REPLY_LEAD] = self._bare_reply_taker(link)
@@ -469,8 +465,8 @@ class Agent(Caller, Answers):
         if self.is_closing or self.observers.installed or link.is_onlooker:
             return {}
         takers: dict[int, Direct] = {}
-        if self.guard is None:
-            # the short ways unpickle whatever comes
+        if not self.policy.is_restricted:
+            # the short ways do not look at roles
             takers[_BRIEF_REQUEST] = self.executor.taker(link.inbound)
             for service in () if link.is_line else self._services.values():
                 takers |= service.direct(link)

@@ -9,7 +9,6 @@ from typing import Any
 from arpc.agent.calls import SEQUENCE_BITS, Call
 from arpc.agent.codec import Codec
 from arpc.agent.failures import rebuild_failure
-from arpc.agent.guard import Guard
 from arpc.agent.links import Link
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.errors import (
@@ -52,13 +51,12 @@ class Answers:
     info: WorkerInfo
     loop: asyncio.AbstractEventLoop
     codec: Codec
-    guard: Guard | None
     _scope: WorkerScope
     _tasks_are_isolated: bool
 
     def _take_reply(self, link: Link, id_: int, _arg: int, _timeout_ms: int, payload: bytes | bytearray) -> None:
-        if payload and (payload[0] != RESULT or self.guard is not None):
-            if payload[0] <= LAST_KIND and self.guard is None:
+        if payload and payload[0] != RESULT:
+            if payload[0] <= LAST_KIND:
                 self._take_tensors(link, id_, payload)
             else:
                 self._on_reply(link, Reply(0, id_, 0, 0, 0, 0, 0, bytearray(payload), ()))
@@ -209,7 +207,7 @@ class Answers:
         kind, slots, meta, _ = handful
         if meta:
             codec.receive_reply(peer, codec.added_to(handful), slots)
-        return slots[0] if kind == RESULT_AND_META else codec.handful_object(handful)
+        return slots[0] if kind == RESULT_AND_META else codec.handful_object(handful, peer)
 
     def _on_reply(self, link: Link, message: Message) -> None:
         call = link.peer.pop(message.id)
@@ -260,10 +258,10 @@ class Answers:
         if codec.is_handful(message):
             return self._handful(peer, codec.handful_of(message))
         if message.meta_end == message.meta_start:
-            return codec.content(message)
-        slots = codec.slots(message)
+            return codec.content(message, peer)
+        slots = codec.slots(message, peer)
         codec.receive_reply(peer, codec.meta(message), slots)
-        return codec.payload(message, slots)
+        return codec.payload(message, slots, peer)
 
     @staticmethod
     def _malformed(call: Call) -> SerializationError:
@@ -300,9 +298,9 @@ class Answers:
         codec = self.codec
         token = current_scope.set(self._scope)
         try:
-            slots = codec.slots(message) if message.table_end else []
+            slots = codec.slots(message, peer) if message.table_end else []
             payload = memoryview(message.body)[message.table_end :]
-            return rebuild_failure(message.flags, payload, slots, peer.name, function, codec.loads)
+            return rebuild_failure(message.flags, payload, slots, peer, function, codec.policy)
         finally:
             current_scope.reset(token)
 

@@ -18,7 +18,6 @@ from typing import Any, Final, NoReturn
 from arpc import torchstate
 from arpc.agent.agent import Agent
 from arpc.agent.arguments import Prepared
-from arpc.agent.codec import Codec
 from arpc.agent.functions import name_of
 from arpc.agent.lines import MAX_OWED, Lines
 from arpc.agent.peers import Peer
@@ -39,7 +38,6 @@ _FUNCTION: Final = int(MessageType.FUNCTION)
 _CANCEL: Final = int(MessageType.CANCEL)
 _BRIEF_REQUEST: Final = brief_kind(_REQUEST)
 _pack_brief = BRIEF_HEADER.pack
-_plain_content = Codec.plain_content
 _is_pristine = torchstate.is_pristine
 _MAX_TIMEOUT_S: Final = MAX_TIMEOUT_MS / 1000
 _MAX_BYTES: Final = 1 << 16
@@ -61,9 +59,10 @@ class BlockingCalls:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._codec = agent.codec
+        self._plain_content = agent.codec.plain_content
         self._occasions = agent.occasions
         options = agent.options
-        self.is_on = agent.guard is None and agent.placement is None and not options.max_calls_in_flight
+        self.is_on = not agent.policy.is_restricted and agent.placement is None and not options.max_calls_in_flight
         """False: every call takes the loop."""
         self._are_told = options.timeouts_travel
         self._shared_from_bytes = options.shared_memory_from_bytes
@@ -149,7 +148,7 @@ class BlockingCalls:
         if _OURS in answer or not _is_pristine():
             return self._answer(peer, lines, function_id, function, Reply(0, id_, 0, 0, 0, 0, 0, answer, ()))
         try:
-            return _plain_content(answer)
+            return self._plain_content(answer, peer.info)
         except Exception as error:  # unpickling runs user code; the rest is for this thread, as Ctrl-C is
             raise self._unreadable(function, error) from error
 

@@ -35,9 +35,10 @@ from arpc.wire.handful import (
     unpack_result,
 )
 from arpc.wire.messages import Message
-from arpc.wire.pickling import JUST_A_TENSOR, JUST_TENSORS, Pickler, Reducer, dumps_plain, loads
+from arpc.wire.pickling import JUST_A_TENSOR, JUST_TENSORS, Pickler, Reducer, dumps_plain
+from arpc.wire.policy import UNRESTRICTED, Policy
 from arpc.wire.staging import Stager
-from arpc.wire.tensors import Slot, pack, unpack
+from arpc.wire.tensors import Slot, pack
 
 __all__ = ["Codec", "Interceptor", "Packed"]
 
@@ -85,7 +86,10 @@ class Interceptor(Protocol):
 
 
 class Codec:
-    """Packs and unpacks the content of messages for one worker."""
+    """Packs and unpacks the content of messages for one worker.
+
+    Whatever it unpacks goes through its `policy`, together with the worker that sent it.
+    """
 
     def __init__(
         self,
@@ -95,8 +99,12 @@ class Codec:
         placement: Placement | None = None,
         families: Mapping[type, Reducer] | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
+        policy: Policy = UNRESTRICTED,
     ) -> None:
-        self.pickler = Pickler(reducers, families)
+        self.policy = policy
+        self.read = policy.read
+        """The object of a pickle and its slots, from this sender. Raises whatever unpickling raises."""
+        self.pickler = Pickler(reducers, families, policy.pickler)
         self.interceptors = tuple(interceptors)
         self._by_key = {interceptor.key: interceptor for interceptor in interceptors}
         self.noting = next((known for known in interceptors if isinstance(known, Noting)), None)
@@ -213,12 +221,12 @@ class Codec:
             return _ALL_TO_CALLER if is_asked else None
         return self._placement.all_to_caller if is_asked else self._placement.to_caller
 
-    def slots(self, message: Message) -> list[Any]:
-        """The tensors of a message. Raises `ProtocolError`."""
+    def slots(self, message: Message, sender: WorkerInfo) -> list[Any]:
+        """The tensors of a message. Raises `ProtocolError` or `SerializationError`."""
         if message.table_end == message.meta_end:
             return []
         table = memoryview(message.body)[message.meta_end : message.table_end]
-        return unpack(table, message.body, message.buffers)
+        return self.policy.tensors(table, message.body, message.buffers, sender)
 
     def meta(self, message: Message) -> dict[str, Any]:
         """What interceptors of the peer added. Raises `ProtocolError`."""
@@ -241,21 +249,20 @@ class Codec:
             raise ProtocolError("a note that nobody here can read")
         return {self.noting.key: bytes(meta)}
 
-    def content(self, message: Message) -> Any:
+    def content(self, message: Message, sender: WorkerInfo) -> Any:
         """The object in a message to which nothing was added. Raises `ProtocolError`, or whatever unpickling raises."""
         if message.table_end:
-            return self.payload(message, self.slots(message))
-        return self.plain_content(message.body) if message.body else None
+            return self.payload(message, self.slots(message, sender), sender)
+        return self.plain_content(message.body, sender) if message.body else None
 
-    @staticmethod
-    def plain_content(payload: bytes | bytearray, load: Callable[..., Any] = loads) -> Any:
+    def plain_content(self, payload: bytes | bytearray, sender: WorkerInfo) -> Any:
         """The object in a payload that is not empty and has no tensors beside it. It is the object's from now on.
 
         Not for a payload with which something rides: see `is_handful`.
         """
         kind = payload[0]
         if kind > LAST_KIND:
-            return load(payload, _NO_SLOTS)
+            return self.read(payload, _NO_SLOTS, sender)
         if kind == ARGUMENTS:
             return unpack_arguments(payload)
         if kind == RESULT:
@@ -263,7 +270,7 @@ class Codec:
         handful = unpack_handful(payload)
         if handful[2]:
             raise ProtocolError("something rides on a message that nobody looks for it in")
-        return _object_of(handful, load)
+        return self.handful_object(handful, sender)
 
     def handful_of(self, message: Message) -> Handful:
         """What is in such a message, the object not yet built. Raises `ProtocolError`."""
@@ -275,27 +282,31 @@ class Codec:
         body = message.body
         return not (message.table_end or message.label_bytes) and len(body) > 0 and RESULT < body[0] <= LAST_KIND
 
-    def handful_object(self, handful: Handful) -> Any:
+    def handful_object(self, handful: Handful, sender: WorkerInfo) -> Any:
         """The object of a handful. Raises `ProtocolError`, or whatever unpickling raises."""
-        return _object_of(handful, self.loads)
+        kind, slots, _, content = handful
+        if kind in _LONE:
+            return slots[0]
+        if kind in {PICKLED_ARGUMENTS, PICKLED_RESULT}:
+            return self.read(content, slots, sender)
+        if kind in {PARCEL_ARGUMENT, PARCEL_RESULT}:
+            parcel = [bytes(content), *slots]
+            return parcel if kind == PARCEL_RESULT else (parcel,)
+        return tuple(slots)
 
-    def payload(self, message: Message, slots: list[Any]) -> Any:
+    def payload(self, message: Message, slots: list[Any], sender: WorkerInfo) -> Any:
         """The object in a message, None if there is none. Raises whatever unpickling raises."""
         start = message.table_end + message.label_bytes
         body = message.body
         if not start:
-            return self.loads(body, slots) if body else None
+            return self.read(body, slots, sender) if body else None
         if start == len(body):
             return None
-        return self.loads(memoryview(body)[start:], slots)
+        return self.read(memoryview(body)[start:], slots, sender)
 
-    def loads(self, payload: bytes | bytearray | memoryview, slots: list[Any]) -> Any:
-        """The object of a pickle and its slots. Raises whatever unpickling raises."""
-        return loads(payload, slots)
-
-    def function(self, message: Message, caller: WorkerInfo) -> Any:
+    def function(self, message: Message, sender: WorkerInfo) -> Any:
         """What a peer will call by number. Raises whatever unpickling raises."""
-        return self.payload(message, [])
+        return self.policy.function(memoryview(message.body)[message.table_end :], sender)
 
     # -- interceptors
 
@@ -318,15 +329,3 @@ class Codec:
     @staticmethod
     def _unknown(key: str) -> Interceptor:
         raise ProtocolError(f"meta data of the unknown feature {key!r}")
-
-
-def _object_of(handful: Handful, load: Callable[..., Any]) -> Any:
-    kind, slots, _, content = handful
-    if kind in _LONE:
-        return slots[0]
-    if kind in {PICKLED_ARGUMENTS, PICKLED_RESULT}:
-        return load(content, slots)
-    if kind in {PARCEL_ARGUMENT, PARCEL_RESULT}:
-        parcel = [bytes(content), *slots]
-        return parcel if kind == PARCEL_RESULT else (parcel,)
-    return tuple(slots)

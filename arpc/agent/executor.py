@@ -38,7 +38,6 @@ from arpc.log import get_logger
 from arpc.wire.frames import BRIEF_HEADER, brief_kind, frame
 from arpc.wire.handful import PARCEL_ARGUMENT, unpack_handful
 from arpc.wire.messages import WINDOW, FailureKind, Message, MessageType, RequestFlag
-from arpc.wire.pickling import loads
 from arpc.wire.protocol import Direct
 
 __all__ = ["Executor", "HasInbound", "Service", "Wrapped", "Wrapper"]
@@ -98,6 +97,13 @@ class Wrapper(Protocol):
 
     def direct(self, link: HasInbound, handle: Callable[[HasInbound, Message], None]) -> dict[int, Direct]:
         """As in a `Service`. What it does not take is for ``handle``."""
+
+
+def _credit(items: Any) -> int:
+    """How many items of a stream a caller takes at first."""
+    if type(items) is not int or items < 0:
+        raise ProtocolError("a stream whose caller does not say how many items it takes")
+    return items
 
 
 class Executor(PlainRequests):
@@ -344,6 +350,7 @@ class Executor(PlainRequests):
         """
         served = Function(function.call if isinstance(function, Prompt) else function)
         served.name = message_class.__name__
+        served.is_service = True
         launch = self._answer_message if isinstance(function, Prompt) else self._launch
 
         def handle(link: HasInbound, message: Message) -> None:
@@ -351,6 +358,7 @@ class Executor(PlainRequests):
 
         def direct(link: HasInbound) -> dict[int, Direct]:
             inbound = link.inbound
+            read = self.codec.read
             kind = brief_kind(int(message_class.type))
             if shortcut is None:
                 if not isinstance(function, Prompt):
@@ -361,7 +369,7 @@ class Executor(PlainRequests):
 
             def take(id_: int, arg: int, timeout_ms: int, payload: bytes | bytearray) -> None:
                 try:
-                    result = shortcut(*loads(payload, []))
+                    result = shortcut(*read(payload, [], inbound.caller))
                 except Exception:  # noqa: BLE001 - it is raised again, and told, by the function
                     result = NotImplemented
                 if result is NotImplemented:
@@ -533,22 +541,27 @@ class Executor(PlainRequests):
         Runs in the handler's context, because interceptors and user code may look at it.
         """
         codec = self.codec
+        caller = run.inbound.caller
         try:
+            if not message.arg:
+                codec.policy.check_code()
             if codec.is_handful(message):
                 payload = self._receive_handful(run, codec.handful_of(message))
             elif message.meta_end == message.meta_start:
-                payload = codec.content(message)
+                payload = codec.content(message, caller)
             else:
-                slots = codec.slots(message)
+                slots = codec.slots(message, caller)
                 run.meta = codec.meta(message)
                 if run.is_stream:
-                    run.credit = run.meta.pop(WINDOW, 0)
-                codec.receive_request(run.inbound.caller, run.meta, slots)
-                payload = codec.payload(message, slots)
+                    run.credit = _credit(run.meta.pop(WINDOW, 0))
+                codec.receive_request(caller, run.meta, slots)
+                payload = codec.payload(message, slots, caller)
             if not message.arg:
                 call, payload = payload
                 run.function = Function(call)
                 run.function.results = run.inbound.results_by_value
+            elif run.function.is_service:
+                codec.policy.check_plain(payload)
         except (AttributeError, ImportError, LookupError, StopIteration) as error:
             raise self._not_unpacked(error) from error
         if message.flags & RequestFlag.KWARGS:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable
 from typing import Any, Final
 
 from arpc.errors import (
     CallCancelledError,
     OverloadedError,
+    ProtocolError,
     RemoteError,
     RemoteTraceback,
     RpcTimeoutError,
@@ -24,7 +24,8 @@ from arpc.errors import (
 )
 from arpc.ids import WorkerInfo
 from arpc.wire.messages import FailureKind
-from arpc.wire.pickling import Pickler, loads
+from arpc.wire.pickling import Pickler
+from arpc.wire.policy import Policy
 from arpc.wire.tensors import Slot
 
 __all__ = ["describe_failure", "is_of_handler", "rebuild_failure"]
@@ -61,12 +62,15 @@ def rebuild_failure(
     kind: int,
     payload: bytes | bytearray | memoryview,
     slots: list[Any],
-    worker: str,
+    sender: WorkerInfo,
     function: str,
-    loads: Callable[[bytes | bytearray | memoryview, list[Any]], Any] = loads,
+    policy: Policy,
 ) -> Exception:
-    """The exception a caller sees. ``loads`` reads pickles."""
-    pickled, type_name, text, stack = loads(payload, [])
+    """The exception a caller sees. Raises `ProtocolError`, or what unpickling raises, if it is not one of ours."""
+    worker = sender.name
+    pickled, type_name, text, stack = policy.read(payload, [], sender)
+    if not all(type(part) is str for part in (type_name, text, stack)):
+        raise ProtocolError("a failure that is not described by texts")
     if kind == FailureKind.TIMEOUT:
         text = f"{function} on worker {worker!r} ran past its deadline"
         return _caused(RpcTimeoutError(text), worker, stack, is_of_handler=False)
@@ -83,7 +87,7 @@ def rebuild_failure(
     may_have_run = kind != FailureKind.REFUSED
     if pickled is not None:
         try:
-            error = loads(pickled, slots)
+            error = policy.read(pickled, slots, sender)
         except BaseException:  # noqa: BLE001 - a user's __reduce__ may raise anything; the description is sent instead
             error = None
         if isinstance(error, Exception) and not isinstance(error, _NOT_TO_BE_RAISED):

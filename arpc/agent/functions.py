@@ -52,6 +52,7 @@ class Function:
         "call",
         "is_plain",
         "is_quick",
+        "is_service",
         "is_simple",
         "mode",
         "name",
@@ -73,6 +74,8 @@ class Function:
         self.is_quick = False
         self._quick_calls = 0
         self.results = ResultSizes()
+        # It is the runtime's own, and serves the messages of one class
+        self.is_service = False
 
     def measured(self, seconds: float) -> None:
         """A call has ended in a thread."""
@@ -92,7 +95,7 @@ class Function:
         made.mode = Mode.COROUTINE
         made.name = name
         made.is_simple = True
-        made.returns_future = made.is_plain = made.is_quick = False
+        made.returns_future = made.is_plain = made.is_quick = made.is_service = False
         made.results = results or ResultSizes()
         return made
 

@@ -33,7 +33,7 @@ from arpc.wire.handful import (
 )
 from arpc.wire.messages import Message, MessageType, Request
 from arpc.wire.noted import unpack_noted
-from arpc.wire.pickling import JUST_A_TENSOR, loads
+from arpc.wire.pickling import JUST_A_TENSOR
 from arpc.wire.protocol import Bare, Direct
 
 __all__ = ["PlainRequests"]
@@ -336,7 +336,7 @@ class PlainRequests(NotedReplies):
         args: tuple[Any, ...]
         kind = payload[0]
         if kind > LAST_KIND:
-            args = loads(payload, _NO_SLOTS)
+            args = self.codec.read(payload, _NO_SLOTS, run.inbound.caller)
         elif kind == ARGUMENTS:
             args = unpack_arguments(payload)
         else:
@@ -351,7 +351,7 @@ class PlainRequests(NotedReplies):
         if meta:
             run.meta = codec.added_to(handful)
             codec.receive_request(run.inbound.caller, run.meta, slots)
-        return tuple(slots) if kind == ARGUMENTS_AND_META else codec.handful_object(handful)
+        return tuple(slots) if kind == ARGUMENTS_AND_META else codec.handful_object(handful, run.inbound.caller)
 
     def _not_unpacked(self, error: BaseException) -> SerializationError:
         return SerializationError(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from arpc.errors import ConfigurationError, SerializationError
+from arpc.errors import ConfigurationError, ProtocolError, SerializationError
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
-from arpc.wire.pickling import Pickler, loads
+from arpc.wire.pickling import Pickler
+from arpc.wire.policy import Policy
 from arpc.wire.tensors import Slot
 
 __all__ = ["VariableCarrier", "propagate"]
@@ -44,9 +44,9 @@ class VariableCarrier:
     def occasions(self) -> dict[str, ContextVar[Any]]:
         return _declared
 
-    def __init__(self) -> None:
-        self._pickler = Pickler()
-        self.loads: Callable[[bytes, list[Any]], Any] = loads
+    def __init__(self, policy: Policy) -> None:
+        self._pickler = Pickler(kind=policy.pickler)
+        self._policy = policy
 
     def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot], is_stream: bool = False) -> bytes | None:
         values: dict[str, Any] = {}
@@ -66,7 +66,10 @@ class VariableCarrier:
         return payload
 
     def request_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
-        for name, value in self.loads(meta, []).items():
+        values = self._policy.read(meta, [], peer)
+        if type(values) is not dict:
+            raise ProtocolError("propagated ContextVars that are no dict")
+        for name, value in values.items():
             variable = _declared.get(name)
             if variable is None:
                 logger.debug("worker %s sent the ContextVar %r, which is not propagated here", peer.name, name)

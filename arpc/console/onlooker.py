@@ -18,6 +18,7 @@ from arpc.agent.codec import Codec
 from arpc.agent.failures import rebuild_failure
 from arpc.agent.links import ONLOOKER
 from arpc.errors import ConfigurationError, WireError, WorkerLostError
+from arpc.ids import WorkerInfo
 from arpc.options import RpcOptions
 from arpc.transport.base import Connection, Transport
 from arpc.transport.secure import TlsTransport
@@ -25,6 +26,7 @@ from arpc.transport.stream import TcpTransport, UnixTransport, is_loopback, spli
 from arpc.wire.frames import Limits, frame
 from arpc.wire.handshake import Handshake, Identity, Role
 from arpc.wire.messages import Failure, Inspect, Message, Reply
+from arpc.wire.policy import AllowList
 from arpc.wire.protocol import Protocol
 
 __all__ = ["Onlooker"]
@@ -39,7 +41,8 @@ class Onlooker:
         self._address = address
         self._options = options
         self._transport = transport or _transport(address, options)
-        self._codec = Codec({}, (), options.inline_tensor_bytes, None)
+        # it is told bytes, and errors: no worker needs to run code here for that
+        self._codec = Codec({}, (), options.inline_tensor_bytes, None, policy=AllowList(""))
         self._numbers = count(1)
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._connection: Connection | None = None
@@ -97,15 +100,23 @@ class Onlooker:
     def output_drained(self, connection: Connection) -> None: ...
 
     def messages_received(self, connection: Connection, messages: list[Message]) -> None:
+        sender = WorkerInfo(connection.peer.name, connection.peer.id)
         for message in messages:
             asked = self._asked.get(message.id)
             if asked is None or asked.done():
                 continue
             if isinstance(message, Reply):
-                asked.set_result(self._codec.content(message))
+                try:
+                    asked.set_result(self._codec.content(message, sender))
+                except Exception as error:  # noqa: BLE001 - whatever a bad pickle raises
+                    asked.set_exception(WireError(f"worker {self.worker!r} sent no answer that can be read: {error}"))
             elif isinstance(message, Failure):
                 payload = memoryview(message.body)[message.table_end :]
-                asked.set_exception(rebuild_failure(message.flags, payload, [], self.worker, "Inspect"))
+                try:
+                    failure = rebuild_failure(message.flags, payload, [], sender, "Inspect", self._codec.policy)
+                except Exception as error:  # noqa: BLE001 - whatever a bad pickle raises
+                    failure = WireError(f"worker {self.worker!r} sent no failure that can be read: {error}")
+                asked.set_exception(failure)
 
     def connection_lost(self, connection: Connection, error: Exception | None) -> None:
         for asked in self._asked.values():
@@ -119,9 +130,8 @@ def _transport(address: str, options: RpcOptions) -> Transport:
         return UnixTransport()
     if scheme == "tcp":
         if not options.is_guarded and not is_loopback(split_tcp(address)[0]):
-            # what it answers is unpickled
             raise ConfigurationError(
-                f"whoever answers at {address} may run code here, and cannot prove to be a worker without a secret: "
+                f"whoever answers at {address} cannot prove to be a worker without a secret: "
                 f"set ARPC_SECRET (or --secret-file, or ARPC_TLS_CERT, ARPC_TLS_KEY and ARPC_TLS_CA)"
             )
         return TcpTransport() if options.tls is None else TlsTransport(options.tls)

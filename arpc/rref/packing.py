@@ -12,6 +12,7 @@ from arpc.rref.handle import RRef
 from arpc.rref.states import OwnerState
 from arpc.wire.allowlist import trust
 from arpc.wire.pickling import Parcel
+from arpc.wire.trusted import FLAG, NUMBER, WORKER_ID, WORKER_NAME
 
 __all__ = ["bare", "reduce_rref"]
 
@@ -47,7 +48,7 @@ def reduce_rref(context: RRefContext, rref: RRef[Any], parcel: Parcel) -> tuple[
     return _rebuild, (owner.name, owner.id, number, fork, context.info.name, is_created)
 
 
-@trust
+@trust(WORKER_NAME, WORKER_ID, NUMBER, NUMBER, WORKER_NAME, FLAG)
 def _rebuild(owner_name: str, owner_id: int, rref: int, fork: int, parent: str, is_created: bool) -> Any:
     """Unpack an RRef, in the context of the worker that received it."""
     scope = current_scope.get()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copyreg
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pickle import PickleBuffer
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final, Protocol, cast
@@ -24,7 +25,16 @@ from arpc.errors import SerializationError
 from arpc.ids import WorkerInfo
 from arpc.wire.tensors import Slot
 
-__all__ = ["HOLE", "MAIN_NAMES", "HolePickler", "NamesOnlyPickler", "Parcel", "Reducer", "importable_name"]
+__all__ = [
+    "HOLE",
+    "MAIN_NAMES",
+    "HolePickler",
+    "NamesOnlyPickler",
+    "Parcel",
+    "Reducer",
+    "as_subclass",
+    "importable_name",
+]
 
 
 class Parcel(Protocol):
@@ -123,7 +133,10 @@ class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
             names, context = obj.__tensor_flatten__()  # type: ignore[attr-defined]
             inner = {name: getattr(obj, name) for name in names}
             return _fill_wrapper, (cls, inner, context, tuple(obj.shape), tuple(obj.stride()), obj.requires_grad)
-        with torch._C.DisableTorchFunctionSubclass():
+        if _has_no_memory(obj):
+            return NotImplemented  # all there is of it are its attributes, and torch knows how to make it again
+        # as what it is in memory, whatever it does where an operator of torch is called with it
+        with torch._C.DisableTorchFunctionSubclass(), _without_dispatch(cls):
             state = obj.__getstate__()
             if issubclass(cls, Parameter):
                 # the parameter itself, so that whoever looks at the slots (autograd does) finds the leaf
@@ -162,6 +175,28 @@ class NamesOnlyPickler(HolePickler):
         return super().reducer_override(obj)
 
 
+def _has_no_memory(obj: Tensor) -> bool:
+    """Whether it is a wrapper: a tensor that answers operators itself, out of others that it refers to."""
+    if type(obj).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return False
+    with torch._C.DisableTorchFunctionSubclass(), _without_dispatch(type(obj)):
+        try:
+            return obj.data_ptr() == 0
+        except RuntimeError:
+            return True
+
+
+def _without_dispatch(cls: type[Tensor]) -> AbstractContextManager[object]:
+    """Where operators of torch take a tensor of a class for what it is in memory."""
+    if cls.__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return _AS_EVER
+    made: AbstractContextManager[object] = torch._C._DisableTorchDispatch()  # noqa: SLF001 - for lack of a public way
+    return made
+
+
+_AS_EVER: Final = nullcontext()
+
+
 # -- what the pickles name: these run where they are unpickled
 
 
@@ -174,8 +209,13 @@ def _fill_parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
     return tensor if tensor.grad_fn is not None else _make_subclass(Parameter, tensor, requires_grad)
 
 
+def as_subclass(cls: type[Tensor], tensor: Tensor, requires_grad: bool) -> Tensor:
+    """A tensor that came with a message, as one of a subclass. It keeps the history it may have here."""
+    return _make_subclass(cls, tensor, requires_grad) if tensor.grad_fn is None else tensor.as_subclass(cls)
+
+
 def _fill_subclass(cls: type[Tensor], tensor: Tensor, requires_grad: bool, state: Any) -> Tensor:
-    made: Any = _make_subclass(cls, tensor, requires_grad) if tensor.grad_fn is None else tensor.as_subclass(cls)
+    made: Any = as_subclass(cls, tensor, requires_grad)
     if cls.__setstate__ is not Tensor.__setstate__:
         made.__setstate__(state)
         return cast("Tensor", made)

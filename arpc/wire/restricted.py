@@ -1,29 +1,46 @@
 """Reads pickles that may name what is on the lists of `wire.allowlist`, and nothing else.
 
 Two readers. Nearly all pickles have nothing in them but data, holes for tensors and a few harmless names: these are
-read by pickle's own, in C, which is told what each name means. It meets nothing that it could change, or whose call has
-an effect. For a pickle with other names, such as those of registered classes, it gives up; then pickle's other reader
-takes over, the one in Python, in which every step that does something is looked at: what is called must be on the
-lists, and what is changed must be an instance, never a class.
+read by pickle's own, in C, which finds `QUICK` names alone. It makes nothing that has a state, and calls nothing but
+`Trusted` functions. For a pickle with other names, such as those of registered classes, it gives up; then pickle's
+other reader takes over, the one in Python, in which every step that does something is looked at: what is called must
+be on the lists, what is changed must be an instance, never a class, and items are added to containers alone.
+
+`wire.policy` is the only user of this module: everything that a peer sends is read through a policy.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-import re
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copyreg import _inverted_registry as _extensions  # type: ignore[attr-defined]
 from typing import Any, ClassVar, Final
 
 import numpy as np
 
 from arpc.errors import NotAllowedError
-from arpc.wire import reducing
-from arpc.wire.allowlist import CONSTRUCTORS, HARMLESS, VALUES, Inert, Key, Names, callable_named, is_exported, trust
+from arpc.wire import harmless, reducing
+from arpc.wire.allowlist import (
+    CLASSES,
+    MAKERS,
+    QUICK,
+    TENSOR_CLASSES,
+    TRUSTED,
+    VALUES,
+    Key,
+    callable_named,
+    is_exported,
+)
+from arpc.wire.arrays import set_array_state, set_dtype_state
+from arpc.wire.instances import check_container, construct, make_bare, set_state
+from arpc.wire.scanning import check_proportion, takes_care
+from arpc.wire.trusted import Trusted, kind_of
 
 __all__ = ["read_name", "restricted_loads"]
+
+assert harmless is not None  # it fills the lists
 
 Permit = Callable[[Key], None]
 """Raises `NotAllowedError` for an exported function that may not be named by whoever sent a pickle."""
@@ -35,7 +52,7 @@ class _BeyondHarmlessError(Exception):
 
 class _QuickUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        found = HARMLESS.get((module_name, global_name))
+        found = QUICK.get((module_name, global_name))
         if found is None:
             raise _BeyondHarmlessError
         return found
@@ -44,7 +61,8 @@ class _QuickUnpickler(pickle.Unpickler):
 def restricted_loads(payload: bytes | bytearray | memoryview, slots: list[Any], permit: Permit) -> Any:
     """`pickling.loads`, within the lists. Raises `NotAllowedError`, or whatever reading a bad pickle raises."""
     data = bytes(payload)
-    if not (_extensions or _is_out_of_proportion(data) or _may_nest_deeply(data) or (slots and _may_build(data))):
+    check_proportion(data)
+    if not (_extensions or takes_care(data, has_slots=bool(slots))):
         try:
             return _QuickUnpickler(io.BytesIO(data), buffers=slots).load()
         except _BeyondHarmlessError:
@@ -60,82 +78,12 @@ def read_name(payload: bytes | bytearray | memoryview) -> Key:
     return found.key
 
 
-# -- a pickle can say where in the memo something is put, and how long something is that is not there: the reader in C
-# makes room for as much as that
-
-_FAR: Final = re.compile(
-    rb"r..(?:[^\0].|.[^\0])|p[\s\d_+]{5}|[\x8d\x8e\x96].{4}(?:[^\0]...|.[^\0]..|..[^\0].|...[^\0])", re.DOTALL
-)
-_FAR_INDEX: Final = 1 << 16
-# how many bytes follow an opcode; or in how many the number of those is told
-_FIXED: Final = {
-    **dict.fromkeys(b"(.012NRabeltsud)]}\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94\x97\x98", 0),
-    **dict.fromkeys(b"Kqh\x80", 1),
-    **dict.fromkeys(b"M", 2),
-    **dict.fromkeys(b"Jjr", 4),
-    **dict.fromkeys(b"G\x95", 8),
-}
-_COUNTED: Final = {
-    **dict.fromkeys(b"CU\x8c\x8a", 1),
-    **dict.fromkeys(b"BTX\x8b", 4),
-    **dict.fromkeys(b"\x8d\x8e\x96", 8),
-}
-_LONG_BINPUT: Final = b"r"[0]
-_BUILD: Final = pickle.BUILD[0]
-_STOP: Final = b"."[0]
-
-
-def _is_out_of_proportion(payload: bytes) -> bool:
-    """Whether a pickle may ask for much more memory than it has bytes, or has opcodes that today's pickles have not."""
-    if _FAR.search(payload) is None:
-        return False
-    return any(
-        opcode is None or (opcode == _LONG_BINPUT and int.from_bytes(payload[at : at + 4], "little") >= _FAR_INDEX)
-        for opcode, at in _opcodes(payload)
-    )
-
-
-def _may_build(payload: bytes) -> bool:
-    """Whether a pickle sets the state of anything. A tensor has one: its memory could be made any size with it."""
-    if pickle.BUILD not in payload:
-        return False
-    return any(opcode is None or opcode == _BUILD for opcode, _ in _opcodes(payload))
-
-
-def _opcodes(payload: bytes) -> Iterator[tuple[int | None, int]]:
-    """Each opcode, and where what belongs to it begins; None, at last, where it cannot be told how it goes on."""
-    at, end = 0, len(payload)
-    while at < end:
-        opcode = payload[at]
-        at += 1
-        if (fixed := _FIXED.get(opcode)) is not None:
-            yield opcode, at
-            if opcode == _STOP:
-                return
-            at += fixed
-        elif (counted := _COUNTED.get(opcode)) is not None:
-            yield opcode, at
-            at += counted + int.from_bytes(payload[at : at + counted], "little")
-            if at > end:
-                yield None, end
-        else:
-            yield None, at
-            return
-
-
-# -- hashing a tuple in tuples takes stack for each, and Python does not look whether there is any left
+# -- the careful reader
 
 _MAX_NESTED: Final = 1000
-_MAX_TUPLES: Final = 10_000
-_NESTING: Final = (pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE, pickle.REDUCE, pickle.NEWOBJ)
-
-
-def _may_nest_deeply(payload: bytes) -> bool:
-    """Whether there are so many tuples that they may be dangerous inside each other."""
-    return len(payload) > _MAX_TUPLES and sum(map(payload.count, _NESTING)) > _MAX_TUPLES
-
-
-# -- the careful reader
+"""How deep tuples may be in each other: hashing one takes stack for each, and Python does not look if any is left."""
+_MAX_PLACES: Final = 1 << 22
+"""In how many places there may be tuples in a tuple: hashing it takes time for each."""
 
 
 class _Name:
@@ -167,8 +115,9 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO, slots: list[Any], permit: Permit) -> None:
         super().__init__(file, buffers=slots)
         self._size_bytes = len(file.getbuffer())
-        self._depths: dict[int, int] = {}
-        """How deep tuples are nested, by their ids. Whatever has the id of one that is gone is noted anew."""
+        self._nesting: dict[int, tuple[int, int]] = {}
+        """By the id of a tuple: how deep tuples are nested in it, and in how many places. One that has the id of
+        another that is gone is noted anew."""
         self._permit = permit
 
     def load(self) -> Any:
@@ -183,7 +132,7 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> Any:
         key = module, name
-        for names in (HARMLESS, CONSTRUCTORS, _ARRAYS, VALUES):
+        for names in (QUICK, TRUSTED, CLASSES, TENSOR_CLASSES, VALUES):
             if (found := names.get(key)) is not None:
                 return found
         if key == _FROM_MAIN:
@@ -197,72 +146,92 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
 
     # -- steps that do something
 
-    def _check_call(self, called: Any) -> None:
-        if not (type(called) is Inert or type(called) is _OfMain or called in HARMLESS or called in CONSTRUCTORS):
-            raise NotAllowedError(f"a message that calls {_kind_of(called)} while it is read")
+    def _call(self, called: Any, args: Any) -> Any:
+        if type(args) is not tuple:
+            raise NotAllowedError("a message that calls something with arguments that are no tuple")
+        if type(called) is Trusted or type(called) is _OfMain or called in _IMMUTABLE:
+            return called(*args)
+        if (maker := MAKERS.get(id(called))) is not None:
+            return maker(*args)
+        if called in CLASSES:
+            return construct(called, args)
+        raise NotAllowedError(f"a message that calls {kind_of(called)} while it is read")
+
+    def _make(self, cls: Any, args: Any, kwargs: Any) -> Any:
+        if type(args) is not tuple or type(kwargs) is not dict or not all(type(name) is str for name in kwargs):
+            raise NotAllowedError("a message that makes an instance with arguments that are none")
+        if (maker := MAKERS.get(id(cls))) is not None and not kwargs:
+            return maker(*args)
+        if cls in _IMMUTABLE and not kwargs:
+            return cls(*args)
+        if cls in CLASSES:
+            return make_bare(cls, args, kwargs)
+        raise NotAllowedError(f"a message that makes an instance of {kind_of(cls)} while it is read")
 
     def load_reduce(self) -> None:
-        self._check_call(self.stack[-2])
-        _Base.load_reduce(self)
-        self._note_depth()
+        args = self.stack.pop()
+        self.stack[-1] = self._call(self.stack[-1], args)
+        self._note_nesting()
 
     def load_newobj(self) -> None:
-        self._check_class(self.stack[-2])
-        _Base.load_newobj(self)
-        self._note_depth()
+        args = self.stack.pop()
+        self.stack[-1] = self._make(self.stack[-1], args, {})
+        self._note_nesting()
 
     def load_newobj_ex(self) -> None:
-        self._check_class(self.stack[-3])
-        _Base.load_newobj_ex(self)
-        self._note_depth()
+        kwargs = self.stack.pop()
+        args = self.stack.pop()
+        self.stack[-1] = self._make(self.stack[-1], args, kwargs)
+        self._note_nesting()
 
     def load_tuple(self) -> None:
         _Base.load_tuple(self)
-        self._note_depth()
+        self._note_nesting()
 
     def load_tuple1(self) -> None:
         _Base.load_tuple1(self)
-        self._note_depth()
+        self._note_nesting()
 
     def load_tuple2(self) -> None:
         _Base.load_tuple2(self)
-        self._note_depth()
+        self._note_nesting()
 
     def load_tuple3(self) -> None:
         _Base.load_tuple3(self)
-        self._note_depth()
+        self._note_nesting()
 
-    def _note_depth(self) -> None:
+    def _note_nesting(self) -> None:
         made = self.stack[-1]
-        items = made if isinstance(made, tuple) else (made.start, made.stop, made.step) if type(made) is slice else None
-        if items is None:
+        if isinstance(made, tuple):
+            items: tuple[Any, ...] = made
+        elif isinstance(made, BaseExceptionGroup):
+            items = made.exceptions
+        elif type(made) is slice:
+            items = (made.start, made.stop, made.step)
+        else:
             return
-        depths = self._depths
-        inner = [depths.get(id(item), 0) for item in items if isinstance(item, tuple | slice)]
-        depths[id(made)] = depth = 1 + max(inner, default=0)
-        if depth > _MAX_NESTED:
-            raise NotAllowedError(f"a message with more than {_MAX_NESTED} tuples inside each other")
-
-    def _check_class(self, cls: Any) -> None:
-        if not isinstance(cls, type) or not (cls in CONSTRUCTORS or cls in HARMLESS):
-            raise NotAllowedError(f"a message that makes an instance of {_kind_of(cls)} while it is read")
+        nesting = self._nesting
+        depth, places = 0, 1
+        for item in items:
+            if isinstance(item, tuple | slice | BaseExceptionGroup):
+                inner_depth, inner_places = nesting.get(id(item), (0, 0))
+                depth = max(depth, inner_depth)
+                places += inner_places
+        if depth >= _MAX_NESTED or places > _MAX_PLACES:
+            raise NotAllowedError(
+                f"a message with more than {_MAX_NESTED} tuples inside each other, or one in too many places"
+            )
+        nesting[id(made)] = depth + 1, places
 
     def load_build(self) -> None:
-        made = self.stack[-2]
+        state = self.stack.pop()
+        made = self.stack[-1]
         if isinstance(made, np.dtype):
-            _check_dtype_state(self.stack.pop())
-            return
-        if type(made) is np.ndarray:
-            made.__setstate__(_checked_array_state(self.stack.pop()))
-            return
-        if not (type(made) in CONSTRUCTORS or type(made) in HARMLESS):
-            raise NotAllowedError(f"a message that changes {type(made).__qualname__} while it is read")
-        _Base.load_build(self)
-
-    def _check_container(self, container: Any, *plain: type) -> None:
-        kind = type(container)
-        if kind not in plain and kind not in CONSTRUCTORS:
-            raise NotAllowedError(f"a message that adds to {kind.__qualname__} while it is read")
+            set_dtype_state(made, state)
+        elif type(made) is np.ndarray:
+            set_array_state(made, state)
+        else:
+            set_state(made, state)
 
     def load_bytearray8(self) -> None:
         size_bytes = int.from_bytes(self.read(8), "little")
@@ -271,23 +240,23 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
         self.append(bytearray(self.read(size_bytes)))
 
     def load_append(self) -> None:
-        self._check_container(self.stack[-2], list, deque)
+        check_container(self.stack[-2], list, deque)
         _Base.load_append(self)
 
     def load_appends(self) -> None:
-        self._check_container(self.metastack[-1][-1], list, deque)
+        check_container(self.metastack[-1][-1], list, deque)
         _Base.load_appends(self)
 
     def load_setitem(self) -> None:
-        self._check_container(self.stack[-3], *_DICTS)
+        check_container(self.stack[-3], *_DICTS)
         _Base.load_setitem(self)
 
     def load_setitems(self) -> None:
-        self._check_container(self.metastack[-1][-1], *_DICTS)
+        check_container(self.metastack[-1][-1], *_DICTS)
         _Base.load_setitems(self)
 
     def load_additems(self) -> None:
-        self._check_container(self.metastack[-1][-1], set)
+        check_container(self.metastack[-1][-1], set)
         _Base.load_additems(self)
 
     dispatch.update(
@@ -316,23 +285,29 @@ class _NameUnpickler(_CarefulUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         return _OfMain(self) if (module, name) == _FROM_MAIN else _Name((module, name))
 
-    def _check_call(self, called: Any) -> None:
-        if not isinstance(called, _OfMain):
+    def _call(self, called: Any, args: Any) -> Any:
+        if type(called) is not _OfMain or type(args) is not tuple:
             raise NotAllowedError("in allow-list mode functions are called by their names")
+        return called(*args)
 
-    def _check_class(self, cls: Any) -> None:
+    def _make(self, cls: Any, args: Any, kwargs: Any) -> Any:
+        raise NotAllowedError("in allow-list mode functions are called by their names")
+
+    def load_build(self) -> None:
         raise NotAllowedError("in allow-list mode functions are called by their names")
 
 
 class _OfMain:
-    """What `reducing._from_main` is to a restricted reader: the same name, looked up like all others."""
+    """What `reducing._from_main` is to a restricted reader: a name of ``__main__``, looked up like all others."""
 
     __slots__ = ("_reader",)
 
     def __init__(self, reader: _CarefulUnpickler) -> None:
         self._reader = reader
 
-    def __call__(self, qualname: str) -> Any:
+    def __call__(self, qualname: Any) -> Any:
+        if type(qualname) is not str:
+            raise NotAllowedError("a name of the script that is no text")
         return self._reader.find_class("__main__", qualname)
 
 
@@ -340,68 +315,11 @@ _FROM_MAIN: Final = (reducing.__name__, "_from_main")
 _DICTS: Final = (dict, OrderedDict, Counter, defaultdict)
 
 
-def _kind_of(obj: Any) -> str:
-    # not its repr, which may be long, slow, or code of its own
-    return f"the class {obj.__qualname__}" if isinstance(obj, type) else f"a {type(obj).__qualname__}"
+class _Immutable:
+    """Classes of Python that are called as they are; asked by identity, since what is called may be unhashable."""
+
+    def __contains__(self, obj: object) -> bool:
+        return obj is complex or obj is range or obj is slice
 
 
-# -- arrays: numbers only. One of objects would be made of addresses, or of anything
-
-
-def _plain_dtype(name: Any, *_: Any) -> np.dtype[Any]:
-    if type(name) is not str or _PLAIN_DTYPE.fullmatch(name) is None:
-        raise NotAllowedError(f"an array of {name[:20]!r} is not allowed" if type(name) is str else "no such array")
-    return np.dtype(name)
-
-
-def _from_buffer(buffer: Any, dtype: Any, shape: Any, order: Any, *_: Any) -> Any:
-    if not isinstance(dtype, np.dtype) or dtype.hasobject:
-        raise NotAllowedError("an array of objects is not allowed")
-    return np.frombuffer(buffer, dtype=dtype).reshape(shape, order=order)
-
-
-def _empty_array(kind: Any, shape: Any, _: Any) -> Any:
-    if kind is not np.ndarray or type(shape) is not tuple or shape != (0,):
-        raise NotAllowedError("an array that is not empty at first")
-    return np.empty(0, np.int8)
-
-
-def _scalar(dtype: Any, data: Any) -> Any:
-    if not isinstance(dtype, np.dtype) or dtype.hasobject or not isinstance(data, bytes):
-        raise NotAllowedError("a number of numpy that is none")
-    return np.frombuffer(data, dtype)[0]
-
-
-def _check_dtype_state(state: Any) -> None:
-    """All there is to know of a plain dtype is in its name and the order of its bytes, and only ours is taken."""
-    if not isinstance(state, tuple) or len(state) < 2 or state[1] not in {"<", "|", "="} or any(state[2:5]):
-        raise NotAllowedError("an array of another byte order, or of records, is not allowed")
-
-
-def _checked_array_state(state: Any) -> tuple[Any, ...]:
-    if (
-        not isinstance(state, tuple)
-        or len(state) != 5
-        or not isinstance(state[2], np.dtype)
-        or state[2].hasobject
-        or not isinstance(state[4], bytes)
-    ):
-        raise NotAllowedError("an array of objects is not allowed")
-    return state
-
-
-_PLAIN_DTYPE: Final = re.compile(r"[<|=]?(?:[biufc]\d{1,2}|\?|[SU]\d{1,9}|[mM]8(?:\[\d{0,9}\w{1,2}\])?)")
-_ARRAYS: Final = Names()
-_ARRAYS.add(("numpy", "dtype"), Inert(_plain_dtype))
-_ARRAYS.add(("numpy", "ndarray"), np.ndarray)
-for _package in ("numpy._core", "numpy.core"):
-    _ARRAYS.add((f"{_package}.numeric", "_frombuffer"), Inert(_from_buffer))
-    _ARRAYS.add((f"{_package}.multiarray", "_reconstruct"), Inert(_empty_array))
-    _ARRAYS.add((f"{_package}.multiarray", "scalar"), Inert(_scalar))
-
-# -- tensors
-
-HARMLESS.add((reducing.__name__, "_fill"), Inert(reducing._fill))  # noqa: SLF001 - what pickles name
-HARMLESS.add((reducing.__name__, "_fill_parameter"), Inert(reducing._fill_parameter))  # noqa: SLF001
-trust(reducing._fill_subclass)  # noqa: SLF001
-trust(reducing._fill_wrapper)  # noqa: SLF001
+_IMMUTABLE: Final = _Immutable()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from arpc.agent.codec import Codec
+from arpc.ids import WorkerInfo
 from arpc.wire.messages import Message, MessageType
 from arpc.wire.pickling import JUST_A_TENSOR, ONE_TENSOR
 from tests.wire.connections import feed, opened
@@ -13,6 +14,7 @@ from tests.wire.exchange import assert_same
 
 INLINE_BYTES: Final = 8192
 LABEL_BYTES: Final = 16
+SENDER: Final = WorkerInfo("sender", 1)
 
 
 def codec() -> Codec:
@@ -36,7 +38,7 @@ def test_a_small_tensor_as_the_result_takes_no_pickle():
 
     assert lone is not None
     assert len(lone) == LABEL_BYTES + sent.nbytes
-    assert_same(codec().content(received(lone, [])), sent)
+    assert_same(codec().content(received(lone, []), SENDER), sent)
 
 
 def test_a_small_tensor_as_the_only_argument_takes_no_pickle():
@@ -48,7 +50,7 @@ def test_a_small_tensor_as_the_only_argument_takes_no_pickle():
 
     assert lone is not None
     assert len(lone) == LABEL_BYTES + sent.nbytes
-    (arrived,) = codec().content(received(lone, []))
+    (arrived,) = codec().content(received(lone, []), SENDER)
     assert_same(arrived, sent)
 
 
@@ -56,7 +58,7 @@ def test_none_takes_nothing():
     message = received(*codec().pickler.dumps_result(None, main_by_value=False))
 
     assert not message.body
-    assert codec().content(message) is None
+    assert codec().content(message, SENDER) is None
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_none_takes_nothing():
     ],
 )
 def test_everything_else_arrives_as_well(value):
-    arrived = codec().content(received(*codec().pickler.dumps_result(value, main_by_value=False)))
+    arrived = codec().content(received(*codec().pickler.dumps_result(value, main_by_value=False)), SENDER)
 
     assert type(arrived) is type(value)
     torch.testing.assert_close(arrived, value)

@@ -20,9 +20,11 @@ from arpc.errors import (
     SerializationError,
     ShutdownError,
 )
+from arpc.ids import WorkerInfo
 from arpc.wire.frames import frame
 from arpc.wire.messages import FailureKind, MessageType
 from arpc.wire.pickling import Pickler
+from arpc.wire.policy import UNRESTRICTED
 from tests.agent.leftovers import assert_both_alive
 from tests.agent.stage import call_on, echo
 
@@ -327,14 +329,14 @@ def leave_in_thread() -> None:
 )
 def test_the_kind_of_a_failure_decides_its_exception(kind, expected, text):
     payload, slots = describe_failure(LookupError("full"), Pickler(), main_by_value=False)
-    error = rebuild_failure(kind, payload, slots, "w", "fn")
+    error = rebuild_failure(kind, payload, slots, WorkerInfo("w", 0), "fn", UNRESTRICTED)
     assert type(error) is expected
     assert text in str(error)
 
 
 def test_an_exception_never_raised_can_be_described_too():
     payload, slots = describe_failure(LookupError("never raised"), Pickler(), main_by_value=False)
-    error = rebuild_failure(FailureKind.RAISED, payload, slots, "w", "fn")
+    error = rebuild_failure(FailureKind.RAISED, payload, slots, WorkerInfo("w", 0), "fn", UNRESTRICTED)
     assert error.__cause__.stack.strip() == "LookupError: never raised"
 
 

@@ -14,6 +14,7 @@ import torch
 import arpc
 from arpc.agent import variables
 from arpc.errors import ConfigurationError, SerializationError
+from arpc.wire.policy import UNRESTRICTED
 from tests.agent.stage import call_on, call_on_in_thread, echo
 
 request_id: ContextVar[str] = ContextVar("request_id", default="none")
@@ -178,6 +179,6 @@ def test_names_must_differ():
 
 async def test_without_any_nothing_is_added(pair, declared):
     declared.clear()
-    carrier = variables.VariableCarrier()
+    carrier = variables.VariableCarrier(UNRESTRICTED)
     assert carrier.request_sent(pair[1].info, see, []) is None
     assert await pair[0].rpc_sync("worker1", see) == ("none", "unset")

@@ -1,0 +1,134 @@
+"""Functions that a pickle may call while it is read, each with checks of all that it may be handed.
+
+A restricted reader calls nothing that is not a registered class or a `Trusted`. A `Trusted` says of every argument what
+it must be, and looks at all of them before it calls anything, so that no function of the runtime meets a value whose
+type it does not expect. Checks go by the exact type: a subclass may bring code of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from arpc.errors import NotAllowedError
+
+__all__ = [
+    "ANYTHING",
+    "FLAG",
+    "MAX_DIMENSIONS",
+    "NUMBER",
+    "SIZES",
+    "TENSOR",
+    "TEXT",
+    "WORKER_ID",
+    "WORKER_NAME",
+    "Check",
+    "Trusted",
+    "all_of",
+    "exactly",
+    "integer",
+    "kind_of",
+]
+
+MAX_DIMENSIONS: Final = 64
+
+
+class Check(NamedTuple):
+    """What an argument must be: in words, and as a test."""
+
+    what: str
+    holds: Callable[[Any], bool]
+
+
+class Trusted:
+    """A callable of the runtime in a form that a pickle can call, and do nothing else to: it has no attributes.
+
+    ``checks`` are for the arguments in their order, of which the first ``required`` must be there. ``rest``, if given,
+    is for any number of arguments after these. Raises `NotAllowedError` before anything is called.
+    """
+
+    __slots__ = ("_call", "_checks", "_name", "_required", "_rest")
+    _call: Callable[..., Any]
+    _checks: tuple[Check, ...]
+    _name: str
+    _required: int
+    _rest: Check | None
+
+    def __init__(
+        self,
+        name: str,
+        call: Callable[..., Any],
+        *checks: Check,
+        required: int | None = None,
+        rest: Check | None = None,
+    ) -> None:
+        write = object.__setattr__
+        write(self, "_name", name)
+        write(self, "_call", call)
+        write(self, "_checks", checks)
+        write(self, "_required", len(checks) if required is None else required)
+        write(self, "_rest", rest)
+
+    def __call__(self, *args: Any) -> Any:
+        checks, rest = self._checks, self._rest
+        if len(args) < self._required or (rest is None and len(args) > len(checks)):
+            raise NotAllowedError(f"a message that makes a {self._name} of {len(args)} values")
+        for position, value in enumerate(args):
+            check = checks[position] if position < len(checks) else rest
+            if check is None or not check.holds(value):
+                what = "nothing" if check is None else check.what
+                raise NotAllowedError(
+                    f"a message that makes a {self._name}: value {position} must be {what}, not {kind_of(value)}"
+                )
+        return self._call(*args)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name!r} cannot be set")
+
+    def __repr__(self) -> str:
+        return f"Trusted({self._name!r})"
+
+
+def kind_of(obj: Any) -> str:
+    """What an object is, for an error: not its repr, which may be long, slow, or code of its own."""
+    return f"the class {obj.__qualname__}" if isinstance(obj, type) else f"a {type(obj).__qualname__}"
+
+
+# -- checks
+
+
+def exactly(*kinds: type) -> Check:
+    """An instance of one of these types, and of no subclass."""
+    names = [kind.__name__ for kind in kinds]
+    return Check(f"of type {' or '.join(names)}", lambda value: type(value) in kinds)
+
+
+def integer(low: int, high: int) -> Check:
+    """An int, not a bool, from ``low`` to ``high``."""
+    return Check(f"an int from {low} to {high}", lambda value: type(value) is int and low <= value <= high)
+
+
+def all_of(container: type[list[Any] | tuple[Any, ...]], item: Check, limit: int) -> Check:
+    """A tuple or list of at most ``limit`` items, each of which passes a check."""
+
+    def holds(value: Any) -> bool:
+        return type(value) is container and len(value) <= limit and all(item.holds(each) for each in value)
+
+    return Check(
+        f"a {container.__name__} of at most {limit} items, each {item.what}",
+        holds,
+    )
+
+
+ANYTHING: Final = Check("anything that may travel", lambda _: True)
+TEXT: Final = exactly(str)
+FLAG: Final = exactly(bool)
+TENSOR: Final = exactly(Tensor, Parameter)
+NUMBER: Final = integer(0, (1 << 64) - 1)
+"""An id of the runtime."""
+WORKER_ID: Final = integer(-1, (1 << 16) - 1)
+WORKER_NAME: Final = Check("the name of a worker", lambda value: type(value) is str and 0 < len(value) < 128)
+SIZES: Final = all_of(tuple, integer(0, (1 << 63) - 1), MAX_DIMENSIONS)

@@ -1,0 +1,268 @@
+"""Every type of message passes the policy before anything in it becomes an object, whoever sent it and in any form."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import pickle
+import struct
+from contextlib import suppress
+
+import pytest
+import torch
+
+import arpc
+from arpc.agent import variables
+from arpc.options import RpcOptions
+from arpc.testing import cluster
+from arpc.wire import messages
+from arpc.wire.frames import frame
+from arpc.wire.handful import MAX_TENSORS, PICKLED_ARGUMENTS, PICKLED_RESULT, handful_payload
+from arpc.wire.messages import MESSAGE_CLASSES, Message
+from arpc.wire.policy import AllowList
+from arpc.wire.tensors import pack
+
+ALLOW = RpcOptions(gc_freeze=False, allow="exported")
+ran: list[str] = []
+
+BARE = {
+    # the handshake and the connection: msgpack of a known shape, numbers and texts
+    messages.Hello,
+    messages.Challenge,
+    messages.Proof,
+    messages.Welcome,
+    messages.Refuse,
+    messages.Data,
+    messages.DropData,
+    messages.Ping,
+    messages.Pong,
+    messages.Goodbye,
+    messages.Arena,
+    messages.Lent,
+    messages.Freed,
+    # calls: numbers alone
+    messages.Cancel,
+    messages.Credit,
+}
+ANSWERS = {messages.Reply, messages.Failure, messages.Item}
+NAMES = {messages.Function}
+REQUESTS = {
+    messages.Request,
+    messages.RRefCreate,
+    messages.RRefFetch,
+    messages.RRefForkRequest,
+    messages.RRefChildAccept,
+    messages.RRefUserDelete,
+    messages.RRefForkQuery,
+    messages.AutogradGradients,
+    messages.AutogradAbort,
+    messages.AutogradRelease,
+    messages.AutogradQuery,
+    messages.AutogradBackward,
+    messages.ProfilerControl,
+    messages.Inspect,
+}
+
+
+class Trap:
+    """Runs code where it is unpickled."""
+
+    def __reduce__(self):
+        return ran.append, ("trapped",)
+
+
+TRAP = pickle.dumps(Trap(), protocol=5)
+
+
+@arpc.export
+async def nothing():
+    return None
+
+
+@arpc.export
+async def stay():
+    await asyncio.Event().wait()
+
+
+@arpc.export
+async def stay_silent():
+    await asyncio.Event().wait()
+    yield 1
+
+
+@pytest.fixture(autouse=True)
+def nothing_ran():
+    ran.clear()
+    yield
+    assert not ran
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """What was read by a policy, and who sent it."""
+    seen: list[tuple[str, bytes]] = []
+    restricted_read, function = AllowList.read, AllowList.function
+
+    def watched_read(self, payload, slots, sender):
+        seen.append((sender.name, bytes(payload)))
+        return restricted_read(self, payload, slots, sender)
+
+    def watched_function(self, payload, sender):
+        seen.append((sender.name, bytes(payload)))
+        return function(self, payload, sender)
+
+    monkeypatch.setattr(AllowList, "read", watched_read)
+    monkeypatch.setattr(AllowList, "function", watched_function)
+    return seen
+
+
+def was_read(read, sender):
+    return any(name == sender and payload.startswith(TRAP) for name, payload in read)
+
+
+def test_every_message_type_is_known_here():
+    """A new one belongs into one of the sets above: does it carry objects, and who sends it?"""
+    assert set(MESSAGE_CLASSES.values()) == BARE | ANSWERS | NAMES | REQUESTS
+    assert all(issubclass(kind, Message) for kind in MESSAGE_CLASSES.values())
+
+
+def with_pickle(kind, id_, payload, form, *, label=b""):
+    """A message with a pickle in it: alone, with small tensors around it, or behind a table of tensors."""
+    arg = 0 if kind in ANSWERS else 1
+    type_ = int(kind.type)
+    if form == "pickle":
+        return frame(type_, 0, id_, arg, 0, label + payload)
+    if form == "handful":
+        form_of_kind = PICKLED_RESULT if kind in ANSWERS else PICKLED_ARGUMENTS
+        few = handful_payload(1 << 16, form_of_kind, [torch.ones(2)], b"", payload)
+        assert few is not None
+        return frame(type_, 0, id_, arg, 0, label + few)
+    packed = pack([torch.ones(2)] * (MAX_TENSORS + 1), 1 << 16, None)
+    return frame(type_, 0, id_, arg, 0, label + payload, b"", packed.table, packed.inline, packed.buffer_sizes)
+
+
+def payload_of(kind):
+    return pickle.dumps((TRAP, "T", "text", "stack"), protocol=5) if kind is messages.Failure else TRAP
+
+
+def label_of(kind, number):
+    """What a creation says before its pickle: see `rref.labels`."""
+    if kind is not messages.RRefCreate:
+        return b""
+    return struct.pack("<6Q", 1, number, 0, (1 << 48) + number, (1 << 48) + 1000 + number, 0)
+
+
+@pytest.mark.parametrize("kind", sorted(REQUESTS, key=lambda kind: kind.type), ids=lambda kind: kind.__name__)
+async def test_a_request_is_read_by_the_policy(kind, read):
+    async with cluster(2, options=ALLOW) as group:
+        await group[0].rpc_sync("worker1", nothing)  # so that function 1 is known
+        connection = group[0].agent.known_peer("worker1").connection
+        # creations have a label before their pickle, which a handful never has
+        forms = ("pickle", "table") if kind is messages.RRefCreate else ("pickle", "handful", "table")
+        for number, form in enumerate(forms, 1):
+            read.clear()
+            connection.send(with_pickle(kind, 900 + number, TRAP, form, label=label_of(kind, number)))
+            assert await group[0].rpc_sync("worker1", nothing) is None
+            assert was_read(read, "worker0"), form
+            assert not ran
+
+
+async def test_a_function_is_read_by_the_policy(read):
+    async with cluster(2, options=ALLOW) as group:
+        await group[0].rpc_sync("worker1", nothing)
+        connection = group[0].agent.known_peer("worker1").connection
+        connection.send(frame(int(messages.Function.type), 0, 0, 50, 0, TRAP))
+        await group[0].rpc_sync("worker1", nothing)
+        assert was_read(read, "worker0")
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        (kind, form)
+        for kind in sorted(ANSWERS, key=lambda kind: kind.type)
+        for form in ("pickle", "handful", "table")
+        if (kind, form) != (messages.Failure, "handful")  # which it never is
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+async def test_an_answer_is_read_by_the_policy(kind, form, read):
+    async with cluster(2, options=ALLOW) as group:
+        if kind is messages.Item:
+            stream = group[0].stream("worker1", stay_silent)
+            pending = asyncio.ensure_future(anext(stream))
+        else:
+            pending = group[0].rpc_async("worker1", stay)
+        await group[0].rpc_sync("worker1", nothing)
+        connection = group[1].agent.known_peer("worker0").connection
+        (call_id,) = group[1].agent.connector.links[0].inbound.running
+        read.clear()
+        connection.send(with_pickle(kind, call_id, payload_of(kind), form))
+        with pytest.raises((arpc.SerializationError, arpc.RemoteError)):
+            await pending
+        assert was_read(read, "worker1")
+        assert not ran
+        await group.shutdown(graceful=False)  # the handler waits still
+
+
+async def test_metadata_is_read_by_the_policy(read, monkeypatch):
+    monkeypatch.setattr(variables, "_declared", {})
+    arpc.propagate(contextvars.ContextVar("of_test_message_policy", default=1))
+    meta = b"\x81\xa4vars\xc4" + bytes([len(TRAP)]) + TRAP
+    async with cluster(2, options=ALLOW) as group:
+        await group[0].rpc_sync("worker1", nothing)
+        connection = group[0].agent.known_peer("worker1").connection
+        connection.send(frame(int(messages.Request.type), 0, 900, 1, 0, pickle.dumps(()), meta))
+        await group[0].rpc_sync("worker1", nothing)
+        assert was_read(read, "worker0")
+
+
+@pytest.mark.parametrize("kind", sorted(BARE, key=lambda kind: kind.type), ids=lambda kind: kind.__name__)
+async def test_nothing_else_becomes_an_object(kind, read):
+    """A message that carries no objects may close its connection, and runs nothing."""
+    async with cluster(2, options=ALLOW) as group:
+        await group[0].rpc_sync("worker1", nothing)
+        read.clear()
+        connection = group[0].agent.known_peer("worker1").connection
+        connection.send(frame(int(kind.type), 0, 900, 1, 0, TRAP))
+        with suppress(arpc.ArpcError):
+            await group[0].rpc_sync("worker1", nothing)
+        assert not any(TRAP in payload for _, payload in read)
+        assert not ran
+        await group.shutdown(graceful=False)
+
+
+@pytest.mark.parametrize("kind", sorted(REQUESTS, key=lambda kind: kind.type), ids=lambda kind: kind.__name__)
+async def test_no_message_brings_its_function_along(kind):
+    """Number 0 means that the function is in the payload. Nobody may call `bytearray` like that."""
+    async with cluster(2, options=ALLOW) as group:
+        await group[0].rpc_sync("worker1", nothing)
+        connection = group[0].agent.known_peer("worker1").connection
+        answered: list[Message] = []
+        take = group[0].agent._handlers[messages.Failure]
+        group[0].agent._handlers[messages.Failure] = lambda link, message: (
+            answered.append(message),
+            take(link, message),
+        )
+        payload = label_of(kind, 1) + pickle.dumps((bytearray, (1 << 50,)), protocol=5)
+        connection.send(frame(int(kind.type), 0, 900, 0, 0, payload))
+        await group[0].rpc_sync("worker1", nothing)
+        assert any(b"functions are called by their names" in bytes(message.body) for message in answered)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        (messages.RRefUserDelete, (1, 1, 0, range(3 << 40))),
+        (messages.RRefForkRequest, (1, 1, 0, range(3 << 40))),
+        (messages.RRefChildAccept, (1, 1, 0, range(3 << 40))),
+        (messages.AutogradRelease, (range(1 << 40),)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+async def test_what_is_short_in_a_message_is_short_for_its_handler(kind, arguments):
+    async with cluster(2, options=ALLOW) as group:
+        await group[0].rpc_sync("worker1", nothing)
+        connection = group[0].agent.known_peer("worker1").connection
+        connection.send(frame(int(kind.type), 0, 900, 1, 0, pickle.dumps(arguments, protocol=5)))
+        await group[0].rpc_sync("worker1", nothing)  # which waits for ever if the loop of the other one is busy

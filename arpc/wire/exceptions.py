@@ -15,7 +15,7 @@ import torch
 from arpc import errors
 from arpc.errors import NotAllowedError
 from arpc.wire.allowlist import add_maker, trust
-from arpc.wire.trusted import ANYTHING, FLAG, TEXT, Check, Trusted
+from arpc.wire.trusted import ANYTHING, TEXT, Check, Trusted
 
 __all__ = ["EXCEPTIONS", "check_arguments", "check_exception", "set_native_attribute"]
 
@@ -160,4 +160,4 @@ _LOST: Final = Check(
 )
 
 _fill_lists()
-trust(_LOST, TEXT, TEXT, FLAG)(errors._rebuild_worker_lost)  # noqa: SLF001 - what its class names in pickles
+trust(_LOST, TEXT, TEXT)(errors._rebuild_worker_lost)  # noqa: SLF001 - what its class names in pickles

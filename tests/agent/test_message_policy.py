@@ -57,6 +57,8 @@ REQUESTS = {
     messages.AutogradGradients,
     messages.AutogradAbort,
     messages.AutogradRelease,
+    messages.RRefCreationFailed,
+    messages.RRefCreationQuery,
     messages.AutogradQuery,
     messages.AutogradBackward,
     messages.ProfilerControl,

@@ -19,6 +19,7 @@ from arpc.agent.scope import current_scope
 from arpc.agent.streams import Producer
 from arpc.ids import WorkerInfo
 from arpc.transport.base import BulkSend, Connection
+from arpc.user_errors import close_coroutine
 from arpc.wire.messages import Message
 
 __all__ = ["Inbound", "Run", "RunHost"]
@@ -144,7 +145,7 @@ class Run(msgspec.Struct):
 
     def failed(self, error: BaseException) -> None:
         if self.returned_coroutine is not None:
-            self.returned_coroutine.close()  # it may never have begun
+            close_coroutine(self.returned_coroutine)  # it may never have begun
         self.executor.raised(self, error)
 
     def work(self) -> Callable[[], None] | ReplyOutbox | None:

@@ -274,7 +274,7 @@ class Stream(AsyncIterator[T], Generic[T]):
         error = asyncio.CancelledError() if future.cancelled() else future.exception()
         self._is_over = True
         if not self._is_closed:
-            self._items.append((None, error or StopAsyncIteration()))
+            self._items.append((None, StopAsyncIteration() if error is None else error))
             self._wake()
 
     def _wake(self) -> None:

@@ -45,12 +45,13 @@ HOOK_REASONS: Final = ("LookupError", "SystemExit", "KeyboardInterrupt", "Genera
 
 def raise_reason(reason: str) -> Any:
     """Raise one of `REASONS`."""
-    raise REASONS[reason]()
+    error = REASONS[reason]()
+    raise error
 
 
 def _trap(reason: str) -> Callable[..., Any]:
     def trap(*_: Any, **__: Any) -> Any:
-        raise REASONS[reason]()
+        raise_reason(reason)
 
     return trap
 
@@ -65,18 +66,15 @@ def _register(name: str, bases: tuple[type, ...], namespace: dict[str, Any], met
 # -- exceptions
 
 METHODS: Final = (
-    *("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__"),
-    *("__str__", "__repr__", "__format__", "__setattr__", "__getattr__", "__getattribute__", "__delattr__"),
-    *("__eq__", "__hash__", "__bool__", "__len__", "__iter__", "__dir__", "with_traceback", "add_note", "__del__"),
+    *("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__str__", "__repr__", "__setattr__"),
+    *("__getattr__", "__getattribute__", "__eq__", "__hash__", "__bool__", "__len__", "with_traceback", "__del__"),
 )
 FIELDS: Final = (
     *("__class__", "__cause__", "__context__", "__suppress_context__", "__traceback__", "__notes__", "__dict__"),
-    *("args", "__module__", "__doc__", "may_have_run", "is_of_answer"),
+    *("args", "__module__", "may_have_run", "is_of_answer"),
 )
-OF_METACLASS: Final = (
-    *("__getattribute__", "__instancecheck__", "__subclasscheck__", "__hash__", "__eq__", "__repr__", "__bool__"),
-)
-FIELDS_OF_METACLASS: Final = ("__name__", "__qualname__", "__module__", "__mro__", "__class__", "__doc__")
+OF_METACLASS: Final = ("__getattribute__", "__instancecheck__", "__subclasscheck__", "__hash__", "__eq__")
+FIELDS_OF_METACLASS: Final = ("__name__", "__qualname__", "__module__", "__mro__", "__class__")
 HOOKS: Final = (*METHODS, *FIELDS, *(f"type.{name}" for name in (*OF_METACLASS, *FIELDS_OF_METACLASS)))
 
 
@@ -90,7 +88,9 @@ def _class(prefix: str, hook: str, reason: str, base: type) -> Any:
         return _register(name, (base,), {}, metaclass)
     if hook in METHODS or hook in VALUE_METHODS:
         return _register(name, (base,), {hook: trap})
-    return _register(name, (base,), _asked_for(hook, reason, base) if hook == "__qualname__" else {hook: property(trap)})
+    return _register(
+        name, (base,), _asked_for(hook, reason, base) if hook == "__qualname__" else {hook: property(trap)}
+    )
 
 
 def _asked_for(field: str, reason: str, base: type) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _asked_for(field: str, reason: str, base: type) -> dict[str, Any]:
 
     def get(self: Any, name: str) -> Any:
         if name == field:
-            raise REASONS[reason]()
+            raise_reason(reason)
         return base.__getattribute__(self, name)
 
     return {"__getattribute__": get}
@@ -280,7 +280,9 @@ def _hostile_cause(hook: str, reason: str) -> BaseException:
 
 
 def _hostile_group() -> BaseException:
-    members = [f"{hook}-{reason}" for hook in ("__str__", "__reduce__", "__notes__", "__class__") for reason in HOOK_REASONS]
+    members = [
+        f"{hook}-{reason}" for hook in ("__str__", "__reduce__", "__notes__", "__class__") for reason in HOOK_REASONS
+    ]
     return BaseExceptionGroup(MESSAGE, [EXCEPTIONS[name]() for name in members])
 
 
@@ -306,7 +308,10 @@ _OTHERS: Final[dict[str, Callable[[], BaseException]]] = {
     "constructed once": lambda: OnceError(MESSAGE, SECRET),
     "made once": lambda: NewOnceError(MESSAGE, SECRET),
     "many arguments": lambda: ManyArgumentsError(MESSAGE, 2, three=3),
-    **{f"rebuilt with {reason}": lambda reason=reason: RebuiltError(MESSAGE, raise_reason, (reason,)) for reason in REASONS},
+    **{
+        f"rebuilt with {reason}": lambda reason=reason: RebuiltError(MESSAGE, raise_reason, (reason,))
+        for reason in REASONS
+    },
     "rebuilt as a text": lambda: RebuiltError(MESSAGE, str, ("text",)),
     "rebuilt as a class": lambda: RebuiltError(MESSAGE, type, (Exception,)),
     "rebuilt as an exit": lambda: RebuiltError(MESSAGE, SystemExit, ("exit",)),
@@ -349,12 +354,11 @@ _OTHERS: Final[dict[str, Callable[[], BaseException]]] = {
 # -- values
 
 VALUE_METHODS: Final = (
-    *("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__str__", "__repr__", "__format__"),
-    *("__eq__", "__hash__", "__bool__", "__len__", "__iter__", "__next__", "__aiter__", "__anext__", "__await__"),
-    *("__getattr__", "__getattribute__", "__setattr__", "__del__", "__call__", "__get__", "__enter__", "__buffer__"),
-    *("__torch_function__", "__array__", "__index__", "__int__", "__float__"),
+    *("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__str__", "__repr__", "__eq__", "__hash__"),
+    *("__bool__", "__len__", "__iter__", "__next__", "__aiter__", "__anext__", "__await__", "__getattr__"),
+    *("__getattribute__", "__setattr__", "__del__", "__call__", "__torch_function__"),
 )
-VALUE_FIELDS: Final = ("__class__", "__dict__", "__doc__", "__module__", "__name__", "__qualname__", "__wrapped__")
+VALUE_FIELDS: Final = ("__class__", "__dict__", "__module__", "__name__", "__qualname__", "__wrapped__")
 VALUE_HOOKS: Final = (
     *VALUE_METHODS,
     *VALUE_FIELDS,
@@ -394,12 +398,13 @@ class RaisesSpecimen:
         self.name = name
 
     def __reduce__(self) -> Any:
-        raise EXCEPTIONS[self.name]()
+        raise_specimen(self.name)
 
 
 def raise_specimen(name: str) -> Any:
     """Raise one of `EXCEPTIONS`."""
-    raise EXCEPTIONS[name]()
+    error = EXCEPTIONS[name]()
+    raise error
 
 
 class Endless:
@@ -434,8 +439,8 @@ _OTHER_VALUES: Final[dict[str, Callable[[], Any]]] = {
     "endless": Endless,
     "lying tensor": LyingTensor,
     "lock": threading.Lock,
-    "an exception": lambda: EXCEPTIONS["__str__-SystemExit"](),
-    "an exception without class": lambda: EXCEPTIONS["__class__-SystemExit"](),
+    "an exception": lambda: EXCEPTIONS["__str__-SystemExit"](),  # noqa: PLW0108 - which is not there yet
+    "an exception without class": lambda: EXCEPTIONS["__class__-SystemExit"](),  # noqa: PLW0108 - the same
     "a class": lambda: globals()["Value_type___getattribute_SystemExit"],
     "in a list": lambda: [VALUES["__reduce__-KeyboardInterrupt"]()],
     "in a dict": lambda: {"key": VALUES["__class__-SystemExit"]()},

@@ -249,8 +249,10 @@ def _as_exception(name: str) -> Any:
         raise_specimen(name)
     except Exception:
         raise
-    except BaseException as error:
-        raise LookupError(type(error).__qualname__) from None  # one that is meant for this process, and not for a caller
+    except BaseException as error:  # noqa: BLE001 - which is raised, in another one
+        raise LookupError(
+            type(error).__qualname__
+        ) from None  # one that is meant for this process, and not for a caller
 
 
 async def _await_twice(worker: arpc.Worker, to: str, name: str) -> Any:
@@ -277,7 +279,10 @@ RAISING: Final[dict[str, Way]] = {
     **{function.__name__: _streaming(function) for function in (items, plain_items, no_items)},
     **{function.__name__: _leaving(function) for function in (stubborn_items, stubborn_async_items)},
     **{f"create by {function.__name__}": _creating(function, is_fetched=False) for function in (at_once, later, Thing)},
-    **{f"fetch of {function.__name__}": _creating(function, is_fetched=True) for function in (at_once, in_thread, Thing)},
+    **{
+        f"fetch of {function.__name__}": _creating(function, is_fetched=True)
+        for function in (at_once, in_thread, Thing)
+    },
     "fetched twice": _await_twice,
     **{f"method {name}": _on_thing(name) for name in ("fail", "fail_later", "fail_in_thread", "fail_in_batch")},
     "method remote": _on_thing("fail", way="remote"),

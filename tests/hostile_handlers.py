@@ -103,12 +103,20 @@ def by_concurrent_future(name: str) -> Any:
 
 @arpc.functions.async_execution
 def by_own_future(name: str) -> Any:
-    return arpc.rpc_async("worker0", at_once, args=(name,))
+    return arpc.rpc_async(arpc.get_worker_info(), at_once, args=(name,))
 
 
 @arpc.functions.async_execution
 def by_callback(name: str) -> Any:
-    return arpc.rpc_async("worker0", nothing).then(lambda _: raise_specimen(name))
+    return arpc.rpc_async(arpc.get_worker_info(), nothing).then(lambda _: raise_specimen(name))
+
+
+@arpc.functions.async_execution
+def by_async_callback(name: str) -> Any:
+    async def follow(_: Any) -> None:
+        await later(name)
+
+    return arpc.rpc_async(arpc.get_worker_info(), nothing).then(follow)
 
 
 @arpc.functions.async_execution
@@ -127,7 +135,7 @@ async def nothing() -> None: ...
 
 
 async def nested(name: str) -> None:
-    await arpc.rpc_sync("worker0", in_thread, args=(name,))
+    await arpc.rpc_sync(arpc.get_worker_info(), in_thread, args=(name,))
 
 
 class Caller:
@@ -269,7 +277,15 @@ RAISING: Final[dict[str, Way]] = {
         function.__name__: _calling(function)
         for function in (
             *(at_once, later, in_thread, inline, batch, batch_later, batch_of_errors, coroutine_of_thread),
-            *(by_concurrent_future, by_own_future, by_callback, by_torch_future, instead_of_future, nested),
+            *(
+                by_concurrent_future,
+                by_own_future,
+                by_callback,
+                by_async_callback,
+                by_torch_future,
+                instead_of_future,
+                nested,
+            ),
         )
     },
     "script": _calling(script_function),

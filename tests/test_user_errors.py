@@ -8,7 +8,7 @@ from abc import ABC
 import pytest
 
 from arpc import user_errors
-from tests.hostile import EXCEPTIONS, MESSAGE, VALUES
+from tests.hostile import EXCEPTIONS, MESSAGE, VALUES, raise_specimen
 
 
 @pytest.mark.parametrize("name", [name for name in EXCEPTIONS if "__del__" not in name])
@@ -46,7 +46,7 @@ def test_what_is_left_of_the_message_if_str_raises():
 
 def test_the_stack_of_a_specimen_has_its_frames():
     try:
-        raise EXCEPTIONS["__notes__-KeyboardInterrupt"]()
+        raise_specimen("__notes__-KeyboardInterrupt")
     except Exception as error:  # noqa: BLE001 - the specimen
         stack = user_errors.stack_of(error)
     assert "in test_the_stack_of_a_specimen_has_its_frames" in stack

@@ -24,6 +24,7 @@ from arpc.ids import WorkerInfo
 from arpc.user_errors import (
     MAX_TEXT,
     can_be_raised,
+    fresh,
     is_a,
     set_cause,
     stack_of,
@@ -113,12 +114,14 @@ def rebuild_failure(
 
 
 def raisable(error: BaseException, worker: str) -> Exception:
-    """What may be raised in any code of this worker in the place of an error of a handler; itself if it may be.
+    """What may be kept, and raised any number of times in any code of this worker, for an error of a handler.
 
-    An error that would end a coroutine, a task or the process, or that works against the code that catches it, is
-    described by a `RemoteError`, as it is for other workers.
+    That is the error itself if it can be copied: each use raises a copy, since an exception keeps the frames of all who
+    raise it. An error that cannot be copied, or that would end a coroutine, a task or the process, or that works
+    against the code that catches it, is described by a `RemoteError`, as it is for other workers.
     """
-    if is_a(error, Exception) and can_be_raised(error) and not is_a(error, _NOT_TO_BE_RAISED):
+    is_ordinary = is_a(error, Exception) and can_be_raised(error) and not is_a(error, _NOT_TO_BE_RAISED)
+    if is_ordinary and fresh(error) is not error:
         return error  # type: ignore[return-value]  # it is an Exception
     stack = stack_of(_without_runtime_frames(error))
     return RemoteError(type_name_of(error, with_module=True), text_of(error), stack, worker)

@@ -16,6 +16,7 @@ from arpc.errors import (
     SerializationError,
 )
 from arpc.ids import WorkerInfo
+from arpc.user_errors import set_cause, summary_of, text_of
 from arpc.wire.handful import (
     LAST_KIND,
     PARCEL_RESULT,
@@ -270,9 +271,9 @@ class Answers:
     def unreadable(self, function: str, error: BaseException) -> SerializationError:
         """The error of a call whose result cannot be built here."""
         made = SerializationError(
-            f"the result of {function} cannot be unpacked on worker {self.info.name!r}: {type(error).__name__}: {error}"
+            f"the result of {function} cannot be unpacked on worker {self.info.name!r}: {summary_of(error)}"
         )
-        made.__cause__ = error
+        set_cause(made, error)
         made.is_of_answer = True
         return made
 
@@ -291,7 +292,7 @@ class Answers:
             error = self._failure(link.peer.info, message, call.name)
         except Exception as reason:
             call.future.set_exception(SerializationError(f"the failure of {call.name} is malformed"))
-            raise ProtocolError(f"a malformed failure: {reason}") from reason
+            raise ProtocolError(f"a malformed failure: {text_of(reason)}") from reason
         call.future.set_exception(error)
 
     def _failure(self, peer: WorkerInfo, message: Message, function: str) -> Exception:

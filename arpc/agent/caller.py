@@ -470,7 +470,7 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
         sent: list[tuple[Call, int]] = []
 
         def give_credit(items: int) -> None:
-            call, call_id = sent[0]
+            ((call, call_id),) = sent
             if call.connection is not None and call.connection.is_open:
                 call.connection.send(frame(_CREDIT, 0, call_id, items, 0, b""))
 
@@ -483,6 +483,9 @@ class Caller(LabelledCalls, NotedCalls, ArgumentPacking):
                 alive.item_received(item)
 
         def ended(future: asyncio.Future[Any]) -> None:
+            # An error leads to the frames that iterate, so to the stream and back here. The garbage collector does not
+            # look into a `Call`, and would never find the cycle.
+            sent.clear()
             if (alive := reference()) is not None:
                 alive.end_received(future)
             elif not future.cancelled():

@@ -35,6 +35,7 @@ from arpc.errors import (
     WireError,
 )
 from arpc.log import get_logger
+from arpc.user_errors import is_a, is_coroutine, summary_of, type_name_of
 from arpc.wire.frames import BRIEF_HEADER, brief_kind, frame
 from arpc.wire.handful import PARCEL_ARGUMENT, unpack_handful
 from arpc.wire.messages import WINDOW, FailureKind, Message, MessageType, RequestFlag
@@ -423,7 +424,7 @@ class Executor(PlainRequests):
             return
         if not _is_grad_enabled() or _count_function_modes():
             torchstate.save_and_reset()
-        if result.__class__ is bytes:
+        if type(result) is bytes:
             run.context = NO_CONTEXT
             self._calls_ended += 1
             try:  # noqa: SIM105 - which costs nothing
@@ -496,7 +497,7 @@ class Executor(PlainRequests):
 
     def _answer_with(self, run: Run, result: Any) -> None:
         """The end of a `Prompt` function, or of its beginning."""
-        if isinstance(result, Coroutine):
+        if is_coroutine(result):
             run.returned_coroutine = result
             self._carry(run, lambda: result)
         elif result is None and run.handling is None:
@@ -601,7 +602,7 @@ class Executor(PlainRequests):
         if function.returns_future:
             return await _future_of(result, function.name, self.loop)
         # not asyncio.iscoroutine, to which a generator is one
-        return await result if isinstance(result, Coroutine) else result
+        return await result if is_coroutine(result) else result
 
     async def expect_result(self, run: Run, function: Function) -> None:
         """Let a handler that has found out what to call wait for room, if the result of that is likely to be large."""
@@ -638,7 +639,7 @@ class Executor(PlainRequests):
             inbound.define(message.arg, error)
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             made = SerializationError(
-                f"the function is not on worker {self.name!r}: {type(error).__name__}: {error}. "
+                f"the function is not on worker {self.name!r}: {summary_of(error)}. "
                 f"It must be importable there, or be passed as a lambda or closure, which travel by value"
             )
             made.__cause__ = error
@@ -699,7 +700,7 @@ class Executor(PlainRequests):
                 self.loop.call_soon(self.readmit, inbound)
             with suppress(ConnectionClosedError):  # then the caller knows
                 inbound.connection.send(_pack_brief(0, _BRIEF_REPLY, run.id, 0, 0, 0))
-        elif isinstance(result, Coroutine) and not run.ended:
+        elif not run.ended and is_coroutine(result):
             # a plain function that hands out a coroutine means it to be awaited
             run.returned_coroutine = result
             self._carry(run, lambda: result)
@@ -716,7 +717,7 @@ class Executor(PlainRequests):
                 run.inbound.connection,
                 self._window_bytes,
             )
-        except TypeError as error:
+        except BaseException as error:  # noqa: BLE001 - what is no iterable may raise anything when asked whether it is
             self.raised(run, error)
             return
         producer.add_credit(run.credit)
@@ -750,12 +751,11 @@ class Executor(PlainRequests):
 
 async def _future_of(result: Any, name: str, loop: asyncio.AbstractEventLoop) -> Any:
     """The value of what a function marked with `async_execution` returned."""
-    if isinstance(result, asyncio.Future):
+    if is_a(result, asyncio.Future):
         return await result
-    if not isinstance(result, torch._C.Future | concurrent.futures.Future):
+    if not is_a(result, (torch._C.Future, concurrent.futures.Future)):
         raise TypeError(
-            f"a function marked with async_execution must return a Future, and {name} returned "
-            f"{type(result).__qualname__}"
+            f"a function marked with async_execution must return a Future, and {name} returned {type_name_of(result)}"
         )
     done = loop.create_future()
 
@@ -768,7 +768,7 @@ async def _future_of(result: Any, name: str, loop: asyncio.AbstractEventLoop) ->
 
     result.add_done_callback(completed)
     await done
-    return result.result() if isinstance(result, concurrent.futures.Future) else result.value()
+    return result.result() if is_a(result, concurrent.futures.Future) else result.value()
 
 
 def _wrapped(wrapped: Wrapped, function: Function) -> Function:

@@ -7,7 +7,7 @@ rebuilt at the other end, still tells its type, text and stack.
 from __future__ import annotations
 
 import asyncio
-import traceback
+import pickle
 from typing import Any, Final
 
 from arpc.errors import (
@@ -23,14 +23,30 @@ from arpc.errors import (
     set_may_have_run,
 )
 from arpc.ids import WorkerInfo
+from arpc.user_errors import (
+    MAX_TEXT,
+    can_be_raised,
+    cause_of,
+    fresh,
+    is_a,
+    set_cause,
+    stack_of,
+    text_of,
+    traceback_of,
+    type_name_of,
+    with_traceback,
+)
 from arpc.wire.messages import FailureKind
 from arpc.wire.pickling import Pickler
 from arpc.wire.policy import Policy
 from arpc.wire.tensors import Slot
 
-__all__ = ["describe_failure", "is_of_handler", "rebuild_failure"]
+__all__ = ["describe_failure", "is_of_handler", "raisable", "rebuild_failure"]
 
 _RUNTIME: Final = ("arpc.agent.", "arpc.rref.", "arpc.torchstate.")
+
+# A text and a stack, each of a 16th of the bytes there are, take half of them: a character takes up to four bytes
+_TEXT_PART: Final = 16
 
 # What would stop the caller's own loop or coroutine if it were raised there
 _NOT_TO_BE_RAISED: Final = (
@@ -44,18 +60,30 @@ _NOT_TO_BE_RAISED: Final = (
 
 
 def describe_failure(
-    error: BaseException, pickler: Pickler, *, main_by_value: bool, to: WorkerInfo | None = None
+    error: BaseException,
+    pickler: Pickler | None,
+    *,
+    main_by_value: bool,
+    to: WorkerInfo | None = None,
+    max_bytes: int | None = None,
 ) -> tuple[bytes, list[Slot]]:
-    """Payload and slots of a FAILURE."""
+    """Payload and slots of a FAILURE, whatever the error is. Never raises.
+
+    The error is described, and not sent itself, if it takes more than ``max_bytes`` or there is no pickler.
+    """
     pickled: bytes | None = None
     slots: list[Slot] = []
-    if not isinstance(error, _NOT_TO_BE_RAISED):
+    limit = MAX_TEXT if max_bytes is None else min(MAX_TEXT, max_bytes // _TEXT_PART)
+    if pickler is not None and can_be_raised(error) and not is_a(error, _NOT_TO_BE_RAISED):
         try:
             pickled, slots = pickler.dumps(error, main_by_value=main_by_value, to=to)
         except BaseException:  # noqa: BLE001 - a user's __reduce__ may raise anything; the description is sent instead
             slots = []
-    stack = "".join(traceback.format_exception(_without_runtime_frames(error)))
-    return pickler.dumps((pickled, _type_name(error), _text(error), stack))[0], slots
+        if pickled is not None and max_bytes is not None and len(pickled) > max_bytes - 9 * limit:
+            pickled, slots = None, []
+    stack = stack_of(_without_runtime_frames(error), limit)
+    description = (pickled, type_name_of(error, with_module=True), text_of(error, limit), stack)
+    return pickle.dumps(description, protocol=5), slots
 
 
 def rebuild_failure(
@@ -90,7 +118,7 @@ def rebuild_failure(
             error = policy.read(pickled, slots, sender)
         except BaseException:  # noqa: BLE001 - a user's __reduce__ may raise anything; the description is sent instead
             error = None
-        if isinstance(error, Exception) and not isinstance(error, _NOT_TO_BE_RAISED):
+        if is_a(error, Exception) and can_be_raised(error) and not is_a(error, _NOT_TO_BE_RAISED):
             # What it says of a call that the handler made says nothing of the call of the handler.
             set_may_have_run(error, may_have_run)
             return _caused(error, worker, stack)
@@ -101,32 +129,34 @@ def rebuild_failure(
 
 def is_of_handler(error: BaseException) -> bool:
     """Whether a handler raised the error of a call. Then it says nothing of the worker that was called."""
-    cause = error.__cause__
+    cause = cause_of(error)
     return isinstance(cause, RemoteTraceback) and cause.is_of_handler
 
 
+def raisable(error: BaseException, worker: str) -> Exception:
+    """What may be kept, and raised any number of times in any code of this worker, for an error of a handler.
+
+    That is the error itself if it can be copied: each use raises a copy, since an exception keeps the frames of all who
+    raise it. An error that cannot be copied, or that would end a coroutine, a task or the process, or that works
+    against the code that catches it, is described by a `RemoteError`, as it is for other workers.
+    """
+    is_ordinary = is_a(error, Exception) and can_be_raised(error) and not is_a(error, _NOT_TO_BE_RAISED)
+    if is_ordinary and fresh(error) is not error:
+        return error  # type: ignore[return-value]  # it is an Exception
+    stack = stack_of(_without_runtime_frames(error))
+    return RemoteError(type_name_of(error, with_module=True), text_of(error), stack, worker)
+
+
 def _caused(error: Exception, worker: str, stack: str, *, is_of_handler: bool = True) -> Exception:
-    error.__cause__ = cause = RemoteTraceback(worker, stack)
+    cause = RemoteTraceback(worker, stack)
     if not is_of_handler:
         cause.is_of_handler = False
-    return error
-
-
-def _type_name(error: BaseException) -> str:
-    cls = type(error)
-    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except BaseException as reason:  # noqa: BLE001 - a user's __str__ may raise anything
-        return f"<its __str__ raised {type(reason).__qualname__}>"
+    return set_cause(error, cause)
 
 
 def _without_runtime_frames(error: BaseException) -> BaseException:
     """Cut the frames of the runtime above the user's function off the traceback: they explain nothing."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith(_RUNTIME):
+    trace = traceback_of(error)
+    while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith(_RUNTIME):
         trace = trace.tb_next
-    return error.with_traceback(trace) if trace is not None else error
+    return with_traceback(error, trace) if trace is not None else error

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 from torch.jit import ScriptFunction
 
 from arpc.agent.reply_window import ResultSizes
+from arpc.user_errors import is_a, type_name_of
 
 __all__ = ["Function", "Mode", "Preparation", "Prompt", "async_execution", "inline", "name_of", "returns_futures"]
 
@@ -155,13 +156,16 @@ def returns_futures(call: Any) -> bool:
 
 
 def name_of(call: Any) -> str:
-    """How people call it."""
-    if isinstance(call, partial):
+    """How people call it. Never raises, whatever an object that can be called says of itself."""
+    if is_a(call, partial):
         return name_of(call.func)
-    if isinstance(call, ScriptFunction):
-        return str(call.qualified_name)  # the others are the same for all of them
-    name = getattr(call, "__qualname__", None) or getattr(call, "__name__", None)
-    return str(name) if name else type(call).__qualname__
+    try:
+        if is_a(call, ScriptFunction):
+            return str(call.qualified_name)  # the others are the same for all of them
+        name = getattr(call, "__qualname__", None) or getattr(call, "__name__", None)
+        return str.__str__(str(name)) if name else type_name_of(call)
+    except BaseException:  # noqa: BLE001 - attributes of a user's object may raise anything
+        return type_name_of(call)
 
 
 def inline(function: F) -> F:

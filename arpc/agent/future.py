@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from types import CodeType
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar, cast
 
 from arpc import torchstate
 from arpc.errors import ShutdownError
+from arpc.user_errors import is_a, is_coroutine, set_cause, summary_of
 
 __all__ = ["Future", "collect_all", "wait_all"]
 
@@ -149,10 +150,10 @@ class Future(asyncio.Future[T], Generic[T]):
             except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the new future
                 chained._adopt_exception(error)
                 return
-            if isinstance(result, Coroutine):
-                task = loop.create_task(result)
+            if is_coroutine(result):
+                task = loop.create_task(chained._follow(cast("Any", result)))
                 running.append(task)
-                task.add_done_callback(chained._copy_from)
+                task.add_done_callback(chained._followed)
             else:
                 _complete(chained, result)
 
@@ -163,24 +164,30 @@ class Future(asyncio.Future[T], Generic[T]):
             _soon(loop, self.add_done_callback, run)
         return chained
 
-    def _copy_from(self, other: asyncio.Future[T]) -> None:
-        if self.done():
-            if not other.cancelled():
-                other.exception()
-        elif other.cancelled():
+    async def _follow(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        """Have the outcome of a coroutine. A task must not end with it: SystemExit of a task ends the loop."""
+        try:
+            result = await coroutine
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits this future
+            if not self.done():
+                self._adopt_exception(error)
+        else:
+            if not self.done():
+                _complete(self, result)
+
+    def _followed(self, task: asyncio.Future[None]) -> None:
+        if task.cancelled() and not self.done():
             self.on_cancel = None
             super().cancel()
-        elif (error := other.exception()) is not None:
-            self._adopt_exception(error)
-        else:
-            _complete(self, other.result())
 
     def _adopt_exception(self, error: BaseException) -> None:
-        if isinstance(error, asyncio.CancelledError):
+        if is_a(error, asyncio.CancelledError):
             self.on_cancel = None
             super().cancel()
-        elif isinstance(error, StopIteration):
-            _fail(self, RuntimeError(f"a callback raised {error!r}"))
+        elif is_a(error, StopIteration):
+            _fail(self, set_cause(RuntimeError(f"a callback raised {summary_of(error)}"), error))
         else:
             _fail(self, error)
 

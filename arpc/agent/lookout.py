@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextvars import Context
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from arpc.agent.agent import Agent
 from arpc.agent.membership import Joined, Rendezvous, WorkerRecord
@@ -18,6 +18,7 @@ from arpc.errors import ConfigurationError, RendezvousError, UnknownWorkerError
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
 from arpc.options import RpcOptions
+from arpc.user_errors import is_coroutine, stack_of
 
 __all__ = ["Lookout"]
 
@@ -161,19 +162,19 @@ class Lookout:
     def _call(self, callback: LostCallback, event: MemberLost) -> None:
         try:
             result = callback(event)
-        except BaseException:  # those after it must hear of it as well, and the features that hold something
-            logger.exception("a callback for the loss of worker %s raised", event.worker.name)
+        except BaseException as error:  # noqa: BLE001 - the callbacks after it, and other features, must hear of it too
+            _log_failed_callback(event, error)
             return
-        if isinstance(result, Coroutine):
-            self._own(self._await(result, event))
+        if is_coroutine(result):
+            self._own(self._await(cast("Any", result), event))
 
     async def _await(self, coroutine: Coroutine[Any, Any, Any], event: MemberLost) -> None:
         try:
             await coroutine
         except (asyncio.CancelledError, GeneratorExit):
             raise
-        except BaseException:  # of a task, SystemExit would end the loop
-            logger.exception("a callback for the loss of worker %s raised", event.worker.name)
+        except BaseException as error:  # noqa: BLE001 - of a task, SystemExit would end the loop
+            _log_failed_callback(event, error)
 
     def _own(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         task = self._context.copy().run(self._agent.loop.create_task, coroutine)
@@ -198,3 +199,8 @@ class _Once:
 
     def __call__(self, event: MemberLost) -> object:
         return self._callback(event)
+
+
+def _log_failed_callback(event: MemberLost, error: BaseException) -> None:
+    # not as the exception of the record: whoever formats that runs code of the user
+    logger.error("a callback for the loss of worker %s raised\n%s", event.worker.name, stack_of(error))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import Context
 from enum import Enum
 from functools import partial
+from types import FunctionType
 from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -28,6 +29,7 @@ from arpc.agent.scope import current_scope
 from arpc.errors import RpcTimeoutError
 from arpc.ids import WorkerInfo
 from arpc.torchstate import AllSteps, Stepped, Steps, call_stepped, current_steps, step_result
+from arpc.user_errors import is_a
 from arpc.wire.frames import HEADER_BYTES
 from arpc.wire.messages import MESSAGE_CLASSES, Message, MessageType, RequestFlag
 from arpc.wire.tensors import Slot
@@ -411,7 +413,7 @@ class Observers:
         assert handling is not None
         run.handling = None
         outcome = Outcome.OK
-        if isinstance(error, asyncio.CancelledError):
+        if error is not None and is_a(error, asyncio.CancelledError):
             outcome = Outcome.TIMED_OUT if run.expired else Outcome.CANCELLED
         elif error is not None:
             outcome = _outcome_of(error)
@@ -480,11 +482,12 @@ def named_by(describe: Callable[..., str]) -> Callable[[F], F]:
 
 def call_name(function: Any, args: Sequence[Any] | None, name: str = "") -> str:
     """What people call a call."""
-    describe = getattr(function, _DESCRIBE, None)
+    # one of a user may raise anything when it is asked for an attribute
+    describe = getattr(function, _DESCRIBE, None) if type(function) is FunctionType else None
     if describe is not None and isinstance(args, tuple | list):
         try:
             return str(describe(*args))
-        except Exception:  # noqa: BLE001 - the call itself will say what is wrong with its arguments
+        except BaseException:  # noqa: BLE001 - the call itself will say what is wrong with its arguments
             return name or name_of(function)
     return name or name_of(function)
 
@@ -495,4 +498,4 @@ def is_named_by_arguments(function: Any) -> bool:
 
 
 def _outcome_of(error: BaseException) -> Outcome:
-    return Outcome.TIMED_OUT if isinstance(error, RpcTimeoutError) else Outcome.ERROR
+    return Outcome.TIMED_OUT if is_a(error, RpcTimeoutError) else Outcome.ERROR

@@ -33,6 +33,7 @@ from arpc.log import get_logger
 from arpc.options import RpcOptions
 from arpc.transport.base import Connection
 from arpc.transport.line import Line
+from arpc.user_errors import text_of
 from arpc.wire.frames import frame
 from arpc.wire.messages import MessageType
 from arpc.wire.pickling import importable_name
@@ -522,5 +523,4 @@ def _shut_down_before(function: str) -> ShutdownError:
 
 def unsendable(function: Any, error: Exception) -> SerializationError:
     """The error for a function that cannot be pickled."""
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    return not_run(SerializationError(f"the function {name} cannot be sent: {error}"))
+    return not_run(SerializationError(f"the function {name_of(function)} cannot be sent: {text_of(error)}"))

@@ -20,6 +20,7 @@ from arpc.agent.requests import UNMEASURED, Inbound, Run
 from arpc.agent.scope import current_scope
 from arpc.agent.threads import ThreadPool
 from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError
+from arpc.user_errors import is_a, summary_of
 from arpc.wire.frames import BARE_HEADER, BRIEF_HEADER, NO_TERMS, TERMS, bare_lead, brief_kind
 from arpc.wire.handful import (
     ARGUMENTS,
@@ -118,10 +119,10 @@ class PlainRequests(NotedReplies):
             if run.meta is None and carrier.conveyor.gi_yieldfrom is None:
                 if result is None:
                     data = _pack_bare(_REPLY_LEAD, id_, NO_TERMS, 0)
-                elif result.__class__ is Tensor and (lone := handful(RESULT, (result,))) is not None:
+                elif type(result) is Tensor and (lone := handful(RESULT, (result,))) is not None:
                     data = _pack_brief(len(lone), _BRIEF_REPLY, id_, 0, 0, 0) + lone
             if data is None:
-                if note is not None and result.__class__ is Tensor and carrier.conveyor.gi_yieldfrom is None:
+                if note is not None and type(result) is Tensor and carrier.conveyor.gi_yieldfrom is None:
                     self._return_noted(run, carrier, noting, note, result)
                 else:
                     self._took(run, carrier, context, result)
@@ -249,7 +250,7 @@ class PlainRequests(NotedReplies):
             self.carriers.carry_on(run, result, is_conveyed=True)
             return
         self._stepped(carrier)
-        if result.__class__ is Tensor:
+        if type(result) is Tensor:
             self._return_tensor(run, result)
         else:
             self.returned(run, result)
@@ -292,7 +293,7 @@ class PlainRequests(NotedReplies):
             try:
                 run.args = context.run(self._plain_arguments, run, payload)
             except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
-                not_found = isinstance(error, AttributeError | ImportError | LookupError)
+                not_found = is_a(error, (AttributeError, ImportError, LookupError))
                 self.refused(run, self._not_unpacked(error) if not_found else error)
                 return
             if run.has_prerequisites:
@@ -355,7 +356,7 @@ class PlainRequests(NotedReplies):
 
     def _not_unpacked(self, error: BaseException) -> SerializationError:
         return SerializationError(
-            f"worker {self.name!r} cannot unpack the call: {type(error).__name__}: {error}. "
+            f"worker {self.name!r} cannot unpack the call: {summary_of(error)}. "
             f"What is sent by reference must be importable on the callee"
         )
 

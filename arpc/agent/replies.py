@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
@@ -24,6 +24,7 @@ from arpc.errors import (
 )
 from arpc.log import get_logger
 from arpc.transport.base import SMALL_MESSAGE_BYTES, Connection
+from arpc.user_errors import close_coroutine, is_a, summary_of, text_of, type_name_of
 from arpc.wire.frames import HEADER, frame
 from arpc.wire.handful import RESULT
 from arpc.wire.messages import FailureKind, ItemFlag, MessageType
@@ -60,8 +61,7 @@ class Replies:
 
     def returned(self, run: Run, result: Any) -> None:
         if run.ended:
-            if isinstance(result, Coroutine):
-                result.close()
+            close_coroutine(result)
             return
         if run.function.returns_future:
             self._await_returned_future(run, result)
@@ -78,7 +78,7 @@ class Replies:
             return
         try:
             data, buffers = self._pack_result(run, result)
-        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+        except BaseException as error:  # noqa: BLE001 - pickling runs user code; whatever it raises is the caller's
             self.raised(run, error)
         else:
             self._end(run, data, buffers)
@@ -99,15 +99,15 @@ class Replies:
         return self.codec.frame(_REPLY, 0, run.id, 0, 0, payload, slots, meta, stager)
 
     def _pickle_result(self, run: Run, result: Any) -> tuple[bytes, list[Slot]]:
-        if result.__class__ is Packed:
+        if type(result) is Packed:
             return result
         try:
             payload, slots = self._pickler.dumps_result(
                 result, main_by_value=run.inbound.main_by_value, to=run.inbound.caller
             )
-        except Exception as error:
+        except BaseException as error:
             raise SerializationError(
-                f"the result of {run.function.name} ({type(result).__qualname__}) cannot be sent: {error}"
+                f"the result of {run.function.name} ({type_name_of(result)}) cannot be sent: {summary_of(error)}"
             ) from error
         if len(payload) > self.codec.max_payload_bytes:
             raise SerializationError(
@@ -149,41 +149,36 @@ class Replies:
         if self.failed is not None:
             self.failed(run, error)
         kind = FailureKind.REFUSED if run.is_refused else FailureKind.RAISED
-        if isinstance(error, asyncio.CancelledError):
+        if is_a(error, asyncio.CancelledError):
             kind = FailureKind.TIMEOUT if run.expired else FailureKind.CANCELLED
             if self._is_closed and not run.expired:
                 kind = FailureKind.LEFT
             run.cancel_nested()
             self._count_withdrawn()
-        if isinstance(error, ProtocolError):
+        if is_a(error, ProtocolError):
             logger.warning(
                 "a malformed request of worker %s: %s",
                 run.caller.name,
-                error,
+                text_of(error),
                 extra={"peer": run.caller.name, "call_id": run.id},
             )
-        try:
-            payload, slots = describe_failure(
-                error, self._pickler, main_by_value=run.inbound.main_by_value, to=run.inbound.caller
-            )
-            if len(payload) > self.codec.max_payload_bytes:
-                raise SerializationError(f"it takes {len(payload)} bytes to do so")
-            place = run.items_sent & _PLACE_MASK
-            stager = self.codec.stager_back(None)
-            data, buffers = self.codec.frame(_FAILURE, kind, run.id, place, 0, payload, slots, None, stager)
-        except Exception as reason:
-            logger.exception(
-                "cannot describe the failure of %s",
-                run.function.name,
-                extra={"peer": run.caller.name, "call_id": run.id},
-            )
-            payload, _ = describe_failure(
-                RuntimeError(f"{type(error).__qualname__}, which cannot be described: {reason!r}"),
-                self._pickler,
-                main_by_value=True,
-            )
-            data, buffers = frame(_FAILURE, kind, run.id, run.items_sent & _PLACE_MASK, 0, payload), []
+        data, buffers = self._pack_failure(run, kind, error)
         self._end(run, data, buffers, error)
+
+    def _pack_failure(self, run: Run, kind: FailureKind, error: BaseException) -> tuple[bytes, list[memoryview] | None]:
+        """A failure, and the memory that follows it. Whatever the error is, this makes one."""
+        inbound, max_bytes = run.inbound, self.codec.max_payload_bytes
+        place = run.items_sent & _PLACE_MASK
+        main_by_value, to = inbound.main_by_value, inbound.caller
+        payload, slots = describe_failure(error, self._pickler, main_by_value=main_by_value, to=to, max_bytes=max_bytes)
+        if slots:
+            try:
+                return self.codec.frame(
+                    _FAILURE, kind, run.id, place, 0, payload, slots, None, self.codec.stager_back(None)
+                )
+            except BaseException:  # noqa: BLE001 - a tensor of a user may raise anything, and the error can do without
+                payload, _ = describe_failure(error, None, main_by_value=main_by_value, max_bytes=max_bytes)
+        return frame(_FAILURE, kind, run.id, place, 0, payload), None
 
     def _end_at_once(self, run: Run, data: bytes) -> None:
         """`_end` for a request of which nobody knows but who runs it."""
@@ -246,24 +241,25 @@ class Replies:
             run.function = Function.of_coroutine(_ended, run.function.name, run.function.results)
             try:
                 value = future.result() if hasattr(future, "result") else future.value()
-            except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+            except BaseException as error:  # noqa: BLE001 - whatever it ended with is the caller's
                 self.raised(run, error)
             else:
                 self.returned(run, value)
 
-        if isinstance(result, asyncio.Future):
-            result.add_done_callback(settle)
-        elif isinstance(result, torch._C.Future | concurrent.futures.Future):
-            # completed on a thread of its own
-            def settle_on_loop(future: Any) -> None:
-                self.loop.call_soon_threadsafe(settle, future)
+        def settle_on_loop(future: Any) -> None:
+            self.loop.call_soon_threadsafe(settle, future)  # it was completed on a thread of its own
 
-            result.add_done_callback(settle_on_loop)
-        else:
-            error = TypeError(
-                f"a function marked with async_execution must return a Future, and {run.function.name} "
-                f"returned {type(result).__qualname__}"
-            )
+        try:
+            if is_a(result, asyncio.Future):
+                result.add_done_callback(settle)
+            elif is_a(result, (torch._C.Future, concurrent.futures.Future)):
+                result.add_done_callback(settle_on_loop)
+            else:
+                raise TypeError(
+                    f"a function marked with async_execution must return a Future, and {run.function.name} "
+                    f"returned {type_name_of(result)}"
+                )
+        except BaseException as error:  # noqa: BLE001 - a future of a user's own kind may raise anything
             self.raised(run, error)
 
 

@@ -21,6 +21,7 @@ from arpc.agent.streams import Producer
 from arpc.agent.threads import ThreadPool
 from arpc.ids import WorkerInfo
 from arpc.transport.base import BulkSend, Connection
+from arpc.user_errors import close_coroutine
 from arpc.wire.messages import Message, RequestFlag
 
 __all__ = ["Inbound", "Run", "RunHost"]
@@ -159,7 +160,7 @@ class Run(msgspec.Struct):
 
     def failed(self, error: BaseException) -> None:
         if self.returned_coroutine is not None:
-            self.returned_coroutine.close()  # it may never have begun
+            close_coroutine(self.returned_coroutine)  # it may never have begun
         self.executor.raised(self, error)
 
     def work(self) -> Callable[[], None] | ReplyOutbox | None:

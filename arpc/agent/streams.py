@@ -6,10 +6,10 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextvars import copy_context
 from functools import partial
-from types import TracebackType
+from types import GeneratorType, TracebackType
 from typing import Any, Final, Generic, Self, TypeVar
 
 from arpc import torchstate
@@ -17,6 +17,7 @@ from arpc.agent.threads import ThreadPool
 from arpc.errors import ConnectionClosedError
 from arpc.log import get_logger
 from arpc.transport.base import SMALL_MESSAGE_BYTES, Connection
+from arpc.user_errors import stack_of, type_name_of
 
 __all__ = ["ItemOrder", "Producer", "Stream"]
 
@@ -39,7 +40,7 @@ class Producer:
         """``send`` returns how many bytes it has sent."""
         self._is_async = hasattr(iterable, "__aiter__")
         if not self._is_async and not hasattr(iterable, "__iter__"):
-            raise TypeError(f"a stream needs something to iterate over, not {type(iterable).__qualname__}")
+            raise TypeError(f"a stream needs something to iterate over, not {type_name_of(iterable)}")
         self._iterable = iterable
         self._threads = threads
         self._send = send
@@ -136,7 +137,7 @@ class _GeneratorSteps:
         self._more: asyncio.Future[None] | None = None
         self._iterable = iterable
         # of anything but a generator it is made in a thread, since that may block
-        self._iterator = iterable if isinstance(iterable, Iterator) else None
+        self._iterator: Any = iterable if type(iterable) is GeneratorType else None
         self._context = copy_context()
         self._state = torchstate.DEFAULTS
         self._lock = threading.Lock()
@@ -209,9 +210,9 @@ class _GeneratorSteps:
         torchstate.restore(self._state)
         try:
             self._context.run(close)
-        except BaseException:
-            # its consumer has left
-            logger.exception("a generator raised when it was stopped")
+        except BaseException as error:  # noqa: BLE001 - its consumer has left
+            # not as the exception of the record: whoever formats that runs code of the user
+            logger.error("a generator raised when it was stopped\n%s", stack_of(error))  # noqa: TRY400
         finally:
             torchstate.save_and_reset()
 
@@ -293,7 +294,7 @@ class Stream(AsyncIterator[T], Generic[T]):
         # garbage collector cannot see through, and that would keep the anchor
         self._cancel = self._give_credit = _call_is_over
         if not self._is_closed:
-            self._items.append((None, error or StopAsyncIteration()))
+            self._items.append((None, StopAsyncIteration() if error is None else error))
             self._wake()
 
     def _wake(self) -> None:

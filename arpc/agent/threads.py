@@ -32,6 +32,7 @@ from torch._C import _len_torch_function_stack as _count_function_modes
 
 from arpc import torchstate
 from arpc.log import get_logger
+from arpc.user_errors import is_a, set_cause, summary_of
 
 __all__ = ["Outbox", "ThreadPool"]
 
@@ -493,8 +494,8 @@ class _Call:
             self._result = torchstate.call_isolated(self._function, *self._args)
         except BaseException as error:  # noqa: BLE001 - it is raised where the future is awaited
             # raised where the future is awaited, these two would end the coroutine there in another way
-            is_special = isinstance(error, StopIteration | GeneratorExit)
-            self._error = RuntimeError(repr(error)) if is_special else error
+            is_special = is_a(error, (StopIteration, GeneratorExit))
+            self._error = set_cause(RuntimeError(summary_of(error)), error) if is_special else error
         return self._settle
 
     def _settle(self) -> None:

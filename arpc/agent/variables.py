@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from arpc.errors import ConfigurationError, ProtocolError, SerializationError
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
+from arpc.user_errors import summary_of
 from arpc.wire.pickling import Pickler
 from arpc.wire.policy import Policy
 from arpc.wire.tensors import Slot
@@ -60,7 +61,7 @@ class VariableCarrier:
         try:
             payload, memory = self._pickler.dumps(values, main_by_value=True)
         except Exception as error:
-            raise SerializationError(f"a propagated ContextVar cannot be sent: {error}") from error
+            raise SerializationError(f"a propagated ContextVar cannot be sent: {summary_of(error)}") from error
         if memory:
             raise SerializationError("a propagated ContextVar holds a tensor: pass it as an argument instead")
         return payload

@@ -70,9 +70,8 @@ def run_at_once(
     except BaseException as error:
         _end(context, gradients, retain_graph)
         context.roll_back(pass_id, sender)
-        if isinstance(error, Exception):  # whatever nodes and hooks of users raise
-            raise node_failure(error, host.info, context.id, None) from error
-        raise
+        # whatever nodes and hooks of users raise
+        raise node_failure(error, host.info, context.id, None) from error
     _end(context, gradients, retain_graph)
     going_back = delivered.get(sender, ())
     if may_leave and not graph.leaves and host.container.try_to_leave(context, pass_id, sender):

@@ -123,11 +123,8 @@ class BriefPass:
                 self._outstanding[future] = peer
             if not told:
                 self._finish()
-        except Exception as error:  # noqa: BLE001 - whatever nodes and hooks of users raise
+        except BaseException as error:  # noqa: BLE001 - whatever nodes and hooks of users raise
             self.fail(node_failure(error, host.info, context.id, None))
-        except BaseException as error:
-            self.fail(AutogradError(f"the backward pass of context {context.id} was ended by {error!r}"))
-            raise
         return True
 
     def try_to_pass_on(self, parcel: Parcel, expectation: Expectation) -> bool:
@@ -294,11 +291,8 @@ class BriefPass:
                     self._finish()
                 else:
                     self._take_over()
-        except Exception as malformed:  # noqa: BLE001 - it must end here, whatever a peer has sent
+        except BaseException as malformed:  # noqa: BLE001 - it must end here, whatever a peer has sent or a hook raises
             self.fail(node_failure(malformed, self._host.info, self.context.id, None))
-        except BaseException as error:
-            self.fail(AutogradError(f"the backward pass of context {self.context.id} was ended by {error!r}"))
-            raise
         finally:
             if outer is not None:
                 torchstate.restore(outer)

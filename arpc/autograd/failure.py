@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from arpc.errors import (
     WorkerLostError,
 )
 from arpc.ids import WorkerInfo
+from arpc.user_errors import is_a, set_cause, summary_of, text_of, traceback_of
 
 __all__ = ["node_failure", "peer_failure"]
 
@@ -24,36 +26,37 @@ __all__ = ["node_failure", "peer_failure"]
 _NAMED: Final = re.compile(r"Function '?(\w+Backward\w*)'?")
 
 
-def node_failure(error: Exception, worker: WorkerInfo, context_id: int, last_begun: Any) -> Exception:
+def node_failure(error: BaseException, worker: WorkerInfo, context_id: int, last_begun: Any) -> Exception:
     """The error of a pass for something that was raised while its nodes ran.
 
     ``last_begun``: the node that ran, if that is known; it is in anomaly mode.
     """
-    if isinstance(error, ArpcError):
-        return error
-    node = last_begun if last_begun is not None else _node_in(error.__traceback__)
-    name = node.name() if node is not None else _name_in(error)
-    stack = _forward_stack(node)
+    if is_a(error, ArpcError):
+        return error  # type: ignore[return-value]  # it is one of ours
+    name = stack = ""
+    with suppress(BaseException):  # what is in the frames of a user, and what it says of itself, is the user's
+        node = last_begun if last_begun is not None else _node_in(traceback_of(error))
+        name = str(node.name()) if node is not None else _name_in(error)
+        stack = _forward_stack(node)
     where = f"node {name}" if name else "a node (anomaly mode would tell which)"
     text = (
         f"the backward pass of autograd context {context_id} failed on worker {worker.name!r} (Error on Node "
-        f"{worker.id}) in {where}: {type(error).__name__}: {error}"
+        f"{worker.id}) in {where}: {summary_of(error)}"
     )
     if stack:
         text += f"\nIts forward ran on worker {worker.name!r} here:\n{stack}"
-    failure = BackwardError(text, worker.name, worker.id, name, stack, str(error), (worker.id,))
-    failure.__cause__ = error
-    return failure
+    failure = BackwardError(text, worker.name, worker.id, name, stack, text_of(error), (worker.id,))
+    return set_cause(failure, error)
 
 
 def peer_failure(error: BaseException, me: int, context_id: int, peer: str) -> BaseException:
     """Why a parcel was not answered by a peer, as the failure of a pass on worker ``me``."""
     what = f"the backward pass of autograd context {context_id}"
     made: Exception
-    if isinstance(error, BackwardError):
+    if isinstance(error, BackwardError):  # what comes from a peer can be asked
         error.path = (me, *error.path)
         return error
-    if str(error).startswith(what):
+    if text_of(error).startswith(what):
         return error
     if isinstance(error, WorkerLostError):
         made = WorkerLostError(f"{what} failed: {error}", error.worker or peer)
@@ -82,8 +85,8 @@ def _node_in(trace: TracebackType | None) -> Any:
     return found
 
 
-def _name_in(error: Exception) -> str:
-    match = _NAMED.search(str(error))
+def _name_in(error: BaseException) -> str:
+    match = _NAMED.search(text_of(error))
     return match[1] if match is not None else ""
 
 

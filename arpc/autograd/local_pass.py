@@ -193,8 +193,6 @@ class LocalPass(ABC):
         """Forget the graph: an error's traceback leads here, and may be kept for long."""
 
     def _described(self, error: BaseException) -> BaseException:
-        if not isinstance(error, Exception):
-            return error
         return node_failure(error, self._host.info, self.context.id, self._node_last_begun())
 
     def _node_last_begun(self) -> Any:

@@ -54,11 +54,8 @@ class LonePass(LocalPass):
             if leaves:  # if all were frozen since, the engine would be asked for nothing, and write to `.grad`
                 pace.run(run, plan, elements)
             self._finish()
-        except Exception as error:  # noqa: BLE001 - whatever nodes and hooks of users raise
+        except BaseException as error:  # noqa: BLE001 - whatever nodes and hooks of users raise
             self.fail(self._described(error))
-        except BaseException as error:
-            self.fail(AutogradError(f"the backward pass of context {self.context.id} was ended by {error!r}"))
-            raise
 
     def receive(self, sender: int, parcel: Parcel, *, is_engaging: bool) -> Parcel | None:
         """A parcel has come, though nobody was told of this pass."""
@@ -82,7 +79,7 @@ class LonePass(LocalPass):
     def _go_on(self) -> None:
         try:
             self._finish()
-        except Exception as error:  # noqa: BLE001 - whatever leaves of users raise when they are copied
+        except BaseException as error:  # noqa: BLE001 - whatever leaves of users raise when they are copied
             self.fail(self._described(error))
 
     def _finish(self) -> None:

@@ -208,12 +208,9 @@ class BackwardPass(LocalPass):
             if not self._run_inline():
                 return None
             return self._post(answering)
-        except Exception as error:  # noqa: BLE001 - whatever nodes and hooks of users raise
+        except BaseException as error:  # noqa: BLE001 - whatever nodes and hooks of users raise
             self.fail(self._described(error))
             return None
-        except BaseException as error:
-            self.fail(AutogradError(f"the backward pass of context {self.context.id} was ended by {error!r}"))
-            raise
 
     def _run_inline(self) -> bool:
         """Run until nothing is ready; False if a thread has taken over."""
@@ -294,7 +291,7 @@ class BackwardPass(LocalPass):
                 if not self._inbox and self._protocol.is_done and not self._engine.is_ready:
                     self._finish()  # nobody else has to do with it any more
                     return
-        except Exception as error:  # noqa: BLE001 - whatever nodes and hooks of users raise
+        except BaseException as error:  # noqa: BLE001 - whatever nodes and hooks of users raise
             self.fail(self._described(error))
         else:
             self._advance()

@@ -55,7 +55,7 @@ from arpc.ids import LOCAL_BITS, WorkerInfo, address_of
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.rref.context import RRefContext
 from arpc.rref.handle import RRef
-from arpc.rref.values import fresh
+from arpc.user_errors import fresh, is_a
 from arpc.wire.handful import PARCEL_RESULT
 from arpc.wire.messages import (
     AutogradAbort,
@@ -194,7 +194,7 @@ class AutogradService(ParcelSending):
         try:
             await started.wait()
         except BaseException as error:
-            if isinstance(error, asyncio.CancelledError):
+            if is_a(error, asyncio.CancelledError):
                 started.cancel()
             # also who is cancelled: the next pass must not meet this one, nor its gradients, anywhere
             if started.abort_told is not None:

@@ -14,8 +14,8 @@ from arpc.agent.functions import Function, Mode
 from arpc.agent.scope import current_scope
 from arpc.autograd.context import current_context_id
 from arpc.batching.gathering import gather, kind_of, scatter
-from arpc.rref.values import fresh
 from arpc.runtime import Worker
+from arpc.user_errors import fresh, is_a, set_cause, summary_of, traceback_of, with_traceback
 
 __all__ = ["Limits", "Queue"]
 
@@ -295,7 +295,7 @@ def _settle(slots: list[_Slot], results: list[Any]) -> None:
     for slot, result in zip(slots, results, strict=True):
         if slot.future.done():
             continue  # whoever called has gone
-        if isinstance(result, BaseException):
+        if is_a(result, BaseException):
             _fail(slot.future, result)
         else:
             slot.future.set_result(result)
@@ -303,9 +303,10 @@ def _settle(slots: list[_Slot], results: list[Any]) -> None:
 
 def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
     """One each: an exception collects the traceback of whoever raises it."""
-    if isinstance(error, asyncio.CancelledError):
+    if is_a(error, asyncio.CancelledError):
         future.cancel()
-    elif isinstance(error, StopIteration | GeneratorExit):
-        future.set_exception(RuntimeError(repr(error)))  # raised by a future, they mean something else
+    elif is_a(error, (StopIteration, GeneratorExit)):
+        # raised by a future, they mean something else
+        future.set_exception(set_cause(RuntimeError(summary_of(error)), error))
     else:
-        future.set_exception(fresh(error).with_traceback(error.__traceback__))
+        future.set_exception(with_traceback(fresh(error), traceback_of(error)))

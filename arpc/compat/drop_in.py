@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import os
 import sys
-import traceback
 from collections.abc import Callable, Coroutine
 from contextvars import Context
 from multiprocessing.util import Finalize
@@ -29,6 +28,7 @@ from arpc.options import RpcOptions
 from arpc.rref.context import Skin
 from arpc.runtime import Worker
 from arpc.startup import start_worker
+from arpc.user_errors import is_a, repr_of, stack_of
 
 __all__ = ["DropIn"]
 
@@ -88,9 +88,8 @@ class DropIn:
 
     def _show_failure(self, function: str, error: BaseException) -> None:
         """What a function raised is printed here too: its caller may be somebody else's."""
-        if isinstance(error, Exception):
-            stack = "".join(traceback.format_exception(error))
-            sys.stderr.write(f"On {self.info!r}:\n{error!r}\n{stack}\n")
+        if is_a(error, Exception):
+            sys.stderr.write(f"On {self.info!r}:\n{repr_of(error)}\n{stack_of(error)}\n")
 
     @property
     def info(self) -> WorkerInfo:

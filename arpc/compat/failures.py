@@ -18,6 +18,7 @@ from arpc.errors import (
     SerializationError,
 )
 from arpc.ids import WorkerInfo
+from arpc.user_errors import can_be_raised, cause_of, repr_of, set_cause, text_of, type_name_of
 
 __all__ = ["as_torch_error", "creation_error", "packing_error", "timeout_error"]
 
@@ -44,7 +45,7 @@ def as_torch_error(error: BaseException, to: WorkerInfo, timeout_s: float, funct
     """What torch raises where arpc raised ``error`` in a call of a function of worker ``to``."""
     if isinstance(error, asyncio.CancelledError):
         return RuntimeError(f"the call of worker {to.name} was cancelled")
-    remote = error.__cause__
+    remote = cause_of(error)
     if isinstance(error, RemoteError):
         made = RuntimeError(
             f"Failed to create original exception type. Original exception on remote side was "
@@ -58,7 +59,7 @@ def as_torch_error(error: BaseException, to: WorkerInfo, timeout_s: float, funct
         made = RuntimeError(str(error))
     elif isinstance(remote, RemoteTraceback) and _is_operator(function):
         # torch runs these without Python, so that all they raise is a RuntimeError
-        reason = f"{_NO_SCHEMA}: {error}" if isinstance(error, TypeError) else str(error)
+        reason = f"{_NO_SCHEMA}: {text_of(error)}" if isinstance(error, TypeError) else text_of(error)
         made = RuntimeError(f"On {to!r}:\n{reason}\n{remote.stack}")
     elif isinstance(remote, RemoteTraceback):
         return _rebuilt(error, to, remote.stack)
@@ -83,7 +84,7 @@ def _is_operator(function: Any) -> bool:
 
 
 def _described(error: BaseException, to: WorkerInfo, stack: str) -> str:
-    return f"On {to!r}:\n{error!r}\n{stack}"
+    return f"On {to!r}:\n{repr_of(error)}\n{stack}"
 
 
 def _rebuilt(error: BaseException, to: WorkerInfo, stack: str) -> BaseException:
@@ -95,10 +96,11 @@ def _rebuilt(error: BaseException, to: WorkerInfo, stack: str) -> BaseException:
         text = _described(error, to, stack).encode("utf-8").decode("unicode_escape")
         try:
             made = type(error)(text)
+            if not can_be_raised(made):
+                raise TypeError(f"its class makes a {type_name_of(made)}")
         except BaseException as reason:  # noqa: BLE001 - the class is a user's, and may do anything
             made = RuntimeError(
-                f"Failed to create original exception type. Error msg was {reason} "
+                f"Failed to create original exception type. Error msg was {text_of(reason)} "
                 f"Original exception on remote side was {text}"
             )
-    made.__cause__ = error
-    return made
+    return set_cause(made, error)

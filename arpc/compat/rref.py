@@ -21,7 +21,7 @@ from arpc.ids import address_of
 from arpc.rref.calls import call_method
 from arpc.rref.context import Skin
 from arpc.rref.handle import RRef as Handle
-from arpc.rref.values import fresh
+from arpc.user_errors import fresh
 
 __all__ = ["SKIN", "RRef", "RRefProxy"]
 

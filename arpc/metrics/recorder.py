@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, Final
 
 from arpc.agent.functions import name_of
 from arpc.metrics.histogram import Histogram, SparseCounts, difference
+from arpc.user_errors import class_name_of
 from arpc.wire.messages import Inspect
 from arpc.wire.pickling import importable_name
 
@@ -60,7 +62,7 @@ class Recorder:
     def call_ended(self, peer: str, function: Any, duration_ns: int, error: BaseException | None) -> None:
         try:
             series = self._by_function[peer, function]
-        except (KeyError, TypeError):
+        except BaseException:  # noqa: BLE001 - not known yet, or an object of a user that cannot be hashed
             if function is Inspect:
                 return  # which those who look sent, and not the program
             series = self._find(peer, function)
@@ -82,9 +84,10 @@ class Recorder:
     def _find(self, peer: str, function: Any) -> Series:
         name = name_of(function)
         series = self.calls.get((peer, name)) or self._add(self.calls, peer, name)
-        if len(self._by_function) < _MAX_SERIES and importable_name(function) is not None:
-            # what is made anew for each call must not be kept alive
-            self._by_function[peer, function] = series
+        with suppress(BaseException):  # whatever an object of a user does when it is looked at
+            if len(self._by_function) < _MAX_SERIES and importable_name(function) is not None:
+                # what is made anew for each call must not be kept alive
+                self._by_function[peer, function] = series
         return series
 
     def _add(self, known: dict[tuple[str, str], Series], peer: str, function: str) -> Series:
@@ -116,5 +119,5 @@ class Recorder:
 
 
 def _count_error(series: Series, error: BaseException) -> None:
-    name = type(error).__name__
+    name = class_name_of(error)
     series.errors[name] = series.errors.get(name, 0) + 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from arpc.agent.observers import Handling, Kind, Observer, Outcome, Outgoing
 from arpc.errors import ConfigurationError
 from arpc.extras import install_command
 from arpc.profiler.keys import call_key
+from arpc.user_errors import is_a, summary_of
 
 __all__ = ["Telemetry", "TraceContextRelay", "is_configured"]
 
@@ -124,9 +126,10 @@ class Telemetry(Observer):
         span.set_attribute("arpc.received_bytes", call.received_bytes)
         if call.outcome is not Outcome.OK:
             outcome = call.outcome.value if call.outcome is not None else ""
-            text = outcome if call.error is None else f"{outcome}: {type(call.error).__name__}: {call.error}"
-            if isinstance(call.error, Exception):
-                span.record_exception(call.error)
+            text = outcome if call.error is None else f"{outcome}: {summary_of(call.error)}"
+            if call.error is not None and is_a(call.error, Exception):
+                with suppress(BaseException):  # it formats the error, which runs code of the user
+                    span.record_exception(call.error)
             span.set_status(self._trace.StatusCode.ERROR, text)
         span.end()
 

@@ -15,6 +15,7 @@ from torch.jit import ScriptModule
 
 from arpc.agent.codec import Packed
 from arpc.agent.executor import HasInbound
+from arpc.agent.failures import raisable
 from arpc.agent.functions import Function, name_of
 from arpc.agent.requests import Inbound, Run
 from arpc.agent.scope import current_scope
@@ -24,7 +25,8 @@ from arpc.rref.calls import call_method
 from arpc.rref.events import RRefId, WorkerName
 from arpc.rref.labels import LABEL_BYTES, take_label, unpack_label
 from arpc.rref.methods import template_of
-from arpc.rref.values import NOTHING, Value, fresh
+from arpc.rref.values import NOTHING, Value
+from arpc.user_errors import fresh, is_a
 from arpc.wire.frames import BRIEF_HEADER, brief_kind
 from arpc.wire.handful import RESULT
 from arpc.wire.messages import Message, MessageType, ReplyFlag, RequestFlag, RRefCreate
@@ -69,13 +71,13 @@ class Arrival(msgspec.Struct, eq=False):
             else:
                 made_here = await self.arrivals.service.agent.executor.call(function, args, kwargs)
                 # before it is there for all to see
-                value.stays = isinstance(made_here, ScriptModule) and getattr(function.call, "keeps_modules", False)
+                value.stays = is_a(made_here, ScriptModule) and getattr(function.call, "keeps_modules", False)
                 value.set(made_here)
         except asyncio.CancelledError:
             value.fail(_cancelled(self.rref))
             raise
         except BaseException as error:  # noqa: BLE001 - it is for those who use the value
-            value.fail(error)
+            self.arrivals.fail(value, error)
         finally:
             self.arrivals.ended(self.rref)
         content = value.content
@@ -87,7 +89,9 @@ class Arrival(msgspec.Struct, eq=False):
         return self.arrivals.packed(self.inbound, content) if is_wanted and not value.stays else None
 
     def not_begun(self, error: BaseException) -> None:
-        self.value.fail(fresh(error))  # the other one is told to the creator, and refers to the frames of that
+        self.arrivals.fail(
+            self.value, fresh(error)
+        )  # the other one is told to the creator, and refers to the frames of that
         self.arrivals.ended(self.rref)
 
 
@@ -138,12 +142,12 @@ class PlainRun(Run):
         arrivals: Arrivals
         value: Value
         arrivals, rref, value, _, payload = self.creation
-        is_cancelled = isinstance(error, asyncio.CancelledError)
+        is_cancelled = is_a(error, asyncio.CancelledError)
         has_begun = not payload
         if is_cancelled:
             value.fail(_cancelled(rref))
         else:
-            value.fail(error if has_begun else fresh(error))
+            arrivals.fail(value, error if has_begun else fresh(error))
         arrivals.ended(rref)
         if is_cancelled or not has_begun:
             self.executor.raised(self, error)
@@ -207,6 +211,10 @@ class Arrivals:
         with suppress(Exception):
             await value.get()
 
+    def fail(self, value: Value, error: BaseException) -> None:
+        """Keep what a function raised, for those who use its value, here or elsewhere."""
+        value.fail(raisable(error, self.service.info.name))
+
     def ended(self, rref: RRefId) -> None:
         """The value of a creation is there, or the error in its place."""
         following = self._forks.creation_ended(rref)
@@ -223,7 +231,7 @@ class Arrivals:
                     None, (content,), None, main_by_value=inbound.main_by_value, to=inbound.caller
                 )
             )
-        except Exception:  # noqa: BLE001 - whatever a user's __reduce__ may raise
+        except BaseException:  # noqa: BLE001 - whatever a user's __reduce__ may raise
             return None
 
     # -- the plainest

@@ -24,7 +24,8 @@ from arpc.rref.events import (
 )
 from arpc.rref.labels import pack_label
 from arpc.rref.uses import OwnerFuture, Use, as_owner_lost
-from arpc.rref.values import Value, fresh
+from arpc.rref.values import Value
+from arpc.user_errors import fresh
 from arpc.wire.frames import HEADER, brief_kind
 from arpc.wire.messages import MessageType, RequestFlag, RRefCreate
 from arpc.wire.pickling import SCALARS
@@ -73,8 +74,8 @@ def start_creation(
     number, oldest = numbers.take_with_oldest()
     try:
         brings = function in context.awaited and not made
-    except TypeError:
-        brings = False  # not hashable, so not a function of a module
+    except BaseException:  # noqa: BLE001 - not hashable, so not a function of a module
+        brings = False
     creation = Creation(context, peer, owner, rref, fork, held, numbers, number, anchor, brings)
     label = pack_label(context.incarnation, number, oldest, rref, fork, made)
     try:

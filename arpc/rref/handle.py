@@ -31,7 +31,8 @@ from arpc.rref.creations import Creation, start_creation
 from arpc.rref.events import OwnerHandleDropped, RRefId
 from arpc.rref.proxies import AsyncProxy, RemoteProxy, StreamProxy, SyncProxy
 from arpc.rref.uses import FetchFuture, OwnerFuture, Use
-from arpc.rref.values import NOTHING, Value, fresh
+from arpc.rref.values import NOTHING, Value
+from arpc.user_errors import fresh
 from arpc.wire.messages import RRefFetch
 
 __all__ = ["RRef", "create_remote"]

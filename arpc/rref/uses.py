@@ -10,7 +10,7 @@ from arpc.agent.future import Future
 from arpc.errors import CallCancelledError, OwnerLostError, UnknownWorkerError, WorkerLostError
 from arpc.ids import GloballyUniqueId
 from arpc.rref.states import UserFork, UserState
-from arpc.rref.values import fresh
+from arpc.user_errors import fresh
 
 __all__ = ["FetchFuture", "OwnerFuture", "Use", "as_owner_lost"]
 

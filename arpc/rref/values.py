@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import traceback
 from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
-from arpc.errors import ArpcError, set_may_have_run
+from arpc.errors import set_may_have_run
+from arpc.user_errors import fresh, traceback_of, type_name_of, with_traceback
 
-__all__ = ["NOTHING", "Value", "fresh"]
+__all__ = ["NOTHING", "Value"]
 
 NOTHING: Final = object()
 """The content of a value that is not there, or has an error in its place."""
-
-
-E = TypeVar("E", bound=BaseException)
-
-
-def fresh(error: E) -> E:
-    """A copy of an error to raise. One that is kept would collect the frames, and so the RRefs, of all who raise it."""
-    try:
-        made = copy.copy(error)
-    except Exception:  # noqa: BLE001 - a user's exception may do anything
-        return error
-    if type(made) is not type(error):
-        return error
-    made.__cause__ = error.__cause__
-    if isinstance(error, ArpcError):
-        set_may_have_run(made, error.may_have_run)  # which a copy would not say
-    return made
 
 
 class Value(msgspec.Struct, eq=False):
@@ -63,8 +46,8 @@ class Value(msgspec.Struct, eq=False):
     def type_name(self) -> str:
         """What kind of object it is, as far as that is known."""
         if self._error is not None:
-            return f"raised {type(self._error).__qualname__}"
-        return "not there yet" if self.content is NOTHING else type(self.content).__qualname__
+            return f"raised {type_name_of(self._error)}"
+        return "not there yet" if self.content is NOTHING else type_name_of(self.content)
 
     @property
     def error(self) -> BaseException | None:
@@ -81,11 +64,11 @@ class Value(msgspec.Struct, eq=False):
         if not self.is_ready:
             # It may be kept for long: it must keep neither this worker's frames, which refer to this value, nor the
             # arguments of the function that raised it
-            trace = error.__traceback__
-            while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("arpc."):
+            trace = traceback_of(error)
+            while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("arpc."):
                 trace = trace.tb_next
             traceback.clear_frames(trace)
-            self._error = error.with_traceback(trace)
+            self._error = with_traceback(error, trace)
             self._traceback = trace
             self._wake()
 
@@ -115,5 +98,5 @@ class Value(msgspec.Struct, eq=False):
         if self._error is not None:
             error = fresh(self._error)
             set_may_have_run(error, may_have_run=True)  # it may be that of a call which the function made
-            raise error.with_traceback(self._traceback)
+            raise with_traceback(error, self._traceback)
         return self.content

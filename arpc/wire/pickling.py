@@ -17,6 +17,7 @@ from torch import Tensor
 
 from arpc.errors import RRefError, SerializationError, WorkerLostError, not_run
 from arpc.ids import WorkerInfo
+from arpc.user_errors import text_of, type_name_of
 from arpc.wire.handful import MAX_TENSORS
 from arpc.wire.reducing import HOLE, HolePickler, Parcel, Reducer, importable_name
 from arpc.wire.tensors import Slot
@@ -194,14 +195,14 @@ class Pickler:
         to: WorkerInfo | None,
     ) -> SerializationError:
         """Why the arguments of a call cannot be sent: finds the one that is to blame."""
-        name = getattr(function, "__qualname__", type(function).__qualname__)
+        name = _function_name(function)
         for which, value in [*zip(_parameter_names(function, len(args)), args, strict=True), *kwargs.items()]:
             try:
                 self.dumps(value, main_by_value=main_by_value, to=to, is_rehearsal=True)
-            except Exception as reason:  # noqa: BLE001 - whatever a user's __reduce__ may raise
-                kind = type(value).__qualname__
-                return not_run(SerializationError(f"argument {which!r} of {name} ({kind}) cannot be sent: {reason}"))
-        return not_run(SerializationError(f"the arguments of {name} cannot be sent: {error}"))
+            except BaseException as reason:  # noqa: BLE001 - whatever a user's __reduce__ may raise
+                kind, text = type_name_of(value), text_of(reason)
+                return not_run(SerializationError(f"argument {which!r} of {name} ({kind}) cannot be sent: {text}"))
+        return not_run(SerializationError(f"the arguments of {name} cannot be sent: {text_of(error)}"))
 
 
 class _NotPlainError(Exception):
@@ -244,12 +245,19 @@ def _cut_out(value: Any, tensors: list[Slot], seen: set[int]) -> Any:
     return cut if kind is list else dict(zip(value, cut, strict=True))
 
 
+def _function_name(function: Any) -> str:
+    try:
+        return str(getattr(function, "__qualname__", "")) or type_name_of(function)
+    except BaseException:  # noqa: BLE001 - attributes of a user's object may raise anything
+        return type_name_of(function)
+
+
 def _parameter_names(function: Any, count: int) -> list[str]:
     """What the function calls its positional arguments; by number where it does not say."""
     names = [str(number) for number in range(count)]
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin
+    except BaseException:  # noqa: BLE001 - a builtin, or an object whose attributes may raise anything
         return names
     for number, parameter in enumerate(list(parameters)[:count]):
         if parameter.kind not in {parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD}:

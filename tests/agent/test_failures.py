@@ -21,6 +21,7 @@ from arpc.errors import (
     ShutdownError,
 )
 from arpc.ids import WorkerInfo
+from arpc.testing import cluster
 from arpc.wire.frames import frame
 from arpc.wire.messages import FailureKind, MessageType
 from arpc.wire.pickling import Pickler
@@ -312,6 +313,28 @@ async def leave() -> None:
 
 def leave_in_thread() -> None:
     sys.exit(3)
+
+
+async def throw_long(size: int) -> None:
+    raise LookupError("x" * size)
+
+
+async def test_an_exception_with_a_very_long_message_arrives(pair):
+    error = await failure_of(pair, throw_long, 50_000_000)
+    assert type(error) is LookupError
+    assert len(error.args[0]) == 50_000_000
+    assert len(error.__cause__.stack) < 100_000
+    await assert_both_alive(pair)
+
+
+async def test_an_exception_that_is_larger_than_a_message_is_described():
+    options = arpc.RpcOptions(gc_freeze=False, max_body_bytes=1 << 20)
+    async with cluster(2, options=options) as group:
+        error = await failure_of(group, throw_long, 3_000_000)
+        assert type(error) is RemoteError
+        assert error.type_name == "LookupError"
+        assert error.message.startswith("xxx")
+        await assert_both_alive(group)
 
 
 # -- the payload

@@ -91,7 +91,7 @@ async def test_a_result_that_does_not_pickle_is_named(pair, function):
 
 @pytest.mark.parametrize("function", [give, give_in_thread, give_inline])
 async def test_a_result_that_exits_when_it_is_pickled(pair, function):
-    with pytest.raises(RemoteError, match="SystemExit"):
+    with pytest.raises(SerializationError, match=r"the result of \w+ \(Violent\) cannot be sent: SystemExit"):
         await pair[0].rpc_sync("worker1", function, args=(Violent,))
     await assert_both_alive(pair)
 

@@ -130,7 +130,7 @@ def rebuild_failure(
 def is_of_handler(error: BaseException) -> bool:
     """Whether a handler raised the error of a call. Then it says nothing of the worker that was called."""
     cause = cause_of(error)
-    return isinstance(cause, RemoteTraceback) and cause.is_of_handler
+    return type(cause) is RemoteTraceback and cause.is_of_handler
 
 
 def raisable(error: BaseException, worker: str) -> Exception:

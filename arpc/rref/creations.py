@@ -258,7 +258,7 @@ class Creation(msgspec.Struct, eq=False):
 
     def set_result(self, answer: Any) -> None:
         """The owner has answered, with a tuple of the value or without."""
-        if answer.__class__ is not tuple:
+        if type(answer) is not tuple:
             answer = ()  # which is what None means, and all that can be made of anything else
         self.is_settled = True
         if self.anchor is not None:

@@ -160,7 +160,7 @@ async def test_whatever_a_handler_raises_fails_that_call_alone(names, caplog):
 
 
 @pytest.mark.parametrize(
-    "names", specimens({"SystemExit", "StopIteration", "lying class"}, ("__reduce__", "__class__"))
+    "names", specimens(("SystemExit", "StopIteration", "lying class"), ("__reduce__", "__class__"))
 )
 async def test_a_worker_that_calls_itself_survives_what_its_handlers_raise(names, caplog):
     async with trial(caplog) as tried:

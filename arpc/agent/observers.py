@@ -439,6 +439,7 @@ class _Watched(Function):
         self.name = function.name
         self.returns_future = function.returns_future
         self.is_quick = function.is_quick
+        self.is_service = function.is_service
         self.is_simple = self.is_plain = False  # whose short ways pass observers by
         self._quick_calls = 0
         self.results = function.results

@@ -25,7 +25,7 @@ from arpc.rref.events import (
 from arpc.rref.labels import pack_label
 from arpc.rref.uses import OwnerFuture, Use, as_owner_lost
 from arpc.rref.values import Value
-from arpc.user_errors import fresh
+from arpc.user_errors import fresh, text_of
 from arpc.wire.frames import HEADER, brief_kind
 from arpc.wire.messages import MessageType, RequestFlag, RRefCreate
 from arpc.wire.pickling import SCALARS
@@ -336,11 +336,11 @@ class Creation(msgspec.Struct, eq=False):
                 held.fail(failure)
             # The owner is told, and must be able to tell by the number whether the creation has arrived there: until it
             # has answered the number is in use
-            if not context.happened(CreationFailed(self.fork, self.number, str(failure))):
+            if not context.happened(CreationFailed(self.fork, self.number, text_of(failure))):
                 self.numbers.settle(self.number)
         else:
             held.fail(failure)
-            context.creation_failed_here(self.rref, self.fork, self.number, str(failure))
+            context.creation_failed_here(self.rref, self.fork, self.number, text_of(failure))
             self.numbers.settle(self.number)
         if self.watcher is not None:
             self._tell(self.watcher)

@@ -252,7 +252,7 @@ async def test_a_large_reply_is_recorded_once(group, notes):
     await learnt(expand)
     async with arpc.autograd.context() as ctx_id:
         product = await arpc.rpc_sync("worker1", expand, (x, y))
-        assert notes == BOTH[:1]
+        assert not notes  # a function whose results are large waits for room, as every other request of it does
         assert len(group[1].autograd.container.find(ctx_id).sends) == 1
         await arpc.autograd.backward(ctx_id, [product[0].sum()])
         assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == y.tolist()

@@ -140,6 +140,7 @@ def test_rank_0_returns_first(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(
         """
+import os
 import sys
 
 import torch.distributed.rpc as rpc
@@ -158,7 +159,7 @@ def main(rank, folder):
         rpc.init_rpc(f"worker{2 - rank}", rank=rank, world_size=3, rpc_backend_options=options)
         is_ready.append(rank)
         if rank:
-            print(rpc.rpc_sync("worker2", ask), flush=True)
+            os.write(1, f"{rpc.rpc_sync('worker2', ask)}\\n".encode())  # at once: two processes write
         rpc.shutdown()
         is_ready.clear()
 

@@ -28,7 +28,7 @@ def passed_on(error: Exception) -> Exception:
         (arpc.OwnerLostError("x", "c"), "OwnerLostError - c"),
         (passed_on(arpc.WorkerLostError("x", "c", may_have_run=False)), "WorkerLostError np c"),
         (passed_on(LookupError("x")), "LookupError p -"),
-        (arpc.OverloadedError("x"), "OverloadedError n -"),
+        (arpc.errors.not_run(arpc.OverloadedError("x")), "OverloadedError n -"),
         (arpc.ShutdownError("x"), "ShutdownError - -"),
         (asyncio.CancelledError(), "cancelled - -"),
         (HungCallError("x"), "hung - -"),

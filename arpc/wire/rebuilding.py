@@ -129,6 +129,11 @@ def finished(tensor: Tensor, code: int) -> Tensor:
     return tensor.requires_grad_() if code & Code.REQUIRES_GRAD else tensor
 
 
+def _check_apart(tensor: Tensor) -> None:
+    """Refuse a tensor that has more elements than there are in its memory."""
+    check_range(0, tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
 def _as_dtype(tensor: Tensor, code: int) -> Tensor:
     # `data`: a tensor of its own, and not a view of one that nobody has
     return tensor.view(DTYPES[code]).data
@@ -254,8 +259,8 @@ class _Rebuilder:
         check_sizes(entry.shape)
         first, second = entry.parts
         indices, values = self._indices(first), self._part(second)
-        if not indices.numel() and values.numel() and values.nbytes > second.span_bytes:
-            raise ProtocolError("a sparse tensor of more elements than came")  # there is no index for each of them
+        if not indices.numel():
+            _check_apart(values)  # no index stands for each of them
         return torch.sparse_coo_tensor(
             indices, values, entry.shape, check_invariants=True, is_coalesced=bool(entry.flags & Flag.COALESCED)
         )
@@ -278,18 +283,15 @@ class _Rebuilder:
         return self._build_entry(entry)
 
     def _indices(self, entry: Entry) -> Tensor:
-        """Indices of a sparse tensor, which torch is about to look at one by one: all of them have come.
+        """Indices of a sparse tensor. Torch looks at each of them, so each of them must have come.
 
-        They are a copy if they came in a buffer: that may lie in memory which the peer shares, and could change after
-        it was checked.
+        They are copied: the memory that a peer shares can change after it was checked.
         """
         indices = self._part(entry)
         if entry.flags or indices.dtype not in _INDEX_DTYPES:
             raise ProtocolError(f"a sparse tensor with indices of dtype {indices.dtype} and flags {entry.flags}")
-        if entry.kind == Kind.STRIDED:
-            check_range(0, indices.nbytes, entry.span_bytes)
-            return indices.clone() if entry.source < 0 else indices
-        return indices
+        _check_apart(indices)
+        return indices.clone() if indices.is_cpu else indices
 
     def _saved(self, entry: Entry) -> Tensor:
         if self._is_restricted:

@@ -14,7 +14,7 @@ from arpc.wire.extents import check_strided
 
 __all__ = ["load_saved"]
 
-_LAYOUTS: Final = frozenset((torch.strided, torch._mkldnn))  # noqa: SLF001 - the layout has no other name
+_SPARSE: Final = frozenset((torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
 
 
 def load_saved(memory: memoryview) -> Tensor:
@@ -29,7 +29,7 @@ def load_saved(memory: memoryview) -> Tensor:
     loaded = torch.load(file, weights_only=True)
     if type(loaded) is not Tensor:
         raise ProtocolError(f"a tensor was announced, and it is of type {type(loaded).__name__}")
-    if loaded.layout not in _LAYOUTS:
+    if loaded.layout in _SPARSE:
         raise ProtocolError(f"a tensor of layout {loaded.layout} that was saved")  # its indices were not checked
     if loaded.is_nested:
         _check_nested(loaded)

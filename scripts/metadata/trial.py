@@ -1,6 +1,6 @@
 """Puts together what a peer says, has arpc read it, and uses what comes of it.
 
-Raises `UnsoundError` for a tensor that reaches beyond the memory of its message, and whatever arpc raises that it must not.
+Raises `UnsoundError` for a tensor that reaches beyond the memory of its message, and any error that arpc must not.
 """
 
 from __future__ import annotations

@@ -206,7 +206,8 @@ class _Describer:
         if tensor.layout is torch.sparse_coo:
             plain = tensor.detach()
             flags |= Flag.COALESCED if plain.is_coalesced() else 0
-            values = plain._values() if plain.sparse_dim() else _unrepeated(plain._values())
+            values = plain._values().resolve_conj().resolve_neg()
+            values = values if plain.sparse_dim() else _unrepeated(values)
             parts = (self._entry(_unrepeated(plain._indices())), self._entry(values))
             return Entry(Kind.COO, 0, flags, 0, tuple(tensor.shape), parts=parts)
         if tensor.layout in _COMPRESSED:
@@ -293,7 +294,7 @@ class _Describer:
         else:
             compressed, plain = tensor.ccol_indices(), tensor.row_indices()
         indices = self._entry(_unrepeated(compressed)), self._entry(_unrepeated(plain))
-        parts = (*indices, self._entry(tensor.values()))
+        parts = (*indices, self._entry(tensor.values().resolve_conj().resolve_neg()))
         return Entry(Kind.COMPRESSED, 0, flags, 0, tuple(tensor.shape), layout=str(tensor.layout), parts=parts)
 
     def _saved(self, tensor: Tensor, flags: int) -> Entry:

@@ -275,7 +275,8 @@ _OPERATORS: Final[tuple[Callable[[Tensor], Any], ...]] = (
     lambda tensor: tensor.to_dense() if tensor.layout is not torch.strided else tensor.clone(),
     lambda tensor: tensor.sum(),
     lambda tensor: tensor.coalesce(),
-    lambda tensor: tensor @ torch.ones(tensor.shape[-1], 1, dtype=tensor.dtype),
+    # only floating point: torch compiles products of integers, and crashes where the limit of addresses is reached
+    lambda tensor: tensor @ torch.ones(tensor.shape[-1], 1, dtype=tensor.dtype if tensor.is_floating_point() else None),
     lambda tensor: tensor[(-1,) * tensor.dim()],
     lambda tensor: tensor.reshape(-1)[-1].item(),
     lambda tensor: tensor.to(torch.float64),

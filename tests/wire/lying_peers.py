@@ -142,6 +142,9 @@ SPARSE: Final[dict[str, Lie]] = {
     "coo: indices that are negated": coo(indices(1, 1, flags=Flag.NEGATIVE), ONE_VALUE, (5,)),
     "coo: indices that are no integers": coo(entry(shape=(1, 1), strides=(1, 1)), ONE_VALUE, (5,)),
     "coo: values that require grad": coo(ONE_INDEX, entry(shape=(1,), flags=Flag.REQUIRES_GRAD), (5,)),
+    "coo: one value many times, negated": coo(
+        ONE_INDEX, entry(shape=(1, MANY), strides=(0, 0), flags=Flag.NEGATIVE), (5, MANY)
+    ),
     "coo: negated": coo(ONE_INDEX, ONE_VALUE, (5,), Flag.NEGATIVE),
     "coo: indices that wrap": coo(indices(HUGE + 1, 1, strides=(4, 1)), ONE_VALUE, (5,)),
     **{

@@ -153,10 +153,12 @@ class Trial:
 
     def _lanes(self, sizes: Sequence[int], stripes: Sequence[Sequence[int]]) -> _Read:
         body = bytearray(struct.pack(f"<{len(sizes)}Q", *sizes))
-        chunks = [
-            (id_ % (1 << 64), index % (1 << 32), chunk % (1 << 32), length % (1 << 32))
-            for id_, index, chunk, length in stripes
+        widths = (64, 32, 32, 32)
+        packed = [
+            struct.pack("<QIII", *[value % (1 << width) for value, width in zip(stripe, widths, strict=True)])
+            for stripe in stripes
         ]
+        chunks = [struct.unpack("<QIII", data) for data in packed]
 
         def read() -> None:
             announced = frames.buffer_sizes_of(body, len(sizes), Limits(1 << 30, _LARGEST))

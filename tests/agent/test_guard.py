@@ -298,7 +298,7 @@ READERS = {
     "arpc/agent/plain_requests.py": {"loads"},  # likewise
     "arpc/agent/failures.py": {"loads"},
     "arpc/wire/pickling.py": {"pickle.loads"},
-    "arpc/wire/rebuilding.py": {"torch.load"},  # refused in allow-list mode
+    "arpc/wire/saved.py": {"torch.load"},  # refused in allow-list mode
 }
 READING = {
     "loads",

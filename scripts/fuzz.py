@@ -1,4 +1,4 @@
-"""Feeds arpc bytes that no peer of good will would send, found by coverage (atheris): ``make fuzz``.
+"""Feeds arpc bytes that no peer of good will would send: ``make fuzz``. Most are found by coverage (atheris).
 
 Each target is a process of its own, seeded with what real workers say. A target fails if an error comes out of it that
 is not one of those it may raise, if it takes more than ten seconds or 4 GB of memory, or if it crashes; for the
@@ -47,20 +47,13 @@ class Target:
 def make_frames() -> Callable[[bytes], None]:
     """The receiving half of a connection that is open, fed in pieces."""
     from arpc.errors import ProtocolError
-    from arpc.wire import protocol as wire
     from arpc.wire.frames import Limits
 
     limits = Limits(1 << 16, 1 << 20, 1 << 14)
-    handshake = finished_handshake()
-    # so small that inputs of this size do not fit, and frames are read in all the ways there are
-    wire.RECEIVE_BYTES = 512  # type: ignore[misc]
-
-    def allocate(size_bytes: int) -> memoryview:
-        return memoryview(bytearray(size_bytes))
+    open_protocol = opened_protocol()
 
     def feed(data: bytes) -> None:
-        protocol = wire.Protocol(handshake, limits, allocate)
-        protocol._open()  # noqa: SLF001 - what the end of the handshake comes to
+        protocol = open_protocol(limits)
         step = 1 + (data[0] if data else 0) * 8
         try:
             for message in received(protocol, data[1:], step):
@@ -70,6 +63,25 @@ def make_frames() -> Callable[[bytes], None]:
         protocol.close()
 
     return feed
+
+
+def opened_protocol() -> Callable[[Any], Any]:
+    """What makes connections that are open, given their limits."""
+    from arpc.wire import protocol as wire
+
+    handshake = finished_handshake()
+    # so small that inputs of this size do not fit, and frames are read in all the ways there are
+    wire.RECEIVE_BYTES = 512  # type: ignore[misc]
+
+    def allocate(size_bytes: int) -> memoryview:
+        return memoryview(bytearray(size_bytes))
+
+    def open_protocol(limits: Any) -> Any:
+        protocol = wire.Protocol(handshake, limits, allocate)
+        protocol._open()  # noqa: SLF001 - what the end of the handshake comes to
+        return protocol
+
+    return open_protocol
 
 
 def finished_handshake() -> Any:
@@ -358,6 +370,9 @@ TARGETS: Final = {
     "tensors": Target("tables and handfuls of tensors", make_tensors, tensor_seeds),
     "pickles": Target("the restricted unpickler", make_pickles, pickle_seeds),
 }
+PROGRAMS: Final = {"metadata": "scripts.metadata"}
+"""Targets that have a program of their own: bytes changed at random would seldom lie about one field alone."""
+NAMES: Final = (*TARGETS, *PROGRAMS)
 
 
 def fuzz_here(name: str, runs: int, seed: int) -> None:
@@ -403,12 +418,12 @@ def fuzz_here(name: str, runs: int, seed: int) -> None:
 def main() -> int:
     """Fuzzes the targets that were asked for, one after the other, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("targets", nargs="*", help=f"any of {', '.join(TARGETS)}; all of them if none is given")
+    parser.add_argument("targets", nargs="*", help=f"any of {', '.join(NAMES)}; all of them if none is given")
     parser.add_argument("--runs", type=int, default=RUNS, help="inputs for each target (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="to repeat a run; 0 takes another one each time")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    unknown = set(options.targets) - TARGETS.keys()
+    unknown = set(options.targets) - set(NAMES)
     if unknown:
         parser.error(f"no such target: {', '.join(sorted(unknown))}")
     seed = options.seed or time.time_ns() % (1 << 31)
@@ -418,14 +433,15 @@ def main() -> int:
     BUILD.mkdir(parents=True, exist_ok=True)
     print(f"seed {seed}\n{'target':<12}{'inputs':>12}{'seconds':>10}{'inputs/s':>10}{'peak MB':>9}  result", flush=True)
     worst = 0
-    for name in options.targets or TARGETS:
+    for name in options.targets or NAMES:
         worst = max(worst, run_apart(name, options.runs, seed))
     return worst
 
 
 def run_apart(name: str, runs: int, seed: int) -> int:
     """Fuzzes one target in a process of its own; returns 0 if nothing was found."""
-    command = [sys.executable, __file__, name, "--here", "--runs", str(runs), "--seed", str(seed)]
+    program = ["-m", PROGRAMS[name], "--found", str(BUILD)] if name in PROGRAMS else [__file__, name, "--here"]
+    command = [sys.executable, *program, "--runs", str(runs), "--seed", str(seed)]
     log = BUILD / f"{name}.log"
     begin = time.monotonic()
     with log.open("wb") as file:

@@ -298,14 +298,14 @@ def unpack_handful(payload: bytes | bytearray) -> Handful:
     try:
         head = unpack_head[body[1]](body)
         kind, builders, meta_start, end = _layouts.get(head) or layout_of(head)
+        size = len(body)
+        if size < end or (size > end and kind in _WITHOUT_CONTENT):
+            raise ProtocolError("tensors of another size than they say")
         slots: list[Any] = []
         for build in builders:
             slots.append(build(body))  # noqa: PERF401 - a comprehension takes longer for a few
     except (StructError, TypeError, ValueError, LookupError, RuntimeError) as error:
         raise ProtocolError(f"tensors that cannot be built: {error}") from error
-    size = len(body)
-    if size < end or (size > end and kind in _WITHOUT_CONTENT):
-        raise ProtocolError("tensors of another size than they say")
     return kind, slots, body[meta_start:end], body[end:]
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import io
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from math import prod
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from arpc.errors import ProtocolError, SerializationError
+from arpc.wire.extents import check_contiguous, check_range, check_sizes, check_strided
 from arpc.wire.frames import ALIGNMENT
+from arpc.wire.saved import load_saved
 from arpc.wire.table import DTYPE_CODES, DTYPES, NUMPY_DTYPES, Code, Entry, Flag, Kind, decode_table
 
 __all__ = ["Buffer", "Misplaced", "finished", "unpack"]
@@ -23,6 +26,12 @@ _FIRST_STAND_IN: Final = Code.FIRST_STAND_IN
 _FIRST_SPECIAL: Final = Code.BYTES
 _UNALIGNED: Final = ALIGNMENT - 1
 _UINT8: Final = DTYPE_CODES[torch.uint8]
+_FLAGS: Final = Flag.REQUIRES_GRAD | Flag.CONJUGATE | Flag.NEGATIVE | Flag.COALESCED
+_DECORATIONS: Final = Flag.CONJUGATE | Flag.NEGATIVE
+_DECORATED: Final = frozenset((Kind.STRIDED, Kind.SHARED, Kind.META, Kind.PLACED))
+_PARTS: Final = frozenset((Kind.STRIDED, Kind.META, Kind.PLACED))
+_INDEX_DTYPES: Final = frozenset((torch.int32, torch.int64))
+_BLOCKED: Final = frozenset((torch.sparse_bsr, torch.sparse_bsc))
 _LAYOUTS: Final = {
     str(layout): layout for layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 }
@@ -42,6 +51,16 @@ class Misplaced:
 Buffer = memoryview | Tensor | Misplaced
 """Host memory; or what has been made of it, because it belongs on a device."""
 
+_Row: TypeAlias = "tuple[np.dtype[Any] | None, int, int, tuple[int, ...]]"
+"""One place of a table's columns: dtype (None if it takes more than one step to build), code, source and shape."""
+_Plan: TypeAlias = "tuple[int, list[_Row], list[Entry]]"
+"""What a table says, and was checked: the size of the inline tensors, the rows, and the entries."""
+
+# Tensors of the same kinds come again and again, so most tables are read and checked once
+_plans: Final[dict[bytes, _Plan]] = {}
+_MAX_REMEMBERED: Final = 256
+_MAX_REMEMBERED_BYTES: Final = 4096
+
 
 def unpack(
     table: bytes | memoryview, body: bytearray, buffers: Sequence[Buffer], *, is_restricted: bool = False
@@ -53,30 +72,27 @@ def unpack(
     """
     slots: list[Any] = []
     rebuilder: _Rebuilder | None = None
-    numpy_dtypes = NUMPY_DTYPES
     try:
-        decoded = decode_table(table)
-        base = len(body) - decoded.inline_bytes
+        description = bytes(table)
+        inline_bytes, rows, entries = _plans.get(description) or _plan(description)
+        base = len(body) - inline_bytes
         if base < 0:
             raise ProtocolError("the inline tensors of a message are larger than the message")
-        if base & _UNALIGNED and decoded.inline_bytes:
+        if base & _UNALIGNED and inline_bytes:
             raise ProtocolError("the inline tensors of a message are not aligned")
-        codes, sources, shapes = decoded.codes, decoded.sources, decoded.shapes
-        if not len(codes) == len(sources) == len(shapes):
-            raise ProtocolError("a table of tensors with columns of different lengths")
-        for code, source, shape in zip(codes, sources, shapes):  # noqa: B905 - `strict` takes as long as a small tensor
-            if code < _FIRST_SPECIAL:
-                if source >= 0:
-                    if source & _UNALIGNED:
-                        raise ProtocolError("an inline tensor is not aligned")  # torch's operators would crash
-                    tensor = _from_numpy(_ndarray(shape, numpy_dtypes[code], body, base + source))
-                else:
-                    tensor = _from_numpy(_ndarray(shape, numpy_dtypes[code], buffers[~source]))  # type: ignore[arg-type]
-                slots.append(tensor if code < _FIRST_STAND_IN else finished(tensor, code))
-            else:
+        for dtype, code, source, shape in rows:
+            if dtype is None:
                 if rebuilder is None:
-                    rebuilder = _Rebuilder(body, base, buffers, decoded.entries, is_restricted=is_restricted)
+                    rebuilder = _Rebuilder(body, base, buffers, entries, is_restricted=is_restricted)
                 slots.append(rebuilder.build(code, source, shape))
+                continue
+            if source >= 0:
+                tensor = _from_numpy(_ndarray(shape, dtype, body, base + source))
+            else:
+                memory = buffers[~source]
+                check_contiguous(shape, dtype.itemsize, memory.nbytes)
+                tensor = _from_numpy(_ndarray(shape, dtype, memory))  # type: ignore[arg-type]
+            slots.append(tensor if code < _FIRST_STAND_IN else finished(tensor, code))
     except (ProtocolError, SerializationError):
         raise
     except Exception as error:
@@ -84,11 +100,41 @@ def unpack(
     return slots
 
 
+def _plan(description: bytes) -> _Plan:
+    """Read a table, and check all of it that can be checked without the memory of its message."""
+    table = decode_table(description)
+    inline_bytes, codes = table.inline_bytes, table.codes
+    if not len(codes) == len(table.sources) == len(table.shapes):
+        raise ProtocolError("a table of tensors with columns of different lengths")
+    rows: list[_Row] = []
+    for code, source, shape in zip(codes, table.sources, table.shapes, strict=True):
+        dtype = NUMPY_DTYPES[code] if code < _FIRST_SPECIAL else None
+        if dtype is not None and source >= 0:
+            if source & _UNALIGNED:
+                raise ProtocolError("an inline tensor is not aligned")  # torch's operators would crash
+            # nearly all there are; the others are looked at more closely
+            if not 0 < prod(shape) * dtype.itemsize <= inline_bytes - source:
+                check_range(source, 0, inline_bytes)
+                check_contiguous(shape, dtype.itemsize, inline_bytes - source)
+        rows.append((dtype, code, source, shape))
+    plan = inline_bytes, rows, table.entries
+    if len(description) <= _MAX_REMEMBERED_BYTES:
+        if len(_plans) >= _MAX_REMEMBERED:
+            _plans.clear()
+        _plans[description] = plan
+    return plan
+
+
 def finished(tensor: Tensor, code: int) -> Tensor:
     """What numpy could not say of a tensor."""
     if code & _FIRST_STAND_IN:
         tensor = _as_dtype(tensor, code & ~Code.REQUIRES_GRAD)
     return tensor.requires_grad_() if code & Code.REQUIRES_GRAD else tensor
+
+
+def _check_apart(tensor: Tensor) -> None:
+    """Refuse a tensor that has more elements than there are in its memory."""
+    check_range(0, tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def _as_dtype(tensor: Tensor, code: int) -> Tensor:
@@ -125,8 +171,13 @@ class _Rebuilder:
         raise ProtocolError(f"a tensor of the unknown kind {code}")
 
     def _build_entry(self, entry: Entry) -> Tensor:
-        tensor = self._BUILDERS[entry.kind](self, entry)
         flags = entry.flags
+        if flags & ~_FLAGS:
+            raise ProtocolError(f"a tensor with the unknown flags {flags}")
+        if flags & _DECORATIONS and entry.kind not in _DECORATED:
+            # torch would crash on a quantized one
+            raise ProtocolError("the conjugate or negative of a tensor that has no strides")
+        tensor = self._BUILDERS[entry.kind](self, entry)
         if flags & Flag.CONJUGATE:
             tensor = torch._conj(tensor).data
         if flags & Flag.NEGATIVE:
@@ -135,25 +186,31 @@ class _Rebuilder:
 
     def _memory(self, source: int, size_bytes: int) -> memoryview:
         if source < 0:
-            memory = self._buffers[~source]
+            memory = self._buffer(source)
             if not isinstance(memory, memoryview):
                 raise ProtocolError("a buffer that belongs on a device, and in host memory as well")
             if memory.nbytes != size_bytes:
                 raise ProtocolError(f"a buffer of {memory.nbytes} bytes was announced as {size_bytes}")
             return memory
+        if source & _UNALIGNED:
+            raise ProtocolError("an inline tensor is not aligned")
         start = self._base + source
-        if source & _UNALIGNED or start + size_bytes > self._body.nbytes:
-            raise ProtocolError("an inline tensor is not aligned, or lies outside of its message")
+        check_range(start, size_bytes, self._body.nbytes)
         return self._body[start : start + size_bytes]
+
+    def _buffer(self, source: int) -> Buffer:
+        if not 0 <= ~source < len(self._buffers):
+            raise ProtocolError(f"a tensor in buffer {~source} of {len(self._buffers)}")
+        return self._buffers[~source]
 
     # -- one for each kind
 
     def _strided(self, entry: Entry) -> Tensor:
         numpy_dtype = NUMPY_DTYPES[entry.dtype]
-        strides = tuple([stride * numpy_dtype.itemsize for stride in entry.strides])
+        item_bytes = numpy_dtype.itemsize
         memory = self._memory(entry.source, entry.span_bytes)
-        if not memory and 0 not in entry.shape:
-            raise ProtocolError("a tensor without memory")  # numpy would take no size for any size
+        check_strided(entry.shape, entry.strides, item_bytes, memory.nbytes)
+        strides = tuple([stride * item_bytes for stride in entry.strides])
         tensor = _from_numpy(_ndarray(entry.shape, numpy_dtype, memory, 0, strides))
         return tensor if entry.dtype < _FIRST_STAND_IN else _as_dtype(tensor, entry.dtype)
 
@@ -166,7 +223,7 @@ class _Rebuilder:
         whole = self._spans.get(span)
         if whole is None:
             whole = self._spans[span] = self._span(*span)
-        # as_strided looks to it that nothing reaches beyond the storage
+        check_strided(entry.shape, entry.strides, dtype.itemsize, entry.span_bytes, entry.offset)
         return whole.as_strided(entry.shape, entry.strides, offset).data
 
     def _span(self, source: int, size_bytes: int, dtype_code: int) -> Tensor:
@@ -184,41 +241,65 @@ class _Rebuilder:
 
     def _placed(self, entry: Entry) -> Tensor:
         (part,) = entry.parts
-        memory = self._buffers[~part.source]
+        memory = self._buffer(part.source)
         if isinstance(memory, Misplaced):
             raise SerializationError(memory.reason)
         if not isinstance(memory, Tensor):
             raise SerializationError(f"a tensor for device {entry.layout} came to a worker that has no such device")
         if memory.nbytes != part.span_bytes:
             raise ProtocolError(f"a buffer of {memory.nbytes} bytes was announced as {part.span_bytes}")
-        # as_strided looks to it that nothing reaches beyond the storage
-        return memory.view(DTYPES[part.dtype]).as_strided(part.shape, part.strides).data
+        dtype = DTYPES[part.dtype]
+        check_strided(part.shape, part.strides, dtype.itemsize, memory.nbytes)
+        return memory.view(dtype).as_strided(part.shape, part.strides).data
 
     def _meta(self, entry: Entry) -> Tensor:
-        return torch.empty_strided(entry.shape, entry.strides, dtype=DTYPES[entry.dtype], device="meta")
+        dtype = DTYPES[entry.dtype]
+        # it has no memory, but operators compute how much it would have
+        check_strided(entry.shape, entry.strides, dtype.itemsize, sys.maxsize)
+        return torch.empty_strided(entry.shape, entry.strides, dtype=dtype, device="meta")
 
     def _coo(self, entry: Entry) -> Tensor:
-        indices, values = map(self._build_entry, entry.parts)
+        check_sizes(entry.shape)
+        first, second = entry.parts
+        indices, values = self._indices(first), self._part(second)
+        if not indices.numel():
+            _check_apart(values)  # no index stands for each of them
         return torch.sparse_coo_tensor(
             indices, values, entry.shape, check_invariants=True, is_coalesced=bool(entry.flags & Flag.COALESCED)
         )
 
     def _compressed(self, entry: Entry) -> Tensor:
-        compressed, plain, values = map(self._build_entry, entry.parts)
+        check_sizes(entry.shape)
+        layout = _LAYOUTS[entry.layout]
+        first, second, third = entry.parts
+        compressed, plain, values = self._indices(first), self._indices(second), self._part(third)
+        if layout in _BLOCKED and 0 in values.shape[compressed.dim() :]:
+            raise ProtocolError("a sparse tensor with blocks of no size")  # torch would divide by it
         return torch.sparse_compressed_tensor(
-            compressed, plain, values, entry.shape, layout=_LAYOUTS[entry.layout], check_invariants=True
+            compressed, plain, values, entry.shape, layout=layout, check_invariants=True
         )
+
+    def _part(self, entry: Entry) -> Tensor:
+        """A part of a sparse tensor. Torch would resolve a lazy negative, and so take memory that did not come."""
+        if entry.kind not in _PARTS or entry.flags:
+            raise ProtocolError(f"a sparse tensor with a part of kind {entry.kind} and flags {entry.flags}")
+        return self._build_entry(entry)
+
+    def _indices(self, entry: Entry) -> Tensor:
+        """Indices of a sparse tensor. Torch looks at each of them, so each of them must have come.
+
+        They are copied: the memory that a peer shares can change after it was checked.
+        """
+        indices = self._part(entry)
+        if indices.dtype not in _INDEX_DTYPES:
+            raise ProtocolError(f"a sparse tensor with indices of dtype {indices.dtype}")
+        _check_apart(indices)
+        return indices.clone() if indices.is_cpu else indices
 
     def _saved(self, entry: Entry) -> Tensor:
         if self._is_restricted:
             raise SerializationError("a quantized or nested tensor is not taken in allow-list mode")
-        if entry.flags & (Flag.CONJUGATE | Flag.NEGATIVE):  # torch would crash on it
-            raise ProtocolError("a quantized or nested tensor that is the conjugate or negative of its memory")
-        memory = self._memory(entry.source, entry.span_bytes)
-        loaded = torch.load(io.BytesIO(memory), weights_only=True)
-        if not isinstance(loaded, Tensor):
-            raise ProtocolError(f"a tensor was announced, and it is of type {type(loaded).__name__}")
-        return loaded
+        return load_saved(self._memory(entry.source, entry.span_bytes))
 
     _BUILDERS: Final[dict[int, Callable[[_Rebuilder, Entry], Tensor]]] = {
         Kind.STRIDED: _strided,

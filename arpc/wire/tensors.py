@@ -21,7 +21,7 @@ from arpc.wire.frames import ALIGNMENT, MAX_BUFFERS, PADDING
 from arpc.wire.memory import MEMORY, allocate, view_of
 from arpc.wire.rebuilding import unpack
 from arpc.wire.sharing import Span, extent, shared_spans
-from arpc.wire.staging import Staged, Stager
+from arpc.wire.staging import Stager
 from arpc.wire.table import COMPLEX_CODES, DTYPE_CODES, Code, Entry, Flag, Kind, encode_table
 
 __all__ = ["LITTLE_BYTES", "PackedTensors", "Slot", "allocate", "pack", "unpack"]
@@ -206,14 +206,16 @@ class _Describer:
         if tensor.layout is torch.sparse_coo:
             plain = tensor.detach()
             flags |= Flag.COALESCED if plain.is_coalesced() else 0
-            parts = (self._entry(plain._indices()), self._entry(plain._values()))
+            values = plain._values().resolve_conj().resolve_neg()
+            values = values if plain.sparse_dim() else _unrepeated(values)
+            parts = (self._entry(_unrepeated(plain._indices())), self._entry(values))
             return Entry(Kind.COO, 0, flags, 0, tuple(tensor.shape), parts=parts)
         if tensor.layout in _COMPRESSED:
             return self._compressed(tensor.detach(), flags)
         if tensor.layout is not torch.strided or tensor.dtype not in DTYPE_CODES:
             return self._saved(tensor, flags)
-        if self._stager is not None and (staged := self._stager.stage(_undecorated(tensor))) is not None:
-            return self._staged(staged, flags)
+        if self._stager is not None and (entry := self._staged(_undecorated(tensor), self._stager, flags)) is not None:
+            return entry
         if tensor.is_meta:
             code = DTYPE_CODES[tensor.dtype]
             return Entry(Kind.META, code, flags, 0, tuple(tensor.shape), tuple(tensor.stride()))
@@ -221,8 +223,15 @@ class _Describer:
             raise SerializationError(f"a tensor on device {tensor.device} cannot be sent: move it to the CPU first")
         return self._strided(tensor, flags)
 
-    def _staged(self, staged: Staged, flags: int) -> Entry:
-        """A contiguous tensor whose bytes may still be on their way to host memory: never inline, therefore."""
+    def _staged(self, tensor: Tensor, stager: Stager, flags: int) -> Entry | None:
+        """A tensor whose bytes may still be on their way to host memory: never inline, therefore. None: it stays here.
+
+        It travels contiguous, but for one that repeats its elements: that is not to take more memory than it has.
+        """
+        repeated = _repeated(tensor)
+        staged = stager.stage(tensor if repeated is None else repeated)
+        if staged is None:
+            return None
         host = staged.host
         if staged.wait is not None:
             self.waits.append(staged.wait)
@@ -231,13 +240,14 @@ class _Describer:
         source = self._add_buffer(view_of(memory.untyped_storage(), memory.data_ptr(), memory.nbytes))
         code = DTYPE_CODES[host.dtype]
         is_placed = bool(staged.device)
+        described = host if repeated is None else tensor
         part = Entry(
             Kind.STRIDED,
             code,
             0 if is_placed else flags,
             source,
-            tuple(host.shape),
-            tuple(host.stride()),
+            tuple(described.shape),
+            tuple(described.stride()),
             span_bytes=memory.nbytes,
         )
         return Entry(Kind.PLACED, 0, flags, 0, (), layout=staged.device, parts=(part,)) if is_placed else part
@@ -283,7 +293,8 @@ class _Describer:
             compressed, plain = tensor.crow_indices(), tensor.col_indices()
         else:
             compressed, plain = tensor.ccol_indices(), tensor.row_indices()
-        parts = (self._entry(compressed), self._entry(plain), self._entry(tensor.values()))
+        indices = self._entry(_unrepeated(compressed)), self._entry(_unrepeated(plain))
+        parts = (*indices, self._entry(tensor.values().resolve_conj().resolve_neg()))
         return Entry(Kind.COMPRESSED, 0, flags, 0, tuple(tensor.shape), layout=str(tensor.layout), parts=parts)
 
     def _saved(self, tensor: Tensor, flags: int) -> Entry:
@@ -308,6 +319,21 @@ def _flags(tensor: Tensor) -> int:
 def _require_memory(storage: UntypedStorage, end: int) -> None:
     if end > storage.nbytes():
         raise SerializationError("a tensor whose memory was freed cannot be sent")
+
+
+def _repeated(tensor: Tensor) -> Tensor | None:
+    """The memory of a tensor that has more elements than memory, as `Tensor.expand` makes it. None for any other."""
+    if not tensor.numel():
+        return None
+    start, end = extent(tensor)
+    if end - start >= tensor.nbytes:
+        return None
+    return tensor.as_strided(((end - start) // tensor.element_size(),), (1,))
+
+
+def _unrepeated(indices: Tensor) -> Tensor:
+    """Indices of a sparse tensor. A peer takes only those that have memory of their own."""
+    return indices if _repeated(indices) is None else indices.contiguous()
 
 
 def _undecorated(tensor: Tensor) -> Tensor:

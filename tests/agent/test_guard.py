@@ -325,7 +325,7 @@ READERS = {
     "arpc/wire/pickling.py": {"pickle.loads"},
     "arpc/wire/policy.py": {"loads", "restricted_loads", "read_name", "unpack"},
     "arpc/wire/restricted.py": {"_QuickUnpickler", "_CarefulUnpickler", "_NameUnpickler"},
-    "arpc/wire/rebuilding.py": {"torch.load"},  # refused in allow-list mode
+    "arpc/wire/saved.py": {"torch.load"},  # refused in allow-list mode
     # what this rebuilds is named by pickles that allow-list mode refuses
     "arpc/torchscript/programs.py": {"torch.export.load"},
     # between a launcher and its own children, and not with peers

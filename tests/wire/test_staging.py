@@ -178,3 +178,23 @@ def test_devices_are_counted_without_waking_the_driver(torch_cuda):
     assert AcceleratorBackend("cuda").count() == 3
     torch_cuda.is_available.assert_not_called()
     torch_cuda.init.assert_not_called()
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        pytest.param(lambda base: base[:1].expand(1 << 40, 1), id="expanded"),
+        pytest.param(lambda base: base.as_strided((5, 4), (1, 1)), id="windows"),
+    ],
+)
+def test_a_tensor_that_repeats_its_memory_takes_no_more_of_it(view):
+    sent = view(torch.arange(8.0))
+    packed = pack([sent], INLINE, ToMeta(FakeDevice(), moves_host_memory=True))
+    there = torch.frombuffer(bytearray(packed.buffers[0]), dtype=torch.uint8)
+
+    (arrived,) = unpack(packed.table, bytearray(), [there])
+
+    assert sum(packed.buffer_sizes) <= 32
+    assert arrived.shape == sent.shape
+    assert arrived.stride() == sent.stride()
+    assert arrived[-1].tolist() == sent[-1].tolist()

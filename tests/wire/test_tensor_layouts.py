@@ -106,3 +106,14 @@ def test_nested_tensors_arrive(limit):
 
     assert arrived.is_nested
     assert [part.tolist() for part in arrived.unbind()] == [[0.0, 1.0], [0.0, 1.0, 2.0]]
+
+
+@both_ways
+def test_indices_that_are_repeated_arrive(limit):
+    indices = torch.tensor([[1]]).expand(2, 3)
+    sent = torch.sparse_coo_tensor(indices, torch.ones(1).expand(3), (4, 4), check_invariants=True)
+
+    arrived = travel_alone(sent, limit)
+
+    assert arrived._indices().tolist() == indices.tolist()
+    assert torch.equal(arrived.to_dense(), sent.to_dense())

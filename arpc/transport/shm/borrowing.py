@@ -13,6 +13,7 @@ from arpc.errors import ProtocolError
 from arpc.transport.shm.blocks import HEADER_BYTES
 from arpc.transport.shm.mapping import MappedArena, Offer
 from arpc.transport.shm.processes import ProcessWatch
+from arpc.wire.extents import check_range
 from arpc.wire.frames import ALIGNMENT
 from arpc.wire.memory import view_of
 
@@ -61,8 +62,9 @@ class BorrowedArena:
         self._is_scheduled = True
         views: list[memoryview] = []
         for offset, size_bytes in zip(offsets, sizes, strict=True):
-            if offset < HEADER_BYTES or offset + size_bytes > mapping.size_bytes or offset % ALIGNMENT:
+            if offset < HEADER_BYTES or offset % ALIGNMENT:
                 raise ProtocolError(f"{size_bytes} bytes were lent at {offset}, where there cannot be any")
+            check_range(offset, size_bytes, mapping.size_bytes)
             self._loans[offset] += 1
             self._sizes[offset] = max(size_bytes, self._sizes.get(offset, 0))
             views.append(view_of(_Lease(self, offset), mapping.address + offset, size_bytes))

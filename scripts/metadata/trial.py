@@ -1,0 +1,330 @@
+"""Puts together what a peer says, has arpc read it, and uses what comes of it.
+
+Raises `UnsoundError` for a tensor that reaches beyond the memory of its message, and any error that arpc must not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import io
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from torch._utils import _rebuild_nested_tensor, _rebuild_qtensor
+
+from arpc.errors import ProtocolError, SerializationError
+from arpc.transport.shm.borrowing import BorrowedArena
+from arpc.transport.shm.mapping import ArenaFile, MappedArena, Offer, UnmappableError
+from arpc.wire import frames
+from arpc.wire.frames import HEADER, Limits
+from arpc.wire.handful import unpack_arguments, unpack_handful, unpack_result
+from arpc.wire.lanes import LaneInbox
+from arpc.wire.memory import address_of
+from arpc.wire.noted import unpack_noted
+from arpc.wire.protocol import Protocol
+from arpc.wire.rebuilding import unpack
+from arpc.wire.sharing import extent
+from arpc.wire.table import Code, Kind
+from scripts.metadata.valid import ARENA_BYTES, Input
+
+__all__ = ["Trial", "UnsoundError"]
+
+_LOADED: Final = frozenset(("nested", "quantized", "archive"))
+_SMALL: Final = 1 << 12
+_ALIGNMENT: Final = 16
+_LARGEST: Final = 1 << 24
+_WIDTHS: Final = (32, 8, 8, 16, 64, 32, 32, 32, 32)
+_Memory = bytearray | memoryview
+_Read = Callable[[], None]
+
+
+class UnsoundError(AssertionError):
+    """Something was built that is not what came."""
+
+
+class Trial:
+    """Reads inputs, one after the other."""
+
+    def __init__(self, open_protocol: Callable[[Limits], Protocol]) -> None:
+        self._open_protocol = open_protocol
+        self._arena = ArenaFile(ARENA_BYTES)
+        self._loop = asyncio.new_event_loop()
+        self._borrowed = BorrowedArena(self._arena.offer, self._loop)
+        self.built = 0
+        """How many inputs were not refused."""
+        self._operators: Sequence[Callable[[Tensor], Any]] = _OPERATORS
+
+    def close(self) -> None:
+        self._borrowed.watch.close()
+        self._arena.close()
+        self._loop.close()
+
+    def run(self, given: Input, *, is_thorough: bool = True) -> None:
+        """Read one input; nothing happens if that is refused as it should be.
+
+        Thorough: what is built is used in many ways, which takes long.
+        """
+        self._operators = _OPERATORS if is_thorough else _OPERATORS[:2]
+        try:
+            read = self._WAYS[given.way](self, *given.content)
+        except Exception:  # noqa: BLE001 - it cannot be put together, so no peer can send it
+            return
+        try:
+            read()
+            self.built += 1
+        except (ProtocolError, SerializationError):
+            pass
+        if given.way in _LOADED:
+            gc.collect()  # an error of torch.load keeps its tensors until then, and they may take all addresses
+
+    # -- the ways in: each puts together what a peer sends, and returns what reads it
+
+    def _table(
+        self, table: Any, before: bytes, inline: bytes, buffers: Sequence[bytes], placed: int, strict: int
+    ) -> _Read:
+        encoded = msgspec.msgpack.encode(_in_64_bits(table))
+        body = bytearray(before + bytes(-len(before) % _ALIGNMENT) + inline)
+        memories = [np.frombuffer(buffer, np.uint8).copy().data for buffer in buffers if len(buffer)]
+        given: list[Any] = [torch.frombuffer(memory, dtype=torch.uint8) if placed else memory for memory in memories]
+
+        def read() -> None:
+            for slot in unpack(encoded, body, given, is_restricted=bool(strict)):
+                self._use(slot, (body, *memories))
+
+        return read
+
+    def _handful(self, header: Sequence[int], labels: Sequence[Sequence[int]], rest: bytes, reader: int) -> _Read:
+        kind, head_size, meta_size = header
+        head = struct.pack("<BBH", kind % 256, head_size % 256, meta_size % 65536)
+        for code, dimensions, *sizes in labels:
+            head += struct.pack("<BB3H", code % 256, dimensions % 256, *[size % 65536 for size in sizes])
+        body = bytearray(head + rest)
+        unpack_body: Callable[[bytearray], Sequence[Any]] = (
+            unpack_arguments,
+            lambda body: [unpack_result(body)],
+            lambda body: unpack_handful(body)[1],
+            lambda body: unpack_noted(body)[0],
+        )[reader % 4]
+
+        def read() -> None:
+            for tensor in unpack_body(body):
+                self._use(tensor, (body,))
+
+        return read
+
+    def _lent(self, offsets: Sequence[int], sizes: Sequence[int]) -> _Read:
+        # as many as were announced, see `Channel.borrow`, and no more than a message may have
+        places = struct.unpack(f"<{len(sizes)}Q", struct.pack(f"<{len(sizes)}Q", *offsets))
+        body = bytearray(struct.pack(f"<{len(sizes)}Q", *sizes))
+
+        def read() -> None:
+            announced = frames.buffer_sizes_of(body, len(sizes), Limits(1 << 30, 1 << 63))
+            for view in self._borrowed.borrow(places, announced):
+                start = address_of(view) - self._borrowed.mapping.address
+                if start < 0 or start + view.nbytes > ARENA_BYTES:
+                    raise UnsoundError(f"{view.nbytes} bytes at {start} of the arena")
+                bytes(view)
+            self._borrowed.take_ended()
+
+        return read
+
+    def _offer(self, pid: int, fd: int, size_bytes: int, token: bytes) -> _Read:
+        true = self._arena.offer
+        said = true.pid + pid, true.fd + fd, true.size_bytes + size_bytes, token or true.token
+        encoded = msgspec.msgpack.encode(said)
+
+        def read() -> None:
+            try:
+                mapped = MappedArena(msgspec.msgpack.decode(encoded, type=Offer))
+            except (UnmappableError, msgspec.MsgspecError) as error:
+                raise ProtocolError("not mapped") from error
+            if mapped.token != true.token:
+                raise UnsoundError("an arena was mapped without its token")
+
+        return read
+
+    def _lanes(self, sizes: Sequence[int], stripes: Sequence[Sequence[int]]) -> _Read:
+        body = bytearray(struct.pack(f"<{len(sizes)}Q", *sizes))
+        widths = (64, 32, 32, 32)
+        packed = [
+            struct.pack("<QIII", *[value % (1 << width) for value, width in zip(stripe, widths, strict=True)])
+            for stripe in stripes
+        ]
+        chunks = [struct.unpack("<QIII", data) for data in packed]
+
+        def read() -> None:
+            announced = frames.buffer_sizes_of(body, len(sizes), Limits(1 << 30, _LARGEST))
+            inbox = LaneInbox(lambda size_bytes: memoryview(bytearray(size_bytes)))
+            for number, fields in enumerate(chunks):
+                if number == 1:  # the first has overtaken its frame
+                    inbox.begun(0, announced)
+                stripe = inbox.stripe(*fields)
+                stripe.memory[:] = bytes(fields[3])
+                made = inbox.arrived(stripe)
+                if made is not None and [buffer.nbytes for buffer in made] != list(announced):
+                    raise UnsoundError("buffers that are not what was announced")
+
+        return read
+
+    def _frame(self, header: Sequence[int], body: bytes) -> _Read:
+        fields = [value % (1 << width) for value, width in zip(header, _WIDTHS, strict=True)]
+        data = HEADER.pack(*fields) + body
+
+        def read() -> None:
+            rest = data
+            protocol = self._open_protocol(Limits(1 << 16, 1 << 20, 1 << 14))
+            while rest:
+                target = protocol.get_buffer(-1)
+                size = min(len(rest), target.nbytes)
+                target[:size] = rest[:size]
+                rest = rest[size:]
+                for message in protocol.receive(size):
+                    _ = message.meta, message.table, message.size_bytes
+            protocol.close()
+
+        return read
+
+    def _nested(self, memory: Sequence[float], sizes: Any, strides: Any, offsets: Any) -> _Read:
+        parts = torch.tensor(memory), torch.tensor(sizes), torch.tensor(strides), torch.tensor(offsets)
+        return self._loaded(_Reduced(_rebuild_nested_tensor, *parts))
+
+    def _quantized(
+        self, memory: Sequence[int], size: Any, stride: Any, offset: int, parameters: Sequence[Any]
+    ) -> _Read:
+        storage = torch.tensor(memory, dtype=torch.uint8).untyped_storage()
+        typed_storage: Any = torch.storage.TypedStorage  # which has no types
+        typed = typed_storage(wrap_storage=storage, dtype=torch.quint8, _internal=True)
+        said: tuple[Any, ...] = (torch.per_tensor_affine, *parameters)
+        if isinstance(parameters[0], list):
+            scales, zero_points, axis = parameters
+            said = torch.per_channel_affine, torch.tensor(scales), torch.tensor(zero_points), axis
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        return self._loaded(_Reduced(_rebuild_qtensor, typed, offset, tuple(size), tuple(stride), said, False, hooks))
+
+    def _loaded(self, value: _Reduced) -> _Read:
+        file = io.BytesIO()
+        torch.save(value, file)
+        return self._archive(file.getvalue())
+
+    def _archive(self, data: bytes) -> _Read:
+        entry = [int(Kind.SAVED), 0, 0, -1, [], [], 0, len(data), "", []]
+        table = msgspec.msgpack.encode([0, bytes([Code.ENTRY]), [0], [[]], [entry]])
+        memory = memoryview(bytearray(data))
+
+        def read() -> None:
+            (tensor,) = unpack(table, bytearray(8), [memory])
+            if tensor.is_nested:
+                for part in tensor.unbind():
+                    self._use(part, ())
+                tensor.clone()
+            elif tensor.is_quantized and tensor.numel() < _SMALL:
+                with suppress(RuntimeError):  # scales may be any numbers
+                    tensor.dequantize()
+
+        return read
+
+    _WAYS: Final[dict[str, Callable[..., _Read]]] = {
+        "table": _table,
+        "handful": _handful,
+        "lent": _lent,
+        "offer": _offer,
+        "lanes": _lanes,
+        "frame": _frame,
+        "nested": _nested,
+        "quantized": _quantized,
+        "archive": _archive,
+    }
+
+    # -- use
+
+    def _use(self, slot: Any, memories: Sequence[_Memory]) -> None:
+        """See that a tensor lies in the memory that came, and do something with it."""
+        if isinstance(slot, memoryview):
+            _require_within(address_of(slot) if slot.nbytes else 0, slot.nbytes, memories)
+            bytes(slot)
+            return
+        plain = slot.detach()
+        if plain.is_quantized or plain.is_nested:
+            return
+        _require_sound(plain, memories)
+        if plain.numel() > _SMALL or plain.is_meta:
+            return
+        # not every operator is there for every dtype and layout
+        for operator in self._operators:
+            with suppress(RuntimeError, NotImplementedError, TypeError, IndexError):
+                operator(plain)
+
+
+class _Reduced:
+    """What torch.save writes as a call of a function."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._call = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._call
+
+
+_OPERATORS: Final[tuple[Callable[[Tensor], Any], ...]] = (
+    lambda tensor: tensor.to_dense() if tensor.layout is not torch.strided else tensor.clone(),
+    lambda tensor: tensor.sum(),
+    lambda tensor: tensor.coalesce(),
+    # only floating point: torch compiles products of integers, and crashes where the limit of addresses is reached
+    lambda tensor: tensor @ torch.ones(tensor.shape[-1], 1, dtype=tensor.dtype if tensor.is_floating_point() else None),
+    lambda tensor: tensor[(-1,) * tensor.dim()],
+    lambda tensor: tensor.reshape(-1)[-1].item(),
+    lambda tensor: tensor.to(torch.float64),
+    lambda tensor: tensor.nonzero(),
+    repr,
+)
+
+
+def _require_sound(tensor: Tensor, memories: Sequence[_Memory]) -> None:
+    torch.numel(tensor)
+    if tensor.layout is torch.strided:
+        if not tensor.is_meta and tensor.numel():
+            start, end = extent(tensor)
+            _require_within(tensor.data_ptr(), end - start, memories)
+            if tensor.data_ptr() % tensor.element_size():
+                raise UnsoundError("a tensor that is not aligned")
+        return
+    if tensor.is_meta:
+        return
+    if tensor.layout is torch.sparse_coo:
+        indices, values = tensor._indices(), tensor._values()
+        if indices.numel():
+            for size, row in zip(tensor.shape, indices.tolist(), strict=False):
+                if min(row) < 0 or max(row) >= size:
+                    raise UnsoundError("an index outside of a sparse tensor")
+    else:
+        values = tensor.values()
+        is_by_row = tensor.layout in {torch.sparse_csr, torch.sparse_bsr}
+        plain = tensor.col_indices() if is_by_row else tensor.row_indices()
+        if plain.numel() and (int(plain.min()) < 0 or int(plain.max()) >= max(tensor.shape)):
+            raise UnsoundError("an index outside of a sparse tensor")
+    _require_sound(values.detach(), memories)
+
+
+def _require_within(address: int, size_bytes: int, memories: Sequence[_Memory]) -> None:
+    if not size_bytes or not memories:
+        return
+    for memory in memories:
+        start = address_of(memoryview(memory)) if len(memory) else 0
+        if start <= address and address + size_bytes <= start + len(memory):
+            return
+    raise UnsoundError(f"{size_bytes} bytes that are not of the message")
+
+
+def _in_64_bits(value: Any) -> Any:
+    """Integers as msgpack has them."""
+    if isinstance(value, list):
+        return [_in_64_bits(item) for item in value]
+    return max(-(1 << 63), min(value, (1 << 64) - 1)) if type(value) is int else value

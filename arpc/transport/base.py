@@ -524,7 +524,7 @@ class Connection(ABC):
             if size_bytes == HEADER_BYTES:
                 lead, id_, terms, sizes = _unpack_bare(protocol.buffer)
                 if not sizes and (take_bare := protocol.bare.get(lead)) is not None:
-                    self.direct_left = self._direct_frames
+                    self.direct_left = 0 if self._out else self._direct_frames
                     try:
                         take_bare(id_, terms)
                     except Exception as error:  # noqa: BLE001 - told to the receiver
@@ -532,7 +532,7 @@ class Connection(ABC):
                     return
             length, kind, id_, arg, timeout_ms, sizes = _unpack_brief(protocol.buffer)
             if length + HEADER_BYTES == size_bytes and not sizes and (take := protocol.direct.get(kind)) is not None:
-                self.direct_left = self._direct_frames
+                self.direct_left = 0 if self._out else self._direct_frames
                 try:
                     take(id_, arg, timeout_ms, protocol.buffer[HEADER_BYTES:size_bytes] if length else b"")
                 except Exception as error:  # noqa: BLE001 - told to the receiver

@@ -12,7 +12,7 @@ from arpc.errors import ConnectionClosedError, HandshakeError, ProtocolError, Wi
 from arpc.testing.endpoints import FAR, LIMITS, NEAR, Endpoint, bulk_frame, small_frame, turns_until
 from arpc.transport import base
 from arpc.transport.base import Connection
-from arpc.wire.frames import CHUNK_BYTES, HEADER, HEADER_BYTES, frame
+from arpc.wire.frames import CHUNK_BYTES, HEADER, HEADER_BYTES, bare_lead, brief_kind, frame
 from arpc.wire.handshake import Handshake, Role
 from arpc.wire.messages import MessageType
 from arpc.wire.protocol import Protocol, State
@@ -140,6 +140,25 @@ async def test_what_is_sent_while_reading_goes_out_at_the_end_of_the_read():
     connection.feed(small_frame(1) + small_frame(2) + small_frame(3))
     assert len(connection.written) == 1
     assert connection.take() == [(MessageType.REQUEST, number) for number in (101, 102, 103)]
+
+
+@pytest.mark.parametrize("body", [b"", b"one argument"])
+async def test_a_read_lets_nothing_overtake_what_waits_to_be_written(body):
+    """The peer counts the frames that have buffers: one that came before its turn would get the buffers of another."""
+    connection, _ = await opened()
+    kind = brief_kind(int(MessageType.REQUEST))
+    came: list[int] = []
+    connection.protocol.direct = {kind: lambda id_, *_: came.append(id_)}
+    connection.protocol.bare = {bare_lead(kind): lambda id_, _: came.append(id_)}
+    connection.send_later(small_frame(1))
+    assert not connection.written
+    connection.feed(frame(int(MessageType.REQUEST), 0, 5, 1, 0, body))
+    assert came == [5]
+    connection.send(small_frame(2))
+    buffers = views(10)
+    connection.send_bulk(bulk_frame(3, buffers), buffers)
+    await asyncio.sleep(0)
+    assert [id_ for type_, id_ in connection.take() if type_ is MessageType.REQUEST] == [1, 2, 3]
 
 
 def portions(connection: ListConnection, messages: int, sent: int) -> list[int]:

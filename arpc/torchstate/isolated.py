@@ -181,13 +181,16 @@ class Rooted(dropwhile, _Swapping[T]):  # type: ignore[type-arg]
     to the generator behind it, where a ``__next__`` of Python would be looked up and called.
     """
 
-    __slots__ = ("__weakref__", "_coro", "_kept", "_send")
+    __slots__ = ("__weakref__", "_coro", "_generator", "_kept", "_send")
 
+    _generator: Generator[Any, None, Any]
     _kept: _Kept
 
     def __new__(cls, coro: Coroutine[Any, Any, T], state: SavedState = DEFAULTS) -> Self:
         kept = _Kept(state)
-        self = super().__new__(cls, _is_dropped, _steps(kept, coro.send))
+        generator = _steps(kept, coro.send)
+        self = super().__new__(cls, _is_dropped, generator)
+        self._generator = generator
         self._coro = coro
         self._send = coro.send
         self._kept = kept
@@ -195,6 +198,16 @@ class Rooted(dropwhile, _Swapping[T]):  # type: ignore[type-arg]
 
     def __init__(self, coro: Coroutine[Any, Any, T], state: SavedState = DEFAULTS) -> None:
         """See `__new__`."""
+
+    def throw(self, *exception: Any) -> Any:
+        try:
+            return super().throw(*exception)
+        finally:
+            # What is thrown passes the generator by, which still has the future that the coroutine waited for: if that
+            # was the last step, the error of the future, and all frames it has passed, would live as long as the task.
+            if self.cr_frame is None:
+                self._generator.close()
+            del self, exception  # as in `_Swapping.throw`
 
     @property
     def _state(self) -> SavedState:

@@ -551,3 +551,27 @@ async def test_an_error_that_ends_a_task_keeps_none_of_its_frames(kind, is_raise
         assert references[0]() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("kind", [Isolated, Rooted])
+async def test_a_task_that_has_handled_an_error_keeps_none_of_its_frames(kind):
+    async def wait() -> None:
+        kept = Kept()
+        references.append(weakref.ref(kept))
+        await futures[0]
+
+    async def handle() -> str:
+        try:
+            await wait()
+        except LookupError:
+            return "handled"
+        return "not raised"
+
+    references: list[weakref.ref[Kept]] = []
+    futures = [asyncio.get_running_loop().create_future()]
+    task = asyncio.Task(kind(handle()))
+    await asyncio.sleep(0)
+    futures.pop().set_exception(LookupError("on purpose"))
+    assert await task == "handled"
+    # the task is done, and all that could still have the future
+    assert references[0]() is None

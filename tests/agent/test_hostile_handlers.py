@@ -1,156 +1,16 @@
-"""Whatever code of a user does, wherever it runs, fails the call that it is part of, and no other.
-
-One test for each specimen of `tests.hostile`: it goes every way that there is for an exception, a result or an
-argument, see `tests.hostile_handlers`. Each call ends once, the caller learns what happened, both workers answer the
-next call, nothing is left of it in any table, and neither a log nor the loop has anything to complain of.
-"""
+"""Whatever a handler raises fails the call that it is part of, and no other: see `tests.hostile_trial`."""
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import logging
 import sys
-from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
 import arpc
-from arpc.testing import Cluster, cluster
-from arpc.user_errors import cause_of, stack_of, type_name_of
-from tests.agent.leftovers import assert_both_alive, assert_nothing_left, until, warm_up
-from tests.hostile import EXCEPTIONS, HOOK_REASONS, HOOKS, REASONS, VALUE_HOOKS, VALUES
-from tests.hostile_handlers import RAISING, RETURNING, TAKING, Way
-
-OPTIONS = arpc.RpcOptions(gc_freeze=False, rref_grace=0.2, control_backoff=0.02)
-CALL_LIMIT_S = 20
-WRONG = (arpc.WorkerLostError, arpc.RpcTimeoutError)
-"""What a call must not end with because of a specimen."""
-WITHOUT_CALLER = "a generator raised when it was stopped"
-"""The one error that is logged, as there is nobody to be told."""
-
-
-def specimens(names: Iterable[str], hooks: tuple[str, ...]) -> list[Any]:
-    """Those of one hook are tested together: a group of workers for each would take longer than all the rest."""
-    of_hooks = {hook: tuple(f"{hook}-{reason}" for reason in HOOK_REASONS) for hook in hooks}
-    hooked = {name for group in of_hooks.values() for name in group}
-    others = {name: (name,) for name in names if name not in hooked}
-    return [pytest.param(group, id=name) for name, group in (of_hooks | others).items()]
-
-
-@pytest.fixture(autouse=True)
-def finalizers_may_raise(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a finalizer raises is reported by the interpreter, and harms nobody; pytest would keep the specimen."""
-    if "__del__" not in request.node.name:
-        yield
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "unraisablehook", lambda _: None)
-        yield
-        gc.collect()
-
-
-class Trial:
-    """Two workers, and the list of all that went wrong with them, as texts: pytest must not look at a specimen."""
-
-    def __init__(self, group: Cluster) -> None:
-        self.group = group
-        self.complaints: list[str] = []
-
-    async def run(
-        self, ways: Mapping[str, Way], to: str, names: Sequence[str], *, must_raise: bool, may_be_any: bool = False
-    ) -> None:
-        """Call a handler every way, each with another one of the variants of a specimen, in turns.
-
-        ``may_be_any``: what is raised need not be an Exception.
-        """
-        for number, (way, call) in enumerate(ways.items()):
-            name = names[(number + sum(map(ord, names[0]))) % len(names)]
-            try:
-                complaint = await self._outcome(call, to, name, must_raise, may_be_any)
-                if not complaint and await self.group[0].rpc_sync(to, answer, timeout=CALL_LIMIT_S) != "answer":
-                    complaint = "the next call was not answered"
-            except Exception as error:  # noqa: BLE001 - told below
-                complaint = f"the next call failed: {stack_of(error)}"
-            if complaint:
-                self.complaints.append(f"{name} by {way}: {complaint}")
-
-    async def _outcome(self, call: Way, to: str, name: str, must_raise: bool, may_be_any: bool) -> str:
-        task = asyncio.ensure_future(_caught(call(self.group[0], to, name)))
-        await asyncio.wait([task], timeout=CALL_LIMIT_S)
-        if not task.done():
-            task.cancel()
-            return "it hangs"
-        if task.cancelled():
-            return "it cancelled its caller"
-        (error,) = task.result()
-        if error is None:
-            return "it did not raise" if must_raise else ""
-        told = told_by(error)
-        if not (may_be_any or issubclass(type(error), Exception)) or issubclass(type(error), WRONG):
-            return told
-        expected = type_name_of(EXCEPTIONS[name]()) if must_raise else ""
-        is_told = any(text in told for text in (expected, *REASONS, "cancelled"))
-        return "" if is_told else f"it does not say what it was: {told}"
-
-
-async def _caught(call: Awaitable[Any]) -> tuple[BaseException | None]:
-    """What a call raised, in a tuple: a task that ends with SystemExit ends the loop."""
-    try:
-        await call
-    except asyncio.CancelledError as error:
-        if asyncio.current_task().cancelling():
-            raise
-        return (error,)
-    except BaseException as error:  # noqa: BLE001 - it is what is asked for
-        return (error,)
-    return (None,)
-
-
-def told_by(error: BaseException) -> str:
-    """All that a caller can read in an error."""
-    cause = cause_of(error)
-    return f"{type_name_of(error)} {stack_of(error)} {stack_of(cause) if cause is not None else ''}"
-
-
-@asynccontextmanager
-async def trial(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Trial]:
-    complaints: list[str] = []
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _, context: complaints.append(describe_context(context)))
-    async with cluster(2, options=OPTIONS) as group:
-        await warm_up(group)
-        made = Trial(group)
-        yield made
-        complaints += made.complaints
-        if not complaints:
-            await assert_both_alive(group)
-            await assert_nothing_left(group)
-            await assert_no_rref_left(group)
-    for record in caplog.records:
-        if record.levelno >= logging.ERROR and not record.getMessage().startswith(WITHOUT_CALLER):
-            complaints.append(record.getMessage())
-    if complaints:
-        pytest.fail("\n\n".join(complaints), pytrace=False)
-
-
-def describe_context(context: Mapping[str, Any]) -> str:
-    error = context.get("exception")
-    return f"{context['message']}: {stack_of(error) if error is not None else ''}"
-
-
-async def assert_no_rref_left(group: Cluster) -> None:
-    def left() -> list[Any]:
-        gc.collect()
-        return [(worker.name, len(worker.rref_context.values)) for worker in group if worker.rref_context.values]
-
-    await until(lambda: not left(), left)
-
-
-async def answer() -> str:
-    return "answer"
+from arpc.testing import cluster
+from tests.hostile import EXCEPTIONS, HOOKS
+from tests.hostile_handlers import RAISING
+from tests.hostile_trial import OPTIONS, finalizers_may_raise, specimens, trial  # noqa: F401 - a fixture for all
 
 
 @pytest.mark.parametrize("names", specimens(EXCEPTIONS, HOOKS))
@@ -165,19 +25,6 @@ async def test_whatever_a_handler_raises_fails_that_call_alone(names, caplog):
 async def test_a_worker_that_calls_itself_survives_what_its_handlers_raise(names, caplog):
     async with trial(caplog) as tried:
         await tried.run(RAISING, "worker0", names, must_raise=True)
-
-
-@pytest.mark.parametrize("names", specimens(VALUES, VALUE_HOOKS))
-async def test_whatever_a_handler_returns_arrives_or_fails_that_call_alone(names, caplog):
-    async with trial(caplog) as tried:
-        await tried.run(RETURNING, "worker1", names, must_raise=False)
-
-
-@pytest.mark.parametrize("names", specimens(VALUES, VALUE_HOOKS))
-async def test_whatever_is_passed_arrives_or_fails_that_call_alone(names, caplog):
-    """What pickling an argument raises is raised to the code that makes the call, on its own worker, as it is."""
-    async with trial(caplog) as tried:
-        await tried.run(TAKING, "worker1", names, must_raise=False, may_be_any=True)
 
 
 async def exit_process() -> None:

@@ -234,6 +234,20 @@ async def test_the_news_of_a_creation_may_come_after_the_owner_was_taken_for_los
         await until(lambda: creator.post.is_idle)
 
 
+async def test_a_creation_may_arrive_after_the_owner_was_taken_for_lost_and_is_back():
+    async with faulty_cluster(FOR_EVER.replace(rref_grace=2 * PATIENCE_S)) as (group, network):
+        creator, owner = group[0].rref_context, group[1]
+        network.inject(Fault(MessageType.RREF_CREATE, "delay", count=1, delay_s=0.3))
+        rref = by_coroutine(0)
+        creation = rref._creation
+        await until(lambda: network.injected[MessageType.RREF_CREATE, "delay"] == 1)
+        creator.peer_lost(owner.info, "it is silent")
+        creator.peer_connected(owner.info)
+        del rref
+        await until(creation.done)
+        assert creation.error is None
+
+
 async def test_a_fork_may_be_counted_after_the_owner_was_taken_for_lost_and_is_back():
     async with faulty_cluster(FOR_EVER.replace(control_backoff=0.3, rref_grace=2 * PATIENCE_S)) as (group, network):
         user, owner = group[2].rref_context, group[1]

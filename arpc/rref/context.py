@@ -204,16 +204,26 @@ class RRefContext(ControlService):
         """A control message was answered, or given up."""
         if message is RRefForkRequest and error is None:
             refused = frozenset(reply)
-            for _, id_, _ in items:
-                self.happened(events.ForkRefused(id_) if id_ in refused else events.ForkConfirmed(id_))
+            for rref, id_, _ in items:
+                if id_ in refused:
+                    self.happened(events.ForkRefused(id_))
+                else:
+                    self.happened(events.ForkCounted(to, rref, id_))
+                    self.happened(events.ForkConfirmed(id_))
+        elif message is RRefForkRequest:
+            for rref, id_, _ in items:
+                self.happened(events.CountUnanswered(to, rref, id_))
         elif message is RRefForkQuery and error is None:
             self.offer_watch.answered(items, reply)
         elif message is RRefCreationQuery and error is None:
             self.creation_watch.answered(items, reply)
         elif message is RRefCreationFailed:
-            for _, id_, number, _ in items:
+            for rref, id_, number, _ in items:
                 self.post.numbers(to.name).settle(number)
-                if error is None:
+                if error is not None:
+                    self.happened(events.CountUnanswered(to, rref, id_))
+                else:
+                    self.happened(events.ForkCounted(to, rref, id_))
                     self.happened(events.FailureAcknowledged(id_))
         elif message is RRefUserDelete:
             for rref, id_ in items:

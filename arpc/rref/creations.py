@@ -17,12 +17,14 @@ from arpc.options import UNSET, Unset
 from arpc.rref.delivery import Numbers
 from arpc.rref.events import (
     CreationFailed,
+    ForkCounted,
     ForkId,
     OwnerHandleDropped,
     RRefId,
     UserDeleted,
 )
 from arpc.rref.labels import pack_label
+from arpc.rref.states import UserState
 from arpc.rref.uses import OwnerFuture, Use, as_owner_lost
 from arpc.rref.values import Value
 from arpc.user_errors import fresh, text_of
@@ -278,6 +280,8 @@ class Creation(msgspec.Struct, eq=False):
             following = context.forks.creation_confirmed(self.fork)
             if following:
                 context.carry_out(following)
+            if held.state is UserState.LOST:
+                context.happened(ForkCounted(held.owner, self.rref, self.fork))
         else:
             # on oneself: the creation was the worker's own user, and ends
             context.happened(UserDeleted(self.rref, self.fork))

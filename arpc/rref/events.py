@@ -141,6 +141,22 @@ class DeleteUndelivered(NamedTuple):
     fork: ForkId
 
 
+class ForkCounted(NamedTuple):
+    """By its answer, the owner counts a fork. That may have been given up here, since the owner was taken for lost."""
+
+    owner: WorkerInfo
+    rref: RRefId
+    fork: ForkId
+
+
+class CountUnanswered(NamedTuple):
+    """The owner was asked to count a fork, and did not answer: it may count it all the same."""
+
+    owner: WorkerInfo
+    rref: RRefId
+    fork: ForkId
+
+
 class HandleDropped(NamedTuple):
     """A user's handle was dropped or released."""
 
@@ -243,6 +259,8 @@ Event: TypeAlias = (
     | OfferRefused
     | OfferQueried
     | DeleteUndelivered
+    | ForkCounted
+    | CountUnanswered
     | HandleDropped
     | ValueShared
     | CreationArrived

@@ -39,6 +39,7 @@ from typing import Final, Generic, TypeAlias, TypeVar
 from arpc.ids import UNKNOWN_ID, WorkerId, WorkerInfo, creator_of
 from arpc.rref.events import (
     ChildAccepted,
+    CountUnanswered,
     CreationAbandoned,
     CreationArrived,
     CreationConfirmed,
@@ -50,6 +51,7 @@ from arpc.rref.events import (
     Event,
     FailureAcknowledged,
     ForkConfirmed,
+    ForkCounted,
     ForkId,
     ForkOffered,
     ForkReceived,
@@ -139,6 +141,8 @@ class Forks(Generic[U]):
             OfferRefused: self._offer_refused,
             OfferQueried: self._offer_queried,
             DeleteUndelivered: self._delete_undelivered,
+            ForkCounted: self._fork_counted,
+            CountUnanswered: self._count_unanswered,
             HandleDropped: self.handle_dropped,
             ValueShared: self._value_shared,
             CreationArrived: self.creation_arrived,
@@ -475,6 +479,20 @@ class Forks(Generic[U]):
     def _delete_undelivered(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
         self._remember_ghost(owner, rref, fork)
         return _NOTHING
+
+    def _fork_counted(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
+        # The question was sent again after the owner had come back and was told that the fork has ended
+        return (SendUserDelete(owner, rref, fork),) if self._is_given_up(fork) else _NOTHING
+
+    def _count_unanswered(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
+        if self._is_given_up(fork):
+            self._remember_ghost(owner, rref, fork)
+        return _NOTHING
+
+    def _is_given_up(self, fork: ForkId) -> bool:
+        """Whether a fork that was to be counted is of no use any more: its owner was taken for lost."""
+        user = self.users.get(fork)
+        return user is None or user.state is _LOST
 
     def _remember_ghost(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> None:
         self._ghosts.setdefault(owner, []).append((rref, fork))

@@ -324,14 +324,15 @@ class RRef(Generic[T]):
     def _stream_method(
         self, name: str | None, timeout: float | Unset, window: int, /, *args: Any, **kwargs: Any
     ) -> AsyncIterator[Any]:
-        agent = self._context.agent
+        agent, owner = self._context.agent, self._owner
         future = OwnerFuture(loop=agent.loop)
+        future.owner = owner.name
         stream: Stream[Any]
         if name is None:
-            stream = agent.stream(address_of(self._owner), stream_items, self._target(), None, timeout, window, future)
+            stream = agent.stream(address_of(owner), stream_items, self._target(), None, timeout, window, future)
         else:
             arguments = (*self._target(), name, *args)
-            stream = agent.stream(address_of(self._owner), stream_method, arguments, kwargs, timeout, window, future)
+            stream = agent.stream(address_of(owner), stream_method, arguments, kwargs, timeout, window, future)
         stream.anchor = self
         return stream
 

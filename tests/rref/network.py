@@ -292,11 +292,12 @@ class Network:
         rref, fork, number = packet.content
         if target.windows.setdefault(packet.source, Window()).admit(number, packet.oldest):
             self._happened(target, e.CreationAbandoned(rref, fork, self.info(packet.source), "failed"))
-        self.bag.append(Packet("acknowledged", target.id, packet.source, (fork, number)))
+        self.bag.append(Packet("acknowledged", target.id, packet.source, (rref, fork, number)))
 
     def _acknowledged_arrived(self, target: Machine, packet: Packet) -> None:
-        fork, number = packet.content
+        rref, fork, number = packet.content
         target.numbers[packet.source].settle(number)
+        self._happened(target, e.ForkCounted(self.info(packet.source), rref, fork))
         self._happened(target, e.FailureAcknowledged(fork))
 
     def _creation_query_arrived(self, target: Machine, packet: Packet) -> None:
@@ -324,11 +325,13 @@ class Network:
         if self._is_new(target, packet):
             self._happened(target, e.ForkRequested(rref, fork, self.info(packet.source), is_created))
         is_counted = target.forks.counts(rref, fork)
-        self.bag.append(Packet("reply", target.id, packet.source, (fork, is_counted, packet.number)))
+        self.bag.append(Packet("reply", target.id, packet.source, (rref, fork, is_counted, packet.number)))
 
     def _reply_arrived(self, target: Machine, packet: Packet) -> None:
-        fork, is_counted, number = packet.content
+        rref, fork, is_counted, number = packet.content
         target.numbers[packet.source].settle(number)
+        if is_counted:
+            self._happened(target, e.ForkCounted(self.info(packet.source), rref, fork))
         self._happened(target, e.ForkConfirmed(fork) if is_counted else e.ForkRefused(fork))
 
     def _accept_arrived(self, target: Machine, packet: Packet) -> None:

@@ -7,6 +7,7 @@ import pytest
 from arpc.ids import UNKNOWN_ID, GloballyUniqueId, WorkerInfo
 from arpc.rref.events import (
     ChildAccepted,
+    CountUnanswered,
     CreationAbandoned,
     CreationArrived,
     CreationConfirmed,
@@ -18,6 +19,7 @@ from arpc.rref.events import (
     Event,
     FailureAcknowledged,
     ForkConfirmed,
+    ForkCounted,
     ForkOffered,
     ForkReceived,
     ForkRefused,
@@ -418,6 +420,34 @@ def test_an_owner_that_returns_is_told_of_the_users_that_ended_meanwhile():
         SendUserDelete(B, R, G),
     ]
     assert run(forks, PeerConnected(B)) == []
+
+
+def test_a_fork_that_is_counted_after_it_was_given_up_is_ended_again():
+    forks = a()
+    run(forks, CreationStarted(R, F, B), CreationFailed(F, 7, "cut"), PeerLost(B))
+    assert run(forks, PeerConnected(B)) == [SendUserDelete(B, R, F)]
+    # the news of the failure was sent again, and has overtaken that, or came later
+    assert run(forks, ForkCounted(B, R, F), FailureAcknowledged(F)) == [SendUserDelete(B, R, F)]
+    assert run(forks, HandleDropped(F)) == [ForgetFork(F)]
+    assert run(forks, ForkCounted(B, R, F)) == [SendUserDelete(B, R, F)]
+    forks = c()
+    run(forks, ForkReceived(R, G, B, A, is_created=True), PeerLost(B), HandleDropped(G), PeerConnected(B))
+    assert run(forks, ForkCounted(B, R, G), ForkConfirmed(G)) == [SendUserDelete(B, R, G)]
+    assert forks.is_idle
+
+
+def test_a_fork_that_may_have_been_counted_after_it_was_given_up_is_ended_when_its_owner_returns():
+    forks = c()
+    run(forks, ForkReceived(R, G, B, A, is_created=True), PeerLost(B), HandleDropped(G), PeerConnected(B))
+    assert run(forks, CountUnanswered(B, R, G)) == []
+    assert run(forks, PeerConnected(B)) == [SendUserDelete(B, R, G)]
+
+
+def test_a_fork_in_use_is_not_ended_by_the_answer_that_counts_it():
+    forks = c()
+    run(forks, ForkReceived(R, G, B, A, is_created=True))
+    assert run(forks, CountUnanswered(B, R, G), PeerConnected(B), ForkCounted(B, R, G)) == []
+    assert run(forks, ForkConfirmed(G)) == [MarkConfirmed(G), SendChildAccept(A, G)]
 
 
 def test_a_child_of_a_lost_owner_lets_its_parent_go():

@@ -219,6 +219,52 @@ async def test_the_news_is_told_until_it_is_heard(action):
         del rref
 
 
+async def test_the_news_of_a_creation_may_come_after_the_owner_was_taken_for_lost_and_is_back():
+    async with faulty_cluster(FOR_EVER.replace(control_backoff=0.3, rref_grace=2 * PATIENCE_S)) as (group, network):
+        creator, owner = group[0].rref_context, group[1]
+        timeout = lose_next(network, "drop")
+        network.inject(Fault(MessageType.RREF_CREATION_FAILED, "cut", count=1))
+        rref = by_coroutine(timeout)
+        await until(lambda: network.injected[MessageType.RREF_CREATION_FAILED, "cut"] == 1)
+        creator.peer_lost(owner.info, "it is silent")
+        creator.peer_connected(owner.info)
+        del rref
+        # all is forgotten when the news is sent again, and the owner counts the fork
+        await until(lambda: network.seen[MessageType.RREF_CREATION_FAILED] == 2)
+        await until(lambda: creator.post.is_idle)
+
+
+async def test_a_creation_may_arrive_after_the_owner_was_taken_for_lost_and_is_back():
+    async with faulty_cluster(FOR_EVER.replace(rref_grace=2 * PATIENCE_S)) as (group, network):
+        creator, owner = group[0].rref_context, group[1]
+        network.inject(Fault(MessageType.RREF_CREATE, "delay", count=1, delay_s=0.3))
+        rref = by_coroutine(0)
+        creation = rref._creation
+        await until(lambda: network.injected[MessageType.RREF_CREATE, "delay"] == 1)
+        creator.peer_lost(owner.info, "it is silent")
+        creator.peer_connected(owner.info)
+        del rref
+        await until(creation.done)
+        assert creation.error is None
+
+
+async def test_a_fork_may_be_counted_after_the_owner_was_taken_for_lost_and_is_back():
+    async with faulty_cluster(FOR_EVER.replace(control_backoff=0.3, rref_grace=2 * PATIENCE_S)) as (group, network):
+        user, owner = group[2].rref_context, group[1]
+        rref = by_coroutine(0)
+        assert await rref == 7
+        network.inject(Fault(MessageType.RREF_FORK_REQUEST, "cut", count=1))
+        kept = asyncio.ensure_future(arpc.rpc_sync("worker2", objects.keep, (rref,)))
+        await until(lambda: network.injected[MessageType.RREF_FORK_REQUEST, "cut"] == 1)
+        user.peer_lost(owner.info, "it is silent")
+        user.peer_connected(owner.info)
+        await kept
+        await arpc.rpc_sync("worker2", objects.drop_kept)
+        await until(lambda: network.seen[MessageType.RREF_FORK_REQUEST] == 2)
+        await until(lambda: user.post.is_idle)
+        del rref, kept
+
+
 @pytest.mark.parametrize("timeouts_travel", [True, False])
 async def test_a_creation_that_runs_goes_on_if_its_creator_only_loses_patience(timeouts_travel):
     objects.gates["gate"] = gate = objects.Gate()

@@ -74,6 +74,8 @@ async def use_in_any_way(rref: arpc.RRef[int]) -> None:
         rref.rpc_sync().bit_length,
         lambda: rref.remote().bit_length().to_here(),
         rref._get_type,
+        lambda: anext(rref.stream().bit_length()),
+        lambda: anext(aiter(rref.stream())),
     ]
     for use in uses:
         with pytest.raises(arpc.OwnerLostError) as caught:

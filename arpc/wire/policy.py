@@ -106,16 +106,26 @@ _PLAIN: Final = frozenset((int, float, bool, str, bytes, type(None), Tensor, Par
 _MAX_PLAIN_DEPTH: Final = 8
 
 
-def _is_plain(value: Any, depth: int = 0) -> bool:
-    """Whether there is nothing in it that could stand for more than it takes up: a `range` is as good as a list."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return True
-    if depth == _MAX_PLAIN_DEPTH:
-        return False
-    if kind is list or kind is tuple:
-        return all(_is_plain(item, depth + 1) for item in value)
-    return kind is dict and all(_is_plain(part, depth + 1) for item in value.items() for part in item)
+def _is_plain(value: Any) -> bool:
+    """Whether there is nothing in it that could stand for more than it takes up: a `range` is as good as a list.
+
+    What is there in many places is looked at once for each level.
+    """
+    level = {id(value): value}
+    for _ in range(_MAX_PLAIN_DEPTH + 1):
+        inner: dict[int, Any] = {}
+        for each in level.values():
+            kind = type(each)
+            if kind in _PLAIN:
+                continue
+            if kind is dict:
+                inner.update((id(part), part) for item in each.items() for part in item)
+            elif kind is list or kind is tuple:
+                inner.update((id(part), part) for part in each)
+            else:
+                return False
+        level = inner
+    return not level
 
 
 class AllowList:

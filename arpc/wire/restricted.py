@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copyreg import _inverted_registry as _extensions  # type: ignore[attr-defined]
 from typing import Any, ClassVar, Final
 
@@ -35,7 +35,7 @@ from arpc.wire.allowlist import (
 )
 from arpc.wire.arrays import set_array_state, set_dtype_state
 from arpc.wire.instances import check_container, construct, make_bare, set_state
-from arpc.wire.scanning import check_proportion, takes_care
+from arpc.wire.scanning import MAX_INTEGER_BYTES, check_proportion, takes_care
 from arpc.wire.trusted import Trusted, kind_of
 
 __all__ = ["read_name", "restricted_loads"]
@@ -72,6 +72,8 @@ def restricted_loads(payload: bytes | bytearray | memoryview, slots: list[Any], 
 
 def read_name(payload: bytes | bytearray | memoryview) -> Key:
     """The name in a pickle of a function, which is not looked up. Raises `NotAllowedError` if there is more in it."""
+    if len(payload) > _MAX_NAME_BYTES:
+        raise NotAllowedError(f"the name of a function that takes {len(payload)} bytes")
     found = _NameUnpickler(io.BytesIO(payload), [], lambda _: None).load()
     if not isinstance(found, _Name):
         raise NotAllowedError("in allow-list mode functions are called by their names")
@@ -80,10 +82,11 @@ def read_name(payload: bytes | bytearray | memoryview) -> Key:
 
 # -- the careful reader
 
+_MAX_NAME_BYTES: Final = 4096
 _MAX_NESTED: Final = 1000
 """How deep tuples may be in each other: hashing one takes stack for each, and Python does not look if any is left."""
 _MAX_PLACES: Final = 1 << 22
-"""In how many places there may be tuples in a tuple: hashing it takes time for each."""
+"""In how many places there may be tuples in a tuple: hashing it takes time for each, and so does comparing it."""
 
 
 class _Name:
@@ -116,8 +119,8 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
         super().__init__(file, buffers=slots)
         self._size_bytes = len(file.getbuffer())
         self._nesting: dict[int, tuple[int, int]] = {}
-        """By the id of a tuple: how deep tuples are nested in it, and in how many places. One that has the id of
-        another that is gone is noted anew."""
+        """By the id of a tuple or frozenset: how deep these are nested in it, and in how many places. One that has the
+        id of another that is gone is noted anew."""
         self._permit = permit
 
     def load(self) -> Any:
@@ -200,10 +203,20 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
         _Base.load_tuple3(self)
         self._note_nesting()
 
+    def load_frozenset(self) -> None:
+        _Base.load_frozenset(self)
+        self._note_nesting()
+
+    def load_long4(self) -> None:
+        size_bytes = int.from_bytes(self.read(4), "little")
+        if size_bytes > MAX_INTEGER_BYTES:
+            raise NotAllowedError(f"a message with an integer of {size_bytes} bytes")
+        self.append(pickle.decode_long(self.read(size_bytes)))
+
     def _note_nesting(self) -> None:
         made = self.stack[-1]
-        if isinstance(made, tuple):
-            items: tuple[Any, ...] = made
+        if isinstance(made, tuple | frozenset):
+            items: Iterable[Any] = made
         elif isinstance(made, BaseExceptionGroup):
             items = made.exceptions
         elif type(made) is slice:
@@ -213,7 +226,7 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
         nesting = self._nesting
         depth, places = 0, 1
         for item in items:
-            if isinstance(item, tuple | slice | BaseExceptionGroup):
+            if isinstance(item, tuple | frozenset | slice | BaseExceptionGroup):
                 inner_depth, inner_places = nesting.get(id(item), (0, 0))
                 depth = max(depth, inner_depth)
                 places += inner_places
@@ -269,6 +282,8 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
             pickle.TUPLE1[0]: load_tuple1,
             pickle.TUPLE2[0]: load_tuple2,
             pickle.TUPLE3[0]: load_tuple3,
+            pickle.FROZENSET[0]: load_frozenset,
+            pickle.LONG4[0]: load_long4,
             pickle.BYTEARRAY8[0]: load_bytearray8,
             pickle.APPEND[0]: load_append,
             pickle.APPENDS[0]: load_appends,

@@ -9,11 +9,17 @@ from typing import Final
 
 from arpc.errors import NotAllowedError
 
-__all__ = ["check_proportion", "takes_care"]
+__all__ = ["MAX_INTEGER_BYTES", "check_proportion", "takes_care"]
 
 # -- how much memory a pickle may come to
 
-_COSTS: Final = {pickle.EMPTY_SET: 224, pickle.EMPTY_DICT: 72, pickle.EMPTY_LIST: 64, pickle.REDUCE: 100}
+_COSTS: Final = {
+    pickle.EMPTY_SET: 224,
+    pickle.FROZENSET: 224,
+    pickle.EMPTY_DICT: 72,
+    pickle.EMPTY_LIST: 64,
+    pickle.REDUCE: 100,
+}
 """Bytes that an object takes which is one byte in a pickle, or a few, and the reference to it."""
 _ALWAYS_BYTES: Final = 64 << 20
 _PROPORTION: Final = 48
@@ -40,8 +46,12 @@ def check_proportion(payload: bytes) -> None:
 
 # A pickle can say where in the memo something is put, and how long something is that is not there: room is made for it
 _FAR: Final = re.compile(
-    rb"r..(?:[^\0].|.[^\0])|p[\s\d_+]{5}|[\x8d\x8e\x96].{4}(?:[^\0]...|.[^\0]..|..[^\0].|...[^\0])", re.DOTALL
+    rb"r..(?:[^\0].|.[^\0])|p[\s\d_+]{5}|[\x8d\x8e\x96].{4}(?:[^\0]...|.[^\0]..|..[^\0].|...[^\0])"
+    rb"|\x8b.(?:[\x04-\xff]..|.[^\0].|..[^\0])",
+    re.DOTALL,
 )
+MAX_INTEGER_BYTES: Final = 1023
+"""Python divides large integers in quadratic time, as it does to make a range, and hashes them anew each time."""
 _FAR_INDEX: Final = 1 << 16
 # how many bytes follow an opcode; or in how many the number of those is told
 _FIXED: Final = {
@@ -57,6 +67,7 @@ _COUNTED: Final = {
     **dict.fromkeys(b"\x8d\x8e\x96", 8),
 }
 _LONG_BINPUT: Final = b"r"[0]
+_LONG4: Final = pickle.LONG4[0]
 _STOP: Final = b"."[0]
 # What changes an object. A tensor takes some of it for arithmetic, which may take any amount of memory
 _CHANGES: Final = (pickle.BUILD, pickle.SETITEM, pickle.SETITEMS, pickle.ADDITEMS)
@@ -64,13 +75,15 @@ _CHANGING: Final = frozenset(b"".join(_CHANGES))
 # Hashing a tuple in tuples takes stack for each, and Python does not look whether there is any left
 _MAX_TUPLES: Final = 10_000
 _TUPLES: Final = (pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE)
-_NESTING: Final = (*_TUPLES, pickle.REDUCE, pickle.NEWOBJ)
-_GETS: Final = (pickle.BINGET, pickle.LONG_BINGET)
+# and so does freeing a slice in slices
+_NESTING: Final = (*_TUPLES, pickle.REDUCE, pickle.NEWOBJ, pickle.NEWOBJ_EX, pickle.OBJ, pickle.INST)
+_GETS: Final = (pickle.BINGET, pickle.LONG_BINGET, pickle.GET, pickle.DUP)
 _GET_BYTES: Final = {pickle.BINGET[0]: 1, pickle.LONG_BINGET[0]: 4}
 _PUTS: Final = frozenset(pickle.BINPUT + pickle.LONG_BINPUT)
 _MEMOIZE: Final = pickle.MEMOIZE[0]
 _NO_TUPLES: Final = frozenset(b"XCB]}\x8c\x8d\x8e\x8f\x93\x96")
-# and time for each place where one is: twice as much for a tuple with another one in it twice
+# and time for each place where one is: twice as much for a tuple with another one in it twice. What is taken from the
+# memo is counted, not tuples: a few of them are enough if there is another one many times in each
 _MAX_DOUBLED: Final = 20
 
 
@@ -79,7 +92,7 @@ def takes_care(payload: bytes, *, has_slots: bool) -> bool:
     if len(payload) > _MAX_TUPLES and sum(map(payload.count, _NESTING)) > _MAX_TUPLES:
         return True
     may_change = has_slots and any(change in payload for change in _CHANGES)
-    may_double = _count(payload, _TUPLES) > _MAX_DOUBLED and _count(payload, _GETS) > _MAX_DOUBLED
+    may_double = _count(payload, _TUPLES) > 1 and _count(payload, _GETS) > _MAX_DOUBLED
     if not (may_change or may_double or _FAR.search(payload) is not None):
         return False
     doubled = memoized = 0
@@ -88,6 +101,8 @@ def takes_care(payload: bytes, *, has_slots: bool) -> bool:
     """Where in the memo there is something that is no tuple."""
     for opcode, at in _opcodes(payload):
         if opcode is None or (opcode == _LONG_BINPUT and int.from_bytes(payload[at : at + 4], "little") >= _FAR_INDEX):
+            return True
+        if opcode == _LONG4 and int.from_bytes(payload[at : at + 4], "little") > MAX_INTEGER_BYTES:
             return True
         if may_change and opcode in _CHANGING:
             return True

@@ -10,7 +10,7 @@ from arpc.wire.frames import CHUNK_BYTES
 __all__ = ["SMALL_MESSAGE_BYTES", "BulkQueue", "BulkSend"]
 
 SMALL_MESSAGE_BYTES: Final = 1 << 16
-"""Messages of which no more than this is to be sent in chunks are small, and do not wait for large ones."""
+"""A message with at most this many bytes to send in chunks is small, and does not wait for large ones."""
 
 
 class BulkSend:

@@ -15,7 +15,7 @@ from arpc.errors import ProtocolError, SerializationError
 from arpc.wire.extents import check_contiguous, check_range, check_sizes, check_strided
 from arpc.wire.frames import ALIGNMENT
 from arpc.wire.saved import load_saved
-from arpc.wire.table import DTYPE_CODES, DTYPES, NUMPY_DTYPES, Code, Entry, Flag, Kind, decode_table
+from arpc.wire.table import DTYPE_CODES, DTYPES, MAX_ROWS, NUMPY_DTYPES, Code, Entry, Flag, Kind, decode_table
 
 __all__ = ["Buffer", "Misplaced", "finished", "unpack"]
 
@@ -106,6 +106,8 @@ def _plan(description: bytes) -> _Plan:
     inline_bytes, codes = table.inline_bytes, table.codes
     if not len(codes) == len(table.sources) == len(table.shapes):
         raise ProtocolError("a table of tensors with columns of different lengths")
+    if len(codes) > MAX_ROWS:
+        raise ProtocolError(f"a message of {len(codes)} tensors, and at most {MAX_ROWS} are taken")
     rows: list[_Row] = []
     for code, source, shape in zip(codes, table.sources, table.shapes, strict=True):
         dtype = NUMPY_DTYPES[code] if code < _FIRST_SPECIAL else None

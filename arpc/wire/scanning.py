@@ -21,6 +21,8 @@ _COSTS: Final = {
     pickle.REDUCE: 100,
 }
 """Bytes that an object takes which is one byte in a pickle, or a few, and the reference to it."""
+_DEQUE_BYTES: Final = 760
+"""What each call of a pickle costs that names `collections.deque`: an empty one has room for 64 items."""
 _ALWAYS_BYTES: Final = 64 << 20
 _PROPORTION: Final = 48
 
@@ -30,10 +32,11 @@ def check_proportion(payload: bytes) -> None:
     if len(payload) * _COSTS[pickle.EMPTY_SET] < _ALWAYS_BYTES:
         return
     limit = _ALWAYS_BYTES + _PROPORTION * len(payload)
-    if sum(payload.count(opcode) * cost for opcode, cost in _COSTS.items()) <= limit:
+    by_opcode = {**_COSTS, pickle.REDUCE: _DEQUE_BYTES} if b"deque" in payload else _COSTS
+    if sum(payload.count(opcode) * cost for opcode, cost in by_opcode.items()) <= limit:
         return
     # there may be texts in it that only look like that
-    costs = {opcode[0]: cost for opcode, cost in _COSTS.items()}
+    costs = {opcode[0]: cost for opcode, cost in by_opcode.items()}
     estimate = 0
     for opcode, _ in _opcodes(payload):
         if opcode is not None:

@@ -20,6 +20,7 @@ __all__ = [
     "COMPLEX_CODES",
     "DTYPES",
     "DTYPE_CODES",
+    "MAX_ROWS",
     "NUMPY_DTYPES",
     "Code",
     "Entry",
@@ -29,6 +30,9 @@ __all__ = [
     "decode_table",
     "encode_table",
 ]
+
+MAX_ROWS: Final = 1 << 17
+"""Tensors in one message. A row of a table takes a few bytes, and the tensor that is made of it some hundred."""
 
 # -- dtypes. The position of a name, counted from its group's first code, is part of the wire format: append only.
 

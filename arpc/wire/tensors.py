@@ -22,7 +22,7 @@ from arpc.wire.memory import MEMORY, allocate, view_of
 from arpc.wire.rebuilding import unpack
 from arpc.wire.sharing import Span, extent, shared_spans
 from arpc.wire.staging import Stager
-from arpc.wire.table import COMPLEX_CODES, DTYPE_CODES, Code, Entry, Flag, Kind, encode_table
+from arpc.wire.table import COMPLEX_CODES, DTYPE_CODES, MAX_ROWS, Code, Entry, Flag, Kind, encode_table
 
 __all__ = ["LITTLE_BYTES", "PackedTensors", "Slot", "allocate", "pack", "unpack"]
 
@@ -52,6 +52,8 @@ def pack(slots: Sequence[Slot], inline_limit: int, stager: Stager | None = None)
 
     Raises `SerializationError` for a tensor that cannot travel.
     """
+    if len(slots) > MAX_ROWS:
+        raise SerializationError(f"a message may have at most {MAX_ROWS} tensors: send them in parts, or stack them")
     codes: list[int] = []
     sources: list[int] = []
     shapes: list[Sequence[int]] = []

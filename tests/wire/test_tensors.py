@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from arpc.errors import SerializationError
+from arpc.errors import ProtocolError, SerializationError
 from arpc.wire.frames import ALIGNMENT, MAX_BUFFERS
-from arpc.wire.table import DTYPES
+from arpc.wire.rebuilding import unpack
+from arpc.wire.table import DTYPE_CODES, DTYPES, MAX_ROWS, encode_table
 from arpc.wire.tensors import LITTLE_BYTES, pack
 from tests.wire.exchange import BUFFERS, INLINE, assert_same, bits, both_ways, carry, sent_bytes, travel, travel_alone
 
@@ -394,3 +395,13 @@ def test_more_large_tensors_than_a_frame_can_have_is_an_error():
     tensors = [torch.ones(1)] * (MAX_BUFFERS + 1)
     with pytest.raises(SerializationError, match="at most 65535 large tensors"):
         pack([tensor.clone() for tensor in tensors], BUFFERS)
+
+
+def test_too_many_tensors_are_refused_by_both_sides():
+    x = torch.ones(())
+    with pytest.raises(SerializationError, match="at most 131072 tensors"):
+        pack([x] * (MAX_ROWS + 1), 1 << 16, None)
+    count = MAX_ROWS + 1
+    table = encode_table((64, bytes([DTYPE_CODES[torch.float32]]) * count, [0] * count, [()] * count, []))
+    with pytest.raises(ProtocolError, match="at most 131072"):
+        unpack(table, bytearray(64), [])

@@ -34,6 +34,7 @@ __all__ = [
     "key_of",
     "may_call_method",
     "register_type",
+    "shown",
     "trust",
 ]
 
@@ -76,6 +77,7 @@ VALUES: Final = Names()
 MAKERS: Final[dict[int, Trusted]] = {}
 """By the id of a class among the values: what makes an instance when a pickle calls the class."""
 
+_MAX_SHOWN: Final = 200
 _NOT_DATA: Final = (type, np.ndarray, np.generic, np.dtype, memoryview, torch.UntypedStorage, torch.TypedStorage)
 
 
@@ -151,12 +153,18 @@ def add_maker(key: Key, cls: type, maker: Trusted) -> None:
     MAKERS[id(cls)] = maker
 
 
+def shown(key: Key) -> str:
+    """A name that a peer has chosen, for an error or a log: on one line, and not long."""
+    name = ".".join(key)
+    return name if len(name) <= _MAX_SHOWN and name.isprintable() else ascii(name[:_MAX_SHOWN])
+
+
 def callable_named(key: Key) -> Callable[..., Any]:
     """The exported function of that name. Raises `NotAllowedError`."""
     found = _exported.get(key)
     if found is None:
         raise NotAllowedError(
-            f"{'.'.join(key)} is not exported here: mark it with @arpc.export, in a module that this worker imports"
+            f"{shown(key)} is not exported here: mark it with @arpc.export, in a module that this worker imports"
         )
     return found
 

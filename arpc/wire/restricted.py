@@ -32,6 +32,7 @@ from arpc.wire.allowlist import (
     Key,
     callable_named,
     is_exported,
+    shown,
 )
 from arpc.wire.arrays import set_array_state, set_dtype_state
 from arpc.wire.instances import check_container, construct, make_bare, set_state
@@ -144,7 +145,7 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
             self._permit(key)
             return callable_named(key)
         raise NotAllowedError(
-            f"{module}.{name} is not on the list of what messages may name here: see arpc.register_type and arpc.export"
+            f"{shown(key)} is not on the list of what messages may name here: see arpc.register_type and arpc.export"
         )
 
     # -- steps that do something

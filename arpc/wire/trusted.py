@@ -130,5 +130,7 @@ TENSOR: Final = exactly(Tensor, Parameter)
 NUMBER: Final = integer(0, (1 << 64) - 1)
 """An id of the runtime."""
 WORKER_ID: Final = integer(-1, (1 << 16) - 1)
-WORKER_NAME: Final = Check("the name of a worker", lambda value: type(value) is str and 0 < len(value) < 128)
+WORKER_NAME: Final = Check(
+    "the name of a worker", lambda value: type(value) is str and 0 < len(value) < 128 and value.isprintable()
+)
 SIZES: Final = all_of(tuple, integer(0, (1 << 63) - 1), MAX_DIMENSIONS)

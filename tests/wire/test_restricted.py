@@ -353,3 +353,10 @@ def test_bent_gadgets_do_nothing(noise, name, place, byte):
         with contextlib.suppress(Exception):
             restricted_loads(payload, [], permit)
     assert not CANARY.exists()
+
+
+def test_a_name_that_a_peer_has_chosen_is_shown_on_one_line():
+    with pytest.raises(NotAllowedError) as caught:
+        restricted_loads(b"\x80\x05" + named("os\n\x1b[2J", "x" * 5000) + b".", [], lambda _: None)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 400

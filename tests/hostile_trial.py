@@ -19,12 +19,13 @@ import pytest
 import arpc
 from arpc.testing import Cluster, cluster
 from arpc.user_errors import cause_of, stack_of, type_name_of
-from tests.agent.leftovers import assert_both_alive, assert_nothing_left, until, warm_up
+from tests.agent.leftovers import assert_both_alive, assert_nothing_left, warm_up
 from tests.hostile import EXCEPTIONS, HOOK_REASONS, REASONS
 from tests.hostile_handlers import Way
 
 OPTIONS = arpc.RpcOptions(gc_freeze=False, rref_grace=0.2, control_backoff=0.02)
 CALL_LIMIT_S = 20
+LEFT_LIMIT_S = 30
 WRONG = (arpc.WorkerLostError, arpc.RpcTimeoutError)
 """What a call must not end with because of a specimen."""
 WITHOUT_CALLER = "a generator raised when it was stopped"
@@ -142,10 +143,12 @@ def describe_context(context: Mapping[str, Any]) -> str:
 
 async def assert_no_rref_left(group: Cluster) -> None:
     def left() -> list[Any]:
-        gc.collect()
         return [(worker.name, len(worker.rref_context.values)) for worker in group if worker.rref_context.values]
 
-    await until(lambda: not left(), left)
+    async with asyncio.timeout(LEFT_LIMIT_S):
+        while left():
+            gc.collect()  # which takes long in a process that has run many tests
+            await asyncio.sleep(0.02)
 
 
 async def answer() -> str:

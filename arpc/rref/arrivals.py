@@ -89,9 +89,11 @@ class Arrival(msgspec.Struct, eq=False):
         return self.arrivals.packed(self.inbound, content) if is_wanted and not value.stays else None
 
     def not_begun(self, error: BaseException) -> None:
-        self.arrivals.fail(
-            self.value, fresh(error)
-        )  # the other one is told to the creator, and refers to the frames of that
+        if is_a(error, asyncio.CancelledError):
+            self.value.fail(_cancelled(self.rref))
+        else:
+            # a copy: the error itself is sent to the creator, and refers to frames that refer to the value
+            self.arrivals.fail(self.value, fresh(error))
         self.arrivals.ended(self.rref)
 
 

@@ -410,7 +410,8 @@ class TakingThing:
         return "taken"
 
 
-variable: ContextVar[Any] = arpc.propagate(ContextVar("tests.hostile_handlers.variable"))
+variable: ContextVar[Any] = ContextVar("tests.hostile_handlers.variable")
+"""To be propagated where it is used, and not for all tests of the process: it would ride on every call."""
 
 
 async def _positional(worker: arpc.Worker, to: str, name: str) -> Any:

@@ -11,17 +11,18 @@ import gc
 import logging
 import sys
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 
 import arpc
+from arpc.agent import variables
 from arpc.testing import Cluster, cluster
 from arpc.user_errors import cause_of, stack_of, type_name_of
 from tests.agent.leftovers import assert_both_alive, assert_nothing_left, warm_up
 from tests.hostile import EXCEPTIONS, HOOK_REASONS, REASONS
-from tests.hostile_handlers import Way
+from tests.hostile_handlers import Way, variable
 
 OPTIONS = arpc.RpcOptions(gc_freeze=False, rref_grace=0.2, control_backoff=0.02)
 CALL_LIMIT_S = 20
@@ -120,7 +121,10 @@ async def trial(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Trial]:
     complaints: list[str] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: complaints.append(describe_context(context)))
-    async with cluster(2, options=OPTIONS) as group:
+    async with AsyncExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(variables, "_declared", {variable.name: variable})
+        group = await stack.enter_async_context(cluster(2, options=OPTIONS))
         await warm_up(group)
         made = Trial(group)
         yield made

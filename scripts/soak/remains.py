@@ -33,7 +33,7 @@ EMPTY_TABLES: Final = (
 VISITOR: Final = "visitor"
 """How names begin that are used once, and never come back."""
 
-_MAX_PEERS: Final = 512
+_MAX_PEERS: Final = 1024
 """A peer takes kilobytes, so only some hundreds that have departed may be kept; each has two keys."""
 _MAX_NAMES: Final = 5000
 """Tables of small entries: the runtime remembers up to 4,096 departed names."""

@@ -234,6 +234,11 @@ class Arena:
         known.link = link
         self._trim_soon(_IDLE_S)
 
+    def serves(self, borrower: int, link: object) -> bool:
+        """Whether a connection is the newest to a borrower: it alone says what is lent and given back."""
+        known = self._borrowers.get(borrower)
+        return known is not None and known.link is link
+
     def borrower_disconnected(self, borrower: int, link: object) -> None:
         """A peer cannot be heard any more. What it has stays lent until it comes back, or its process ends."""
         known = self._borrowers.get(borrower)

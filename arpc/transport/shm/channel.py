@@ -131,7 +131,7 @@ class Channel:
         if self._state in _USELESS or not self._arena.wants(bulk.buffers, bulk.size_bytes):
             return False
         if self._state is _State.READY:
-            return self._lend(data, bulk)
+            return self._arena.serves(self._borrower, self) and self._lend(data, bulk)
         if self._state is _State.IDLE:
             self._offer()
         self._connection.park(bulk)
@@ -181,10 +181,11 @@ class Channel:
             self._connection.carrier_caught_up()
 
     def _copied(self, data: bytes, bulk: BulkSend, placement: Placement, error: BaseException | None) -> None:
-        if error is not None:
-            logger.warning("no shared memory for %d bytes: %s", bulk.size_bytes, error)
+        if error is not None or not self._arena.serves(self._borrower, self):
+            if error is not None:
+                logger.warning("no shared memory for %d bytes: %s", bulk.size_bytes, error)
             self._unread_bytes -= bulk.size_bytes
-            placement.drop(is_broken=True)
+            placement.drop(is_broken=error is not None)
             self._connection.send_in_chunks(data, bulk)
             return
         placement.lend(self._borrower)
@@ -230,6 +231,8 @@ class Channel:
             self._unread_bytes -= self._unread.popleft()
         if message.arg:
             self._connection.carrier_was_read()
+        if not self._arena.serves(self._borrower, self):
+            return  # a newer connection has told what is still held, and the rest was taken back then
         try:
             self._arena.take_back(self._borrower, struct.unpack(f"<{len(body) // 8}Q", body))
         except KeyError as error:
@@ -258,8 +261,16 @@ class Channel:
         """The memory that a LENT message speaks of. Raises `ProtocolError`."""
         if self._borrowed is None or len(message.body) != 8 * len(sizes):
             raise ProtocolError("shared memory was lent that was not offered")
+        if not self._is_current:
+            # the lender takes back what was on its way when a newer connection told what is held here
+            raise ProtocolError("shared memory was lent over a connection that another one has replaced")
         self._read_count += 1
         return self._borrowed.borrow(struct.unpack(f"<{len(sizes)}Q", message.body), sizes)
+
+    @property
+    def _is_current(self) -> bool:
+        """No newer connection to the lender has taken over what was borrowed."""
+        return self._borrowed is not None and self._borrowed.on_ended == self._tell
 
     @property
     def unread_bytes(self) -> int:
@@ -274,12 +285,12 @@ class Channel:
     @property
     def has_news(self) -> bool:
         """Whether there is something to tell the lender."""
-        return bool(self._read_count) or (self._borrowed is not None and self._borrowed.has_ended_loans)
+        return bool(self._read_count) or (self._is_current and self._borrowed.has_ended_loans)  # type: ignore[union-attr]
 
     def take_news(self) -> bytes:
         """Tell the lender what was read, and what is not used any more."""
         assert self._borrowed is not None
-        ended = self._borrowed.take_ended()
+        ended = self._borrowed.take_ended() if self._is_current else []
         count, self._read_count = self._read_count, 0
         return frame(_FREED, 0, 0, count, 0, struct.pack(f"<{len(ended)}Q", *ended))
 

@@ -13,10 +13,11 @@ import pytest
 
 from arpc.errors import ProtocolError
 from arpc.testing.endpoints import bulk_frame, small_frame, turns_until
+from arpc.transport.base import BulkSend
 from arpc.transport.shm import channel as channel_module
 from arpc.transport.shm.mapping import ArenaFile, MappedArena, UnmappableError, is_supported
 from arpc.wire.frames import frame
-from arpc.wire.messages import ArenaFlag, MessageType
+from arpc.wire.messages import ArenaFlag, Freed, Lent, MessageType
 from tests.transport.shm.sharing import KIB, MIB, sharing
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="only Linux has files in memory without a name")
@@ -361,6 +362,51 @@ async def test_the_end_of_a_connection_that_is_noticed_after_the_next_has_begun(
         assert both.near_arena.statistics()["lent_bytes"] == {"far": 2 * MIB}
         del received, more
         await both.freed()
+
+
+async def test_two_connections_at_once_agree_on_what_is_lent():
+    async with sharing() as both:
+        kept, dropped = (await both.send(b"k" * MIB)), (await both.send(b"d" * MIB))
+        old_near, old_far = both.near, both.far
+        both.near, both.far = await both.endpoints.pair()
+        (more,) = await both.send(b"m" * MIB)  # the newer one has told what is held
+        # what the older one says now is out of date
+        assert not old_near.connection.carrier.carry(b"", BulkSend([memoryview(b"x" * MIB)]))
+        del dropped
+        gc.collect()
+        old_near.connection.send(small_frame(1))  # a read, after which the far end tells what it has given back
+        await old_far.received(1)
+        await both.freed(used_blocks=2)
+        assert old_near.connection.is_open
+        assert old_far.connection.is_open
+        assert (kept, more) == ([b"k" * MIB], b"m" * MIB)
+        del kept, more
+        await both.freed()
+
+
+async def test_what_was_given_back_over_an_older_connection_is_not_taken_back_twice():
+    async with sharing() as both:
+        kept, dropped = (await both.send(b"k" * MIB)), (await both.send(b"d" * MIB))
+        _, offset = both.near_arena._ledger._loans[both.near.connection.peer.incarnation]
+        old = both.near
+        both.near, both.far = await both.endpoints.pair()
+        (more,) = await both.send(b"m" * MIB)
+        del dropped
+        await both.freed(used_blocks=2)
+        # it may have been told over the older one just before, and be read only now
+        old.connection.carrier.message_received(Freed(0, 0, 0, 0, 0, 0, 0, bytearray(struct.pack("<Q", offset)), ()))
+        assert (kept, more) == ([b"k" * MIB], b"m" * MIB)
+
+
+async def test_memory_that_was_lent_over_an_older_connection_is_not_used():
+    async with sharing() as both:
+        await both.send(b"x" * MIB)
+        old = both.far
+        both.near, both.far = await both.endpoints.pair()
+        (kept,) = await both.send(b"k" * MIB)
+        with pytest.raises(ProtocolError, match="another one has replaced"):
+            old.connection.carrier.borrow(Lent(0, 0, 0, 0, 0, 0, 0, bytearray(struct.pack("<Q", 1 << 16)), ()), [MIB])
+        assert kept == b"k" * MIB
 
 
 async def test_a_message_that_never_arrived_is_not_lent():

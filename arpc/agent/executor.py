@@ -448,8 +448,7 @@ class Executor(PlainRequests):
         def handle(link: HasInbound, message: Message) -> None:
             inbound = link.inbound
             function = inbound.functions.get(message.arg)
-            known = function if isinstance(function, Function) else _UNKNOWN
-            run = _WrappedRun(self, inbound, known, message.id, message.timeout_ms, self._copy_context(), message)
+            run = self._run(inbound, function if isinstance(function, Function) else _UNKNOWN, message)
             run.results = ResultSizes()  # what the function returns stays here
             try:
                 wrapped = wrapper.admit(run, message)
@@ -458,7 +457,7 @@ class Executor(PlainRequests):
                 return
             if wrapped is None:
                 return
-            run.wrapped = wrapped
+            run.never_begun = wrapped.not_begun
             if isinstance(function, Function):
                 # before it is unpacked: what observers put around a function belongs around all of this
                 run.function = _wrapped(wrapped, function)
@@ -771,18 +770,6 @@ async def _future_of(result: Any, name: str, loop: asyncio.AbstractEventLoop) ->
     result.add_done_callback(completed)
     await done
     return result.result() if is_a(result, concurrent.futures.Future) else result.value()
-
-
-class _WrappedRun(Run):
-    """A request that a feature has admitted, which hears of its end in any case."""
-
-    wrapped: Wrapped | None = None
-
-    def failed(self, error: BaseException) -> None:
-        # A task that is cancelled before its first step never enters the coroutine
-        if self.coroutine is None and self.wrapped is not None:
-            self.wrapped.not_begun(error)
-        super().failed(error)
 
 
 def _wrapped(wrapped: Wrapped, function: Function) -> Function:

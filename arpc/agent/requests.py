@@ -96,6 +96,8 @@ class Run(msgspec.Struct):
     """Where a thread may put the answer."""
     results: ResultSizes | None = None
     """Those of what it runs, if that is not its function."""
+    never_begun: Callable[[BaseException], None] | None = None
+    """Told the error of a request that ends before its coroutine has begun."""
     is_counted: bool = False
     """The reply window has let it go to a thread, and is to hear when it leaves that."""
     handling: Any = None
@@ -159,6 +161,9 @@ class Run(msgspec.Struct):
         self.executor.returned(self, result)
 
     def failed(self, error: BaseException) -> None:
+        # A task that is cancelled before its first step never enters the coroutine
+        if self.coroutine is None and self.never_begun is not None:
+            self.never_begun(error)
         if self.returned_coroutine is not None:
             close_coroutine(self.returned_coroutine)  # it may never have begun
         self.executor.raised(self, error)

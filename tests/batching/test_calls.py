@@ -44,7 +44,8 @@ async def test_calls_gather_while_another_batch_runs(group, sizes, gate):
     first = arpc.rpc_async("worker1", functions.held, (0,))
     await gate.reached.wait()
     others = [arpc.rpc_async("worker1", functions.held, (number,)) for number in range(1, 40)]
-    await arpc.rpc_sync("worker1", functions.identity, (0,))  # they have arrived, too
+    for _ in range(2):  # they have arrived, too, and those that got a task have taken their first step
+        await arpc.rpc_sync("worker1", functions.identity, (0,))
     gate.opened.set()
     assert await first == 0
     assert await asyncio.gather(*others) == list(range(1, 40))

@@ -1,4 +1,4 @@
-"""A soak of some seconds: all promises hold. RRefs have a soak of their own, by hand: `make soak`."""
+"""A soak of some seconds, without RRefs and hostile exceptions: docs/faults.md names the problem that is open there."""
 
 from __future__ import annotations
 

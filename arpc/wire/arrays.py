@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from arpc.errors import NotAllowedError
+from arpc.wire import reducing
 from arpc.wire.allowlist import TRUSTED, VALUES
 from arpc.wire.trusted import ANYTHING, FLAG, SIZES, Check, Trusted, exactly
 
@@ -79,6 +80,10 @@ def _from_buffer(memory: Any, dtype: np.dtype[Any], shape: tuple[int, ...], orde
     return flat.reshape(shape, order=order)  # type: ignore[call-overload]
 
 
+def _plain_array(memory: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    return _from_buffer(memory, _dtype(dtype), shape, "C")
+
+
 def _empty_array(*_: Any) -> Any:
     return np.empty(0, np.int8)
 
@@ -113,6 +118,10 @@ _ARRAY_CLASS: Final = Check("numpy.ndarray", lambda value: value is np.ndarray)
 def _fill_lists() -> None:
     TRUSTED.add(("numpy", "dtype"), Trusted("numpy.dtype", _dtype, _DTYPE_NAME, FLAG, FLAG, required=1))
     VALUES.add(("numpy", "ndarray"), np.ndarray)
+    TRUSTED.add(
+        (reducing.__name__, "_fill_array"),
+        Trusted("numpy array", _plain_array, exactly(bytes, bytearray, memoryview, PickleBuffer), _DTYPE_NAME, SIZES),
+    )
     for package in ("numpy._core", "numpy.core"):
         TRUSTED.add(
             (f"{package}.numeric", "_frombuffer"),

@@ -3,59 +3,77 @@
 `Pickler.dumps` gives a pickle (protocol 5) in which tensors, and the memory of objects that offer it out of band (numpy
 arrays), are holes; what fills them comes beside it as *slots*, in their order. `loads` takes both. Of a plain tensor
 there travels what torch knows of it, not the attributes that someone has set on it; those of a subclass do.
+
+Pickle's own pickler, in C, makes nearly all pickles. It finds tensors, and types that need special treatment, by a
+table; it runs no Python code for other objects. What it cannot pickle (lambdas, local classes) and what it would pickle
+otherwise than it should (functions of ``__main__``) is pickled again by `reducing.HolePickler`.
 """
 
 from __future__ import annotations
 
+import copyreg
 import inspect
 import pickle
-from collections.abc import Mapping
-from operator import not_
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from operator import methodcaller, not_
+from pickle import PickleBuffer
 from typing import Any, Final
 
+import cloudpickle
+import numpy as np
 from torch import Tensor
+from torch.nn import Parameter
 
 from arpc.errors import RRefError, SerializationError, WorkerLostError, not_run
 from arpc.ids import WorkerInfo
 from arpc.user_errors import text_of, type_name_of
-from arpc.wire.handful import MAX_TENSORS
-from arpc.wire.reducing import HOLE, HolePickler, Parcel, Reducer, importable_name
+from arpc.wire.reducing import (
+    FILL,
+    HOLE,
+    IS_REGISTERED,
+    MAIN_NAMES,
+    MEMO,
+    PREFIX,
+    HolePickler,
+    MainName,
+    NamesOnlyPickler,
+    Parcel,
+    Reducer,
+    importable_name,
+    make_instance,
+    reduce_array,
+    reduce_tensor_subclass,
+    spelled_out,
+)
 from arpc.wire.tensors import Slot
 
-__all__ = [
-    "JUST_A_TENSOR",
-    "JUST_TENSORS",
-    "ONE_TENSOR",
-    "SCALARS",
-    "Parcel",
-    "Pickler",
-    "Reducer",
-    "dumps_flat",
-    "dumps_plain",
-    "importable_name",
-    "loads",
-]
+__all__ = ["SCALARS", "Parcel", "Pickler", "Reducer", "importable_name", "loads"]
 
-# Clearing a pickler takes time in proportion to the largest pickle it ever made. After a larger one than this it is
-# cheaper to make another, which takes 1.5 us.
-_MAX_REUSED_BYTES: Final = 1024
-# A container this long is looked through only if it begins with a tensor
-_MAX_UNLIKELY: Final = 1000
 SCALARS: Final = frozenset((int, float, bool, str, bytes, complex, type(None)))
 """Objects of just these types take up no slots, and to pickle them runs no code but the pickler's own."""
-_CONTAINERS: Final = frozenset((tuple, list, dict))
-_PLAIN: Final = SCALARS | _CONTAINERS | {Tensor}
 _ONLY_TENSORS: Final = {Tensor}
-_dump = pickle.Pickler.dump  # cloudpickle's own only explains recursion errors
 _dumps = pickle.dumps
-JUST_A_TENSOR: Final = pickle.dumps(HOLE, protocol=5, buffer_callback=not_)
-"""The pickle of a result that is a tensor. Always this very object, by which such a message is known."""
-JUST_TENSORS: Final = tuple(
-    pickle.dumps((HOLE,) * count, protocol=5, buffer_callback=not_) for count in range(MAX_TENSORS + 1)
-)
-"""The same for the arguments of a call that are just so many tensors."""
-ONE_TENSOR: Final = JUST_TENSORS[1]
-_MAX_PATTERNS: Final = 64
+_A_TENSOR: Final = _dumps(HOLE, protocol=5, buffer_callback=not_)
+"""The pickle of a result that is a tensor."""
+_MAX_CONSTANT: Final = 256
+"""Arguments that are more tensors than this are pickled like any others."""
+_MAX_REUSED_BYTES: Final = 1 << 16
+"""A pickler keeps a buffer of the size of its largest pickle. After a larger one than this, another one is made."""
+_MAX_REMEMBERED: Final = 1024
+_MAX_FRAME_BYTES: Final = 1 << 18
+"""No frame of a pickle is larger: longer chunks are single texts and bytes of the user's."""
+_CANNOT: Final = (pickle.PicklingError, AttributeError, TypeError)
+"""What the pickler in C raises for what has no name. Users' code may raise it as well, and then raises it again."""
+_by_value_modules: Final[Callable[[], set[str]]] = cloudpickle.list_registry_pickle_by_value
+_reduce: Final = methodcaller("__reduce_ex__", 5)
+_HEAP_TYPE: Final = 1 << 9
+
+
+@lru_cache(_MAX_CONSTANT)
+def _pickle_of_tensors(count: int) -> bytes:
+    """The pickle of so many arguments that are tensors, each another one."""
+    return _dumps((HOLE,) * count, protocol=5, buffer_callback=not_)
 
 
 class Pickler:
@@ -67,17 +85,20 @@ class Pickler:
         families: Mapping[type, Reducer] | None = None,
         kind: type[HolePickler] = HolePickler,
     ) -> None:
-        """``reducers`` are for objects of just that type, ``families`` for those of its subclasses, too."""
+        """``reducers`` are for objects of just that type, ``families`` for those of its subclasses, too.
+
+        ``kind`` pickles what pickle's own pickler cannot, or refuses to.
+        """
         self._reducers = dict(reducers or {})
         self._families = dict(families or {})
         self._kind = kind
-        self._repeated: dict[tuple[int, ...], bytes] = {}
-        """Pickles of arguments that are just tensors, some of them more than once, by which ones."""
-        self._free = [kind(self._reducers, self._families)]
+        self._free: list[_QuickPickler] = []
+        self._known_to_copyreg = len(copyreg.dispatch_table)
 
     def add_reducer(self, cls: type, reducer: Reducer) -> None:
         """Let objects of a class, and of this very class, travel in another way than they are pickled."""
         self._reducers[cls] = reducer
+        self._free = []
 
     def dumps(
         self, obj: Any, *, main_by_value: bool = False, to: WorkerInfo | None = None, is_rehearsal: bool = False
@@ -87,31 +108,54 @@ class Pickler:
         ``main_by_value``: the peer does not run the same script, so what ``__main__`` defines must travel itself.
         ``is_rehearsal``: it will not be sent, so reducers are not told that it is complete.
         """
+        if main_by_value or ((by_value := _by_value_modules()) and by_value.difference(MAIN_NAMES)):
+            return self._dumps_carefully(obj, main_by_value, to, is_rehearsal)
+        if len(copyreg.dispatch_table) != self._known_to_copyreg:
+            self._known_to_copyreg = len(copyreg.dispatch_table)
+            self._free = []
         # Taken out while in use: a reducer may pickle, and so may other threads (pop and append are atomic)
+        free = self._free
         try:
-            pickler = self._free.pop()
+            pickler = free.pop()
         except IndexError:
-            pickler = self._kind(self._reducers, self._families)
-        pickler.main_by_value = main_by_value
-        pickler.to = to
-        _dump(pickler, obj)  # one that failed is not put back
+            pickler = _QuickPickler(self._reducers, self._families, self._kind)
+        try:
+            pickler.to = to
+            payload, slots = pickler.dumps(obj)
+        except _CANNOT:
+            pickler.clear()
+            return self._dumps_carefully(obj, main_by_value, to, is_rehearsal)
+        except BaseException:
+            pickler.clear()
+            raise
+        if payload is None:
+            pickler.clear()
+            return self._dumps_carefully(obj, main_by_value, to, is_rehearsal)
         if pickler.packed:
             packed, pickler.packed = pickler.packed, []
             for tell in () if is_rehearsal else packed:
                 tell()
-        chunks = pickler.chunks
-        payload = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-        slots = pickler.slots
-        # A pickler refers to itself: what it still knows of would wait for the garbage collector with it
-        chunks.clear()
-        if slots:
-            pickler.slots = []
-        if pickler.globals_ref:
-            pickler.globals_ref.clear()
-        pickler.clear_memo()
         if len(payload) <= _MAX_REUSED_BYTES:
-            self._free.append(pickler)
+            free.append(pickler)
         return payload, slots
+
+    def _dumps_carefully(
+        self, obj: Any, main_by_value: bool, to: WorkerInfo | None, is_rehearsal: bool
+    ) -> tuple[bytes, list[Slot]]:
+        pickler = self._kind(self._reducers, self._families)
+        pickler.main_by_value = main_by_value
+        pickler.to = to
+        try:
+            pickler.dump(obj)
+            for tell in () if is_rehearsal else pickler.packed:
+                tell()
+            return b"".join(pickler.chunks), pickler.slots
+        finally:
+            # A pickler refers to itself: what it still knows of would wait for the garbage collector with it
+            pickler.clear_memo()
+            pickler.globals_ref.clear()
+            pickler.slots = []
+            pickler.packed = []
 
     def dumps_call(
         self,
@@ -122,67 +166,35 @@ class Pickler:
         main_by_value: bool,
         to: WorkerInfo | None = None,
     ) -> tuple[bytes, list[Slot]]:
-        """The same for the arguments of a call: args, or a tuple of args and kwargs if there are any of these.
+        """Pickle and slots of the arguments of a call: args, or a tuple of args and kwargs if there are any of these.
 
         Raises `SerializationError`, which names the argument that cannot travel.
         """
         if not kwargs:
-            if len(args) == 1 and type(args[0]) is Tensor:
-                return ONE_TENSOR, [args[0]]
             kinds = set(map(type, args))
             if kinds <= SCALARS:
                 return _dumps(args, protocol=5), []
-            if kinds == _ONLY_TENSORS and len(args) <= MAX_TENSORS:
-                slots = {id(arg): arg for arg in args}
-                if len(slots) == len(args):
-                    return JUST_TENSORS[len(args)], list(args)
-                return self._dumps_repeated(args, slots)
+            if kinds == _ONLY_TENSORS and len(args) <= _MAX_CONSTANT and len(set(map(id, args))) == len(args):
+                return _pickle_of_tensors(len(args)), [*args]
         try:
-            return self._dumps_plain((args, kwargs) if kwargs else args, main_by_value=main_by_value, to=to)
+            return self.dumps((args, kwargs) if kwargs else args, main_by_value=main_by_value, to=to)
         except (RRefError, WorkerLostError):
             raise  # an RRef that cannot be used says so itself
         except Exception as error:
             raise self.explained(function, args, kwargs or {}, error, main_by_value=main_by_value, to=to) from error
 
-    def _dumps_repeated(self, args: tuple[Tensor, ...], slots: dict[int, Tensor]) -> tuple[bytes, list[Slot]]:
-        """The same for a few tensors, some of which are there more than once: they are one object there, too."""
-        places = dict(zip(slots, range(len(slots)), strict=True))
-        pattern = tuple([places[id(arg)] for arg in args])
-        payload = self._repeated.get(pattern)
-        if payload is None:
-            payload, _ = self.dumps(args)
-            if len(self._repeated) < _MAX_PATTERNS:
-                self._repeated[pattern] = payload
-        return payload, list(slots.values())
-
     def dumps_result(
         self, value: Any, *, main_by_value: bool, to: WorkerInfo | None = None
     ) -> tuple[bytes, list[Slot]]:
-        """The same for what a function returned. None is the empty pickle. Raises whatever pickling it raises."""
+        """Pickle and slots of a result. None is the empty pickle. Raises whatever pickling it raises."""
         if value is None:
             return b"", []
         kind = type(value)
+        if kind is Tensor:
+            return _A_TENSOR, [value]
         if kind in SCALARS:
             return _dumps(value, protocol=5), []
-        if kind is Tensor:
-            return JUST_A_TENSOR, [value]
-        if kind in _CONTAINERS:
-            return self._dumps_plain(value, main_by_value=main_by_value, to=to)
         return self.dumps(value, main_by_value=main_by_value, to=to)
-
-    def _dumps_plain(self, value: Any, *, main_by_value: bool, to: WorkerInfo | None) -> tuple[bytes, list[Slot]]:
-        """The same as `dumps`, for what is likely to be made of containers, scalars and tensors alone.
-
-        Then the tensors are cut out here, at a third of what it costs to have the pickler reduce each.
-        """
-        tensors: list[Slot] = []
-        try:
-            cut = _cut_out(value, tensors, set())
-        except (_NotPlainError, RecursionError):
-            return self.dumps(value, main_by_value=main_by_value, to=to)
-        if len(tensors) > 1 and len(set(map(id, tensors))) < len(tensors):
-            return self.dumps(value, main_by_value=main_by_value, to=to)  # which keeps one object one
-        return _dumps(cut, protocol=5, buffer_callback=not_), tensors
 
     def explained(
         self,
@@ -205,44 +217,141 @@ class Pickler:
         return not_run(SerializationError(f"the arguments of {name} cannot be sent: {text_of(error)}"))
 
 
-class _NotPlainError(Exception):
-    """There is something that only the pickler can judge."""
+class _Table(dict[type, Callable[[Any], Any]]):
+    """How objects of a type are reduced. What is not in it is looked up once."""
+
+    def __init__(self, find: Callable[[type], Callable[[Any], Any]], known: Mapping[Any, Callable[[Any], Any]]) -> None:
+        super().__init__(known)
+        self._find = find
+
+    def __missing__(self, cls: type) -> Callable[[Any], Any]:
+        return self._find(cls)
 
 
-def _cut_out(value: Any, tensors: list[Slot], seen: set[int]) -> Any:
-    """A copy of a container with a hole in place of each tensor, or the container itself if there are none in it."""
-    kind = type(value)
-    if kind not in _CONTAINERS or id(value) in seen:
-        raise _NotPlainError  # one object in two places must stay one, and may contain itself
-    seen.add(id(value))
-    items = value
-    if kind is dict:
-        items = value.values()
-        if not SCALARS.issuperset(map(type, value)):
-            raise _NotPlainError
-    if len(items) > _MAX_UNLIKELY and type(next(iter(items))) is not Tensor:
-        raise _NotPlainError
-    kinds = set(map(type, items))
-    if kinds <= SCALARS:
-        return value
-    cut: list[Any]
-    if kinds == _ONLY_TENSORS:
-        tensors += items
-        cut = [HOLE] * len(items)
-    elif kinds <= _PLAIN:
-        cut = []
-        for item in items:
-            kind_of_item = type(item)
-            if kind_of_item is Tensor:
-                tensors.append(item)
-                cut.append(HOLE)
+class _QuickPickler:
+    """Pickle's own pickler, used again and again. It is the `Parcel` that reducers see.
+
+    Not to be used again after an error.
+    """
+
+    main_by_value: Final = False
+
+    def __init__(
+        self, reducers: Mapping[type, Reducer], families: Mapping[type, Reducer], kind: type[HolePickler]
+    ) -> None:
+        self.to: WorkerInfo | None = None
+        self.packed: list[Callable[[], None]] = []
+        self._families = families
+        self._names_main = not issubclass(kind, NamesOnlyPickler)
+        self._chunks = [PREFIX]
+        self.write = self._chunks.append
+        self._tensors: list[Tensor] = []
+        """What fills each `HOLE`, in their order."""
+        self._buffers: list[PickleBuffer] = []
+        """All that is out of band, holes as well."""
+        self._always: dict[Any, Callable[[Any], Any]] = {
+            **kind.dispatch_table,
+            np.ndarray: reduce_array,
+            **{cls: partial(self._reduce_by, reducer) for cls, reducer in reducers.items()},
+            Tensor: _tensor_reducer(self._tensors.append),
+            Parameter: _parameter_reducer(self._tensors.append),
+        }
+        self._table = _Table(self._find_reducer, self._always)
+        self._pickler = pickle.Pickler(self, 5, buffer_callback=self._buffers.append)
+        self._pickler.dispatch_table = self._table
+        self._pickler.memo = MEMO  # type: ignore[assignment]
+
+    def dumps(self, obj: Any) -> tuple[bytes | None, list[Slot]]:
+        """Pickle and slots. None: it names something of ``__main__``, which a peer may know by another name."""
+        self._pickler.dump(obj)
+        chunks, tensors, buffers = self._chunks, self._tensors, self._buffers
+        payload = b"".join(chunks)
+        searched = (payload,) if len(payload) <= _MAX_FRAME_BYTES else chunks
+        for chunk in searched:
+            if b"_main__" in chunk and len(chunk) <= _MAX_FRAME_BYTES:
+                return None, []
+        del chunks[1:]
+        # nothing of the object is referred to from now on
+        self._pickler.memo = MEMO  # type: ignore[assignment]
+        slots: list[Slot] = []
+        if buffers:
+            if len(tensors) == len(buffers):
+                slots += tensors
             else:
-                cut.append(item if kind_of_item in SCALARS else _cut_out(item, tensors, seen))
-    else:
-        raise _NotPlainError
-    if kind is tuple:
-        return tuple(cut)
-    return cut if kind is list else dict(zip(value, cut, strict=True))
+                filling = iter(tensors)
+                slots += [next(filling) if buffer is HOLE else buffer for buffer in buffers]
+            tensors.clear()
+            buffers.clear()
+        return payload, slots
+
+    def clear(self) -> None:
+        """Drop what was pickled so far: a pickler refers to itself, and so waits for the garbage collector."""
+        self._pickler.memo = {}  # type: ignore[assignment]
+        self._chunks.clear()
+        self._tensors.clear()
+        self._buffers.clear()
+        self.packed = []
+
+    def _find_reducer(self, cls: type) -> Callable[[Any], Any]:
+        """How objects of a class are reduced that is not in the table; remembered for classes that stay."""
+        if issubclass(cls, type):
+            raise KeyError(cls)  # objects of it are classes, which are pickled by name
+        reducer: Callable[[Any], Any] = _reduce
+        if issubclass(cls, Tensor):
+            reducer = self._reduce_subclass
+        elif (family := self._family_of(cls)) is not None:
+            reducer = partial(self._reduce_by, family)
+        elif (registered := copyreg.dispatch_table.get(cls)) is not None:
+            return registered  # not remembered: it may be replaced
+        elif self._names_main and cls.__module__ in MAIN_NAMES:
+            reducer = partial(_reduce_of_main, cls, MainName(cls.__qualname__))
+        if importable_name(cls) is not None or not cls.__flags__ & _HEAP_TYPE:
+            if len(self._table) >= len(self._always) + _MAX_REMEMBERED:
+                self._table.clear()
+                self._table.update(self._always)
+            self._table[cls] = reducer
+        return reducer
+
+    def _family_of(self, cls: type) -> Reducer | None:
+        return next((reducer for head, reducer in self._families.items() if issubclass(cls, head)), None)
+
+    def _reduce_by(self, reducer: Reducer, obj: Any) -> Any:
+        reduced = reducer(obj, self)
+        return reduced if reduced is not NotImplemented else copyreg.dispatch_table.get(type(obj), _reduce)(obj)
+
+    def _reduce_subclass(self, obj: Tensor) -> Any:
+        reduced = reduce_tensor_subclass(obj, self._tensors.append)
+        return reduced if reduced is not NotImplemented else copyreg.dispatch_table.get(type(obj), _reduce)(obj)
+
+
+def _tensor_reducer(add: Callable[[Tensor], None]) -> Callable[[Tensor], Any]:
+    def reduce(tensor: Tensor) -> Any:
+        add(tensor)
+        # a new tuple each time: pickle would take the same one for the same tensor
+        return FILL, (HOLE,)
+
+    return reduce
+
+
+def _parameter_reducer(add: Callable[[Tensor], None]) -> Callable[[Tensor], Any]:
+    return lambda tensor: reduce_tensor_subclass(tensor, add)
+
+
+def _reduce_of_main(cls: type, name: MainName, obj: Any) -> Any:
+    """An object of a class of the script, without the class: only its name."""
+    if importable_name(cls) is None:
+        raise pickle.PicklingError(f"{cls!r} is not what the script has under this name now")
+    reduced = _reduce(obj)
+    match reduced:
+        case (function, tuple() as args, *rest):
+            if function is cls:
+                return name, args, *rest
+            if function is _newobj and args and args[0] is cls:
+                return make_instance, (name, *args[1:]), *rest
+    return reduced
+
+
+_newobj: Final[Any] = copyreg.__newobj__  # type: ignore[attr-defined]
 
 
 def _function_name(function: Any) -> str:
@@ -266,31 +375,9 @@ def _parameter_names(function: Any, count: int) -> list[str]:
     return names
 
 
-def dumps_flat(head: bytes, tensors: list[Slot], *, is_call: bool) -> tuple[bytes, list[Slot]]:
-    """`Pickler.dumps` for a list of bytes and of plain tensors after it, or for the one argument of a call that it is.
-
-    A tensor that is in it twice will be two.
-    """
-    flat = [head, *[HOLE] * len(tensors)]
-    return _dumps((flat,) if is_call else flat, protocol=5, buffer_callback=not_), tensors
-
-
-def dumps_plain(value: Any) -> bytes | None:
-    """`Pickler.dumps` for scalars, and containers of nothing but these; None for all else. Runs no code of others."""
-    if type(value) not in SCALARS:
-        tensors: list[Slot] = []
-        try:
-            _cut_out(value, tensors, set())
-        except (_NotPlainError, RecursionError):
-            return None
-        if tensors:
-            return None
-    return _dumps(value, protocol=5)
-
-
 def loads(payload: bytes | bytearray | memoryview, slots: list[Any], _sender: WorkerInfo | None = None) -> Any:
     """The object of a pickle and its slots. Raises whatever unpickling it raises.
 
     The pickle runs what it names. What peers sent is read by `wire.policy`, of which this is the unrestricted half.
     """
-    return pickle.loads(payload, buffers=slots)
+    return pickle.loads(payload if IS_REGISTERED else spelled_out(payload), buffers=slots)

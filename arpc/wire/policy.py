@@ -1,7 +1,7 @@
 """The one way by which what a peer sent becomes objects, and the two policies there are for it.
 
 Every pickle of a peer, in whatever message it comes, is read by `Policy.read`, every function that a peer wants to call
-by `Policy.function`, and every table of tensors by `Policy.tensors`. All that these need to know of the sender is an
+by `Policy.function`, and every table of tensors by `Policy.layout`. All that these need to know of the sender is an
 argument: what comes in a reply is judged like what comes in a request.
 
 - `UNRESTRICTED`: peers are trusted with everything. A pickle may name and call anything.
@@ -25,7 +25,7 @@ from arpc.options import UNSET
 from arpc.wire.allowlist import Key, callable_named, may_call_method
 from arpc.wire.messages import Message
 from arpc.wire.pickling import loads
-from arpc.wire.rebuilding import Buffer, unpack
+from arpc.wire.rebuilding import Layout, read_layout
 from arpc.wire.reducing import HolePickler, NamesOnlyPickler
 from arpc.wire.restricted import read_name, restricted_loads
 
@@ -52,8 +52,8 @@ class Policy(Protocol):
     def function(self, payload: Bytes, sender: WorkerInfo) -> Any:
         """What a peer will call by number. Raises `NotAllowedError`, or whatever unpickling raises."""
 
-    def tensors(self, table: Bytes, body: bytearray, buffers: Sequence[Buffer], sender: WorkerInfo) -> list[Any]:
-        """The tensors of a message that has a table of them. Raises `ProtocolError` or `SerializationError`."""
+    def layout(self, table: Bytes) -> Layout:
+        """What a table of tensors says. Raises `ProtocolError`."""
 
     def check_code(self) -> None:
         """A request brings its function instead of the number of one. Raises `NotAllowedError` if that is refused."""
@@ -83,8 +83,8 @@ class Unrestricted:
     def function(self, payload: Bytes, _sender: WorkerInfo) -> Any:
         return loads(payload, []) if payload else None
 
-    def tensors(self, table: Bytes, body: bytearray, buffers: Sequence[Buffer], _sender: WorkerInfo) -> list[Any]:
-        return unpack(table, body, buffers)  # type: ignore[arg-type]
+    def layout(self, table: Bytes) -> Layout:
+        return read_layout(table)
 
     def check_code(self) -> None:
         """It may."""
@@ -150,8 +150,8 @@ class AllowList:
         self._permit_function(sender.name, key)
         return found
 
-    def tensors(self, table: Bytes, body: bytearray, buffers: Sequence[Buffer], _sender: WorkerInfo) -> list[Any]:
-        return unpack(table, body, buffers, is_restricted=True)  # type: ignore[arg-type]
+    def layout(self, table: Bytes) -> Layout:
+        return read_layout(table, is_restricted=True)
 
     def forget(self, peer: str) -> None:
         if peer != self._name:

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from arpc.errors import ProtocolError, SerializationError
 from arpc.wire.extents import check_contiguous, check_range, check_sizes, check_strided
-from arpc.wire.frames import ALIGNMENT
+from arpc.wire.frames import ALIGNMENT, MAX_BUFFERS
 from arpc.wire.saved import load_saved
-from arpc.wire.table import DTYPE_CODES, DTYPES, MAX_ROWS, NUMPY_DTYPES, Code, Entry, Flag, Kind, decode_table
+from arpc.wire.staging import placements
+from arpc.wire.table import DTYPE_CODES, DTYPES, MAX_ROWS, NUMPY_DTYPES, Code, Entry, Flag, Kind, Table, decode_table
 
-__all__ = ["Buffer", "Misplaced", "finished", "unpack"]
+__all__ = ["Buffer", "Layout", "Misplaced", "finished", "read_layout"]
 
 
 _from_numpy = torch.from_numpy
 _ndarray = np.ndarray
 _FIRST_STAND_IN: Final = Code.FIRST_STAND_IN
-_FIRST_SPECIAL: Final = Code.BYTES
 _UNALIGNED: Final = ALIGNMENT - 1
 _UINT8: Final = DTYPE_CODES[torch.uint8]
 _FLAGS: Final = Flag.REQUIRES_GRAD | Flag.CONJUGATE | Flag.NEGATIVE | Flag.COALESCED
@@ -51,80 +51,134 @@ class Misplaced:
 Buffer = memoryview | Tensor | Misplaced
 """Host memory; or what has been made of it, because it belongs on a device."""
 
-_Row: TypeAlias = "tuple[np.dtype[Any] | None, int, int, tuple[int, ...]]"
-"""One place of a table's columns: dtype (None if it takes more than one step to build), code, source and shape."""
-_Plan: TypeAlias = "tuple[int, list[_Row], list[Entry]]"
-"""What a table says, and was checked: the size of the inline tensors, the rows, and the entries."""
-
-# Tensors of the same kinds come again and again, so most tables are read and checked once
-_plans: Final[dict[bytes, _Plan]] = {}
-_MAX_REMEMBERED: Final = 256
-_MAX_REMEMBERED_BYTES: Final = 4096
+_Row: TypeAlias = "tuple[np.dtype[Any] | None, int, int, tuple[int, ...], Entry | None]"
+"""A tensor: dtype (None if it takes more than one step to build), code, source and shape; or what an entry says."""
 
 
-def unpack(
-    table: bytes | memoryview, body: bytearray, buffers: Sequence[Buffer], *, is_restricted: bool = False
-) -> list[Any]:
-    """Build what `wire.tensors.pack` described. Restricted: without what torch.load would have to read.
+class Layout:
+    """What the table of a schema says, read and checked once. `build` makes the tensors of each message out of it."""
 
-    Raises `ProtocolError` when the description does not fit the memory, `SerializationError` for a tensor that belongs
-    on a device where it cannot be.
-    """
-    slots: list[Any] = []
-    rebuilder: _Rebuilder | None = None
-    try:
-        description = bytes(table)
-        inline_bytes, rows, entries = _plans.get(description) or _plan(description)
-        base = len(body) - inline_bytes
-        if base < 0:
+    __slots__ = ("_inline", "_is_restricted", "_rows", "inline_bytes", "n_buffers", "placements")
+
+    def __init__(self, table: Table, *, is_restricted: bool) -> None:
+        """Check everything that can be checked without memory. Raises `ProtocolError`, or whatever is wrong with it."""
+        self.inline_bytes: Final = table.inline_bytes
+        """The size of the inline tensors: the first bytes of a body."""
+        self._is_restricted = is_restricted
+        self._rows = _checked_rows(table)
+        self.n_buffers: Final = 1 + max(map(_last_buffer, self._rows), default=-1)
+        """How many buffers it refers to."""
+        if self.n_buffers > MAX_BUFFERS:
+            raise ProtocolError(f"a tensor in buffer {self.n_buffers - 1}, and at most {MAX_BUFFERS} are taken")
+        self.placements: Final = placements(table) if table.entries else {}
+        """Which buffers belong on a device: its name there, by the number of the buffer."""
+        self._inline: list[tuple[tuple[int, ...], np.dtype[Any], int]] | None = []
+        """Shape, dtype and offset of each tensor, if all of them are inline and built in one step."""
+        for dtype, code, source, shape, _ in self._rows:
+            if dtype is None or source < 0 or code >= _FIRST_STAND_IN:
+                self._inline = None
+                break
+            self._inline.append((shape, dtype, source))
+
+    def build(self, body: bytearray, buffers: Sequence[Buffer]) -> list[Any]:
+        """The tensors of a message, and the memory of other objects. They lie in the body and the buffers.
+
+        More may follow the tensors in the body. Raises `ProtocolError` when the memory does not fit the layout,
+        `SerializationError` for a tensor that belongs on a device where it cannot be.
+        """
+        if len(body) < self.inline_bytes:
             raise ProtocolError("the inline tensors of a message are larger than the message")
-        if base & _UNALIGNED and inline_bytes:
-            raise ProtocolError("the inline tensors of a message are not aligned")
-        for dtype, code, source, shape in rows:
+        try:
+            if (rows := self._inline) is not None:
+                return [_from_numpy(_ndarray(shape, dtype, body, offset)) for shape, dtype, offset in rows]
+            return self._build_rows(body, buffers)
+        except (ProtocolError, SerializationError):
+            raise
+        except Exception as error:
+            raise ProtocolError(f"tensors that cannot be built: {error}") from error
+
+    def _build_rows(self, body: bytearray, buffers: Sequence[Buffer]) -> list[Any]:
+        if len(buffers) < self.n_buffers:
+            raise ProtocolError(f"a tensor in buffer {self.n_buffers - 1} of {len(buffers)}")
+        slots: list[Any] = []
+        rebuilder: _Rebuilder | None = None
+        for dtype, code, source, shape, entry in self._rows:
             if dtype is None:
                 if rebuilder is None:
-                    rebuilder = _Rebuilder(body, base, buffers, entries, is_restricted=is_restricted)
-                slots.append(rebuilder.build(code, source, shape))
+                    inline = memoryview(body)[: self.inline_bytes]
+                    rebuilder = _Rebuilder(inline, buffers, is_restricted=self._is_restricted)
+                slots.append(rebuilder.memory(source, shape[0]) if entry is None else rebuilder.build(entry))
                 continue
             if source >= 0:
-                tensor = _from_numpy(_ndarray(shape, dtype, body, base + source))
+                tensor = _from_numpy(_ndarray(shape, dtype, body, source))
             else:
                 memory = buffers[~source]
                 check_contiguous(shape, dtype.itemsize, memory.nbytes)
                 tensor = _from_numpy(_ndarray(shape, dtype, memory))  # type: ignore[arg-type]
             slots.append(tensor if code < _FIRST_STAND_IN else finished(tensor, code))
-    except (ProtocolError, SerializationError):
+        return slots
+
+
+def read_layout(table: bytes | bytearray | memoryview, *, is_restricted: bool = False) -> Layout:
+    """Read and check a table that a peer has sent. Restricted: the layout builds nothing that torch.load would read.
+
+    Raises `ProtocolError`.
+    """
+    try:
+        return Layout(decode_table(table), is_restricted=is_restricted)
+    except ProtocolError:
         raise
     except Exception as error:
         raise ProtocolError(f"tensors that cannot be built: {error}") from error
-    return slots
 
 
-def _plan(description: bytes) -> _Plan:
-    """Read a table, and check all of it that can be checked without the memory of its message."""
-    table = decode_table(description)
+def _checked_rows(table: Table) -> list[_Row]:
     inline_bytes, codes = table.inline_bytes, table.codes
     if not len(codes) == len(table.sources) == len(table.shapes):
         raise ProtocolError("a table of tensors with columns of different lengths")
     if len(codes) > MAX_ROWS:
         raise ProtocolError(f"a message of {len(codes)} tensors, and at most {MAX_ROWS} are taken")
+    if codes.count(Code.ENTRY) != len(table.entries):
+        raise ProtocolError(f"a table with {codes.count(Code.ENTRY)} places for {len(table.entries)} entries")
+    entries = iter(table.entries)
     rows: list[_Row] = []
     for code, source, shape in zip(codes, table.sources, table.shapes, strict=True):
-        dtype = NUMPY_DTYPES[code] if code < _FIRST_SPECIAL else None
-        if dtype is not None and source >= 0:
+        if code == Code.ENTRY:
+            rows.append((None, code, 0, (), next(entries)))
+            continue
+        if code == Code.BYTES:
+            if len(shape) != 1:
+                raise ProtocolError(f"the memory of an object with {len(shape)} sizes")
+            dtype, item_bytes = None, 1
+        else:
+            dtype = NUMPY_DTYPES[code]
+            item_bytes = dtype.itemsize
+            if code & Code.REQUIRES_GRAD and not _can_require_grad(code & ~Code.REQUIRES_GRAD):
+                raise ProtocolError(f"a tensor of {DTYPES[code & ~Code.REQUIRES_GRAD]} that requires grad")
+        if source >= 0:
             if source & _UNALIGNED:
                 raise ProtocolError("an inline tensor is not aligned")  # torch's operators would crash
-            # nearly all there are; the others are looked at more closely
-            if not 0 < prod(shape) * dtype.itemsize <= inline_bytes - source:
+            # the first condition holds for nearly all tensors; the others are looked at more closely
+            if not 0 < prod(shape) * item_bytes <= inline_bytes - source:
                 check_range(source, 0, inline_bytes)
-                check_contiguous(shape, dtype.itemsize, inline_bytes - source)
-        rows.append((dtype, code, source, shape))
-    plan = inline_bytes, rows, table.entries
-    if len(description) <= _MAX_REMEMBERED_BYTES:
-        if len(_plans) >= _MAX_REMEMBERED:
-            _plans.clear()
-        _plans[description] = plan
-    return plan
+                check_contiguous(shape, item_bytes, inline_bytes - source)
+        rows.append((dtype, code, source, shape, None))
+    return rows
+
+
+def _can_require_grad(code: int) -> bool:
+    dtype = DTYPES[code]
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _last_buffer(row: _Row) -> int:
+    """The highest buffer that a row refers to, -1 for none."""
+    _, _, source, _, entry = row
+    return max(-1, ~source) if entry is None else _last_buffer_of(entry)
+
+
+def _last_buffer_of(entry: Entry) -> int:
+    return max(-1, ~entry.source, *map(_last_buffer_of, entry.parts))
 
 
 def finished(tensor: Tensor, code: int) -> Tensor:
@@ -147,32 +201,14 @@ def _as_dtype(tensor: Tensor, code: int) -> Tensor:
 class _Rebuilder:
     """Builds what takes more than one step."""
 
-    def __init__(
-        self,
-        body: bytearray,
-        base: int,
-        buffers: Sequence[Buffer],
-        entries: Sequence[Entry],
-        *,
-        is_restricted: bool,
-    ) -> None:
-        self._is_restricted = is_restricted
-        self._body = memoryview(body)
-        self._base = base
+    def __init__(self, inline: memoryview, buffers: Sequence[Buffer], *, is_restricted: bool) -> None:
+        self._inline = inline
         self._buffers = buffers
-        self._entries = iter(entries)
+        self._is_restricted = is_restricted
         self._spans: dict[tuple[int, int, int], Tensor] = {}
 
-    def build(self, code: int, source: int, shape: tuple[int, ...]) -> Tensor | memoryview:
-        """What one place of the columns says."""
-        if code == Code.ENTRY:
-            return self._build_entry(next(self._entries))
-        if code == Code.BYTES:
-            (size_bytes,) = shape
-            return self._memory(source, size_bytes)
-        raise ProtocolError(f"a tensor of the unknown kind {code}")
-
-    def _build_entry(self, entry: Entry) -> Tensor:
+    def build(self, entry: Entry) -> Tensor:
+        """The tensor that an entry describes."""
         flags = entry.flags
         if flags & ~_FLAGS:
             raise ProtocolError(f"a tensor with the unknown flags {flags}")
@@ -186,7 +222,8 @@ class _Rebuilder:
             tensor = torch._neg_view(tensor).data
         return tensor.requires_grad_() if flags & Flag.REQUIRES_GRAD else tensor
 
-    def _memory(self, source: int, size_bytes: int) -> memoryview:
+    def memory(self, source: int, size_bytes: int) -> memoryview:
+        """Bytes of the message: all of a buffer, or part of the inline memory."""
         if source < 0:
             memory = self._buffer(source)
             if not isinstance(memory, memoryview):
@@ -196,9 +233,8 @@ class _Rebuilder:
             return memory
         if source & _UNALIGNED:
             raise ProtocolError("an inline tensor is not aligned")
-        start = self._base + source
-        check_range(start, size_bytes, self._body.nbytes)
-        return self._body[start : start + size_bytes]
+        check_range(source, size_bytes, self._inline.nbytes)
+        return self._inline[source : source + size_bytes]
 
     def _buffer(self, source: int) -> Buffer:
         if not 0 <= ~source < len(self._buffers):
@@ -210,7 +246,7 @@ class _Rebuilder:
     def _strided(self, entry: Entry) -> Tensor:
         numpy_dtype = NUMPY_DTYPES[entry.dtype]
         item_bytes = numpy_dtype.itemsize
-        memory = self._memory(entry.source, entry.span_bytes)
+        memory = self.memory(entry.source, entry.span_bytes)
         check_strided(entry.shape, entry.strides, item_bytes, memory.nbytes)
         strides = tuple([stride * item_bytes for stride in entry.strides])
         tensor = _from_numpy(_ndarray(entry.shape, numpy_dtype, memory, 0, strides))
@@ -231,7 +267,7 @@ class _Rebuilder:
     def _span(self, source: int, size_bytes: int, dtype_code: int) -> Tensor:
         """All of a span as one tensor of a dtype. Tensors of all dtypes have one storage in common."""
         if dtype_code == _UINT8:
-            memory = self._memory(source, size_bytes)
+            memory = self.memory(source, size_bytes)
             array: np.ndarray[tuple[int], np.dtype[np.uint8]] = _ndarray((size_bytes,), np.uint8, memory)
             return _from_numpy(array)
         key = source, size_bytes, _UINT8
@@ -285,7 +321,7 @@ class _Rebuilder:
         """A part of a sparse tensor. Torch would resolve a lazy negative, and so take memory that did not come."""
         if entry.kind not in _PARTS or entry.flags:
             raise ProtocolError(f"a sparse tensor with a part of kind {entry.kind} and flags {entry.flags}")
-        return self._build_entry(entry)
+        return self.build(entry)
 
     def _indices(self, entry: Entry) -> Tensor:
         """Indices of a sparse tensor. Torch looks at each of them, so each of them must have come.
@@ -301,7 +337,7 @@ class _Rebuilder:
     def _saved(self, entry: Entry) -> Tensor:
         if self._is_restricted:
             raise SerializationError("a quantized or nested tensor is not taken in allow-list mode")
-        return load_saved(self._memory(entry.source, entry.span_bytes))
+        return load_saved(self.memory(entry.source, entry.span_bytes))
 
     _BUILDERS: Final[dict[int, Callable[[_Rebuilder, Entry], Tensor]]] = {
         Kind.STRIDED: _strided,

@@ -1,6 +1,6 @@
 """How single objects are pickled where pickle alone would not do.
 
-- A tensor becomes a *hole*; what fills it is noted beside the pickle.
+- A tensor becomes a *hole*; what fills it is noted beside the pickle. Plain numpy arrays become holes as well.
 - Functions and classes the peer can import travel by name, others (lambdas, closures, notebook cells) by value.
 - ``__main__`` counts as importable when the peer runs the same script, so that its globals are the peer's own.
 - Types of other parts of arpc bring their own *reducers*, handed in by whoever builds the pickler.
@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import copyreg
+import pickle
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +18,7 @@ from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final, Protocol, cast
 
 import cloudpickle
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -26,14 +28,23 @@ from arpc.ids import WorkerInfo
 from arpc.wire.tensors import Slot
 
 __all__ = [
+    "FILL",
     "HOLE",
+    "IS_REGISTERED",
     "MAIN_NAMES",
+    "MEMO",
+    "PREFIX",
     "HolePickler",
+    "MainName",
     "NamesOnlyPickler",
     "Parcel",
     "Reducer",
     "as_subclass",
     "importable_name",
+    "make_instance",
+    "reduce_array",
+    "reduce_tensor_subclass",
+    "spelled_out",
 ]
 
 
@@ -61,6 +72,55 @@ HOLE: Final = PickleBuffer(bytearray())
 _make_subclass = Tensor._make_subclass  # noqa: SLF001 - what Parameter uses itself, for lack of a public way
 
 
+def _fill(slot: Any) -> Any:
+    return slot
+
+
+FILL: Final = _fill
+"""Called with what fills a hole, it returns just that: an object cannot be reduced to a hole alone."""
+
+# -- how pickles begin
+
+_EXTENSION_CODE: Final = 240
+PREFIX: Final = pickle.PROTO + b"\5" + pickle.EXT1 + bytes([_EXTENSION_CODE]) + pickle.MEMOIZE + pickle.POP
+"""The beginning of each pickle that may have holes: makes `FILL` the first object in its memo.
+
+Extension codes spare both sides the lookup of a name. Code 240 is one of those that Python's registry leaves to
+private use. It is part of the wire format.
+"""
+MEMO: Final = {id(_fill): (0, _fill)}
+"""The memo of a pickler that has written the prefix."""
+_SPELLED_OUT: Final = (
+    pickle.PROTO
+    + b"\5"
+    + b"".join(pickle.SHORT_BINUNICODE + bytes([len(name)]) + name.encode() for name in (__name__, "_fill"))
+    + pickle.STACK_GLOBAL
+    + pickle.MEMOIZE
+    + pickle.POP
+)
+
+
+def spelled_out(payload: bytes | bytearray | memoryview) -> bytes:
+    """A pickle in which a name stands for the extension code of the prefix."""
+    data = bytes(payload)
+    return _SPELLED_OUT + data[len(PREFIX) :] if data.startswith(PREFIX) else data
+
+
+def _register() -> bool:
+    try:
+        copyreg.add_extension(__name__, "_fill", _EXTENSION_CODE)
+    except ValueError:
+        return False
+    return True
+
+
+IS_REGISTERED: Final = _register()
+"""False if another library has taken the extension code: then pickles are `spelled_out` before they are read."""
+
+
+# -- the pickler for code
+
+
 class _DispatchTable(dict[type, Callable[[Any], Any]]):
     """cloudpickle's reducers, then those of `copyreg`. cloudpickle's own ChainMap takes 2 us for each object."""
 
@@ -78,15 +138,15 @@ class _Sink:
 
 
 class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles one object after another into ``chunks``, and notes in ``slots`` what fills the holes.
+    """Pickles one object into ``chunks``, by value what has no name, and notes in ``slots`` what fills the holes.
 
-    Not to be used again after an error.
+    It runs Python code for every object. `wire.pickling` uses it for what pickle's own pickler cannot do.
     """
 
     dispatch_table = _DispatchTable(cloudpickle.Pickler.dispatch_table.maps[0])
 
     def __init__(self, reducers: Mapping[type, Reducer], families: Mapping[type, Reducer]) -> None:
-        self.chunks: list[bytes] = []
+        self.chunks: list[bytes] = [PREFIX]
         self.slots: list[Slot] = []
         self.main_by_value = False
         self.to: WorkerInfo | None = None
@@ -95,6 +155,7 @@ class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._families = families
         self._heads = tuple(families)
         super().__init__(_Sink(self.chunks.append), protocol=5, buffer_callback=self._memory_found)
+        self.memo = MEMO
 
     def _memory_found(self, buffer: PickleBuffer) -> None:
         # None keeps the buffer out of band. Holes were noted in reducer_override, where the tensor was at hand.
@@ -107,13 +168,11 @@ class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.slots.append(obj)
             # a new tuple each time: pickle would take the same one for the same tensor
             return _fill, (HOLE,)
-        if obj is _fill:
-            return NotImplemented  # the most common function of all: by name, and without a closer look
         reducer = self._reducers.get(kind)
         if reducer is not None and (reduced := reducer(obj, self)) is not NotImplemented:
             return reduced
         if isinstance(obj, Tensor):
-            return self._reduce_subclass(obj)
+            return reduce_tensor_subclass(obj, self.slots.append)
         if getattr(obj, "__qualname__", None) is None:  # nothing that has a name
             return self._reduce_of_family(obj) if isinstance(obj, self._heads) else NotImplemented
         if getattr(obj, "__module__", None) in MAIN_NAMES:
@@ -124,28 +183,6 @@ class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduce_of_family(self, obj: Any) -> Any:
         return next(reducer for head, reducer in self._families.items() if isinstance(obj, head))(obj, self)
-
-    def _reduce_subclass(self, obj: Tensor) -> Any:
-        cls = type(obj)
-        if cls.__reduce_ex__ not in {Tensor.__reduce_ex__, Parameter.__reduce_ex__}:
-            return NotImplemented  # it knows how to pickle itself
-        if hasattr(cls, "__tensor_flatten__"):
-            names, context = obj.__tensor_flatten__()  # type: ignore[attr-defined]
-            inner = {name: getattr(obj, name) for name in names}
-            return _fill_wrapper, (cls, inner, context, tuple(obj.shape), tuple(obj.stride()), obj.requires_grad)
-        if _has_no_memory(obj):
-            return NotImplemented  # all there is of it are its attributes, and torch knows how to make it again
-        # as what it is in memory, whatever it does where an operator of torch is called with it
-        with torch._C.DisableTorchFunctionSubclass(), _without_dispatch(cls):
-            state = obj.__getstate__()
-            if issubclass(cls, Parameter):
-                # the parameter itself, so that whoever looks at the slots (autograd does) finds the leaf
-                self.slots.append(obj)
-            else:
-                self.slots.append(obj.as_subclass(Tensor))
-            if cls is Parameter and not state:
-                return _fill_parameter, (HOLE, obj.requires_grad)
-            return _fill_subclass, (cls, HOLE, obj.requires_grad, state)
 
     def _reduce_of_main(self, obj: Any) -> Any:
         if not self.main_by_value and importable_name(obj) is not None:
@@ -163,7 +200,7 @@ class NamesOnlyPickler(HolePickler):
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
         if kind is FunctionType or isinstance(obj, type):
-            if obj is not _fill and importable_name(obj) is None:
+            if importable_name(obj) is None:
                 raise SerializationError(
                     f"{obj!r} has no name that others can import, and in allow-list mode no code is sent"
                 )
@@ -173,6 +210,48 @@ class NamesOnlyPickler(HolePickler):
                     f"mode no code is sent: define it in a module that both import"
                 )
         return super().reducer_override(obj)
+
+
+# -- tensors of subclasses, and arrays
+
+
+def reduce_tensor_subclass(obj: Tensor, add_slot: Callable[[Tensor], None]) -> Any:
+    """How a tensor that is not a plain one is pickled; `NotImplemented` if it knows that itself."""
+    cls = type(obj)
+    if cls.__reduce_ex__ not in {Tensor.__reduce_ex__, Parameter.__reduce_ex__}:
+        return NotImplemented
+    if hasattr(cls, "__tensor_flatten__"):
+        names, context = obj.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = {name: getattr(obj, name) for name in names}
+        return _fill_wrapper, (cls, inner, context, tuple(obj.shape), tuple(obj.stride()), obj.requires_grad)
+    if _has_no_memory(obj):
+        return NotImplemented  # all there is of it are its attributes, and torch knows how to make it again
+    # as what it is in memory, whatever it does where an operator of torch is called with it
+    with torch._C.DisableTorchFunctionSubclass(), _without_dispatch(cls):
+        state = obj.__getstate__()
+        if issubclass(cls, Parameter):
+            # the parameter itself, so that whoever looks at the slots (autograd does) finds the leaf
+            add_slot(obj)
+        else:
+            add_slot(obj.as_subclass(Tensor))
+        if cls is Parameter and not state:
+            return _fill_parameter, (HOLE, obj.requires_grad)
+        return _fill_subclass, (cls, HOLE, obj.requires_grad, state)
+
+
+_ARRAY_DTYPES: Final = {np.dtype(name): np.dtype(name).str for name in "?bBhHiIlLqQefdFD"}
+_DTYPES_BY_NAME: Final = {name: dtype for dtype, name in _ARRAY_DTYPES.items()}
+
+
+def reduce_array(array: np.ndarray[Any, np.dtype[Any]]) -> Any:
+    """How an array is pickled: a plain one as a hole and two words. numpy pickles the others, and their dtypes."""
+    name = _ARRAY_DTYPES.get(array.dtype)
+    if name is None or not array.flags.c_contiguous:
+        return array.__reduce_ex__(5)
+    return _fill_array, (PickleBuffer(array), name, array.shape)
+
+
+HolePickler.dispatch_table[np.ndarray] = reduce_array
 
 
 def _has_no_memory(obj: Tensor) -> bool:
@@ -200,10 +279,6 @@ _AS_EVER: Final = nullcontext()
 # -- what the pickles name: these run where they are unpickled
 
 
-def _fill(slot: Any) -> Any:
-    return slot
-
-
 def _fill_parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
     # one that was recorded for autograd has a history here, and a parameter cannot
     return tensor if tensor.grad_fn is not None else _make_subclass(Parameter, tensor, requires_grad)
@@ -224,6 +299,30 @@ def _fill_subclass(cls: type[Tensor], tensor: Tensor, requires_grad: bool, state
     for name, value in (slots or {}).items():
         setattr(made, name, value)
     return cast("Tensor", made)
+
+
+def _fill_array(memory: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    return np.ndarray(shape, _DTYPES_BY_NAME[dtype], memory)
+
+
+def make_instance(cls: Any, *args: Any) -> Any:
+    """What pickle's NEWOBJ does, for a class that the pickle does not name itself."""
+    return cls.__new__(cls, *args)
+
+
+class MainName:
+    """Stands in a pickle for something of ``__main__``: the peer looks the name up in its own script."""
+
+    __slots__ = ("qualname",)
+
+    def __init__(self, qualname: str) -> None:
+        self.qualname = qualname
+
+    def __call__(self) -> None:
+        """Never called: pickle wants that what it calls there can be called here."""
+
+    def __reduce__(self) -> Any:
+        return _from_main, (self.qualname,)
 
 
 def _fill_wrapper(

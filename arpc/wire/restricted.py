@@ -1,5 +1,8 @@
 """Reads pickles that may name what is on the lists of `wire.allowlist`, and nothing else.
 
+Extension codes, which name objects of Python's registry, are refused, but for the one that every pickle begins with: a
+name replaces it before anything else is done.
+
 Two readers. Nearly all pickles have nothing in them but data, holes for tensors and a few harmless names: these are
 read by pickle's own, in C, which finds `QUICK` names alone. It makes nothing that has a state, and calls nothing but
 `Trusted` functions. For a pickle with other names, such as those of registered classes, it gives up; then pickle's
@@ -15,7 +18,6 @@ import io
 import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
-from copyreg import _inverted_registry as _extensions  # type: ignore[attr-defined]
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -36,6 +38,7 @@ from arpc.wire.allowlist import (
 )
 from arpc.wire.arrays import set_array_state, set_dtype_state
 from arpc.wire.instances import check_container, construct, make_bare, set_state
+from arpc.wire.reducing import spelled_out
 from arpc.wire.scanning import MAX_INTEGER_BYTES, check_proportion, takes_care
 from arpc.wire.trusted import Trusted, kind_of
 
@@ -61,9 +64,9 @@ class _QuickUnpickler(pickle.Unpickler):
 
 def restricted_loads(payload: bytes | bytearray | memoryview, slots: list[Any], permit: Permit) -> Any:
     """`pickling.loads`, within the lists. Raises `NotAllowedError`, or whatever reading a bad pickle raises."""
-    data = bytes(payload)
+    data = spelled_out(payload)
     check_proportion(data)
-    if not (_extensions or takes_care(data, has_slots=bool(slots))):
+    if not takes_care(data, has_slots=bool(slots)):
         try:
             return _QuickUnpickler(io.BytesIO(data), buffers=slots).load()
         except _BeyondHarmlessError:
@@ -75,7 +78,7 @@ def read_name(payload: bytes | bytearray | memoryview) -> Key:
     """The name in a pickle of a function, which is not looked up. Raises `NotAllowedError` if there is more in it."""
     if len(payload) > _MAX_NAME_BYTES:
         raise NotAllowedError(f"the name of a function that takes {len(payload)} bytes")
-    found = _NameUnpickler(io.BytesIO(payload), [], lambda _: None).load()
+    found = _NameUnpickler(io.BytesIO(spelled_out(payload)), [], lambda _: None).load()
     if not isinstance(found, _Name):
         raise NotAllowedError("in allow-list mode functions are called by their names")
     return found.key
@@ -141,6 +144,8 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
                 return found
         if key == _FROM_MAIN:
             return _OfMain(self)
+        if key == _MAKE_INSTANCE:
+            return _make_instance
         if is_exported(key):
             self._permit(key)
             return callable_named(key)
@@ -153,6 +158,8 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
     def _call(self, called: Any, args: Any) -> Any:
         if type(args) is not tuple:
             raise NotAllowedError("a message that calls something with arguments that are no tuple")
+        if called is _make_instance and args:
+            return self._make(args[0], args[1:], {})
         if type(called) is Trusted or type(called) is _OfMain or called in _IMMUTABLE:
             return called(*args)
         if (maker := MAKERS.get(id(called))) is not None:
@@ -327,6 +334,14 @@ class _OfMain:
         return self._reader.find_class("__main__", qualname)
 
 
+class _MakeInstance:
+    """What `reducing.make_instance` is to a restricted reader: the same step as pickle's NEWOBJ."""
+
+    __slots__ = ()
+
+
+_make_instance: Final = _MakeInstance()
+_MAKE_INSTANCE: Final = (reducing.__name__, "make_instance")
 _FROM_MAIN: Final = (reducing.__name__, "_from_main")
 _DICTS: Final = (dict, OrderedDict, Counter, defaultdict)
 

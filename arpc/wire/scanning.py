@@ -91,7 +91,9 @@ _MAX_DOUBLED: Final = 20
 
 
 def takes_care(payload: bytes, *, has_slots: bool) -> bool:
-    """Whether a pickle may ask for more memory or time than it has bytes, or change a tensor."""
+    """Whether a pickle may ask for more memory or time than it has bytes, change a tensor, or use extension codes."""
+    if _has_extension(payload):
+        return True
     if len(payload) > _MAX_TUPLES and sum(map(payload.count, _NESTING)) > _MAX_TUPLES:
         return True
     may_change = has_slots and any(change in payload for change in _CHANGES)
@@ -120,6 +122,30 @@ def takes_care(payload: bytes, *, has_slots: bool) -> bool:
                 doubled += int.from_bytes(payload[at : at + size], "little") not in plain
         before = opcode
     return doubled > _MAX_DOUBLED
+
+
+# Extension codes stand for objects that others have registered. The reader in C does not ask whether it may use them
+_EXTENSIONS: Final = (pickle.EXT1, pickle.EXT2, pickle.EXT4)
+_COUNTLESS: Final = re.compile(
+    rb"(?:[(01NRabeltsud)\]}\x81\x85-\x89\x8f-\x94\x97\x98]|[Kqh\x80].|M..|[Jjr].{4}|[G\x95].{8})*+", re.DOTALL
+)
+"""Opcodes with arguments of a fixed size, but for STOP."""
+
+
+def _has_extension(payload: bytes) -> bool:
+    """Whether there may be an extension code among the opcodes."""
+    if not any(code in payload for code in _EXTENSIONS):
+        return False
+    at, end = 0, len(payload)
+    while True:
+        at = _COUNTLESS.match(payload, at).end()  # type: ignore[union-attr] - it matches nothing as well
+        if at >= end or payload[at] == _STOP:
+            return False
+        counted = _COUNTED.get(payload[at])
+        if counted is None:
+            return True
+        at += 1
+        at += counted + int.from_bytes(payload[at : at + counted], "little")
 
 
 def _count(payload: bytes, opcodes: tuple[bytes, ...]) -> int:

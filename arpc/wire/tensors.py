@@ -1,8 +1,8 @@
-"""Tensors as memory: the way out. `wire.rebuilding` is the way back.
+"""Describes the tensors of a message: any tensors. `wire.schemas` has a faster way for plain ones and caches both.
 
 Small tensors lie inside the message (*inline*), which copies them. Large ones are *buffers*: the transport sends them
 from the tensor's own memory. So what is written to such a tensor before its bytes have gone out is sent, and its
-storage must not be resized meanwhile.
+storage must not be resized meanwhile. `wire.rebuilding` is the way back.
 """
 
 from __future__ import annotations
@@ -10,21 +10,19 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
-from typing import Any, Final, TypeGuard
+from typing import Any, Final, NamedTuple, TypeGuard
 
-import msgspec
 import torch
 from torch import Tensor, UntypedStorage
 
 from arpc.errors import SerializationError
 from arpc.wire.frames import ALIGNMENT, MAX_BUFFERS, PADDING
 from arpc.wire.memory import MEMORY, allocate, view_of
-from arpc.wire.rebuilding import unpack
 from arpc.wire.sharing import Span, extent, shared_spans
 from arpc.wire.staging import Stager
 from arpc.wire.table import COMPLEX_CODES, DTYPE_CODES, MAX_ROWS, Code, Entry, Flag, Kind, encode_table
 
-__all__ = ["LITTLE_BYTES", "PackedTensors", "Slot", "allocate", "pack", "unpack"]
+__all__ = ["LITTLE_BYTES", "Description", "Slot", "allocate", "describe"]
 
 Slot = Tensor | PickleBuffer
 """What fills a hole of a pickle: a tensor, or another object's memory (a numpy array's, say)."""
@@ -34,18 +32,19 @@ _COMPRESSED: Final = {*_ROW_COMPRESSED, torch.sparse_csc, torch.sparse_bsc}
 _REQUIRES_GRAD: Final = Code.REQUIRES_GRAD
 
 
-class PackedTensors(msgspec.Struct):
-    """The tensors of one message, ready to be put into a frame, and the memory that follows it."""
+class Description(NamedTuple):
+    """The tensors of one message: the table that describes them, and their memory."""
 
     table: bytes
-    inline: bytes
+    inline_bytes: int
+    parts: list[bytes]
+    """Memory and padding of the inline tensors, in order."""
     buffers: list[memoryview]
-    buffer_sizes: Sequence[int]
-    waits: Sequence[Callable[[], None]] = ()
+    waits: Sequence[Callable[[], None]]
     """To be called, in a thread, before the buffers are read: they are being filled from devices."""
 
 
-def pack(slots: Sequence[Slot], inline_limit: int, stager: Stager | None = None) -> PackedTensors:
+def describe(slots: Sequence[Slot], inline_limit: int, stager: Stager | None = None) -> Description:
     """Describe the slots of one message and collect their memory, without copying what is larger than the limit.
 
     The stager takes care of tensors that are not in host memory, here or there. Without one they cannot travel.
@@ -67,7 +66,6 @@ def pack(slots: Sequence[Slot], inline_limit: int, stager: Stager | None = None)
     else:
         storages, spans = [None] * len(slots), None  # the stager is to see them all
     dtype_codes = DTYPE_CODES
-    # This loop is what a small tensor costs: each look at one takes 40 to 80 ns
     slot: Any
     for slot, storage in zip(slots, storages):  # noqa: B905 - `strict` takes as long as a tensor
         if (
@@ -84,7 +82,6 @@ def pack(slots: Sequence[Slot], inline_limit: int, stager: Stager | None = None)
         ):
             size = slot.nbytes
             if size <= inline_limit:
-                # the one copy a small tensor makes on its way out
                 inline.append(MEMORY[address : address + size])
                 sources.append(position)
                 if padding := -size & (ALIGNMENT - 1):
@@ -110,8 +107,7 @@ def pack(slots: Sequence[Slot], inline_limit: int, stager: Stager | None = None)
     entries = describer.entries if describer is not None else ()
     waits = describer.waits if describer is not None else ()
     table = encode_table((position, bytes(codes), sources, shapes, entries))
-    sizes = [buffer.nbytes for buffer in buffers] if buffers else ()
-    return PackedTensors(table, b"".join(inline), buffers, sizes, waits)
+    return Description(table, position, inline, buffers, waits)
 
 
 def _storages(slots: Sequence[Slot]) -> list[UntypedStorage | None]:

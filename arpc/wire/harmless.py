@@ -173,8 +173,7 @@ def _fill_lists() -> None:
         ("datetime", "datetime"): Trusted("datetime", _datetime, _bytes_of(10), _ZONE, required=1),
         ("datetime", "timedelta"): Trusted("timedelta", _timedelta, _COUNT, _COUNT, _COUNT, required=1),
         ("datetime", "timezone"): Trusted("timezone", _timezone, exactly(dt.timedelta), TEXT, required=1),
-        (reducing.__name__, "_fill"): Trusted("tensor", reducing._fill, ANYTHING),  # noqa: SLF001 - what pickles name
-        (reducing.__name__, "_fill_parameter"): Trusted("Parameter", reducing._fill_parameter, TENSOR, _GRADIENT),  # noqa: SLF001
+        (reducing.__name__, "_fill_parameter"): Trusted("Parameter", reducing.FILL_PARAMETER, TENSOR, _GRADIENT),
     }
     for value in vars(torch).values():
         if isinstance(value, torch.dtype):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copyreg
 import inspect
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from operator import methodcaller, not_
 from pickle import PickleBuffer
@@ -30,6 +30,7 @@ from arpc.ids import WorkerInfo
 from arpc.user_errors import text_of, type_name_of
 from arpc.wire.reducing import (
     FILL,
+    FILL_PARAMETER,
     HOLE,
     IS_REGISTERED,
     MAIN_NAMES,
@@ -65,6 +66,7 @@ _MAX_FRAME_BYTES: Final = 1 << 18
 """No frame of a pickle is larger: longer chunks are single texts and bytes of the user's."""
 _CANNOT: Final = (pickle.PicklingError, AttributeError, TypeError)
 """What the pickler in C raises for what has no name. Users' code may raise it as well, and then raises it again."""
+_STACK_GLOBAL: Final = pickle.STACK_GLOBAL
 _by_value_modules: Final[Callable[[], set[str]]] = cloudpickle.list_registry_pickle_by_value
 _reduce: Final = methodcaller("__reduce_ex__", 5)
 _HEAP_TYPE: Final = 1 << 9
@@ -260,28 +262,26 @@ class _QuickPickler:
         self._pickler = pickle.Pickler(self, 5, buffer_callback=self._buffers.append)
         self._pickler.dispatch_table = self._table
         self._pickler.memo = MEMO  # type: ignore[assignment]
+        self._dump = self._pickler.dump
 
     def dumps(self, obj: Any) -> tuple[bytes | None, list[Slot]]:
         """Pickle and slots. None: it names something of ``__main__``, which a peer may know by another name."""
-        self._pickler.dump(obj)
+        self._dump(obj)
         chunks, tensors, buffers = self._chunks, self._tensors, self._buffers
         payload = b"".join(chunks)
-        searched = (payload,) if len(payload) <= _MAX_FRAME_BYTES else chunks
-        for chunk in searched:
-            if b"_main__" in chunk and len(chunk) <= _MAX_FRAME_BYTES:
-                return None, []
+        if _STACK_GLOBAL in payload and (b"_main__" in payload if len(chunks) == 2 else _names_main(chunks)):
+            return None, []
         del chunks[1:]
         # nothing of the object is referred to from now on
         self._pickler.memo = MEMO  # type: ignore[assignment]
-        slots: list[Slot] = []
-        if buffers:
-            if len(tensors) == len(buffers):
-                slots += tensors
-            else:
-                filling = iter(tensors)
-                slots += [next(filling) if buffer is HOLE else buffer for buffer in buffers]
-            tensors.clear()
-            buffers.clear()
+        if not buffers:
+            return payload, []
+        slots: list[Slot] = [*tensors]
+        if len(tensors) < len(buffers):
+            filling = iter(tensors)
+            slots = [next(filling) if buffer is HOLE else buffer for buffer in buffers]
+        tensors.clear()
+        buffers.clear()
         return payload, slots
 
     def clear(self) -> None:
@@ -324,6 +324,10 @@ class _QuickPickler:
         return reduced if reduced is not NotImplemented else copyreg.dispatch_table.get(type(obj), _reduce)(obj)
 
 
+def _names_main(chunks: Sequence[bytes]) -> bool:
+    return any(b"_main__" in chunk for chunk in chunks if len(chunk) <= _MAX_FRAME_BYTES)
+
+
 def _tensor_reducer(add: Callable[[Tensor], None]) -> Callable[[Tensor], Any]:
     def reduce(tensor: Tensor) -> Any:
         add(tensor)
@@ -334,7 +338,13 @@ def _tensor_reducer(add: Callable[[Tensor], None]) -> Callable[[Tensor], Any]:
 
 
 def _parameter_reducer(add: Callable[[Tensor], None]) -> Callable[[Tensor], Any]:
-    return lambda tensor: reduce_tensor_subclass(tensor, add)
+    def reduce(parameter: Tensor) -> Any:
+        if vars(parameter):
+            return reduce_tensor_subclass(parameter, add)
+        add(parameter)
+        return FILL_PARAMETER, (HOLE, parameter.requires_grad)
+
+    return reduce
 
 
 def _reduce_of_main(cls: type, name: MainName, obj: Any) -> Any:

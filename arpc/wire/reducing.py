@@ -29,6 +29,7 @@ from arpc.wire.tensors import Slot
 
 __all__ = [
     "FILL",
+    "FILL_PARAMETER",
     "HOLE",
     "IS_REGISTERED",
     "MAIN_NAMES",
@@ -72,12 +73,14 @@ HOLE: Final = PickleBuffer(bytearray())
 _make_subclass = Tensor._make_subclass  # noqa: SLF001 - what Parameter uses itself, for lack of a public way
 
 
-def _fill(slot: Any) -> Any:
-    return slot
+def _fill(slot: Any, dtype: str = "", shape: tuple[int, ...] = ()) -> Any:
+    return np.ndarray(shape, _DTYPES_BY_NAME[dtype], slot) if dtype else slot
 
 
+_ARRAY_DTYPES: Final = {np.dtype(name): np.dtype(name).str for name in "?bBhHiIlLqQefdFD"}
+_DTYPES_BY_NAME: Final = {name: dtype for dtype, name in _ARRAY_DTYPES.items()}
 FILL: Final = _fill
-"""Called with what fills a hole, it returns just that: an object cannot be reduced to a hole alone."""
+"""Called with what fills a hole, it returns just that (an object cannot be reduced to a hole alone), or an array."""
 
 # -- how pickles begin
 
@@ -239,16 +242,12 @@ def reduce_tensor_subclass(obj: Tensor, add_slot: Callable[[Tensor], None]) -> A
         return _fill_subclass, (cls, HOLE, obj.requires_grad, state)
 
 
-_ARRAY_DTYPES: Final = {np.dtype(name): np.dtype(name).str for name in "?bBhHiIlLqQefdFD"}
-_DTYPES_BY_NAME: Final = {name: dtype for dtype, name in _ARRAY_DTYPES.items()}
-
-
 def reduce_array(array: np.ndarray[Any, np.dtype[Any]]) -> Any:
     """How an array is pickled: a plain one as a hole and two words. numpy pickles the others, and their dtypes."""
     name = _ARRAY_DTYPES.get(array.dtype)
     if name is None or not array.flags.c_contiguous:
         return array.__reduce_ex__(5)
-    return _fill_array, (PickleBuffer(array), name, array.shape)
+    return _fill, (PickleBuffer(array), name, array.shape)
 
 
 HolePickler.dispatch_table[np.ndarray] = reduce_array
@@ -284,6 +283,10 @@ def _fill_parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
     return tensor if tensor.grad_fn is not None else _make_subclass(Parameter, tensor, requires_grad)
 
 
+FILL_PARAMETER: Final = _fill_parameter
+"""Called with the tensor that fills a hole, it returns a parameter."""
+
+
 def as_subclass(cls: type[Tensor], tensor: Tensor, requires_grad: bool) -> Tensor:
     """A tensor that came with a message, as one of a subclass. It keeps the history it may have here."""
     return _make_subclass(cls, tensor, requires_grad) if tensor.grad_fn is None else tensor.as_subclass(cls)
@@ -299,10 +302,6 @@ def _fill_subclass(cls: type[Tensor], tensor: Tensor, requires_grad: bool, state
     for name, value in (slots or {}).items():
         setattr(made, name, value)
     return cast("Tensor", made)
-
-
-def _fill_array(memory: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-    return np.ndarray(shape, _DTYPES_BY_NAME[dtype], memory)
 
 
 def make_instance(cls: Any, *args: Any) -> Any:

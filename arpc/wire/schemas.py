@@ -56,7 +56,7 @@ _Memory: TypeAlias = "tuple[list[bytes], list[memoryview]]"
 class Schema:
     """What the tensors of a message are, but for their bytes. Two schemas of one packer have different tables."""
 
-    __slots__ = ("__weakref__", "_filled", "_places", "fits", "inline_bytes", "table", "uses")
+    __slots__ = ("__weakref__", "fits", "inline_bytes", "places", "table", "uses")
 
     def __init__(self, table: bytes, inline_bytes: int) -> None:
         self.table: Final = table
@@ -67,43 +67,18 @@ class Schema:
         """How many messages were packed by it."""
         self.fits: Callable[..., bool] = fits_nothing
         """Whether tensors look like those this was made for; True only if they do."""
-        self._places: Sequence[_Place] = ()
-        self._filled = 0
+        self.places: Sequence[_Place] = ()
+        """Of each tensor, if all are plain: how to take its memory."""
 
-    def learn(self, places: Sequence[_Place]) -> None:
-        """Describe the memory of the plain tensors whose table this is."""
-        self._places = places
-        self._filled = len([size for size, _, _, _ in places if size])
+    def memory_of(self, slots: Sequence[Any], memories: Sequence[memoryview | None]) -> _Memory | None:
+        """Inline parts and buffers of plain tensors, and of other objects of which the memory is given.
 
-    def memory_of(self, slots: Sequence[Any], addresses: Sequence[int]) -> _Memory | None:
-        """Inline parts and buffers of plain tensors. None if some share memory, or their memory was freed."""
+        None if tensors share memory, or their memory was freed.
+        """
         parts: list[bytes] = []
         buffers: list[memoryview] = []
         bases = set()
-        offsets = map(_offset_of, slots)
-        for slot, address, offset, (size, item_bytes, padding, is_inline) in zip(  # noqa: B905 - `strict` takes as long as a tensor
-            slots, addresses, offsets, self._places
-        ):
-            if not size:
-                continue
-            base = address - offset * item_bytes
-            if not base:
-                return None  # a storage without memory
-            bases.add(base)
-            if is_inline:
-                parts.append(MEMORY[address : address + size])
-                if padding:
-                    parts.append(padding)
-            else:
-                buffers.append(view_of(slot.untyped_storage(), address, size))
-        return (parts, buffers) if len(bases) == self._filled else None
-
-    def memory_of_mixed(self, slots: Sequence[Any], memories: Sequence[memoryview | None]) -> _Memory | None:
-        """Inline parts and buffers of plain tensors and of other objects. None as for `memory_of`."""
-        parts: list[bytes] = []
-        buffers: list[memoryview] = []
-        bases = set()
-        for slot, memory, (size, item_bytes, padding, is_inline) in zip(slots, memories, self._places, strict=True):
+        for slot, memory, (size, item_bytes, padding, is_inline) in zip(slots, memories, self.places, strict=True):
             if not size:
                 continue
             if memory is None:
@@ -161,20 +136,42 @@ class Packer:
         Raises `SerializationError` for a tensor that cannot travel, or for too many of them.
         """
         if (stager is None or not stager.moves_host_memory) and inline_limit is None:
-            # Each look at a tensor takes 30 to 60 ns
             try:
-                addresses = [*map(_address_of, slots)]
-                schema = self._recent.get((len(slots), slots[0].shape, slots[-1].shape))  # type: ignore[union-attr]
-                # torch would abort the process if it compared a nested tensor
-                if schema is None or True in map(_is_nested, slots) or not schema.fits(*slots):
-                    schema = self._find(slots)
-                memory = schema.memory_of(slots, addresses) if schema is not None else None
+                packed = self._pack_plain(slots)
             except _NOT_PLAIN:
-                schema, memory = self._find_mixed(slots)
-            if memory is not None and schema is not None:
-                schema.uses += 1
-                return PackedTensors(schema, *memory)
+                packed = self._pack_mixed(slots)
+            if packed is not None:
+                return packed
         return self._pack_any(slots, self._inline_limit if inline_limit is None else inline_limit, stager)
+
+    def _pack_plain(self, slots: Sequence[Any]) -> PackedTensors | None:
+        """Pack plain tensors. None if some are not plain, share memory or have lost it. Raises for other slots."""
+        # What a small tensor costs: each look at one takes 30 to 60 ns. What has no memory or no shape raises here and
+        # must get no further: torch would abort the process if it compared a nested tensor.
+        addresses = [*map(_address_of, slots)]
+        schema = self._recent.get((len(slots), slots[0].shape, slots[-1].shape))
+        if schema is None or (len(slots) > 2 and True in map(_is_nested, slots)) or not schema.fits(*slots):
+            schema = self._find(slots)
+            if schema is None:
+                return None
+        # tensors of one storage have one base, and that of a storage without memory is 0
+        offsets = [*map(_offset_of, slots)]
+        bases = addresses
+        if any(offsets):
+            bases = [address - offset * place[1] for address, offset, place in zip(addresses, offsets, schema.places)]  # noqa: B905 - `strict` takes long
+        if 0 in bases or len(set(bases)) < len(slots):
+            return self._pack_mixed(slots)
+        parts: list[bytes] = []
+        buffers: list[memoryview] = []
+        for slot, address, (size, _, padding, is_inline) in zip(slots, addresses, schema.places):  # noqa: B905
+            if is_inline:
+                parts.append(MEMORY[address : address + size])
+                if padding:
+                    parts.append(padding)
+            else:
+                buffers.append(view_of(slot.untyped_storage(), address, size))
+        schema.uses += 1
+        return PackedTensors(schema, parts, buffers)
 
     def _find(self, slots: Sequence[Any]) -> Schema | None:
         """The schema of tensors by their attributes. None if one of them is not plain."""
@@ -193,8 +190,8 @@ class Packer:
         self._recent[len(slots), slots[0].shape, slots[-1].shape] = schema
         return schema
 
-    def _find_mixed(self, slots: Sequence[Any]) -> tuple[Schema | None, _Memory | None]:
-        """Schema and memory of tensors and other objects, found by their attributes. None if a tensor is not plain."""
+    def _pack_mixed(self, slots: Sequence[Any]) -> PackedTensors | None:
+        """Pack empty and other plain tensors, and objects' memory, by their attributes. None as for plain tensors."""
         try:
             memories = [slot.raw() if type(slot) is PickleBuffer else None for slot in slots]
             looks = tuple(
@@ -204,11 +201,15 @@ class Packer:
                 ]
             )
             if not looks or None in looks:
-                return None, None
+                return None
             schema = self._by_looks.get(looks) or self._learn(looks)
-            return schema, None if schema is None else schema.memory_of_mixed(slots, memories)
+            memory = None if schema is None else schema.memory_of(slots, memories)
         except _NOT_PLAIN:
-            return None, None
+            return None
+        if schema is None or memory is None:
+            return None
+        schema.uses += 1
+        return PackedTensors(schema, *memory)
 
     def _learn(self, looks: tuple[Any, ...]) -> Schema | None:
         """A schema for what looks like this. None if something is not plain, or if there is too much of it."""
@@ -246,7 +247,7 @@ class Packer:
         schema = self._by_table.get(table)
         if schema is None:
             schema = self._remember(Schema(table, position))
-        schema.learn(places)
+        schema.places = places
         self._by_looks[looks] = schema
         return schema
 

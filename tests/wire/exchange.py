@@ -1,4 +1,4 @@
-"""Tensors and objects that travel: packed, framed, cut into chunks, received and built again."""
+"""Tensors and objects that travel: packed, received and built again."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from arpc.wire.frames import Limits, frame
-from arpc.wire.messages import Message, MessageType
+from arpc.wire.memory import allocate
 from arpc.wire.pickling import Pickler, Reducer, loads
-from arpc.wire.tensors import PackedTensors, Slot, pack, unpack
-from tests.wire.connections import chunks_of, feed, opened
+from arpc.wire.rebuilding import Buffer, read_layout
+from arpc.wire.schemas import PackedTensors, Packer
+from arpc.wire.staging import Stager
+from arpc.wire.tensors import Slot
 
 INLINE: Final = 1 << 20
 BUFFERS: Final = 0
@@ -21,16 +22,44 @@ BUFFERS: Final = 0
 both_ways = pytest.mark.parametrize("limit", [pytest.param(INLINE, id="inline"), pytest.param(BUFFERS, id="buffer")])
 
 
-def carry(packed: PackedTensors, payload: bytes = b"payload") -> Message:
-    """The message that a peer receives."""
-    data = frame(MessageType.REQUEST, 0, 0, 0, 0, payload, b"", packed.table, packed.inline, packed.buffer_sizes)
-    (message,) = feed(opened(limits=Limits(1 << 30, 1 << 30)), data + b"".join(chunks_of(0, packed.buffers, 100_000)))
-    return message
+def pack(slots: Sequence[Slot], inline_limit: int = INLINE, stager: Stager | None = None) -> PackedTensors:
+    """What a worker packs that has not seen such tensors before."""
+    return Packer(inline_limit).pack(slots, stager)
+
+
+def body_of(packed: PackedTensors, payload: bytes = b"payload") -> bytearray:
+    """The body of a message: inline tensors first, the pickle last."""
+    body = bytearray(b"".join(packed.parts))
+    assert len(body) == packed.schema.inline_bytes
+    return body + payload
+
+
+def received(memory: memoryview) -> memoryview:
+    """A buffer as a peer receives it."""
+    arrived = allocate(memory.nbytes)
+    arrived[:] = memory
+    return arrived
+
+
+def unpack(
+    table: bytes, body: bytearray, buffers: Sequence[Buffer] = (), *, is_restricted: bool = False
+) -> list[Any]:
+    """The tensors of a message with a schema that was not announced before."""
+    return read_layout(table, is_restricted=is_restricted).build(body, buffers)
+
+
+def unpacked(packed: PackedTensors, *, is_restricted: bool = False) -> list[Any]:
+    """What a peer makes of packed tensors."""
+    buffers = [*map(received, packed.buffers)]
+    return unpack(packed.schema.table, body_of(packed), buffers, is_restricted=is_restricted)
 
 
 def travel(slots: Sequence[Slot], inline_limit: int = INLINE) -> list[Any]:
-    message = carry(pack(slots, inline_limit))
-    return unpack(message.table, message.body, message.buffers)
+    """Tensors, packed here and built there; and once more by a packer that has seen such tensors before."""
+    packer = Packer(inline_limit)
+    for _ in range(3):
+        arrived = unpacked(packer.pack(slots))
+    return arrived
 
 
 def travel_alone(tensor: Tensor, inline_limit: int = INLINE) -> Tensor:
@@ -47,17 +76,13 @@ def exchange(
 ) -> Any:
     """An object, pickled here and unpickled there."""
     payload, slots = Pickler(reducers).dumps(value, main_by_value=main_by_value)
-    if not slots:
-        return loads(payload, [])
-    message = carry(pack(slots, inline_limit), payload)
-    arrived = unpack(message.table, message.body, message.buffers)
-    return loads(memoryview(message.body)[message.table_end :], arrived)
+    return loads(payload, travel(slots, inline_limit) if slots else [])
 
 
 def sent_bytes(slots: Sequence[Slot], inline_limit: int = INLINE) -> int:
     """How many bytes of tensors go over the wire."""
     packed = pack(slots, inline_limit)
-    return len(packed.inline) + sum(packed.buffer_sizes)
+    return packed.schema.inline_bytes + sum([buffer.nbytes for buffer in packed.buffers])
 
 
 def bits(tensor: Tensor) -> list[int]:

@@ -5,8 +5,8 @@ PYTEST_DONT_REWRITE: pytest would otherwise warn wherever arpc is imported befor
 
 from arpc import autograd, functions, futures, launch, nn, optim, profiler, torchscript
 from arpc._version import __version__
-from arpc.agent.functions import inline
-from arpc.agent.future import Future
+from arpc.agent.client.future import Future
+from arpc.agent.client.streams import Stream
 from arpc.agent.roster import (
     MemberEvent,
     MemberJoined,
@@ -16,7 +16,7 @@ from arpc.agent.roster import (
     MemberStream,
     MemberSuspected,
 )
-from arpc.agent.streams import Stream
+from arpc.agent.server.functions import inline
 from arpc.agent.variables import propagate
 from arpc.api import (
     empty_shared,

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from arpc.agent.agent import Agent
+from arpc.agent.client.future import Future
+from arpc.agent.client.streams import Stream
 from arpc.agent.engines import default_name
-from arpc.agent.future import Future
 from arpc.agent.scope import current_scope, find_scope
-from arpc.agent.streams import Stream
 from arpc.errors import ConfigurationError, NotInitializedError
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset

@@ -1,5 +1,5 @@
 """Marks for functions that are called remotely."""
 
-from arpc.agent.functions import async_execution, inline
+from arpc.agent.server.functions import async_execution, inline
 
 __all__ = ["async_execution", "inline"]

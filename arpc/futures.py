@@ -1,5 +1,5 @@
 """Futures, and waiting for several of them."""
 
-from arpc.agent.future import Future, collect_all, wait_all
+from arpc.agent.client.future import Future, collect_all, wait_all
 
 __all__ = ["Future", "collect_all", "wait_all"]

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from arpc.agent.agent import Agent
-from arpc.agent.future import Future
+from arpc.agent.client.future import Future
+from arpc.agent.client.streams import Stream
 from arpc.agent.lookout import Lookout
 from arpc.agent.membership import WorkerRecord
-from arpc.agent.peers import PeerState
+from arpc.agent.peers.peer import PeerState
 from arpc.agent.rendezvous import Rendezvous
 from arpc.agent.roster import MemberLost, MemberStream
 from arpc.agent.scope import current_scope, find_scope, is_forked, worker_ended
-from arpc.agent.streams import Stream
 from arpc.autograd.service import AutogradService
 from arpc.errors import (
     NotInitializedError,
@@ -441,7 +441,7 @@ class Worker:
             if self.rendezvous.is_elastic:
                 break  # there is no fixed set of workers to wait for
             asked, answered = self.metrics.traffic  # those who look may go on looking
-            counts = _encode((self.agent.calls_made - asked, self.agent.executor.calls_handled - answered))
+            counts = _encode((self.agent.calls_made - asked, self.agent.dispatcher.calls_handled - answered))
             left = 0.0 if deadline is None else max(0.001, deadline - loop.time())
             now = await self.rendezvous.gather(f"shutdown/{number}", counts, timeout_s=left)
             if now == before:

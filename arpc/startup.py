@@ -132,8 +132,7 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
             transports=ways,
             resolve=partial(_resolve, rendezvous, name, placement),
             handlers={**rrefs.handlers, **autograd.handlers, **profiler.handlers, **metrics.handlers},
-            wrappers=rrefs.wrappers,
-            shortcuts={**rrefs.shortcuts, **autograd.shortcuts},
+            creations=rrefs.creations,
             reducers=reducers,
             families=kinds.FAMILIES,
             preparations=kinds.PREPARATIONS,
@@ -156,7 +155,7 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
         feature.attach(agent)
     if worker.vigil is not None:
         worker.vigil.call_at = agent.call_at
-        worker.vigil.pools = agent.executor.threads, autograd.threads
+        worker.vigil.pools = agent.dispatcher.threads, autograd.threads
     worker.rendezvous = rendezvous
     host = host_fingerprint()
     try:

@@ -14,7 +14,7 @@ from arpc.agent.lanes import LaneMaker
 from arpc.agent.lines_here import LinesHere
 from arpc.agent.links import LINE, ONLOOKER, Link
 from arpc.agent.newcomers import Newcomers
-from arpc.agent.peers import Peer
+from arpc.agent.peers.peer import Peer
 from arpc.errors import WireError
 from arpc.ids import WorkerInfo
 from arpc.transport.base import Connection
@@ -29,9 +29,10 @@ class _Host(Protocol):
     """What is needed of the agent."""
 
     is_closing: bool
-    is_elastic: bool
     is_serving: bool
 
+    @property
+    def is_elastic(self) -> bool: ...
     def peer(self, to: str | int | WorkerInfo) -> Peer | None: ...
 
 

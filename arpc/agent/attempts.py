@@ -9,7 +9,7 @@ from typing import Final, Protocol
 from arpc.agent.dialling import Dialler, host_of, only
 from arpc.agent.lanes import LaneMaker
 from arpc.agent.membership import GroupNotAskedError, WorkerRecord
-from arpc.agent.peers import Peer
+from arpc.agent.peers.peer import Peer
 from arpc.agent.recovery import backoff_delays
 from arpc.errors import HandshakeError, ProtocolError, WireError
 from arpc.transport.base import Connection
@@ -26,9 +26,10 @@ _PASSING: Final = frozenset((Refusal.DUPLICATE, Refusal.STARTING))
 class _Host(Protocol):
     """What is needed of the agent."""
 
-    is_elastic: bool
     resolve: Callable[[str | int], Awaitable[WorkerRecord]]
 
+    @property
+    def is_elastic(self) -> bool: ...
     def add_peer(self, record: WorkerRecord) -> Peer: ...
 
 

@@ -17,17 +17,18 @@ from typing import Any, Final, NoReturn
 
 from arpc import torchstate
 from arpc.agent.agent import Agent
-from arpc.agent.arguments import Prepared
-from arpc.agent.functions import name_of
+from arpc.agent.client.sender import Prepared
 from arpc.agent.lines import MAX_OWED, Lines
-from arpc.agent.peers import Peer
+from arpc.agent.peers.peer import Peer
 from arpc.agent.scope import WorkerScope, current_scope
-from arpc.errors import ProtocolError, RpcTimeoutError, SerializationError
+from arpc.agent.server.functions import name_of
+from arpc.errors import ProtocolError, RpcTimeoutError
 from arpc.log import get_logger
 from arpc.options import Unset
 from arpc.transport.line import Line, LineClosedError, NotSentError
-from arpc.wire.frames import BRIEF_HEADER, MAX_TIMEOUT_MS, brief_kind, frame
+from arpc.wire.frames import MAX_TIMEOUT_MS, frame
 from arpc.wire.messages import Message, MessageType, Reply, RequestFlag
+from arpc.wire.schemas import PackedTensors
 
 __all__ = ["TAKES_LOOP", "BlockingCalls"]
 
@@ -36,9 +37,6 @@ logger = get_logger("arpc.connections")
 _REQUEST: Final = int(MessageType.REQUEST)
 _FUNCTION: Final = int(MessageType.FUNCTION)
 _CANCEL: Final = int(MessageType.CANCEL)
-_BRIEF_REQUEST: Final = brief_kind(_REQUEST)
-_pack_brief = BRIEF_HEADER.pack
-_is_pristine = torchstate.is_pristine
 _MAX_TIMEOUT_S: Final = MAX_TIMEOUT_MS / 1000
 _MAX_BYTES: Final = 1 << 16
 """A larger request would wait in the socket, and its thread with it."""
@@ -59,8 +57,6 @@ class BlockingCalls:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._codec = agent.codec
-        self._plain_content = agent.codec.plain_content
-        self._occasions = agent.occasions
         options = agent.options
         self.is_on = not agent.policy.is_restricted and agent.placement is None and not options.max_calls_in_flight
         """False: every call takes the loop."""
@@ -91,8 +87,9 @@ class BlockingCalls:
         if (
             not self.is_on
             or (scope is not None and scope.__class__ is not WorkerScope)  # a handler's calls end with it
-            or any(self._occasions)
             or agent.is_closing
+            or agent.is_wrapped
+            or agent.is_intercepted
         ):
             return TAKES_LOOP
         if lines is None or not lines.free:
@@ -102,7 +99,7 @@ class BlockingCalls:
             return self._metered(peer, function, packed, timeout)
         id_ = next(self._ids)
         if isinstance(timeout, Unset):
-            timeout_s = agent.default_timeout
+            timeout_s = agent.timeouts.default_s
         elif _is_plain(timeout):
             timeout_s = timeout
         else:
@@ -110,9 +107,14 @@ class BlockingCalls:
         function_id = peer.function_ids.get(function) if not packed or packed.is_named else None
         if function_id is None or function_id in lines.not_for:
             return TAKES_LOOP
-        data = self._request(peer, function_id, packed, id_, timeout_s)
-        if data is None:
-            return TAKES_LOOP
+        tensors: PackedTensors | None = None
+        if packed:
+            if len(packed.pickle) > _MAX_BYTES or _OURS in packed.pickle:
+                return TAKES_LOOP
+            if packed.slots:
+                tensors = self._codec.pack(packed.slots, len(packed.pickle))
+                if tensors.buffers or tensors.schema.inline_bytes > _MAX_BYTES:
+                    return TAKES_LOOP
         free = lines.free
         try:
             line = free.pop()
@@ -124,7 +126,13 @@ class BlockingCalls:
                 _put_back(free, line)
                 return TAKES_LOOP  # another worker has come under the peer's name
             line.known.add(function_id)
-            data = frame(_FUNCTION, 0, 0, function_id, 0, definition[1]) + data
+            definitions = frame(_FUNCTION, 0, 0, function_id, 0, definition[1])
+        else:
+            definitions = b""
+        timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS) if self._are_told and timeout_s else 0
+        flags = RequestFlag.KWARGS if packed and packed.kwargs else 0
+        pickle = packed.pickle if packed else b""
+        data = definitions + line.framed(_REQUEST, flags, id_, function_id, timeout_ms, pickle, tensors)
         line.calling = function  # first: what is counted must not seem to be over
         line.calls_made += 1
         try:
@@ -141,40 +149,7 @@ class BlockingCalls:
         free.append(line)
         if line.is_ended:
             _take_back(free, line)
-        if isinstance(answer, Message):
-            return self._answer(peer, lines, function_id, function, answer)
-        if not answer:
-            return None
-        if _OURS in answer or not _is_pristine():
-            return self._answer(peer, lines, function_id, function, Reply(0, id_, 0, 0, 0, 0, 0, answer, ()))
-        try:
-            return self._plain_content(answer, peer.info)
-        except Exception as error:  # unpickling runs user code; the rest is for this thread, as Ctrl-C is
-            raise self._unreadable(function, error) from error
-
-    def _unreadable(self, function: Any, error: BaseException) -> SerializationError:
-        if isinstance(error, ProtocolError):
-            return SerializationError(f"the result of {name_of(function)} is malformed")
-        return self._agent.unreadable(name_of(function), error)
-
-    def _request(
-        self, peer: Peer, function_id: int, packed: Prepared | tuple[()], id_: int, timeout_s: float
-    ) -> bytes | None:
-        """The frame of a request; None if it is not for a line."""
-        timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS) if self._are_told and timeout_s else 0
-        if not packed:
-            return _pack_brief(0, _BRIEF_REQUEST, id_, function_id, timeout_ms, 0)
-        payload = packed.payload
-        flags = RequestFlag.KWARGS if packed.kwargs else 0
-        if len(payload) > _MAX_BYTES or _OURS in payload:
-            return None
-        slots = packed.slots
-        if slots and (few := self._codec.handful_of_arguments(payload, slots, None, peer.info.name)) is not None:
-            payload = few
-        elif slots:
-            data, buffers = self._codec.frame(_REQUEST, flags, id_, function_id, timeout_ms, payload, list(slots))
-            return None if buffers or len(data) > _MAX_BYTES else data
-        return _pack_brief(len(payload), _REQUEST | flags << 8, id_, function_id, timeout_ms, 0) + payload
+        return self._answer(peer, lines, function_id, function, answer)
 
     def _raise(self, peer: Peer, lines: Lines, line: Line, id_: int, function: Any, error: BaseException) -> NoReturn:
         """What a call raises that has not been answered. ``line`` has been taken for it."""
@@ -198,10 +173,12 @@ class BlockingCalls:
         raise peer.lost_with(error, farewell, name) from error
 
     def _answer(self, peer: Peer, lines: Lines, function_id: int, function: Any, message: Message) -> Any:
-        """What is in an answer that is more than a pickle."""
+        """What is in an answer."""
         if sum(buffer.nbytes for buffer in message.buffers) >= self._shared_from_bytes:
             lines.not_for.add(function_id)  # where there is shared memory, a line is the longer way for these
-        work = partial(self._agent.answer, peer.info, message, name_of(function))
+        if isinstance(message, Reply) and not message.body:
+            return None
+        work = partial(self._agent.receiver.answer, peer.info, message, name_of(function))
         if isinstance(message, Reply) and message.meta_end == message.meta_start and _OURS not in message.body:
             # what is made of a result does not depend on what its caller has switched off
             return torchstate.run_with(torchstate.DEFAULTS, work)
@@ -233,7 +210,7 @@ class BlockingCalls:
     def _open_line(self, peer: Peer) -> None:
         """On the loop: have one more line to a peer."""
         agent = self._agent
-        if agent.is_closing or agent.is_interposed:
+        if agent.is_closing or agent.is_wrapped:
             return
         if peer.lines is None:
             limit = 0 if peer.info.id == agent.info.id else _MAX_LINES

@@ -16,17 +16,17 @@ import msgspec
 
 from arpc.agent.admission import Admission
 from arpc.agent.attempts import Attempts
+from arpc.agent.client.deadlines import Deadlines
 from arpc.agent.complaints import Complaints
-from arpc.agent.deadlines import Deadlines
 from arpc.agent.dialling import Dialler, host_of, only
 from arpc.agent.lanes import LaneMaker, lanes_of
 from arpc.agent.lines_here import LinesHere
 from arpc.agent.links import LINE, ONLOOKER, Link, PeerWatcher
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.newcomers import Newcomers
-from arpc.agent.peers import Peer, PeerState
+from arpc.agent.peers.peer import Peer, PeerState
 from arpc.agent.recovery import Recovery
-from arpc.agent.requests import Inbound
+from arpc.agent.server.inbound import Inbound
 from arpc.errors import ProtocolError, WireError
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
@@ -37,6 +37,7 @@ from arpc.transport.memory import connect_pair
 from arpc.wire import protocol as wire
 from arpc.wire.handshake import Identity, Refused, Role
 from arpc.wire.messages import Message
+from arpc.wire.policy import Policy
 
 __all__ = ["Connector"]
 
@@ -49,20 +50,22 @@ _CLOSE_S: Final = 2.0
 class _Host(Protocol):
     """What the connector needs of the agent."""
 
-    info: WorkerInfo
     loop: asyncio.AbstractEventLoop
     deadlines: Deadlines
     is_closing: bool
-    is_elastic: bool
     is_serving: bool
+    policy: Policy
     resolve: Callable[[str | int], Awaitable[WorkerRecord]]
 
     def peer(self, to: str | int | WorkerInfo) -> Peer | None: ...
     def add_peer(self, record: WorkerRecord) -> Peer: ...
+    @property
+    def info(self) -> WorkerInfo: ...
+    @property
+    def is_elastic(self) -> bool: ...
     def make_peer(self, info: WorkerInfo) -> Peer: ...
     def inspection_received(self, connection: Connection, messages: list[Message]) -> None: ...
     def line_received(self, connection: Connection, messages: list[Message]) -> None: ...
-    def take_directly(self, link: Link) -> None: ...
     def link_lost(self, link: Link) -> None: ...
     def messages_received(self, connection: Connection, messages: list[Message]) -> None: ...
     def output_drained(self, connection: Connection) -> None: ...
@@ -108,7 +111,7 @@ class Connector:
         self._context = context
         self._listeners: list[Listener] = []
         self._links: dict[Connection, Link] = {}
-        self.dialler = Dialler(identity, options, transports, context, lambda: _Outgoing(self))
+        self.dialler = Dialler(identity, options, transports, context, lambda: _Outgoing(self), agent.policy.layout)
         self._lanes = LaneMaker(self.dialler, agent.peer)
         self._lines = LinesHere(agent, self._links, options.max_handlers_per_peer)
         self.attempts = Attempts(agent, self.dialler, self._lanes)
@@ -206,7 +209,6 @@ class Connector:
         link = Link(connection, peer, inbound, is_mine=is_mine)
         self._links[connection] = link
         connection.owner = link
-        self.agent.take_directly(link)
         if self.agent.is_closing:
             connection.abort(WireError("this worker is shutting down"))
             return
@@ -228,7 +230,6 @@ class Connector:
         link.is_onlooker = True
         self._links[connection] = link
         connection.owner = link
-        self.agent.take_directly(link)
         connection.redirect(self.agent.inspection_received)
         if self.agent.is_closing:
             connection.abort(WireError("this worker is shutting down"))

@@ -19,6 +19,7 @@ from arpc.wire import protocol as wire
 from arpc.wire.frames import Limits
 from arpc.wire.handshake import Handshake, Identity, Refused, Role
 from arpc.wire.messages import Refusal
+from arpc.wire.rebuilding import Layout, read_layout
 
 __all__ = ["Dialler", "host_of", "only"]
 
@@ -35,6 +36,7 @@ class Dialler:
         transports: Mapping[str, Transport],
         context: Context,
         make_receiver: Callable[[], Receiver],
+        read_layout: Callable[[bytes], Layout] = read_layout,
     ) -> None:
         self.identity = identity
         self.options = options
@@ -45,6 +47,7 @@ class Dialler:
         """Connections that this worker makes, until they have opened: who waits for one hears what becomes of it."""
         self._context = context
         self._make_receiver = make_receiver
+        self._read_layout = read_layout
         self._limits = Limits(options.max_body_bytes, options.max_message_bytes, options.max_header_bytes)
 
     def transport(self, address: str) -> Transport:
@@ -77,7 +80,8 @@ class Dialler:
     ) -> wire.Protocol:
         """One end of a connection, which begins with a handshake. ``features``: in the place of the worker's own."""
         me = self.identity if features is None else msgspec.structs.replace(self.identity, features=features)
-        return wire.Protocol(Handshake(role, me, self.options.secret, admit), self._limits)
+        handshake = Handshake(role, me, self.options.secret, admit)
+        return wire.Protocol(handshake, self._limits, read_layout=self._read_layout)
 
     async def start(self, address: str, protocol: wire.Protocol) -> Connection:
         """A connection whose handshake has begun."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from arpc.agent.dialling import Dialler, only
-from arpc.agent.peers import Peer
+from arpc.agent.peers.peer import Peer
 from arpc.errors import WireError
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
-from arpc.agent.deadlines import Deadlines
+from arpc.agent.client.deadlines import Deadlines
 from arpc.agent.links import Link
-from arpc.agent.peers import Peer
-from arpc.agent.requests import Inbound
+from arpc.agent.peers.peer import Peer
+from arpc.agent.server.inbound import Inbound
 from arpc.errors import WireError
 from arpc.ids import WorkerInfo
 from arpc.transport.base import Connection
@@ -34,7 +34,6 @@ class _Host(Protocol):
     is_closing: bool
 
     def peer(self, to: str | int | WorkerInfo) -> Peer | None: ...
-    def take_directly(self, link: Link) -> None: ...
     def line_received(self, connection: Connection, messages: list[Message]) -> None: ...
 
 
@@ -88,7 +87,6 @@ class LinesHere:
         self._links[connection] = link
         link.peer.lines_here.add(connection)
         connection.owner = link
-        self._agent.take_directly(link)
         connection.redirect(self._agent.line_received)
 
     @staticmethod

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
-from arpc.agent.peers import Peer
-from arpc.agent.requests import Inbound
+from arpc.agent.peers.peer import Peer
+from arpc.agent.server.inbound import Inbound
 from arpc.ids import WorkerInfo
 from arpc.transport.base import Connection
 

@@ -13,7 +13,7 @@ from contextvars import Context
 from typing import Final, Protocol
 
 from arpc.agent.membership import WorkerRecord
-from arpc.agent.peers import Peer
+from arpc.agent.peers.peer import Peer
 from arpc.errors import ArpcError, RendezvousError, UnknownWorkerError
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
@@ -34,6 +34,8 @@ class _Host(Protocol):
     loop: asyncio.AbstractEventLoop
     resolve: Callable[[str | int], Awaitable[WorkerRecord]]
 
+    @property
+    def is_elastic(self) -> bool: ...
     def peer(self, to: str | int | WorkerInfo) -> Peer | None: ...
     def add_peer(self, record: WorkerRecord) -> Peer: ...
 

@@ -6,7 +6,8 @@ threads. `Agent.observe` installs one, at any time; `Agent.unobserve` takes it a
 agent when it is made *stands by*: it hears of a call only if its `occasions` say so, and of a handler only if the
 request brought its header.
 
-While nobody observes, calls take the ways they always take, and pay for none of this.
+Requests are seen by an `ObservedSender` around the worker's own, handlers by the dispatcher. While nobody observes, that
+is one look at a few empty lists.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from arpc.agent.functions import Function, Mode, name_of
-from arpc.agent.requests import Inbound, Run
+from arpc.agent.client.pending_calls import CallSender, OutgoingCall
 from arpc.agent.scope import current_scope
-from arpc.errors import RpcTimeoutError
+from arpc.agent.server.functions import Function, Mode, name_of
+from arpc.agent.server.inbound import Inbound
+from arpc.agent.server.run import Run
+from arpc.errors import ProtocolError, RpcTimeoutError
 from arpc.ids import WorkerInfo
 from arpc.torchstate import AllSteps, Stepped, Steps, call_stepped, current_steps, step_result
 from arpc.user_errors import is_a
@@ -38,17 +41,21 @@ __all__ = [
     "Activity",
     "Handling",
     "Kind",
+    "ObservedSender",
     "Observer",
     "Observers",
     "Outcome",
     "Outgoing",
     "call_name",
+    "error_of",
     "is_named_by_arguments",
     "kind_of",
     "named_by",
 ]
 
 _now = time.perf_counter_ns
+_encode_headers = msgspec.msgpack.Encoder().encode
+_decode_headers = msgspec.msgpack.Decoder(dict[str, Any]).decode
 _NOTHING: Final[tuple[()]] = ()
 _DESCRIBE: Final = "__arpc_describe__"
 
@@ -208,8 +215,6 @@ class Observers:
     def __init__(self, standing: Sequence[Observer] = ()) -> None:
         self.installed: list[Observer] = []
         self.standing = tuple(standing)
-        self._headers: dict[str, Any] | None = None
-        """Those of the request that is being made."""
         self._pending: dict[tuple[Any, int], Outgoing] = {}
         self._waiting: WeakKeyDictionary[Inbound, dict[int, Handling]] = WeakKeyDictionary()
         """Requests that have been accepted and have not begun."""
@@ -235,47 +240,37 @@ class Observers:
         for observer in self.concerned():
             observer.thread_calls(context, peer, function)
 
-    def begin(
-        self,
-        concerned: Iterable[Observer],
-        peer: Any,
-        function: Any,
-        args: Sequence[Any] | None,
-        future: asyncio.Future[Any],
-        kind: Kind,
-        *,
-        is_awaited: bool,
-        send: Callable[[], int],
-    ) -> int:
-        """Make a request by ``send``, which returns its id, and tell observers of it."""
-        request = Outgoing(peer.info, call_name(function, args), kind, is_awaited, function, began_ns=_now())
+    def begin(self, concerned: Iterable[Observer], call: OutgoingCall, send: Callable[[OutgoingCall], int]) -> int:
+        """Make a request by ``send``, and tell observers of it."""
+        peer = call.peer
+        kind = kind_of(call.type, call.flags)
+        name = call_name(call.function, call.args)
+        request = Outgoing(peer.info, name, kind, call.is_awaited, call.function, began_ns=_now())
         observers = tuple(concerned)
         for observer in observers:
             observer.request_begins(request)
-        self._headers = request.headers or None
+        if request.headers:
+            call.metadata = {**(call.metadata or {}), self.key: _encode_headers(request.headers)}
         try:
-            request.id = call_id = send()
+            request.id = call_id = send(call)
         except BaseException as error:
             self._end(request, observers, Outcome.ERROR, error)
             raise
-        finally:
-            self._headers = None
-        call = peer.calls.get(call_id)
-        request.sent_bytes = max(HEADER_BYTES, call.size_bytes if call is not None else 0)
+        sent = peer.calls.get(call_id)
+        request.sent_bytes = max(HEADER_BYTES, sent.size_bytes if sent is not None else 0)
         self._pending[peer, call_id] = request
-        future.add_done_callback(partial(self._future_done, request, observers, (peer, call_id)))
+        call.recipient.add_done_callback(partial(self._call_ended, request, observers, (peer, call_id)))
         return call_id
 
-    def _future_done(
-        self, request: Outgoing, observers: tuple[Observer, ...], place: tuple[Any, int], future: asyncio.Future[Any]
+    def _call_ended(
+        self, request: Outgoing, observers: tuple[Observer, ...], place: tuple[Any, int], recipient: Any
     ) -> None:
         if self._pending.get(place) is request:
             del self._pending[place]
-        if future.cancelled():
+        if recipient.cancelled():
             self._end(request, observers, Outcome.CANCELLED, None)
             return
-        # not `exception`, which would count as looked at
-        error = getattr(future, "_exception", None)
+        error = error_of(recipient)
         outcome = Outcome.OK if error is None else _outcome_of(error)
         self._end(request, observers, outcome, error)
 
@@ -289,38 +284,36 @@ class Observers:
             observer.request_ends(request)
         request.error = None  # it refers to frames, and they to what they hold
 
-    def answered(self, handle: Callable[[Any, Message], None], link: Any, message: Message) -> None:
-        """An answer has come: note when, and how large it is, and let ``handle`` have it."""
-        request = self._pending.get((link.peer, message.id))
+    def answered(self, peer: Any, message: Message) -> None:
+        """An answer has come: note when, and how large it is."""
+        request = self._pending.get((peer, message.id))
         if request is not None:
             request.ended_ns = _now()
             request.received_bytes += HEADER_BYTES + message.size_bytes
-        handle(link, message)
 
     # -- headers, as an interceptor
 
-    def request_sent(
-        self, peer: WorkerInfo, function: Any, slots: list[Slot], is_stream: bool = False
-    ) -> dict[str, Any] | None:
-        return self._headers
+    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot], is_stream: bool = False) -> bytes | None:
+        """Nothing: `begin` has added what there is."""
 
-    def request_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
+    def request_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
         run = current_scope.get()
-        if not isinstance(run, Run) or not isinstance(meta, dict):
+        if not isinstance(run, Run):
             return
+        headers = _headers(meta)
         if run.handling is None:
-            observers = tuple(observer for observer in self.standing if observer.key in meta)
+            observers = tuple(observer for observer in self.standing if observer.key in headers)
             if observers:
                 run.handling = Handling(
-                    peer, run.function.name, Kind.CALL, run.id, _now(), headers=meta, observers=observers
+                    peer, run.function.name, Kind.CALL, run.id, _now(), headers=headers, observers=observers
                 )
                 for observer in observers:
                     observer.handler_accepted(run.handling)
         else:
-            run.handling.headers = meta
-            run.handling.observers += tuple(observer for observer in self.standing if observer.key in meta)
+            run.handling.headers = headers
+            run.handling.observers += tuple(observer for observer in self.standing if observer.key in headers)
 
-    def reply_sent(self, peer: WorkerInfo, meta: Any, slots: list[Slot]) -> dict[str, Any] | None:
+    def reply_sent(self, peer: WorkerInfo, meta: bytes, slots: list[Slot]) -> bytes | None:
         run = current_scope.get()
         handling = run.handling if isinstance(run, Run) else None
         if handling is None:
@@ -329,14 +322,13 @@ class Observers:
         for observer in handling.observers:
             if observer.key in handling.headers and (header := observer.reply_leaves(handling)) is not None:
                 headers[observer.key] = header
-        return headers or None
+        return _encode_headers(headers) if headers else None
 
-    def reply_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
-        if not isinstance(meta, dict):
-            return
+    def reply_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
+        headers = _headers(meta)
         for observer in (*self.installed, *self.standing):
-            if observer.key in meta:
-                observer.reply_came(peer, meta[observer.key])
+            if observer.key in headers:
+                observer.reply_came(peer, headers[observer.key])
 
     # -- requests of peers
 
@@ -356,10 +348,9 @@ class Observers:
             observer.handler_accepted(handling)
         return handling
 
-    def admit(self, admit: Callable[[Inbound, Message], None], inbound: Inbound, message: Message) -> None:
-        """A request has come, which ``admit`` lets run or wait."""
+    def accepted(self, inbound: Inbound, message: Message) -> None:
+        """A request has come, which may run now or have to wait."""
         self._waiting.setdefault(inbound, {})[message.id] = self._accept(inbound, message)
-        admit(inbound, message)
 
     def watch(self, run: Run, message: Message) -> None:
         """A request is about to run."""
@@ -429,6 +420,37 @@ class Observers:
         handling.error = None
 
 
+class ObservedSender:
+    """Tells observers of every request of a worker."""
+
+    def __init__(self, inner: CallSender, observers: Observers) -> None:
+        self._inner = inner
+        self._observers = observers
+        self._occasions = tuple(observer.occasions for observer in observers.standing)
+
+    def send(self, call: OutgoingCall) -> int:
+        """Send a request."""
+        observers = self._observers
+        if observers.installed or any(self._occasions):
+            return observers.begin(observers.concerned(), call, self._inner.send)
+        return self._inner.send(call)
+
+
+def error_of(recipient: Any) -> BaseException | None:
+    """The error of a call that has ended and was not cancelled. Of a future, that does not count as looked at."""
+    if isinstance(recipient, asyncio.Future):
+        return getattr(recipient, "_exception", None)
+    error: BaseException | None = recipient.exception()
+    return error
+
+
+def _headers(meta: bytes) -> dict[str, Any]:
+    try:
+        return _decode_headers(meta)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"malformed headers of observers: {error}") from error
+
+
 class _Watched(Function):
     """A function for one request, in which observers have put something around each step."""
 
@@ -440,7 +462,7 @@ class _Watched(Function):
         self.returns_future = function.returns_future
         self.is_quick = function.is_quick
         self.is_service = function.is_service
-        self.is_simple = self.is_plain = False  # whose short ways pass observers by
+        self.is_simple = self.is_plain = False
         self._quick_calls = 0
         self.results = function.results
         inner = function.call

@@ -4,7 +4,7 @@ The map of the *caller* rules both ways. A request names devices of the callee. 
 and the caller turns its own map around. So nobody needs to know another worker's maps.
 
 Copies between devices and host memory take a while, and the loop does not wait for them: a message that is to be sent
-waits until its buffers are filled (`LateBuffers`), one that has arrived until its buffers are where they belong
+waits until its buffers are filled (`Placement.when_filled`), one that has arrived until its buffers are where they belong
 (`Placement.messages_received`). Others pass meanwhile.
 """
 
@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
-import msgspec
 import torch
 from torch import Tensor
 
-from arpc.agent.threads import ThreadPool
+from arpc.agent.server.thread_pool import ThreadPool
 from arpc.devices import DeviceClaims, DeviceMap, checked_device, checked_device_map, checked_devices
 from arpc.errors import SerializationError
 from arpc.ids import WorkerInfo
@@ -27,11 +27,10 @@ from arpc.options import RpcOptions
 from arpc.transport.base import Connection
 from arpc.wire.messages import Failure, Item, Message, Reply
 from arpc.wire.rebuilding import Misplaced
-from arpc.wire.staging import ACCELERATORS, AcceleratorBackend, DeviceBackend, Staged, Stager, placements
-from arpc.wire.table import decode_table
+from arpc.wire.staging import ACCELERATORS, AcceleratorBackend, DeviceBackend, Staged, Stager
 from arpc.wire.tensors import Slot
 
-__all__ = ["PLACE", "LateBuffers", "Placement", "ResultPlacer", "ToCaller", "find_backends"]
+__all__ = ["PLACE", "Placement", "ResultPlacer", "ToCaller", "find_backends"]
 
 logger = get_logger("arpc.placement")
 
@@ -41,7 +40,7 @@ _ANSWERS: Final = frozenset((Reply, Item, Failure))
 _THREADS: Final = 4
 
 PLACE: Final = "place"
-"""Where the meta of a request asks about tensors on the CPU."""
+"""Where the metadata of a request asks about tensors on the CPU."""
 
 Dispatch = Callable[[Connection, list[Message]], None]
 
@@ -50,30 +49,6 @@ def find_backends() -> dict[str, DeviceBackend]:
     """What this process can reach besides its memory, by the type of the devices."""
     found: dict[str, DeviceBackend] = {type_: AcceleratorBackend(type_) for type_ in ACCELERATORS}
     return {type_: backend for type_, backend in found.items() if backend.count()}
-
-
-class LateBuffers(list[memoryview]):
-    """Buffers of a message that are still being filled from devices."""
-
-    def __init__(self, buffers: Sequence[memoryview], waits: Sequence[Callable[[], None]], threads: ThreadPool) -> None:
-        super().__init__(buffers)
-        self._waits = waits
-        self._threads = threads
-
-    def when_filled(self, then: Callable[[list[memoryview], SerializationError | None], None]) -> None:
-        """Call back on the loop, with the buffers as they are now, or with what has kept them from being filled."""
-
-        def job() -> Callable[[], None]:
-            failure: SerializationError | None = None
-            try:
-                for wait in self._waits:
-                    wait()
-            except Exception as error:  # noqa: BLE001 - whatever a driver has to say
-                failure = SerializationError(f"a tensor could not be copied from its device: {error}")
-                failure.__cause__ = error
-            return lambda: then(list(self), failure)
-
-        self._threads.submit(job)
 
 
 class _ToPeer:
@@ -137,16 +112,16 @@ class ResultPlacer:
     def occasions(self) -> set[str]:
         return self._peers
 
-    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot], is_stream: bool = False) -> bool | None:
-        return True if peer.name in self._peers else None
+    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot], is_stream: bool = False) -> bytes | None:
+        return b"" if peer.name in self._peers else None
 
-    def request_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
+    def request_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
         """Nothing is done before the answer, see `codec.Codec.stager_back`."""
 
-    def reply_sent(self, peer: WorkerInfo, meta: Any, slots: list[Slot]) -> None:
+    def reply_sent(self, peer: WorkerInfo, meta: bytes, slots: list[Slot]) -> None:
         """The table of the answer says it all."""
 
-    def reply_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
+    def reply_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
         """Nothing comes back."""
 
 
@@ -219,9 +194,23 @@ class Placement:
             return {device: device for device in devices}
         return mapping or {}
 
-    def late(self, buffers: Sequence[memoryview], waits: Sequence[Callable[[], None]]) -> LateBuffers:
+    def when_filled(
+        self, waits: Sequence[Callable[[], None]], then: Callable[[SerializationError | None], None]
+    ) -> None:
+        """Call back on the loop once copies from devices are done, or with what has kept them from being made."""
         self.sent += len(waits)
-        return LateBuffers(buffers, waits, self.threads)
+
+        def job() -> Callable[[], None]:
+            failure: SerializationError | None = None
+            try:
+                for wait in waits:
+                    wait()
+            except Exception as error:  # noqa: BLE001 - whatever a driver has to say
+                failure = SerializationError(f"a tensor could not be copied from its device: {error}")
+                failure.__cause__ = error
+            return partial(then, failure)
+
+        self.threads.submit(job)
 
     # -- in
 
@@ -239,10 +228,7 @@ class Placement:
 
     def _places(self, connection: Connection, message: Message) -> dict[int, torch.device | Misplaced]:
         """Where each buffer of a message belongs that does not stay in host memory."""
-        try:
-            named = placements(decode_table(message.table))
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            return {}  # whoever unpacks it says what is wrong
+        named = message.layout.placements if message.layout is not None else {}
         is_answer = type(message) in _ANSWERS
         return {
             number: self._result_place(connection.peer.name, name) if is_answer else self._argument_place(name)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextvars import Context
 from typing import Final
 
-from arpc.agent.peers import Peer, PeerState
+from arpc.agent.peers.peer import Peer, PeerState
 from arpc.ids import WorkerInfo
 
 __all__ = ["Recovery", "backoff_delays"]

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from itertools import chain
 from typing import Any, Final
 
-from arpc.agent.peers import PeerState
+from arpc.agent.peers.peer import PeerState
 from arpc.autograd.context import AutogradContext, Container
 from arpc.autograd.lifetime import Lifetimes, is_hopeless
 from arpc.errors import ArpcError

@@ -12,30 +12,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from arpc import torchstate
-from arpc.agent.future import Future
+from arpc.agent.client.future import Future
 from arpc.autograd.accumulation import LeafGradients
 from arpc.autograd.context import AutogradContext, Send
 from arpc.autograd.failure import node_failure, peer_failure
 from arpc.autograd.local_pass import Threads
 from arpc.autograd.nodes import LeafNode, edge_into
 from arpc.autograd.passes import BackwardPass, Host, count_cancellations
-from arpc.autograd.protocol import IS_FIRST, LEAVES, SIMPLE_ANSWER, PackedParcel, Parcel, unpack_parcel
+from arpc.autograd.protocol import PackedParcel, Parcel, unpack_parcel
 from arpc.autograd.survey import Expectation, Survey, are_apart, survey
 from arpc.errors import AutogradError
-from arpc.wire.handful import FreshParcel
 
 __all__ = ["BriefPass"]
 
 _leaf_class: Any = LeafNode
 _ones_like = torch.ones_like
-_unpack_answer: Final = SIMPLE_ANSWER.unpack
 
 
 class BriefPass:
@@ -43,7 +41,6 @@ class BriefPass:
 
     failure: BaseException | None = None
     is_over = False
-    has_one_answer = False
     _answer: Parcel | None = None
     _abort_told: asyncio.Future[Any] | None = None
     _full: BackwardPass | None = None
@@ -65,7 +62,6 @@ class BriefPass:
         pass_id: int,
         retain_graph: bool,
         deadline: float | None,
-        usual_timeout_s: float | None,
         parent: int | None = None,
         threads: Threads | None = None,
     ) -> None:
@@ -73,7 +69,6 @@ class BriefPass:
         self.context = context
         self.retain_graph = retain_graph
         self.deadline = deadline
-        self.usual_timeout_s = usual_timeout_s
         self.parent = parent
         self.threads = threads
         self._host = host
@@ -111,7 +106,6 @@ class BriefPass:
                 context.active_pass = None
                 return False
             told = self._told
-            self.has_one_answer = len(told) == 1
             calls_made = self._calls_made = context.calls_made
             # One of its calls that is under way to a worker may need what that worker would forget
             is_calm = calls_made == context.calls_answered
@@ -119,7 +113,7 @@ class BriefPass:
                 letter = delivered.get(peer, ())
                 # Who gets gradients need not be asked what it will send: nothing here waits for that but the end
                 asks = told[peer] = not letter
-                future = host.send_first(self, peer, letter, asks=asks, leaves=is_calm)
+                future = host.send(self, peer, Parcel(letter, True, (), asks, is_calm))
                 self._outstanding[future] = peer
             if not told:
                 self._finish()
@@ -190,9 +184,8 @@ class BriefPass:
             ((future, peer),) = self._outstanding.items()
             cancelled_before = count_cancellations()
             try:
-                answer = await future
-                if answer.__class__ is not FreshParcel or not self._try_to_end_with(peer, answer):
-                    self._answered(peer, future)
+                await future
+                self._answered(peer, future)
             except asyncio.CancelledError:
                 # see `take_only_answer`
                 if not future.done() or count_cancellations() > cancelled_before:
@@ -296,44 +289,6 @@ class BriefPass:
         finally:
             if outer is not None:
                 torchstate.restore(outer)
-
-    def _try_to_end_with(self, peer: int, answer: FreshParcel) -> bool:
-        """End the pass if its only answer has the gradients of leaves, once each, and nothing else is to be done.
-
-        That is what `_answered` comes down to for most passes. False, and nothing has happened, if it is for that.
-        """
-        head, *tensors = answer
-        unresolved = self._unresolved
-        if self.is_over or self._full or self._rest or len(unresolved) != 1 or len(head) != SIMPLE_ANSWER.size:
-            return False
-        if self.parent is not None:
-            return False  # there are the messages to be freed that engaged this worker, and the parent to be told
-        _, bits, message_id = _unpack_answer(head)
-        send = unresolved.get(message_id)
-        if send is None or len(send.edges) != len(tensors) or not bits & IS_FIRST or self._leaves:
-            return False
-        gradients: dict[Tensor, Tensor] = {}
-        for (node, _), gradient in zip(send.edges, tensors):  # noqa: B905 - which takes long
-            leaf = node.variable
-            if not leaf.requires_grad or gradient.requires_grad or gradient.stride() != leaf.stride():
-                return False
-            gradients[leaf] = gradient
-        if len(gradients) != len(tensors):
-            return False  # one that was sent twice gets the sum
-        context = self.context
-        if context.gradients and not torchstate.is_pristine():
-            return False  # sums are to be made as if this were no code of the task
-        context.commit(self.id, gradients, self._told)  # raises if they do not fit those of an earlier pass
-        if bits & LEAVES and context.calls_made == self._calls_made:
-            context.known_workers.discard(peer)
-        # `_end`, for one that only this task knows of
-        self._outstanding.clear()
-        self.is_over = True
-        context.active_pass = None
-        context.sends_used += 1
-        if not self.retain_graph:
-            context.sends.pop(message_id, None)
-        return True
 
     def _take(self, peer: int, answer: PackedParcel | None) -> None:
         """Resolve what an answer resolves."""

@@ -7,23 +7,18 @@ they know each other. A worker that lost touch with another asks the creators of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Iterable, Sequence
+from collections.abc import Collection, Coroutine, Iterable
 from contextvars import Context
-from pickle import dumps
 from typing import Any, Final, TypeVar
 
 from arpc.agent.agent import Agent
 from arpc.agent.scope import current_scope
 from arpc.autograd.context import AutogradContext, Container
-from arpc.autograd.protocol import ONLY_TENSORS
 from arpc.errors import ArpcError, AutogradError, CallError, RpcTimeoutError, ShutdownError, UnknownWorkerError
 from arpc.ids import LOCAL_BITS, WorkerInfo
 from arpc.log import get_logger
 from arpc.options import RpcOptions
-from arpc.wire.handful import PARCEL_ARGUMENT
 from arpc.wire.messages import AutogradQuery, AutogradRelease, Message
-from arpc.wire.pickling import dumps_flat
-from arpc.wire.tensors import Slot
 
 __all__ = ["Lifetimes", "is_hopeless"]
 
@@ -57,39 +52,10 @@ class Lifetimes:
         self, message: type[Message], to: int | str, args: tuple[Any, ...], timeout_s: float
     ) -> asyncio.Future[Any]:
         """Send a message of autograd itself: in no context, and within no handler's deadline. Never raises."""
-        future: asyncio.Future[Any]
-        agent = self.agent
-        peer = agent.peer(to)
         try:
-            if peer is None or agent.placement is not None or agent.is_interposed:
-                return self._context.copy().run(agent.request, message, to, args, timeout_s)
-            payload, slots = agent.codec.pickler.dumps_call(
-                message, args, None, main_by_value=peer.main_by_value, to=peer.info
-            )
-            return agent.request_packed(message, peer, payload, slots, timeout_s)
+            return self.agent.request(message, to, args, timeout_s, is_internal=True)
         except ArpcError as error:
-            future = self.agent.loop.create_future()
-            future.set_exception(error)
-        return future
-
-    def send_tensors(
-        self, message: type[Message], to: int, head: bytes, tensors: Sequence[Any], timeout_s: float
-    ) -> asyncio.Future[Any]:
-        """The same for one argument, a list of bytes and of tensors after it."""
-        agent = self.agent
-        peer = agent.peer(to)
-        if peer is None or agent.placement is not None or agent.is_interposed:
-            return self.request(message, to, ([head, *tensors],), timeout_s)
-        payload = agent.codec.parcel(PARCEL_ARGUMENT, head, tensors)
-        slots: list[Slot] = []
-        if payload is None:  # large, or not quite tensors
-            if not ONLY_TENSORS.issuperset(map(type, tensors)):
-                return self.request(message, to, ([head, *tensors],), timeout_s)
-            payload, slots = dumps_flat(head, list(tensors), is_call=True)
-        try:
-            return agent.request_packed(message, peer, payload, slots, timeout_s)
-        except ArpcError as error:
-            failed: asyncio.Future[Any] = agent.loop.create_future()
+            failed: asyncio.Future[Any] = self.agent.loop.create_future()
             failed.set_exception(error)
             return failed
 
@@ -165,18 +131,7 @@ class Lifetimes:
         return context
 
     def _tell(self, to: int, context_id: int) -> asyncio.Future[Any]:
-        # of a future that is cancelled the peer does not hear: it is to forget the context all the same
-        agent = self.agent
-        future = agent.loop.create_future()
-        peer = agent.peer(to)
-        args = context_id, self._container.worker_id
-        if (
-            peer is not None
-            and agent.placement is None
-            and agent.request_plain(AutogradRelease, peer, dumps(args, 5), self.attempt_s, future)
-        ):
-            return future
-        return self.notify(AutogradRelease, to, args, self.attempt_s)
+        return self.notify(AutogradRelease, to, (context_id, self._container.worker_id), self.attempt_s)
 
     async def _tell_again(self, workers: Iterable[int], context_id: int) -> None:
         """Tell workers of the end of a context until they have heard, or it is hopeless."""
@@ -199,16 +154,6 @@ class Lifetimes:
             return None
         others = context.known_workers - {self._container.worker_id, teller}
         return self.tell_all(others, context_id) if others else None
-
-    def release_at_once(self, context_id: int, teller: int) -> Any:
-        """The same if nobody else has to hear of it, and nothing is under way; NotImplemented if it takes more."""
-        context = self._container.contexts.get(context_id)
-        if context is not None and (
-            context.active_pass is not None or not context.known_workers <= {self._container.worker_id, teller}
-        ):
-            return NotImplemented
-        self.forget(context_id)
-        return None
 
     # -- workers that are lost
 

@@ -37,10 +37,6 @@ class Sender(Protocol):
     retain_graph: bool
     deadline: float | None
     """In the loop's time."""
-    usual_timeout_s: float | None
-    """In place of that, if all the time of the pass is left, and others have the same."""
-    has_one_answer: bool
-    """All it waits for is the answer to the one parcel that it sends, and it does so in one task."""
 
 
 class Brief(Sender, Protocol):
@@ -59,17 +55,6 @@ class Host(LocalHost, Protocol):
 
     def send(self, backward_pass: Sender, to: int, parcel: Parcel) -> asyncio.Future[PackedParcel | None]:
         """Send a parcel; the future has the parcel that comes with the answer."""
-
-    def send_first(
-        self,
-        backward_pass: Sender,
-        to: int,
-        gradients: Sequence[tuple[int, Sequence[Any]]],
-        *,
-        asks: bool,
-        leaves: bool,
-    ) -> asyncio.Future[PackedParcel | None]:
-        """The same for a parcel that is the first to a worker, and says that nothing else is open."""
 
     def name_of(self, worker: int) -> str: ...
 
@@ -107,8 +92,6 @@ class BackwardPass(LocalPass):
 
     activity: Activity | None = None
     """What observers know of it."""
-    usual_timeout_s: float | None = None
-    has_one_answer = False
     _host: Host
     _last_begun: Any = None
     _is_planned = False

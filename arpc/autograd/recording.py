@@ -16,12 +16,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from arpc.agent.requests import Run
 from arpc.agent.scope import current_scope
+from arpc.agent.server.run import Run
 from arpc.autograd.context import ENDLESS, AutogradContext, Container, current_context_id
 from arpc.autograd.engine import Source
 from arpc.autograd.nodes import RecvRecord, attach_recv, attach_send
-from arpc.autograd.notes import Notes
 from arpc.errors import ProtocolError
 from arpc.ids import WorkerInfo
 from arpc.wire.tensors import Slot
@@ -39,7 +38,7 @@ _data_of = attrgetter("data")
 _new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
 
 
-class Recorder(Notes):
+class Recorder:
     """The interceptor that does it. What it adds to a message is the ids of the context and of the message.
 
     A message id of 0 means that nothing was recorded.
@@ -66,7 +65,7 @@ class Recorder(Notes):
         context.calls_made += ENDLESS if is_stream else 1
         return _pack_ids(context_id, message_id)
 
-    def request_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
+    def request_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
         context_id, message_id = _checked(meta)
         context = self._container.enter(context_id)
         if context is None:
@@ -77,7 +76,7 @@ class Recorder(Notes):
         if message_id:
             self._record_recv(context, peer.id, message_id, slots)
 
-    def reply_sent(self, peer: WorkerInfo, meta: Any, slots: list[Slot]) -> bytes | None:
+    def reply_sent(self, peer: WorkerInfo, meta: bytes, slots: list[Slot]) -> bytes | None:
         context_id, _ = _checked(meta)
         context = self._container.contexts.get(context_id)
         if context is None:
@@ -94,7 +93,7 @@ class Recorder(Notes):
                 message_id = self._record_send(context, peer.id, slots)
         return _pack_ids(context_id, message_id) if message_id else None
 
-    def reply_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
+    def reply_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
         context_id, message_id = _checked(meta)
         context = self._container.contexts.get(context_id)
         if context is not None and message_id:

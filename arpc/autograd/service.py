@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from arpc.agent.agent import Agent
-from arpc.agent.codec import Packed
-from arpc.agent.functions import Prompt
 from arpc.agent.observers import Kind
-from arpc.agent.requests import Run
 from arpc.agent.scope import current_scope
-from arpc.agent.threads import ThreadPool
+from arpc.agent.server.functions import Prompt
+from arpc.agent.server.thread_pool import ThreadPool
 from arpc.autograd.aborts import Aborts
 from arpc.autograd.accumulation import LeafGradients
 from arpc.autograd.at_once import run_at_once
@@ -33,16 +31,9 @@ from arpc.autograd.lone import LonePass, is_lone
 from arpc.autograd.pace import Pace
 from arpc.autograd.passes import WALK_NODES, BackwardPass, Brief
 from arpc.autograd.protocol import (
-    ASKS,
-    IS_FIRST,
-    LEAVES,
     NOTHING_LIVE,
-    ONLY_TENSORS,
-    SIMPLE_ANSWER,
-    SIMPLE_REQUEST,
     PackedParcel,
     Parcel,
-    parcel_of_parts,
     parcel_parts,
     unpack_parcel,
 )
@@ -56,7 +47,6 @@ from arpc.options import UNSET, RpcOptions, Unset
 from arpc.rref.context import RRefContext
 from arpc.rref.handle import RRef
 from arpc.user_errors import fresh, is_a
-from arpc.wire.handful import PARCEL_RESULT
 from arpc.wire.messages import (
     AutogradAbort,
     AutogradBackward,
@@ -65,17 +55,11 @@ from arpc.wire.messages import (
     AutogradRelease,
     Message,
 )
-from arpc.wire.pickling import dumps_flat
 
 __all__ = ["AutogradService"]
 
-_AnswerOfHandler: TypeAlias = "bytes | Packed | PackedParcel | Coroutine[Any, Any, Any] | None"
-"""Bytes are a payload."""
+_AnswerOfHandler: TypeAlias = "PackedParcel | Coroutine[Any, Any, Any] | None"
 
-_set_scope = current_scope.set
-_unpack_request: Final = SIMPLE_REQUEST.unpack
-_pack_answer: Final = SIMPLE_ANSWER.pack
-_new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
 
 _is_anomaly_enabled: Final = torch._C.is_anomaly_enabled  # what `torch.is_anomaly_enabled` calls
 _ABORT_S: Final = 5.0
@@ -108,17 +92,12 @@ class AutogradService(ParcelSending):
     @property
     def handlers(self) -> Mapping[type[Message], Callable[..., Any]]:
         return {
-            AutogradGradients: Prompt(self._on_gradients, self._on_parcel),
+            AutogradGradients: Prompt(self._on_gradients),
             AutogradAbort: self._on_abort,
             AutogradBackward: self._on_backward,
             AutogradRelease: Prompt(self.lifetimes.on_release),
             AutogradQuery: self.lifetimes.on_query,
         }
-
-    @property
-    def shortcuts(self) -> Mapping[type[Message], Callable[..., Any]]:
-        """Answers that need no handler, or NotImplemented."""
-        return {AutogradRelease: self.lifetimes.release_at_once}
 
     def attach(self, agent: Agent) -> None:
         """The agent that messages go through. It was made with this service's handlers, so it comes later."""
@@ -174,7 +153,7 @@ class AutogradService(ParcelSending):
         ``threads``: where nodes of this worker run that do not run on the loop.
         """
         context = self.container.find(context_id)
-        deadline, usual_timeout_s = self._deadline(timeout)
+        deadline = self._deadline(timeout)
         nodes = nodes_of_roots(roots)
         if context.active_pass is not None:
             raise self._is_under_way(context)
@@ -186,7 +165,7 @@ class AutogradService(ParcelSending):
         if expected.to_pass_over:
             expected.to_pass_over -= 1  # a large one again, most likely: that takes no looking at it
         elif not self._agent.observers.installed:
-            brief = BriefPass(self, context, pass_id, retain_graph, deadline, usual_timeout_s, None, threads)
+            brief = BriefPass(self, context, pass_id, retain_graph, deadline, None, threads)
             if brief.try_to_start(roots, nodes, expected):
                 started = brief
         if started is None:
@@ -246,7 +225,7 @@ class AutogradService(ParcelSending):
         threads: Threads | None = None,
     ) -> None:
         """Run a pass from the value of an RRef, on its owner. ``threads`` is that of `backward`, for an own value."""
-        deadline, _ = self._deadline(timeout)
+        deadline = self._deadline(timeout)
         if rref.is_owner():
             try:
                 async with asyncio.timeout_at(deadline):
@@ -290,16 +269,16 @@ class AutogradService(ParcelSending):
         else:
             await self.backward(context_id, [value], retain_graph, timeout, threads, pass_id)
 
-    def _deadline(self, timeout: float | Unset) -> tuple[float | None, float | None]:
-        """When a pass has to be over; and its timeout, if that is all there is to it."""
+    def _deadline(self, timeout: float | Unset) -> float | None:
+        """When a pass has to be over."""
         timeout_s = self._options.rpc_timeout if isinstance(timeout, Unset) else timeout
         if not timeout_s >= 0:
             raise ValueError(f"a timeout is 0 (none) or more seconds, not {timeout!r}")
         own = self._agent.loop.time() + timeout_s if timeout_s else None
         scope = current_scope.get()
         if scope is None or (inherited := scope.deadline) is None:
-            return own, timeout_s
-        return inherited if own is None else min(own, inherited), None
+            return own
+        return inherited if own is None else min(own, inherited)
 
     def _is_under_way(self, context: AutogradContext) -> AutogradError:
         """Why a pass cannot begin here."""
@@ -371,27 +350,7 @@ class AutogradService(ParcelSending):
         scope = current_scope.get()
         assert scope is not None
         assert scope.caller is not None  # this is a handler
-        answer = self._take(scope.caller.id, *unpack_parcel(packed, heading=3))
-        return Packed(answer, []) if isinstance(answer, bytes) else answer
-
-    def _on_parcel(self, run: Run, head: bytes | bytearray, tensors: list[Any]) -> _AnswerOfHandler:
-        _set_scope(run)
-        caller = run.inbound.caller.id
-        if len(head) == SIMPLE_REQUEST.size and not head[0]:
-            _, context_id, pass_id, retains, bits, message_id = _unpack_request(head)
-            context = self.container.contexts.get(context_id)
-            if (
-                bits & IS_FIRST
-                and context is not None
-                and context.active_pass is None
-                and not context.aborted_passes
-                and pass_id != context.last_pass
-            ):
-                # `_take`, if it comes down to this
-                gradients = [(message_id, tensors)]
-                parcel: Parcel = _new_tuple(Parcel, (gradients, True, (), bits & ASKS != 0, bits & LEAVES != 0))
-                return self._begin(context, pass_id, retains != 0, caller, parcel)
-        return self._take(caller, *parcel_of_parts(head, tensors, 3))
+        return self._take(scope.caller.id, *unpack_parcel(packed, heading=3))
 
     def _take(self, caller: int, parcel: Parcel, numbers: Sequence[int]) -> _AnswerOfHandler:
         context_id, pass_id, retain_graph = numbers[:3]
@@ -433,12 +392,6 @@ class AutogradService(ParcelSending):
         if answer is None:
             return self._engage(context, pass_id, retains, caller, parcel)
         gradients, has_left = answer
-        if len(gradients) == 1:  # as most answers have them
-            message_id, tensors = gradients[0]
-            head = _pack_answer(0, IS_FIRST | LEAVES if has_left else IS_FIRST, message_id)
-            payload = self._agent.codec.parcel(PARCEL_RESULT, head, tensors)
-            if payload is not None:
-                return payload
         return self._packed(Parcel(gradients, is_first=True, leaves=has_left))
 
     def _engage(
@@ -446,10 +399,8 @@ class AutogradService(ParcelSending):
     ) -> _AnswerOfHandler:
         """Take part in a pass for longer than a moment."""
         _, deadline = _caller()
-        # The time that its sender has given it has just begun: it is the same again and again
-        usual_timeout_s = 0.0 if deadline is None else round(deadline - self._agent.loop.time(), 3) or None
         engaged: BackwardPass | BriefPass
-        engaged = brief = BriefPass(self, context, pass_id, retain_graph, deadline, usual_timeout_s, caller)
+        engaged = brief = BriefPass(self, context, pass_id, retain_graph, deadline, caller)
         told = context.told_early.get(pass_id, {})
         if told or self._agent.observers.installed or not brief.try_to_pass_on(parcel, self._expected_of_relays):
             # What has been sent since to those who had announced before it was known here gets nothing in this pass
@@ -463,7 +414,7 @@ class AutogradService(ParcelSending):
             engaged.receive(caller, parcel, is_engaging=True)
         return self._answer_of(engaged) if engaged.is_over else self._wait_for_answer(engaged, caller)
 
-    async def _wait_for_answer(self, engaged: BackwardPass | BriefPass, caller: int) -> Packed | PackedParcel | None:
+    async def _wait_for_answer(self, engaged: BackwardPass | BriefPass, caller: int) -> PackedParcel | None:
         try:
             await engaged.wait()
         except asyncio.CancelledError:
@@ -473,20 +424,15 @@ class AutogradService(ParcelSending):
             raise
         return self._answer_of(engaged)
 
-    def _answer_of(self, ended: BackwardPass | BriefPass) -> Packed | PackedParcel | None:
+    def _answer_of(self, ended: BackwardPass | BriefPass) -> PackedParcel | None:
         """What the worker that engaged this one is told at the end. Raises why the pass failed."""
         ended.raise_failure()
         return None if ended.answer is None else self._packed(ended.answer)
 
-    def _packed(self, parcel: Parcel) -> Packed | PackedParcel:
+    def _packed(self, parcel: Parcel) -> PackedParcel:
         """A parcel that goes with an answer."""
         head, tensors = parcel_parts(parcel)
-        payload = self._agent.codec.parcel(PARCEL_RESULT, head, tensors)
-        if payload is not None:
-            return Packed(payload, [])
-        if not ONLY_TENSORS.issuperset(map(type, tensors)):
-            return [head, *tensors]
-        return Packed(*dumps_flat(head, list(tensors), is_call=False))
+        return [head, *tensors]
 
     async def _on_backward(
         self, rref: int, is_created: bool, context_id: int, pass_id: int, retain_graph: bool

@@ -10,7 +10,7 @@ from functools import partial
 from types import MethodType
 from typing import Any, overload
 
-from arpc.agent.functions import name_of
+from arpc.agent.server.functions import name_of
 from arpc.batching.queue import Limits, Queue
 from arpc.errors import ConfigurationError, SerializationError
 from arpc.runtime import Worker, current

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from arpc import torchstate
-from arpc.agent.functions import Function, Mode
 from arpc.agent.scope import current_scope
+from arpc.agent.server.functions import Function, Mode
 from arpc.autograd.context import current_context_id
 from arpc.batching.gathering import gather, kind_of, scatter
 from arpc.runtime import Worker
@@ -127,7 +127,7 @@ class Queue:
         self.calls_run = 0
         self._worker = worker
         self._loop = worker.agent.loop
-        self._executor = worker.agent.executor
+        self._executor = worker.agent.dispatcher
         self._function = function
         self._mode = Function(function).mode
         self._name = name

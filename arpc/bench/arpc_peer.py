@@ -143,25 +143,25 @@ class ArpcCaller(ArpcGradients):
         }
 
     async def profiling_off(self, *, budget_s: float) -> Measurement:
-        """A small call as it is, and one that does not even look whether somebody profiles, in turns: ``share``.
+        """A small call as it is, and one that does not even look whether somebody observes, in turns: ``share``.
 
         That is what the first takes longer than the second, as a part of it.
         """
         agent = current().agent
         call = self.prepare("noop", "async", "none")
-        as_it_is = agent._occasions  # noqa: SLF001 - no user can leave it out
-        without = tuple(interceptor.occasions for interceptor in agent.codec.interceptors[:-1])
+        as_it_is = agent.caller.sender
+        without = agent.unobserved_sender
         await self._one_by_one(call, budget_s * WARM_UP_SHARE)
         ratios: list[float] = []
         try:
             for _ in range(PROFILING_TURNS):
                 both: list[float] = []
-                for occasions in (as_it_is, without):
-                    agent._occasions = occasions  # noqa: SLF001
+                for sender in (as_it_is, without):
+                    agent.caller.sender = sender
                     both.append(statistics.median(await self._one_by_one(call, budget_s / PROFILING_TURNS)))
                 ratios.append(both[0] / both[1])
         finally:
-            agent._occasions = as_it_is  # noqa: SLF001
+            agent.caller.sender = as_it_is
         return {"share": max(0.0, statistics.median(ratios) - 1)}
 
     async def traced_latency(self, *, operators: int, budget_s: float) -> Measurement:

@@ -109,11 +109,11 @@ class TensorPipeAgent(RpcAgent):
 
     @property
     def rpc_timeout(self) -> float:
-        return self.drop_in.agent.default_timeout
+        return self.drop_in.agent.timeouts.default_s
 
     def set_rpc_timeout(self, timeout_s: float) -> None:
         agent = self.drop_in.agent
-        self.drop_in.thread.call(lambda: agent.set_default_timeout(timeout_s))
+        self.drop_in.thread.call(lambda: setattr(agent.timeouts, "default_s", timeout_s))
 
     # -- figures
 
@@ -126,7 +126,7 @@ class TensorPipeAgent(RpcAgent):
 
     def _figures(self) -> dict[str, Any]:
         agent = self.drop_in.agent
-        executor = agent.executor
+        executor = agent.dispatcher
         running = sum(len(link.inbound.running) for link in agent.connector.links)
         figures: dict[str, Any] = {
             "thread_pool_size": self.drop_in.worker.options.num_worker_threads,

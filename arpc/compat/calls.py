@@ -10,10 +10,10 @@ from typing import Any, Final
 import torch
 
 from arpc import torchstate
-from arpc.agent.arguments import Prepared
 from arpc.agent.blocking import TAKES_LOOP
-from arpc.agent.future import Future
-from arpc.agent.peers import Peer
+from arpc.agent.client.pending_calls import OutgoingCall
+from arpc.agent.client.sender import Prepared
+from arpc.agent.peers.peer import Peer
 from arpc.compat.drop_in import DropIn
 from arpc.compat.failures import as_torch_error, packing_error
 from arpc.compat.loop_thread import Outcome, refuse_loop_thread
@@ -31,7 +31,7 @@ def arpc_timeout(timeout: float) -> float | Unset:
 
 
 def _seconds(drop_in: DropIn, timeout: float) -> float:
-    return drop_in.agent.default_timeout if timeout == _UNSET_S else timeout
+    return drop_in.agent.timeouts.default_s if timeout == _UNSET_S else timeout
 
 
 class _Call:
@@ -77,8 +77,7 @@ class _Call:
         self._fail = fail
         drop_in = self._drop_in
         context = drop_in.thread.caller_context()
-        if drop_in.agent.has_riders:
-            drop_in.agent.observers.thread_calls(context, self._peer.info.name, self._function)
+        drop_in.agent.observers.thread_calls(context, self._peer.info.name, self._function)
         if _is_pristine():
             drop_in.thread.submit(context, self._begin)
         else:
@@ -87,11 +86,18 @@ class _Call:
 
     def _begin(self) -> None:
         agent = self._drop_in.agent
-        future: asyncio.Future[Any]
-        # those who watch calls know by its kind whether somebody waits for it already
-        future = agent.loop.create_future() if self._is_awaited else Future(loop=agent.loop)
+        future: asyncio.Future[Any] = agent.loop.create_future()
+        call = OutgoingCall(
+            self._peer,
+            future,
+            self._function,
+            self._packed,
+            self._kwargs,
+            self._timeout,
+            is_awaited=self._is_awaited,
+        )
         try:
-            self._call_id = agent.begin(self._peer, future, self._function, self._packed, self._kwargs, self._timeout)
+            self._call_id = agent.sender.send(call)
         except BaseException as error:  # noqa: BLE001 - it is raised where the result is waited for
             self._fail(error)
         else:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from arpc.agent.threads import ThreadPool
+from arpc.agent.server.thread_pool import ThreadPool
 
 __all__ = ["Completions"]
 

@@ -16,7 +16,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from arpc.agent.blocking import BlockingCalls
 from arpc.agent.membership import WorkerRecord
-from arpc.agent.peers import Peer
+from arpc.agent.peers.peer import Peer
 from arpc.agent.scope import WorkerScope
 from arpc.autograd.heeded import has_node_hooks
 from arpc.autograd.pace import ThreadsOnly
@@ -82,7 +82,7 @@ class DropIn:
             raise
 
     def _set_up(self) -> None:
-        self.agent.executor.tell_failure = self._show_failure
+        self.agent.dispatcher.replies.tell_failure = self._show_failure
         # profiles of the newer kind do not see calls in torch, and scripts that look for names may be misled by them
         self.worker.profiler.remote.includes_kineto = False
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from torch.jit._builtins import _find_builtin
 
-from arpc.agent.failures import is_of_handler
+from arpc.agent.server.remote_exceptions import is_of_handler
 from arpc.errors import (
     ArpcError,
     CallCancelledError,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
 from torch.jit._builtins import _find_builtin
 
 from arpc.agent.agent import Agent
-from arpc.agent.functions import name_of
-from arpc.agent.peers import Peer
+from arpc.agent.client.pending_calls import CallSender, OutgoingCall
+from arpc.agent.server.functions import name_of
 from arpc.errors import RpcTimeoutError
 from arpc.options import Unset
 from arpc.torchscript.calls import ScriptCall
@@ -53,90 +53,73 @@ class Faults:
         """How many messages of each name were lost."""
         self.late: Counter[str] = Counter()
         """How many were late."""
-        self._begin: Callable[..., int]
-        agent.interpose(self._around)
+        self._inner: CallSender
+        agent.wrap_sender(self._around)
 
-    def _around(self, begin: Callable[..., int]) -> Callable[..., int]:
-        self._begin = begin
-        return self._begin_or_fail
+    def _around(self, inner: CallSender) -> CallSender:
+        self._inner = inner
+        return self
 
-    def _begin_or_fail(
-        self,
-        peer: Peer,
-        future: asyncio.Future[Any],
-        function: Any,
-        args: Any,
-        kwargs: Mapping[str, Any] | None,
-        timeout: float | Unset,
-        flags: int = 0,
-        type_: int = int(MessageType.REQUEST),
-        **more: Any,
-    ) -> int:
-        if more.get("riders") or flags & RequestFlag.STREAM:
-            # it is on its way through observers and has been here before, or is nothing that torch has
-            return self._begin(peer, future, function, args, kwargs, timeout, flags, type_, **more)
-        names = _names_of(type_, function)
-        if not self._lost.isdisjoint(names) and self._is_lost(peer, type_, args):
+    def send(self, call: OutgoingCall) -> int:
+        """Send a request, now or late, or lose it."""
+        if call.flags & RequestFlag.STREAM:
+            return self._inner.send(call)  # it is nothing that torch has
+        names = _names_of(call.type, call.function)
+        if not self._lost.isdisjoint(names) and self._is_lost(call):
             self.lost.update(names)
-            text = f"{name_of(function)} to worker {peer.info.name!r} was lost on purpose"
-            future.set_exception(RpcTimeoutError(text))
+            text = f"{name_of(call.function)} to worker {call.peer.info.name!r} was lost on purpose"
+            call.recipient.set_exception(RpcTimeoutError(text))
             return 0
-
-        def begin(answered: asyncio.Future[Any], timeout: float | Unset) -> int:
-            return self._begin(peer, answered, function, args, kwargs, timeout, flags, type_, **more)
-
         delay_s = max((self._delays_s.get(name, 0.0) for name in names), default=0.0)
         if not delay_s:
-            return begin(future, timeout)
+            return self._inner.send(call)
         self.late.update(names)
-        self._begin_late(begin, future, delay_s, timeout)
+        self._send_late(call, delay_s)
         return 0
 
-    def _is_lost(self, peer: Peer, type_: int, args: Any) -> bool:
-        if type_ not in _CONTROL:
+    def _is_lost(self, call: OutgoingCall) -> bool:
+        if call.type not in _CONTROL:
             return self._losses > 0  # these are never sent again
         # A message that is sent again has the same items, which come last in it. That a context has ended has no items.
-        what = args if type_ == MessageType.AUTOGRAD_RELEASE else args[-1]
-        key = (peer.info.name, type_, repr(what))
+        args = call.args or ()
+        what = args if call.type == MessageType.AUTOGRAD_RELEASE else args[-1]
+        key = (call.peer.info.name, call.type, repr(what))
         self._sends[key] += 1
         return self._sends[key] <= self._losses
 
-    def _begin_late(
-        self,
-        begin: Callable[[asyncio.Future[Any], float | Unset], int],
-        future: asyncio.Future[Any],
-        delay_s: float,
-        timeout: float | Unset,
-    ) -> None:
+    def _send_late(self, call: OutgoingCall, delay_s: float) -> None:
         """The caller's time runs from now on; the request is sent later, whether or not anybody still waits."""
         loop = self._agent.loop
+        recipient, timeout = call.recipient, call.timeout
         answered: asyncio.Future[Any] = loop.create_future()
+        call.recipient = answered
+        call.timeout = 0.0
 
         def copy(ended: asyncio.Future[Any]) -> None:
             error = ended.exception() if not ended.cancelled() else asyncio.CancelledError()
-            if future.done():
+            if recipient.done():
                 return
             if error is not None:
-                future.set_exception(error)
+                recipient.set_exception(error)
             else:
-                future.set_result(ended.result())
+                recipient.set_result(ended.result())
 
         def send() -> None:
             try:
-                begin(answered, 0.0)
+                self._inner.send(call)
             except Exception as error:  # noqa: BLE001 - it is the caller's
                 answered.set_exception(error)
 
         def give_up() -> None:
-            if not future.done():
-                future.set_exception(RpcTimeoutError("the request was late on purpose"))
+            if not recipient.done():
+                recipient.set_exception(RpcTimeoutError("the request was late on purpose"))
 
         answered.add_done_callback(copy)
         loop.call_later(delay_s, send)
-        timeout_s = self._agent.default_timeout if isinstance(timeout, Unset) else timeout
+        timeout_s = self._agent.timeouts.default_s if isinstance(timeout, Unset) else timeout
         if timeout_s:
             timer = loop.call_later(timeout_s, give_up)
-            future.add_done_callback(lambda _: timer.cancel())
+            recipient.add_done_callback(lambda _: timer.cancel())
 
 
 def _names_of(type_: int, function: Any) -> tuple[str, ...]:

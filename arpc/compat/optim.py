@@ -48,5 +48,5 @@ class DistributedOptimizer:
         except WorkersFailedError as errors:
             # torch raises that of one worker, too
             to = self._drop_in.peer(errors.failed[-1]).info
-            raised = as_torch_error(errors.exceptions[-1], to, self._drop_in.agent.default_timeout)
+            raised = as_torch_error(errors.exceptions[-1], to, self._drop_in.agent.timeouts.default_s)
         raise raised

@@ -103,7 +103,7 @@ def _sends_shown(drop_in: DropIn, context_id: int) -> Iterator[None]:
 def _run_pass(drop_in: DropIn, context_id: int, roots: Sequence[Tensor], retain_graph: bool) -> None:
 
     def start(service: AutogradService, outcome: _ServingOutcome) -> Coroutine[Any, Any, None]:
-        timeout_s = drop_in.agent.default_timeout
+        timeout_s = drop_in.agent.timeouts.default_s
         return service.backward(context_id, roots, retain_graph, timeout_s, outcome)
 
     _wait(drop_in, start)
@@ -113,7 +113,7 @@ def run_pass_from(drop_in: DropIn, rref: RRef[Any], context_id: int, retain_grap
     """`RRef.backward`, raising in torch's words."""
 
     def start(service: AutogradService, outcome: _ServingOutcome) -> Coroutine[Any, Any, None]:
-        return service.backward_from(rref, context_id, retain_graph, drop_in.agent.default_timeout, outcome)
+        return service.backward_from(rref, context_id, retain_graph, drop_in.agent.timeouts.default_s, outcome)
 
     _wait(drop_in, start)
 
@@ -136,6 +136,6 @@ def _in_torchs_words(error: ArpcError, drop_in: DropIn) -> BaseException:
     elif isinstance(error, CallError) and not isinstance(error, RpcTimeoutError):
         made = RuntimeError(str(error))
     else:
-        return as_torch_error(error, drop_in.info, drop_in.agent.default_timeout)
+        return as_torch_error(error, drop_in.info, drop_in.agent.timeouts.default_s)
     made.__cause__ = error
     return made

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import _remote_device  # type: ignore[attr-defined]
 from torch.nn import Parameter
 
-from arpc.agent.peers import Peer
+from arpc.agent.peers.peer import Peer
 from arpc.compat import current
 from arpc.compat.calls import call, call_async
 from arpc.compat.drop_in import DropIn

@@ -8,7 +8,7 @@ from typing import Any, Final, Generic, NoReturn, TypeVar
 
 import torch
 
-from arpc.agent.future import Future
+from arpc.agent.client.future import Future
 from arpc.compat import current
 from arpc.compat.calls import arpc_timeout, call, call_async, torch_future_of
 from arpc.compat.drop_in import DropIn
@@ -124,7 +124,7 @@ class RRef(Generic[T]):
         except ShutdownError as error:
             raise RuntimeError(str(error)) from error
         except Exception as error:  # noqa: BLE001 - it is translated
-            timeout_s = drop_in.agent.default_timeout if timeout == -1.0 else timeout
+            timeout_s = drop_in.agent.timeouts.default_s if timeout == -1.0 else timeout
             raised = as_torch_error(error, self.owner(), timeout_s)
         raise raised
 

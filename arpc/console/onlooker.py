@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from arpc.agent.codec import Codec
-from arpc.agent.failures import rebuild_failure
 from arpc.agent.links import ONLOOKER
+from arpc.agent.server.remote_exceptions import rebuild_failure
 from arpc.errors import ConfigurationError, WireError, WorkerLostError
 from arpc.ids import WorkerInfo
 from arpc.options import RpcOptions
@@ -107,11 +107,11 @@ class Onlooker:
                 continue
             if isinstance(message, Reply):
                 try:
-                    asked.set_result(self._codec.content(message, sender))
+                    asked.set_result(self._codec.content(message, self._codec.slots(message), sender))
                 except Exception as error:  # noqa: BLE001 - whatever a bad pickle raises
                     asked.set_exception(WireError(f"worker {self.worker!r} sent no answer that can be read: {error}"))
             elif isinstance(message, Failure):
-                payload = memoryview(message.body)[message.table_end :]
+                payload = message.pickle
                 try:
                     failure = rebuild_failure(message.flags, payload, [], sender, "Inspect", self._codec.policy)
                 except Exception as error:  # noqa: BLE001 - whatever a bad pickle raises

@@ -9,7 +9,7 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 
 from arpc.agent.agent import Agent
-from arpc.agent.future import Future
+from arpc.agent.client.future import Future
 from arpc.errors import ArpcError, ProtocolError
 from arpc.ids import WorkerInfo
 from arpc.wire.messages import Inspect

@@ -7,14 +7,14 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from arpc._version import __version__
 from arpc.agent.agent import Agent
 from arpc.agent.links import Link
-from arpc.agent.peers import Peer
+from arpc.agent.peers.peer import Peer
 from arpc.autograd.service import AutogradService
 from arpc.ids import WorkerInfo
 from arpc.metrics.recorder import Recorder, Series
@@ -48,7 +48,7 @@ class Traffic:
         self._forgotten = (0, 0)
         """Of peers that are remembered no more, all together."""
 
-    def look(self, peers: tuple[Peer, ...]) -> None:
+    def look(self, peers: Iterable[Peer]) -> None:
         """Take note of how much there is. What goes over a connection between the last look and its end is missed."""
         for peer in peers:
             name = peer.info.name
@@ -194,7 +194,7 @@ class Inspector:
         return calls, handlers
 
     def _executor(self) -> ExecutorSnapshot:
-        counted = self.agent.executor.statistics()
+        counted = self.agent.dispatcher.statistics()
         inbounds = [link.inbound for link in self._peer_links()]
         return ExecutorSnapshot(
             threads=counted["threads"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any, Final
 
-from arpc.agent.functions import name_of
+from arpc.agent.server.functions import name_of
 from arpc.metrics.histogram import Histogram, SparseCounts, difference
 from arpc.user_errors import class_name_of
 from arpc.wire.messages import Inspect

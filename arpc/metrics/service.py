@@ -14,8 +14,8 @@ from typing import Any, Final
 import msgspec
 
 from arpc.agent.agent import Agent
-from arpc.agent.functions import Prompt
 from arpc.agent.membership import WorkerRecord
+from arpc.agent.server.functions import Prompt
 from arpc.errors import ConfigurationError, OverloadedError, RendezvousError, UnsupportedError
 from arpc.ids import WorkerInfo
 from arpc.metrics.group import GroupView

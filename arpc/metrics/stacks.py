@@ -20,11 +20,11 @@ from typing import Any, Final
 import msgspec
 
 from arpc.agent.agent import Agent
-from arpc.agent.calls import SEQUENCE_BITS, Call
-from arpc.agent.deadlines import NEVER, Deadlines
-from arpc.agent.functions import Mode
+from arpc.agent.client.deadlines import NEVER, Deadlines
+from arpc.agent.client.pending_calls import SEQUENCE_BITS, Call
 from arpc.agent.links import Link
-from arpc.agent.requests import Run
+from arpc.agent.server.functions import Mode
+from arpc.agent.server.run import Run
 from arpc.ids import WorkerInfo
 from arpc.wire.messages import Inspect
 
@@ -179,7 +179,7 @@ def _call(to: str, call_id: int, call: Call, now: float) -> CallStack:
 
 def _futures_of(call: Call) -> Iterator[object]:
     """What those wait for who wait for a call: its future, or one of whoever hears of its end."""
-    future = call.future
+    future = call.recipient
     yield future
     hearers = [getattr(callback, "__self__", None) for callback, _ in getattr(future, "_callbacks", None) or ()]
     for hearer in (future, *hearers):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from arpc.agent.functions import inline, name_of
+from arpc.agent.server.functions import inline, name_of
 from arpc.errors import ConfigurationError
 from arpc.optim.locks import run_alone
 from arpc.rref.calls import held_value, run_here

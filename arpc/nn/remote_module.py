@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from arpc.agent.functions import name_of
-from arpc.agent.future import Future
+from arpc.agent.client.future import Future
+from arpc.agent.server.functions import name_of
 from arpc.api import remote
 from arpc.errors import ArpcError, ConfigurationError, UnsupportedError
 from arpc.log import get_logger

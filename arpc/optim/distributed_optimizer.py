@@ -9,7 +9,7 @@ from typing import Any, NoReturn, Self
 
 from torch.optim import Optimizer
 
-from arpc.agent.future import Future
+from arpc.agent.client.future import Future
 from arpc.api import remote
 from arpc.autograd import get_gradients
 from arpc.errors import ConfigurationError, NotReadyError, UnsupportedError, WorkersFailedError

@@ -101,7 +101,7 @@ async def run_alone(parameters: Iterable[Tensor], function: Callable[[], T]) -> 
         # its loop may be closed: nobody would ever hear from the thread, and waiting for one cannot be cancelled
         raise ShutdownError(f"worker {worker.name!r} has been shut down: it changes no parameters any more")
     async with worker.keep(ParameterLocks).hold(parameters):
-        running = worker.agent.executor.threads.call(copy_context().run, function)
+        running = worker.agent.dispatcher.threads.call(copy_context().run, function)
         cancelled: asyncio.CancelledError | None = None
         while not running.done():
             try:

@@ -9,8 +9,8 @@ import torch
 from torch._jit_internal import _qualified_name
 from torch.jit._builtins import _find_builtin
 
-from arpc.agent.functions import name_of
 from arpc.agent.observers import Kind, Outgoing, is_named_by_arguments
+from arpc.agent.server.functions import name_of
 from arpc.errors import ProfilerError
 from arpc.ids import IdAllocator
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 import msgspec
 
 from arpc.agent.agent import Agent
-from arpc.agent.functions import Prompt
 from arpc.agent.observers import Handling, Observer
+from arpc.agent.server.functions import Prompt
 from arpc.errors import ProfilerError
 from arpc.ids import IdAllocator, WorkerInfo
 from arpc.log import get_logger

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from arpc.agent.functions import name_of
 from arpc.agent.observers import named_by
-from arpc.agent.requests import Run
 from arpc.agent.scope import current_scope
+from arpc.agent.server.functions import name_of
+from arpc.agent.server.run import Run
 from arpc.rref.methods import bound, template_of
 from arpc.wire.allowlist import export
 
@@ -51,12 +51,12 @@ async def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **k
     run = current_scope.get()
     if run.__class__ is Run and run.results is None:
         if template.results.are_large:
-            await context.agent.executor.expect_result(run, template)
+            await context.agent.dispatcher.expect_result(run, template)
         else:
             run.results = template.results
     if template.is_simple:
         return await method(*args, **kwargs)
-    return await context.agent.executor.call(bound(method, template), args, kwargs)
+    return await context.agent.dispatcher.call(bound(method, template), args, kwargs)
 
 
 @export

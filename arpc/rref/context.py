@@ -92,11 +92,6 @@ class RRefContext(ControlService):
         self.thread = get_ident()
         """Of the worker's loop."""
         self.tells_stacks = options.rref_creation_stacks
-        self.awaited: set[Any] = set()
-        """Functions whose last value was a scalar that came along with the answer, since somebody waited for it.
-
-        The next creation of one need not wait in case that somebody is going to.
-        """
         self._is_releasing = False
         self._is_closed = False
         self._ways: dict[type[instructions.Instruction], Callable[[Any], object]] = {
@@ -117,7 +112,6 @@ class RRefContext(ControlService):
     def attach(self, agent: Agent) -> None:
         """The agent that messages go through. It was made with this context's handlers, so it comes later."""
         self.agent = agent
-        self._arrivals.attach()
         grace_s = self.options.rref_grace
         self.post = Post(agent, self.options, self._context, self.incarnation, self._settled)
         self.drops = DropQueue(agent.loop, self._context, self._dropped)
@@ -306,7 +300,7 @@ class RRefContext(ControlService):
 
     async def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a function here as if it had been called by itself."""
-        return await self.agent.executor.call(bound(function, template_of(function)), args, kwargs)
+        return await self.agent.dispatcher.call(bound(function, template_of(function)), args, kwargs)
 
     def on_loop(self, function: Callable[[], T]) -> T:
         """Run something on the loop, from whatever thread this is."""

@@ -12,9 +12,9 @@ from typing import Any, Final, Generic, NoReturn, Self, TypeVar, cast
 
 from torch.jit import ScriptModule
 
-from arpc.agent.future import Future
+from arpc.agent.client.future import Future
+from arpc.agent.client.streams import Stream
 from arpc.agent.scope import find_scope
-from arpc.agent.streams import Stream
 from arpc.errors import (
     ArpcError,
     NotInitializedError,
@@ -176,7 +176,7 @@ class RRef(Generic[T]):
         if use is None:
             assert self._value is not None
             return await self._wait_here(self._value, timeout)
-        if creation is not None and (creation.brings or creation.frame is not None) and timeout is UNSET:
+        if creation is not None and not creation.is_settled and timeout is UNSET:
             waiter = creation.fetch_along()
             if waiter is not None:
                 try:

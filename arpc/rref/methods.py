@@ -7,7 +7,7 @@ from functools import lru_cache
 from types import BuiltinMethodType, FunctionType, MethodDescriptorType
 from typing import Any
 
-from arpc.agent.functions import Function
+from arpc.agent.server.functions import Function
 
 __all__ = ["bound", "template_of"]
 

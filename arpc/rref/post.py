@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Final, TypeAlias
 
 from arpc.agent.agent import Agent
-from arpc.agent.peers import PeerState
+from arpc.agent.peers.peer import PeerState
 from arpc.errors import ArpcError, CallError, ShutdownError, UnknownWorkerError
 from arpc.ids import WorkerInfo, address_of
 from arpc.log import get_logger

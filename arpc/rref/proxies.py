@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from arpc.agent.functions import name_of
-from arpc.agent.future import Future
+from arpc.agent.client.future import Future
+from arpc.agent.server.functions import name_of
 from arpc.options import Unset
 
 if TYPE_CHECKING:

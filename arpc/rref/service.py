@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from arpc.agent.agent import Agent
-from arpc.agent.executor import Wrapper
 from arpc.agent.scope import current_scope
+from arpc.agent.server.dispatcher import CreationService
 from arpc.errors import RRefError
 from arpc.ids import GloballyUniqueId, WorkerId, WorkerInfo
 from arpc.rref import events, instructions
@@ -17,7 +17,7 @@ from arpc.rref.delivery import Window
 from arpc.rref.events import RRefId
 from arpc.rref.forks import Forks
 from arpc.rref.uses import Use
-from arpc.rref.values import NOTHING, Value
+from arpc.rref.values import Value
 from arpc.wire.messages import (
     Message,
     RRefChildAccept,
@@ -88,20 +88,9 @@ class ControlService:
         }
 
     @property
-    def wrappers(self) -> Mapping[type[Message], Wrapper]:
+    def creations(self) -> Mapping[type[Message], CreationService]:
         """Who takes messages that name a function."""
         return {RRefCreate: self._arrivals}
-
-    @property
-    def shortcuts(self) -> Mapping[type[Message], Callable[..., Any]]:
-        """Answers that need no handler, or NotImplemented."""
-        return {RRefFetch: self._value_at_hand}
-
-    def _value_at_hand(self, rref: int, _is_created: bool) -> Any:
-        value = self.values.get(rref)
-        if value is None or value.content is NOTHING or value.stays:
-            return NotImplemented
-        return value.content
 
     def is_new(self, caller: WorkerId, incarnation: int, number: int, oldest: int) -> bool:
         """Whether a numbered message comes for the first time."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from arpc.agent.failures import is_of_handler
-from arpc.agent.functions import name_of
-from arpc.agent.future import Future
+from arpc.agent.client.future import Future
+from arpc.agent.server.functions import name_of
+from arpc.agent.server.remote_exceptions import is_of_handler
 from arpc.errors import CallCancelledError, OwnerLostError, UnknownWorkerError, WorkerLostError
 from arpc.ids import GloballyUniqueId
 from arpc.rref.states import UserFork, UserState

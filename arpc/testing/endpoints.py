@@ -19,7 +19,6 @@ __all__ = ["Endpoint", "Endpoints", "Pair", "bulk_frame", "small_frame", "turns_
 NEAR: Final = Identity("near", 1, 101, features=("shm",))
 FAR: Final = Identity("far", 2, 202, features=("shm",))
 LIMITS: Final = Limits(1 << 28, 1 << 36)
-_EMPTY_TABLE: Final = b"\x90"
 
 
 async def turns_until(condition: Callable[[], Any]) -> None:
@@ -36,7 +35,7 @@ def small_frame(number: int, payload: bytes = b"") -> bytes:
 def bulk_frame(number: int, buffers: list[memoryview]) -> bytes:
     """A request whose content is sent after it, see `Connection.send_bulk`."""
     sizes = tuple(buffer.nbytes for buffer in buffers)
-    return frame(MessageType.REQUEST, 0, number, 0, 0, b"", table=_EMPTY_TABLE, buffer_sizes=sizes)
+    return frame(MessageType.REQUEST, 0, number, 0, 0, b"", buffer_sizes=sizes)
 
 
 class Endpoint:

@@ -152,7 +152,7 @@ class _FaultyReceiver:
 
     def connection_opened(self, connection: Connection) -> None:
         self._faults = faults = _ConnectionFaults(connection, self._transport)
-        connection.send = connection.send_brief = faults.send  # type: ignore[method-assign]
+        connection.send = faults.send  # type: ignore[method-assign]
         connection.write_with_others()
         connection.send_bulk = faults.send_bulk  # type: ignore[method-assign]
         connection.share_writing = _share_nothing  # type: ignore[method-assign] # what threads send would go past them

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from arpc.agent.functions import async_execution, name_of, returns_futures
+from arpc.agent.server.functions import async_execution, name_of, returns_futures
 from arpc.errors import ScriptError, SerializationError
 from arpc.torchscript.signatures import signature_of
 from arpc.torchscript.types import text_of

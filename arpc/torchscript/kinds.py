@@ -11,7 +11,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.export import ExportedProgram
 from torch.jit import ScriptFunction, ScriptModule
 
-from arpc.agent.functions import Preparation
+from arpc.agent.server.functions import Preparation
 from arpc.torchscript.calls import prepare_script_function, refuse_script_method
 from arpc.torchscript.operators import reduce_overload, reduce_packet
 from arpc.torchscript.programs import prepare_program, reduce_function, reduce_program

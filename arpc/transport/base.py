@@ -29,21 +29,21 @@ from arpc.log import get_logger
 from arpc.transport.bulk import SMALL_MESSAGE_BYTES, BulkQueue, BulkSend
 from arpc.transport.doorway import HANDSHAKE_S, Doorway
 from arpc.transport.turns import WriteTurn
-from arpc.wire.frames import BARE_HEADER, BRIEF_HEADER, HEADER, HEADER_BYTES, frame
+from arpc.wire.frames import HEADER_BYTES, ONE_OFF, frame, pack_header
 from arpc.wire.handshake import Identity
 from arpc.wire.messages import Message, MessageType
-from arpc.wire.protocol import SEVERAL_TAKEN, Protocol, State
+from arpc.wire.protocol import MAX_SCHEMA_BYTES, MAX_SCHEMAS, Protocol, State
+from arpc.wire.schemas import PackedTensors, Schema
 
 __all__ = ["SMALL_MESSAGE_BYTES", "BulkRoute", "BulkSend", "Connection", "Listener", "Receiver", "Transport"]
 
 logger = get_logger("arpc.transport")
 
-_pack_header = HEADER.pack
-_unpack_brief = BRIEF_HEADER.unpack_from
-_unpack_bare = BARE_HEADER.unpack_from
 _DATA: Final = int(MessageType.DATA)
 _DROP_DATA: Final = int(MessageType.DROP_DATA)
+_SCHEMA: Final = int(MessageType.SCHEMA)
 _DIRECT_FRAMES: Final = 3
+_USES_TO_ANNOUNCE: Final = 2
 _FEWEST_A_WRITE: Final = 2
 _MOST_A_WRITE: Final = 32
 _READS_A_LOOK: Final = 64
@@ -138,10 +138,11 @@ class Connection(ABC):
         """The same, of this connection alone and without its bulk route."""
         self.bytes_received = 0
         self.writes = 0
-        self.brief_sent = 0
-        """Frames of nothing but a header that were written on their own: not counted in the next two."""
-        self._bytes_sent = 0
-        self._frames_sent = 0
+        self.bytes_sent = 0
+        self.frames_sent = 0
+        self._schemas: dict[Schema, int] = {}
+        """What has been announced to the peer, see `announced`."""
+        self._schema_bytes = 0
         self._opened: asyncio.Future[None] = self.loop.create_future()
         # nobody may be waiting when a handshake fails; the error is told to the receiver as well
         self._opened.add_done_callback(_retrieve)
@@ -228,22 +229,6 @@ class Connection(ABC):
         return self.protocol.state is State.OPEN and not self._is_closed
 
     @property
-    def bytes_sent(self) -> int:
-        return self._bytes_sent + HEADER_BYTES * self.brief_sent
-
-    @bytes_sent.setter
-    def bytes_sent(self, count: int) -> None:
-        self._bytes_sent = count - HEADER_BYTES * self.brief_sent
-
-    @property
-    def frames_sent(self) -> int:
-        return self._frames_sent + self.brief_sent
-
-    @frames_sent.setter
-    def frames_sent(self, count: int) -> None:
-        self._frames_sent = count - self.brief_sent
-
-    @property
     def unsent_bytes(self) -> int:
         """Bytes this side still holds because the peer does not take them."""
         unsent = 0 if self._is_aborted else self._unsent_bytes()
@@ -271,25 +256,79 @@ class Connection(ABC):
         """The carrier has enough to do: more large tensors would only pile up. `Receiver.output_drained` comes."""
         return self.carrier is not None and self.carrier.is_behind
 
+    def send_message(
+        self,
+        type_: int,
+        flags: int,
+        id_: int,
+        arg: int,
+        timeout_ms: int,
+        pickle: bytes,
+        meta: bytes = b"",
+        tensors: PackedTensors | None = None,
+    ) -> BulkSend | None:
+        """Send one message of any kind. Of large tensors that go on to be sent, returns the `BulkSend`."""
+        if tensors is None:
+            length = len(meta) + len(pickle)
+            self.send(pack_header(length, type_, flags, 0, id_, arg, timeout_ms, len(meta), 0) + meta + pickle)
+            return None
+        buffers = tensors.buffers
+        number = self._schemas.get(tensors.schema) or self._number(tensors.schema)
+        data = frame(
+            type_,
+            flags,
+            id_,
+            arg,
+            timeout_ms,
+            pickle,
+            meta,
+            number,
+            tensors.parts,
+            [buffer.nbytes for buffer in buffers] if buffers else (),
+            tensors.schema.table if number == ONE_OFF else b"",
+        )
+        if buffers:
+            return self.send_bulk(data, buffers)
+        self.send(data)
+        return None
+
+    def frame_in_thread(self, type_: int, id_: int, pickle: bytes, tensors: PackedTensors | None) -> bytes | None:
+        """The frame of a message without metadata, for a thread to send; None if it takes the loop to send it."""
+        if tensors is None:
+            return pack_header(len(pickle), type_, 0, 0, id_, 0, 0, 0, 0) + pickle
+        if tensors.buffers:
+            return None
+        schema = tensors.schema
+        number = self._schemas.get(schema)
+        if number is not None:
+            return frame(type_, 0, id_, 0, 0, pickle, b"", number, tensors.parts)
+        if schema.uses >= _USES_TO_ANNOUNCE and len(self._schemas) < MAX_SCHEMAS:
+            return None  # the loop announces it
+        return frame(type_, 0, id_, 0, 0, pickle, b"", ONE_OFF, tensors.parts, (), schema.table)
+
+    def _number(self, schema: Schema) -> int:
+        """The number of a schema, which is announced if it is used again and again."""
+        known = len(self._schemas)
+        size_bytes = self._schema_bytes + len(schema.table)
+        if schema.uses < _USES_TO_ANNOUNCE or known >= MAX_SCHEMAS or size_bytes > MAX_SCHEMA_BYTES or not self.is_open:
+            return ONE_OFF
+        # Written at once, before the number is known to anybody: threads that send must not overtake it
+        self.flush()
+        if self._is_mute:
+            return ONE_OFF
+        self._write(frame(_SCHEMA, 0, 0, known + 1, 0, schema.table))
+        self._schema_bytes = size_bytes
+        self._schemas[schema] = known + 1
+        return known + 1
+
     def send(self, data: bytes) -> None:
         """Send one frame with no large tensors. All frames of a busy loop turn go out in one write."""
         left = self.direct_left
         if left:
             # Little is going on, so waiting for more to join would only cost time
             self.direct_left = left - 1
-            self._frames_sent += 1
-            self._bytes_sent += len(data)
-            self._write(data)
-        else:
-            self._send_with_others(data)
-
-    def send_brief(self, data: bytes) -> None:
-        """The same for a frame that has no body."""
-        # Written out in `Caller.call_and_wait` and `PlainRequests.bare_taker`
-        left = self.direct_left
-        if left:
-            self.direct_left = left - 1
-            self.brief_sent += 1
+            self.frames_sent += 1
+            self.bytes_sent += len(data)
             self._write(data)
         else:
             self._send_with_others(data)
@@ -323,28 +362,8 @@ class Connection(ABC):
         self.direct_left = 0
 
     def write_with_others(self) -> None:
-        """Write no frame on its own any more, so that all go through `send`, `send_brief` and `send_bulk`."""
+        """Write no frame on its own any more, so that all go through `send` and `send_bulk`."""
         self.direct_left = self._direct_frames = 0
-
-    def send_later(self, data: bytes) -> None:
-        """`gather`, then `send`: a frame that may still be amended in this turn of the loop."""
-        self.direct_left = 0
-        self._send_with_others(data)
-
-    @property
-    def last_unsent(self) -> bytes | None:
-        """The last frame of this turn of the loop, if it has not gone out yet."""
-        return self._out[-1] if self._out else None
-
-    def amend(self, data: bytes, by: bytes) -> bool:
-        """Send another frame of the same size in the place of `last_unsent`, if that is ``data``; it goes out soon."""
-        out = self._out
-        if not out or out[-1] is not data:
-            return False
-        out[-1] = by
-        if len(out) == 1 and not self.is_reading:
-            self.flush()  # whoever amends it waits for the answer
-        return True
 
     def _refuse(self) -> None:
         # Of one that was aborted everybody is about to hear that it is lost; that is soon enough
@@ -434,9 +453,9 @@ class Connection(ABC):
             out.clear()
         elif out:
             data = out[0] if len(out) == 1 else b"".join(out)
-            self._frames_sent += len(out)
+            self.frames_sent += len(out)
             self.writes += 1
-            self._bytes_sent += len(data)
+            self.bytes_sent += len(data)
             out.clear()
             self._write(data)
         if self._bulk and not self.is_full:
@@ -450,7 +469,7 @@ class Connection(ABC):
             number, chunk = self._bulk.next_chunk()
             size = chunk.nbytes
             self._bulk_bytes -= size
-            self.write_chunk(_pack_header(size, _DATA, 0, 0, number, 0, 0, 0, 0), chunk)
+            self.write_chunk(pack_header(size, _DATA, 0, 0, number, 0, 0, 0, 0), chunk)
         self._tell_bulk_left()
         self._end_if_last()
 
@@ -466,7 +485,7 @@ class Connection(ABC):
 
     def write_chunk(self, header: bytes, chunk: memoryview) -> None:
         """Write a piece of a tensor now."""
-        self._bytes_sent += chunk.nbytes + HEADER_BYTES
+        self.bytes_sent += chunk.nbytes + HEADER_BYTES
         self.writes += 1
         self._write_chunk(header, chunk)
 
@@ -517,60 +536,40 @@ class Connection(ABC):
         Never raises: uvloop would drop the connection without a word.
         """
         self.bytes_received += size_bytes
-        protocol = self.protocol
-        if protocol.is_plain:
-            # What most reads bring is one of the plainest messages and nothing else. For it, what `_receive` and
-            # `Protocol.receive` do is written out here: every call less is felt in the time of a round trip.
-            if size_bytes == HEADER_BYTES:
-                lead, id_, terms, sizes = _unpack_bare(protocol.buffer)
-                if not sizes and (take_bare := protocol.bare.get(lead)) is not None:
-                    self.direct_left = 0 if self._out else self._direct_frames
-                    try:
-                        take_bare(id_, terms)
-                    except Exception as error:  # noqa: BLE001 - told to the receiver
-                        self._raised(error)
-                    return
-            length, kind, id_, arg, timeout_ms, sizes = _unpack_brief(protocol.buffer)
-            if length + HEADER_BYTES == size_bytes and not sizes and (take := protocol.direct.get(kind)) is not None:
+        try:
+            messages = self.protocol.receive(size_bytes)
+            if len(messages) == 1 and self._is_greeted:
+                # Little is going on: what is sent in answer is written at once
                 self.direct_left = 0 if self._out else self._direct_frames
-                try:
-                    take(id_, arg, timeout_ms, protocol.buffer[HEADER_BYTES:size_bytes] if length else b"")
-                except Exception as error:  # noqa: BLE001 - told to the receiver
-                    self._raised(error)
-                return
-        self._receive(size_bytes)
+                self._messages_received(self, messages)
+            else:
+                self._receive_several(messages, size_bytes)
+        except Exception as error:  # noqa: BLE001 - told to the receiver
+            self._raised(error)
+        if self.protocol.output or (self.carrier is not None and self.carrier.has_news):
+            self._add_news()
 
-    def _receive(self, size_bytes: int) -> None:
-        """The same for any number of messages, and parts of them."""
+    def _receive_several(self, messages: list[Message], size_bytes: int) -> None:
+        """Hand over what a read has brought; what is sent in answer goes out together."""
         self.is_reading = True
         self.direct_left = 0
         self._find_portion(size_bytes)
-        are_several = True
-        protocol = self.protocol
-        start = 0
         try:
-            # First those without a body, which often are all there is
-            while protocol.is_plain and start + HEADER_BYTES <= size_bytes:
-                lead, id_, terms, sizes = _unpack_bare(protocol.buffer, start)
-                if sizes or (take_bare := protocol.bare.get(lead)) is None:
-                    break
-                start += HEADER_BYTES
-                take_bare(id_, terms)
-            if start < size_bytes:
-                messages = protocol.receive(size_bytes, start)
-                # Several at once are answered by as many, which shall go out together
-                are_several = bool(start) or len(messages) > 1 or messages is SEVERAL_TAKEN
-                self._hand_over(messages)
-        except Exception as error:  # noqa: BLE001 - told to the receiver
-            self._raised(error)
+            self._hand_over(messages)
         finally:
             self.is_reading = False
-            if start < size_bytes and self.carrier is not None and self.carrier.has_news:
-                self._out.append(self.carrier.take_news())
             if self._out:
                 self.flush()
-            if not are_several:
+            if len(messages) <= 1:
                 self.direct_left = self._direct_frames
+
+    def _add_news(self) -> None:
+        """Write what the protocol and the carrier have to say."""
+        if self.protocol.output:
+            self._out.append(self.protocol.take_output())
+        if self.carrier is not None and self.carrier.has_news:
+            self._out.append(self.carrier.take_news())
+        self.flush()
 
     def _find_portion(self, size_bytes: int) -> None:
         """How many frames go out at once until the next read of several messages, after one of that size."""
@@ -599,8 +598,6 @@ class Connection(ABC):
             self._greeted()
         if messages:
             self._messages_received(self, messages)
-        if protocol.output:
-            self._out.append(protocol.take_output())
 
     def _greeted(self) -> None:
         self._is_greeted = True
@@ -643,7 +640,7 @@ class Connection(ABC):
         """Say what the protocol says first, and expect the handshake to end some day."""
         data = self.protocol.take_output()
         if data:
-            self._bytes_sent += len(data)
+            self.bytes_sent += len(data)
             self._write(data)
         if self._watch is None:
             self._expect_handshake()

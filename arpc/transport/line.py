@@ -18,18 +18,19 @@ from typing import Any, Final
 
 from arpc.errors import ConnectionClosedError, ProtocolError, WireError
 from arpc.transport.stream import connect_socket
-from arpc.wire.frames import BRIEF_HEADER, HEADER_BYTES, brief_kind
+from arpc.wire.frames import ONE_OFF, frame
 from arpc.wire.messages import Failure, Goodbye, Message, MessageType, Reply
 from arpc.wire.protocol import Protocol, State
+from arpc.wire.schemas import PackedTensors, Schema
 
 __all__ = ["Line", "LineClosedError", "NotSentError", "open_line"]
 
-_BRIEF_REPLY: Final = brief_kind(int(MessageType.REPLY))
-_unpack_brief = BRIEF_HEADER.unpack_from
+_SCHEMA: Final = int(MessageType.SCHEMA)
 _TIMEVAL: Final = struct.Struct("ll")
 _LEAST_S: Final = 1e-4  # no time at all would mean no limit
 _MOST_S: Final = 1e8
 _ANY: Final = 0
+_MAX_SCHEMAS: Final = 64
 _SURE_S: Final = 1.0
 """After so long without a call it is looked whether the peer has closed the line."""
 _KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
@@ -76,12 +77,28 @@ class Line:
         self._send = sock.sendall
         self._receive_into = sock.recv_into
         self._get_buffer = protocol.get_buffer
+        self._schemas: dict[Schema, int] = {}
+        """What has been announced to the peer."""
         self._farewell: str | None = None
         self._timeout_s = 0.0
         self._is_closed = False
 
-    def request(self, data: bytes, id_: int, timeout_s: float) -> bytearray | Message:
-        """Send a request and wait for the answer: the payload of a plain reply, or any other `Reply` or `Failure`.
+    def framed(
+        self, type_: int, flags: int, id_: int, arg: int, timeout_ms: int, pickle: bytes, tensors: PackedTensors | None
+    ) -> bytes:
+        """A message without metadata and large tensors, with what has to be announced before it."""
+        if tensors is None:
+            return frame(type_, flags, id_, arg, timeout_ms, pickle)
+        schema, announcement = tensors.schema, b""
+        number = self._schemas.get(schema, ONE_OFF)
+        if number == ONE_OFF and schema.uses > 1 and len(self._schemas) < _MAX_SCHEMAS:
+            number = self._schemas[schema] = len(self._schemas) + 1
+            announcement = frame(_SCHEMA, 0, 0, number, 0, schema.table)
+        table = schema.table if number == ONE_OFF else b""
+        return announcement + frame(type_, flags, id_, arg, timeout_ms, pickle, b"", number, tensors.parts, (), table)
+
+    def request(self, data: bytes, id_: int, timeout_s: float) -> Message:
+        """Send a request and wait for the answer, a `Reply` or a `Failure`.
 
         ``timeout_s`` 0 is no limit. Raises `TimeoutError`, after which the line goes on unless it `is_ended`; or
         `NotSentError`, `LineClosedError`, `ProtocolError` or another `OSError`, after which it is of no use.
@@ -103,7 +120,6 @@ class Line:
             # a frame that did not leave as a whole is none
             raise NotSentError(str(error)) from error
         self.bytes_sent += len(data)
-        protocol = self._protocol
         while True:
             try:
                 size_bytes = self._receive_into(self._get_buffer(_ANY))
@@ -113,10 +129,6 @@ class Line:
             except TimeoutError as error:  # of the system's: the peer's host does not answer
                 raise LineClosedError(f"{self.address} does not answer: {error}", None) from error
             self.bytes_received += size_bytes
-            if protocol.is_plain:
-                length, kind, answered_id, _, _, sizes = _unpack_brief(protocol.buffer)
-                if length + HEADER_BYTES == size_bytes and kind == _BRIEF_REPLY and not sizes and answered_id == id_:
-                    return protocol.buffer[HEADER_BYTES:size_bytes]
             answer = self._take(size_bytes, id_)
             if answer is not None:
                 return answer

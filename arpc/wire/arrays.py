@@ -84,7 +84,7 @@ def _fill(slot: Any, dtype: str = "", shape: tuple[int, ...] | None = None) -> A
     """What fills a hole: a tensor, or the memory of an array."""
     if not dtype:
         return slot
-    if type(slot) is not memoryview or shape is None:
+    if type(slot) not in {memoryview, PickleBuffer} or shape is None:
         raise NotAllowedError(f"a message that makes a numpy array of {kind_of(slot)}")
     return _from_buffer(slot, _dtype(dtype), shape, "C")
 

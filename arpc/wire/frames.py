@@ -2,15 +2,17 @@
 
 ::
 
-    0        4     5      6           8        16    20            24          28           32
-    +--------+-----+------+-----------+--------+-----+-------------+-----------+------------+
-    | length | type| flags| n_buffers |   id   | arg | timeout_ms  | meta_size | table_size |  header, little endian
-    +--------+-----+------+-----------+--------+-----+-------------+-----------+------------+
-    | n_buffers sizes of 8 bytes | meta | table | payload | padding | inline tensors        |  body, `length` bytes
-    +---------------------------------------------------------------------------------------+
+    0        4     5      6           8        16    20            24          28       32
+    +--------+-----+------+-----------+--------+-----+-------------+-----------+--------+
+    | length | type| flags| n_buffers |   id   | arg | timeout_ms  | meta_size | schema |  header, little endian
+    +--------+-----+------+-----------+--------+-----+-------------+-----------+--------+
+    | small tensors | n_buffers sizes of 8 bytes | metadata | pickle [| table | size]    |  body, `length` bytes
+    +-----------------------------------------------------------------------------------+
 
-``meta`` is msgpack (what interceptors add), ``table`` is msgpack (how to rebuild the tensors, see `wire.table`),
-``payload`` is a pickle. Small tensors lie at the end of the body, aligned, and are used where they lie.
+``schema`` is the number under which the sender has announced, in a SCHEMA message, how the tensors of this message are
+laid out (see `wire.schemas`); 0 if there are none. A layout that is not worth announcing is in the message itself: the
+number is `ONE_OFF` then, and the body ends with the table and its size, in 4 bytes. Small tensors are the first bytes of the body, aligned, and are used
+where they lie. ``metadata`` is msgpack, see `wire.metadata`.
 
 Large tensors are not in the frame. Their sizes are, and their bytes follow in ``DATA`` frames of at most `CHUNK_BYTES`,
 so that a small message never waits for more than one chunk of a large one. The n-th frame of a direction that has
@@ -28,58 +30,37 @@ from arpc.errors import ProtocolError, SerializationError
 
 __all__ = [
     "ALIGNMENT",
-    "BARE_HEADER",
-    "BRIEF_HEADER",
     "CHUNK_BYTES",
     "HEADER",
     "HEADER_BYTES",
-    "HEADER_WITH_TERMS",
     "MAX_BODY_BYTES",
     "MAX_BUFFERS",
     "MAX_TIMEOUT_MS",
-    "NO_TERMS",
+    "ONE_OFF",
     "PADDING",
-    "TERMS",
     "Header",
     "Limits",
-    "bare_lead",
-    "brief_kind",
     "buffer_sizes_of",
     "check",
     "frame",
+    "pack_header",
+    "take_table",
 ]
 
 HEADER: Final = Struct("<IBBHQIIII")
 HEADER_BYTES: Final = HEADER.size
-# The same bytes, read and written as fewer fields where most are 0: length; type, flags and n_buffers as one (see
-# `brief_kind`); id; arg; timeout_ms; meta_size and table_size as one, 0 if the message has neither
-BRIEF_HEADER: Final = Struct("<IIQIIQ")
-# And as fewer still, where there is no body either. What such messages have in common is not taken apart, as that takes
-# longer than to look it up: all before the id (see `bare_lead`); the id; arg and timeout_ms (see `TERMS`); 0
-BARE_HEADER: Final = Struct("<8sQ8sQ")
-# And as both: length; `brief_kind`; id; `TERMS`; 0
-HEADER_WITH_TERMS: Final = Struct("<IIQ8sQ")
-TERMS: Final = Struct("<II")
-NO_TERMS: Final = TERMS.pack(0, 0)
-_LEAD: Final = Struct("<II")
 ALIGNMENT: Final = 16
 CHUNK_BYTES: Final = 1 << 19
 MAX_BODY_BYTES: Final = (1 << 32) - 1
 MAX_BUFFERS: Final = (1 << 16) - 1
 MAX_TIMEOUT_MS: Final = (1 << 32) - 1
+ONE_OFF: Final = (1 << 32) - 1
+"""In the place of a schema's number: the body ends with its table."""
+_SIZE: Final = Struct("<I")
 
-_pack_header = HEADER.pack
+pack_header = HEADER.pack
+"""Packs the fields of a `Header`, in their order."""
 PADDING: Final = tuple(bytes(n) for n in range(ALIGNMENT))
-
-
-def brief_kind(type_: int, flags: int = 0) -> int:
-    """The second field of a `BRIEF_HEADER`, of a message without large tensors."""
-    return type_ | flags << 8
-
-
-def bare_lead(kind: int) -> bytes:
-    """The first field of a `BARE_HEADER`, of a message of that `brief_kind`."""
-    return _LEAD.pack(0, kind)
 
 
 class Header(NamedTuple):
@@ -93,7 +74,7 @@ class Header(NamedTuple):
     arg: int
     timeout_ms: int
     meta_size: int
-    table_size: int
+    schema: int
 
 
 class Limits(NamedTuple):
@@ -104,22 +85,18 @@ class Limits(NamedTuple):
     message_bytes: int
     """All the large tensors of one message together."""
     header_bytes: int = 1 << 25
-    """What comes before the payload. It is small, and a lot of objects are made of it."""
+    """The sizes of large tensors and the metadata of one message: many objects are made of few bytes."""
 
 
 def check(header: Header, limits: Limits) -> None:
-    """Raise `ProtocolError` unless the sizes of a header fit each other and the limits."""
+    """Raise `ProtocolError` for a frame that is over the limits."""
     if header.length > limits.body_bytes:
         raise ProtocolError(f"a frame of {header.length} bytes is over the limit of {limits.body_bytes}")
-    if 8 * header.n_buffers + header.meta_size + header.table_size > header.length:
-        raise ProtocolError("the parts of a frame are longer than the frame")
-    if 8 * header.n_buffers + header.meta_size + header.table_size > limits.header_bytes:
-        raise ProtocolError(f"what describes the content of a frame is over the limit of {limits.header_bytes} bytes")
 
 
-def buffer_sizes_of(body: bytearray, n_buffers: int, limits: Limits) -> tuple[int, ...]:
+def buffer_sizes_of(body: bytearray, start: int, n_buffers: int, limits: Limits) -> tuple[int, ...]:
     """The sizes of the large tensors that follow a frame. Raises `ProtocolError` if they cannot be."""
-    sizes = struct.unpack_from(f"<{n_buffers}Q", body)
+    sizes = struct.unpack_from(f"<{n_buffers}Q", body, start)
     total = sum(sizes)
     if total > limits.message_bytes:
         raise ProtocolError(f"a message of {total} bytes is over the limit of {limits.message_bytes}")
@@ -134,31 +111,31 @@ def frame(
     id_: int,
     arg: int,
     timeout_ms: int,
-    payload: bytes,
+    pickle: bytes,
     meta: bytes = b"",
-    table: bytes = b"",
-    inline: bytes = b"",
+    schema: int = 0,
+    inline: Sequence[bytes] = (),
     buffer_sizes: Sequence[int] = (),
+    table: bytes = b"",
 ) -> bytes:
-    """One frame, up to and with its inline tensors. What belongs to ``buffer_sizes`` follows in DATA frames.
+    """One frame. ``inline`` are the small tensors; what belongs to ``buffer_sizes`` follows in DATA frames.
+
+    ``table`` is for a ``schema`` of `ONE_OFF`.
 
     Raises `SerializationError` if it would be larger than a frame can be.
     """
-    length = len(payload)
+    length = len(meta) + len(pickle)
     try:
-        if not (table or meta):
-            return _pack_header(length, type_, flags, 0, id_, arg, timeout_ms, 0, 0) + payload
+        if not schema and not buffer_sizes:
+            return pack_header(length, type_, flags, 0, id_, arg, timeout_ms, len(meta), 0) + meta + pickle
         n_buffers = len(buffer_sizes)
-        meta_size = len(meta)
-        table_size = len(table)
-        length += 8 * n_buffers + meta_size + table_size
+        length += 8 * n_buffers + sum(map(len, inline))
+        if schema == ONE_OFF:
+            length += len(table) + _SIZE.size
+            table += _SIZE.pack(len(table))
         sizes = struct.pack(f"<{n_buffers}Q", *buffer_sizes) if n_buffers else b""
-        padding = b""
-        if inline:
-            padding = PADDING[-length % ALIGNMENT]
-            length += len(padding) + len(inline)
-        header = _pack_header(length, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, table_size)
-        return b"".join((header, sizes, meta, table, payload, padding, inline))
+        header = pack_header(length, type_, flags, n_buffers, id_, arg, timeout_ms, len(meta), schema)
+        return b"".join((header, *inline, sizes, meta, pickle, table))
     except struct.error:
         if length <= MAX_BODY_BYTES:
             raise
@@ -166,3 +143,13 @@ def frame(
             f"a message of {length} bytes, its large tensors not counted, is over the limit of {MAX_BODY_BYTES}: "
             f"send tensors or numpy arrays instead of large objects, or send it in parts"
         ) from None
+
+
+def take_table(body: bytearray) -> bytes:
+    """The table at the end of a body, which is removed from it. Raises `ProtocolError`."""
+    end = len(body) - _SIZE.size
+    if end < 0 or (size := _SIZE.unpack_from(body, end)[0]) > end:
+        raise ProtocolError("a message whose layout of tensors is longer than the message")
+    table = bytes(body[end - size : end])
+    del body[end - size :]
+    return table

@@ -160,7 +160,7 @@ class Handshake:
         step = self._STEPS.get((state, message.type))
         if step is None:
             raise ProtocolError(f"{message.type.name} is out of place in a handshake that is at {state.name}")
-        if message.table_end:
+        if message.meta_end:
             raise ProtocolError(f"a {message.type.name} with parts it cannot have")
         return step(self, message)
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from types import MappingProxyType
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import msgspec
 
+if TYPE_CHECKING:
+    from arpc.wire.rebuilding import Layout
+
 __all__ = [
     "MESSAGE_CLASSES",
-    "WINDOW",
     "Arena",
     "ArenaFlag",
     "AutogradAbort",
@@ -55,9 +57,9 @@ __all__ = [
     "Refusal",
     "Refuse",
     "Reply",
-    "ReplyFlag",
     "Request",
     "RequestFlag",
+    "Schema",
     "Welcome",
 ]
 
@@ -83,6 +85,7 @@ class MessageType(IntEnum):
     REPLY = 18
     FAILURE = 19
     CANCEL = 20
+    SCHEMA = 21
     ITEM = 24
     CREDIT = 25
     RREF_CREATE = 32
@@ -106,9 +109,9 @@ class MessageType(IntEnum):
 class Message(msgspec.Struct, gc=False):
     """The common shape; see the class docstrings for what ``id`` and ``arg`` mean.
 
-    ``body`` is what follows the header: meta data from ``meta_start``, the tensor table from ``meta_end``, the payload
-    from ``table_end`` on, behind the label of a feature if it has one. With neither meta data nor tensors all three are
-    0. ``buffers`` holds the large tensors.
+    ``body`` is what follows the header: small tensors, then metadata from ``meta_start``, then the pickle from
+    ``meta_end`` on. ``layout`` says how the tensors are laid out, None if there are none. ``buffers`` holds the large
+    tensors.
     """
 
     type: ClassVar[MessageType]
@@ -117,13 +120,11 @@ class Message(msgspec.Struct, gc=False):
     id: int
     arg: int
     timeout_ms: int
-    meta_end: int
-    table_end: int
+    layout: Layout | None
     meta_start: int
+    meta_end: int
     body: bytearray
     buffers: Sequence[memoryview]
-    label_bytes: int = 0
-    """How much of what comes before the payload is a feature's own: it says so when it has read it."""
 
     @property
     def meta(self) -> memoryview:
@@ -131,9 +132,9 @@ class Message(msgspec.Struct, gc=False):
         return memoryview(self.body)[self.meta_start : self.meta_end]
 
     @property
-    def table(self) -> memoryview:
-        """How to rebuild the tensors, packed; see `wire.table`."""
-        return memoryview(self.body)[self.meta_end : self.table_end]
+    def pickle(self) -> memoryview:
+        """The last part of the body."""
+        return memoryview(self.body)[self.meta_end :]
 
     @property
     def size_bytes(self) -> int:
@@ -267,6 +268,12 @@ class Cancel(Message):
     type = MessageType.CANCEL
 
 
+class Schema(Message):
+    """From now on ``arg`` means the layout of tensors in the body, see `wire.schemas`."""
+
+    type = MessageType.SCHEMA
+
+
 class Item(Message):
     """An item of stream ``id``.
 
@@ -288,7 +295,7 @@ class Credit(Message):
 class RRefCreate(Message):
     """Run function ``arg``, as a `Request` does, and keep what it returns under an id that the sender chose.
 
-    The payload is that of a request, behind the label of `rref.labels`.
+    The metadata has it, see `rref.labels`.
     """
 
     type = MessageType.RREF_CREATE
@@ -404,18 +411,11 @@ class RequestFlag:
     KWARGS: Final = 1
     """The payload is (args, kwargs) and not args alone."""
     STREAM: Final = 2
-    """The caller iterates: answer with items, at first as many as the meta says under `WINDOW`, more by `Credit`."""
+    """The caller iterates: answer with items, at first as many as the metadata say, more by `Credit`."""
     VALUE: Final = 4
     """Of an `RRefCreate`: answer with a tuple of the value, if it can be sent."""
     SCALAR: Final = 8
-    """Of an `RRefCreate`: the same, if it is one of `pickling.SCALARS`."""
-
-
-class ReplyFlag:
-    """Bits of ``flags`` in a `Reply`."""
-
-    TUPLE: Final = 1
-    """The call returned a tuple of ``arg`` items, which are none, or the one that is in the payload."""
+    """Of an `RRefCreate`: answer with a tuple of the value, if it is one of `pickling.SCALARS`."""
 
 
 class ItemFlag:
@@ -423,10 +423,6 @@ class ItemFlag:
 
     LAST: Final = 1
     """Not an item: the stream has ended, after ``arg`` of them."""
-
-
-WINDOW: Final = "window"
-"""Where the meta of a request says how many items of a stream may be sent at first. Not the name of an interceptor."""
 
 
 class FailureKind(IntEnum):

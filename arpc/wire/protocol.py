@@ -7,22 +7,22 @@ that is used again and again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from enum import Enum, auto
 from functools import partial
-from types import MappingProxyType
 from typing import Final
 from typing import Protocol as TypingProtocol
 
 from arpc.errors import ConnectionClosedError, HandshakeError, ProtocolError
 from arpc.wire import frames
-from arpc.wire.frames import BRIEF_HEADER, HEADER, HEADER_BYTES, Header, Limits, frame
+from arpc.wire.frames import HEADER, HEADER_BYTES, ONE_OFF, Header, Limits, frame
 from arpc.wire.handshake import MAX_HANDSHAKE_BYTES, Handshake, Identity, Role
 from arpc.wire.lanes import LaneInbox, Stripe
 from arpc.wire.memory import allocate as allocate_memory
 from arpc.wire.messages import MESSAGE_CLASSES, Message, MessageType
+from arpc.wire.rebuilding import Layout, read_layout
 
-__all__ = ["SEVERAL_TAKEN", "Bare", "Direct", "Lender", "Protocol", "State"]
+__all__ = ["MAX_SCHEMAS", "MAX_SCHEMA_BYTES", "Lender", "Protocol", "State"]
 
 RECEIVE_BYTES: Final = 256 * 1024
 BETWEEN_CHUNKS_BYTES: Final = 4096
@@ -40,17 +40,12 @@ _CLASSES: Final = tuple(MESSAGE_CLASSES.get(type_) for type_ in range(256))
 # Nobody sends as many at once: they wait for room before, see RpcOptions.window_bytes
 _MAX_INCOMPLETE: Final = 1 << 17
 _NO_BUFFERS: Final[tuple[memoryview, ...]] = ()
+_SCHEMA: Final = int(MessageType.SCHEMA)
+MAX_SCHEMAS: Final = 1024
+"""How many layouts of tensors a peer may announce on one connection."""
+MAX_SCHEMA_BYTES: Final = 1 << 22
+"""How much may be announced of all of them."""
 _unpack_header = HEADER.unpack_from
-_unpack_brief = BRIEF_HEADER.unpack_from
-
-Direct = Callable[[int, int, int, bytearray | bytes], None]
-"""Takes id, arg, timeout_ms and payload of a message that has neither meta data nor tensors."""
-
-Bare = Callable[[int, bytes], None]
-"""Takes id and `frames.TERMS` of a message that has no body."""
-
-SEVERAL_TAKEN: Final[list[Message]] = []
-"""An empty list: see `Protocol.receive`."""
 
 
 class State(Enum):
@@ -122,25 +117,24 @@ class Protocol:
         handshake: Handshake,
         limits: Limits,
         allocate: Callable[[int], memoryview] = allocate_memory,
+        read_layout: Callable[[bytes], Layout] = read_layout,
     ) -> None:
+        """``read_layout`` checks what a peer announces of the layout of tensors, see `policy.Policy.layout`."""
         self.state = State.HANDSHAKE
         self._handshake = handshake
         self._open_limits = limits
         self._limits = _HANDSHAKE_LIMITS
         self.allocate = allocate
         """Where memory for large tensors comes from."""
-        self.direct: Mapping[int, Direct] = MappingProxyType({})
-        """Who takes the plainest messages without a `Message` being made of them, by `frames.brief_kind`."""
-        self.bare: Mapping[bytes, Bare] = MappingProxyType({})
-        """Who takes those of them that have no body and are the first of a read, by `frames.bare_lead`."""
+        self._read_layout = read_layout
+        self._layouts: dict[int, Layout] = {}
+        self._schema_bytes = 0
         self.lender: Lender | None = None
         # A stranger is worth just the memory of a handshake; see `_open`
         self._set_buffer(bytearray(HEADER_BYTES + MAX_HANDSHAKE_BYTES))
         self._end = 0
         # Where the next bytes go instead of the buffer: the rest of a large body, or of a chunk for a tensor
         self._target: memoryview | None = None
-        self.is_plain = False
-        """Open, and nothing has arrived in part: the next bytes begin a frame, at the start of `buffer`."""
         self.get_buffer: Callable[[int], memoryview] = partial(getattr, self, "_next")
         """Where the next bytes of the peer belong, given any number. Never empty; good until the next `receive`.
 
@@ -195,13 +189,11 @@ class Protocol:
         if self.state is not State.OPEN:
             return b""
         self._set_state(State.CLOSING)
-        self.is_plain = False
         return frame(_GOODBYE, 0, 0, 0, 0, reason.encode()[:_MAX_GOODBYE_BYTES])
 
     def close(self) -> None:
         """Forget what has not arrived in full. May be called at any time, and again."""
         self._set_state(State.CLOSED)
-        self.is_plain = False
         self._assemblies.clear()
         self._target = None
         self._next = self._view
@@ -211,31 +203,16 @@ class Protocol:
         self._lanes = None
         self._end = 0
 
-    def receive(self, size_bytes: int, start: int = 0) -> list[Message]:
-        """Take bytes that were put where `get_buffer` said.
+    def receive(self, size_bytes: int) -> list[Message]:
+        """Take bytes that were put where `get_buffer` said; returns the messages they complete.
 
-        ``start``: where those begin that are left, if others were given to `bare`. Returns the messages they complete,
-        without those at their beginning that `direct` has taken; `SEVERAL_TAKEN` if it took all. Raises `ProtocolError`
-        or `HandshakeError`; after that the connection is closed (`take_output` may hold a farewell).
+        Raises `ProtocolError` or `HandshakeError`; after that the connection is closed (`take_output` may hold a
+        farewell).
         """
         messages: list[Message] = []
         try:
-            if self.is_plain:
-                buffer = self.buffer
-                while True:
-                    length, kind, id_, arg, timeout_ms, sizes = _unpack_brief(buffer, start)
-                    body_start = start + HEADER_BYTES
-                    stop = body_start + length
-                    # Messages keep their order: from the first that is not taken here on, all are returned
-                    if sizes or stop > size_bytes or (take := self.direct.get(kind)) is None:
-                        break
-                    take(id_, arg, timeout_ms, buffer[body_start:stop] if length else b"")
-                    if stop == size_bytes:
-                        return SEVERAL_TAKEN
-                    start = stop
-                    if not self.is_plain:
-                        break  # whoever took it has closed the connection, or said goodbye
-            self._receive_rest(start, size_bytes, messages)
+            if self.state is not State.CLOSED:
+                self._receive(size_bytes, messages)
         except HandshakeError as error:
             self._answer(self._handshake.farewell(error))
             self.close()
@@ -245,13 +222,10 @@ class Protocol:
             raise
         return messages
 
-    def _receive_rest(self, start: int, size_bytes: int, messages: list[Message]) -> None:
-        """What is more than a few whole and plain messages."""
-        if self.state is State.CLOSED:
-            return
+    def _receive(self, size_bytes: int, messages: list[Message]) -> None:
         target = self._target
         if target is None:
-            self._parse(start, self._end + size_bytes, messages)
+            self._parse(self._end + size_bytes, messages)
         elif size_bytes < target.nbytes:
             self._target = target[size_bytes:]
         else:
@@ -265,28 +239,20 @@ class Protocol:
             # While a large tensor is under way, what comes next is most likely a chunk for it: with little more than
             # its header read here, the rest is read where it belongs, and not copied there
             self._next = self._small_view if self._assemblies else self._view
-        # Below the smallest body that does not fit the buffer there is a limit to check for each frame
-        self.is_plain = (
-            self.state is State.OPEN
-            and self._target is None
-            and not self._end
-            and self._limits.body_bytes >= RECEIVE_BYTES
-        )
 
     # -- frames
 
-    def _parse(self, start: int, end: int, messages: list[Message]) -> None:
+    def _parse(self, end: int, messages: list[Message]) -> None:
         """Take the frames that are complete in the buffer, and move the rest to its start."""
+        start = 0
         buffer = self.buffer
         limit, _, header_limit = self._limits
         is_open = self.state is not State.HANDSHAKE
+        layout: Layout | None
         while (body_start := start + HEADER_BYTES) <= end:
             header = _unpack_header(buffer, start)
-            length, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, table_size = header
-            meta_start = 8 * n_buffers
-            meta_end = meta_start + meta_size
-            table_end = meta_end + table_size
-            if length > limit or table_end > length or table_end > header_limit:
+            length, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, schema = header
+            if length > limit:
                 frames.check(Header._make(header), self._limits)
             stop = body_start + length
             if type_ == _DATA:
@@ -303,10 +269,18 @@ class Protocol:
                     self._begin_large_body(Header._make(header), body_start, end)
                     start = end = 0
                 break
-            body = buffer[body_start:stop]
             start = stop
-            message = cls(flags, id_, arg, timeout_ms, meta_end, table_end, meta_start, body, _NO_BUFFERS)
-            if is_open and type_ >= _FIRST_OF_CALLS and not n_buffers:
+            body = buffer[body_start:stop]
+            if schema or n_buffers:
+                layout = self._layout(schema, body) if schema else None
+                meta_start = 8 * n_buffers + (layout.inline_bytes if layout is not None else 0)
+            else:
+                layout, meta_start = None, 0
+            meta_end = meta_start + meta_size
+            if meta_end > len(body) or meta_size > header_limit:
+                raise ProtocolError("the parts of a frame are longer than the frame, or than the limit")
+            message = cls(flags, id_, arg, timeout_ms, layout, meta_start, meta_end, body, _NO_BUFFERS)
+            if is_open and type_ >= _FIRST_OF_CALLS and not n_buffers and type_ != _SCHEMA:
                 messages.append(message)
             else:
                 self._receive_special(message, n_buffers, messages)
@@ -316,6 +290,25 @@ class Protocol:
         self._end = rest = end - start
         if start and rest:
             self._view[:rest] = self._view[start:end]
+
+    # -- schemas
+
+    def _layout(self, schema: int, body: bytearray) -> Layout:
+        """How the tensors of a message are laid out, by the number that its header has."""
+        if schema == ONE_OFF:
+            return self._read_layout(frames.take_table(body))
+        layout = self._layouts.get(schema)
+        if layout is None:
+            raise ProtocolError(f"a message with tensors of the schema {schema}, which was not announced")
+        return layout
+
+    def _receive_schema(self, message: Message) -> None:
+        """The peer announces how the tensors of later messages are laid out."""
+        number, table = message.arg, bytes(message.pickle)
+        self._schema_bytes += len(table)
+        if not 0 < number <= MAX_SCHEMAS or number in self._layouts or self._schema_bytes > MAX_SCHEMA_BYTES:
+            raise ProtocolError(f"schema {number} cannot be announced: it is known, or there are too many")
+        self._layouts[number] = self._read_layout(table)
 
     def _begin_large_body(self, header: Header, body_start: int, end: int) -> None:
         """The body does not fit the buffer: read the rest of it straight into memory of its own."""
@@ -339,19 +332,31 @@ class Protocol:
             self._finish_stripe(stripe, messages)
             return
         assert self._large_frame is not None
-        (_, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, table_size), body = self._large_frame
+        header, body = self._large_frame
         self._large_frame = None
-        meta_start = 8 * n_buffers
-        meta_end = meta_start + meta_size
-        message = MESSAGE_CLASSES[type_](
-            flags, id_, arg, timeout_ms, meta_end, meta_end + table_size, meta_start, body, _NO_BUFFERS
+        layout = self._layout(header.schema, body) if header.schema else None
+        n_buffers = header.n_buffers
+        meta_start = 8 * n_buffers + (layout.inline_bytes if layout is not None else 0)
+        if meta_start + header.meta_size > len(body) or header.meta_size > self._limits.header_bytes:
+            raise ProtocolError("the parts of a frame are longer than the frame, or than the limit")
+        message = MESSAGE_CLASSES[header.type](
+            header.flags,
+            header.id,
+            header.arg,
+            header.timeout_ms,
+            layout,
+            meta_start,
+            meta_start + header.meta_size,
+            body,
+            _NO_BUFFERS,
         )
         self._receive_special(message, n_buffers, messages)
 
     # -- large tensors
 
     def _begin_assembly(self, message: Message, n_buffers: int, messages: list[Message]) -> None:
-        sizes = frames.buffer_sizes_of(message.body, n_buffers, self._limits)
+        start = message.meta_start - 8 * n_buffers
+        sizes = frames.buffer_sizes_of(message.body, start, n_buffers, self._limits)
         if len(self._assemblies) >= _MAX_INCOMPLETE:
             raise ProtocolError(f"more than {_MAX_INCOMPLETE} messages whose tensors have not come")
         number = self._assembly_count
@@ -436,6 +441,8 @@ class Protocol:
         elif type_ == _GOODBYE:
             self._set_state(State.CLOSING)
             messages.append(message)
+        elif type_ == _SCHEMA:
+            self._receive_schema(message)
         elif type_ < _FIRST_OF_CALLS:
             self._receive_about_memory(message, n_buffers, messages)
         elif n_buffers:
@@ -445,7 +452,7 @@ class Protocol:
 
     def _receive_about_memory(self, message: Message, n_buffers: int, messages: list[Message]) -> None:
         type_ = message.type
-        if type_ < _ARENA or self.lender is None or n_buffers or message.table_end:
+        if type_ < _ARENA or self.lender is None or n_buffers or message.meta_end:
             raise ProtocolError(f"{type_.name} is out of place in an open connection")
         if type_ != _LENT:
             self.lender.message_received(message)
@@ -465,9 +472,8 @@ class Protocol:
         self._set_buffer(self.buffer.ljust(RECEIVE_BYTES, b"\0"))
 
     def _set_buffer(self, buffer: bytearray) -> None:
-        # A header may be looked at wherever a frame could begin: there is room for one behind the end
-        self.buffer = buffer.ljust(len(buffer) + HEADER_BYTES, b"\0")
-        self._next = self._view = memoryview(self.buffer)[: len(buffer)]
+        self.buffer = buffer
+        self._next = self._view = memoryview(buffer)
         self._small_view = self._view[:BETWEEN_CHUNKS_BYTES]
 
     def _answer(self, data: bytes) -> None:

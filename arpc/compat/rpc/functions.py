@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from arpc.agent.functions import async_execution as mark
+from arpc.agent.server.functions import async_execution as mark
 
 __all__ = ["async_execution"]
 

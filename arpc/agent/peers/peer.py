@@ -12,11 +12,11 @@ from itertools import count
 from time import monotonic
 from typing import Any, Final
 
-from arpc.agent.calls import SEQUENCE_BITS, Call, Calls
+from arpc.agent.client.deadlines import NEVER, Deadlines
+from arpc.agent.client.pending_calls import SEQUENCE_BITS, Call, PendingCalls
 from arpc.agent.codec import Codec
-from arpc.agent.deadlines import NEVER, Deadlines
-from arpc.agent.functions import name_of
 from arpc.agent.lines import Lines
+from arpc.agent.server.functions import name_of
 from arpc.errors import (
     ArpcError,
     AuthenticationError,
@@ -91,13 +91,10 @@ class Peer:
         self.main_by_value = True
         self.function_ids: dict[Any, int] = {}
         """Functions the peer knows on this connection, by identity."""
-        self.terms: dict[Any, bytes] = {}
-        """Some of them, as the `wire.frames.TERMS` of a call with the default timeout. Kept by the caller."""
         self.in_flight_bytes = 0
         self.in_flight_calls = 0
-        """How many of them there are, if that is limited; else not all of them are counted."""
-        self.calls = Calls(deadlines, self._timed_out, self._abandon if options.timeouts_travel else self._leave)
-        self.backlog: deque[tuple[int, Call, bytes, list[memoryview]]] = deque()
+        self.calls = PendingCalls(deadlines, self._timed_out, self._abandon if options.timeouts_travel else self._leave)
+        self.backlog: deque[tuple[int, Call]] = deque()
         """Calls that wait for a connection, or for room in the window."""
         self.connects = 0
         self.lines: Lines | None = None
@@ -106,6 +103,7 @@ class Peer:
         """Those of its own threads."""
         self._answer_s = 0.0
         """How long the peer takes to answer, if calls in flight are limited: a mean that follows."""
+        self._held: dict[int, Call] = {}
         self._given_up = 0
         """How many of those in the backlog nobody waits for any more."""
         self._definitions: dict[Any, tuple[int, bytes]] = {}
@@ -177,13 +175,15 @@ class Peer:
 
     # -- calls
 
-    def submit(self, call_id: int, call: Call, data: bytes, buffers: list[memoryview]) -> None:
+    def submit(self, call_id: int, call: Call) -> None:
         """Send a call now, or when there is a connection and room; `OverloadedError` if too many wait for that."""
+        if self._held:
+            self.send_held()
         connection = self.connection
+        size_bytes = call.size_bytes
         # small ones pass those that wait for room
-        may_go = not self.backlog or call.size_bytes <= _SMALL_BYTES
-        if connection is not None and may_go and self.has_room(call.size_bytes):
-            self._send(connection, call, data, buffers)
+        if connection is not None and (not self.backlog or size_bytes <= _SMALL_BYTES) and self.has_room(size_bytes):
+            self._send(connection, call_id, call)
             return
         waiting = len(self.backlog) - self._given_up
         if waiting >= self._max_waiting:
@@ -191,8 +191,33 @@ class Peer:
             text = f"{call.name} was not sent to worker {self.info.name!r}: {waiting} calls wait already"
             raise not_run(OverloadedError(text))
         call.is_waiting = True
-        self.backlog.append((call_id, call, data, buffers))
+        self.backlog.append((call_id, call))
         self._wake()
+
+    def hold(self, call_id: int, call: Call) -> None:
+        """Send a call at the end of this turn of the loop, or before the next call: until then it may be changed."""
+        if self.connection is None or self.backlog:
+            self.submit(call_id, call)
+            return
+        if not self._held:
+            self._deadlines.loop.call_soon(self.send_held)
+        self._held[call_id] = call
+
+    def held(self, call_id: int) -> Call | None:
+        """A call that is held, and has not ended."""
+        return self._held.get(call_id)
+
+    def send_held(self) -> None:
+        """Send what is held."""
+        held, self._held = self._held, {}
+        for call_id, call in held.items():
+            if call.recipient.done():
+                self.calls.pop(call_id)
+                continue
+            try:
+                self.submit(call_id, call)
+            except OverloadedError as error:
+                call.recipient.set_exception(error)
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether a call of that size need not wait for others to end."""
@@ -204,25 +229,24 @@ class Peer:
             return False
         return self.in_flight_bytes == 0 or self.in_flight_bytes + size_bytes <= limit
 
-    def take_room(self, size_bytes: int) -> bool:
-        """Count a small call that is about to be sent, unless something is in its way."""
-        in_flight_bytes = self.in_flight_bytes + size_bytes
-        if self._max_in_flight or in_flight_bytes > self._window_bytes:
-            return False
-        self.in_flight_bytes = in_flight_bytes
-        self.in_flight_calls += 1
-        return True
-
-    def _send(self, connection: Connection, call: Call, data: bytes, buffers: list[memoryview]) -> None:
+    def _send(self, connection: Connection, call_id: int, call: Call) -> None:
+        content, call.content = call.content, None
+        assert content is not None  # it is sent once
         self.in_flight_bytes += call.size_bytes
         self.in_flight_calls += 1
         if self._max_in_flight:
             call.sent_at = self._deadlines.now()
         call.connection = connection
-        if buffers:
-            call.bulk = connection.send_bulk(data, buffers)
-        else:
-            connection.send(data)
+        call.bulk = connection.send_message(
+            call.type,
+            call.flags,
+            call_id,
+            call.function_id,
+            call.timeout_ms,
+            content.pickle,
+            content.meta,
+            content.tensors,
+        )
 
     def pop(self, call_id: int) -> Call | None:
         """The call of a reply; None if it has ended already."""
@@ -246,8 +270,8 @@ class Peer:
         """Send what waited, as far as there is room."""
         connection = self.connection
         while connection is not None and self.backlog:
-            call_id, call, data, buffers = self.backlog[0]
-            if call.future.done():  # cancelled, timed out or completed by hand while it waited
+            call_id, call = self.backlog[0]
+            if call.recipient.done():  # cancelled, timed out or completed by hand while it waited
                 self.backlog.popleft()
                 self.calls.pop(call_id)
                 if call.is_waiting:
@@ -260,9 +284,9 @@ class Peer:
                 self.backlog.popleft()
                 if self._max_in_flight and self._comes_too_late(call_id):
                     self.calls.pop(call_id)
-                    call.future.set_exception(self._too_late(call))
+                    call.recipient.set_exception(self._too_late(call))
                 else:
-                    self._send(connection, call, data, buffers)
+                    self._send(connection, call_id, call)
 
     def _comes_too_late(self, call_id: int) -> bool:
         """Whether a call that has waited has not enough time left to be answered: the peer would work for nobody."""
@@ -316,19 +340,19 @@ class Peer:
         backlog, self.backlog = self.backlog, deque()
         self._given_up = 0
         for entry in backlog:
-            call_id, call, _, _ = entry
-            if call.is_waiting and not call.future.done():
+            call_id, call = entry
+            if call.is_waiting and not call.recipient.done():
                 self.backlog.append(entry)
             else:
                 call.is_waiting = False
                 self.calls.pop(call_id)
 
     def _timed_out(self, _: int, call: Call) -> None:
-        if not call.future.done():
+        if not call.recipient.done():
             was_sent = call.connection is not None
             where = "was sent to" if was_sent else "could not be sent to"
             error = RpcTimeoutError(f"{call.name} {where} worker {self.info.name!r} and did not end within its timeout")
-            call.future.set_exception(error if was_sent else not_run(error))
+            call.recipient.set_exception(error if was_sent else not_run(error))
 
     # -- the connection
 
@@ -401,7 +425,6 @@ class Peer:
             of_main = [function for function in self._definitions if function.__module__ in _MAIN_NAMES]
             for function in of_main:
                 del self._definitions[function]
-        self.terms.clear()
         self.main_by_value = main_by_value
         self.connects += 1
         for function, (number, payload) in self._definitions.items():
@@ -415,7 +438,6 @@ class Peer:
         if connection is self.connection:
             self.connection = None
             self.function_ids.clear()
-            self.terms.clear()
             self.state = PeerState.IDLE
             if reason is not None:
                 self.gone(f"worker {self.info.name!r} has left: {reason}")
@@ -425,10 +447,9 @@ class Peer:
         for call_id, call in sent:
             self.calls.pop(call_id)
             self.in_flight_bytes -= call.size_bytes
-            if call.size_bytes:
-                self.in_flight_calls -= 1
-            if not call.future.done():
-                call.future.set_exception(self._lost_error(text, error, call.name))
+            self.in_flight_calls -= 1
+            if not call.recipient.done():
+                call.recipient.set_exception(self._lost_error(text, error, call.name))
         if self.backlog and self.connection is None:
             self._wake()
         elif self.backlog:
@@ -473,15 +494,16 @@ class Peer:
     def _fail_backlog(self, make_error: Callable[[], Exception]) -> None:
         backlog, self.backlog = self.backlog, deque()
         self._given_up = 0
-        for call_id, call, _, _ in backlog:
+        for call_id, call in backlog:
             self.calls.pop(call_id)
-            if not call.future.done():
+            if not call.recipient.done():
                 # one each: an exception collects the traceback of whoever raises it
-                call.future.set_exception(make_error())
+                call.recipient.set_exception(make_error())
 
     def abandon(self) -> None:
         """The loop is closed, and nothing can end any more."""
         self.calls.clear()
+        self._held.clear()
         self.backlog.clear()
         self._given_up = 0
         self.in_flight_bytes = self.in_flight_calls = 0
@@ -494,13 +516,14 @@ class Peer:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         self.backlog.clear()
+        self._held.clear()
         self._given_up = 0
         self.in_flight_bytes = self.in_flight_calls = 0
         for call_id, call in self.calls:
             self.calls.pop(call_id)
-            if not call.future.done():
+            if not call.recipient.done():
                 error = _shut_down_before(call.name)
-                call.future.set_exception(error if call.connection is not None else not_run(error))
+                call.recipient.set_exception(error if call.connection is not None else not_run(error))
         if self.lines is not None:
             await self.lines.aclose(_shut_down_before)
 

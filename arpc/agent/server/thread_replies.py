@@ -1,9 +1,9 @@
 """Answers that threads send themselves, without waking the loop.
 
-A plain function that ends in a thread has its answer there. If that is nothing, a number or the like, it needs nothing
-of the loop's: it is put into the *outbox* of its connection, and the thread sends what is in there before it goes to
-sleep, many answers in one write. The loop sends what a thread leaves behind, because the peer does not take it now or
-the thread is stuck in its next function.
+A plain function that ends in a thread has its answer there, and the thread encodes it. Unless it takes something that
+belongs to the loop (RRefs, metadata, large tensors, a schema to announce), it is put into the *outbox* of its
+connection, and the thread sends what is in there before it goes to sleep, many answers in one write. The loop sends
+what a thread leaves behind, because the peer does not take it now or the thread is stuck in its next function.
 
 If all the answers were in one write, the caller would wait until the last was made, and the callee until the caller had
 dealt with all: one of two CPUs would always be idle. So if the caller has another CPU, half of them go ahead. On one
@@ -18,19 +18,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sized
 from contextlib import suppress
+from contextvars import Context
 from typing import Any, Final, Protocol
 
 import torch
 from torch._C import _len_torch_function_stack as _count_function_modes
 
-from arpc.agent.threads import Outbox
+from arpc.agent.codec import Content
+from arpc.agent.server.thread_pool import Outbox
 from arpc.errors import ConnectionClosedError
 from arpc.transport.base import Connection
 from arpc.transport.turns import WriteTurn
-from arpc.wire.frames import BARE_HEADER, BRIEF_HEADER, NO_TERMS, bare_lead, brief_kind
+from arpc.user_errors import is_coroutine
 from arpc.wire.messages import MessageType
 
-__all__ = ["ReplyOutbox"]
+__all__ = ["ThreadReplies"]
 
 _WRITE_BYTES: Final = 1 << 16
 _FEWEST_A_WRITE: Final = 8
@@ -38,10 +40,9 @@ _MOST_A_WRITE: Final = 32
 _WRITES_A_LOOK: Final = 32
 """Between two looks whether the peer is on the same CPU: processes are moved seldom."""
 _is_grad_enabled = torch.is_grad_enabled
-_pack_brief = BRIEF_HEADER.pack
-_pack_bare = BARE_HEADER.pack
-_BRIEF_REPLY: Final = brief_kind(int(MessageType.REPLY))
-_REPLY_LEAD: Final = bare_lead(_BRIEF_REPLY)
+_REPLY: Final = int(MessageType.REPLY)
+# A request that has ended must not keep its context: the two refer to each other
+_NO_CONTEXT: Final = Context()
 
 
 class _Requests(Protocol):
@@ -56,15 +57,15 @@ class _Requests(Protocol):
     def claim_answers(self, answers: deque[tuple[Any, bytes]], limit_bytes: int) -> list[bytes]: ...
 
 
-class ReplyOutbox(Outbox):
+class ThreadReplies(Outbox):
     """The outbox of one connection."""
 
     __slots__ = (
         "_answers",
+        "_encode",
         "_inbound",
         "_is_peer_elsewhere",
         "_most_running",
-        "_pack",
         "_readmit",
         "_turn",
         "_until_look",
@@ -74,14 +75,14 @@ class ReplyOutbox(Outbox):
         self,
         inbound: _Requests,
         turn: WriteTurn,
-        pack: Callable[[Any], bytes | None],
+        encode: Callable[[Any, Any], Content],
         readmit: Callable[[Any], None],
     ) -> None:
-        """``pack`` makes the payload of a result, in any thread; None if it cannot."""
+        """``encode`` makes the content of the reply to a request with a result, in any thread."""
         super().__init__()
         # Requests, and the frames that answer them
         self._answers: deque[tuple[Any, bytes]] = deque()
-        self._pack = pack
+        self._encode = encode
         self._inbound = inbound
         self._turn = turn
         self._readmit = readmit
@@ -90,24 +91,27 @@ class ReplyOutbox(Outbox):
         self._most_running = 0
 
     def put(self, run: Any, result: Any) -> bool:
-        """Keep the result of a request to be sent; False if that takes the loop. In any thread."""
-        if result is None:
-            self.put_none(run, run.id)
-            return True
+        """Keep the result of a request to be sent; False if that takes the loop. In the thread of the request.
+
+        What the loop needs not do again is noted in the request: its ``content``, or its ``error``.
+        """
         if not _is_grad_enabled() or _count_function_modes():
             return False  # the function has left something switched, that could change how a tensor looks
+        if is_coroutine(result):
+            return False
         try:
-            payload = self._pack(result)
-        except Exception:  # noqa: BLE001 - it is raised again, and told, on the loop
+            content = self._encode(run, result)
+        except BaseException as error:  # noqa: BLE001 - pickling runs user code; whatever it raises is the caller's
+            run.error = error
             return False
-        if payload is None or len(payload) > _WRITE_BYTES:
+        connection = self._inbound.connection
+        data = connection.frame_in_thread(_REPLY, run.id, content.pickle, content.tensors)
+        if data is None or len(data) > _WRITE_BYTES:
+            run.content = content
             return False
-        self._answers.append((run, _pack_brief(len(payload), _BRIEF_REPLY, run.id, 0, 0, 0) + payload))
+        run.context = _NO_CONTEXT
+        self._answers.append((run, data))
         return True
-
-    def put_none(self, run: Any, id_: int) -> None:
-        """Keep the answer to a request that has no result."""
-        self._answers.append((run, _pack_bare(_REPLY_LEAD, id_, NO_TERMS, 0)))
 
     def send(self) -> None:
         """Send all there is, in any thread but the loop's."""

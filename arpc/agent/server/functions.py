@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 from torch.jit import ScriptFunction
 
-from arpc.agent.reply_window import ResultSizes
+from arpc.agent.server.reply_window import ResultSizes
 from arpc.user_errors import is_a, type_name_of
 
 __all__ = ["Function", "Mode", "Preparation", "Prompt", "async_execution", "inline", "name_of", "returns_futures"]
@@ -107,12 +107,10 @@ class Prompt:
     It is a plain function, called on the loop; if it returns a coroutine, that goes on like any handler.
     """
 
-    __slots__ = ("call", "take_parcel")
+    __slots__ = ("call",)
 
-    def __init__(self, call: Callable[..., Any], take_parcel: Callable[..., Any] | None = None) -> None:
-        """``take_parcel`` is called for small parcels: see `Executor.serve`."""
+    def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
-        self.take_parcel = take_parcel
 
     def __call__(self, *args: Any) -> Any:
         return self.call(*args)

@@ -1,10 +1,9 @@
 """Coroutines of handlers, stepped with a context and a torch state of their own.
 
 **Why not simply a Task each.** Most handlers never wait for anything, and the Task is then the largest part of their
-cost. So the first step of a handler runs at once, on behalf of an idle Task that is waiting for work (a *carrier*). If
-the handler finishes in that step, nothing was scheduled and the carrier stays idle. If it waits, the carrier carries it
-to its end like any Task. The handler cannot tell: ``asyncio.current_task()`` is the carrier from the first line to the
-last, cancelling it works, and contextvars are its own because every step runs in a Context made for it. (Python 3.12
+cost. So the first step of a handler runs at once, on behalf of an idle Task that is waiting for work. If
+the handler finishes in that step, nothing was scheduled and the Task stays idle. If it waits, the Task carries it
+to its end. The handler cannot tell: ``asyncio.current_task()`` is that Task from the first line to the last, cancelling it works, and contextvars are its own because every step runs in a Context made for it. (Python 3.12
 calls this eager start.)
 
 **Torch's thread-local state** (grad mode and so on) is put in place before each step and taken away after it.
@@ -16,7 +15,6 @@ import asyncio
 from asyncio.tasks import _enter_task, _leave_task
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
-from types import GeneratorType
 from types import coroutine as generator_coroutine
 from typing import Any, Final, Protocol
 
@@ -24,18 +22,16 @@ import torch
 from torch._C import _len_torch_function_stack as _count_function_modes
 
 from arpc import torchstate
-from arpc.agent.scope import Scope, current_scope
 from arpc.log import get_logger
 
-__all__ = ["Carrier", "Carriers", "Job"]
+__all__ = ["EagerTasks", "Job"]
 
-logger = get_logger("arpc.carriers")
+logger = get_logger("arpc.tasks")
 
 _IDLE_MAX: Final = 16
 _CLOSE_S: Final = 1.0
 _is_pristine = torchstate.is_pristine
 _is_grad_enabled = torch.is_grad_enabled
-_set_scope = current_scope.set
 
 
 class Job(Protocol):
@@ -81,37 +77,9 @@ def _step(job: Job, step: Callable[[Any], Any], value: Any) -> Any:
             torchstate.restore(outer)
 
 
-class Called(Scope, Protocol):
-    """A function to be called in the scope of its own call."""
-
-    function: Any
-    args: tuple[Any, ...] | None
-
-
-@generator_coroutine
-def conveyor() -> Generator[Any, Any, Any]:
-    """Runs coroutines one after another: given a `Called`, it yields what its coroutine waits for or, at last, returns.
-
-    Which of the two it was, ``gi_yieldfrom`` tells: that is None unless a coroutine waits. One that raises is the last.
-    ``coroutine.send`` would raise StopIteration instead, and an exception takes longer than all the rest of a step.
-    """
-    called = yield
-    while True:
-        _set_scope(called)
-        args = called.args
-        if args is None:
-            coroutine = called.function.call()
-        else:
-            coroutine = called.function.call(*args)
-            called.args = args = None
-        called = None  # nothing is kept until the next one comes
-        called = yield (yield from coroutine)
-
-
 @generator_coroutine
 def _drive(job: Job, waits_for: Any, coroutine: Any) -> Generator[Any, Any, Any]:
-    """Carry on with a coroutine that waits for something, or with its conveyor; what it waits for goes to the Task."""
-    is_conveyed = coroutine.__class__ is GeneratorType
+    """Carry on with a coroutine that waits for something; what it waits for goes to the Task."""
     step: Callable[[Any], Any]
     while True:
         try:
@@ -131,8 +99,6 @@ def _drive(job: Job, waits_for: Any, coroutine: Any) -> Generator[Any, Any, Any]
             return stop.value
         finally:
             value = None  # as in `_step`
-        if is_conveyed and coroutine.gi_yieldfrom is None:
-            return waits_for  # which is the result
 
 
 def _tell(told: Callable[[Any], None], outcome: Any) -> None:
@@ -145,36 +111,25 @@ def _tell(told: Callable[[Any], None], outcome: Any) -> None:
             torchstate.restore(outer)
 
 
-class Carrier:
+class _IdleTask:
     """A Task that waits for a job that has to wait."""
 
-    __slots__ = ("convey", "conveyor", "is_conveyed", "job", "task", "waits_for", "wake_up")
+    __slots__ = ("job", "task", "waits_for", "wake_up")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.wake_up: asyncio.Future[None] = loop.create_future()
         self.job: Job | None = None
         self.waits_for: Any = None
-        self.is_conveyed = False
-        """Its job was begun by the conveyor, which goes on with it."""
         self.task: asyncio.Task[Any]
-        self.renew()
-
-    def renew(self) -> None:
-        """Have a conveyor: the one before has ended with an exception."""
-        made = conveyor()
-        made.send(None)
-        self.conveyor: Any = made
-        self.convey: Callable[[Any], Any] = made.send
 
 
-class Carriers:
-    """The carriers of one worker."""
+class EagerTasks:
+    """The Tasks in which the handlers of one worker run."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
         self._loop = loop
         self._name = name
-        self.idle: list[Carrier] = []
-        """Those that wait for work; whoever starts a step on behalf of the last one calls `carry_on` if it waits."""
+        self.idle: list[_IdleTask] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._starting = 0
         self._closed = False
@@ -187,10 +142,10 @@ class Carriers:
         if not self.idle:
             self._start_task(job)
             return
-        carrier = self.idle[-1]
+        idle_task = self.idle[-1]
         loop = self._loop
         try:
-            _enter_task(loop, carrier.task)
+            _enter_task(loop, idle_task.task)
         except RuntimeError:
             # called from within a Task after all: no harm, only slower
             self._start_task(job)
@@ -200,52 +155,48 @@ class Carriers:
             waits_for = job.context.run(job.first_step)
         except StopIteration as stop:
             result = stop.value
-            waits_for = carrier
+            waits_for = idle_task
         except BaseException as raised:  # noqa: BLE001 - it is the caller's, see Job.failed
             error = raised
-            waits_for = carrier
+            waits_for = idle_task
         finally:
-            _leave_task(loop, carrier.task)
-        if waits_for is not carrier:
-            self.carry_on(job, waits_for)
+            _leave_task(loop, idle_task.task)
+        if waits_for is not idle_task:
+            self._carry_on(job, waits_for)
             return
         # The blocks it was in have ended with it. Left are the two things that people switch without a block.
         if not _is_grad_enabled() or _count_function_modes():
             torchstate.save_and_reset()
-        if carrier.wake_up.done():
-            self.replace_idle()
+        if idle_task.wake_up.done():
+            # The handler cancelled its own task: that must not reach the next one
+            self.idle.pop()
+            self._more()
         self.steps_without_wait += 1
         if error is not None:
             job.failed(error)
         else:
             job.finished(result)
 
-    def replace_idle(self) -> None:
-        """The handler cancelled its own task: that must not reach the next one."""
-        self.idle.pop()
-        self._more()
-
-    def carry_on(self, job: Job, waits_for: Any, *, is_conveyed: bool = False) -> None:
-        """The first step, taken on behalf of the last of `idle` or by its conveyor, was not the only one."""
+    def _carry_on(self, job: Job, waits_for: Any) -> None:
+        """The first step, taken on behalf of the last of `idle`, was not the only one."""
         if not _is_pristine():
             job.state = torchstate.save_and_reset()
         self.carried += 1
-        carrier = self.idle.pop()
-        carrier.is_conveyed = is_conveyed
-        carrier.job = job
-        carrier.waits_for = waits_for
-        job.task = carrier.task
-        if not carrier.wake_up.done():
-            carrier.wake_up.set_result(None)
+        idle_task = self.idle.pop()
+        idle_task.job = job
+        idle_task.waits_for = waits_for
+        job.task = idle_task.task
+        if not idle_task.wake_up.done():
+            idle_task.wake_up.set_result(None)
         job.suspended()
         self._more()
 
     def _more(self) -> None:
-        """Have an idle carrier ready for the next job. One at a time: a burst of jobs that wait gets plain Tasks."""
+        """Have an idle task ready for the next job. One at a time: a burst of jobs that wait gets plain Tasks."""
         if len(self.idle) + self._starting < _IDLE_MAX and not self._closed:
             self._starting += 1
-            carrier = Carrier(self._loop)
-            carrier.task = self._own(asyncio.Task(self._wait_for_job(carrier), loop=self._loop))
+            idle_task = _IdleTask(self._loop)
+            idle_task.task = self._own(asyncio.Task(self._wait_for_job(idle_task), loop=self._loop))
 
     def _own(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
         # Tasks are made here without the loop's factory: it would keep torch's state apart a second time
@@ -253,27 +204,27 @@ class Carriers:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _wait_for_job(self, carrier: Carrier) -> None:
+    async def _wait_for_job(self, idle_task: _IdleTask) -> None:
         self._starting -= 1
         if self._closed:
             return
-        self.idle.append(carrier)
+        self.idle.append(idle_task)
         cancelled: asyncio.CancelledError | None = None
         try:
-            await carrier.wake_up
+            await idle_task.wake_up
         except asyncio.CancelledError as error:
             cancelled = error
-        job = carrier.job
+        job = idle_task.job
         if job is None:
             # closed, or cancelled by a handler that has finished since
-            if carrier in self.idle:
-                self.idle.remove(carrier)
+            if idle_task in self.idle:
+                self.idle.remove(idle_task)
             return
         if cancelled is not None:
             # cancelled between its first step and now: what it waits for is told, and then the handler
-            waits_for = carrier.waits_for
-            carrier.waits_for = self._cancelled_wait(waits_for)
-        await self._finish(job, carrier.waits_for, carrier.conveyor if carrier.is_conveyed else job.coroutine)
+            waits_for = idle_task.waits_for
+            idle_task.waits_for = self._cancelled_wait(waits_for)
+        await self._finish(job, idle_task.waits_for, job.coroutine)
 
     def _cancelled_wait(self, waits_for: Any) -> Any:
         if waits_for is not None:

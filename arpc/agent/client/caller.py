@@ -1,0 +1,342 @@
+"""The verbs: a call that is awaited, one whose future is handed out, a stream, a message of a feature.
+
+They differ in who waits for the result. All of them end in `CallSender.send`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import weakref
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import copy_context
+from threading import get_ident
+from typing import Any, Final, TypeVar
+
+from arpc import torchstate
+from arpc.agent.client.future import Future
+from arpc.agent.client.pending_calls import Call, CallSender, Cancellable, OutgoingCall
+from arpc.agent.client.sender import Prepared, Sender
+from arpc.agent.client.streams import ItemOrder, Stream
+from arpc.agent.client.timeouts import Timeouts
+from arpc.agent.client.waiter import ReplyWaiter
+from arpc.agent.membership import GroupNotAskedError, WorkerRecord
+from arpc.agent.observers import Observers
+from arpc.agent.peers.directory import PeerDirectory
+from arpc.agent.peers.peer import Peer
+from arpc.agent.scope import current_scope
+from arpc.errors import ArpcError, ShutdownError, not_run, set_may_have_run
+from arpc.ids import WorkerInfo
+from arpc.options import UNSET, Unset
+from arpc.wire.frames import frame
+from arpc.wire.messages import Message, MessageType, RequestFlag
+from arpc.wire.metadata import WINDOW, pack_window
+
+__all__ = ["Caller"]
+
+_CREDIT: Final = int(MessageType.CREDIT)
+
+T = TypeVar("T")
+
+
+class Caller:
+    """Makes the calls of one worker."""
+
+    def __init__(
+        self,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        peers: PeerDirectory,
+        sender: Sender,
+        timeouts: Timeouts,
+        observers: Observers,
+        resolve: Callable[[str | int], Awaitable[WorkerRecord]],
+    ) -> None:
+        self.sender: CallSender = sender
+        """The way out. Whoever wants to see or change requests puts another one around it, see `wrap`."""
+        self.timeouts = timeouts
+        self.deferred: set[asyncio.Task[None]] = set()
+        """Those that ask the group about a worker first."""
+        self._innermost = sender
+        self._loop = loop
+        self._thread = get_ident()
+        self._peers = peers
+        self._by_key = peers.by_key
+        self._observers = observers
+        self._resolve = resolve
+        self._wakes_directly = torchstate.isolates_all_tasks(loop)
+
+    def wrap(self, wrapper: Callable[[CallSender], CallSender]) -> None:
+        """Let a wrapper see every request from now on."""
+        self.sender = wrapper(self.sender)
+
+    # -- verbs
+
+    async def call_and_wait(
+        self,
+        to: str | int | WorkerInfo,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | Unset = UNSET,
+    ) -> Any:
+        """The result of a call."""
+        peer = self._peers.get(to)
+        if peer is None or peer.must_be_asked_for:
+            return await self.call(to, function, args, kwargs, timeout, depth=2)
+        waiter = ReplyWaiter(self._loop, wakes_directly=self._wakes_directly)
+        call_id = 0
+        try:
+            call_id = self.sender.send(OutgoingCall(peer, waiter, function, args, kwargs, timeout, is_awaited=True))
+            return await waiter
+        except asyncio.CancelledError:
+            peer.cancel(call_id)
+            raise
+        except RuntimeError:
+            self.check_loop()
+            raise
+        finally:
+            del waiter  # whose exception refers to this frame, and so to the arguments
+
+    def call(
+        self,
+        to: str | int | WorkerInfo,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | Unset = UNSET,
+        *,
+        depth: int = 2,
+        future: Future[Any] | None = None,
+    ) -> Future[Any]:
+        """Start a call; its future can be awaited, chained, cancelled, and waited for by other threads."""
+        if future is None:
+            future = Future(loop=self._loop)
+        future.made_at(depth)
+        call = OutgoingCall(None, future, function, args, kwargs, timeout)
+        if get_ident() != self._thread:
+            self._call_from_thread(to, call)
+        else:
+            self._begin(to, call)
+        return future
+
+    def request(
+        self,
+        message: type[Message],
+        to: str | int | WorkerInfo,
+        args: Sequence[Any] | None = (),
+        timeout: float | Unset = UNSET,
+        *,
+        future: Future[Any] | None = None,
+        is_internal: bool = False,
+    ) -> Future[Any]:
+        """Send a feature's own message; the future is for what its handler returns there. Called on the loop.
+
+        ``is_internal``: for no caller, see `OutgoingCall`.
+        """
+        if future is None:
+            future = Future(loop=self._loop)
+        call = OutgoingCall(None, future, message, args, None, timeout, int(message.type), is_internal=is_internal)
+        self._begin(to, call)
+        return future
+
+    def create(self, to: str | int | WorkerInfo, call: OutgoingCall) -> None:
+        """Send a feature's own message that names a function, as a call does. Called on the loop."""
+        self._begin(to, call)
+
+    def stream(
+        self,
+        to: str | int | WorkerInfo,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float | Unset,
+        window: int,
+        future: Future[Any] | None = None,
+    ) -> Stream[Any]:
+        """Start a call of a generator; its items come as they are made. ``future`` is told of its end."""
+        if self._innermost.is_closed or get_ident() != self._thread:
+            self._innermost.refuse(function)
+        ending = Future(loop=self._loop) if future is None else future
+        sent: list[tuple[Call, int]] = []
+
+        def give_credit(items: int) -> None:
+            ((call, call_id),) = sent
+            if call.connection is not None and call.connection.is_open:
+                call.connection.send(frame(_CREDIT, 0, call_id, items, 0, b""))
+
+        stream: Stream[Any] = Stream(self._loop, window, give_credit, lambda: _ignore(ending.cancel()))
+        # The pending call must not keep the stream alive: dropping the stream is how people leave an `async for`
+        reference = weakref.ref(stream)
+
+        def item_received(item: Any) -> None:
+            if (alive := reference()) is not None:
+                alive.item_received(item)
+
+        def ended(future: asyncio.Future[Any]) -> None:
+            # An error leads to the frames that iterate, so to the stream and back here. The garbage collector does not
+            # look into a `Call`, and would never find the cycle.
+            sent.clear()
+            if (alive := reference()) is not None:
+                alive.end_received(future)
+            elif not future.cancelled():
+                future.exception()
+
+        def begun(peer: Peer, call_id: int) -> None:
+            call = peer.calls.get(call_id)
+            assert call is not None  # nothing was awaited: it cannot have ended yet
+            call.items = ItemOrder(item_received)
+            sent.append((call, call_id))
+
+        metadata = {WINDOW: pack_window(window)}
+        call = OutgoingCall(None, ending, function, args, kwargs, timeout, flags=RequestFlag.STREAM, metadata=metadata)
+        self._begin(to, call, begun)
+        ending.add_done_callback(ended)
+        return stream
+
+    # -- beginnings
+
+    def _begin(
+        self,
+        to: str | int | WorkerInfo,
+        call: OutgoingCall,
+        begun: Callable[[Peer, int], None] | None = None,
+    ) -> None:
+        """Send a call, once it is known whom ``to`` means. Its recipient can be cancelled: it is a `Cancellable`."""
+        peer = self._peers.get(to)
+        if peer is None or peer.must_be_asked_for:
+            self._defer(to, call, begun)
+            return
+        try:
+            self._send(peer, call, begun)
+        except RuntimeError:
+            self.check_loop()
+            raise
+
+    def _send(self, peer: Peer, call: OutgoingCall, begun: Callable[[Peer, int], None] | None) -> None:
+        future: Cancellable = call.recipient
+        call.peer = peer
+        future.call_id = call_id = self.sender.send(call)
+        future.callee = peer
+        if begun is not None:
+            begun(peer, call_id)
+
+    def _defer(self, to: str | int | WorkerInfo, call: OutgoingCall, begun: Callable[[Peer, int], None] | None) -> None:
+        """Ask the group about a worker that is not known yet, or may be another one by now, then call it."""
+        if self._innermost.is_closed or self._loop.is_closed():
+            self._innermost.refuse(to)
+        if not isinstance(to, str | int) and self._peers.get(to) is None:
+            raise self._peers.unknown(to)
+        future: Cancellable = call.recipient
+
+        async def resolve_and_call() -> None:
+            try:
+                peer = await self._find_out(to)
+                if not future.done():
+                    future.on_cancel = None
+                    self._send(peer, call, begun)
+            except Exception as error:  # noqa: BLE001 - whoever waits finds it in the future
+                set_may_have_run(error, may_have_run=False)
+                if not future.done():
+                    future.set_exception(error)
+            except asyncio.CancelledError:
+                # by `aclose`, or with the loop: nobody else will end the call
+                if not future.done():
+                    text = f"worker {self._peers.me.name!r} was shut down before the call was sent"
+                    future.set_exception(not_run(ShutdownError(text)))
+                raise
+
+        task = self._loop.create_task(resolve_and_call())
+        self.deferred.add(task)
+        task.add_done_callback(self.deferred.discard)
+        future.on_cancel = lambda: None if task.done() else _ignore(task.cancel())
+
+    async def _find_out(self, to: str | int | WorkerInfo) -> Peer:
+        """The peer that has a name, an id or both now, as the group says."""
+        try:
+            record = await self._resolve(to.name if isinstance(to, WorkerInfo) else to)
+        except GroupNotAskedError as error:
+            record = error.known
+        except ArpcError as error:
+            known = self._peers.get(to)
+            raise (error if known is None else known.not_reached(error)) from error
+        peer = self._peers.add(record)
+        peer.is_verified = True
+        if isinstance(to, WorkerInfo) and to != record.info:
+            raise self._peers.unknown(to)
+        return peer
+
+    # -- threads
+
+    def _call_from_thread(self, to: str | int | WorkerInfo, call: OutgoingCall) -> None:
+        context = copy_context()
+        state = torchstate.capture()
+        if (scope := current_scope.get()) is not None:
+            scope.call_comes()
+        self._observers.thread_calls(context, self._peers.name_of(to), call.function)
+        future: Future[Any] = call.recipient
+
+        def start() -> None:
+            if future.done():
+                return
+            try:
+                self._begin(to, call)
+            except Exception as error:  # noqa: BLE001 - the thread finds it in the future
+                future.set_exception(error)
+
+        # whether the thread wants gradients is for those to know who look at its arguments
+        try:
+            self._loop.call_soon_threadsafe(torchstate.run_with, state, start, context=context)
+        except RuntimeError:
+            raise not_run(self._innermost.closed_loop()) from None
+
+    def prepare(
+        self,
+        peer: Peer,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+    ) -> Prepared | tuple[()]:
+        """Pickle the arguments of a call in the thread that makes it, see `Sender.prepare`."""
+        return self._innermost.prepare(peer, function, args, kwargs, self.on_loop)
+
+    def on_loop(self, work: Callable[[], T]) -> T:
+        """Do something on the loop, from whatever thread this is, in the context of the caller."""
+        if get_ident() == self._thread:
+            return work()
+        done: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - it is raised in the thread that asked
+                done.set_exception(error)
+
+        try:
+            self._loop.call_soon_threadsafe(run, context=copy_context())
+        except RuntimeError:
+            raise not_run(self._innermost.closed_loop()) from None
+        return done.result()
+
+    # -- the end
+
+    def check_loop(self) -> None:
+        """Raise `ShutdownError` if the loop is closed, and forget all calls: none of them can end any more."""
+        if not self._loop.is_closed():
+            return
+        self._innermost.is_closed = True
+        for peer in self._peers:
+            peer.abandon()
+        raise not_run(self._innermost.closed_loop()) from None
+
+    async def aclose(self) -> None:
+        """Make no more calls."""
+        self._innermost.is_closed = True
+        for task in list(self.deferred):
+            task.cancel()
+        if self.deferred:
+            await asyncio.wait(self.deferred)
+
+
+def _ignore(_: object) -> None:
+    """For callbacks whose result means nothing."""

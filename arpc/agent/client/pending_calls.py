@@ -1,0 +1,170 @@
+"""Calls on their way: who waits for each, by id and deadline, for one peer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from arpc.agent.client.deadlines import NEVER, Deadlines
+from arpc.agent.client.streams import ItemOrder
+from arpc.agent.codec import Content
+from arpc.agent.server.functions import name_of
+from arpc.options import UNSET, Unset
+from arpc.transport.base import BulkSend, Connection
+from arpc.wire.messages import MessageType
+from arpc.wire.metadata import Metadata
+
+__all__ = ["SEQUENCE_BITS", "Call", "CallSender", "Cancellable", "OutgoingCall", "PendingCalls", "Recipient"]
+
+SEQUENCE_BITS: Final = 24
+_MASK: Final = (1 << SEQUENCE_BITS) - 1
+_REQUEST: Final = int(MessageType.REQUEST)
+
+
+class Recipient(Protocol):
+    """Who is told how a call has ended, once: a `Future` or a `ReplyWaiter`."""
+
+    def done(self) -> bool: ...
+    def cancelled(self) -> bool: ...
+    def exception(self) -> BaseException | None: ...
+    def cancel(self, msg: Any = None) -> bool: ...
+    def set_result(self, result: Any, /) -> None: ...
+    def set_exception(self, exception: Exception, /) -> None: ...
+    def add_done_callback(self, callback: Callable[[Any], object], /) -> None: ...
+
+
+class Cancellable(Recipient, Protocol):
+    """A recipient that ends its call itself when it is cancelled: ``callee.cancel(call_id)``, or ``on_cancel()``."""
+
+    call_id: int
+    callee: Any
+    on_cancel: Callable[[], None] | None
+
+
+class OutgoingCall(msgspec.Struct, gc=False):
+    """A request that is about to be made: a call, or a message of a feature."""
+
+    peer: Any
+    """The `Peer` that it is for."""
+    recipient: Any
+    """A `Recipient`."""
+    function: Any
+    """What is called; the class of the message if that names no function."""
+    args: Sequence[Any] | None = ()
+    kwargs: Mapping[str, Any] | None = None
+    timeout: float | Unset = UNSET
+    type: int = _REQUEST
+    flags: int = 0
+    metadata: Metadata | None = None
+    """What is sent along in any case."""
+    is_internal: bool = False
+    """Made by the runtime for no caller: it ends with no handler, and interceptors do not see it."""
+    is_held: bool = False
+    """It is sent at the end of this turn of the loop, see `Peer.hold`."""
+    is_awaited: bool = False
+    """Made by `rpc_sync`, whose caller waits for it at once."""
+
+
+class CallSender(Protocol):
+    """The one way out for requests. Whoever wants to see or change them wraps it in another one."""
+
+    def send(self, call: OutgoingCall, /) -> int:
+        """Send a request, now or when there is room; returns its id. Raises before anything is sent if it cannot be."""
+
+
+class Call(msgspec.Struct, gc=False):
+    """One call that has not ended.
+
+    Not tracked by the garbage collector: a hundred thousand of them would keep it busy.
+    """
+
+    recipient: Any
+    """A `Recipient`."""
+    function: Any
+    size_bytes: int
+    """What it takes of the window."""
+    type: int
+    flags: int
+    function_id: int
+    timeout_ms: int
+    content: Content | None
+    """What is to be sent; None once it was."""
+    connection: Connection | None = None
+    """What it was sent on; None while it waits to be sent."""
+    bulk: BulkSend | None = None
+    items: ItemOrder | None = None
+    """Takes the items of a stream."""
+    sent_at: float = 0.0
+    """When it was sent, if that is looked at."""
+    is_waiting: bool = False
+    """It is in the backlog of its peer, and has not been given up."""
+
+    @property
+    def name(self) -> str:
+        return name_of(self.function)
+
+
+class PendingCalls:
+    """The calls made to one peer that have not ended.
+
+    An id is ``tick << 24 | number``, so that the table of pending calls is the timer wheel too.
+    """
+
+    def __init__(
+        self,
+        deadlines: Deadlines,
+        timed_out: Callable[[int, Call], None],
+        abandon: Callable[[int, Call], None] = lambda _, __: None,
+    ) -> None:
+        self._deadlines = deadlines
+        self._timed_out = timed_out
+        self._abandon = abandon
+        self._buckets: dict[int, dict[int, Call]] = {}
+        self._next_number = count(1).__next__
+        self.made = 0
+        """How many there have been."""
+
+    def add(self, tick: int, call: Call) -> int:
+        """Keep a call until its end; returns its id."""
+        bucket = self._buckets.get(tick)
+        if bucket is None:
+            bucket = self._buckets[tick] = {}
+            if tick != NEVER:
+                self._deadlines.watch(tick, self)
+        self.made += 1
+        call_id = tick << SEQUENCE_BITS | self._next_number() & _MASK
+        while call_id in bucket:  # sixteen million calls later, one of them still waits
+            call_id = tick << SEQUENCE_BITS | self._next_number() & _MASK
+        bucket[call_id] = call
+        return call_id
+
+    def pop(self, call_id: int) -> Call | None:
+        """Take a call out: whoever succeeds ends it."""
+        bucket = self._buckets.get(call_id >> SEQUENCE_BITS)
+        return bucket.pop(call_id, None) if bucket is not None else None
+
+    def get(self, call_id: int) -> Call | None:
+        bucket = self._buckets.get(call_id >> SEQUENCE_BITS)
+        return bucket.get(call_id) if bucket is not None else None
+
+    def expire(self, tick: int) -> None:
+        expired = self._buckets.pop(tick, {})
+        for call_id, call in expired.items():
+            self._timed_out(call_id, call)
+        # Only now: what one of them gives back must not be used to send another
+        for call_id, call in expired.items():
+            self._abandon(call_id, call)
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self._buckets.clear()
+
+    def __iter__(self) -> Iterator[tuple[int, Call]]:
+        for bucket in list(self._buckets.values()):
+            yield from list(bucket.items())
+
+    def __len__(self) -> int:
+        return sum(map(len, self._buckets.values()))

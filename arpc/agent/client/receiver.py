@@ -1,0 +1,126 @@
+"""What becomes of answers: a reply, an item or a failure finds its call, and ends it once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from arpc.agent.codec import Codec
+from arpc.agent.links import Link
+from arpc.agent.scope import WorkerScope, current_scope
+from arpc.agent.server.remote_exceptions import rebuild_failure
+from arpc.errors import ProtocolError, SerializationError
+from arpc.ids import WorkerInfo
+from arpc.user_errors import set_cause, summary_of, text_of
+from arpc.wire.messages import ItemFlag, Message, Reply
+
+__all__ = ["Receiver"]
+
+
+class Receiver:
+    """Takes the answers to the calls of one worker."""
+
+    def __init__(self, name: str, codec: Codec, scope: WorkerScope) -> None:
+        """Results are built in the ``scope`` of the worker: objects that belong to a worker must find this one."""
+        self._name = name
+        self._codec = codec
+        self._scope = scope
+
+    def on_reply(self, link: Link, message: Message) -> None:
+        """A call has returned."""
+        call = link.peer.pop(message.id)
+        if call is None or call.recipient.done():
+            return  # it was cancelled, or timed out, and the two crossed on their way
+        try:
+            value = self.result(link.peer.info, message) if message.body else None
+        except ProtocolError:
+            call.recipient.set_exception(SerializationError(f"the result of {call.name} is malformed"))
+            raise
+        except BaseException as error:  # noqa: BLE001 - unpickling runs user code
+            call.recipient.set_exception(self.unreadable(call.name, error))
+            del call  # this frame is the error's, too, and the garbage collector does not look into a `Call`
+        else:
+            call.recipient.set_result(value)
+
+    def on_item(self, link: Link, message: Message) -> None:
+        """A stream has another item, or has ended."""
+        call = link.peer.calls.get(message.id)
+        if call is None or (items := call.items) is None or call.recipient.done():
+            return
+        if message.flags & ItemFlag.LAST:
+            items.end_arrived(message.arg, lambda: self.on_reply(link, message))
+            return
+        try:
+            value = self.result(link.peer.info, message) if message.body else None
+        except BaseException as error:  # noqa: BLE001 - unpickling runs user code
+            link.peer.cancel(message.id)
+            call.recipient.set_exception(self.unreadable(call.name, error))
+            del call  # this frame is the error's, too, and the garbage collector does not look into a `Call`
+        else:
+            items.item_arrived(message.arg, value)
+
+    def on_failure(self, link: Link, message: Message) -> None:
+        """A call has raised, or did not run."""
+        call = link.peer.calls.get(message.id)
+        if call is not None and call.items is not None:
+            call.items.end_arrived(message.arg, lambda: self._fail(link, message))
+        else:
+            self._fail(link, message)
+
+    def _fail(self, link: Link, message: Message) -> None:
+        call = link.peer.pop(message.id)
+        if call is None or call.recipient.done():
+            return
+        try:
+            error = self.failure(link.peer.info, message, call.name)
+        except Exception as reason:
+            call.recipient.set_exception(SerializationError(f"the failure of {call.name} is malformed"))
+            raise ProtocolError(f"a malformed failure: {text_of(reason)}") from reason
+        call.recipient.set_exception(error)
+
+    # -- content
+
+    def result(self, peer: WorkerInfo, message: Message) -> Any:
+        """The object in a reply or an item. Raises `ProtocolError`, or whatever unpickling raises."""
+        codec = self._codec
+        token = current_scope.set(self._scope)
+        try:
+            slots = codec.slots(message)
+            if message.meta_end > message.meta_start:
+                codec.reply_received(peer, codec.metadata(message), slots)
+            return codec.content(message, slots, peer)
+        finally:
+            current_scope.reset(token)
+
+    def failure(self, peer: WorkerInfo, message: Message, function: str) -> Exception:
+        """The error in a failure. Raises `ProtocolError`, or whatever unpickling raises."""
+        codec = self._codec
+        token = current_scope.set(self._scope)
+        try:
+            slots = codec.slots(message)
+            return rebuild_failure(message.flags, message.pickle, slots, peer, function, codec.policy)
+        finally:
+            current_scope.reset(token)
+
+    def unreadable(self, function: str, error: BaseException) -> SerializationError:
+        """The error of a call whose result cannot be built here."""
+        made = SerializationError(
+            f"the result of {function} cannot be unpacked on worker {self._name!r}: {summary_of(error)}"
+        )
+        set_cause(made, error)
+        made.is_of_answer = True
+        return made
+
+    def answer(self, peer: WorkerInfo, message: Message, function: str) -> Any:
+        """The result that an answer holds, for a call that is in no table. Raises the failure it may be."""
+        if isinstance(message, Reply):
+            try:
+                return self.result(peer, message)
+            except ProtocolError as error:
+                raise SerializationError(f"the result of {function} is malformed") from error
+            except Exception as error:  # the rest is for the thread that waits for it, as Ctrl-C is
+                raise self.unreadable(function, error) from error
+        try:
+            failure = self.failure(peer, message, function)
+        except Exception as error:
+            raise SerializationError(f"the failure of {function} is malformed") from error
+        raise failure

@@ -1,0 +1,264 @@
+"""The one way out for requests: from a call to a message that is sent, or waits to be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence, Sized
+from threading import get_ident
+from typing import Any, Final, NamedTuple, NoReturn
+
+from arpc.agent.client.future import Future
+from arpc.agent.client.pending_calls import Call, OutgoingCall
+from arpc.agent.client.timeouts import Timeouts
+from arpc.agent.codec import Codec, Content
+from arpc.agent.peers.peer import Peer, unsendable
+from arpc.agent.scope import WorkerScope, current_scope
+from arpc.agent.server.functions import Preparation, name_of
+from arpc.errors import OverloadedError, SerializationError, ShutdownError, not_run
+from arpc.wire.messages import RequestFlag
+from arpc.wire.metadata import Metadata, encode_metadata
+from arpc.wire.schemas import PackedTensors
+from arpc.wire.tensors import Slot
+
+__all__ = ["Prepared", "Sender", "as_arguments", "as_keywords"]
+
+_KWARGS: Final = RequestFlag.KWARGS
+_STREAM: Final = RequestFlag.STREAM
+_NO_SLOTS: Final[list[Slot]] = []
+
+
+class Prepared(NamedTuple):
+    """The arguments of a call that have been pickled for one peer, see `Sender.prepare`."""
+
+    pickle: bytes
+    slots: list[Slot]
+    is_named: bool
+    """The function goes by its number, and not with the arguments."""
+    function: Any
+    """What is called: not the function that was given, if that is no function of Python's own."""
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] | None
+
+
+class Sender:
+    """Sends the requests of one worker. Belongs to its loop."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        loop: asyncio.AbstractEventLoop,
+        codec: Codec,
+        timeouts: Timeouts,
+        nameless: frozenset[int] = frozenset(),
+        preparations: Mapping[type, Preparation] | None = None,
+    ) -> None:
+        """``nameless`` are the types of messages that name no function."""
+        self.is_closed = False
+        """The worker shuts down: nothing is sent any more."""
+        self._name = name
+        self._loop = loop
+        self._thread = get_ident()
+        self._codec = codec
+        self._pickler = codec.pickler
+        self._interceptors = tuple((interceptor, interceptor.occasions) for interceptor in codec.interceptors)
+        self._occasions: tuple[Sized, ...] = tuple(occasions for _, occasions in self._interceptors)
+        self._timeouts = timeouts
+        self._nameless = nameless
+        self._preparations = dict(preparations or {})
+
+    def send(self, call: OutgoingCall) -> int:
+        """Send a request, now or when there is room; returns its id. Raises before anything is sent if it cannot be."""
+        function = call.function
+        if self.is_closed or get_ident() != self._thread:
+            self.refuse(function)
+        peer: Peer = call.peer
+        scope = None if call.is_internal else current_scope.get()
+        if scope.__class__ is WorkerScope:
+            scope = None  # of code that runs for no caller, so without a deadline
+        inherited = None if scope is None else scope.deadline
+        tick, timeout_ms = self._timeouts.deadline(call.timeout, inherited, function)
+        number = 1 if call.type in self._nameless else self._function_number(call)
+        flags = call.flags
+        slots = _NO_SLOTS
+        if call.args or call.kwargs or not number:
+            pickle, slots = self._pickle(peer, number, call.function, call.args, call.kwargs)
+            if call.kwargs:
+                flags |= _KWARGS
+        else:
+            as_arguments(call.args)
+            pickle = b""
+        metadata = call.metadata
+        if not call.is_internal and any(self._occasions):
+            metadata = self._intercepted(call, slots)
+        content = Content(
+            pickle,
+            encode_metadata(metadata) if metadata else b"",
+            self._codec.pack(slots, len(pickle), self._codec.stager_to(peer.info.name)) if slots else None,
+        )
+        if scope is not None:
+            scope.call_begun(call.recipient)
+        pending = Call(call.recipient, function, content.size_bytes, call.type, flags, number, timeout_ms, content)
+        call_id = peer.calls.add(tick, pending)
+        if content.tensors is not None and content.tensors.waits:
+            self._submit_when_filled(peer, call_id, pending, content.tensors)
+        elif call.is_held:
+            peer.hold(call_id, pending)
+        else:
+            peer.submit(call_id, pending)
+        return call_id
+
+    def _function_number(self, call: OutgoingCall) -> int:
+        """The number of a function that the peer knows; 0 if the function travels with its arguments."""
+        function = call.function
+        try:
+            number = call.peer.function_ids.get(function)
+        except TypeError:
+            return 0  # not hashable, so not a function of a module
+        if number is None:
+            number = call.peer.define(function)
+            if not number and call.args.__class__ is not Prepared:
+                self._prepare(call)
+        return int(number)
+
+    def _prepare(self, call: OutgoingCall) -> None:
+        """Put what is sent in the place of something that is no function of Python's own."""
+        prepare = self._preparations.get(type(call.function))
+        if prepare is None:
+            return
+        call.function, call.args = prepare(call.function, as_arguments(call.args), call.kwargs)
+        call.kwargs = None
+        if isinstance(call.recipient, Future):
+            call.recipient.script_type = getattr(call.function, "returns", None)
+
+    def _intercepted(self, call: OutgoingCall, slots: list[Slot]) -> Metadata:
+        """What is sent along with a request: each interceptor may add to it, and change the tensors."""
+        metadata: Metadata = dict(call.metadata or ())
+        for interceptor, occasions in self._interceptors:
+            if occasions:
+                is_stream = bool(call.flags & _STREAM)
+                added = interceptor.request_sent(call.peer.info, call.function, slots, is_stream)
+                if added is not None:
+                    metadata[interceptor.key] = added
+        return metadata
+
+    def _submit_when_filled(self, peer: Peer, call_id: int, call: Call, tensors: PackedTensors) -> None:
+        """Send a call once its tensors have been copied from devices. It may have ended by then."""
+
+        def filled(failure: SerializationError | None) -> None:
+            if call.recipient.done():
+                peer.calls.pop(call_id)
+            elif failure is not None:
+                peer.calls.pop(call_id)
+                call.recipient.set_exception(failure)
+            else:
+                try:
+                    peer.submit(call_id, call)
+                except OverloadedError as error:
+                    call.recipient.set_exception(error)
+
+        self._codec.when_filled(tensors, filled)
+
+    # -- arguments
+
+    def prepare(
+        self,
+        peer: Peer,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        on_loop: Callable[[Callable[[], int]], int],
+    ) -> Prepared | tuple[()]:
+        """Pickle the arguments of a call, to be given to `send` with the function and kwargs in it. From any thread.
+
+        Raises what cannot travel at once, where the call is made, and leaves the loop to others meanwhile.
+        """
+        arguments = as_arguments(args)
+        try:
+            number = peer.function_ids.get(function)
+        except TypeError:
+            number = 0
+        if number is None:
+            number = on_loop(lambda: peer.define(function))
+            if not number and (prepare := self._preparations.get(type(function))) is not None:
+                function, arguments = prepare(function, arguments, kwargs)
+                kwargs = None
+        if number and not arguments and not kwargs:
+            return ()
+        pickle, slots = self._pickle(peer, number, function, arguments, kwargs)
+        return Prepared(pickle, slots, bool(number), function, arguments, kwargs)
+
+    def _pickle(
+        self, peer: Peer, number: int, function: Any, args: Any, kwargs: Mapping[str, Any] | None
+    ) -> tuple[bytes, list[Slot]]:
+        if args.__class__ is not tuple:
+            if args.__class__ is Prepared and bool(number) is args.is_named:
+                return args.pickle, list(args.slots)
+            # Since it was prepared the peer may have come back as another, to which functions travel in another way
+            args = args.args if args.__class__ is Prepared else as_arguments(args)
+        keywords = as_keywords(kwargs) if kwargs else None
+        by_value, to = peer.main_by_value, peer.info
+        if number:
+            pickle, slots = self._pickler.dumps_call(function, args, keywords, main_by_value=by_value, to=to)
+        else:
+            pickle, slots = self._pickle_with_function(peer, function, args, keywords)
+        if len(pickle) > self._codec.max_pickle_bytes:
+            text = (
+                f"the arguments of {name_of(function)} make a pickle of {len(pickle)} bytes, and at most "
+                f"{self._codec.max_pickle_bytes} are taken: pass large data as tensors, or raise "
+                f"RpcOptions.max_body_bytes"
+            )
+            raise not_run(SerializationError(text))
+        return pickle, slots
+
+    def _pickle_with_function(
+        self, peer: Peer, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> tuple[bytes, list[Slot]]:
+        if not callable(function):
+            hint = ": pass the function itself, not its call" if asyncio.iscoroutine(function) else ""
+            raise TypeError(f"function should be callable, and {type(function).__qualname__} is not{hint}")
+        by_value, to = peer.main_by_value, peer.info
+        try:
+            return self._pickler.dumps((function, (args, kwargs) if kwargs else args), main_by_value=by_value, to=to)
+        except Exception as error:
+            # say which part of it was at fault
+            self._pickler.dumps_call(function, args, kwargs, main_by_value=by_value, to=to)
+            raise unsendable(function, error) from error
+
+    # -- refusals
+
+    def refuse(self, function: Any) -> NoReturn:
+        """Raise why nothing can be sent here and now."""
+        if self._loop.is_closed():
+            raise not_run(self.closed_loop())
+        if self.is_closed:
+            raise not_run(ShutdownError(f"worker {self._name!r} is shutting down"))
+        raise RuntimeError(
+            f"{name_of(function)} was called from a thread that is not worker {self._name!r}'s own: "
+            f"use rpc_async(...).wait() there"
+        )
+
+    def closed_loop(self) -> ShutdownError:
+        """The error of calls that are made after the end of the worker's loop."""
+        return ShutdownError(
+            f"the event loop of worker {self._name!r} is closed, so the worker can make no calls: use it before "
+            f"its loop ends, as in `async with arpc.init_rpc(...)`, or start another worker on the loop that runs now"
+        )
+
+
+def as_arguments(args: Any) -> tuple[Any, ...]:
+    """The positional arguments as a tuple. What is no list of arguments is refused: it would be taken apart."""
+    if args.__class__ is tuple:
+        return args  # type: ignore[no-any-return]  # it is a tuple
+    if args is None:
+        return ()
+    if isinstance(args, tuple | list):
+        return tuple(args)
+    raise TypeError(f"args must be a tuple of arguments, not {type(args).__qualname__}: write args=(value,)")
+
+
+def as_keywords(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by name as they are sent."""
+    if not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs must be a dict of arguments by name, not {type(kwargs).__qualname__}")
+    return dict(kwargs)

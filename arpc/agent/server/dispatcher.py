@@ -1,0 +1,661 @@
+"""Runs what callers ask for: coroutines, plain functions in threads, generators. Whatever happens becomes one reply."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextvars import Context, copy_context
+from functools import partial
+from typing import Any, Final, Protocol
+
+import torch
+
+from arpc import torchstate
+from arpc.agent.codec import Codec
+from arpc.agent.observers import Observers
+from arpc.agent.scope import current_scope
+from arpc.agent.server.eager_tasks import EagerTasks
+from arpc.agent.server.functions import Function, Mode, Prompt
+from arpc.agent.server.inbound import Inbound
+from arpc.agent.server.producer import Producer
+from arpc.agent.server.replies import Replies
+from arpc.agent.server.reply_window import ReplyWindow, ResultSizes
+from arpc.agent.server.run import Run
+from arpc.agent.server.thread_pool import ThreadPool
+from arpc.agent.server.thread_replies import ThreadReplies
+from arpc.errors import (
+    NotAllowedError,
+    OverloadedError,
+    ProtocolError,
+    SerializationError,
+    ShutdownError,
+    WireError,
+)
+from arpc.user_errors import close_coroutine, is_a, is_coroutine, summary_of, type_name_of
+from arpc.wire.messages import FailureKind, Message, RequestFlag
+from arpc.wire.metadata import WINDOW, unpack_window
+
+__all__ = ["Creation", "CreationService", "Dispatcher", "HasInbound"]
+
+_COROUTINE: Final = Mode.COROUTINE
+_THREAD: Final = Mode.THREAD
+_INLINE: Final = Mode.INLINE
+# A caller keeps to its own window, twice of it for what is small; and its options may not be the same
+_WINDOWS: Final = 16
+# By number, with each connection
+_MAX_FUNCTIONS: Final = 1 << 16
+_NOT_BEGUN: Final = object()
+_GENERATORS: Final = frozenset((Mode.GENERATOR, Mode.ASYNC_GENERATOR))
+_now_ns = time.perf_counter_ns
+
+
+class HasInbound(Protocol):
+    """What is kept about a connection, as far as the dispatcher needs it."""
+
+    @property
+    def inbound(self) -> Inbound: ...
+
+
+_Handle = Callable[[HasInbound, Message], None]
+
+
+class Creation(Protocol):
+    """One message of a feature that names a function, and does with the result what it likes."""
+
+    def make(self, function: Function, /, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+        """Runs the function in its own way; what this returns is the answer."""
+
+    def not_begun(self, error: BaseException) -> None:
+        """The function was not called: it is not there, its arguments cannot be unpacked, or the call was cancelled."""
+
+
+class CreationService(Protocol):
+    """How a feature takes messages that name a function, as requests do."""
+
+    def admit(self, run: Run, message: Message) -> Creation | None:
+        """What is to run; None if the request has been answered. Takes what is its own out of ``run.meta``.
+
+        Raises `ProtocolError` if that is not there.
+        """
+
+
+class Dispatcher:
+    """Runs the requests of all peers of one worker."""
+
+    def __init__(
+        self,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        worker: Any,
+        name: str,
+        context: Context,
+        codec: Codec,
+        threads: int,
+        max_requests_waiting: int,
+        window_bytes: int,
+        observers: Observers | None = None,
+    ) -> None:
+        self.loop = loop
+        self.worker = worker
+        self.time = loop.time
+        self.context = context
+        self.codec = codec
+        self.name = name
+        self.threads = ThreadPool(loop, threads, name)
+        self.tasks = EagerTasks(loop, name)
+        self.observers = observers or Observers()
+        self.replies = Replies(loop, codec, self.observers, self.readmit)
+        self.raised = self.replies.raised
+        self.refused = self.replies.refused
+        self.encoded = self.replies.encoded
+        self.answer_withdrawn = self.replies.answer_withdrawn
+        self._copy_context = context.copy
+        self._max_waiting = max_requests_waiting
+        self._window_bytes = window_bytes
+        self.calls_refused = 0
+        self._is_closed = False
+
+    @property
+    def calls_handled(self) -> int:
+        self.replies.count_withdrawn()
+        return self.replies.calls_ended + self.threads.jobs_answered
+
+    # -- the start of a request
+
+    def request_received(self, link: HasInbound, message: Message) -> None:
+        """Run a call, or keep it packed while its caller does not take replies or has too many others running."""
+        inbound = link.inbound
+        if message.id == inbound.latest_id:
+            return  # it came twice, and runs once
+        inbound.latest_id = message.id
+        if self.replies.meter is not None:
+            inbound.arrived_ns[message.id] = _now_ns()
+        if self.observers.installed:
+            self.observers.accepted(inbound, message)
+        results = inbound.results_of(message)
+        is_large = results is not None and results.are_large
+        if not (is_large or inbound.is_full or inbound.connection.is_congested):
+            self.start(inbound, message)
+        elif (
+            len(inbound.waiting) < self._max_waiting or not (is_large or inbound.is_full)
+        ) and inbound.waiting_bytes <= _WINDOWS * self._window_bytes:
+            if is_large and results is not None:
+                self._keep_for_window(inbound, message, results)
+            else:
+                inbound.keep_for_handler(message)
+                self._start_waiting(inbound)
+        else:
+            self._refuse_for_now(inbound, message)
+
+    def start(self, inbound: Inbound, message: Message, *, is_counted: bool = False) -> None:
+        """Run a call now. ``is_counted``: the reply window has let it go to a thread."""
+        function = inbound.functions.get(message.arg)
+        if function.__class__ is not Function or message.flags & RequestFlag.STREAM:
+            self._start_special(inbound, function, message)
+            return
+        run = self._run(inbound, function, message)  # type: ignore[arg-type]  # as the lines above say
+        run.is_counted = is_counted
+        self._launch(run)
+        if run.is_counted and (run.ended or run.function.mode is not _THREAD):
+            run.leave_window()  # its arguments could not be unpacked, or have to be waited for
+
+    def _run(self, inbound: Inbound, function: Function, message: Message) -> Run:
+        run = Run(self, inbound, function, message.id, message.timeout_ms, self._copy_context(), message)
+        if self.observers.installed:
+            self.observers.watch(run, message)
+        return run
+
+    def _start_special(self, inbound: Inbound, function: Function | Exception | None, message: Message) -> None:
+        """Run a stream, a function that came with its arguments, or one that is not there."""
+        run = self._run(inbound, function if isinstance(function, Function) else _UNKNOWN, message)
+        if message.flags & RequestFlag.STREAM:
+            run.is_stream = True
+        try:
+            self._check_found(function, message)
+            run.context.run(self._enter, run, message)
+        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+            self.refused(run, error)
+            return
+        if run.is_stream and run.function.mode in _GENERATORS:
+            self._run_inline(run)  # calling a generator function runs none of its code
+        else:
+            self._launch(run)
+
+    @staticmethod
+    def _check_found(function: Function | Exception | None, message: Message) -> None:
+        if isinstance(function, Exception):
+            raise function.with_traceback(None)
+        if function is None and message.arg:
+            raise ProtocolError(f"call {message.id} of function {message.arg}, which was never sent")
+
+    def _launch(self, run: Run) -> None:
+        """Run it in the way of its function."""
+        mode = run.function.mode
+        if mode is _COROUTINE:
+            self.tasks.start(run)
+        elif mode is _THREAD:
+            self._start_thread(run)
+        elif mode is _INLINE:
+            self._run_inline(run)
+        else:
+            self.refused(run, TypeError(f"{run.function.name} is a generator: call it with arpc.stream"))
+
+    # -- requests that wait
+
+    def _window(self, inbound: Inbound) -> ReplyWindow:
+        if inbound.reply_window is None:
+            inbound.reply_window = ReplyWindow(
+                inbound.connection, self._window_bytes, self.threads.size, partial(self.readmit, inbound)
+            )
+        return inbound.reply_window
+
+    def _keep_for_window(self, inbound: Inbound, message: Message, results: ResultSizes) -> None:
+        """Keep a call whose result is likely to be large until there is room for that."""
+        function = inbound.functions.get(message.arg)
+        # one that comes with its arguments is not known yet: it waits again if it is for a thread
+        in_thread = isinstance(function, Function) and function.mode is _THREAD
+        window = self._window(inbound)
+
+        def start() -> None:
+            if len(inbound.running) >= inbound.limit and message.id in inbound.waiting:
+                inbound.wait_for_handler(message.id)
+                kept = None
+            else:
+                kept = None if self._is_closed else inbound.take_waiting(message.id)
+            if kept is not None:
+                self.start(inbound, kept, is_counted=in_thread)
+            elif in_thread:  # it was cancelled, or waits for another reason
+                window.thread_ended()
+
+        inbound.keep(message)
+        window.enter(results, start, in_thread=in_thread)
+
+    def postpone(self, run: Run) -> None:
+        """Let a plain function have a thread when there is room for its result, or at once if that will be small."""
+        if not run.function.results.are_large:
+            self.threads.submit(run.work, is_quick=run.function.is_quick)
+            return
+        window = self._window(run.inbound)
+
+        def start() -> None:
+            if run.ended:
+                window.thread_ended()
+            else:
+                self._submit_counted(run)
+
+        window.enter(run.function.results, start, in_thread=True)
+
+    def _submit_counted(self, run: Run) -> None:
+        run.is_counted = True
+        run.thread_replies = None  # the loop is to hear of its end
+        self.threads.submit(run.work, is_quick=run.function.is_quick)
+
+    def _refuse_for_now(self, inbound: Inbound, message: Message) -> None:
+        """Answer a call of a caller too many of whose calls wait already."""
+        self.calls_refused += 1
+        error = OverloadedError(f"{len(inbound.waiting)} of its requests wait already")
+        self.observers.dropped(inbound, message.id, error)
+        if inbound.connection.is_congested:
+            # to refuse them all would take as much memory as to keep them
+            inbound.connection.abort(
+                WireError(f"{len(inbound.waiting)} of its requests wait, and it does not read replies")
+            )
+            return
+        self.replies.fail(inbound, message.id, FailureKind.OVERLOADED, error)
+
+    def readmit(self, inbound: Inbound) -> None:
+        """Something ended or was sent: see whether those that wait may run."""
+        # This is called between two steps of any task, which may have switched something off for itself
+        outer = None if torchstate.is_pristine() else torchstate.save_and_reset()
+        inbound.look_for_room()
+        try:
+            self._start_waiting(inbound)
+            if inbound.reply_window is not None:
+                inbound.reply_window.admit()
+        finally:
+            if outer is not None:
+                torchstate.restore(outer)
+
+    def _start_waiting(self, inbound: Inbound) -> None:
+        connection = inbound.connection
+        while (
+            inbound.has_room_for_waiting
+            and not (connection.is_congested and connection.unsent_small_bytes > self._window_bytes)
+            and not self._is_closed
+        ):
+            message = inbound.next_waiting()
+            if message is not None:
+                self.start(inbound, message)
+
+    def refuse(self, link: HasInbound, message: Message) -> None:
+        """Answer a request that came too late: this worker is being closed."""
+        error = ShutdownError(f"worker {self.name!r} is shutting down")
+        self.replies.fail(link.inbound, message.id, FailureKind.SHUTDOWN, error)
+
+    def reject(self, link: HasInbound, message: Message, error: Exception) -> None:
+        """Answer a request with an error; nothing of it is looked at."""
+        self.refused(self._run(link.inbound, _UNKNOWN, message), error)
+
+    # -- messages of features
+
+    def serve(self, message_class: type[Message], function: Callable[..., Any]) -> _Handle:
+        """Run one function for each message of a class, whatever the message calls. They never wait for room."""
+        served = Function(function)
+        if isinstance(function, Prompt):
+            served.mode = _INLINE
+        served.name = message_class.__name__
+        served.is_service = True
+
+        def handle(link: HasInbound, message: Message) -> None:
+            if self.replies.meter is not None:
+                link.inbound.arrived_ns[message.id] = _now_ns()
+            self._launch(self._run(link.inbound, served, message))
+
+        return handle
+
+    def serve_creations(self, service: CreationService) -> _Handle:
+        """Give messages that name a function, as requests do, to a feature.
+
+        They never wait for room: others that run may wait for what they bring.
+        """
+
+        def handle(link: HasInbound, message: Message) -> None:
+            inbound = link.inbound
+            if self.replies.meter is not None:
+                inbound.arrived_ns[message.id] = _now_ns()
+            function = inbound.functions.get(message.arg)
+            run = self._run(inbound, function if isinstance(function, Function) else _UNKNOWN, message)
+            run.results = ResultSizes()  # what the function returns stays here
+            try:
+                run.meta = self.codec.metadata(message)
+                creation = service.admit(run, message)
+            except ProtocolError as error:
+                self.refused(run, error)
+                return
+            if creation is None:
+                return
+            run.never_begun = creation.not_begun
+            if isinstance(function, Function):
+                # before it is unpacked: what observers put around a function belongs around all of this
+                run.function = _created(creation, function)
+            try:
+                self._check_found(function, message)
+                run.context.run(self._enter, run, message)
+            except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+                creation.not_begun(error)
+                self.refused(run, error)
+                return
+            if not isinstance(function, Function):  # it came with its arguments
+                run.function = _created(creation, run.function)
+            self.tasks.start(run)
+
+        return handle
+
+    # -- arguments
+
+    def _enter(self, run: Run, message: Message) -> None:
+        current_scope.set(run)
+        run.message = None
+        self.unpack(run, message)
+
+    def unpack(self, run: Run, message: Message) -> None:
+        """Build the arguments of a request.
+
+        Runs in the handler's context, because interceptors and user code may look at it.
+        """
+        codec = self.codec
+        caller = run.inbound.caller
+        try:
+            if not message.arg:
+                codec.policy.check_code()
+            slots = codec.slots(message)
+            if message.meta_end > message.meta_start:
+                self._receive_metadata(run, message, slots)
+            content = codec.content(message, slots, caller)
+            if not message.arg:
+                call, content = content
+                run.function = Function(call)
+                run.function.results = run.inbound.results_by_value
+            elif run.function.is_service:
+                codec.policy.check_plain(content)
+        except (AttributeError, ImportError, LookupError, StopIteration) as error:
+            raise SerializationError(
+                f"worker {self.name!r} cannot unpack the call: {summary_of(error)}. "
+                f"What is sent by reference must be importable on the callee"
+            ) from error
+        if message.flags & RequestFlag.KWARGS:
+            run.args, run.kwargs = content
+        else:
+            run.args = content
+        if run.has_prerequisites:
+            run.function = self._after(run.prerequisites, run.function)
+        if run.handling is not None:
+            run.function = self.observers.begin_handler(run, message)
+
+    def _receive_metadata(self, run: Run, message: Message, slots: list[Any]) -> None:
+        meta = run.meta
+        if meta is None:
+            meta = run.meta = self.codec.metadata(message)
+        if run.is_stream:
+            run.credit = unpack_window(meta.pop(WINDOW, None))
+        self.codec.request_received(run.inbound.caller, meta, slots)
+
+    def _after(self, prerequisites: list[Awaitable[object]], function: Function) -> Function:
+        """A function that waits first."""
+
+        async def wait_and_call(*args: Any, **kwargs: Any) -> Any:
+            for prerequisite in prerequisites:
+                await prerequisite
+            return await self.call(function, args, kwargs)
+
+        return Function.of_coroutine(wait_and_call, function.name, function.results)
+
+    # -- functions
+
+    def define(self, inbound: Inbound, message: Message) -> None:
+        """A peer sends a function that it will call by number. Raises `ProtocolError` if there are too many."""
+        if len(inbound.functions) >= _MAX_FUNCTIONS:
+            raise ProtocolError(f"worker {inbound.caller.name!r} calls more than {_MAX_FUNCTIONS} functions")
+        functions, number = inbound.functions, message.arg
+        try:
+            functions[number] = Function(self.context.copy().run(self.codec.function, message, inbound.caller))
+        except NotAllowedError as error:
+            functions[number] = error
+        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+            made = SerializationError(
+                f"the function is not on worker {self.name!r}: {summary_of(error)}. "
+                f"It must be importable there, or be passed as a lambda or closure, which travel by value"
+            )
+            made.__cause__ = error
+            functions[number] = made
+
+    async def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a function returns, run in its own way, for a coroutine that stands in its place.
+
+        A generator is returned as it is, not begun.
+        """
+        if function.mode is _THREAD:
+            context = copy_context()
+            run = current_scope.get()
+            job = partial(context.run, function.call, *args, **kwargs)
+            if run.__class__ is Run and run.results is function.results:  # type: ignore[union-attr]
+                result = await self._call_in_window(run.inbound, function.results, job)  # type: ignore[union-attr]
+            else:
+                result = await self.threads.call(job)
+        else:
+            result = function.call(*args, **kwargs)
+        if function.returns_future:
+            return await _future_of(result, function.name, self.loop)
+        # not asyncio.iscoroutine, to which a generator is one
+        return await result if is_coroutine(result) else result
+
+    async def expect_result(self, run: Run, function: Function) -> None:
+        """Let a handler that has found out what to call wait for room, if the result of that is likely to be large."""
+        run.results = results = function.results
+        if results.are_large and function.mode is not _THREAD:
+            await self._window(run.inbound).wait(results, in_thread=False)
+
+    async def _call_in_window(self, inbound: Inbound, results: ResultSizes, job: Callable[[], Any]) -> Any:
+        """Run in a thread what a request calls and returns."""
+
+        def unless_large() -> Any:
+            # of those that came before the first result, most have no thread yet when it is known to be large
+            return _NOT_BEGUN if results.are_large else job()
+
+        if not results.are_large:
+            result = await self.threads.call(unless_large)
+            if result is not _NOT_BEGUN:
+                return result
+        window = self._window(inbound)
+        await window.wait(results, in_thread=True)
+        try:
+            return await self.threads.call(job)
+        finally:
+            window.thread_ended()
+
+    # -- ways to run
+
+    def _run_inline(self, run: Run) -> None:
+        if run.message is not None and not self._enter_and_go_on(run):
+            return
+        try:
+            result = torchstate.call_isolated(run.context.run, run.begin)
+        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+            self.raised(run, error)
+        else:
+            self.returned(run, result)
+
+    def _enter_and_go_on(self, run: Run) -> bool:
+        """Unpack the arguments on the loop, to which interceptors belong; False if that has settled how it goes on."""
+        message = run.message
+        assert message is not None
+        if not message.body:
+            run.message = None
+            run.context.run(current_scope.set, run)
+            return True
+        try:
+            run.context.run(self._enter, run, message)
+        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+            self.refused(run, error)
+            return False
+        if run.has_prerequisites:
+            self.tasks.start(run)
+            return False
+        return True
+
+    def _start_thread(self, run: Run) -> None:
+        if run.message is not None and not self._enter_and_go_on(run):
+            return
+        inbound, function = run.inbound, run.function
+        inbound.register(run)
+        if run.is_counted:
+            self._submit_counted(run)
+            return
+        if function.results.are_large:
+            self.postpone(run)
+            return
+        if (
+            self.replies.meter is None
+            and run.handling is None
+            and not run.meta
+            and function.is_plain
+            and not run.is_stream
+        ):
+            # nobody wants to hear of its end, or to add to its answer
+            run.thread_replies = inbound.thread_replies or self._share_writing(inbound)
+        self.threads.submit(run.work, function.is_quick, not inbound.connection.is_reading)
+
+    def _share_writing(self, inbound: Inbound) -> ThreadReplies | None:
+        """Where threads put the answers to a connection's requests; None if it can be written by the loop alone."""
+        turn = inbound.connection.share_writing()
+        if turn is not None:
+            inbound.thread_replies = ThreadReplies(inbound, turn, self.replies.encode, self.readmit)
+        return inbound.thread_replies
+
+    def returned(self, run: Run, result: Any) -> None:
+        """A function has returned."""
+        if run.ended:
+            close_coroutine(result)
+            return
+        function = run.function
+        if function.returns_future:
+            self._await_returned_future(run, result)
+        elif function.mode is not _COROUTINE and is_coroutine(result):
+            # a plain function that hands out a coroutine means it to be awaited
+            run.returned_coroutine = result
+            self._carry(run, lambda: result)
+        elif not run.is_stream:
+            self.replies.returned(run, result)
+        elif run.producer is None:
+            self._produce(run, result)
+        else:
+            self.replies.stream_ended(run)
+
+    def _produce(self, run: Run, iterable: Any) -> None:
+        """Send the items of something to iterate over; the sending is a coroutine in the handler's place."""
+        try:
+            producer = run.producer = Producer(
+                iterable,
+                self.threads,
+                lambda item: self.replies.send_item(run, item),
+                run.inbound.connection,
+                self._window_bytes,
+            )
+        except BaseException as error:  # noqa: BLE001 - what is no iterable may raise anything when asked whether it is
+            self.raised(run, error)
+            return
+        producer.add_credit(run.credit)
+        run.inbound.register(run)
+        self._carry(run, producer.produce)
+
+    def _carry(self, run: Run, call: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        run.coroutine = None
+        run.args = run.kwargs = None
+        run.function = Function.of_coroutine(call, run.function.name, run.function.results)
+        self.tasks.start(run)
+
+    def _await_returned_future(self, run: Run, result: Any) -> None:
+        run.inbound.register(run)
+        run.task = None  # the one that carried it, if any, is about to end: cancelling it would do nothing
+
+        def settle(future: Any) -> None:
+            run.function = Function.of_coroutine(_ended, run.function.name, run.function.results)
+            try:
+                value = future.result() if hasattr(future, "result") else future.value()
+            except BaseException as error:  # noqa: BLE001 - whatever it ended with is the caller's
+                self.raised(run, error)
+            else:
+                self.returned(run, value)
+
+        def settle_on_loop(future: Any) -> None:
+            self.loop.call_soon_threadsafe(settle, future)  # it was completed on a thread of its own
+
+        try:
+            if is_a(result, asyncio.Future):
+                result.add_done_callback(settle)
+            elif is_a(result, (torch._C.Future, concurrent.futures.Future)):
+                result.add_done_callback(settle_on_loop)
+            else:
+                raise _not_a_future(run.function.name, result)
+        except BaseException as error:  # noqa: BLE001 - a future of a user's own kind may raise anything
+            self.raised(run, error)
+
+    # -- the end of the worker
+
+    async def aclose(self) -> None:
+        self._is_closed = self.replies.is_closed = True
+        await self.tasks.aclose()
+        # after the tasks: generators that were stopped are closed in a thread
+        self.threads.close()
+
+    def statistics(self) -> dict[str, int]:
+        return {
+            "calls_handled": self.calls_handled,
+            "calls_failed": self.replies.calls_failed,
+            "calls_refused": self.calls_refused,
+            **self.threads.statistics(),
+            **self.tasks.statistics(),
+        }
+
+
+async def _future_of(result: Any, name: str, loop: asyncio.AbstractEventLoop) -> Any:
+    """The value of what a function marked with `async_execution` returned."""
+    if is_a(result, asyncio.Future):
+        return await result
+    if not is_a(result, (torch._C.Future, concurrent.futures.Future)):
+        raise _not_a_future(name, result)
+    done = loop.create_future()
+
+    def settle() -> None:
+        if not done.done():
+            done.set_result(None)
+
+    def completed(_: object) -> None:
+        loop.call_soon_threadsafe(settle)  # it is completed on a thread of its own
+
+    result.add_done_callback(completed)
+    await done
+    return result.result() if is_a(result, concurrent.futures.Future) else result.value()
+
+
+def _not_a_future(name: str, result: Any) -> TypeError:
+    return TypeError(
+        f"a function marked with async_execution must return a Future, and {name} returned {type_name_of(result)}"
+    )
+
+
+def _created(creation: Creation, function: Function) -> Function:
+    return Function.of_coroutine(partial(creation.make, function), function.name)
+
+
+def _ended() -> None:
+    """In place of a function that has returned: it need not be kept for its name's sake."""
+
+
+def _unknown_function() -> None:
+    """Stands in the error reply of a call whose function could not be found."""
+
+
+_UNKNOWN: Final = Function(_unknown_function)

@@ -1,0 +1,263 @@
+"""The end of a request: exactly one reply, whatever became of the handler."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final, Protocol
+
+from arpc.agent.codec import Codec, Content
+from arpc.agent.observers import Observers
+from arpc.agent.server.inbound import Inbound
+from arpc.agent.server.remote_exceptions import describe_failure
+from arpc.agent.server.run import NO_CONTEXT, Run
+from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError
+from arpc.log import get_logger
+from arpc.transport.base import SMALL_MESSAGE_BYTES, Connection
+from arpc.user_errors import is_a, summary_of, text_of, type_name_of
+from arpc.wire.frames import frame
+from arpc.wire.messages import FailureKind, ItemFlag, MessageType
+from arpc.wire.metadata import encode_metadata
+
+__all__ = ["HandlerMeter", "Replies"]
+
+logger = get_logger("arpc.executor")
+
+_REPLY: Final = int(MessageType.REPLY)
+_ITEM: Final = int(MessageType.ITEM)
+_FAILURE: Final = int(MessageType.FAILURE)
+_PLACE_MASK: Final = (1 << 32) - 1
+_NOTHING: Final = Content(b"")
+_now_ns = time.perf_counter_ns
+
+
+class HandlerMeter(Protocol):
+    """Is told how long handlers take. Called on the loop; must not raise."""
+
+    def handler_ended(self, caller: str, function: str, duration_ns: int) -> None:
+        """A request was answered, whatever the answer is."""
+
+    def handler_failed(self, caller: str, function: str, error: BaseException) -> None:
+        """A request will be answered with an error."""
+
+
+class Replies:
+    """Answers the requests of all peers of one worker."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, codec: Codec, observers: Observers, readmit: Callable[[Inbound], None]
+    ) -> None:
+        """``readmit`` is called when a request has ended and others of its connection wait."""
+        self._loop = loop
+        self._codec = codec
+        self._observers = observers
+        self._readmit = readmit
+        self.calls_failed = 0
+        self.calls_ended = 0
+        self._withdrawn: list[None] = []
+        """One for each answer of a thread that came after its request had been cancelled."""
+        self.is_closed = False
+        """The worker shuts down: handlers that are cancelled now are cancelled for that reason."""
+        self.tell_failure: Callable[[str, BaseException], None] | None = None
+        """Told the name of each function that fails here, and what it raised."""
+        self.meter: HandlerMeter | None = None
+
+    def answer_withdrawn(self) -> None:
+        """A thread has an answer to a request that was cancelled before. Called in any thread."""
+        self._withdrawn.append(None)
+
+    def count_withdrawn(self) -> None:
+        """Count requests once that were counted where they were cancelled, and by the thread pool."""
+        while self._withdrawn:
+            self._withdrawn.pop()
+            self.calls_ended -= 1
+
+    # -- results
+
+    def returned(self, run: Run, result: Any) -> None:
+        """Answer a request with its result."""
+        try:
+            if type(result) is Content:
+                content = result  # a handler of the runtime has encoded it
+            else:
+                content = _NOTHING if result is None and not run.meta else self._encode_with_metadata(run, result)
+        except BaseException as error:  # noqa: BLE001 - pickling runs user code; whatever it raises is the caller's
+            self.raised(run, error)
+        else:
+            self._end(run, _REPLY, 0, 0, content)
+
+    def encoded(self, run: Run, content: Content) -> None:
+        """Answer a request with a result that its thread has encoded."""
+        if not run.ended:
+            self._end(run, _REPLY, 0, 0, content)
+
+    def _encode_with_metadata(self, run: Run, result: Any) -> Content:
+        if not run.meta:
+            return self.encode(run, result)
+        return run.context.run(self.encode, run, result, with_metadata=True)
+
+    def encode(self, run: Run, result: Any, *, with_metadata: bool = False) -> Content:
+        """The content of a reply, or of an item of a stream. In any thread, unless there is metadata."""
+        codec, inbound = self._codec, run.inbound
+        try:
+            pickle, slots = codec.pickler.dumps_result(result, main_by_value=inbound.main_by_value, to=inbound.caller)
+        except BaseException as error:
+            raise SerializationError(
+                f"the result of {run.function.name} ({type_name_of(result)}) cannot be sent: {summary_of(error)}"
+            ) from error
+        if len(pickle) > codec.max_pickle_bytes:
+            raise SerializationError(
+                f"the result of {run.function.name} makes a pickle of {len(pickle)} bytes, and at most "
+                f"{codec.max_pickle_bytes} are taken: return large data as tensors, or raise "
+                f"RpcOptions.max_body_bytes"
+            )
+        meta = b""
+        if with_metadata and run.meta:
+            metadata = codec.reply_sent(inbound.caller, run.meta, slots)
+            meta = encode_metadata(metadata) if metadata else b""
+        tensors = codec.pack(slots, len(pickle), codec.stager_back(run.meta)) if slots else None
+        return Content(pickle, meta, tensors)
+
+    # -- streams
+
+    def send_item(self, run: Run, item: Any) -> int:
+        """Send the next item of a stream, and say how large it is. Called in the handler's context."""
+        content = self.encode(run, item, with_metadata=True)
+        place = run.items_sent & _PLACE_MASK
+        connection = run.inbound.connection
+        tensors = content.tensors
+        if tensors is not None and tensors.waits:
+
+            def filled(failure: SerializationError | None) -> None:
+                with suppress(ConnectionClosedError):  # then the consumer knows
+                    if failure is None:
+                        _send(connection, _ITEM, 0, run.id, place, content)
+                    else:
+                        # The stream has a gap that nothing fills; a device that fails, fails for good
+                        connection.abort(failure)
+
+            self._codec.when_filled(tensors, filled)
+        else:
+            _send(connection, _ITEM, 0, run.id, place, content)
+        run.items_sent += 1
+        return content.size_bytes
+
+    def stream_ended(self, run: Run) -> None:
+        """All items of a stream have been sent."""
+        self._end(run, _ITEM, ItemFlag.LAST, run.items_sent & _PLACE_MASK, _NOTHING)
+
+    # -- errors
+
+    def refused(self, run: Run, error: BaseException) -> None:
+        """Answer a request with an error that came up before its function was called."""
+        run.is_refused = True
+        self.raised(run, error)
+
+    def raised(self, run: Run, error: BaseException) -> None:
+        """Answer a request with an error, once."""
+        if run.ended:
+            return
+        self.calls_failed += 1
+        name = run.function.name
+        if self.tell_failure is not None:
+            self.tell_failure(name, error)
+        if self.meter is not None:
+            self.meter.handler_failed(run.caller.name, name, error)
+        kind = FailureKind.REFUSED if run.is_refused else FailureKind.RAISED
+        if is_a(error, asyncio.CancelledError):
+            kind = FailureKind.TIMEOUT if run.expired else FailureKind.CANCELLED
+            if self.is_closed and not run.expired:
+                kind = FailureKind.LEFT
+            run.cancel_nested()
+            self.count_withdrawn()
+        if is_a(error, ProtocolError):
+            logger.warning(
+                "a malformed request of worker %s: %s",
+                run.caller.name,
+                text_of(error),
+                extra={"peer": run.caller.name, "call_id": run.id},
+            )
+        content = self._encode_failure(run, error)
+        self._end(run, _FAILURE, kind, run.items_sent & _PLACE_MASK, content, error)
+
+    def _encode_failure(self, run: Run, error: BaseException) -> Content:
+        """The content of a failure. Whatever the error is, this makes one."""
+        codec, max_bytes = self._codec, self._codec.max_pickle_bytes
+        main_by_value, to = run.inbound.main_by_value, run.inbound.caller
+        pickle, slots = describe_failure(error, codec.pickler, main_by_value=main_by_value, to=to, max_bytes=max_bytes)
+        if not slots:
+            return Content(pickle)
+        try:
+            return Content(pickle, b"", codec.pack(slots, len(pickle), codec.stager_back(None)))
+        except BaseException:  # noqa: BLE001 - a tensor of a user may raise anything, and the error can do without
+            pickle, _ = describe_failure(error, None, main_by_value=main_by_value, max_bytes=max_bytes)
+            return Content(pickle)
+
+    def fail(self, inbound: Inbound, call_id: int, kind: FailureKind, error: Exception) -> None:
+        """Answer a request of which there is no `Run`."""
+        pickle, _ = describe_failure(error, self._codec.pickler, main_by_value=inbound.main_by_value)
+        inbound.arrived_ns.pop(call_id, None)
+        with suppress(ConnectionClosedError):  # then the caller knows
+            inbound.connection.send(frame(_FAILURE, kind, call_id, 0, 0, pickle))
+
+    # -- the end
+
+    def _end(
+        self, run: Run, type_: int, flags: int, arg: int, content: Content, error: BaseException | None = None
+    ) -> None:
+        """The one place where a request ends."""
+        inbound = run.inbound
+        run.ended = True
+        if run.handling is not None:
+            self._observers.ended(run, content.size_bytes, error)
+        run.nested = None  # a timer may keep the run's context for long, and their exceptions keep the handler's frames
+        run.context = NO_CONTEXT
+        run.task = run.args = run.kwargs = None  # it may wait for a thread for a long time still
+        self.calls_ended += 1
+        if self.meter is not None and (arrived_ns := inbound.arrived_ns.pop(run.id, 0)):
+            self.meter.handler_ended(inbound.caller.name, run.function.name, _now_ns() - arrived_ns)
+        if run.is_registered:
+            inbound.forget(run)
+            if inbound.waiting:
+                self._loop.call_soon(self._readmit, inbound)
+        tensors = content.tensors
+        if error is None:
+            results = run.results or run.function.results
+            size_bytes = len(content.pickle) if tensors is None else content.size_bytes
+            if results.are_large or not results.are_known or size_bytes > SMALL_MESSAGE_BYTES:
+                results.saw(size_bytes)
+        if tensors is not None and tensors.waits:
+            self._send_when_filled(inbound, run.id, type_, flags, arg, content)
+            return
+        try:
+            self._send(inbound, run.id, type_, flags, arg, content)
+        except ConnectionClosedError:
+            pass  # the caller knows: its own end of the connection is closed too
+
+    def _send(self, inbound: Inbound, call_id: int, type_: int, flags: int, arg: int, content: Content) -> None:
+        bulk = inbound.connection.send_message(
+            type_, flags, call_id, arg, 0, content.pickle, content.meta, content.tensors
+        )
+        if bulk is not None:
+            inbound.reply_leaves(call_id, bulk)
+
+    def _send_when_filled(
+        self, inbound: Inbound, call_id: int, type_: int, flags: int, arg: int, content: Content
+    ) -> None:
+        """Send a reply once its tensors have been copied from devices."""
+
+        def filled(failure: SerializationError | None) -> None:
+            if failure is not None:
+                self.fail(inbound, call_id, FailureKind.RAISED, failure)
+                return
+            with suppress(ConnectionClosedError):  # then the caller knows
+                self._send(inbound, call_id, type_, flags, arg, content)
+
+        assert content.tensors is not None
+        self._codec.when_filled(content.tensors, filled)
+
+
+def _send(connection: Connection, type_: int, flags: int, call_id: int, arg: int, content: Content) -> None:
+    connection.send_message(type_, flags, call_id, arg, 0, content.pickle, content.meta, content.tensors)

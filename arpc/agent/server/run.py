@@ -1,0 +1,280 @@
+"""One request while it is handled."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import Context
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from arpc import torchstate
+from arpc.agent.codec import Content
+from arpc.agent.scope import current_scope
+from arpc.agent.server.functions import Function
+from arpc.agent.server.inbound import Inbound
+from arpc.agent.server.producer import Producer
+from arpc.agent.server.reply_window import ResultSizes
+from arpc.agent.server.thread_pool import ThreadPool
+from arpc.agent.server.thread_replies import ThreadReplies
+from arpc.ids import WorkerInfo
+from arpc.user_errors import close_coroutine
+from arpc.wire.messages import Message
+from arpc.wire.metadata import Metadata
+
+__all__ = ["NO_CONTEXT", "Run", "RunHost"]
+
+# In the place of a context that is not needed yet, or no more: the two refer to each other, and each call would be a
+# cycle to collect
+NO_CONTEXT: Final = Context()
+_NESTED_LIMIT: Final = 32
+# Of requests of a quick function, only those with an id that has none of these bits are measured
+_UNMEASURED: Final = 15
+_clock = time.perf_counter
+
+
+class RunHost(Protocol):
+    """What a request needs of the dispatcher that runs it."""
+
+    worker: Any
+
+    @property
+    def threads(self) -> ThreadPool: ...
+    @property
+    def time(self) -> Callable[[], float]: ...
+    def unpack(self, run: Run, message: Message) -> None: ...
+    def returned(self, run: Run, result: Any) -> None: ...
+    def encoded(self, run: Run, content: Content) -> None: ...
+    def raised(self, run: Run, error: BaseException) -> None: ...
+    def answer_withdrawn(self) -> None: ...
+    def postpone(self, run: Run) -> None: ...
+
+
+class Run(msgspec.Struct):
+    """One request while it is handled: an `eager_tasks.Job`, and the `scope.Scope` of the code that runs for it.
+
+    A Struct because it is the one object that every request needs, and this is the cheapest kind to make.
+    """
+
+    host: RunHost
+    inbound: Inbound
+    function: Function
+    id: int
+    timeout_ms: int
+    context: Context
+    """Its own, until it ends."""
+    message: Message | None = None
+    """Holds the arguments until they are unpacked."""
+    coroutine: Coroutine[Any, Any, Any] | None = None
+    state: torchstate.SavedState | None = None
+    task: asyncio.Task[Any] | None = None
+    bucket: dict[int, Run] | None = None
+    """Those that expire with it, while its deadline is watched."""
+    ended: bool = False
+    expired: bool = False
+    is_refused: bool = False
+    """The function was not called, and will not be."""
+    is_registered: bool = False
+    is_stream: bool = False
+    credit: int = 0
+    items_sent: int = 0
+    nested: list[asyncio.Future[Any]] | None = None
+    nested_limit: int = _NESTED_LIMIT
+    has_called: bool = False
+    """Its thread has made calls, which may not have begun."""
+    producer: Producer | None = None
+    returned_coroutine: Coroutine[Any, Any, Any] | None = None
+    meta: Metadata | None = None
+    """What interceptors of the caller sent along."""
+    args: tuple[Any, ...] | None = None
+    kwargs: dict[str, Any] | None = None
+    result: Any = None
+    error: BaseException | None = None
+    content: Content | None = None
+    """The result as it is sent, if a thread has encoded it."""
+    thread_replies: ThreadReplies | None = None
+    """Where a thread may put the answer."""
+    results: ResultSizes | None = None
+    """Those of what it runs, if that is not its function."""
+    never_begun: Callable[[BaseException], None] | None = None
+    """Told the error of a request that ends before its coroutine has begun."""
+    is_counted: bool = False
+    """The reply window has let it go to a thread, and is to hear when it leaves that."""
+    handling: Any = None
+    """What observers know of it, an `observers.Handling`; None if nobody observes."""
+    _deadline: float | None = None
+    _prerequisites: list[Awaitable[object]] | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        # Counted from when it is first asked for: most requests end before anybody does, and reading the clock is not
+        # free
+        deadline = self._deadline
+        if deadline is None and self.timeout_ms:
+            deadline = self._deadline = self.host.time() + self.timeout_ms / 1000
+        return deadline
+
+    def set_deadline(self, deadline: float) -> None:
+        """Unless somebody has asked for it before, it is this."""
+        if self._deadline is None:
+            self._deadline = deadline
+
+    @property
+    def worker(self) -> Any:
+        return self.host.worker
+
+    @property
+    def caller(self) -> WorkerInfo:
+        return self.inbound.caller
+
+    @property
+    def prerequisites(self) -> list[Awaitable[object]]:
+        if self._prerequisites is None:
+            self._prerequisites = []
+        return self._prerequisites
+
+    @property
+    def has_prerequisites(self) -> bool:
+        """Looking at `prerequisites` would make an empty list."""
+        return self._prerequisites is not None
+
+    # -- on the loop
+
+    def first_step(self) -> Any:
+        self.coroutine = coroutine = self.begin()
+        return coroutine.send(None)
+
+    def begin(self) -> Any:
+        """Enter the scope, unpack the arguments if that has not been done, and call the function."""
+        message = self.message
+        if message is not None:
+            self.message = None
+            current_scope.set(self)
+            if not message.body:
+                return self.function.call()
+            try:
+                self.host.unpack(self, message)
+            except BaseException:
+                self.is_refused = True
+                raise
+        args, kwargs = self.args, self.kwargs
+        self.args = self.kwargs = None
+        if kwargs:
+            return self.function.call(*(args or ()), **kwargs)
+        return self.function.call(*args) if args else self.function.call()
+
+    def suspended(self) -> None:
+        self.inbound.register(self)
+
+    def finished(self, result: Any) -> None:
+        self.host.returned(self, result)
+
+    def failed(self, error: BaseException) -> None:
+        # A task that is cancelled before its first step never enters the coroutine
+        if self.coroutine is None and self.never_begun is not None:
+            self.never_begun(error)
+        if self.returned_coroutine is not None:
+            close_coroutine(self.returned_coroutine)  # it may never have begun
+        self.host.raised(self, error)
+
+    # -- in a thread
+
+    def work(self) -> Callable[[], None] | ThreadReplies | None:
+        """Call the function, in a thread."""
+        # taken before the look: a run that ends drops them after it has said so
+        args, kwargs, context = self.args, self.kwargs, self.context
+        function = self.function
+        if self.ended:
+            return self.leave_window if self.is_counted else None  # cancelled while it waited for a thread
+        results = function.results
+        if not self.is_counted and (results.are_large or (not results.are_known and self.host.threads.is_ahead)):
+            return self._postpone
+        self.args = self.kwargs = None
+        # Of those that are known to be quick some are measured, to see that they still are
+        begin = 0.0 if function.is_quick and self.id & _UNMEASURED else _clock()
+        try:
+            if kwargs:
+                result = context.run(function.call, *(args or ()), **kwargs)
+            elif args:
+                result = context.run(function.call, *args)
+            else:
+                result = context.run(function.call)
+        except BaseException as error:  # noqa: BLE001 - whatever it raises is the caller's
+            self.error = error
+            if begin:
+                function.measured(_clock() - begin)
+            return self._worked
+        if begin:
+            function.measured(_clock() - begin)
+        replies = self.thread_replies
+        # What it called may be on its way still, and is not to be overtaken by the answer
+        if replies is not None and not self.has_called and self.nested is None and replies.put(self, result):
+            return replies
+        if self.content is None and self.error is None:
+            self.result = result
+        return self._worked
+
+    def _worked(self) -> None:
+        if self.has_called:
+            # the loop may have looked for what threads have done before it looks at what they asked for
+            self.has_called = False
+            self.inbound.connection.loop.call_soon(torchstate.run_with, torchstate.DEFAULTS, self._worked)
+            return
+        if self.is_counted:
+            self.leave_window()
+        result, error, content = self.result, self.error, self.content
+        self.result = self.error = self.content = None  # it may be kept for a while, and they may be large
+        if error is not None:
+            self.host.raised(self, error)
+        elif content is not None:
+            self.host.encoded(self, content)
+        else:
+            self.host.returned(self, result)
+
+    def _postpone(self) -> None:
+        """It came to a thread before it was known how large its result is likely to be."""
+        if not self.ended:
+            self.host.postpone(self)
+
+    def leave_window(self) -> None:
+        """It has left its thread, or has no use for one."""
+        self.is_counted = False
+        window = self.inbound.reply_window
+        assert window is not None
+        window.thread_ended()
+
+    # -- calls it makes
+
+    def call_begun(self, future: asyncio.Future[Any]) -> None:
+        """The handler has made a call in turn, which is cancelled with it."""
+        if self.nested is None:
+            self.nested = []
+        elif len(self.nested) >= self.nested_limit:
+            self.nested = [call for call in self.nested if not call.done()]
+            self.nested_limit = max(_NESTED_LIMIT, 2 * len(self.nested))
+        self.nested.append(future)
+
+    def call_comes(self) -> None:
+        self.has_called = True
+
+    def cancel_nested(self) -> None:
+        nested, self.nested = self.nested, None
+        for future in nested or ():
+            future.cancel()
+
+    # -- its end
+
+    def cancel(self) -> None:
+        """Stop it as soon as it can be stopped; a function in a thread runs to its end, but its result is not used."""
+        if self.task is not None:
+            self.task.cancel()
+        elif self.thread_replies is None or self.inbound.claim(self):
+            # first, so that a thread that waits for one of them goes on
+            self.cancel_nested()
+            self.host.raised(self, asyncio.CancelledError())
+
+    def expire(self) -> None:
+        self.expired = True
+        self.cancel()

@@ -76,7 +76,6 @@ def _guards_are_reliable() -> bool:
                 Parameter(plain, requires_grad=False),
                 torch._neg_view(plain),
                 torch._efficientzerotensor(2, 2),  # noqa: SLF001
-                plain.to_sparse(),
                 None,
             )
         ]

@@ -59,7 +59,7 @@ _A_TENSOR: Final = _dumps(HOLE, protocol=5, buffer_callback=not_)
 """The pickle of a result that is a tensor."""
 _MAX_CONSTANT: Final = 256
 """Arguments that are more tensors than this are pickled like any others."""
-_MAX_REUSED_BYTES: Final = 1 << 16
+_MAX_REUSED_BYTES: Final = 1 << 14
 """A pickler keeps a buffer of the size of its largest pickle. After a larger one than this, another one is made."""
 _MAX_REMEMBERED: Final = 1024
 _MAX_FRAME_BYTES: Final = 1 << 18
@@ -132,6 +132,7 @@ class Pickler:
             raise
         if payload is None:
             pickler.clear()
+            free.append(pickler)
             return self._dumps_carefully(obj, main_by_value, to, is_rehearsal)
         if pickler.packed:
             packed, pickler.packed = pickler.packed, []
@@ -236,11 +237,10 @@ class _QuickPickler:
     Not to be used again after an error.
     """
 
-    main_by_value: Final = False
-
     def __init__(
         self, reducers: Mapping[type, Reducer], families: Mapping[type, Reducer], kind: type[HolePickler]
     ) -> None:
+        self.main_by_value = False
         self.to: WorkerInfo | None = None
         self.packed: list[Callable[[], None]] = []
         self._families = families
@@ -261,7 +261,7 @@ class _QuickPickler:
         self._table = _Table(self._find_reducer, self._always)
         self._pickler = pickle.Pickler(self, 5, buffer_callback=self._buffers.append)
         self._pickler.dispatch_table = self._table
-        self._pickler.memo = MEMO  # type: ignore[assignment]
+        self._pickler.memo = MEMO
         self._dump = self._pickler.dump
 
     def dumps(self, obj: Any) -> tuple[bytes | None, list[Slot]]:
@@ -273,7 +273,7 @@ class _QuickPickler:
             return None, []
         del chunks[1:]
         # nothing of the object is referred to from now on
-        self._pickler.memo = MEMO  # type: ignore[assignment]
+        self._pickler.memo = MEMO
         if not buffers:
             return payload, []
         slots: list[Slot] = [*tensors]
@@ -286,8 +286,8 @@ class _QuickPickler:
 
     def clear(self) -> None:
         """Drop what was pickled so far: a pickler refers to itself, and so waits for the garbage collector."""
-        self._pickler.memo = {}  # type: ignore[assignment]
-        self._chunks.clear()
+        self._pickler.memo = MEMO
+        del self._chunks[1:]
         self._tensors.clear()
         self._buffers.clear()
         self.packed = []

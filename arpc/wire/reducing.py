@@ -247,7 +247,7 @@ def reduce_array(array: np.ndarray[Any, np.dtype[Any]]) -> Any:
     name = _ARRAY_DTYPES.get(array.dtype)
     if name is None or not array.flags.c_contiguous:
         return array.__reduce_ex__(5)
-    return _fill, (PickleBuffer(array), name, array.shape)
+    return _fill, (PickleBuffer(cast("Any", array)), name, array.shape)
 
 
 HolePickler.dispatch_table[np.ndarray] = reduce_array

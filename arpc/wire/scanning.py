@@ -138,7 +138,8 @@ def _has_extension(payload: bytes) -> bool:
         return False
     at, end = 0, len(payload)
     while True:
-        at = _COUNTLESS.match(payload, at).end()  # type: ignore[union-attr] - it matches nothing as well
+        run = _COUNTLESS.match(payload, at)
+        at = at if run is None else run.end()
         if at >= end or payload[at] == _STOP:
             return False
         counted = _COUNTED.get(payload[at])

@@ -40,7 +40,7 @@ MAX_TABLE_BYTES: Final = 4 << 20
 
 _PLAIN: Final = frozenset((Tensor, Parameter))
 _address_of: Final[Callable[[Any], int]] = Tensor.data_ptr
-_offset_of: Final[Callable[[Any], int]] = Tensor.storage_offset
+_offset_of: Final[Callable[[Any], Any]] = Tensor.storage_offset
 _is_nested: Final = attrgetter("is_nested")
 _looks_of: Final = attrgetter("__class__", "is_cpu", "dtype", "shape", "requires_grad")
 """What tells one plain tensor from another. Raises for a nested tensor."""
@@ -223,8 +223,8 @@ class Packer:
                 code, shape, item_bytes, size = Code.BYTES, (look,), 1, look
             else:
                 cls, is_cpu, dtype, shape, requires_grad = look
-                code = DTYPE_CODES.get(dtype)
-                if code is None or cls not in _PLAIN or not is_cpu:
+                code = DTYPE_CODES.get(dtype, Code.ENTRY)
+                if code == Code.ENTRY or cls not in _PLAIN or not is_cpu:
                     return None
                 item_bytes = dtype.itemsize
                 size = shape.numel() * item_bytes

@@ -41,9 +41,7 @@ def received(memory: memoryview) -> memoryview:
     return arrived
 
 
-def unpack(
-    table: bytes, body: bytearray, buffers: Sequence[Buffer] = (), *, is_restricted: bool = False
-) -> list[Any]:
+def unpack(table: bytes, body: bytearray, buffers: Sequence[Buffer] = (), *, is_restricted: bool = False) -> list[Any]:
     """The tensors of a message with a schema that was not announced before."""
     return read_layout(table, is_restricted=is_restricted).build(body, buffers)
 

@@ -16,7 +16,6 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -26,19 +25,9 @@ from arpc.transport.shm.blocks import HEADER_BYTES
 from arpc.transport.shm.borrowing import BorrowedArena
 from arpc.transport.shm.mapping import ArenaFile
 from arpc.wire.frames import HEADER, Limits, buffer_sizes_of
-from arpc.wire.handful import (
-    ARGUMENTS,
-    ARGUMENTS_AND_NOTE,
-    PICKLED_ARGUMENTS,
-    RESULT,
-    unpack_arguments,
-    unpack_handful,
-    unpack_result,
-)
 from arpc.wire.lanes import LaneInbox
 from arpc.wire.messages import MessageType
-from arpc.wire.noted import unpack_noted
-from arpc.wire.rebuilding import unpack
+from arpc.wire.rebuilding import read_layout
 from arpc.wire.table import DTYPE_CODES, Code, Entry, Flag, Kind, encode_table
 from tests.wire.connections import feed, opened
 
@@ -67,11 +56,11 @@ def table(code: int, source: int, shape: Sequence[int], *entries: Entry) -> byte
 
 
 def column(code: int, source: int, shape: Sequence[int], *, buffers: Sequence[Any] = ()) -> Lie:
-    return lambda: unpack(table(code, source, shape), bytearray(BODY_BYTES), buffers)
+    return lambda: read_layout(table(code, source, shape)).build(bytearray(BODY_BYTES), buffers)
 
 
 def described(given: Entry, *, buffers: Sequence[Any] = ()) -> Lie:
-    return lambda: unpack(table(Code.ENTRY, 0, (), given), bytearray(BODY_BYTES), buffers)
+    return lambda: read_layout(table(Code.ENTRY, 0, (), given)).build(bytearray(BODY_BYTES), buffers)
 
 
 # -- strided
@@ -234,34 +223,6 @@ SAVED: Final[dict[str, Lie]] = {
 }
 
 
-# -- a few small tensors
-
-
-def few(kind: int, label: tuple[int, int, int, int, int], rest: int = 64, meta_bytes: int = 0) -> bytearray:
-    return bytearray(struct.pack("<BBH", kind, 12, meta_bytes) + struct.pack("<BB3H", *label) + bytes(rest))
-
-
-LARGEST: Final = (1 << 16) - 1
-FEW: Final[dict[str, Lie]] = {
-    f"{name}: {lie}": partial(read, few(kind, label, meta_bytes=meta_bytes))
-    for name, read, kind, meta_bytes in (
-        ("arguments", unpack_arguments, ARGUMENTS, 0),
-        ("result", unpack_result, RESULT, 0),
-        ("handful", unpack_handful, PICKLED_ARGUMENTS, 0),
-        ("noted", unpack_noted, ARGUMENTS_AND_NOTE, 16),
-    )
-    for lie, label in {
-        "the largest sizes": (FLOAT64, 3, LARGEST, LARGEST, LARGEST),
-        "too long": (FLOAT32, 1, 1000, 0, 0),
-        "none, of large sizes": (FLOAT32, 3, 0, LARGEST, LARGEST),
-        "four dimensions": (FLOAT32, 4, 1, 1, 1),
-        "an unknown dtype": (31, 1, 1, 0, 0),
-        "integers that require grad": (INT64 | Code.REQUIRES_GRAD, 1, 8, 0, 0),
-    }.items()
-    if not (name == "handful" and lie == "none, of large sizes")  # the rest of it is content
-}
-
-
 # -- memory
 
 
@@ -288,7 +249,7 @@ def framed(*header: int) -> Lie:
 
 def announced(*sizes: int) -> Lie:
     body = bytearray(struct.pack(f"<{len(sizes)}Q", *sizes))
-    return lambda: buffer_sizes_of(body, len(sizes), Limits(1 << 16, 1 << 20))
+    return lambda: buffer_sizes_of(body, 0, len(sizes), Limits(1 << 16, 1 << 20))
 
 
 _REQUEST: Final = int(MessageType.REQUEST)
@@ -313,6 +274,9 @@ LIES: Final[dict[str, dict[str, Lie]]] = {
         "not aligned": column(FLOAT64, 4, (1,)),
         "far outside": column(UINT8, (1 << 64) - 16, (16,)),
         "no such buffer": column(UINT8, -(1 << 63), (1,), buffers=[BUFFER]),
+        "a body that is too short": lambda: read_layout(table(FLOAT32, 0, (4,))).build(bytearray(511), ()),
+        "an unknown dtype": column(31, 0, (1,)),
+        "an unknown kind": column(Code.ENTRY + 1, 0, (1,)),
         "integers that require grad": column(INT64 | Code.REQUIRES_GRAD, 0, (1,)),
     },
     "bytes": {
@@ -335,7 +299,6 @@ LIES: Final[dict[str, dict[str, Lie]]] = {
     },
     "sparse": SPARSE,
     "saved": SAVED,
-    "few": FEW,
     "lent": {
         "beyond the arena": lent(HEADER_BYTES, HEADER_BYTES + 1),
         "wraps": lent((1 << 64) - 16, 32),

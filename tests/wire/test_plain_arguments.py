@@ -1,4 +1,4 @@
-"""Arguments made of containers, scalars and tensors alone are pickled on a short way, which leads to the same place."""
+"""Arguments made of containers, scalars and tensors alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from arpc.wire import pickling
 from arpc.wire.pickling import Pickler, loads
 from arpc.wire.reducing import HolePickler
 
@@ -33,7 +32,7 @@ def dumps_call(*args: Any, **kwargs: Any) -> tuple[bytes, list[Any]]:
     return Pickler().dumps_call(train, args, kwargs or None, main_by_value=False)
 
 
-def test_the_short_way_needs_no_pickler(monkeypatch):
+def test_ordinary_arguments_need_no_pickler_in_python(monkeypatch):
     monkeypatch.setattr(HolePickler, "reducer_override", None)  # would fail if it were called
     tensor = torch.ones(1)
 
@@ -44,14 +43,12 @@ def test_the_short_way_needs_no_pickler(monkeypatch):
     assert loads(payload, slots) == ((1,), {"option": {"a": tensor}})
 
 
-def test_a_long_container_is_looked_through_if_it_begins_with_a_tensor(monkeypatch):
-    long = [torch.ones(1) for _ in range(pickling._MAX_UNLIKELY + 1)]
-    payload, slots = dumps_call(long)
-    assert all(map(Tensor.__eq__, loads(payload, slots)[0], long))
-
-    payload, slots = dumps_call([1, *long])
-    assert len(slots) == len(long)
-    assert loads(payload, slots)[0][0] == 1
+def test_many_tensors_are_pickled_like_a_few():
+    tensors = [torch.full((1,), float(index)) for index in range(1000)]
+    for count in (1, 2, 10, 255, 256, 257, 1000):
+        payload, slots = dumps_call(*tensors[:count])
+        assert slots == tensors[:count]
+        assert loads(payload, slots) == tuple(tensors[:count])
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import io
 import pickle
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,17 +17,28 @@ from torch import Tensor
 
 from arpc.errors import ProtocolError
 from arpc.wire.frames import ALIGNMENT
-from arpc.wire.messages import Message
-from arpc.wire.rebuilding import unpack
 from arpc.wire.table import DTYPES, Code, Entry, Flag, Kind, decode_table, encode_table
-from arpc.wire.tensors import pack
-from tests.wire.exchange import BUFFERS, INLINE, carry
+from arpc.wire.tensors import Slot
+from tests.wire.exchange import BUFFERS, INLINE, body_of, pack, received, unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about layouts it still works on
 
 BODY_BYTES: Final = 256
 INLINE_BYTES: Final = 128
 FLOAT32: Final = 0
+
+
+class Carried(NamedTuple):
+    """What a peer receives."""
+
+    table: bytes
+    body: bytearray
+    buffers: list[memoryview]
+
+
+def carried(slots: Sequence[Slot], inline_limit: int) -> Carried:
+    packed = pack(slots, inline_limit)
+    return Carried(packed.schema.table, body_of(packed), [*map(received, packed.buffers)])
 
 
 def rebuild(
@@ -155,7 +166,7 @@ def test_a_wrong_entry_is_refused(wrong):
 
 
 def test_indices_outside_of_a_sparse_tensor_are_refused():
-    (message,) = [carry(pack([torch.eye(3).to_sparse_coo()], BUFFERS))]
+    message = carried([torch.eye(3).to_sparse_coo()], BUFFERS)
     message.buffers[0][0] = 7
     with pytest.raises(ProtocolError):
         unpack(message.table, message.body, message.buffers)
@@ -166,7 +177,7 @@ def test_what_was_saved_is_not_run():
         def __reduce__(self) -> tuple[Any, ...]:
             return pytest.fail, ("it was unpickled",)
 
-    message = carry(pack([torch.nested.nested_tensor([torch.ones(2)])], BUFFERS))
+    message = carried([torch.nested.nested_tensor([torch.ones(2)])], BUFFERS)
     bomb = pickle.dumps(Bomb())
     table = decode_table(message.table)
     table.entries[0].span_bytes = len(bomb)
@@ -185,7 +196,7 @@ def test_what_was_saved_must_be_a_tensor():
 
 @pytest.mark.parametrize("flag", [Flag.CONJUGATE, Flag.NEGATIVE])
 def test_what_was_saved_has_no_bits_of_its_own(flag):
-    message = carry(pack([torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)], BUFFERS))
+    message = carried([torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)], BUFFERS)
     table = decode_table(message.table)
     table.entries[0].flags |= flag
     with pytest.raises(ProtocolError, match="conjugate or negative"):
@@ -215,7 +226,9 @@ def test_a_table_that_is_none_is_refused(table):
 
 def test_inline_tensors_that_are_not_aligned_are_refused():
     with pytest.raises(ProtocolError, match="not aligned"):
-        rebuild([FLOAT32], [0], [(1,)], inline_bytes=INLINE_BYTES + 4)
+        rebuild([FLOAT32], [4], [(1,)])
+    with pytest.raises(ProtocolError, match="not aligned"):
+        rebuild([Code.BYTES], [4], [(1,)])
 
 
 def test_an_empty_message_has_no_tensors():
@@ -279,7 +292,7 @@ def test_any_table_is_built_or_refused(rows, entries, buffers, inline_bytes):
 
 
 @cache
-def messages() -> list[Message]:
+def messages() -> list[Carried]:
     base = torch.arange(24.0).view(4, 6)
     slots = [
         torch.arange(6.0),
@@ -294,7 +307,7 @@ def messages() -> list[Message]:
         pickle.PickleBuffer(np.arange(5)),
         torch.tensor(1j).conj(),
     ]
-    return [carry(pack(slots, limit)) for limit in (INLINE, BUFFERS, 20)]
+    return [carried(slots, limit) for limit in (INLINE, BUFFERS, 20)]
 
 
 @given(

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from arpc.wire import sharing
 from arpc.wire.frames import ALIGNMENT
-from arpc.wire.tensors import pack
-from tests.wire.exchange import BUFFERS, INLINE, assert_same, both_ways, same_memory, sent_bytes, travel
+from tests.wire.exchange import BUFFERS, INLINE, assert_same, both_ways, pack, same_memory, sent_bytes, travel
 
 
 def addresses(tensor: Tensor) -> set[int]:

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from arpc.errors import ProtocolError, SerializationError
-from arpc.wire.rebuilding import Misplaced, unpack
+from arpc.wire.rebuilding import Misplaced, read_layout
 from arpc.wire.staging import AcceleratorBackend, Staged, placements
-from arpc.wire.table import Entry, Kind, Table, decode_table, encode_table
-from arpc.wire.tensors import pack
-from tests.wire.exchange import INLINE
+from arpc.wire.table import Entry, Kind, Table, encode_table
+from tests.wire.exchange import INLINE, pack, unpack
 from tests.wire.fake_devices import FakeDevice
 
 
@@ -34,8 +33,8 @@ def test_what_is_staged_is_a_buffer_however_small_it_is():
     device = FakeDevice()
     packed = pack([device.put(torch.ones(2)), torch.zeros(3)], INLINE, ToMeta(device))
 
-    assert packed.buffer_sizes == [8]
-    assert placements(decode_table(packed.table)) == {0: "cuda:1"}
+    assert [buffer.nbytes for buffer in packed.buffers] == [8]
+    assert read_layout(packed.schema.table).placements == {0: "cuda:1"}
     assert bytes(packed.buffers[0]) != bytes(torch.ones(2).numpy())
     for wait in packed.waits:
         wait()
@@ -46,7 +45,7 @@ def test_a_stager_that_moves_host_memory_sees_every_tensor():
     whole = torch.arange(8.0)
     packed = pack([whole[:4], whole[4:], whole.view(2, 4).t()], INLINE, ToMeta(FakeDevice(), moves_host_memory=True))
 
-    assert placements(decode_table(packed.table)) == dict.fromkeys(range(3), "cuda:0")
+    assert read_layout(packed.schema.table).placements == dict.fromkeys(range(3), "cuda:0")
     assert packed.waits == []
 
 
@@ -54,13 +53,13 @@ def test_the_parts_of_a_sparse_tensor_are_staged():
     stager = ToMeta(FakeDevice(), moves_host_memory=True)
     packed = pack([torch.eye(3).to_sparse()], INLINE, stager)
 
-    assert placements(decode_table(packed.table)) == {0: "cuda:0", 1: "cuda:0"}
+    assert read_layout(packed.schema.table).placements == {0: "cuda:0", 1: "cuda:0"}
 
 
 def placed(tensor: Tensor) -> tuple[bytes, Any]:
     """The table of a message with a tensor for a device, and the bytes of its only buffer as they arrived there."""
     packed = pack([tensor], INLINE, ToMeta(FakeDevice(), moves_host_memory=True))
-    return packed.table, torch.frombuffer(bytearray(packed.buffers[0]), dtype=torch.uint8)
+    return packed.schema.table, torch.frombuffer(bytearray(packed.buffers[0]), dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 3)])
@@ -192,9 +191,9 @@ def test_a_tensor_that_repeats_its_memory_takes_no_more_of_it(view):
     packed = pack([sent], INLINE, ToMeta(FakeDevice(), moves_host_memory=True))
     there = torch.frombuffer(bytearray(packed.buffers[0]), dtype=torch.uint8)
 
-    (arrived,) = unpack(packed.table, bytearray(), [there])
+    (arrived,) = unpack(packed.schema.table, bytearray(), [there])
 
-    assert sum(packed.buffer_sizes) <= 32
+    assert sum([buffer.nbytes for buffer in packed.buffers]) <= 32
     assert arrived.shape == sent.shape
     assert arrived.stride() == sent.stride()
     assert arrived[-1].tolist() == sent[-1].tolist()

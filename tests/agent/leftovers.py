@@ -13,7 +13,7 @@ from tests.agent.stage import echo, echo_later
 def leftovers(worker: Worker) -> dict[str, object]:
     """What a worker still keeps of calls that were made or are being answered, by where it keeps it."""
     agent = worker.agent
-    kept: dict[str, object] = {"calls whose worker is being looked for": len(agent._deferred)}
+    kept: dict[str, object] = {"calls whose worker is being looked for": len(agent.caller.deferred)}
     for peer in agent.peers:
         kept[f"calls to {peer.info.name}"] = len(peer.calls)
         kept[f"backlog of {peer.info.name}"] = len(peer.backlog)
@@ -24,8 +24,8 @@ def leftovers(worker: Worker) -> dict[str, object]:
         kept[f"requests of {caller} that wait"] = list(link.inbound.waiting)
         kept[f"deadlines of handlers for {caller}"] = sum(map(len, link.inbound._by_tick.values()))
         kept[f"large tensors for {caller}"] = len(link.connection._bulk)
-    kept["carriers with a handler"] = agent.executor.carriers.statistics()["handlers_waiting"]
-    kept["unfinished jobs of threads"] = agent.executor.threads.statistics()["jobs_unfinished"]
+    kept["carriers with a handler"] = agent.dispatcher.tasks.statistics()["handlers_waiting"]
+    kept["unfinished jobs of threads"] = agent.dispatcher.threads.statistics()["jobs_unfinished"]
     return {f"{worker.name}: {what}": value for what, value in kept.items() if value}
 
 
@@ -58,4 +58,4 @@ async def warm_up(group: Sequence[Worker]) -> None:
     """Have idle carriers ready at worker1, so that a handler's first step runs at once."""
     for _ in range(3):
         await group[0].rpc_sync("worker1", echo_later)
-    await until(lambda: bool(group[1].agent.executor.carriers.idle))
+    await until(lambda: bool(group[1].agent.dispatcher.tasks.idle))

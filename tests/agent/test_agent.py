@@ -108,9 +108,9 @@ async def test_calls_while_a_worker_is_being_looked_for_all_arrive():
     async with cluster(1, elastic=True) as group:
         await group.add("newcomer")
         futures = [group[0].rpc_async("newcomer", echo, args=(number,)) for number in range(10)]
-        assert len(group[0].agent._deferred) == 10
+        assert len(group[0].agent.caller.deferred) == 10
         assert await asyncio.gather(*futures) == list(range(10))
-        assert not group[0].agent._deferred
+        assert not group[0].agent.caller.deferred
         await assert_nothing_left(group)
 
 

@@ -665,11 +665,11 @@ async def test_meters_hear_of_calls_on_lines():
 
 async def test_both_sides_count_the_same_calls():
     async with two() as (group, threads):
-        made, handled = group[0].agent.calls_made, group[1].agent.executor.calls_handled
+        made, handled = group[0].agent.calls_made, group[1].agent.dispatcher.calls_handled
         for _ in range(5):
             await threads.call(echo_in_thread, "x" * 1000)
         assert group[0].agent.calls_made == made + 5
-        await until(lambda: group[1].agent.executor.calls_handled == handled + 5)
+        await until(lambda: group[1].agent.dispatcher.calls_handled == handled + 5)
         for peer in (threads.peer, group[1].agent.known_peer("worker0")):
             _, beside = peer.connections()
             assert 5000 < beside.count_sent() < 7000

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import arpc
-from arpc.agent.calls import LAST_NUMBER, Call, Calls
-from arpc.agent.deadlines import NEVER, Deadlines
+from arpc.agent.client.pending_calls import LAST_NUMBER, Call, Calls
+from arpc.agent.client.deadlines import NEVER, Deadlines
 from arpc.errors import CallCancelledError, RpcTimeoutError, ShutdownError, WireError, WorkerLostError
 from arpc.testing import Cluster, cluster
 from tests.agent.leftovers import assert_nothing_left
@@ -191,7 +191,7 @@ async def test_shutting_down_ends_a_call_that_waits_for_its_connection():
 async def test_shutting_down_ends_a_call_whose_worker_is_being_looked_for():
     async with cluster(1, elastic=True) as group:
         future = group[0].rpc_async("unheard_of", echo)
-        assert group[0].agent._deferred
+        assert group[0].agent.caller.deferred
         await group[0].shutdown(graceful=False)
         with pytest.raises(ShutdownError):
             await future
@@ -431,7 +431,7 @@ async def test_another_default_timeout_is_that_of_the_next_call(pair):
     await pair[0].rpc_sync("worker1", echo)
     calls = pair[0].agent.known_peer("worker1").calls
     before = calls.tick
-    pair[0].agent.set_default_timeout(0)
+    pair[0].agent.timeouts.default_s = 0
     await pair[0].rpc_sync("worker1", echo)
     assert before != NEVER
     assert calls.tick == NEVER

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import arpc
-from arpc.agent.peers import PeerState
+from arpc.agent.peers.peer import PeerState
 from arpc.errors import CallCancelledError
 from arpc.testing import cluster
 from arpc.wire.frames import brief_kind
@@ -31,13 +31,13 @@ async def cancel_and_wait(task: asyncio.Task[Any] | asyncio.Future[Any]) -> None
 async def test_before_the_first_step(pair):
     task = asyncio.create_task(pair[0].rpc_sync("worker1", hold))
     await cancel_and_wait(task)
-    assert pair[1].agent.executor.calls_handled == 1, "only the call that connected them"
+    assert pair[1].agent.dispatcher.calls_handled == 1, "only the call that connected them"
 
 
 async def test_while_the_worker_is_being_looked_for():
     async with cluster(1, elastic=True) as group:
         future = group[0].rpc_async("unheard_of", echo)
-        assert group[0].agent._deferred
+        assert group[0].agent.caller.deferred
         await cancel_and_wait(future)
         await assert_nothing_left(group)
 
@@ -258,7 +258,7 @@ async def test_a_function_that_waits_for_a_thread_never_runs(stage):
         await stage.wait_until("first begun")
         second = group[0].rpc_async("worker1", hold_in_thread, args=("second", 2))
         third = group[0].rpc_async("worker1", hold_in_thread, args=("third", 3))
-        await until(lambda: group[1].agent.executor.threads.statistics()["jobs_unfinished"] == 3)
+        await until(lambda: group[1].agent.dispatcher.threads.statistics()["jobs_unfinished"] == 3)
         await cancel_and_wait(second)
         await group[0].rpc_sync("worker1", echo)  # travels behind the cancellation
         stage.open()
@@ -273,7 +273,7 @@ async def test_the_result_of_a_function_in_a_thread_is_discarded(pair, stage):
     await stage.wait_until("held begun")
     await cancel_and_wait(future)
     await pair[0].rpc_sync("worker1", echo)
-    assert pair[1].agent.executor.calls_failed == 1, "it was answered as cancelled"
+    assert pair[1].agent.dispatcher.calls_failed == 1, "it was answered as cancelled"
     stage.open()
     await stage.wait_until("held ended")
 

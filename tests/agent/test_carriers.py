@@ -13,7 +13,7 @@ import torch
 
 import arpc
 from arpc import torchstate
-from arpc.agent.carriers import Carriers, Job
+from arpc.agent.server.eager_tasks import Carriers, Job
 from tests.agent.leftovers import until, warm_up
 from tests.agent.stage import echo, echo_later, the_stage, wait_if
 
@@ -25,9 +25,9 @@ variable: ContextVar[str] = ContextVar("variable", default="untouched")
 
 async def test_a_handler_finds_itself_in_a_task(pair, wait_first):
     await warm_up(pair)
-    before = pair[1].agent.executor.carriers.steps_without_wait
+    before = pair[1].agent.dispatcher.tasks.steps_without_wait
     assert await pair[0].rpc_sync("worker1", look_at_the_task, args=(wait_first,)) == "ok"
-    assert pair[1].agent.executor.carriers.steps_without_wait == before + (not wait_first)
+    assert pair[1].agent.dispatcher.tasks.steps_without_wait == before + (not wait_first)
 
 
 async def look_at_the_task(wait: bool) -> str:

@@ -152,7 +152,7 @@ def _left_over(worker: arpc.Worker) -> dict[str, int]:
     return {
         "calls": sum(peer.calls_in_flight for peer in peers),
         "backlog": sum(len(peer.backlog) for peer in peers),
-        "deferred": len(worker.agent._deferred),
+        "deferred": len(worker.agent.caller.deferred),
         "users": len(worker.rref_context.forks.users),
         "values": len(worker.rref_context.values),
     }

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import arpc
-from arpc.agent.deadlines import NEVER, Deadlines
+from arpc.agent.client.deadlines import NEVER, Deadlines
 from arpc.errors import RpcTimeoutError
 from arpc.testing import cluster
 from tests.agent.leftovers import assert_nothing_left
@@ -101,14 +101,14 @@ async def test_without_a_deadline_nothing_is_inherited(trio):
 
 
 async def test_nothing_is_sent_when_no_time_is_left(trio, stage):
-    before = trio[2].agent.executor.calls_handled
+    before = trio[2].agent.dispatcher.calls_handled
     await outlast(
         "too late", lambda timeout_s: trio[0].rpc_sync("worker1", call_too_late, args=("worker2",), timeout=timeout_s)
     )
     left, text = seen_too_late.pop()
     assert left == 0.0
     assert "no time is left to call echo" in text
-    assert trio[2].agent.executor.calls_handled == before
+    assert trio[2].agent.dispatcher.calls_handled == before
 
 
 seen_too_late: list[tuple[float | None, str]] = []

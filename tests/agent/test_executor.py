@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import arpc
-from arpc.agent.executor import Inbound
+from arpc.agent.server.dispatcher import Inbound
 from arpc.errors import ProtocolError
 from arpc.testing import Cluster, cluster
 from arpc.transport.base import BulkSend
@@ -227,7 +227,7 @@ def make_ones(size: int) -> torch.Tensor:
 
 
 async def test_each_request_is_answered_once(pair):
-    executor = pair[1].agent.executor
+    executor = pair[1].agent.dispatcher
     before = executor.calls_handled
     functions = [echo, echo_later, echo_in_thread] * 10
     await asyncio.gather(*(pair[0].rpc_sync("worker1", function, args=(1,)) for function in functions))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import arpc
-from arpc.agent.failures import describe_failure, rebuild_failure
+from arpc.agent.server.remote_exceptions import describe_failure, rebuild_failure
 from arpc.errors import (
     CallCancelledError,
     OverloadedError,

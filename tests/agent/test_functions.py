@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import arpc
-from arpc.agent.functions import Function, Mode, name_of
+from arpc.agent.server.functions import Function, Mode, name_of
 from arpc.functions import async_execution, inline
 from arpc.wire.messages import MessageType
 from tests.agent.stage import echo, echo_in_thread

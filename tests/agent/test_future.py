@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import arpc
-from arpc.agent.future import Future
+from arpc.agent.client.future import Future
 from arpc.errors import SerializationError, ShutdownError
 from arpc.futures import collect_all, wait_all
 from tests.agent.stage import echo, echo_in_thread, hold

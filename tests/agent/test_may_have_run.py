@@ -383,7 +383,7 @@ async def test_a_call_that_the_callee_has_no_room_for_did_not_run(stage):
 
 
 async def test_a_call_that_comes_when_the_callee_shuts_down_did_not_run(group):
-    group[1].agent._handlers[Request] = group[1].agent.executor.refuse  # as `Agent.aclose` does
+    group[1].agent._handlers[Request] = group[1].agent.dispatcher.refuse  # as `Agent.aclose` does
     for link in group[1].agent.connector.links:
         link.connection.protocol.direct = {}
         link.connection.protocol.bare = {}

@@ -16,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import arpc
-from arpc.agent.deadlines import Deadlines
-from arpc.agent.functions import Function
-from arpc.agent.outbox import ReplyOutbox
-from arpc.agent.requests import Inbound, Run
+from arpc.agent.client.deadlines import Deadlines
+from arpc.agent.server.functions import Function
+from arpc.agent.server.thread_replies import ReplyOutbox
+from arpc.agent.server.inbound import Inbound
+from arpc.agent.server.run import Run
 from arpc.ids import WorkerInfo
 from arpc.options import RpcOptions
 from arpc.testing import Cluster, cluster
@@ -44,7 +45,7 @@ async def socket_pair(scheme: str = "unix", **options: Any) -> AsyncIterator[Clu
 
 
 def answered_by_threads(group: Cluster) -> int:
-    return group[1].agent.executor.threads.jobs_answered
+    return group[1].agent.dispatcher.threads.jobs_answered
 
 
 class Thing:
@@ -111,7 +112,7 @@ async def test_what_takes_more_is_sent_by_the_loop():
         # what a function leaves switched might show in how its tensor looks
         assert (await group[0].rpc_sync("worker1", switch_off_and_return)).tolist() == [1.0, 1.0]
         assert answered_by_threads(group) == 0
-        assert group[1].agent.executor.calls_handled == 9
+        assert group[1].agent.dispatcher.calls_handled == 9
         assert await group[0].rpc_sync("worker1", torch.is_grad_enabled)
         assert answered_by_threads(group) == 1
 
@@ -156,7 +157,7 @@ async def test_many_at_once_and_the_counters():
     async with socket_pair() as group:
         calls = [group[0].rpc_sync("worker1", echo_in_thread, args=(number,)) for number in range(200)]
         assert await asyncio.gather(*calls) == [*range(200)]
-        executor = group[1].agent.executor
+        executor = group[1].agent.dispatcher
         assert executor.calls_handled == 201
         assert executor.statistics()["calls_handled"] == 201
         assert executor.threads.statistics()["jobs_unfinished"] == 0
@@ -177,7 +178,7 @@ async def test_requests_that_wait_for_room_get_it_when_a_thread_has_answered():
 async def test_a_call_that_is_cancelled_in_its_thread_is_counted_once(make_stage):
     stage = make_stage()
     async with socket_pair() as group:
-        executor = group[1].agent.executor
+        executor = group[1].agent.dispatcher
         call = asyncio.create_task(group[0].rpc_sync("worker1", hold_in_thread))
         await stage.wait_until("held begun")
         call.cancel()
@@ -197,10 +198,10 @@ async def test_a_deadline_that_passes_in_a_thread_is_the_end(make_stage):
         await stage.wait_until("held begun")
         with pytest.raises(arpc.RpcTimeoutError):
             await call
-        await until(lambda: group[1].agent.executor.calls_failed == 1)
+        await until(lambda: group[1].agent.dispatcher.calls_failed == 1)
         stage.open()
         await assert_nothing_left(group)
-        assert group[1].agent.executor.calls_handled == 2
+        assert group[1].agent.dispatcher.calls_handled == 2
 
 
 async def test_a_connection_that_ends_under_a_thread_does_no_harm(make_stage):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import arpc
-from arpc.agent.deadlines import NEVER
+from arpc.agent.client.deadlines import NEVER
 from arpc.errors import OverloadedError, RpcTimeoutError, WorkerLostError
 from arpc.testing import cluster
 from tests.agent.leftovers import assert_nothing_left, until

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import arpc
-from arpc.agent.peers import Peer, PeerState
+from arpc.agent.peers.peer import Peer, PeerState
 from arpc.errors import RendezvousError, UnknownWorkerError, WireError, WorkerLostError
 from arpc.testing import Cluster, cluster
 from arpc.transport.memory import MemoryNetwork

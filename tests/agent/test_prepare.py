@@ -8,7 +8,7 @@ import threading
 import pytest
 
 import arpc
-from arpc.agent.arguments import Prepared
+from arpc.agent.client.sender import Prepared
 from arpc.errors import RpcTimeoutError, SerializationError
 from arpc.testing import cluster
 from tests.agent.leftovers import until
@@ -77,12 +77,12 @@ async def test_what_was_packed_for_a_peer_that_has_changed_is_packed_again() -> 
 async def test_the_default_timeout_changes_at_once() -> None:
     async with cluster(2) as group:
         _released.clear()
-        group[0].agent.set_default_timeout(0.01)
+        group[0].agent.timeouts.default_s = 0.01
         with pytest.raises(RpcTimeoutError):
             await arpc.rpc_sync("worker1", wait_and_tell)
         _released.set()
         with pytest.raises(ValueError, match="0 \\(none\\) or more"):
-            group[0].agent.set_default_timeout(-1)
+            group[0].agent.timeouts.default_s = -1
 
 
 async def test_timeouts_that_do_not_travel_end_nothing_elsewhere() -> None:
@@ -114,7 +114,7 @@ async def test_an_rref_whose_creation_timed_out_is_counted_until_it_is_dropped()
 async def test_failures_are_told_of_where_they_happen() -> None:
     async with cluster(2) as group:
         told: list[tuple[str, BaseException]] = []
-        group[1].agent.executor.tell_failure = lambda name, error: told.append((name, error))
+        group[1].agent.dispatcher.tell_failure = lambda name, error: told.append((name, error))
         with pytest.raises(ValueError, match="on purpose"):
             await arpc.rpc_sync("worker1", fail)
         assert [(name, type(error)) for name, error in told] == [("fail", ValueError)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import arpc
-from arpc.agent.reply_window import ResultSizes
+from arpc.agent.server.reply_window import ResultSizes
 from arpc.testing import Cluster, cluster
 from arpc.transport.base import BulkSend
 from tests.agent.leftovers import assert_nothing_left, until

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import arpc
-from arpc.agent.streams import ItemOrder
+from arpc.agent.client.streams import ItemOrder
 from arpc.testing import cluster
 from tests.agent.generators import (
     EVERY_GENERATOR,

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import arpc
-from arpc.agent.functions import Function
-from arpc.agent.requests import NO_CONTEXT, Run
-from arpc.agent.threads import Outbox, ThreadPool, _Doorbell
+from arpc.agent.server.functions import Function
+from arpc.agent.server.run import NO_CONTEXT, Run
+from arpc.agent.server.thread_pool import Outbox, ThreadPool, _Doorbell
 from arpc.testing import cluster
 from tests.agent.leftovers import assert_nothing_left, until
 from tests.agent.stage import call_on, call_on_in_thread, echo, echo_in_thread, hold_in_thread
@@ -28,7 +28,7 @@ variable: ContextVar[str] = ContextVar("variable", default="untouched")
 
 
 async def test_threads_are_started_when_they_are_needed(pair, stage):
-    threads = pair[1].agent.executor.threads
+    threads = pair[1].agent.dispatcher.threads
     assert threads.statistics()["threads"] == 0
     for _ in range(20):
         await pair[0].rpc_sync("worker1", echo_in_thread)
@@ -43,7 +43,7 @@ async def test_threads_are_started_when_they_are_needed(pair, stage):
 async def test_there_are_sixteen_at_most(pair, stage):
     futures = [pair[0].rpc_async("worker1", hold_in_thread, args=(str(number),)) for number in range(40)]
     await stage.wait_until("15 begun")
-    statistics = pair[1].agent.executor.threads.statistics()
+    statistics = pair[1].agent.dispatcher.threads.statistics()
     assert statistics["threads"] == statistics["threads_max"] == 16
     assert statistics["jobs_unfinished"] == 40
     assert statistics["jobs_queued"] == 24
@@ -123,7 +123,7 @@ async def test_a_slow_function_does_not_hold_up_the_others(pair, stage):
 async def test_a_function_that_is_cancelled_as_it_begins_still_has_its_context(pair, stage, monkeypatch):
     """It may have looked just before the loop ended it; the context it would find then is everybody's."""
     (link,) = pair[1].agent.connector.links
-    run = Run(pair[1].agent.executor, link.inbound, Function(variable.get), 1, 0, copy_context())
+    run = Run(pair[1].agent.dispatcher, link.inbound, Function(variable.get), 1, 0, copy_context())
     run.context.run(variable.set, "its own")
 
     def cancelled() -> float:
@@ -546,7 +546,7 @@ def test_a_function_that_is_always_quick_is_known_as_such():
 
 
 async def test_few_calls_of_what_is_known_to_be_quick_are_measured(pair, monkeypatch):
-    executor = pair[1].agent.executor
+    executor = pair[1].agent.dispatcher
     (link,) = pair[1].agent.connector.links
     function = Function(len)
     for _ in range(8):

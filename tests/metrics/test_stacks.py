@@ -104,7 +104,7 @@ async def test_a_plain_function_shows_the_stack_of_its_thread_and_one_without_a_
     async with cluster(2, options=arpc.RpcOptions(gc_freeze=False, num_worker_threads=1)) as group:
         futures = [arpc.rpc_async("worker1", blocks) for _ in range(2)]
         try:
-            await turns_until(lambda: group[1].agent.executor.statistics()["jobs_queued"] == 1)
+            await turns_until(lambda: group[1].agent.dispatcher.statistics()["jobs_queued"] == 1)
             await turns_until(lambda: any(h.kind == "thread" for h in group[1].metrics.stack().handlers))
             kinds = {handler.kind: names(handler.frames) for handler in group[1].metrics.stack().handlers}
             assert kinds["thread"][0] == "blocks"

@@ -36,7 +36,7 @@ async def test_nothing_is_left_of_a_creation_that_is_cancelled_before_its_first_
         await creator.rpc_sync("worker1", make)
         await creator.remote("worker1", function).to_here()  # so that the next goes by the number of its function
         made.clear()
-        owner.agent.executor.carriers.idle.clear()  # so that it gets a task, whose first step is in the next turn
+        owner.agent.dispatcher.tasks.idle.clear()  # so that it gets a task, whose first step is in the next turn
         creator.agent.known_peer("worker1").connection.gather()
         rref = creator.remote("worker1", function)
         created = rref._get_future()

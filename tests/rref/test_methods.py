@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from arpc.agent.functions import Mode
+from arpc.agent.server.functions import Mode
 from arpc.rref.methods import bound, template_of
 
 

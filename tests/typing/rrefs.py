@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, assert_type
 
 import arpc
-from arpc.agent.future import Future
+from arpc.agent.client.future import Future
 
 
 class Counter:

@@ -216,7 +216,7 @@ def made(canary: str) -> dict[str, bytes]:
         "arpc run": whole(named("arpc.runner", "run")),
         "arpc calls": whole(call(named("arpc.rref.calls", "call_method"), b"K\x01\x88", text("__class__"))),
         "arpc pickler": whole(named("arpc.wire.pickling", "loads")),
-        "arpc executor": whole(named("arpc.agent.executor", "Executor")),
+        "arpc executor": whole(named("arpc.agent.server.dispatcher", "Executor")),
         "bound method": pickle.dumps("".join, protocol=5),
         "class method": pickle.dumps(dict.fromkeys, protocol=5),
         "torch function": pickle.dumps(torch.add, protocol=5),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copyreg
 import inspect
 import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from operator import methodcaller, not_
@@ -76,6 +77,9 @@ _HEAP_TYPE: Final = 1 << 9
 def _pickle_of_tensors(count: int) -> bytes:
     """The pickle of so many arguments that are tensors, each another one."""
     return _dumps((HOLE,) * count, protocol=5, buffer_callback=not_)
+
+
+_ONE_TENSOR: Final = _pickle_of_tensors(1)
 
 
 class Pickler:
@@ -174,6 +178,8 @@ class Pickler:
         Raises `SerializationError`, which names the argument that cannot travel.
         """
         if not kwargs:
+            if len(args) == 1 and type(args[0]) is Tensor:
+                return _ONE_TENSOR, [args[0]]
             kinds = set(map(type, args))
             if kinds <= SCALARS:
                 return _dumps(args, protocol=5), []
@@ -304,7 +310,7 @@ class _QuickPickler:
         elif (registered := copyreg.dispatch_table.get(cls)) is not None:
             return registered  # not remembered: it may be replaced
         elif self._names_main and cls.__module__ in MAIN_NAMES:
-            reducer = partial(_reduce_of_main, cls, MainName(cls.__qualname__))
+            reducer = _main_reducer(cls)
         if importable_name(cls) is not None or not cls.__flags__ & _HEAP_TYPE:
             if len(self._table) >= len(self._always) + _MAX_REMEMBERED:
                 self._table.clear()
@@ -347,18 +353,25 @@ def _parameter_reducer(add: Callable[[Tensor], None]) -> Callable[[Tensor], Any]
     return reduce
 
 
-def _reduce_of_main(cls: type, name: MainName, obj: Any) -> Any:
-    """An object of a class of the script, without the class: only its name."""
-    if importable_name(cls) is None:
-        raise pickle.PicklingError(f"{cls!r} is not what the script has under this name now")
-    reduced = _reduce(obj)
-    match reduced:
-        case (function, tuple() as args, *rest):
+def _main_reducer(cls: type) -> Callable[[Any], Any]:
+    """How objects of a class of the script are reduced: to the name of the class, without the class."""
+    name = MainName(cls.__qualname__)
+    module_name, class_name = cls.__module__, cls.__qualname__
+
+    def reduce(obj: Any) -> Any:
+        # a notebook may have defined another class of this name since
+        if getattr(sys.modules.get(module_name), class_name, None) is not cls and importable_name(cls) is None:
+            raise pickle.PicklingError(f"{cls!r} is not what the script has under this name now")
+        reduced = _reduce(obj)
+        if type(reduced) is tuple and len(reduced) > 1:
+            function, args, *rest = reduced
+            if function is _newobj and args[0] is cls:
+                return make_instance, (name, *args[1:]), *rest
             if function is cls:
                 return name, args, *rest
-            if function is _newobj and args and args[0] is cls:
-                return make_instance, (name, *args[1:]), *rest
-    return reduced
+        return reduced
+
+    return reduce
 
 
 _newobj: Final[Any] = copyreg.__newobj__  # type: ignore[attr-defined]

@@ -148,9 +148,10 @@ class Packer:
         """Pack plain tensors. None if some are not plain, share memory or have lost it. Raises for other slots."""
         # What a small tensor costs: each look at one takes 30 to 60 ns. What has no memory or no shape raises here and
         # must get no further: torch would abort the process if it compared a nested tensor.
+        count = len(slots)
         addresses = [*map(_address_of, slots)]
-        schema = self._recent.get((len(slots), slots[0].shape, slots[-1].shape))
-        if schema is None or (len(slots) > 2 and True in map(_is_nested, slots)) or not schema.fits(*slots):
+        schema = self._recent.get((count, slots[0].shape, slots[-1].shape))
+        if schema is None or (count > 2 and True in map(_is_nested, slots)) or not schema.fits(*slots):
             schema = self._find(slots)
             if schema is None:
                 return None
@@ -159,7 +160,7 @@ class Packer:
         bases = addresses
         if any(offsets):
             bases = [address - offset * place[1] for address, offset, place in zip(addresses, offsets, schema.places)]  # noqa: B905 - `strict` takes long
-        if 0 in bases or len(set(bases)) < len(slots):
+        if 0 in bases or (count > 1 and len(set(bases)) < count):
             return self._pack_mixed(slots)
         parts: list[bytes] = []
         buffers: list[memoryview] = []

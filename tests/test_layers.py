@@ -27,7 +27,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 LAYERS: Final = (
     (0, {"errors", "extras"}),
     (0, {"_version", "devices", "garbage", "ids", "log", "tls", "torchstate", "user_errors"}),
-    (0, {"options"}),
+    (0, {"options", "private"}),
     (1, {"wire"}),
     (2, {"transport"}),
     (3, {"agent"}),

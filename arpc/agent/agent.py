@@ -112,12 +112,13 @@ class Agent:
         """For timers that are always set: calls a function at a time of the loop's clock."""
         self.deadlines = Deadlines(self.loop, self.call_at)
         self.timeouts = Timeouts(self.deadlines, options.rpc_timeout, are_sent=options.timeouts_travel)
+        self.connector = Connector(self, identity, options, transports, context, watchers)
         self.peers = PeerDirectory(
             WorkerInfo(identity.name, identity.id),
             self.make_peer,
             is_elastic=is_elastic,
-            same_main=lambda main: self.connector.same_main(main),
-            replaced=lambda peer: self.connector.replaced(peer),
+            same_main=self.connector.same_main,
+            replaced=self.connector.replaced,
         )
         sender = Sender(
             name=identity.name,
@@ -161,7 +162,6 @@ class Agent:
         self.prepare = self.caller.prepare
         self.on_loop = self.caller.on_loop
         self.check_loop = self.caller.check_loop
-        self.connector = Connector(self, identity, options, transports, context, watchers)
         self.heartbeat = Heartbeat(self.loop, options, self.connector, self.call_at)
         self._handlers = self._handler_table(handlers or {}, creations or {})
         self._requests: tuple[type[Message], ...] = (Request, *(handlers or {}), *(creations or {}))

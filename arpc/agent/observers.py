@@ -6,8 +6,8 @@ threads. `Agent.observe` installs one, at any time; `Agent.unobserve` takes it a
 agent when it is made *stands by*: it hears of a call only if its `occasions` say so, and of a handler only if the
 request brought its header.
 
-Requests are seen by an `ObservedSender` around the worker's own, handlers by the dispatcher. While nobody observes, that
-is one look at a few empty lists.
+Requests are seen by an `ObservedSender` around the worker's own, handlers by the dispatcher. While nobody observes,
+that is one look at a few empty lists.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The map of the *caller* rules both ways. A request names devices of the callee. 
 and the caller turns its own map around. So nobody needs to know another worker's maps.
 
 Copies between devices and host memory take a while, and the loop does not wait for them: a message that is to be sent
-waits until its buffers are filled (`Placement.when_filled`), one that has arrived until its buffers are where they belong
-(`Placement.messages_received`). Others pass meanwhile.
+waits until its buffers are filled (`Placement.when_filled`), one that has arrived until its buffers are where they
+belong (`Placement.messages_received`). Others pass meanwhile.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from arpc.agent.links import Link
 from arpc.agent.server.functions import Mode
 from arpc.agent.server.run import Run
 from arpc.ids import WorkerInfo
+from arpc.private.asyncio import awaited_by
 from arpc.wire.messages import Inspect
 
 __all__ = ["AwaitedCall", "CallStack", "HandlerStack", "TaskStack", "WorkerStack", "await_chain", "dump"]
@@ -189,8 +190,7 @@ def _futures_of(call: Call) -> Iterator[object]:
 
 
 def _awaited_by(task: asyncio.Task[Any], awaited: Mapping[int, AwaitedCall]) -> AwaitedCall | None:
-    # asyncio tells what a task waits for under no public name; the one it has is as old as Task in C
-    return awaited.get(id(getattr(task, "_fut_waiter", None)))
+    return awaited.get(id(awaited_by(task)))
 
 
 def _is_internal(task: asyncio.Task[Any]) -> bool:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, Final
@@ -14,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["fits_like", "fits_nothing", "private_apis"]
+from arpc.private.switch import PUBLIC_ONLY
 
-_PUBLIC_ONLY: Final = os.environ.get("ARPC_PUBLIC_APIS", "") not in {"", "0"}
+__all__ = ["fits_like", "fits_nothing", "private_apis"]
 
 
 def private_apis() -> dict[str, bool]:
@@ -87,4 +86,4 @@ def _guards_are_reliable() -> bool:
         return False
 
 
-_uses_guards: Final = not _PUBLIC_ONLY and _guards_are_reliable()
+_uses_guards: Final = not PUBLIC_ONLY and _guards_are_reliable()

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from arpc import torchstate
 from arpc.agent.client.pending_calls import OutgoingCall
 from arpc.agent.client.sender import as_arguments
-from arpc.agent.client.waiter import ReplyWaiter
 from arpc.agent.peers.peer import Peer
 from arpc.agent.server.functions import name_of
 from arpc.errors import CallCancelledError, RpcTimeoutError, RRefCreationError, SerializationError
@@ -100,7 +98,7 @@ class Creation(msgspec.Struct, eq=False):
     made_class: type | None = None
     is_settled: bool = False
     error: BaseException | None = None
-    waiter: ReplyWaiter | None = None
+    waiter: asyncio.Future[tuple[Any, ...]] | None = None
     """For the value, which comes with the answer."""
     watcher: OwnerFuture | None = None
     callbacks: list[Callable[[Any], object]] | None = None
@@ -121,7 +119,7 @@ class Creation(msgspec.Struct, eq=False):
 
     # -- the value with the answer
 
-    def fetch_along(self) -> ReplyWaiter | None:
+    def fetch_along(self) -> asyncio.Future[tuple[Any, ...]] | None:
         """Let the answer bring the value, too, if the creation has not left yet: what is awaited is a tuple of it.
 
         If that is empty, the value has to be asked for.
@@ -132,7 +130,8 @@ class Creation(msgspec.Struct, eq=False):
             return None  # those who take part in calls, or see them all, have to know a fetch from a creation
         assert peer is not None
         call.flags |= RequestFlag.VALUE
-        self.waiter = waiter = ReplyWaiter(agent.loop, wakes_directly=torchstate.isolates_all_tasks(agent.loop))
+        waiter: asyncio.Future[tuple[Any, ...]] = agent.caller.make_waiter()
+        self.waiter = waiter
         peer.send_held()
         return waiter
 

@@ -19,7 +19,7 @@ from arpc.agent.client.pending_calls import Call, CallSender, Cancellable, Outgo
 from arpc.agent.client.sender import Prepared, Sender
 from arpc.agent.client.streams import ItemOrder, Stream
 from arpc.agent.client.timeouts import Timeouts
-from arpc.agent.client.waiter import ReplyWaiter
+from arpc.agent.client.waiter import waiter_factory
 from arpc.agent.membership import GroupNotAskedError, WorkerRecord
 from arpc.agent.observers import Observers
 from arpc.agent.peers.directory import PeerDirectory
@@ -64,7 +64,8 @@ class Caller:
         self._by_key = peers.by_key
         self._observers = observers
         self._resolve = resolve
-        self._wakes_directly = torchstate.isolates_all_tasks(loop)
+        self.make_waiter = waiter_factory(loop)
+        """Makes what a coroutine awaits until its call has ended."""
 
     def wrap(self, wrapper: Callable[[CallSender], CallSender]) -> None:
         """Let a wrapper see every request from now on."""
@@ -84,7 +85,7 @@ class Caller:
         peer = self._peers.get(to)
         if peer is None or peer.must_be_asked_for:
             return await self.call(to, function, args, kwargs, timeout, depth=2)
-        waiter = ReplyWaiter(self._loop, wakes_directly=self._wakes_directly)
+        waiter = self.make_waiter()
         call_id = 0
         try:
             call_id = self.sender.send(OutgoingCall(peer, waiter, function, args, kwargs, timeout, is_awaited=True))

@@ -249,7 +249,7 @@ class Sender:
 def as_arguments(args: Any) -> tuple[Any, ...]:
     """The positional arguments as a tuple. What is no list of arguments is refused: it would be taken apart."""
     if args.__class__ is tuple:
-        return args  # type: ignore[no-any-return]  # it is a tuple
+        return args
     if args is None:
         return ()
     if isinstance(args, tuple | list):

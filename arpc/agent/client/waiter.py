@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from contextvars import Context
+from functools import partial
 from typing import Any, Final
 
-__all__ = ["ReplyWaiter"]
+from arpc import torchstate
+from arpc.private.asyncio import WAKES_DIRECTLY
+
+__all__ = ["ReplyWaiter", "waiter_factory"]
 
 _PENDING: Final = 0
 _DONE: Final = 1
@@ -124,6 +128,16 @@ class ReplyWaiter:
         callbacks, self._callbacks = self._callbacks, []
         for callback, context in callbacks:
             self._loop.call_soon(callback, self, context=context)
+
+
+def waiter_factory(loop: asyncio.AbstractEventLoop) -> Callable[[], Any]:
+    """What makes the recipients of calls that a coroutine of this loop awaits.
+
+    Without the attribute by which asyncio's tasks know a future, these are futures of asyncio itself.
+    """
+    if not WAKES_DIRECTLY:
+        return loop.create_future
+    return partial(ReplyWaiter, loop, wakes_directly=torchstate.isolates_all_tasks(loop))
 
 
 class _Failed:

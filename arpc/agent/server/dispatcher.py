@@ -155,7 +155,7 @@ class Dispatcher:
         if function.__class__ is not Function or message.flags & RequestFlag.STREAM:
             self._start_special(inbound, function, message)
             return
-        run = self._run(inbound, function, message)  # type: ignore[arg-type]  # as the lines above say
+        run = self._run(inbound, function, message)
         run.is_counted = is_counted
         self._launch(run)
         if run.is_counted and (run.ended or run.function.mode is not _THREAD):
@@ -440,8 +440,8 @@ class Dispatcher:
             context = copy_context()
             run = current_scope.get()
             job = partial(context.run, function.call, *args, **kwargs)
-            if run.__class__ is Run and run.results is function.results:  # type: ignore[union-attr]
-                result = await self._call_in_window(run.inbound, function.results, job)  # type: ignore[union-attr]
+            if run.__class__ is Run and run.results is function.results:
+                result = await self._call_in_window(run.inbound, function.results, job)
             else:
                 result = await self.threads.call(job)
         else:

@@ -1,10 +1,10 @@
 """Coroutines of handlers, stepped with a context and a torch state of their own.
 
 **Why not simply a Task each.** Most handlers never wait for anything, and the Task is then the largest part of their
-cost. So the first step of a handler runs at once, on behalf of an idle Task that is waiting for work. If
-the handler finishes in that step, nothing was scheduled and the Task stays idle. If it waits, the Task carries it
-to its end. The handler cannot tell: ``asyncio.current_task()`` is that Task from the first line to the last, cancelling it works, and contextvars are its own because every step runs in a Context made for it. (Python 3.12
-calls this eager start.)
+cost. So the first step of a handler runs at once, on behalf of an idle Task that is waiting for work. If the handler
+finishes in that step, nothing was scheduled and the Task stays idle. If it waits, the Task carries it to its end. The
+handler cannot tell: ``asyncio.current_task()`` is that Task from the first line to the last, cancelling it works, and
+contextvars are its own because every step runs in a Context made for it. (Python 3.12 calls this eager start.)
 
 **Torch's thread-local state** (grad mode and so on) is put in place before each step and taken away after it.
 """
@@ -12,7 +12,6 @@ calls this eager start.)
 from __future__ import annotations
 
 import asyncio
-from asyncio.tasks import _enter_task, _leave_task
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
 from types import coroutine as generator_coroutine
@@ -23,6 +22,7 @@ from torch._C import _len_torch_function_stack as _count_function_modes
 
 from arpc import torchstate
 from arpc.log import get_logger
+from arpc.private.asyncio import ENTERS_TASKS, enter_task, leave_task, mark_awaited
 
 __all__ = ["EagerTasks", "Job"]
 
@@ -145,7 +145,7 @@ class EagerTasks:
         idle_task = self.idle[-1]
         loop = self._loop
         try:
-            _enter_task(loop, idle_task.task)
+            enter_task(loop, idle_task.task)
         except RuntimeError:
             # called from within a Task after all: no harm, only slower
             self._start_task(job)
@@ -160,7 +160,7 @@ class EagerTasks:
             error = raised
             waits_for = idle_task
         finally:
-            _leave_task(loop, idle_task.task)
+            leave_task(loop, idle_task.task)
         if waits_for is not idle_task:
             self._carry_on(job, waits_for)
             return
@@ -193,7 +193,7 @@ class EagerTasks:
 
     def _more(self) -> None:
         """Have an idle task ready for the next job. One at a time: a burst of jobs that wait gets plain Tasks."""
-        if len(self.idle) + self._starting < _IDLE_MAX and not self._closed:
+        if ENTERS_TASKS and len(self.idle) + self._starting < _IDLE_MAX and not self._closed:
             self._starting += 1
             idle_task = _IdleTask(self._loop)
             idle_task.task = self._own(asyncio.Task(self._wait_for_job(idle_task), loop=self._loop))
@@ -230,10 +230,10 @@ class EagerTasks:
         if waits_for is not None:
             if waits_for.cancel():
                 return waits_for  # which ends in its own time, and the handler hears of it then, as in any Task
-            waits_for._asyncio_future_blocking = False  # noqa: SLF001 - asyncio's own mark of a future that is awaited
+            mark_awaited(waits_for, is_awaited=False)
         stopped = self._loop.create_future()
         stopped.cancel()
-        stopped._asyncio_future_blocking = True  # noqa: SLF001 - asyncio's own mark of a future that is awaited
+        mark_awaited(stopped, is_awaited=True)
         return stopped
 
     def _start_task(self, job: Job) -> None:

@@ -71,7 +71,7 @@ class Inbound:
             return None  # it has a window of its own
         function = self.functions.get(message.arg)
         if function.__class__ is Function:
-            return function.results  # type: ignore[union-attr]  # as the line above says
+            return function.results
         return None if message.arg else self.results_by_value
 
     def set_limit(self, max_handlers: int) -> None:

@@ -231,10 +231,8 @@ class Replies:
         if tensors is not None and tensors.waits:
             self._send_when_filled(inbound, run.id, type_, flags, arg, content)
             return
-        try:
+        with suppress(ConnectionClosedError):  # then the caller knows: its own end of the connection is closed too
             self._send(inbound, run.id, type_, flags, arg, content)
-        except ConnectionClosedError:
-            pass  # the caller knows: its own end of the connection is closed too
 
     def _send(self, inbound: Inbound, call_id: int, type_: int, flags: int, arg: int, content: Content) -> None:
         bulk = inbound.connection.send_message(

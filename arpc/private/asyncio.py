@@ -1,0 +1,52 @@
+"""Undocumented APIs of asyncio: each is looked for at import, and has a fallback that uses documented APIs only.
+
+``ARPC_PUBLIC_APIS=1`` in the environment turns them off; `private_apis` says which are on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final
+
+from arpc.private.switch import PUBLIC_ONLY
+
+__all__ = ["ENTERS_TASKS", "WAKES_DIRECTLY", "awaited_by", "enter_task", "leave_task", "mark_awaited", "private_apis"]
+
+_Switch = Callable[[asyncio.AbstractEventLoop, "asyncio.Task[Any]"], None]
+
+
+def _unavailable(_loop: asyncio.AbstractEventLoop, _task: asyncio.Task[Any]) -> None:
+    raise RuntimeError("asyncio has no way to run code on behalf of a task")
+
+
+enter_task: _Switch = _unavailable
+"""Makes a task the current one, outside of its own steps. Raises `RuntimeError` if another one is, or if it cannot."""
+leave_task: _Switch = _unavailable
+"""Ends what `enter_task` began."""
+try:
+    from asyncio.tasks import _enter_task, _leave_task
+except ImportError:
+    ENTERS_TASKS: Final = False
+else:
+    ENTERS_TASKS: Final = not PUBLIC_ONLY  # type: ignore[misc]  # it is one of the two
+    if ENTERS_TASKS:
+        enter_task, leave_task = _enter_task, _leave_task
+
+WAKES_DIRECTLY: Final = not PUBLIC_ONLY and hasattr(asyncio.Future, "_asyncio_future_blocking")
+"""Tasks take any object with this attribute for a future, so one of ours can wake them when it is done."""
+
+
+def private_apis() -> dict[str, bool]:
+    """Which undocumented APIs of asyncio are in use."""
+    return {"enter_task": ENTERS_TASKS, "future_blocking": WAKES_DIRECTLY}
+
+
+def mark_awaited(future: Any, *, is_awaited: bool) -> None:
+    """Set the mark that a coroutine leaves on the future it awaits, and that its task takes away."""
+    future._asyncio_future_blocking = is_awaited  # noqa: SLF001
+
+
+def awaited_by(task: asyncio.Task[Any]) -> object:
+    """What a task waits for, None if that cannot be told."""
+    return getattr(task, "_fut_waiter", None)

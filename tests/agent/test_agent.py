@@ -134,20 +134,20 @@ class Doubler:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Any], is_stream: bool = False) -> Any:
+    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Any], is_stream: bool = False) -> bytes | None:
         self.seen.append(f"request to {peer.name}")
         slots[:] = [2 * slot if isinstance(slot, torch.Tensor) else slot for slot in slots]
-        return {"number": len(self.seen)}
+        return b"%d" % len(self.seen)
 
-    def request_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
-        self.seen.append(f"request {meta['number']} of {peer.name}")
+    def request_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
+        self.seen.append(f"request {meta.decode()} of {peer.name}")
 
-    def reply_sent(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> Any:
-        self.seen.append(f"reply {meta['number']} to {peer.name}")
-        return "done"
+    def reply_sent(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> bytes | None:
+        self.seen.append(f"reply {meta.decode()} to {peer.name}")
+        return b"done"
 
-    def reply_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
-        self.seen.append(f"reply {meta} of {peer.name}")
+    def reply_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
+        self.seen.append(f"reply {meta.decode()} of {peer.name}")
 
 
 async def with_interceptor(group: Any, monkeypatch: pytest.MonkeyPatch, make: Any) -> list[Any]:
@@ -157,10 +157,11 @@ async def with_interceptor(group: Any, monkeypatch: pytest.MonkeyPatch, make: An
         codec = worker.agent.codec
         interceptor = make()
         added.append(interceptor)
+        sender = worker.agent.unobserved_sender
         monkeypatch.setattr(codec, "interceptors", (*codec.interceptors, interceptor))
         monkeypatch.setitem(codec._by_key, interceptor.key, interceptor)
-        monkeypatch.setattr(worker.agent, "_interceptors", codec.interceptors)
-        monkeypatch.setattr(worker.agent, "_occasions", tuple(known.occasions for known in codec.interceptors))
+        monkeypatch.setattr(sender, "_interceptors", tuple((known, known.occasions) for known in codec.interceptors))
+        monkeypatch.setattr(sender, "_occasions", tuple(known.occasions for known in codec.interceptors))
     return added
 
 
@@ -175,16 +176,16 @@ async def test_an_interceptor_that_refuses_fails_the_call_only(pair, monkeypatch
     class Refuser(Doubler):
         key = "refuser"
 
-        def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Any], is_stream: bool = False) -> Any:
+        def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Any], is_stream: bool = False) -> bytes | None:
             if function is hold:
                 raise LookupError("refused here")
-            return 1
+            return b"1"
 
-        def request_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
+        def request_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
             if slots:
                 raise ValueError("refused there")
 
-        def reply_sent(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> Any:
+        def reply_sent(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> bytes | None:
             return None
 
     await with_interceptor(pair, monkeypatch, Refuser)

@@ -6,15 +6,12 @@ import asyncio
 import gc
 import weakref
 from collections import Counter
-from operator import length_hint
 from typing import Any
 
 import pytest
 import torch
 
 import arpc
-from arpc.agent.client.pending_calls import LAST_NUMBER, Call, Calls
-from arpc.agent.client.deadlines import NEVER, Deadlines
 from arpc.errors import CallCancelledError, RpcTimeoutError, ShutdownError, WireError, WorkerLostError
 from arpc.testing import Cluster, cluster
 from tests.agent.leftovers import assert_nothing_left
@@ -336,105 +333,7 @@ async def keep_and_tell(value: Weighty) -> None:
     seen.append(weakref.ref(value))
 
 
-# -- the table
-
-
-@pytest.fixture
-def table():
-    timed_out: list[int] = []
-    with asyncio.Runner() as runner:
-        deadlines = Deadlines(runner.get_loop())
-        yield Calls(deadlines, lambda call_id, _: timed_out.append(call_id)), deadlines, timed_out
-        deadlines.close()
-
-
-@pytest.fixture
-def a_call():
-    with asyncio.Runner() as runner:
-        yield Call(runner.get_loop().create_future(), echo, 10)
-
-
-def test_ids_are_unique_and_found_again(table, a_call):
-    calls, deadlines, _ = table
-    tick = deadlines.tick(1.0, 5.0)
-    ids = [calls.add(which, a_call) for which in (tick, tick, NEVER, NEVER, tick + 1)]
-    assert len(set(ids)) == len(calls) == 5
-    assert {call_id for call_id, _ in calls} == set(ids)
-    for call_id in ids:
-        assert calls.get(call_id) is a_call
-        assert calls.pop(call_id) is a_call
-        assert calls.get(call_id) is None
-        assert calls.pop(call_id) is None
-    assert len(calls) == 0
-
-
-def test_an_id_still_in_use_is_not_given_out_again(table, a_call):
-    calls, _, _ = table
-    first = calls.add(NEVER, a_call)
-    calls._numbers = iter([first, first, 7])
-    assert calls.add(NEVER, a_call) == 7
-
-
-def take_number(calls: Calls, tick: int, call: Call) -> int:
-    """What the agent does for a call with nothing special about it."""
-    call_id = calls.take_id(tick)
-    assert call_id not in calls.bucket
-    calls.bucket[call_id] = call
-    return call_id
-
-
-def leave_numbers(calls: Calls, left: int) -> None:
-    """As if all but so many of the numbers of this round had been taken."""
-    end = next(calls._ids) + 1 + length_hint(calls._ids)
-    calls._ids = iter(range(end - left, end))
-    calls.next_id = calls._ids.__next__
-
-
-@pytest.mark.parametrize("tick", [NEVER, Deadlines.tick(1000.0, 86400.0)])
-def test_numbers_that_run_out_begin_again_apart_from_those_in_use(table, a_call, tick):
-    calls, _, timed_out = table
-    waiting = [take_number(calls, tick, a_call) for _ in range(3)]
-    for round_ in range(3):
-        leave_numbers(calls, 2)
-        waiting += [take_number(calls, tick, a_call) for _ in range(5)]
-        assert len(set(waiting)) == len(calls) == 8 + 5 * round_
-    assert calls.made == 3 * LAST_NUMBER + 3
-    for call_id in waiting:
-        assert calls.get(call_id) is a_call
-    for expired in list(calls.buckets):
-        calls.expire(expired)
-    assert timed_out == waiting
-    assert calls.tick == -1
-    assert not calls.bucket
-
-
-def test_ticks_that_take_turns_do_not_share_numbers_in_use(table, a_call):
-    calls, deadlines, _ = table
-    tick = deadlines.tick(1.0, 5.0)
-    ids = [take_number(calls, which, a_call) for which in (NEVER, tick, NEVER)]
-    leave_numbers(calls, 1)
-    ids += [take_number(calls, which, a_call) for which in (tick, NEVER, tick, NEVER, tick)]
-    assert len(set(ids)) == len(calls) == 8
-
-
-async def test_calls_without_a_timeout_never_run_out_of_numbers(pair):
-    await pair[0].rpc_sync("worker1", echo, timeout=0)
-    calls = pair[0].agent.known_peer("worker1").calls
-    leave_numbers(calls, 2)
-    async with asyncio.timeout(30):  # the reply of one with a wrong id would find nobody
-        for number in range(6):
-            assert await pair[0].rpc_sync("worker1", echo, args=(number,), timeout=0) == number
-    await assert_nothing_left(pair)
-
-
-async def test_another_default_timeout_is_that_of_the_next_call(pair):
-    await pair[0].rpc_sync("worker1", echo)
-    calls = pair[0].agent.known_peer("worker1").calls
-    before = calls.tick
-    pair[0].agent.timeouts.default_s = 0
-    await pair[0].rpc_sync("worker1", echo)
-    assert before != NEVER
-    assert calls.tick == NEVER
+# -- what a call may not look like
 
 
 async def test_what_is_no_tuple_of_arguments_is_refused_every_time(pair):
@@ -443,18 +342,3 @@ async def test_what_is_no_tuple_of_arguments_is_refused_every_time(pair):
             await pair[0].rpc_sync("worker1", echo, args=torch.tensor(0))
         assert await pair[0].rpc_sync("worker1", echo) is None
         assert await pair[0].rpc_sync("worker1", echo, args=None) is None
-
-
-def test_a_tick_that_expires_takes_its_calls_only(table, a_call):
-    calls, deadlines, timed_out = table
-    tick = deadlines.tick(1.0, 5.0)
-    due = [calls.add(tick, a_call), calls.add(tick, a_call)]
-    later = calls.add(tick + 1, a_call)
-    never = calls.add(NEVER, a_call)
-    calls.expire(tick)
-    assert timed_out == due
-    assert {call_id for call_id, _ in calls} == {later, never}
-
-
-def test_a_call_is_named_after_its_function(a_call):
-    assert a_call.name == "echo"

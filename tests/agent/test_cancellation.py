@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import arpc
+from arpc.agent.client.waiter import ReplyWaiter
 from arpc.agent.peers.peer import PeerState
 from arpc.errors import CallCancelledError
 from arpc.testing import cluster
-from arpc.wire.frames import brief_kind
-from arpc.wire.messages import MessageType
+from arpc.wire.messages import Reply
 from tests.agent.leftovers import assert_nothing_left, until
 from tests.agent.stage import call_on, call_on_in_thread, echo, hold, hold_in_thread, the_stage
 
@@ -273,7 +274,7 @@ async def test_the_result_of_a_function_in_a_thread_is_discarded(pair, stage):
     await stage.wait_until("held begun")
     await cancel_and_wait(future)
     await pair[0].rpc_sync("worker1", echo)
-    assert pair[1].agent.dispatcher.calls_failed == 1, "it was answered as cancelled"
+    assert pair[1].agent.dispatcher.replies.calls_failed == 1, "it was answered as cancelled"
     stage.open()
     await stage.wait_until("held ended")
 
@@ -286,27 +287,29 @@ async def test_a_call_made_in_a_thread(trio, stage):
     await stage.wait_until("innermost cancelled")
 
 
-REPLY = brief_kind(MessageType.REPLY)
-
 # -- when it crosses the reply
 
 
-async def test_in_the_turn_in_which_the_reply_arrives(pair):
-    """The result is there, the task has not run yet, and is cancelled: it ends as cancelled, and nothing is left."""
+@pytest.mark.parametrize("wakes_directly", [False, True])
+async def test_in_the_callback_that_takes_the_reply(pair, monkeypatch, wakes_directly):
+    """A task that has not run since its result came ends as cancelled; one that went on within the read has ended."""
     agent = pair[0].agent
-    await pair[0].rpc_sync("worker1", echo, args=("connect",))
-    link = agent.peer("worker1").connection.owner
-    on_reply = dict(link.connection.protocol.direct)[REPLY]
+    make_waiter = partial(ReplyWaiter, agent.loop, wakes_directly=wakes_directly)
+    monkeypatch.setattr(agent.caller, "make_waiter", make_waiter)
+    on_reply = agent._handlers[Reply]
     task: asyncio.Task[Any] = asyncio.create_task(pair[0].rpc_sync("worker1", echo, args=("just in time",)))
 
-    def cancel_with_the_reply(*message: Any) -> None:
-        on_reply(*message)
-        task.cancel()
+    def cancel_with_the_reply(link: Any, message: Any) -> None:
+        on_reply(link, message)
+        assert task.cancel() is not wakes_directly
 
-    link.connection.protocol.direct = {REPLY: cancel_with_the_reply}
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    link.connection.protocol.direct = agent.direct(link)
+    monkeypatch.setitem(agent._handlers, Reply, cancel_with_the_reply)
+    if wakes_directly:
+        assert await task == "just in time"
+    else:
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    monkeypatch.setitem(agent._handlers, Reply, on_reply)
     assert await pair[0].rpc_sync("worker1", echo, args=("next",)) == "next"
 
 

@@ -13,7 +13,7 @@ import torch
 
 import arpc
 from arpc import torchstate
-from arpc.agent.server.eager_tasks import Carriers, Job
+from arpc.agent.server.eager_tasks import EagerTasks, Job
 from tests.agent.leftovers import until, warm_up
 from tests.agent.stage import echo, echo_later, the_stage, wait_if
 
@@ -263,7 +263,7 @@ async def ask_a_task() -> tuple[str, str]:
     return await asyncio.create_task(ask())
 
 
-# -- the carriers themselves
+# -- EagerTasks alone
 
 
 class Recorded(Job):
@@ -296,74 +296,74 @@ class Recorded(Job):
 
 
 @pytest.fixture
-async def carriers() -> AsyncIterator[Carriers]:
-    carriers = Carriers(asyncio.get_running_loop(), "test")
-    yield carriers
-    await carriers.aclose()
-    assert not carriers._tasks
+async def tasks() -> AsyncIterator[EagerTasks]:
+    tasks = EagerTasks(asyncio.get_running_loop(), "test")
+    yield tasks
+    await tasks.aclose()
+    assert not tasks._tasks
 
 
-async def start(carriers: Carriers, job: Job) -> None:
+async def start(tasks: EagerTasks, job: Job) -> None:
     """Outside of any task, as messages do."""
     done = asyncio.Event()
 
     def begin() -> None:
-        carriers.start(job)
+        tasks.start(job)
         done.set()
 
     asyncio.get_running_loop().call_soon(begin)
     await done.wait()
 
 
-async def test_the_first_job_runs_in_a_task_and_later_ones_at_once(carriers):
+async def test_the_first_job_runs_in_a_task_and_later_ones_at_once(tasks):
     first = Recorded(echo, 1)
-    await start(carriers, first)
+    await start(tasks, first)
     assert await first.ended == 1
-    await until(lambda: bool(carriers.idle))
+    await until(lambda: bool(tasks.idle))
     second = Recorded(echo, 2)
-    await start(carriers, second)
+    await start(tasks, second)
     assert second.ended.done()
     assert await second.ended == 2
     assert (first.suspensions, second.suspensions) == (1, 0)
-    assert carriers.statistics() == {"handlers_waiting": 0, "handlers_without_wait": 1, "handlers_carried": 1}
+    assert tasks.statistics() == {"handlers_waiting": 0, "handlers_without_wait": 1, "handlers_carried": 1}
 
 
-async def test_a_job_started_from_within_a_task_runs_too(carriers):
-    await test_the_first_job_runs_in_a_task_and_later_ones_at_once(carriers)
+async def test_a_job_started_from_within_a_task_runs_too(tasks):
+    await test_the_first_job_runs_in_a_task_and_later_ones_at_once(tasks)
     job = Recorded(echo, 3)
-    carriers.start(job)
+    tasks.start(job)
     assert not job.ended.done()
     assert await job.ended == 3
 
 
-async def test_a_task_cancelled_before_it_began_fails_its_job(carriers):
+async def test_a_task_cancelled_before_it_began_fails_its_job(tasks):
     job = Recorded(echo, 1)
-    await start(carriers, job)
+    await start(tasks, job)
     job = Recorded(echo, 2)
-    carriers.idle.clear()
-    carriers.start(job)
+    tasks.idle.clear()
+    tasks.start(job)
     job.task.cancel()
     with pytest.raises(LookupError, match="CancelledError"):
         await job.ended
 
 
-async def test_closing_cancels_what_is_carried(carriers):
+async def test_closing_cancels_what_is_carried(tasks):
     jobs = [Recorded(asyncio.Event().wait) for _ in range(5)]
     for job in jobs:
-        await start(carriers, job)
-    assert carriers.statistics()["handlers_waiting"] == 5
-    await carriers.aclose()
+        await start(tasks, job)
+    assert tasks.statistics()["handlers_waiting"] == 5
+    await tasks.aclose()
     for job in jobs:
         with pytest.raises(LookupError, match="CancelledError"):
             await job.ended
     late = Recorded(echo, 1)
-    await start(carriers, late)
+    await start(tasks, late)
     with pytest.raises(LookupError, match="CancelledError"):
         await late.ended
 
 
-async def test_closing_does_not_wait_for_ever(carriers, monkeypatch, caplog):
-    monkeypatch.setattr("arpc.agent.carriers._CLOSE_S", 0.01)
+async def test_closing_does_not_wait_for_ever(tasks, monkeypatch, caplog):
+    monkeypatch.setattr("arpc.agent.server.eager_tasks._CLOSE_S", 0.01)
     release = asyncio.Event()
 
     async def refuse() -> str:
@@ -375,9 +375,9 @@ async def test_closing_does_not_wait_for_ever(carriers, monkeypatch, caplog):
         return "in the end"
 
     job = Recorded(refuse)
-    await start(carriers, job)
+    await start(tasks, job)
     await asyncio.sleep(0)
-    await carriers.aclose()
+    await tasks.aclose()
     assert not job.ended.done()
     assert "leaves 1 handlers behind" in caplog.text
     release.set()
@@ -401,17 +401,17 @@ def test_a_loop_that_is_dropped_ends_coroutines_in_their_own_context():
         def failed(self, error: BaseException) -> None:
             log.append(type(error).__name__)
 
-    async def main(carriers: Carriers) -> None:
-        await start(carriers, Forgotten(wait_for_ever))
+    async def main(tasks: EagerTasks) -> None:
+        await start(tasks, Forgotten(wait_for_ever))
         await asyncio.sleep(0)
 
     loop = asyncio.new_event_loop()
-    carriers = Carriers(loop, "test")
-    loop.run_until_complete(main(carriers))
-    for task in carriers._tasks:
+    tasks = EagerTasks(loop, "test")
+    loop.run_until_complete(main(tasks))
+    for task in tasks._tasks:
         task._log_destroy_pending = False
     loop.close()
-    del carriers, task
+    del tasks, task
     gc.collect()
     assert log == [("untouched", False), "GeneratorExit"]
     assert torchstate.is_pristine()

@@ -130,6 +130,10 @@ class Handling(msgspec.Struct, eq=False):
     """Who hears of it."""
     shared: dict[type, Any] = msgspec.field(default_factory=dict)
     """What observers of one kind share."""
+    steps: Any = None
+    """What observers put around each of its steps."""
+    is_watched: bool = False
+    """Observers have been told that it begins."""
 
 
 class Activity:
@@ -381,22 +385,24 @@ class Observers:
         handling = run.handling
         assert handling is not None
         function = run.function
-        if isinstance(function, _Watched):
+        if handling.is_watched:
             return function  # it has begun already
+        handling.is_watched = True
         handling.kind = kind_of(message.type, message.flags)
-        # that which a feature runs in its own way is the first argument of the feature's
-        called = function.call
-        if handling.kind is Kind.REMOTE and isinstance(called, partial):
-            called = called.args[0].call
-        handling.function = call_name(called, run.args, function.name)
+        handling.function = call_name(function.call, run.args, function.name)
         handling.received_bytes = HEADER_BYTES + message.size_bytes
         found = [observer.handler_begins(handling) for observer in handling.observers]
         parts = [steps for steps in found if steps is not None]
-        if not parts:
-            return _Watched(function, handling, None)
-        steps = parts[0] if len(parts) == 1 else AllSteps(parts)
-        current_steps.set(steps)
-        return _Watched(function, handling, steps)
+        if parts:
+            handling.steps = parts[0] if len(parts) == 1 else AllSteps(parts)
+            current_steps.set(handling.steps)
+        return _watched(function, handling, handling.steps)
+
+    @staticmethod
+    def handed_over(run: Run, function: Function) -> Function:
+        """The function that runs in the place of another, with what observers put around it."""
+        run.handling.function = function.name
+        return _watched(function, run.handling, run.handling.steps)
 
     def ended(self, run: Run, sent_bytes: int, error: BaseException | None) -> None:
         """A request is answered."""
@@ -451,30 +457,20 @@ def _headers(meta: bytes) -> dict[str, Any]:
         raise ProtocolError(f"malformed headers of observers: {error}") from error
 
 
-class _Watched(Function):
-    """A function for one request, in which observers have put something around each step."""
+def _watched(function: Function, handling: Handling, steps: Steps | None) -> Function:
+    """A function for one request, with what observers put around each of its steps."""
+    inner, is_coroutine = function.call, function.mode is Mode.COROUTINE
 
-    __slots__ = ()
+    def call(*args: Any, **kwargs: Any) -> Any:
+        handling.began_ns = handling.began_ns or _now()
+        if steps is None:
+            return inner(*args, **kwargs)
+        result = call_stepped(steps, inner, *args, **kwargs)
+        return Stepped(result, steps) if is_coroutine else step_result(steps, result)
 
-    def __init__(self, function: Function, handling: Handling, steps: Steps | None) -> None:
-        self.mode = function.mode
-        self.name = function.name
-        self.returns_future = function.returns_future
-        self.is_quick = function.is_quick
-        self.is_service = function.is_service
-        self.is_simple = self.is_plain = False
-        self._quick_calls = 0
-        self.results = function.results
-        inner = function.call
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            handling.began_ns = _now()
-            if steps is None:
-                return inner(*args, **kwargs)
-            result = call_stepped(steps, inner, *args, **kwargs)
-            return Stepped(result, steps) if self.mode is Mode.COROUTINE else step_result(steps, result)
-
-        self.call = call
+    watched = function.like(call)
+    watched.is_simple = watched.is_plain = False
+    return watched
 
 
 _KINDS: Final = {

@@ -11,7 +11,6 @@ import msgspec
 from torch.jit import ScriptModule
 
 from arpc.agent.codec import Content
-from arpc.agent.scope import current_scope
 from arpc.agent.server.functions import Function
 from arpc.agent.server.remote_exceptions import raisable
 from arpc.agent.server.run import Run
@@ -33,10 +32,7 @@ _text = GloballyUniqueId.from_int
 
 
 class Arrival(msgspec.Struct, eq=False):
-    """One creation while it is handled.
-
-    It does not refer to its request: that refers to its function, which is `make`, and the cycle would keep the value.
-    """
+    """One creation while it is handled: a `run.Creation`."""
 
     arrivals: Arrivals
     rref: RRefId
@@ -44,29 +40,22 @@ class Arrival(msgspec.Struct, eq=False):
     is_wanted: bool
     """The answer is to bring the value."""
 
-    async def make(self, function: Function, /, *args: Any, **kwargs: Any) -> Content | None:
-        """Run the function, and keep what it returns, or raises. The answer says that it ended."""
+    def returned(self, run: Run, result: Any) -> Content | None:
+        """Keep the value. The answer brings it along if the creator wants it at once."""
         value = self.value
-        value.made = value.made or function.name
-        try:
-            if function.is_simple:
-                value.set(await function.call(*args, **kwargs))
-            else:
-                made_here = await self.arrivals.service.agent.dispatcher.call(function, args, kwargs)
-                # before it is there for all to see
-                value.stays = is_a(made_here, ScriptModule) and getattr(function.call, "keeps_modules", False)
-                value.set(made_here)
-        except asyncio.CancelledError:
-            value.fail(_cancelled(self.rref))
-            raise
-        except BaseException as error:  # noqa: BLE001 - it is for those who use the value
-            self.arrivals.fail(value, error)
-        finally:
-            self.arrivals.ended(self.rref)
-        return self.arrivals.encoded(value.content) if self.is_wanted and not value.stays else None
+        value.made = value.made or run.function.name
+        value.stays = run.function.keeps_modules and is_a(result, ScriptModule)  # before it is there for all to see
+        value.set(result)
+        self.arrivals.ended(self.rref)
+        return self.arrivals.encoded(run, value.content) if self.is_wanted and not value.stays else None
 
-    def not_begun(self, error: BaseException) -> None:
-        """The function was not called."""
+    def failed(self, error: BaseException) -> None:
+        """Keep the error for those who use the value. Its creator learns that the function has ended."""
+        self.arrivals.fail(self.value, error)
+        self.arrivals.ended(self.rref)
+
+    def not_made(self, error: BaseException) -> None:
+        """There is no value, and will be none."""
         if is_a(error, asyncio.CancelledError):
             self.value.fail(_cancelled(self.rref))
         else:
@@ -127,13 +116,12 @@ class Arrivals:
         if following:
             self.service.carry_out(following)
 
-    def encoded(self, content: Any) -> Content | None:
+    def encoded(self, run: Run, content: Any) -> Content | None:
         """The value for its creator, who wants it at once; None lets it ask for it, to be told what is wrong."""
-        run = current_scope.get()
-        if content is NOTHING or not isinstance(run, Run):
+        if content is NOTHING:
             return None
         try:
-            return self.service.agent.dispatcher.replies.encode(run, (content,), with_metadata=True)
+            return run.context.run(self.service.agent.dispatcher.replies.encode, run, (content,), with_metadata=True)
         except BaseException:  # noqa: BLE001 - whatever a user's __reduce__ may raise
             return None
 

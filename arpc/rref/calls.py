@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from arpc.agent.observers import named_by
 from arpc.agent.scope import current_scope
-from arpc.agent.server.functions import name_of
-from arpc.agent.server.run import Run
+from arpc.agent.server.functions import HandOver, name_of
 from arpc.rref.methods import bound, template_of
 from arpc.wire.allowlist import export
 
@@ -32,14 +31,14 @@ async def held_value(rref: int, is_created: bool) -> Any:
 
 @named_by(lambda function, *_: name_of(function))
 async def run_here(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns, run in the way its kind asks for."""
-    return await _context().call(function, args, {})
+    """Have a function run in the way its kind asks for, in the place of the handler that calls this."""
+    return HandOver(bound(function, template_of(function)), args, {})
 
 
 @export
 @named_by(lambda _rref, _is_created, name, *_: name)
-async def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of a value, once it is there, in the way its kind asks for."""
+async def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs: Any) -> HandOver:
+    """Have a method of a value run, once the value is there."""
     context = _context()
     held = context.values.get(rref)
     if held is not None and held.is_ready:
@@ -47,16 +46,7 @@ async def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **k
     else:
         value = await context.value(rref, is_created=is_created)
     method = context.get_method(value, name)
-    template = template_of(method)
-    run = current_scope.get()
-    if run.__class__ is Run and run.results is None:
-        if template.results.are_large:
-            await context.agent.dispatcher.expect_result(run, template)
-        else:
-            run.results = template.results
-    if template.is_simple:
-        return await method(*args, **kwargs)
-    return await context.agent.dispatcher.call(bound(method, template), args, kwargs)
+    return HandOver(bound(method, template_of(method)), args, kwargs)
 
 
 @export

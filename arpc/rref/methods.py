@@ -32,13 +32,4 @@ def template_of(method: Callable[..., Any]) -> Function:
 
 def bound(method: Callable[..., Any], template: Function) -> Function:
     """The method itself, to be run like its template."""
-    if template.call is method:
-        return template
-    made = Function.__new__(Function)
-    made.call = method
-    made.mode = template.mode
-    made.name = template.name
-    made.is_simple = template.is_simple
-    made.returns_future = template.returns_future
-    made.results = template.results
-    return made
+    return template if template.call is method else template.like(method)

@@ -295,6 +295,8 @@ class Protocol:
 
     def _layout(self, schema: int, body: bytearray) -> Layout:
         """How the tensors of a message are laid out, by the number that its header has."""
+        if self.state is State.HANDSHAKE:
+            raise ProtocolError("a message with tensors is out of place in a handshake")
         if schema == ONE_OFF:
             return self._read_layout(frames.take_table(body))
         layout = self._layouts.get(schema)
@@ -302,9 +304,11 @@ class Protocol:
             raise ProtocolError(f"a message with tensors of the schema {schema}, which was not announced")
         return layout
 
-    def _receive_schema(self, message: Message) -> None:
+    def _receive_schema(self, message: Message, n_buffers: int) -> None:
         """The peer announces how the tensors of later messages are laid out."""
-        number, table = message.arg, bytes(message.pickle)
+        if n_buffers or message.meta_end or message.layout is not None:
+            raise ProtocolError("a schema was announced in a message that has tensors or metadata")
+        number, table = message.arg, bytes(message.body)
         self._schema_bytes += len(table)
         if not 0 < number <= MAX_SCHEMAS or number in self._layouts or self._schema_bytes > MAX_SCHEMA_BYTES:
             raise ProtocolError(f"schema {number} cannot be announced: it is known, or there are too many")
@@ -442,7 +446,7 @@ class Protocol:
             self._set_state(State.CLOSING)
             messages.append(message)
         elif type_ == _SCHEMA:
-            self._receive_schema(message)
+            self._receive_schema(message, n_buffers)
         elif type_ < _FIRST_OF_CALLS:
             self._receive_about_memory(message, n_buffers, messages)
         elif n_buffers:

@@ -15,7 +15,8 @@ __all__ = ["ReplyWaiter", "waiter_factory"]
 
 _PENDING: Final = 0
 _DONE: Final = 1
-_CANCELLED: Final = 2
+_FAILED: Final = 2
+_CANCELLED: Final = 3
 
 _Callback = Callable[[Any], object]
 
@@ -57,19 +58,18 @@ class ReplyWaiter:
 
     def result(self) -> Any:
         """The result; raises the error of the call, or `asyncio.InvalidStateError` before its end."""
-        outcome = self._outcome
-        if self._state == _DONE and outcome.__class__ is not _Failed:
-            return outcome
+        if self._state == _DONE:
+            return self._outcome
         try:
             raise self._error()
         finally:
-            del self, outcome  # the error's traceback refers to this frame
+            del self  # the error's traceback refers to this frame
 
     def exception(self) -> BaseException | None:
         """The error of the call, None if it has none."""
-        if self._state == _DONE and self._outcome.__class__ is not _Failed:
-            return None
         if self._state == _DONE:
+            return None
+        if self._state == _FAILED:
             return self._error()
         raise self._error()
 
@@ -78,7 +78,7 @@ class ReplyWaiter:
             return asyncio.InvalidStateError("the call has not ended")
         if self._state == _CANCELLED:
             return asyncio.CancelledError()
-        error: BaseException = self._outcome.error
+        error: BaseException = self._outcome
         return error
 
     def add_done_callback(self, callback: _Callback, *, context: Context | None = None) -> None:
@@ -120,8 +120,8 @@ class ReplyWaiter:
 
     def set_exception(self, exception: BaseException) -> None:
         """The call has failed. Called anywhere on the loop."""
-        self._state = _DONE
-        self._outcome = _Failed(exception)
+        self._state = _FAILED
+        self._outcome = exception
         self._schedule()
 
     def _schedule(self) -> None:
@@ -138,15 +138,6 @@ def waiter_factory(loop: asyncio.AbstractEventLoop) -> Callable[[], Any]:
     if not WAKES_DIRECTLY:
         return loop.create_future
     return partial(ReplyWaiter, loop, wakes_directly=torchstate.isolates_all_tasks(loop))
-
-
-class _Failed:
-    """The outcome of a call that has failed."""
-
-    __slots__ = ("error",)
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
 
 
 def _raise(error: BaseException) -> None:

@@ -17,12 +17,12 @@ from arpc.agent.codec import Codec
 from arpc.agent.observers import Observers
 from arpc.agent.scope import current_scope
 from arpc.agent.server.eager_tasks import EagerTasks
-from arpc.agent.server.functions import Function, Mode, Prompt
+from arpc.agent.server.functions import Function, HandOver, Mode, Prompt
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.producer import Producer
 from arpc.agent.server.replies import Replies
 from arpc.agent.server.reply_window import ReplyWindow, ResultSizes
-from arpc.agent.server.run import Run
+from arpc.agent.server.run import Creation, Run
 from arpc.agent.server.thread_pool import ThreadPool
 from arpc.agent.server.thread_replies import ThreadReplies
 from arpc.errors import (
@@ -37,7 +37,7 @@ from arpc.user_errors import close_coroutine, is_a, is_coroutine, summary_of, ty
 from arpc.wire.messages import FailureKind, Message, RequestFlag
 from arpc.wire.metadata import WINDOW, unpack_window
 
-__all__ = ["Creation", "CreationService", "Dispatcher", "HasInbound"]
+__all__ = ["CreationService", "Dispatcher", "HasInbound"]
 
 _COROUTINE: Final = Mode.COROUTINE
 _THREAD: Final = Mode.THREAD
@@ -46,8 +46,6 @@ _INLINE: Final = Mode.INLINE
 _WINDOWS: Final = 16
 # By number, with each connection
 _MAX_FUNCTIONS: Final = 1 << 16
-_NOT_BEGUN: Final = object()
-_GENERATORS: Final = frozenset((Mode.GENERATOR, Mode.ASYNC_GENERATOR))
 _now_ns = time.perf_counter_ns
 
 
@@ -59,16 +57,6 @@ class HasInbound(Protocol):
 
 
 _Handle = Callable[[HasInbound, Message], None]
-
-
-class Creation(Protocol):
-    """One message of a feature that names a function, and does with the result what it likes."""
-
-    def make(self, function: Function, /, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
-        """Runs the function in its own way; what this returns is the answer."""
-
-    def not_begun(self, error: BaseException) -> None:
-        """The function was not called: it is not there, its arguments cannot be unpacked, or the call was cancelled."""
 
 
 class CreationService(Protocol):
@@ -107,8 +95,6 @@ class Dispatcher:
         self.tasks = EagerTasks(loop, name)
         self.observers = observers or Observers()
         self.replies = Replies(loop, codec, self.observers, self.readmit)
-        self.raised = self.replies.raised
-        self.refused = self.replies.refused
         self.encoded = self.replies.encoded
         self.answer_withdrawn = self.replies.answer_withdrawn
         self._copy_context = context.copy
@@ -172,16 +158,17 @@ class Dispatcher:
         run = self._run(inbound, function if isinstance(function, Function) else _UNKNOWN, message)
         if message.flags & RequestFlag.STREAM:
             run.is_stream = True
+        self._start(run, function, message)
+
+    def _start(self, run: Run, function: Function | Exception | None, message: Message) -> None:
+        """Unpack the arguments of a request, then run it."""
         try:
             self._check_found(function, message)
             run.context.run(self._enter, run, message)
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             self.refused(run, error)
             return
-        if run.is_stream and run.function.mode in _GENERATORS:
-            self._run_inline(run)  # calling a generator function runs none of its code
-        else:
-            self._launch(run)
+        self._launch(run)
 
     @staticmethod
     def _check_found(function: Function | Exception | None, message: Message) -> None:
@@ -197,8 +184,8 @@ class Dispatcher:
             self.tasks.start(run)
         elif mode is _THREAD:
             self._start_thread(run)
-        elif mode is _INLINE:
-            self._run_inline(run)
+        elif mode is _INLINE or run.is_stream or run.creation is not None:
+            self._run_inline(run)  # calling a generator function runs none of its code
         else:
             self.refused(run, TypeError(f"{run.function.name} is a generator: call it with arpc.stream"))
 
@@ -235,7 +222,7 @@ class Dispatcher:
     def postpone(self, run: Run) -> None:
         """Let a plain function have a thread when there is room for its result, or at once if that will be small."""
         if not run.function.results.are_large:
-            self.threads.submit(run.work, is_quick=run.function.is_quick)
+            self.threads.submit(run.work, is_quick=run.function.quickness.is_quick)
             return
         window = self._window(run.inbound)
 
@@ -250,7 +237,7 @@ class Dispatcher:
     def _submit_counted(self, run: Run) -> None:
         run.is_counted = True
         run.thread_replies = None  # the loop is to hear of its end
-        self.threads.submit(run.work, is_quick=run.function.is_quick)
+        self.threads.submit(run.work, is_quick=run.function.quickness.is_quick)
 
     def _refuse_for_now(self, inbound: Inbound, message: Message) -> None:
         """Answer a call of a caller too many of whose calls wait already."""
@@ -334,22 +321,9 @@ class Dispatcher:
             except ProtocolError as error:
                 self.refused(run, error)
                 return
-            if creation is None:
-                return
-            run.never_begun = creation.not_begun
-            if isinstance(function, Function):
-                # before it is unpacked: what observers put around a function belongs around all of this
-                run.function = _created(creation, function)
-            try:
-                self._check_found(function, message)
-                run.context.run(self._enter, run, message)
-            except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
-                creation.not_begun(error)
-                self.refused(run, error)
-                return
-            if not isinstance(function, Function):  # it came with its arguments
-                run.function = _created(creation, run.function)
-            self.tasks.start(run)
+            if creation is not None:
+                run.creation = creation
+                self._start(run, function, message)
 
         return handle
 
@@ -437,43 +411,13 @@ class Dispatcher:
         A generator is returned as it is, not begun.
         """
         if function.mode is _THREAD:
-            context = copy_context()
-            run = current_scope.get()
-            job = partial(context.run, function.call, *args, **kwargs)
-            if run.__class__ is Run and run.results is function.results:
-                result = await self._call_in_window(run.inbound, function.results, job)
-            else:
-                result = await self.threads.call(job)
+            result = await self.threads.call(partial(copy_context().run, function.call, *args, **kwargs))
         else:
             result = function.call(*args, **kwargs)
         if function.returns_future:
             return await _future_of(result, function.name, self.loop)
         # not asyncio.iscoroutine, to which a generator is one
         return await result if is_coroutine(result) else result
-
-    async def expect_result(self, run: Run, function: Function) -> None:
-        """Let a handler that has found out what to call wait for room, if the result of that is likely to be large."""
-        run.results = results = function.results
-        if results.are_large and function.mode is not _THREAD:
-            await self._window(run.inbound).wait(results, in_thread=False)
-
-    async def _call_in_window(self, inbound: Inbound, results: ResultSizes, job: Callable[[], Any]) -> Any:
-        """Run in a thread what a request calls and returns."""
-
-        def unless_large() -> Any:
-            # of those that came before the first result, most have no thread yet when it is known to be large
-            return _NOT_BEGUN if results.are_large else job()
-
-        if not results.are_large:
-            result = await self.threads.call(unless_large)
-            if result is not _NOT_BEGUN:
-                return result
-        window = self._window(inbound)
-        await window.wait(results, in_thread=True)
-        try:
-            return await self.threads.call(job)
-        finally:
-            window.thread_ended()
 
     # -- ways to run
 
@@ -525,7 +469,7 @@ class Dispatcher:
         ):
             # nobody wants to hear of its end, or to add to its answer
             run.thread_replies = inbound.thread_replies or self._share_writing(inbound)
-        self.threads.submit(run.work, function.is_quick, not inbound.connection.is_reading)
+        self.threads.submit(run.work, function.quickness.is_quick, not inbound.connection.is_reading)
 
     def _share_writing(self, inbound: Inbound) -> ThreadReplies | None:
         """Where threads put the answers to a connection's requests; None if it can be written by the loop alone."""
@@ -542,16 +486,53 @@ class Dispatcher:
         function = run.function
         if function.returns_future:
             self._await_returned_future(run, result)
+        elif type(result) is HandOver:
+            self._hand_over(run, result)
         elif function.mode is not _COROUTINE and is_coroutine(result):
             # a plain function that hands out a coroutine means it to be awaited
             run.returned_coroutine = result
             self._carry(run, lambda: result)
+        elif run.creation is not None:
+            creation, run.creation = run.creation, None
+            self.replies.returned(run, creation.returned(run, result))
         elif not run.is_stream:
             self.replies.returned(run, result)
         elif run.producer is None:
             self._produce(run, result)
         else:
             self.replies.stream_ended(run)
+
+    def raised(self, run: Run, error: BaseException) -> None:
+        """A function has raised, or what leads to it."""
+        creation = run.creation
+        if creation is None or run.ended:
+            self.replies.raised(run, error)
+            return
+        run.creation = None
+        if run.is_refused or is_a(error, asyncio.CancelledError):
+            creation.not_made(error)
+            self.replies.raised(run, error)
+        else:
+            creation.failed(error)
+            self.replies.returned(run, None)
+
+    def refused(self, run: Run, error: BaseException) -> None:
+        """Answer a request with an error that came up before its function was called."""
+        run.is_refused = True
+        self.raised(run, error)
+
+    def _hand_over(self, run: Run, to: HandOver) -> None:
+        """Run another function in the place of one that has returned so."""
+        function, run.args, run.kwargs = to
+        run.coroutine = run.task = None
+        run.function = function if run.handling is None else self.observers.handed_over(run, function)
+        if not function.results.are_large or function.mode is _THREAD or run.creation is not None:
+            self._launch(run)
+            return
+        run.inbound.register(run)
+        self._window(run.inbound).enter(
+            function.results, lambda: None if run.ended else self._launch(run), in_thread=False
+        )
 
     def _produce(self, run: Run, iterable: Any) -> None:
         """Send the items of something to iterate over; the sending is a coroutine in the handler's place."""
@@ -644,10 +625,6 @@ def _not_a_future(name: str, result: Any) -> TypeError:
     return TypeError(
         f"a function marked with async_execution must return a Future, and {name} returned {type_name_of(result)}"
     )
-
-
-def _created(creation: Creation, function: Function) -> Function:
-    return Function.of_coroutine(partial(creation.make, function), function.name)
 
 
 def _ended() -> None:

@@ -6,14 +6,24 @@ import inspect
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from torch.jit import ScriptFunction
 
 from arpc.agent.server.reply_window import ResultSizes
 from arpc.user_errors import is_a, type_name_of
 
-__all__ = ["Function", "Mode", "Preparation", "Prompt", "async_execution", "inline", "name_of", "returns_futures"]
+__all__ = [
+    "Function",
+    "HandOver",
+    "Mode",
+    "Preparation",
+    "Prompt",
+    "async_execution",
+    "inline",
+    "name_of",
+    "returns_futures",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,18 +55,38 @@ class Mode(Enum):
     """Streams. The generator's steps run in the thread pool."""
 
 
+class Quickness:
+    """Whether a function takes less time than a second thread would take to begin."""
+
+    __slots__ = ("_calls", "is_quick")
+
+    def __init__(self) -> None:
+        self.is_quick = False
+        self._calls = 0
+
+    def measured(self, seconds: float) -> None:
+        """A call has ended in a thread."""
+        # Two threads may get in each other's way here; then a call is counted wrongly, and that is all
+        if seconds < _QUICK_S:
+            self._calls += 1
+            self.is_quick = self._calls >= _QUICK_CALLS
+        else:
+            self._calls = 0
+            self.is_quick = False
+
+
 class Function:
     """A callable, and how to run it."""
 
     __slots__ = (
-        "_quick_calls",
         "call",
         "is_plain",
-        "is_quick",
         "is_service",
         "is_simple",
+        "keeps_modules",
         "mode",
         "name",
+        "quickness",
         "results",
         "returns_future",
     )
@@ -71,22 +101,27 @@ class Function:
         # nothing but a coroutine to be awaited, or nothing but a function to be called in a thread
         self.is_simple = self.mode is Mode.COROUTINE and not self.returns_future and _is_async_def(call)
         self.is_plain = self.mode is Mode.THREAD and not self.returns_future
-        # It takes less time than a second thread would take to begin. See `measured`
-        self.is_quick = False
-        self._quick_calls = 0
+        self.quickness = Quickness()
         self.results = ResultSizes()
         # It is the runtime's own, and serves the messages of one class
         self.is_service = False
+        # A ScriptModule that it returns stays where it is, and is never copied elsewhere
+        self.keeps_modules = getattr(call, "keeps_modules", False) is True
 
-    def measured(self, seconds: float) -> None:
-        """A call has ended in a thread."""
-        # Two threads may get in each other's way here; then a call is counted wrongly, and that is all
-        if seconds < _QUICK_S:
-            self._quick_calls += 1
-            self.is_quick = self._quick_calls >= _QUICK_CALLS
-        else:
-            self._quick_calls = 0
-            self.is_quick = False
+    def like(self, call: Callable[..., Any]) -> Function:
+        """Another callable that is run as this one, such as a method of an object; what is known of both is shared."""
+        made = Function.__new__(Function)
+        made.call = call
+        made.mode = self.mode
+        made.name = self.name
+        made.is_simple = self.is_simple
+        made.is_plain = self.is_plain
+        made.returns_future = self.returns_future
+        made.quickness = self.quickness
+        made.results = self.results
+        made.is_service = self.is_service
+        made.keeps_modules = self.keeps_modules
+        return made
 
     @classmethod
     def of_coroutine(cls, call: Callable[..., Any], name: str, results: ResultSizes | None = None) -> Function:
@@ -96,9 +131,18 @@ class Function:
         made.mode = Mode.COROUTINE
         made.name = name
         made.is_simple = True
-        made.returns_future = made.is_plain = made.is_quick = made.is_service = False
+        made.returns_future = made.is_plain = made.is_service = made.keeps_modules = False
+        made.quickness = Quickness()
         made.results = results or ResultSizes()
         return made
+
+
+class HandOver(NamedTuple):
+    """What a handler of the runtime returns to have another function run in its place, in the way of that function."""
+
+    function: Function
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class Prompt:

@@ -150,11 +150,6 @@ class Replies:
 
     # -- errors
 
-    def refused(self, run: Run, error: BaseException) -> None:
-        """Answer a request with an error that came up before its function was called."""
-        run.is_refused = True
-        self.raised(run, error)
-
     def raised(self, run: Run, error: BaseException) -> None:
         """Answer a request with an error, once."""
         if run.ended:

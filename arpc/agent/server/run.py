@@ -24,7 +24,7 @@ from arpc.user_errors import close_coroutine
 from arpc.wire.messages import Message
 from arpc.wire.metadata import Metadata
 
-__all__ = ["NO_CONTEXT", "Run", "RunHost"]
+__all__ = ["NO_CONTEXT", "Creation", "Run", "RunHost"]
 
 # In the place of a context that is not needed yet, or no more: the two refer to each other, and each call would be a
 # cycle to collect
@@ -50,6 +50,19 @@ class RunHost(Protocol):
     def raised(self, run: Run, error: BaseException) -> None: ...
     def answer_withdrawn(self) -> None: ...
     def postpone(self, run: Run) -> None: ...
+
+
+class Creation(Protocol):
+    """Keeps the result of one request, instead of sending it."""
+
+    def returned(self, run: Run, result: Any) -> Any:
+        """Keep a result; returns what the caller is answered."""
+
+    def failed(self, error: BaseException) -> None:
+        """Keep what the function raised."""
+
+    def not_made(self, error: BaseException) -> None:
+        """There will be no result: the function was not called, or was cancelled. The caller gets the error."""
 
 
 class Run(msgspec.Struct):
@@ -98,8 +111,8 @@ class Run(msgspec.Struct):
     """Where a thread may put the answer."""
     results: ResultSizes | None = None
     """Those of what it runs, if that is not its function."""
-    never_begun: Callable[[BaseException], None] | None = None
-    """Told the error of a request that ends before its coroutine has begun."""
+    creation: Creation | None = None
+    """Keeps the result, of a request that is to leave it here."""
     is_counted: bool = False
     """The reply window has let it go to a thread, and is to hear when it leaves that."""
     handling: Any = None
@@ -172,9 +185,6 @@ class Run(msgspec.Struct):
         self.host.returned(self, result)
 
     def failed(self, error: BaseException) -> None:
-        # A task that is cancelled before its first step never enters the coroutine
-        if self.coroutine is None and self.never_begun is not None:
-            self.never_begun(error)
         if self.returned_coroutine is not None:
             close_coroutine(self.returned_coroutine)  # it may never have begun
         self.host.raised(self, error)
@@ -193,7 +203,7 @@ class Run(msgspec.Struct):
             return self._postpone
         self.args = self.kwargs = None
         # Of those that are known to be quick some are measured, to see that they still are
-        begin = 0.0 if function.is_quick and self.id & _UNMEASURED else _clock()
+        begin = 0.0 if function.quickness.is_quick and self.id & _UNMEASURED else _clock()
         try:
             if kwargs:
                 result = context.run(function.call, *(args or ()), **kwargs)
@@ -204,10 +214,10 @@ class Run(msgspec.Struct):
         except BaseException as error:  # noqa: BLE001 - whatever it raises is the caller's
             self.error = error
             if begin:
-                function.measured(_clock() - begin)
+                function.quickness.measured(_clock() - begin)
             return self._worked
         if begin:
-            function.measured(_clock() - begin)
+            function.quickness.measured(_clock() - begin)
         replies = self.thread_replies
         # What it called may be on its way still, and is not to be overtaken by the answer
         if replies is not None and not self.has_called and self.nested is None and replies.put(self, result):

@@ -43,7 +43,10 @@ class ReplyWaiter:
         if self._state == _PENDING:
             self._asyncio_future_blocking = True
             yield self
-        return self.result()
+        try:
+            return self.result()
+        finally:
+            del self  # which keeps the error, whose traceback refers to this frame
 
     __iter__ = __await__
 

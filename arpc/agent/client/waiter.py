@@ -40,10 +40,10 @@ class ReplyWaiter:
         self._callbacks: list[tuple[_Callback, Context | None]] = []
 
     def __await__(self) -> Generator[Any, None, Any]:
-        if self._state == _PENDING:
-            self._asyncio_future_blocking = True
-            yield self
         try:
+            if self._state == _PENDING:
+                self._asyncio_future_blocking = True
+                yield self  # a task throws the error of the call in here
             return self.result()
         finally:
             del self  # which keeps the error, whose traceback refers to this frame

@@ -179,7 +179,7 @@ class BlockingCalls:
         if isinstance(message, Reply) and not message.body:
             return None
         work = partial(self._agent.receiver.answer, peer.info, message, name_of(function))
-        if isinstance(message, Reply) and message.meta_end == message.meta_start and _OURS not in message.body:
+        if isinstance(message, Reply) and message.meta_end == message.meta_start and _OURS not in bytes(message.body):
             # what is made of a result does not depend on what its caller has switched off
             return torchstate.run_with(torchstate.DEFAULTS, work)
         return self._agent.on_loop(work)

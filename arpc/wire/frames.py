@@ -44,7 +44,7 @@ __all__ = [
     "check",
     "frame",
     "pack_header",
-    "take_table",
+    "split_table",
 ]
 
 HEADER: Final = Struct("<IBBHQIIII")
@@ -94,7 +94,7 @@ def check(header: Header, limits: Limits) -> None:
         raise ProtocolError(f"a frame of {header.length} bytes is over the limit of {limits.body_bytes}")
 
 
-def buffer_sizes_of(body: bytearray, start: int, n_buffers: int, limits: Limits) -> tuple[int, ...]:
+def buffer_sizes_of(body: bytearray | memoryview, start: int, n_buffers: int, limits: Limits) -> tuple[int, ...]:
     """The sizes of the large tensors that follow a frame. Raises `ProtocolError` if they cannot be."""
     sizes = struct.unpack_from(f"<{n_buffers}Q", body, start)
     total = sum(sizes)
@@ -145,11 +145,10 @@ def frame(  # noqa: PLR0913, PLR0917 - the fields of a header, and the parts of 
         ) from None
 
 
-def take_table(body: bytearray) -> bytes:
-    """The table at the end of a body, which is removed from it. Raises `ProtocolError`."""
+def split_table(body: bytearray) -> tuple[bytes, int]:
+    """The table that a body ends with, and where it begins. Raises `ProtocolError`."""
     end = len(body) - _SIZE.size
     if end < 0 or (size := _SIZE.unpack_from(body, end)[0]) > end:
         raise ProtocolError("a message whose layout of tensors is longer than the message")
-    table = bytes(body[end - size : end])
-    del body[end - size :]
-    return table
+    start = end - size
+    return bytes(body[start:end]), start

@@ -280,7 +280,7 @@ class Handshake:
     }
 
 
-def _decode(data: bytes | bytearray, shape: type[_T], message: Message) -> _T:
+def _decode(data: bytes | bytearray | memoryview, shape: type[_T], message: Message) -> _T:
     try:
         return msgspec.msgpack.decode(data, type=shape)
     except (ValueError, RecursionError) as error:  # msgspec's own errors, and what bad text or deep nesting raise

@@ -123,7 +123,7 @@ class Message(msgspec.Struct, gc=False):
     layout: Layout | None
     meta_start: int
     meta_end: int
-    body: bytearray
+    body: bytearray | memoryview
     buffers: Sequence[memoryview]
 
     @property

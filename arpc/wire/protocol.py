@@ -272,7 +272,10 @@ class Protocol:
             start = stop
             body = buffer[body_start:stop]
             if schema or n_buffers:
-                layout = self._layout(schema, body) if schema else None
+                layout = None
+                if schema and (layout := self._layouts.get(schema)) is None:
+                    layout, table_start = self._one_off_layout(schema, body)
+                    del body[table_start:]
                 meta_start = 8 * n_buffers + (layout.inline_bytes if layout is not None else 0)
             else:
                 layout, meta_start = None, 0
@@ -293,16 +296,14 @@ class Protocol:
 
     # -- schemas
 
-    def _layout(self, schema: int, body: bytearray) -> Layout:
-        """How the tensors of a message are laid out, by the number that its header has."""
+    def _one_off_layout(self, schema: int, body: bytearray) -> tuple[Layout, int]:
+        """How the tensors of a message are laid out that brings its own table, and where in its body that begins."""
         if self.state is State.HANDSHAKE:
             raise ProtocolError("a message with tensors is out of place in a handshake")
-        if schema == ONE_OFF:
-            return self._read_layout(frames.take_table(body))
-        layout = self._layouts.get(schema)
-        if layout is None:
+        if schema != ONE_OFF:
             raise ProtocolError(f"a message with tensors of the schema {schema}, which was not announced")
-        return layout
+        table, start = frames.split_table(body)
+        return self._read_layout(table), start
 
     def _receive_schema(self, message: Message, n_buffers: int) -> None:
         """The peer announces how the tensors of later messages are laid out."""
@@ -336,9 +337,14 @@ class Protocol:
             self._finish_stripe(stripe, messages)
             return
         assert self._large_frame is not None
-        header, body = self._large_frame
+        header, memory = self._large_frame
         self._large_frame = None
-        layout = self._layout(header.schema, body) if header.schema else None
+        layout: Layout | None = None
+        body: bytearray | memoryview = memory
+        if header.schema and (layout := self._layouts.get(header.schema)) is None:
+            layout, table_start = self._one_off_layout(header.schema, memory)
+            # the transport may still have a view of it, so it cannot be made smaller
+            body = memoryview(memory)[:table_start]
         n_buffers = header.n_buffers
         meta_start = 8 * n_buffers + (layout.inline_bytes if layout is not None else 0)
         if meta_start + header.meta_size > len(body) or header.meta_size > self._limits.header_bytes:

@@ -80,7 +80,7 @@ class Layout:
                 break
             self._inline.append((shape, dtype, source))
 
-    def build(self, body: bytearray, buffers: Sequence[Buffer]) -> list[Any]:
+    def build(self, body: bytearray | memoryview, buffers: Sequence[Buffer]) -> list[Any]:
         """The tensors of a message, and the memory of other objects. They lie in the body and the buffers.
 
         More may follow the tensors in the body. Raises `ProtocolError` when the memory does not fit the layout,
@@ -97,7 +97,7 @@ class Layout:
         except Exception as error:
             raise ProtocolError(f"tensors that cannot be built: {error}") from error
 
-    def _build_rows(self, body: bytearray, buffers: Sequence[Buffer]) -> list[Any]:
+    def _build_rows(self, body: bytearray | memoryview, buffers: Sequence[Buffer]) -> list[Any]:
         if len(buffers) < self.n_buffers:
             raise ProtocolError(f"a tensor in buffer {self.n_buffers - 1} of {len(buffers)}")
         slots: list[Any] = []

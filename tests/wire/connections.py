@@ -9,16 +9,21 @@ from unittest import mock
 
 from arpc.errors import WireError
 from arpc.wire import protocol as protocol_module
-from arpc.wire.frames import HEADER, Limits, frame
+from arpc.wire.frames import HEADER, ONE_OFF, Limits, frame
 from arpc.wire.handshake import Handshake, Identity, Role
 from arpc.wire.memory import allocate as allocate_memory
 from arpc.wire.messages import Message, MessageType
 from arpc.wire.protocol import Protocol, State
+from arpc.wire.rebuilding import Layout, read_layout
+from arpc.wire.table import encode_table
 
 LIMITS: Final = Limits(body_bytes=1 << 20, message_bytes=1 << 20)
 ALICE: Final = Identity("alice", 0, incarnation=7, main="abc", features=("x",))
 BOB: Final = Identity("bob", 1, incarnation=8)
-CALL_TYPES: Final = tuple(type_ for type_ in MessageType if type_ >= MessageType.FUNCTION)
+CALL_TYPES: Final = tuple(
+    type_ for type_ in MessageType if type_ >= MessageType.FUNCTION and type_ is not MessageType.SCHEMA
+)
+"""The messages that a connection hands over without a look at them."""
 
 
 def end(role: Role, *, secret: bytes | None = b"secret", limits: Limits = LIMITS) -> Protocol:
@@ -63,10 +68,11 @@ def opened(
     limits: Limits = LIMITS,
     receive_bytes: int = protocol_module.RECEIVE_BYTES,
     allocate: Callable[[int], memoryview] = allocate_memory,
+    read_layout: Callable[[bytes], Layout] = read_layout,
 ) -> Protocol:
     """The accepting end of an open connection; with a receive buffer of any size from that of the handshake up."""
     connector = end(Role.CONNECTOR)
-    acceptor = Protocol(Handshake(Role.ACCEPTOR, BOB, b"secret"), limits, allocate)
+    acceptor = Protocol(Handshake(Role.ACCEPTOR, BOB, b"secret"), limits, allocate, read_layout)
     with mock.patch.object(protocol_module, "RECEIVE_BYTES", receive_bytes):
         converse(connector, acceptor)
     assert acceptor.state is State.OPEN
@@ -96,27 +102,41 @@ class Spoken(NamedTuple):
     arg: int = 0
     timeout_ms: int = 0
     meta: bytes = b""
-    payload: bytes = b""
+    pickle: bytes = b""
     buffers: tuple[bytes, ...] = ()
+    inline: bytes | None = None
+    """The memory of small tensors; None for a message without a layout of tensors."""
 
-    def frame(self) -> bytes:
-        # a message with buffers has a table; what is in it does not matter to the protocol
+    def frame(self, schema: int = ONE_OFF) -> bytes:
+        """The bytes of it, without its buffers. ``schema``: the number under which its layout was announced."""
+        has_layout = self.inline is not None
         return frame(
             self.type,
             self.flags,
             self.id,
             self.arg,
             self.timeout_ms,
-            self.payload,
+            self.pickle,
             self.meta,
-            b"table" if self.buffers else b"",
-            b"",
+            schema if has_layout else 0,
+            (self.inline,) if self.inline is not None else (),
             tuple(map(len, self.buffers)),
+            table_of(len(self.inline)) if self.inline is not None and schema == ONE_OFF else b"",
         )
 
 
+def table_of(inline_bytes: int) -> bytes:
+    """The layout of a message that begins with so many bytes of tensors. What they are does not matter here."""
+    return encode_table((inline_bytes, b"", (), (), ()))
+
+
+def schema_frame(number: int, table: bytes) -> bytes:
+    """The announcement of a layout."""
+    return frame(MessageType.SCHEMA, 0, 0, number, 0, table)
+
+
 def heard(message: Message) -> Spoken:
-    assert message.table == (b"table" if message.buffers else b"")
+    layout = message.layout
     return Spoken(
         message.type,
         message.flags,
@@ -124,8 +144,9 @@ def heard(message: Message) -> Spoken:
         message.arg,
         message.timeout_ms,
         bytes(message.meta),
-        bytes(message.body[message.table_end :]),
+        bytes(message.pickle),
         tuple(map(bytes, message.buffers)),
+        None if layout is None else bytes(message.body[: layout.inline_bytes]),
     )
 
 

@@ -40,17 +40,16 @@ def test_every_class_says_what_it_means(cls):
     assert cls.__name__ in messages.__all__
 
 
-def request(body: bytes = b"", buffers: tuple[memoryview, ...] = (), ends: tuple[int, int, int] = (0, 0, 0)) -> Request:
-    meta_start, meta_end, table_end = ends
-    return Request(0, 1, 2, 3, meta_end, table_end, meta_start, bytearray(body), buffers)
+def request(body: bytes = b"", buffers: tuple[memoryview, ...] = (), ends: tuple[int, int] = (0, 0)) -> Request:
+    meta_start, meta_end = ends
+    return Request(0, 1, 2, 3, None, meta_start, meta_end, bytearray(body), buffers)
 
 
 def test_parts_are_found_in_the_body():
-    message = request(b"sizesmetatablepayload", ends=(5, 9, 14))
+    message = request(b"tensorssizesmetapickle", ends=(12, 16))
 
     assert message.meta == b"meta"
-    assert message.table == b"table"
-    assert message.body[message.table_end :] == b"payload"
+    assert message.pickle == b"pickle"
 
 
 def test_size_counts_body_and_buffers():
@@ -66,4 +65,4 @@ def test_messages_are_no_burden_to_the_garbage_collector():
 def test_messages_of_a_type_compare_by_content():
     assert request(b"x") == request(b"x")
     assert request(b"x") != request(b"y")
-    assert request() != Reply(0, 1, 2, 3, 0, 0, 0, bytearray(), ())
+    assert request() != Reply(0, 1, 2, 3, None, 0, 0, bytearray(), ())

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from arpc.errors import AuthenticationError, ConnectionClosedError, ProtocolError
 from arpc.wire import protocol as protocol_module
-from arpc.wire.frames import CHUNK_BYTES, HEADER_BYTES, Limits, frame
+from arpc.wire.frames import CHUNK_BYTES, HEADER_BYTES, ONE_OFF, Limits, frame
 from arpc.wire.handshake import MAX_HANDSHAKE_BYTES, Handshake, Identity, Refused, Role
 from arpc.wire.messages import MessageType, Refusal
 from arpc.wire.protocol import Protocol, State
@@ -28,12 +28,14 @@ from tests.wire.connections import (
     noise,
     opened,
     opened_pair,
+    schema_frame,
+    table_of,
 )
 from tests.wire.streams import SMALL_BUFFER, pieces, spoken, streams
 
 
-def request(id_: int = 0, payload: bytes = b"", **parts: object) -> Spoken:
-    return Spoken(MessageType.REQUEST, id=id_, payload=payload, **parts)
+def request(id_: int = 0, pickle: bytes = b"", **parts: object) -> Spoken:
+    return Spoken(MessageType.REQUEST, id=id_, pickle=pickle, **parts)
 
 
 # -- the handshake, seen from here
@@ -259,8 +261,8 @@ def test_a_body_larger_than_the_buffer_is_read_into_memory_of_its_own():
     large = request(1, noise(protocol_module.RECEIVE_BYTES + 1))
     feed(protocol, large.frame()[: HEADER_BYTES + 5])
 
-    assert protocol.get_buffer(-1).nbytes == len(large.payload) - 5
-    assert protocol.statistics() == {"messages_incomplete": 1, "bytes_incomplete": len(large.payload)}
+    assert protocol.get_buffer(-1).nbytes == len(large.pickle) - 5
+    assert protocol.statistics() == {"messages_incomplete": 1, "bytes_incomplete": len(large.pickle)}
     (message,) = feed(protocol, large.frame()[HEADER_BYTES + 5 :])
     assert heard(message) == large
 
@@ -305,7 +307,10 @@ def test_any_pieces_give_the_same_messages(stream, pieces):
 
 
 def test_one_cut_at_every_place_gives_the_same_messages():
-    large, small = request(2, b"p", meta=b"meta", buffers=(noise(7), noise(70))), request(1, noise(20))
+    large, small = (
+        request(2, b"p", meta=b"meta", buffers=(noise(7), noise(70)), inline=noise(32)),
+        request(1, noise(20)),
+    )
     first, *rest = chunks_of(0, large.buffers, 50)
     data = small.frame() + large.frame() + first + small.frame() + b"".join(rest) + small.frame()
     protocol = opened(receive_bytes=SMALL_BUFFER)
@@ -343,14 +348,22 @@ class Receiving(RuleBasedStateMachine):
         self.answered = b""
         self.bulk: dict[int, tuple[Spoken, list[bytes]]] = {}
         self.bulk_count = 0
-        self.said_goodbye = False
+        self.schemas: dict[int, int] = {}
 
     def _send(self, data: bytes) -> None:
         self.sent += data
 
-    @rule(message=spoken)
-    def send(self, message: Spoken) -> None:
-        self._send(message.frame())
+    @rule(size=st.integers(0, 3))
+    def announce(self, size: int) -> None:
+        if size not in self.schemas:
+            self.schemas[size] = len(self.schemas) + 1
+            self._send(schema_frame(self.schemas[size], table_of(size)))
+
+    @rule(message=spoken, size=st.integers(-1, 3))
+    def send(self, message: Spoken, size: int) -> None:
+        if size >= 0:
+            message = message._replace(inline=noise(size))
+        self._send(message.frame(self.schemas.get(len(message.inline or b""), ONE_OFF)))
         if message.buffers:
             self.bulk[self.bulk_count] = message, chunks_of(self.bulk_count, message.buffers, 3000)
             self.bulk_count += 1
@@ -386,7 +399,7 @@ class Receiving(RuleBasedStateMachine):
 
     @rule()
     def say_goodbye(self) -> None:
-        goodbye = Spoken(MessageType.GOODBYE, payload=b"bye")
+        goodbye = Spoken(MessageType.GOODBYE, pickle=b"bye")
         self._send(goodbye.frame())
         self.expected.append((len(self.sent), goodbye))
 

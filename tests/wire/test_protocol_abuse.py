@@ -15,11 +15,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arpc.errors import HandshakeError, ProtocolError
-from arpc.wire.frames import CHUNK_BYTES, HEADER, HEADER_BYTES, Limits, frame
+from arpc.wire.frames import CHUNK_BYTES, HEADER, HEADER_BYTES, ONE_OFF, Limits, frame
 from arpc.wire.handshake import MAX_HANDSHAKE_BYTES, Role
 from arpc.wire.messages import MessageType
 from arpc.wire.protocol import Protocol, State
-from tests.wire.connections import LIMITS, Spoken, chunks_of, data_frame, end, endings, feed, noise, opened
+from tests.wire.connections import (
+    LIMITS,
+    Spoken,
+    chunks_of,
+    data_frame,
+    end,
+    endings,
+    feed,
+    noise,
+    opened,
+    schema_frame,
+    table_of,
+)
 
 # -- every state that bytes can come in
 
@@ -59,7 +71,7 @@ def within_a_chunk() -> Protocol:
 
 def within_a_large_body() -> Protocol:
     protocol = opened()
-    feed(protocol, Spoken(MessageType.REQUEST, payload=noise(300_000)).frame()[:-9])
+    feed(protocol, Spoken(MessageType.REQUEST, pickle=noise(300_000)).frame()[:-9])
     return protocol
 
 
@@ -99,7 +111,7 @@ header_fields = st.tuples(
     st.integers(0, 2**32 - 1),
     st.integers(0, 2**32 - 1),
     st.one_of(st.integers(0, 30), st.integers(0, 2**32 - 1)),
-    st.one_of(st.integers(0, 30), st.integers(0, 2**32 - 1)),
+    st.one_of(st.sampled_from([0, 1, ONE_OFF]), st.integers(0, 2**32 - 1)),
 )
 frames_of_sorts = st.lists(
     st.tuples(header_fields.map(lambda fields: HEADER.pack(*fields)), st.binary(max_size=120)).map(b"".join), max_size=6
@@ -118,16 +130,20 @@ def test_random_frames_do_no_more_than_end_the_connection(make, data, pieces):
 
 
 def valid_stream() -> bytes:
-    bulk = Spoken(MessageType.REPLY, id=3, meta=b"meta", payload=b"payload", buffers=(noise(40), noise(30)))
+    bulk = Spoken(MessageType.REPLY, id=3, meta=b"meta", pickle=b"pickle", buffers=(noise(40), noise(30)))
+    small = Spoken(MessageType.REPLY, id=4, meta=b"meta", pickle=b"pickle", inline=noise(32))
     return b"".join(
         [
-            Spoken(MessageType.REQUEST, id=1, payload=b"first").frame(),
+            schema_frame(1, table_of(32)),
+            small.frame(1),
+            small.frame(),
+            Spoken(MessageType.REQUEST, id=1, pickle=b"first").frame(),
             bulk.frame(),
             frame(MessageType.PING, 0, 5, 0, 0, b""),
             *chunks_of(0, bulk.buffers, 25),
             bulk.frame(),
             frame(MessageType.DROP_DATA, 0, 1, 0, 0, b""),
-            Spoken(MessageType.GOODBYE, payload=b"bye").frame(),
+            Spoken(MessageType.GOODBYE, pickle=b"bye").frame(),
         ]
     )
 
@@ -204,7 +220,7 @@ def test_an_http_request_ends_the_connection(make):
 
 
 def header(length: int = 0, type_: int = MessageType.REQUEST, n_buffers: int = 0, id_: int = 0, **sizes: int) -> bytes:
-    return HEADER.pack(length, type_, 0, n_buffers, id_, 0, 0, sizes.get("meta", 0), sizes.get("table", 0))
+    return HEADER.pack(length, type_, 0, n_buffers, id_, 0, 0, sizes.get("meta", 0), sizes.get("schema", 0))
 
 
 def to_the_next_frame(make: Callable[[], Protocol]) -> Protocol:
@@ -234,10 +250,10 @@ def test_a_frame_over_the_limit_is_refused_by_its_header(make):
 
 @in_every_state
 @pytest.mark.parametrize(
-    "parts", [{"n_buffers": 2}, {"meta": 16}, {"table": 16}, {"n_buffers": 1, "meta": 4, "table": 4}]
+    "parts", [{"n_buffers": 2}, {"meta": 16}, {"n_buffers": 1, "meta": 8}, {"n_buffers": 65_535, "meta": 2**32 - 1}]
 )
 def test_parts_longer_than_their_frame_are_refused(make, parts):
-    error = endings(to_the_next_frame(make), header(15, **parts))
+    error = endings(to_the_next_frame(make), header(15, **parts) + bytes(15))
     assert isinstance(error, ProtocolError)
     assert "longer than the frame" in str(error)
 

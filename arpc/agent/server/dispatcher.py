@@ -461,10 +461,11 @@ class Dispatcher:
             self.postpone(run)
             return
         if (
-            self.replies.meter is None
+            function.is_plain
+            and self.replies.meter is None
             and run.handling is None
+            and run.creation is None
             and not run.meta
-            and function.is_plain
             and not run.is_stream
         ):
             # nobody wants to hear of its end, or to add to its answer

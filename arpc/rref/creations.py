@@ -54,7 +54,7 @@ def start_creation(
         raise TypeError(f"function should be callable, and {type(function).__qualname__} is not")
     arguments = as_arguments(args)
     peer = context.agent.peer(to)
-    owner = peer.info if peer is not None else to if isinstance(to, WorkerInfo) else WorkerInfo(str(to), UNKNOWN_ID)
+    owner = _owner(peer, to)
     forks, next_number = context.forks, context.ids.next_number
     rref, fork = next_number(), next_number()
     forks.creation_started(rref, fork, owner)
@@ -79,6 +79,15 @@ def start_creation(
         creation.take_back()
         raise
     return creation
+
+
+def _owner(peer: Peer | None, to: str | int | WorkerInfo) -> WorkerInfo:
+    """The worker that a creation goes to. Of one that the group is asked about first, nothing but its name is known."""
+    if isinstance(to, WorkerInfo):
+        return to if peer is None else peer.info
+    if peer is None or (isinstance(to, str) and peer.must_be_asked_for):
+        return WorkerInfo(str(to), UNKNOWN_ID)
+    return peer.info
 
 
 class Creation(msgspec.Struct, eq=False):

@@ -44,7 +44,7 @@ class Cancellable(Recipient, Protocol):
     on_cancel: Callable[[], None] | None
 
 
-class OutgoingCall(msgspec.Struct, gc=False):
+class OutgoingCall(msgspec.Struct):
     """A request that is about to be made: a call, or a message of a feature."""
 
     peer: Any

@@ -148,9 +148,7 @@ class Connection(ABC):
         self._opened.add_done_callback(_retrieve)
         self._closed: asyncio.Future[None] = self.loop.create_future()
         self._out: list[bytes] = []
-        self._counted_frames = 0
-        self._counted_bytes = 0
-        self._counted_writes = 0
+        self._counted_frames = self._counted_bytes = self._counted_writes = 0
         self._bulk = BulkQueue()
         self._bulk_bytes = 0
         self.bulk_left: Callable[[], None] | None = None

@@ -48,8 +48,12 @@ def start_creation(
     timeout: float | Unset,
     made: str,
     anchor: object,
+    name: str = "",
 ) -> Creation:
-    """Ask a worker to create a value. Nothing is waited for. ``anchor`` is kept until the answer is there."""
+    """Ask a worker to create a value. Nothing is waited for. ``anchor`` is kept until the answer is there.
+
+    ``name`` is what people call the function, if not by its own.
+    """
     if not callable(function):
         raise TypeError(f"function should be callable, and {type(function).__qualname__} is not")
     arguments = as_arguments(args)
@@ -62,16 +66,25 @@ def start_creation(
     held: Use | Value
     if use is not None:
         held = use
-        use.origin = made or name_of(function)
+        use.origin = made or name or name_of(function)
     else:
-        held = context.values[rref] = Value(made or name_of(function))
+        held = context.values[rref] = Value(made or name or name_of(function))
     numbers = context.post.numbers(owner.name)
     number, oldest = numbers.take_with_oldest()
     creation = Creation(context, owner, rref, fork, held, numbers, number, anchor)
     creation.made_class = function if isinstance(function, type) else None
-    label = pack_label(context.incarnation, number, oldest, rref, fork, made)
+    label = pack_label(context.incarnation, number, oldest, rref, fork, made or name)
     call = OutgoingCall(
-        None, creation, function, arguments, kwargs, timeout, _CREATE, metadata={KEY: label}, is_held=timeout is UNSET
+        None,
+        creation,
+        function,
+        arguments,
+        kwargs,
+        timeout,
+        _CREATE,
+        metadata={KEY: label},
+        is_held=timeout is UNSET,
+        name=name,
     )
     try:
         context.agent.create(address_of(to) if isinstance(to, WorkerInfo) else to, call)

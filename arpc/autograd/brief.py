@@ -25,7 +25,7 @@ from arpc.autograd.context import AutogradContext, Send
 from arpc.autograd.failure import node_failure, peer_failure
 from arpc.autograd.local_pass import Threads
 from arpc.autograd.nodes import LeafNode, edge_into
-from arpc.autograd.passes import BackwardPass, Host, count_cancellations
+from arpc.autograd.passes import BackwardPass, Host, take_only_answer
 from arpc.autograd.protocol import PackedParcel, Parcel, unpack_parcel
 from arpc.autograd.survey import Expectation, Survey, are_apart, survey
 from arpc.errors import AutogradError
@@ -122,7 +122,7 @@ class BriefPass:
         return True
 
     def try_to_pass_on(self, parcel: Parcel, expectation: Expectation) -> bool:
-        """The same with the parcel that engaged this worker."""
+        """Begin with the parcel that engaged this worker, see `try_to_start`."""
         gradients, is_first, open_there, asks, self._may_leave = parcel
         # One that has no more to send and does not ask has nothing to run before this one's answer, nor has anybody
         # who waits for it
@@ -181,20 +181,10 @@ class BriefPass:
     async def wait(self) -> None:
         """Until it is over. Raises why it failed."""
         if len(self._outstanding) == 1:
-            ((future, peer),) = self._outstanding.items()
-            cancelled_before = count_cancellations()
-            try:
-                await future
-                self._answered(peer, future)
-            except asyncio.CancelledError:
-                # see `take_only_answer`
-                if not future.done() or count_cancellations() > cancelled_before:
-                    raise
-                self._answered(peer, future)
-            except Exception:  # noqa: BLE001 - which is not lost, see there
-                self._answered(peer, future)
-            finally:
-                del future  # whose error has this frame in its traceback: the whole graph would be in a cycle
+            future, peer = next(iter(self._outstanding.items()))
+            waiting = take_only_answer(peer, future, self._answered)
+            del future  # whose error has this frame in its traceback: the whole graph would be in a cycle
+            await waiting
         elif not self.is_over:
             self._over = asyncio.get_running_loop().create_future()
             for future, peer in self._outstanding.items():

@@ -1,4 +1,4 @@
-"""The same as `engine.RegionEngine` by torch's public functions alone, for a torch whose engine cannot be paused.
+"""An engine that uses torch's public functions alone, for a torch whose own engine cannot be paused.
 
 What can be computed together is what depends on the same sources. It runs once all of these are resolved, from the
 sources down, so nodes above several such groups run several times, and so do their hooks. `choose_engine` takes it only

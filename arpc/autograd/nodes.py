@@ -214,9 +214,10 @@ attach_received: Final[Callable[[tuple[Any, ...]], tuple[Tensor, ...]]] = partia
 
 
 def attach_recv(tensors: Sequence[Tensor], record: RecvRecord) -> tuple[Tensor, ...]:
-    """The same tensors with one recv node as their history. They must have none yet, and grad mode must be on.
+    """Tensors with the same data, and one recv node as their history. Grad mode must be on.
 
-    They are no views and no leaves, so they may be changed in place, and each counts its own versions if it did before.
+    Those that are given must have no history yet. The new ones are no views and no leaves, so they may be changed in
+    place, and each counts its own versions if it did before.
     """
     return attach_received((record, *tensors))
 

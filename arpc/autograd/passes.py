@@ -23,7 +23,7 @@ from arpc.autograd.local_pass import LocalHost, LocalPass, Threads
 from arpc.autograd.protocol import PackedParcel, Parcel, PassProtocol, Resolved, unpack_parcel
 from arpc.errors import AutogradError, ProtocolError
 
-__all__ = ["WALK_NODES", "BackwardPass", "Brief", "Host", "Sender", "count_cancellations", "take_only_answer"]
+__all__ = ["WALK_NODES", "BackwardPass", "Brief", "Host", "Sender", "take_only_answer"]
 
 WALK_NODES: Final = 2000
 """After as many, which take about a millisecond, walking goes on in a thread."""
@@ -65,7 +65,7 @@ class Host(LocalHost, Protocol):
 Answer = asyncio.Future[PackedParcel | None]
 
 
-def count_cancellations() -> int:
+def _count_cancellations() -> int:
     """How often the current task was cancelled: more often than before an await if that is why it has ended."""
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()
@@ -73,12 +73,12 @@ def count_cancellations() -> int:
 
 async def take_only_answer(peer: int, future: Answer, answered: Callable[[int, Answer], None]) -> None:
     """Take the only answer there is to wait for here, and not in a turn of the loop of its own."""
-    cancelled_before = count_cancellations()
+    cancelled_before = _count_cancellations()
     try:
         await future
     except (Exception, asyncio.CancelledError):
         # the future of a pass that fails meanwhile is cancelled, which is not to cancel who waits for it
-        if not future.done() or count_cancellations() > cancelled_before:
+        if not future.done() or _count_cancellations() > cancelled_before:
             raise
         answered(peer, future)
     else:

@@ -28,26 +28,17 @@ from struct import error as StructError  # noqa: N812 - a class, whatever it is 
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import msgspec
-from torch import Tensor
 
 from arpc.errors import ProtocolError
 
 __all__ = [
-    "ASKS",
-    "IS_FIRST",
-    "LEAVES",
     "NOTHING_LIVE",
-    "ONLY_TENSORS",
-    "SIMPLE_ANSWER",
-    "SIMPLE_REQUEST",
     "PackedParcel",
     "Parcel",
     "PassProtocol",
     "Recv",
     "Resolved",
     "pack_parcel",
-    "parcel_of_parts",
-    "parcel_parts",
     "unpack_parcel",
 ]
 
@@ -84,20 +75,11 @@ class Parcel(NamedTuple):
 PackedParcel: TypeAlias = list[Any]
 """A parcel as it travels: all numbers in one piece, then the gradients. It is as flat as can be, so pickles quickly."""
 
-ONLY_TENSORS: Final = frozenset((Tensor,))
-"""The types in a parcel in which every tensor has a gradient, and all are plain: these can be pickled quickly."""
 _SIMPLE: Final = tuple(Struct(f"<B{heading}QBQ") for heading in range(4))
 """By the length of its heading, a parcel with the gradients of one send and nothing else: a zero, which no other begins
 with, the heading, the bits and the send."""
-SIMPLE_ANSWER: Final = _SIMPLE[0]
-"""That of an answer: zero, the bits and the send."""
-SIMPLE_REQUEST: Final = _SIMPLE[3]
-"""That of any other: zero; the context, the pass and whether it retains the graph; the bits and the send."""
-IS_FIRST: Final = 1
-ASKS: Final = 2
-LEAVES: Final = 4
-_FLAGS: Final = tuple((bool(bits & IS_FIRST), bool(bits & ASKS), bool(bits & LEAVES)) for bits in range(8))
-"""What the bits in a parcel say."""
+_FLAGS: Final = tuple((bool(bits & 1), bool(bits & 2), bool(bits & 4)) for bits in range(8))
+"""What the bits in a parcel say: ``is_first``, ``asks`` and ``leaves``."""
 _pack_simple: Final = tuple(simple.pack for simple in _SIMPLE)
 _unpack_simple: Final = tuple(simple.unpack for simple in _SIMPLE)
 _new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
@@ -105,31 +87,30 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(list[int]).decode
 
 
-def parcel_parts(parcel: Parcel, *heading: int) -> tuple[bytes, Sequence[Any]]:
-    """The two parts of a packed parcel: its numbers, after some others, and its gradients."""
+def pack_parcel(parcel: Parcel, *heading: int) -> PackedParcel:
+    """Make a parcel ready to travel, with some numbers before it."""
     gradients, is_first, ids, asks, leaves = parcel
     bits = is_first | asks << 1 | leaves << 2
     if len(gradients) == 1 and not ids:  # as most are
         send, tensors = gradients[0]
-        return _pack_simple[len(heading)](0, *heading, bits, send), tensors
+        return [_pack_simple[len(heading)](0, *heading, bits, send), *tensors]
     numbers = [*heading, bits, len(ids), *ids]
     flat: list[Any] = []
     for send, tensors in gradients:
         numbers += (send, len(tensors))
         flat += tensors
-    return _encode(numbers), flat
+    return [_encode(numbers), *flat]
 
 
-def pack_parcel(parcel: Parcel, *heading: int) -> PackedParcel:
-    """Make a parcel ready to travel, with some numbers before it."""
-    head, tensors = parcel_parts(parcel, *heading)
-    return [head, *tensors]
+def unpack_parcel(packed: PackedParcel, heading: int = 0) -> tuple[Parcel, Sequence[int]]:
+    """The parcel that was packed, and all its numbers, which begin with those of the heading.
 
-
-def parcel_of_parts(head: bytes | bytearray, tensors: list[Any], heading: int = 0) -> tuple[Parcel, Sequence[int]]:
-    """The parcel that such parts are of, and all its numbers, which begin with those of the heading."""
+    What was packed is emptied: whoever takes the gradients shall be the only one that has them.
+    """
     numbers: Sequence[int]
     try:
+        head, *tensors = packed
+        packed.clear()
         if not head[0]:
             numbers = _unpack_simple[heading](head)[1:]
             is_first, asks, leaves = _FLAGS[numbers[heading]]
@@ -144,22 +125,9 @@ def parcel_of_parts(head: bytes | bytearray, tensors: list[Any], heading: int = 
         for send, count in zip(numbers[end::2], numbers[end + 1 :: 2], strict=True):
             gradients.append((send, tensors[place : place + count]))
             place += count
-    except (StructError, msgspec.MsgspecError, LookupError, TypeError, ValueError) as error:
+    except (StructError, msgspec.MsgspecError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ProtocolError(f"a malformed parcel of gradients: {error}") from error
     return Parcel(gradients, is_first, ids, asks, leaves), numbers
-
-
-def unpack_parcel(packed: PackedParcel, heading: int = 0) -> tuple[Parcel, Sequence[int]]:
-    """The parcel that was packed, and all its numbers, which begin with those of the heading.
-
-    What was packed is emptied: whoever takes the gradients shall be the only one that has them.
-    """
-    try:
-        head, *tensors = packed
-        packed.clear()
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ProtocolError(f"a malformed parcel of gradients: {error}") from error
-    return parcel_of_parts(head, tensors, heading)
 
 
 NOTHING_LIVE = Parcel(is_first=True)

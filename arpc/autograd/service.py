@@ -34,12 +34,12 @@ from arpc.autograd.protocol import (
     NOTHING_LIVE,
     PackedParcel,
     Parcel,
-    parcel_parts,
+    pack_parcel,
     unpack_parcel,
 )
 from arpc.autograd.recording import Recorder
 from arpc.autograd.roots import nodes_of_roots
-from arpc.autograd.sending import ParcelSending
+from arpc.autograd.sending import ParcelSender
 from arpc.autograd.survey import Expectation
 from arpc.errors import AutogradError, RpcTimeoutError, WorkerLostError
 from arpc.ids import LOCAL_BITS, WorkerInfo, address_of
@@ -68,7 +68,7 @@ _REASON_S: Final = 1.0
 """How long one that was told so by a worker which did not begin it waits to hear why."""
 
 
-class AutogradService(ParcelSending):
+class AutogradService:
     """The contexts of one worker, what is recorded in them, and the passes over them."""
 
     def __init__(self, options: RpcOptions, context: Context, rrefs: RRefContext) -> None:
@@ -77,6 +77,8 @@ class AutogradService(ParcelSending):
         self.recorder = Recorder(self.container)
         self.lifetimes = Lifetimes(self.container, options, context)
         self.aborts = Aborts(self.container, self.lifetimes, options)
+        self.send = ParcelSender(self.lifetimes, self.aborts, self.name_of).send
+        """See `passes.Host`."""
         self.threads: ThreadPool
         self.pace = Pace()
         self.is_heeded: Callable[[Any, Any], bool] = is_heeded
@@ -362,7 +364,7 @@ class AutogradService(ParcelSending):
                 return None  # which the answer says that is on its way, and this would be there first
             # what was sent to here has not come, or nobody wants it any more
             self.container.tell_early(context_id, pass_id, caller, has_announced=parcel.is_first)
-            return self._packed(NOTHING_LIVE)
+            return pack_parcel(NOTHING_LIVE)
         if pass_id in context.aborted_passes:
             if context.last_failed == (pass_id, caller):
                 return None  # why it failed is on its way there, and this would hide it
@@ -374,11 +376,11 @@ class AutogradService(ParcelSending):
             riding = active.receive(caller, parcel, is_engaging=False)
             if active.failure is not None:
                 raise fresh(active.failure)  # the parent is told as well
-            return None if riding is None else self._packed(riding)
+            return None if riding is None else pack_parcel(riding)
         if pass_id == context.last_pass:
             # All that was live has been answered for. But that may be on its way to whoever was told what it is, and
             # this would be there first.
-            return None if caller in context.last_announced_to else self._packed(NOTHING_LIVE)
+            return None if caller in context.last_announced_to else pack_parcel(NOTHING_LIVE)
         return self._begin(context, pass_id, bool(retain_graph), caller, parcel)
 
     def _begin(
@@ -392,7 +394,7 @@ class AutogradService(ParcelSending):
         if answer is None:
             return self._engage(context, pass_id, retains, caller, parcel)
         gradients, has_left = answer
-        return self._packed(Parcel(gradients, is_first=True, leaves=has_left))
+        return pack_parcel(Parcel(gradients, is_first=True, leaves=has_left))
 
     def _engage(
         self, context: AutogradContext, pass_id: int, retain_graph: bool, caller: int, parcel: Parcel
@@ -427,12 +429,7 @@ class AutogradService(ParcelSending):
     def _answer_of(self, ended: BackwardPass | BriefPass) -> PackedParcel | None:
         """What the worker that engaged this one is told at the end. Raises why the pass failed."""
         ended.raise_failure()
-        return None if ended.answer is None else self._packed(ended.answer)
-
-    def _packed(self, parcel: Parcel) -> PackedParcel:
-        """A parcel that goes with an answer."""
-        head, tensors = parcel_parts(parcel)
-        return [head, *tensors]
+        return None if ended.answer is None else pack_parcel(ended.answer)
 
     async def _on_backward(
         self, rref: int, is_created: bool, context_id: int, pass_id: int, retain_graph: bool

@@ -30,7 +30,7 @@ class Numbers:
         return self.take_with_oldest()[0]
 
     def take_with_oldest(self) -> tuple[int, int]:
-        """The same, and what `oldest` is then."""
+        """A number for a new message, and what `oldest` is then."""
         number = self._next
         self._next = number + 1
         if self._open:

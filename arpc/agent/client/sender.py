@@ -105,12 +105,17 @@ class Sender:
             call.recipient, function, content.size_bytes, call.type, flags, number, timeout_ms, content, call.name
         )
         call_id = peer.calls.add(tick, pending)
-        if content.tensors is not None and content.tensors.waits:
-            self._submit_when_filled(peer, call_id, pending, content.tensors)
-        elif call.is_held:
-            peer.hold(call_id, pending)
-        else:
-            peer.submit(call_id, pending)
+        try:
+            if content.tensors is not None and content.tensors.waits:
+                self._submit_when_filled(peer, call_id, pending, content.tensors)
+            elif call.is_held:
+                peer.hold(call_id, pending)
+            else:
+                peer.submit(call_id, pending)
+        except OverloadedError as error:
+            # The recipient may keep the error, which keeps these frames: the collector cannot look into a `Call`
+            del pending
+            raise error.with_traceback(None) from None
         return call_id
 
     def _function_number(self, call: OutgoingCall) -> int:
@@ -160,7 +165,7 @@ class Sender:
                 try:
                     peer.submit(call_id, call)
                 except OverloadedError as error:
-                    call.recipient.set_exception(error)
+                    call.recipient.set_exception(error.with_traceback(None))  # see `send`
 
         self._codec.when_filled(tensors, filled)
 

@@ -216,7 +216,8 @@ class Peer:
             try:
                 self.submit(call_id, call)
             except OverloadedError as error:
-                call.recipient.set_exception(error)
+                # without these frames: the collector cannot look into a `Call`
+                call.recipient.set_exception(error.with_traceback(None))
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether a call of that size need not wait for others to end."""

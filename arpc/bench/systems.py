@@ -202,6 +202,9 @@ REGISTRY: Final[Mapping[str, Configuration]] = {
         settings={"listen": "unix://"},
         environment={"ARPC_SHARED_MEMORY_BYTES": "0"},
     ),
+    "arpc-apart": _ARPC(
+        about="arpc, unix socket, processes started apart", settings={"listen": "unix://"}, forks=False
+    ),
     "arpc-compat": Configuration(
         module="arpc.bench.drop_in",
         requires=("arpc", "torch"),
@@ -211,6 +214,12 @@ REGISTRY: Final[Mapping[str, Configuration]] = {
         about=f"torch.distributed.rpc tuned for calls: {TORCH_THREADS} worker threads",
         settings={"threads": TORCH_THREADS},
         spins_when_idle=True,
+    ),
+    "torch-apart": _TORCH(
+        about=f"torch.distributed.rpc, {TORCH_THREADS} worker threads, processes started apart",
+        settings={"threads": TORCH_THREADS},
+        spins_when_idle=True,
+        forks=False,
     ),
     "torch-default": _TORCH(about="torch.distributed.rpc with nothing set", spins_when_idle=True),
     "torch-tcp": _TORCH(

@@ -45,6 +45,8 @@ BULK_MINIMUM_CALLS: Final = 2
 
 TORCH_THREADS: Final = 2
 TORCH_THREADS_TRIED: Final = (2, 3, 4)
+TORCH_THREADS_APART: Final = 3
+"""As many as the goals for shapes were set with."""
 
 GROUP_SIZES: Final = (2, 4, 8, 16, 32, 64)
 TORCH_GROUP_SIZES: Final = (2, 4, 8)
@@ -216,8 +218,8 @@ REGISTRY: Final[Mapping[str, Configuration]] = {
         spins_when_idle=True,
     ),
     "torch-apart": _TORCH(
-        about=f"torch.distributed.rpc, {TORCH_THREADS} worker threads, processes started apart",
-        settings={"threads": TORCH_THREADS},
+        about=f"torch.distributed.rpc, {TORCH_THREADS_APART} worker threads, processes started apart",
+        settings={"threads": TORCH_THREADS_APART},
         spins_when_idle=True,
         forks=False,
     ),

@@ -262,7 +262,7 @@ def assert_nothing_sent(desk: Desk) -> None:
 
 @pytest.mark.parametrize("args", ["text", 1, {"a": 1}, torch.ones(2)])
 async def test_what_is_no_tuple_of_arguments(desk, args):
-    with pytest.raises(TypeError, match="args must be a tuple of arguments, .*: write args="):
+    with pytest.raises(TypeError, match=r"args must be a tuple of arguments, .*: write args="):
         desk.sender.send(OutgoingCall(desk.peer, Recipient(), echo, args))
     assert_nothing_sent(desk)
 

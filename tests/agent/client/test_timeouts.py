@@ -1,4 +1,4 @@
-"""`Timeouts`: from the timeout of a call to the tick at which it expires, and the milliseconds that the peer is told."""
+"""`Timeouts`: from the timeout of a call to the tick at which it expires, and the milliseconds the peer is told."""
 
 from __future__ import annotations
 

@@ -38,7 +38,9 @@ class FakeConnection:
         self.is_closed = False
         self.dropped: list[Any] = []
 
-    def send_message(self, type_: int, flags: int, id_: int, arg: int, timeout_ms: int, pickle: bytes, *rest: Any) -> Any:
+    def send_message(
+        self, type_: int, flags: int, id_: int, arg: int, timeout_ms: int, pickle: bytes, *rest: Any
+    ) -> Any:
         if self.is_closed:
             raise ConnectionClosedError("on purpose")
         self.sent.append((type_, flags, id_, arg, pickle))
@@ -199,7 +201,9 @@ async def test_a_cancelled_request_cancels_the_calls_it_made(desk):
 
 
 async def test_other_ends_leave_the_calls_it_made_alone(desk):
-    for number, end in enumerate((lambda run: desk.replies.returned(run, 1), lambda run: desk.replies.raised(run, ValueError()))):
+    for number, end in enumerate(
+        (lambda run: desk.replies.returned(run, 1), lambda run: desk.replies.raised(run, ValueError()))
+    ):
         run = desk.run(number)
         nested = asyncio.get_running_loop().create_future()
         run.call_begun(nested)

@@ -41,9 +41,11 @@ LAYERS: Final = (
     (6, {"optim"}),
     (6, {"nn"}),
     (6, {"launch"}),
-    (6, {"__init__"}),  # re-exports what is above; the rows below are users of `import arpc`
+    (6, {"_public"}),  # imports what is above
+    (6, {"__init__"}),  # offers those names; the rows below are users of `import arpc`
     (6, {"compat"}),
     (6, {"bench", "certs", "console", "testing"}),
+    (6, {"commands"}),
     (6, {"cli"}),
     (6, {"__main__"}),
 )

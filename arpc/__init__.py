@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 from arpc._version import __version__
+
+if sys.platform == "win32":
+    raise ImportError("arpc runs on Linux and macOS, not on Windows. On a Windows machine, run it under WSL 2")
 
 if TYPE_CHECKING:
     from arpc._public import *  # noqa: F403 - the names of __all__

@@ -8,9 +8,8 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from torch.jit import ScriptFunction
-
 from arpc.agent.reply_window import ResultSizes
+from arpc.torchjit import ScriptFunction
 from arpc.user_errors import is_a, type_name_of
 
 __all__ = ["Function", "Mode", "Preparation", "Prompt", "async_execution", "inline", "name_of", "returns_futures"]

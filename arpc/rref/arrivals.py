@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from torch import Tensor
-from torch.jit import ScriptModule
 
 from arpc.agent.codec import Packed
 from arpc.agent.executor import HasInbound
@@ -26,6 +25,7 @@ from arpc.rref.events import RRefId, WorkerName
 from arpc.rref.labels import LABEL_BYTES, take_label, unpack_label
 from arpc.rref.methods import template_of
 from arpc.rref.values import NOTHING, Value
+from arpc.torchjit import ScriptModule
 from arpc.user_errors import fresh, is_a
 from arpc.wire.frames import BRIEF_HEADER, brief_kind
 from arpc.wire.handful import RESULT

@@ -125,7 +125,6 @@ def own_names(module: types.ModuleType) -> set[str]:
     return {name for name, value in vars(module).items() if is_own(name, value)}
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(("original", "replacement"), MODULES)
 def test_every_name(original: str, replacement: str) -> None:
     module = importlib.import_module(original)

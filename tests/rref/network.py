@@ -43,7 +43,7 @@ class Packet:
 
 @dataclass
 class Ids:
-    """Hands out ids as `arpc.ids.IdAllocator` does, and can be copied, which an iterator of C cannot since Python 3.14."""
+    """Hands out ids as `arpc.ids.IdAllocator` does, and can be copied: `itertools.count` cannot since Python 3.14."""
 
     next: int
 

@@ -14,6 +14,8 @@ CONFORMANCE_ARGS ?=
 FUZZ_ARGS ?=
 # Handed to the soak, for example --seconds 600 --seed 7.
 SOAK_ARGS ?=
+# Handed to nox by `make matrix`, for example --list, or -k oldest.
+MATRIX_ARGS ?=
 # What arpc is compared with. It goes into an environment of its own: none of it is needed to work on arpc.
 PEERS_VENV ?= .venv-peers
 PEERS := ray grpcio xoscar torchmonarch distributed rpyc
@@ -25,7 +27,7 @@ peers_installed := $(PEERS_VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench bench-peers conformance fuzz soak docs wheel format clean
+.PHONY: help demo test check matrix bench bench-peers conformance fuzz soak docs wheel format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +43,9 @@ check: $(installed) ## lint, check the format, check the types
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
+
+matrix: $(installed) ## run the tests on every Python that is found, with the oldest, the pinned and the newest torch
+	INSTALL_ARGS="$(INSTALL_ARGS)" TEST_PROCESSES=$(TEST_PROCESSES) $(python) -m nox $(MATRIX_ARGS)
 
 bench: $(installed) ## measure arpc against torch.distributed.rpc and the bare floor
 	$(python) -m scripts.bench --targets --plot build $(BENCH_ARGS)

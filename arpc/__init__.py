@@ -1,83 +1,42 @@
 """arpc: the asyncio-native RPC runtime for PyTorch.
 
+``import arpc`` alone imports neither torch nor the runtime: the first use of a public name imports them all. So
+``arpc --help`` answers at once. A process that is to have everything imported beforehand, such as a fork server,
+imports `arpc._public`.
+
 PYTEST_DONT_REWRITE: pytest would otherwise warn wherever arpc is imported before its pytest plugin is.
 """
 
-from arpc import autograd, functions, futures, launch, nn, optim, profiler, torchscript
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Any
+
 from arpc._version import __version__
-from arpc.agent.client.future import Future
-from arpc.agent.client.streams import Stream
-from arpc.agent.roster import (
-    MemberEvent,
-    MemberJoined,
-    MemberLeft,
-    MemberLost,
-    MemberReturned,
-    MemberStream,
-    MemberSuspected,
-)
-from arpc.agent.server.functions import inline
-from arpc.agent.variables import propagate
-from arpc.api import (
-    empty_shared,
-    get_worker_info,
-    get_worker_infos,
-    init_rpc,
-    remaining_time,
-    remote,
-    rpc_async,
-    rpc_sync,
-    shared,
-    shutdown,
-    stream,
-)
-from arpc.batching import batched
-from arpc.errors import (
-    AlreadyInitializedError,
-    ArpcError,
-    AuthenticationError,
-    AutogradError,
-    BackwardError,
-    BatchError,
-    CallCancelledError,
-    CallError,
-    ConfigurationError,
-    ConnectionClosedError,
-    HandshakeError,
-    LaunchError,
-    NameTakenError,
-    NotAllowedError,
-    NotInitializedError,
-    NotReadyError,
-    OverloadedError,
-    OwnerLostError,
-    ProfilerError,
-    ProtocolError,
-    RemoteError,
-    RemoteTraceback,
-    RendezvousError,
-    RendezvousTimeoutError,
-    RpcTimeoutError,
-    RRefCreationError,
-    RRefError,
-    ScriptError,
-    SerializationError,
-    ShutdownError,
-    TorchStateError,
-    UnknownWorkerError,
-    UnsupportedError,
-    WireError,
-    WorkerLostError,
-    WorkersFailedError,
-)
-from arpc.ids import WorkerInfo
-from arpc.options import UNSET, RpcOptions
-from arpc.rref.handle import RRef
-from arpc.runner import new_event_loop, run
-from arpc.runtime import Worker
-from arpc.tls import TLS
-from arpc.torchstate import enable_grad, inference_mode, no_grad, set_grad_enabled, to_thread
-from arpc.wire.allowlist import export, register_type
+
+if sys.platform == "win32":
+    raise ImportError("arpc runs on Linux and macOS, not on Windows. On a Windows machine, run it under WSL 2")
+
+if TYPE_CHECKING:
+    from arpc._public import *  # noqa: F403 - the names of __all__
+else:
+
+    def __getattr__(name: str) -> Any:
+        if not name.startswith("_"):
+            # a module is imported alone: `from arpc import errors` asks here before it looks for one
+            if importlib.util.find_spec(f"arpc.{name}") is not None:
+                return importlib.import_module(f"arpc.{name}")
+            if name in __all__:
+                public = importlib.import_module("arpc._public")  # slow: imports torch
+                globals().update({one: getattr(public, one) for one in public.__all__})
+                return globals()[name]
+        raise AttributeError(f"module 'arpc' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "TLS",

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
-__all__ = ["Authority", "add_arguments", "run"]
+__all__ = ["VALID_DAYS", "Authority", "run"]
 
-_DAYS: Final = 365
+VALID_DAYS: Final = 365
 # clocks of hosts differ a little
 _EARLIER: Final = timedelta(minutes=5)
 
@@ -32,7 +32,7 @@ _EARLIER: Final = timedelta(minutes=5)
 class Authority:
     """Signs certificates for workers. Its files are in one directory, and are made when they are not there yet."""
 
-    def __init__(self, directory: str | os.PathLike[str], *, days: float = _DAYS) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, days: float = VALID_DAYS) -> None:
         """Raises `ConfigurationError` if cryptography is not installed."""
         try:
             import cryptography  # noqa: F401 - an optional dependency
@@ -161,13 +161,6 @@ def _write(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 def _write_secret(path: Path, data: bytes) -> None:
     _write(path, data, 0o600)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what the command takes."""
-    parser.add_argument("directory", help="where the files are, or will be")
-    parser.add_argument("names", nargs="+", metavar="name", help="a worker's name; with * it stands for several")
-    parser.add_argument("--days", type=float, default=_DAYS, help="how long they are valid (%(default)s)")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,8 +1,8 @@
 """The command ``arpc``.
 
 A command is an entry of `COMMANDS`: a name, a sentence, a function that declares its arguments and one that runs and
-returns the exit status. The standard library parses them, so that ``arpc`` works wherever arpc is installed; what a
-command needs beyond that it asks for itself.
+returns the exit status. The standard library parses them, so that ``arpc`` works wherever arpc is installed. What a
+command needs beyond that it imports when it runs, so that help, errors and completion come at once.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from arpc import __version__, certs
-from arpc.bench import command as bench
-from arpc.console import stack, top, trace
+from arpc._version import __version__
+from arpc.commands import bench, certs, launch, stack, top, trace
 from arpc.extras import install_command
-from arpc.launch import command as launch
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -94,11 +92,14 @@ def main(arguments: list[str] | None = None) -> int:
         action=_PrintCompletion,
         help="print what makes the shell complete commands and options; takes shtab",
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in COMMANDS:
         one = commands.add_parser(command.name, help=command.about, description=command.about)
         command.add_arguments(one)
         one.set_defaults(run_command=command.run)
     options = parser.parse_args(arguments)
+    if "run_command" not in options:
+        parser.print_help()
+        return 0
     status: int = options.run_command(options)
     return status

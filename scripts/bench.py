@@ -1,9 +1,8 @@
 """``make bench``: what ``arpc bench`` does, from a clone. The figures go to build/bench.json."""
 
 import sys
-from pathlib import Path
 
-from arpc.bench.command import main
+from arpc.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(json_path=Path("build/bench.json")))
+    sys.exit(main(["bench", "--json", "build/bench.json", *sys.argv[1:]]))

@@ -69,7 +69,7 @@ async def join() -> Figures:
 async def measure(size: int) -> tuple[float, list[Figures]]:
     """Run one group; the seconds until all were up, and the figures of each worker."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["arpc", "uvloop"])
+    context.set_forkserver_preload(["arpc._public", "uvloop"])
     server = StoreServer()
     await server.serve()
     meeting = Meeting(server.host, server.port)

@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 
 import arpc
+from arpc import torchjit
 from tests.hostile import EXCEPTIONS, VALUES, raise_specimen
 
 __all__ = ["RAISING", "RETURNING", "TAKING", "Way"]
@@ -180,7 +181,7 @@ class Thing:
         return VALUES[name]()
 
 
-@torch.jit.ignore
+@torchjit.ignore
 def raise_for_script(name: str) -> int:
     return raise_specimen(name)
 
@@ -189,9 +190,10 @@ def script(name: str) -> int:
     return raise_for_script(name)
 
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch deprecates TorchScript, and arpc runs it
-    script_function = torch.jit.script(script)
+if torchjit.IS_AVAILABLE:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".torch.jit")  # torch deprecates TorchScript, and arpc runs it
+        script_function = torch.jit.script(script)
 
 
 def _calling(function: Callable[..., Any]) -> Way:
@@ -288,7 +290,7 @@ RAISING: Final[dict[str, Way]] = {
             ),
         )
     },
-    "script": _calling(script_function),
+    **({"script": _calling(script_function)} if torchjit.IS_AVAILABLE else {}),
     "object": _call_object,
     "batched together": _call_together,
     "then": _then,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -7,6 +8,8 @@ import pytest
 
 import arpc
 from arpc import cli
+from arpc.commands import top
+from arpc.console.tables import VIEWS
 from arpc.extras import install_command
 
 
@@ -22,12 +25,52 @@ def test_the_module_is_the_command() -> None:
     assert done.stdout == f"arpc {arpc.__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["no-such-command"]])
-def test_without_a_command_it_says_which_there_are(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_it_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("usage: arpc")
+    assert all(command.about.split(",")[0] in " ".join(printed.out.split()) for command in cli.COMMANDS)
+    assert not printed.err
+
+
+def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        cli.main(arguments)
+        cli.main(["no-such-command"])
     assert stopped.value.code == 2
     assert "usage: arpc" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--version"],
+        ["--help"],
+        ["no-such-command"],
+        ["--print-completion", "bash"],
+        *([command.name, "--help"] for command in cli.COMMANDS),
+    ],
+    ids=" ".join,
+)
+def test_what_runs_nothing_imports_nothing_slow(arguments: list[str]) -> None:
+    program = f"""
+import atexit, json, runpy, sys
+slow = {{"torch", "numpy", "asyncio", "msgspec", "aiohttp", "uvloop", "rich", "multiprocessing"}}
+atexit.register(lambda: sys.stderr.write("\\n" + json.dumps(sorted(slow & sys.modules.keys()))))
+sys.argv = ["arpc", *{arguments}]
+runpy.run_module("arpc", run_name="__main__", alter_sys=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (
+        "usage: arpc" in done.stdout + done.stderr
+        or f"arpc {arpc.__version__}" in done.stdout
+        or "_shtab" in done.stdout
+    )
+    assert json.loads(done.stderr.splitlines()[-1]) == []
+
+
+def test_the_views_of_top_are_those_of_its_tables() -> None:
+    assert tuple(VIEWS) == top.VIEWS
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)

@@ -189,11 +189,30 @@ def attach_send(tensors: Sequence[Tensor]) -> Any:
     """
     count = len(tensors)
     if not _PLAIN.issuperset(map(type, tensors)):
-        return _apply_send(_TOKEN, *tensors).grad_fn  # which does not look at them: they may do something then
+        return _node_of(_apply_send(_TOKEN, *tensors))  # which does not look at them: they may do something then
     if count < _FEW:
         return attach_plain[count](*tensors)[0].grad_fn
     return _make_delayed_error("a send node was run", 1 + count)(_TOKEN, *tensors)[0].grad_fn
 
+
+def _node_of(output: Tensor) -> Any:
+    """The node that made a tensor. Up to torch 2.10 at least, it loses its edges when its output is gone: keep that."""
+    node: Any = output.grad_fn
+    if _NEEDS_OUTPUT:
+        node.output = output
+    return node
+
+
+def _needs_output() -> bool:
+    with torch.enable_grad():
+        node = _apply_send(_TOKEN, ANCHOR).grad_fn
+    try:
+        return not node.next_functions
+    except RuntimeError:
+        return True
+
+
+_NEEDS_OUTPUT: Final = _needs_output()
 
 LeafNode: Final[type] = type(attach_send([ANCHOR]).next_functions[1][0])
 """The class of the nodes where leaves are; their ``variable`` is the tensor."""

@@ -18,43 +18,15 @@ from arpc.bench.nursery import Nursery
 from arpc.bench.pairs import MeasurementFailedError, Pair
 from arpc.bench.rounds import Results, Schedule, measure_rounds
 from arpc.bench.rows import Row, select
-from arpc.bench.systems import PEERS, REGISTRY
+from arpc.bench.systems import DEFAULT_ROUNDS, PEERS, QUICK_ROUNDS, REGISTRY
 from arpc.bench.targets import judge
 from arpc.extras import install_command
 
-__all__ = ["add_arguments", "main", "run"]
+__all__ = ["choose_systems", "measure", "run"]
 
-DEFAULT_ROUNDS = 7
-QUICK_ROUNDS = 3
 DEFAULT_BUDGET_S = 0.15
 QUICK_BUDGET_S = 0.1
 QUICK_REPEAT_S = 5.0
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be asked of a run."""
-    parser.add_argument("--rows", default="", help="only rows whose key has one of these (commas; * as in a shell)")
-    parser.add_argument("--systems", default="", help=f"only these (commas), of: {', '.join(REGISTRY)}; or a prefix")
-    parser.add_argument("--rounds", type=int, help=f"{DEFAULT_ROUNDS}, or {QUICK_ROUNDS} with --quick")
-    parser.add_argument(
-        "--quick", action="store_true", help="a look within a minute: few rounds, short cells, fewer rows"
-    )
-    parser.add_argument("--long", action="store_true", help="also the rows that take minutes")
-    parser.add_argument("--targets", action="store_true", help="each target with what was measured: pass or miss")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures of every round go")
-    parser.add_argument("--plot", type=Path, metavar="DIRECTORY", help="draw them there; takes matplotlib")
-    parser.add_argument(
-        "--replot", type=Path, nargs="+", metavar="FILE", help="measure nothing; draw what earlier runs left in FILEs"
-    )
-    parser.add_argument("--list", action="store_true", help="print the keys of the rows and stop")
-
-
-def main(arguments: list[str] | None = None, json_path: Path | None = None) -> int:
-    """Runs as a program of its own; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
-    parser.set_defaults(json=json_path)
-    return run(parser.parse_args(arguments))
 
 
 def run(options: argparse.Namespace) -> int:

@@ -17,9 +17,11 @@ from typing import Final, Protocol, cast, runtime_checkable
 __all__ = [
     "BULK_MINIMUM_CALLS",
     "CALLEE",
+    "DEFAULT_ROUNDS",
     "GRADIENTS_GROUP",
     "GROUP_SIZES",
     "PEERS",
+    "QUICK_ROUNDS",
     "REGISTRY",
     "TORCH_GROUP_SIZES",
     "TORCH_THREADS",
@@ -37,6 +39,9 @@ __all__ = [
 
 Measurement = dict[str, float]
 """Figures by name, with the unit in the name: ``p50_us``, ``calls_per_s``."""
+
+DEFAULT_ROUNDS: Final = 7
+QUICK_ROUNDS: Final = 3
 
 WARM_UP_SHARE: Final = 0.2
 """How long a cell is warmed up, by calls that do not count, as a part of its measured time."""

@@ -8,9 +8,9 @@ The context of a thread is a context variable, which in a thread that nobody gav
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from arpc import torchjit
 from arpc.autograd.context import AutogradContext, Send, current_context_id
 from arpc.autograd.nodes import SEND_NAME
 from arpc.autograd.service import AutogradService
@@ -145,13 +145,13 @@ def _get_debug_info() -> dict[str, str]:
 # -- passes
 
 
-@torch.jit.ignore  # type: ignore[untyped-decorator]
+@torchjit.ignore
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
     """The gradients that backward passes of a context have accumulated on this worker, by leaf."""
     return _service().gradients(context_id)
 
 
-@torch.jit.ignore  # type: ignore[untyped-decorator]
+@torchjit.ignore
 def _backward(context_id: int, roots: list[Tensor], retain_graph: bool) -> None:
     """`backward`, for the interpreter of TorchScript to call."""
     is_id = isinstance(context_id, int) and not isinstance(context_id, bool)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
-from torch.jit._builtins import _find_builtin
-
 from arpc.agent.server.remote_exceptions import is_of_handler
 from arpc.errors import (
     ArpcError,
@@ -18,6 +16,7 @@ from arpc.errors import (
     SerializationError,
 )
 from arpc.ids import WorkerInfo
+from arpc.torchjit import find_builtin
 from arpc.user_errors import can_be_raised, cause_of, repr_of, set_cause, text_of, type_name_of
 
 __all__ = ["as_torch_error", "creation_error", "packing_error", "timeout_error"]
@@ -80,7 +79,7 @@ def packing_error(error: Exception, to: WorkerInfo) -> BaseException:
 
 
 def _is_operator(function: Any) -> bool:
-    return function is not None and _find_builtin(function) is not None  # type: ignore[no-untyped-call]
+    return function is not None and find_builtin(function) is not None
 
 
 def _described(error: BaseException, to: WorkerInfo, stack: str) -> str:

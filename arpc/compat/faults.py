@@ -7,14 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-import torch
-from torch.jit._builtins import _find_builtin
-
 from arpc.agent.agent import Agent
 from arpc.agent.client.pending_calls import CallSender, OutgoingCall
 from arpc.agent.server.functions import name_of
 from arpc.errors import RpcTimeoutError
 from arpc.options import Unset
+from arpc.torchjit import ScriptFunction, find_builtin
 from arpc.torchscript.calls import ScriptCall
 from arpc.wire.messages import MessageType, RequestFlag
 
@@ -37,7 +35,7 @@ MESSAGE_NAMES: Final = frozenset(
 
 def _is_script(function: Any) -> bool:
     """Whether torch sends it as an operator or a script function, and not as a function of Python."""
-    return isinstance(function, torch.jit.ScriptFunction | ScriptCall) or _find_builtin(function) is not None  # type: ignore[no-untyped-call]
+    return isinstance(function, ScriptFunction | ScriptCall) or find_builtin(function) is not None
 
 
 class Faults:

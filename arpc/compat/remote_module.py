@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed import _remote_device  # type: ignore[attr-defined]
 from torch.nn import Parameter
 
+from arpc import torchjit
 from arpc.agent.peers.peer import Peer
 from arpc.compat import current
 from arpc.compat.calls import call, call_async
@@ -60,7 +61,7 @@ def _create_module(
             f"but it returns an instance of {type(module)}."
         )
     module.to(device)
-    return torch.jit.script(module) if is_scripted else module
+    return torchjit.script(module) if is_scripted else module
 
 
 # -- what a remote module has as methods of its own: they travel with it

@@ -21,6 +21,7 @@ from arpc.ids import address_of
 from arpc.rref.calls import call_method
 from arpc.rref.context import Skin
 from arpc.rref.handle import RRef as Handle
+from arpc.torchjit import ScriptModule
 from arpc.user_errors import fresh
 
 __all__ = ["SKIN", "RRef", "RRefProxy"]
@@ -44,7 +45,7 @@ class RRef(Generic[T]):
     """
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
-        if type_hint is None and isinstance(value, torch.jit.ScriptModule):
+        if type_hint is None and isinstance(value, ScriptModule):
             raise RuntimeError(
                 "The RRef being created contains a ScriptModule, must provide its ModuleInterface type hint. "
             )

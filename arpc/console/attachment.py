@@ -14,12 +14,12 @@ from arpc.console.onlooker import Onlooker
 from arpc.errors import ArpcError, AuthenticationError, ConfigurationError, WireError
 from arpc.http.guard import derive_token
 from arpc.metrics.attach import Attachable, attachable
-from arpc.metrics.service import MAX_TRACE_S
+from arpc.metrics.limits import MAX_TRACE_S
 from arpc.metrics.stacks import WorkerStack
 from arpc.metrics.summary import GroupSummary
 from arpc.options import RpcOptions
 
-__all__ = ["Attachment", "add_attach_arguments", "attach", "choose"]
+__all__ = ["Attachment", "attach", "choose"]
 
 _COLLECT_S: Final = 60.0
 """How long the pieces of a trace may take to come together."""
@@ -73,22 +73,6 @@ class _ByPage:
 
     async def trace(self, seconds: float, form: str) -> bytes:
         return await self._get(f"/api/trace?seconds={seconds:g}&form={form}", "POST")
-
-
-def add_attach_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which group, and what proves that one may look."""
-    parser.add_argument(
-        "--address",
-        help="of any worker of the group: unix:///path, tcp://host:port, or http://host:port of its dashboard "
-        "(default: the newest worker of this user on this host)",
-    )
-    parser.add_argument("--worker", help="look for a worker of this name on this host")
-    parser.add_argument("--pid", type=int, help="look for the worker of this process")
-    parser.add_argument(
-        "--secret-file",
-        type=Path,
-        help="the cluster's secret (default: ARPC_SECRET, ARPC_SECRET_FILE, or the launcher's)",
-    )
 
 
 def choose(workers: list[Attachable], name: str | None, pid: int | None) -> Attachable:

@@ -9,18 +9,12 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from arpc.console.attachment import add_attach_arguments, attach
+from arpc.console.attachment import attach
 from arpc.console.numbers import duration
 from arpc.errors import ArpcError
 from arpc.metrics.stacks import AwaitedCall, CallStack, HandlerStack, TaskStack, WorkerStack
 
-__all__ = ["add_arguments", "describe", "run"]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
-    add_attach_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+__all__ = ["describe", "run"]
 
 
 def run(arguments: argparse.Namespace) -> int:

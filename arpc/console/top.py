@@ -12,27 +12,16 @@ from typing import Any, Final
 
 import msgspec
 
-from arpc.console.attachment import Attachment, add_attach_arguments, attach
+from arpc.console.attachment import Attachment, attach
 from arpc.console.numbers import age, bytes_, count, duration, rate
 from arpc.console.tables import VIEWS, View, render
 from arpc.errors import ArpcError, UnsupportedError
 from arpc.extras import install_command
 from arpc.metrics.summary import GroupSummary
 
-__all__ = ["Screen", "add_arguments", "run"]
+__all__ = ["Screen", "run"]
 
-_NAMES: Final = tuple(VIEWS)
 _BARS: Final = "▁▂▃▄▅▆▇█"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
-    add_attach_arguments(parser)
-    parser.add_argument("--view", choices=_NAMES, default="workers", help="which table comes first")
-    parser.add_argument("--sort", help="the column to sort by, as it is titled")
-    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default 1)")
-    parser.add_argument("--once", action="store_true", help="print all tables once, and end")
-    parser.add_argument("--json", action="store_true", help="print everything once, as JSON, and end")
 
 
 def run(arguments: argparse.Namespace) -> int:

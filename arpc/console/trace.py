@@ -7,27 +7,11 @@ import asyncio
 import sys
 from pathlib import Path
 
-from arpc.console.attachment import add_attach_arguments, attach
+from arpc.console.attachment import attach
 from arpc.console.numbers import bytes_
 from arpc.errors import ArpcError
-from arpc.metrics.service import MAX_TRACE_S
 
-__all__ = ["add_arguments", "run"]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
-    add_attach_arguments(parser)
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        default=Path("arpc-trace.json"),
-        help="where it goes: .json for https://ui.perfetto.dev, .html for any browser (default arpc-trace.json)",
-    )
-    parser.add_argument(
-        "-t", "--seconds", type=float, default=5.0, help=f"how long, at most {MAX_TRACE_S:g} (default 5)"
-    )
+__all__ = ["run"]
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -40,7 +40,8 @@ __all__ = ["BOOT", "main"]
 
 BOOT: Final = (
     # what -c puts first in the path is no part of a script's, and may hold another torch
-    "import sys; sys.flags.safe_path or sys.path.pop(0); from arpc.launch.template import main; main()"
+    "import sys; sys.flags.safe_path or sys.path.pop(0); "
+    "import arpc._public; from arpc.launch.template import main; main()"
 )
 PR_SET_PDEATHSIG: Final = 1
 DESCRIPTORS: Final = 4

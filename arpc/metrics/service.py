@@ -20,6 +20,7 @@ from arpc.errors import ConfigurationError, OverloadedError, RendezvousError, Un
 from arpc.ids import WorkerInfo
 from arpc.metrics.group import GroupView
 from arpc.metrics.inspector import Inspector, loop_tasks
+from arpc.metrics.limits import MAX_TRACE_S, TRACE_FORMS
 from arpc.metrics.recorder import Recorder
 from arpc.metrics.sampler import Sampler
 from arpc.metrics.snapshots import LoopSnapshot, WorkerSnapshot
@@ -28,12 +29,10 @@ from arpc.metrics.summary import GroupSummary, summarize
 from arpc.options import RpcOptions
 from arpc.wire.messages import Inspect, Message
 
-__all__ = ["MAX_TRACE_S", "TRACE_FORMS", "MetricsService", "RecordTrace"]
+__all__ = ["MetricsService", "RecordTrace"]
 
 RecordTrace = Callable[[float, str], Awaitable[bytes]]
 """Seconds, and one of `TRACE_FORMS`."""
-TRACE_FORMS: Final = ("json", "html")
-MAX_TRACE_S: Final = 120.0
 
 _LEASE_S: Final = 150.0
 """Counting goes on for so long after somebody asked: longer than the usual pause between two scrapes."""

@@ -5,14 +5,11 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import Any, Final
 
-import torch
-from torch._jit_internal import _qualified_name
-from torch.jit._builtins import _find_builtin
-
 from arpc.agent.observers import Kind, Outgoing
 from arpc.agent.server.functions import name_of
 from arpc.errors import ProfilerError
 from arpc.ids import IdAllocator
+from arpc.torchjit import ScriptFunction, find_builtin
 
 __all__ = ["REMOTE_OP", "RemoteProfilerManager", "call_key", "function_name"]
 
@@ -88,10 +85,10 @@ def function_name(function: Any) -> str:
     """
     if isinstance(function, str):
         return function
-    if isinstance(function, torch.jit.ScriptFunction):
-        return str(_qualified_name(function))
+    if isinstance(function, ScriptFunction):
+        return str(function.qualified_name)
     try:
-        builtin = _find_builtin(function)  # type: ignore[no-untyped-call]
+        builtin = find_builtin(function)
     except TypeError:  # it cannot be looked up
         builtin = None
     return builtin or name_of(function)
@@ -105,7 +102,7 @@ def call_key(request: Outgoing, caller: str) -> str:
         return f"gradients#({caller})->({request.peer.name})"
     if request.kind is Kind.CALL:
         mode = "rpc_sync" if request.is_awaited else "rpc_async"
-        if isinstance(request.target, torch.jit.ScriptFunction):
+        if isinstance(request.target, ScriptFunction):
             mode = "rpc_async_jit"
     else:
         mode = request.kind.value

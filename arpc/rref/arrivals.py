@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-from torch.jit import ScriptModule
 
 from arpc.agent.codec import Content
 from arpc.agent.server.functions import Function
@@ -19,6 +18,7 @@ from arpc.ids import GloballyUniqueId
 from arpc.rref.events import RRefId, WorkerName
 from arpc.rref.labels import KEY, unpack_label
 from arpc.rref.values import NOTHING, Value
+from arpc.torchjit import ScriptModule
 from arpc.user_errors import fresh, is_a
 from arpc.wire.messages import Message, RequestFlag
 

@@ -10,8 +10,6 @@ from threading import get_ident
 from types import TracebackType
 from typing import Any, Final, Generic, NoReturn, Self, TypeVar, cast
 
-from torch.jit import ScriptModule
-
 from arpc.agent.client.future import Future
 from arpc.agent.client.streams import Stream
 from arpc.agent.scope import find_scope
@@ -32,6 +30,7 @@ from arpc.rref.events import OwnerHandleDropped, RRefId
 from arpc.rref.proxies import AsyncProxy, RemoteProxy, StreamProxy, SyncProxy
 from arpc.rref.uses import FetchFuture, OwnerFuture, Use
 from arpc.rref.values import NOTHING, Value
+from arpc.torchjit import ScriptModule
 from arpc.user_errors import fresh, name_of_class
 from arpc.wire.messages import RRefFetch
 

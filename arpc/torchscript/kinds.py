@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from types import FunctionType
 from typing import Final
 
-import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.export import ExportedProgram
-from torch.jit import ScriptFunction, ScriptModule
 
 from arpc.agent.server.functions import Preparation
+from arpc.torchjit import ScriptException, ScriptFunction, ScriptMethod, ScriptModule
 from arpc.torchscript.calls import prepare_script_function, refuse_script_method
 from arpc.torchscript.operators import reduce_overload, reduce_packet
 from arpc.torchscript.programs import prepare_program, reduce_function, reduce_program
@@ -22,7 +21,7 @@ __all__ = ["FAMILIES", "PREPARATIONS", "REDUCERS"]
 
 REDUCERS: Final[Mapping[type, Reducer]] = {
     ScriptFunction: reduce_script_function,
-    torch.jit.Error: reduce_script_error,
+    ScriptException: reduce_script_error,
     OpOverload: reduce_overload,
     OpOverloadPacket: reduce_packet,
     FunctionType: reduce_function,
@@ -33,6 +32,6 @@ FAMILIES: Final[Mapping[type, Reducer]] = {
 }
 PREPARATIONS: Final[Mapping[type, Preparation]] = {
     ScriptFunction: prepare_script_function,
-    torch._C.ScriptMethod: refuse_script_method,
+    ScriptMethod: refuse_script_method,
     ExportedProgram: prepare_program,
 }

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.jit import _builtins
 
 from arpc.errors import SerializationError
+from arpc.torchjit import find_builtin
 from arpc.wire.pickling import Parcel
 
 __all__ = ["Operator", "builtin_operator", "reduce_overload", "reduce_packet"]
@@ -53,8 +53,7 @@ def builtin_operator(function: Any) -> Operator | None:
     >>> builtin_operator(torch.add)
     Operator('aten::add')
     """
-    find: Any = _builtins._find_builtin  # noqa: SLF001 - the table that TorchScript itself goes by
-    name = find(function)
+    name = find_builtin(function)
     return None if name is None else Operator(name)
 
 

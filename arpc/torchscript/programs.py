@@ -129,7 +129,7 @@ def reduce_function(function: FunctionType, parcel: Parcel) -> Any:
     Other functions, and compiled ones that are found under the name of what was compiled, go the usual way.
     """
     original = getattr(function, "_torchdynamo_orig_callable", None)
-    if original is None or not hasattr(function, "_is_torch_compile") or importable_name(function) is not None:
+    if original is None or not hasattr(function, "get_compiler_config") or importable_name(function) is not None:
         return NotImplemented
     place = place_of(function, original, parcel)
     if place is not None:
@@ -138,13 +138,22 @@ def reduce_function(function: FunctionType, parcel: Parcel) -> Any:
     if "self" not in variables:
         return NotImplemented  # a version of torch that makes them otherwise
     context = variables["self"].cell_contents
-    return _compiled, (original, _backend_of(context.callback), bool(context.fullgraph), context._dynamic)  # noqa: SLF001 - kept nowhere else
+    return _compiled, (original, _backend_of(context.callback), _is_fullgraph(context), context._dynamic)  # noqa: SLF001 - kept nowhere else
 
 
 def _backend_of(callback: Any) -> Any:
-    from torch._dynamo.eval_frame import innermost_backend  # slow, and there already: something was compiled
+    from torch._dynamo import eval_frame  # slow, and there already: something was compiled
 
-    return innermost_backend(callback)
+    # torch up to 2.10 at least has one function for both
+    innermost: Any = getattr(eval_frame, "innermost_backend", None) or eval_frame.innermost_fn
+    return innermost(callback)
+
+
+def _is_fullgraph(context: Any) -> bool:
+    if hasattr(context, "fullgraph"):
+        return bool(context.fullgraph)
+    # torch 2.8 keeps it as the class of what compiles
+    return type(getattr(context.callback, "_torchdynamo_orig_callable", None)).__name__ == "ConvertFrameAssert"
 
 
 _again: Final[OrderedDict[tuple[Any, ...], tuple[Any, Callable[..., Any]]]] = OrderedDict()

@@ -9,10 +9,7 @@ from pickle import PickleBuffer
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-import torch
-from torch.jit import ScriptFunction, _state
-from torch.jit._recursive import wrap_cpp_module
-
+from arpc import torchjit
 from arpc.errors import ScriptError, SerializationError
 from arpc.wire.pickling import Parcel
 from arpc.wire.reducing import MAIN_NAMES
@@ -80,7 +77,7 @@ def reduce_script_function(function: Any, parcel: Parcel) -> tuple[Any, ...]:
 
 def _script_function(qualified_name: str, module_name: str, qualname: str) -> Any:
     found = named_in_module(module_name, qualname)
-    if not isinstance(found, ScriptFunction):
+    if not isinstance(found, torchjit.ScriptFunction):
         raise SerializationError(
             f"{qualified_name} is a TorchScript function where it was called, and {module_name}.{qualname} of this "
             f"worker is {type(found).__qualname__}"
@@ -90,7 +87,7 @@ def _script_function(qualified_name: str, module_name: str, qualname: str) -> An
 
 @lru_cache(maxsize=_LOADED)
 def _script_function_by_value(qualified_name: str, code: str, saved: bytes) -> Any:
-    own: Any = _state._python_cu.find_function(qualified_name)  # noqa: SLF001 - where torch keeps what it has compiled
+    own: Any = torchjit.compiled_unit().find_function(qualified_name)
     if own is not None and own.code == code:
         return own  # whose classes are those of this process
     return _Loaded(load_module(saved), qualified_name)
@@ -118,10 +115,8 @@ def reduce_script_module(module: Any, _: Parcel) -> tuple[Any, ...]:
 
 
 def load_module(saved: Any) -> Any:
-    """The module that was saved."""
-    # what torch.jit.load comes down to; that warns whoever happens to receive a module of what its sender uses
-    load: Any = torch._C.import_ir_module_from_buffer
-    return wrap_cpp_module(load(torch._C.CompilationUnit(), bytes(saved), None, {}, False))  # type: ignore[no-untyped-call]
+    """The module that was saved. Raises `UnsupportedError` where torch has no TorchScript."""
+    return torchjit.load_module(bytes(saved))
 
 
 # -- errors

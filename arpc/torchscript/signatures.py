@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.jit import ScriptFunction
 
 from arpc.errors import NotReadyError, ScriptError
+from arpc.torchjit import ScriptFunction
 from arpc.torchscript.types import to_python
 
 __all__ = ["Completed", "Signature", "signature_of"]

@@ -8,37 +8,35 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from torch._C import _jit_tree_views
-from torch.jit import _state
-from torch.jit._recursive import wrap_cpp_module
-from torch.jit.annotations import try_ann_to_type
 
+from arpc import torchjit
 from arpc.errors import ScriptError
 
 __all__ = ["contents_of", "parse_type", "python_class", "text_of", "to_python"]
 
-_SIMPLE: Final[dict[str, Callable[[], Any]]] = {
-    "Any": torch._C.AnyType.get,
-    "Device": torch._C.DeviceObjType.get,
-    "NoneType": torch._C.NoneType.get,
-    "None": torch._C.NoneType.get,
-    "Stream": torch._C.StreamObjType.get,
-    "Tensor": torch._C.TensorType.get,
-    "bool": torch._C.BoolType.get,
-    "complex": torch._C.ComplexType.get,
-    "float": torch._C.FloatType.get,
-    "int": torch._C.IntType.get,
-    "number": torch._C.NumberType.get,
-    "str": torch._C.StringType.get,
+_SIMPLE: Final[dict[str, str]] = {
+    "Any": "AnyType",
+    "Device": "DeviceObjType",
+    "NoneType": "NoneType",
+    "None": "NoneType",
+    "Stream": "StreamObjType",
+    "Tensor": "TensorType",
+    "bool": "BoolType",
+    "complex": "ComplexType",
+    "float": "FloatType",
+    "int": "IntType",
+    "number": "NumberType",
+    "str": "StringType",
 }
-_GENERIC: Final[dict[str, tuple[int, Callable[..., Any]]]] = {
-    "Dict": (2, torch._C.DictType),
-    "Future": (1, torch._C.FutureType),
-    "List": (1, torch._C.ListType),
-    "Optional": (1, torch._C.OptionalType),
-    "RRef": (1, torch._C.RRefType),
+"""By their names, the classes of ``torch._C`` that have one instance."""
+_GENERIC: Final[dict[str, tuple[int, str]]] = {
+    "Dict": (2, "DictType"),
+    "Future": (1, "FutureType"),
+    "List": (1, "ListType"),
+    "Optional": (1, "OptionalType"),
+    "RRef": (1, "RRefType"),
 }
-_SERIES: Final[dict[str, Callable[..., Any]]] = {"Tuple": torch._C.TupleType, "Union": torch._C.UnionType}
+_SERIES: Final[dict[str, str]] = {"Tuple": "TupleType", "Union": "UnionType"}
 _TOKEN: Final = re.compile(r"\s*([A-Za-z_][\w.]*|[\[\],()])")
 _MANGLED: Final = re.compile(r"___torch_mangle_\d+\.")
 
@@ -54,8 +52,10 @@ def parse_type(text: str) -> Any:
     >>> parse_type("Optional[List[int]]").annotation_str
     'Optional[List[int]]'
 
-    Classes, interfaces and NamedTuples are those that this process has compiled under that name.
+    Classes, interfaces and NamedTuples are those that this process has compiled under that name. Raises
+    `UnsupportedError` where torch has no TorchScript.
     """
+    torchjit.require()
     return _Parser(text).parse()
 
 
@@ -75,15 +75,15 @@ class _Parser:
     def _type(self) -> Any:
         name = self._next()
         if name in _SIMPLE:
-            return _SIMPLE[name]()
+            return getattr(torch._C, _SIMPLE[name]).get()
         if name in _GENERIC:
             count, make = _GENERIC[name]
             parts = self._parts()
             if len(parts) != count:
                 raise self._complaint(f"gives {name} {len(parts)} types and not {count}")
-            return make(*parts)
+            return getattr(torch._C, make)(*parts)
         if name in _SERIES:
-            return _SERIES[name](self._parts())
+            return getattr(torch._C, _SERIES[name])(self._parts())
         if name.startswith("__torch__."):
             return self._named(name)
         raise self._complaint(f"names {name!r}, which is unknown")
@@ -103,10 +103,10 @@ class _Parser:
         return parts
 
     def _named(self, name: str) -> Any:
-        unit: Any = _state._python_cu  # noqa: SLF001 - where torch keeps what it has compiled
+        unit = torchjit.compiled_unit()
         found = unit.get_class(name) or unit.get_interface(name)
         if found is None and (cls := python_class(name)) is not None:
-            found = try_ann_to_type(cls, _NOWHERE)  # type: ignore[no-untyped-call]
+            found = torchjit.type_of(cls)
         if found is None:
             raise self._complaint(f"names {name!r}, which this process has not compiled: import its module first")
         return found
@@ -128,9 +128,6 @@ class _Parser:
 
     def _complaint(self, what: str) -> ScriptError:
         return ScriptError(f"{self._text!r} is no type of TorchScript: it {what}")
-
-
-_NOWHERE: Final = _jit_tree_views.SourceRangeFactory("", None, 0, 0).make_raw_range(0, 1)
 
 
 def python_class(qualified_name: str) -> type | None:
@@ -157,7 +154,7 @@ def to_python(type_: Any) -> Callable[[Any], Any] | None:
     """
     kind = type_.kind()
     if kind in {"ClassType", "InterfaceType"}:
-        return _wrapped
+        return torchjit.wrap_module
     inner = [to_python(part) for part in contents_of(type_)]
     named = python_class(text_of(type_)) if kind == "TupleType" and text_of(type_).startswith("__torch__.") else None
     if named is None and not any(inner):
@@ -175,10 +172,6 @@ def to_python(type_: Any) -> Callable[[Any], Any] | None:
     if kind == "FutureType":
         return lambda value: value.then(lambda done: makers[0](done.value()))
     return None
-
-
-def _wrapped(value: Any) -> Any:
-    return wrap_cpp_module(value) if isinstance(value, torch._C.ScriptModule) else value  # type: ignore[no-untyped-call]
 
 
 def _same(value: Any) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from arpc.errors import ConfigurationError, NotAllowedError
+from arpc.torchjit import ScriptFunction, ScriptMethod
 from arpc.wire.reducing import MAIN_NAMES, importable_name
 from arpc.wire.trusted import Check, Trusted
 
@@ -89,7 +90,7 @@ def key_of(obj: Any) -> Key:
         if found is None:
             raise ConfigurationError(f"{obj!r} has no name by which others could call it")
         return found
-    if isinstance(obj, torch.jit.ScriptFunction | torch._C.ScriptMethod):
+    if isinstance(obj, ScriptFunction | ScriptMethod):
         # its module and name are those of its class
         raise ConfigurationError(
             f"{obj.name} is compiled by TorchScript, and has no name by which others could call it in allow-list mode: "

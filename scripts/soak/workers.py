@@ -26,7 +26,7 @@ from scripts.soak.visitors import visit
 __all__ = ["ALLOCATOR", "OPTIONS", "Plan", "WorkerProcess", "avoid", "leave", "present", "stop_load"]
 
 CONTEXT: Final = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "arpc", "scripts.soak.workers"])
+CONTEXT.set_forkserver_preload(["torch", "arpc._public", "scripts.soak.workers"])
 
 ALLOCATOR: Final = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(256 << 10)}
 """Variables of glibc for the processes: what is freed goes back to the system, so that a leak shows."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from arpc import cli
 from arpc.bench import command
 from arpc.bench.report import as_document
 from arpc.bench.rows import select
@@ -13,12 +14,12 @@ from tests.bench.results import SCHEDULE, make_results
 
 
 def test_the_rows_are_listed_and_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--list", "--rows", "call/async"]) == 0
+    assert cli.main(["bench", "--list", "--rows", "call/async"]) == 0
     assert capsys.readouterr().out.splitlines() == [row.key for row in select(["call/async"], quick=False, long=False)]
 
 
 def test_a_row_that_is_none_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--rows", "no such row"]) == 2
+    assert cli.main(["bench", "--rows", "no such row"]) == 2
     assert "no such row" in capsys.readouterr().err
 
 
@@ -40,11 +41,11 @@ def test_a_system_that_is_not_installed_is_left_out_with_the_reason(monkeypatch:
 def test_earlier_figures_are_drawn_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = tmp_path / "figures.json"
     figures.write_text(json.dumps(as_document(make_results("tensors/"), SCHEDULE, [], {})))
-    assert command.main(["--replot", str(figures), "--plot", str(tmp_path)]) == 0
+    assert cli.main(["bench", "--replot", str(figures), "--plot", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"drawn: {tmp_path}/bench-growth.png\n"
     assert (tmp_path / "bench-growth.png").exists()
 
 
 def test_drawing_again_needs_a_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--replot", str(tmp_path / "figures.json")]) == 2
+    assert cli.main(["bench", "--replot", str(tmp_path / "figures.json")]) == 2
     assert "--plot" in capsys.readouterr().err

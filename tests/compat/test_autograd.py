@@ -233,7 +233,7 @@ def gradients_by_script(context_id: int, loss: torch.Tensor) -> dict[torch.Tenso
 def test_scripts_may_run_passes(alone):
     x = leaf()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", ".torch.jit")
         script = torch.jit.script(gradients_by_script)
     with dist_autograd.context() as context_id:
         found = script(context_id, rpc.rpc_sync(alone, double, (x,)).sum())

@@ -80,7 +80,7 @@ async def make() -> Thing:
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.filterwarnings("ignore", ".torch.jit")
 
     @torch.jit.script
     def double(x: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,9 @@ def test_modules_that_follow_one_another() -> None:
     with free_ports(4) as ports:
         done = run(*COMPAT, "-q", "-m", "tests.compat.scripts.several", *ports)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "flowed\nlearned\nrewarded\nin parallel\n"
+    # Gloo of torch 2.8 reports its connections there
+    printed = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
+    assert printed == ["flowed", "learned", "rewarded", "in parallel"]
 
 
 def test_a_script_that_is_not_there() -> None:

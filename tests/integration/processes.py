@@ -29,7 +29,7 @@ import arpc
 __all__ = ["Processes", "Start", "WorkerProcess", "impatience", "run_scripts"]
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["pytest", "torch", "arpc", "tests.integration.functions"])
+CONTEXT.set_forkserver_preload(["pytest", "torch", "arpc._public", "tests.integration.functions"])
 
 QUICK = arpc.RpcOptions(gc_freeze=False, heartbeat_interval=0.2, heartbeat_timeout=30.0, init_timeout=30.0)
 """How workers of tests behave when the test does not say: one that gets no CPU for a while is not taken for dead."""

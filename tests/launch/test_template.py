@@ -89,8 +89,9 @@ async def group() -> AsyncIterator[Group]:
     await made.keeper.aclose()
 
 
+# With ctypes, as both have it then: where Python uses the system's libffi, that keeps a descriptor of its own file
 FACTS = """
-    import json, os, signal, sys, threading
+    import ctypes, json, os, signal, sys, threading
     def about(stream):
         names = "name mode encoding errors line_buffering write_through newlines".split()
         return [getattr(stream, name) for name in names] + [type(stream.buffer).__name__, stream.seekable()]

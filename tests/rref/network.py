@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from arpc.ids import IdAllocator, WorkerInfo, creator_of
+from arpc.ids import LOCAL_BITS, WorkerInfo, creator_of
 from arpc.rref import events as e
 from arpc.rref import instructions as i
 from arpc.rref import states
@@ -42,12 +42,23 @@ class Packet:
 
 
 @dataclass
+class Ids:
+    """Hands out ids as `arpc.ids.IdAllocator` does, and can be copied: `itertools.count` cannot since Python 3.14."""
+
+    next: int
+
+    def next_number(self) -> int:
+        self.next += 1
+        return self.next - 1
+
+
+@dataclass
 class Machine:
     """One worker."""
 
     id: int
     forks: Forks[states.UserFork]
-    ids: IdAllocator
+    ids: Ids
     numbers: dict[int, Numbers] = field(default_factory=dict)
     windows: dict[int, Window] = field(default_factory=dict)
     user_handles: list[int] = field(default_factory=list)
@@ -75,7 +86,7 @@ class Network:
 
     def _start(self, name: str) -> None:
         me = WorkerInfo(name, len(self.machines))
-        self.machines.append(Machine(me.id, Forks(me, states.UserFork), IdAllocator(me.id)))
+        self.machines.append(Machine(me.id, Forks(me, states.UserFork), Ids(me.id << LOCAL_BITS)))
 
     def info(self, id_: int) -> WorkerInfo:
         return self.machines[id_].forks.me

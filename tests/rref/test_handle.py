@@ -71,7 +71,6 @@ async def test_methods_can_be_named_by_themselves(group):
     assert [number async for number in counter.stream()(Counter.numbers, 2)] == [0, 1]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 async def test_a_script_module_is_called_where_it_is(group):
     linear = arpc.remote("worker1", objects.make_script_module)
     assert (await linear.rpc_sync().forward(torch.ones(1, 2))).shape == (1, 3)

@@ -4,8 +4,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from arpc import torchjit
 from arpc.options import RpcOptions
 from arpc.testing import Cluster, cluster
+
+collect_ignore = [] if torchjit.IS_AVAILABLE else ["test_calls.py", "test_modules.py", "test_types.py"]
+"""The modules whose functions are compiled while they are imported."""
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ def triple(x: Tensor) -> Tensor:
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of all that is TorchScript
+    warnings.filterwarnings("ignore", ".torch.jit")  # torch's, of all that is TorchScript
 
     @torch.jit.script
     def one_arg(value):
@@ -162,7 +162,7 @@ with warnings.catch_warnings():
 def scripted(weight: int) -> torch.jit.ScriptFunction:
     """One that no module has under a name."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", ".torch.jit")
         if weight == 1:
 
             @torch.jit.script

@@ -74,7 +74,6 @@ async def test_a_method_of_a_module_that_is_here_cannot_be_called_elsewhere(grou
 
 
 async def test_a_module_is_a_callable_that_goes_by_value(group):
-    with pytest.warns(DeprecationWarning, match="torch.export"):
-        linear = torch.jit.script(torch.nn.Linear(2, 2))
+    linear = torch.jit.script(torch.nn.Linear(2, 2))
     x = torch.ones(1, 2)
     assert torch.equal(await arpc.rpc_sync("worker1", linear, (x,)), linear(x))

@@ -24,7 +24,8 @@ async def test_a_program_is_called(group, program):
     named = torch.export.export(torch.nn.Identity(), (), {"input": X})
     assert torch.equal(await arpc.rpc_async("worker1", named, kwargs={"input": X}), X)
     assert torch.equal(await arpc.remote("worker1", program, (X,)), expected)
-    with pytest.raises(AssertionError, match="Guard failed"):
+    # torch 2.8 raises another error than its successors
+    with pytest.raises((AssertionError, RuntimeError), match=r"Guard failed|Expected input at"):
         await arpc.rpc_sync("worker1", program, (torch.ones(1, 5),))
 
 

@@ -85,7 +85,10 @@ def sent_bytes(slots: Sequence[Slot], inline_limit: int = INLINE) -> int:
 
 def bits(tensor: Tensor) -> list[int]:
     """Every bit of a strided tensor, in order: NaN and -0.0 have theirs as well."""
-    plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.element_size() == 1:
+        plain = plain.view(torch.uint8)  # not every torch can copy every dtype
+    plain = plain.clone(memory_format=torch.contiguous_format)
     return plain.view(-1).view(torch.uint8).tolist() if plain.numel() else []
 
 

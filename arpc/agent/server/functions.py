@@ -9,9 +9,8 @@ from functools import partial
 from types import FunctionType
 from typing import Any, Final, NamedTuple, TypeVar
 
-from torch.jit import ScriptFunction
-
 from arpc.agent.server.reply_window import ResultSizes
+from arpc.torchjit import ScriptFunction
 from arpc.user_errors import is_a, type_name_of
 
 __all__ = [

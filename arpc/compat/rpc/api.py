@@ -29,6 +29,7 @@ from arpc.compat.rref import RRef
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
 from arpc.rref.handle import create_remote
+from arpc.torchjit import ScriptFunction
 
 __all__ = [
     "AllGatherStates",
@@ -108,7 +109,7 @@ def _check(to: Any, func: Any, args: Sequence[Any] | None) -> None:
         raise TypeError("function should be callable.")
     if not isinstance(to, _NAMES):
         raise ValueError(f"Cannot get WorkerInfo from name {to}")  # noqa: TRY004 - torch's own, which people catch
-    if isinstance(func, torch.jit.ScriptFunction):
+    if isinstance(func, ScriptFunction):
         for arg in args or ():
             if isinstance(arg, RRef):
                 arg._check_creation()  # before its type is found to be wrong  # noqa: SLF001

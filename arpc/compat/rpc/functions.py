@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from arpc.agent.server.functions import async_execution as mark
+from arpc.torchjit import ScriptFunction
 
 __all__ = ["async_execution"]
 
 
 def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a function that returns a ``torch.futures.Future``: the caller gets the value of that future."""
-    if isinstance(fn, torch.jit.ScriptFunction):
+    if isinstance(fn, ScriptFunction):
         return mark(fn)
 
     @functools.wraps(fn)

@@ -19,7 +19,7 @@ def log_run(token: str) -> None:
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch deprecates TorchScript, and arpc supports it
+    warnings.filterwarnings("ignore", ".torch.jit")  # torch deprecates TorchScript, and arpc supports it
 
     @torch.jit.script
     def scaled_by_script(token: str, x: torch.Tensor, factor: float) -> torch.Tensor:

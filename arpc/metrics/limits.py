@@ -1,0 +1,10 @@
+"""What a trace of a running group may be."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["MAX_TRACE_S", "TRACE_FORMS"]
+
+TRACE_FORMS: Final = ("json", "html")
+MAX_TRACE_S: Final = 120.0

@@ -94,11 +94,15 @@ class Pickler:
             pickler = self._kind(self._reducers, self._families)
         pickler.main_by_value = main_by_value
         pickler.to = to
-        _dump(pickler, obj)  # one that failed is not put back
-        if pickler.packed:
-            packed, pickler.packed = pickler.packed, []
-            for tell in () if is_rehearsal else packed:
-                tell()
+        try:
+            _dump(pickler, obj)
+            if pickler.packed:
+                packed, pickler.packed = pickler.packed, []
+                for tell in () if is_rehearsal else packed:
+                    tell()
+        except BaseException:
+            pickler.forget()  # it is not put back, and need not be found by the garbage collector
+            raise
         chunks = pickler.chunks
         payload = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         slots = pickler.slots

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +29,7 @@ from arpc.errors import (
     ShutdownError,
     WorkerLostError,
 )
-from arpc.garbage import BACKOFF
+from arpc.garbage import BACKOFF, FREEZER
 from arpc.http.address import HttpServing
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
@@ -400,7 +399,7 @@ class Worker:
             await self.rendezvous.leave(grace_s=_LEAVE_S if graceful else 0)
         BACKOFF.end(self.options.gc_backoff, self.agent.loop)
         if self.options.gc_freeze:
-            gc.unfreeze()
+            FREEZER.end(self.agent.loop)
         await self.rendezvous.aclose()
 
     async def _quiesce(self, timeout_s: float | None) -> None:

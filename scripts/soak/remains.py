@@ -42,6 +42,7 @@ _MAX_ENTRIES: Final = 20_000
 _WALK_DEPTH: Final = 6
 _SHOWN: Final = 300
 _HOLDERS: Final = 10
+_WAYS: Final = 12
 _RREFS: Final = 20
 
 
@@ -93,18 +94,39 @@ def _holders() -> Iterator[str]:
     found = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), arpc.RRef)]
     del found[_RREFS:]
     for rref in found:
-        own: list[Any] = [found, sys._getframe()]  # noqa: SLF001 - the objects of this search refer to it as well
-        chain: list[str] = []
-        holder: Any = rref
-        while len(chain) < _HOLDERS:
-            own.append(holder)
-            referrers = [outer for outer in gc.get_referrers(holder) if not any(outer is known for known in own)]
-            own.append(referrers)
-            if not referrers:
-                break
-            holder = referrers[0]
-            chain.append(_kind(holder))
-        yield f"{rref!r} < {' < '.join(chain)}"
+        for chain in _chains(rref, [found]):
+            yield f"{rref!r} < {' < '.join(map(_kind, chain))}"
+
+
+def _chains(held: Any, ignored: list[Any]) -> list[list[Any]]:
+    """The ways on which an object is held, each from its holder outwards, as far as `_HOLDERS` objects."""
+    ways: list[list[Any]] = [[held]]
+    seen: dict[int, Any] = {id(held): held}
+    ended: list[list[Any]] = []
+    for _ in range(_HOLDERS):
+        following: list[list[Any]] = []
+        for way in ways:
+            # the objects of this search refer to what it finds as well
+            own = {
+                id(each) for each in (ways, way, seen, ended, following, ignored, *ignored, *ways, *ended, *following)
+            }
+            referrers = gc.get_referrers(way[-1])
+            own.add(id(referrers))
+            outer = [
+                one
+                for one in referrers
+                if id(one) not in own
+                and id(one) not in seen
+                and getattr(one, "f_code", getattr(one, "gi_code", None)) not in _SEARCH
+            ]
+            del referrers
+            seen |= {id(one): one for one in outer}
+            following += [[*way, one] for one in outer]
+            if not outer:
+                ended.append(way)
+            del outer
+        ways = following[:_WAYS]
+    return [way[1:] for way in (*ended, *ways)]
 
 
 def _kind(holder: Any) -> str:
@@ -113,6 +135,10 @@ def _kind(holder: Any) -> str:
     return (
         f"frame of {code.co_qualname}" if code is not None else getattr(holder, "__qualname__", type(holder).__name__)
     )
+
+
+_SEARCH: Final = {_chains.__code__, _holders.__code__, _left.__code__}
+"""Frames of these refer to everything that the search finds."""
 
 
 def _entries(found: Collection[Any]) -> list[Any]:

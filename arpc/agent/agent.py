@@ -23,6 +23,7 @@ from arpc.agent.executor import Executor, Service, Wrapper
 from arpc.agent.functions import Preparation
 from arpc.agent.heartbeat import Heartbeat
 from arpc.agent.labelled import never_shortly
+from arpc.agent.leaving import EarlierWork
 from arpc.agent.links import Link, PeerWatcher
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.metering import Meter, Metering
@@ -190,6 +191,8 @@ class Agent(Caller, Answers):
             Goodbye: self._on_goodbye,
         }
         self._requests: tuple[type[Message], ...] = (Request, *(handlers or {}), *(wrappers or {}))
+        self._calls_of_functions: tuple[type[Message], ...] = (Request, *(wrappers or {}))
+        self._earlier: EarlierWork | None = None
         self._services: dict[type[Message], Service] = {}
         # those that name no function
         self._nameless = frozenset(int(message_class.type) for message_class in handlers or {})
@@ -362,6 +365,7 @@ class Agent(Caller, Answers):
         if not self.is_closing:
             for message_class, handle in self._takers_of_requests.items():
                 self._handlers[message_class] = handle if metering is None else partial(metering.handle, handle)
+            self._guard_calls()
         for link in self.connector.links:
             link.inbound.ended = None
             link.inbound.began_ns.clear()
@@ -445,6 +449,7 @@ class Agent(Caller, Answers):
         """Who takes those that have no body. Whoever wants to see more of messages sees them go the other way."""
         if (
             self.is_closing
+            or self.is_leaving
             or self.observers.installed
             or self._metering is not None
             or not self._tasks_are_isolated
@@ -462,7 +467,7 @@ class Agent(Caller, Answers):
         """Who takes the plainest messages of a connection."""
         if self._metering is not None:
             self._metering.watch(link.inbound)
-        if self.is_closing or self.observers.installed or link.is_onlooker:
+        if self.is_closing or self.is_leaving or self.observers.installed or link.is_onlooker:
             return {}
         takers: dict[int, Direct] = {}
         if not self.policy.is_restricted:
@@ -493,6 +498,31 @@ class Agent(Caller, Answers):
             self.executor.readmit(link.inbound)
 
     # -- the end
+
+    def stop_taking_calls(self) -> None:
+        """Refuse calls from now on, except for those that work under way may have caused, see `leaving`.
+
+        Their callers get a `ShutdownError` that says that the function did not run. Messages of features are taken.
+        """
+        self._earlier = EarlierWork([link.inbound for link in self.connector.links], self.peers)
+        self._guard_calls()
+        for link in self.connector.links:
+            self.take_directly(link)
+
+    @property
+    def is_leaving(self) -> bool:
+        """This worker takes no new calls any more."""
+        return self._earlier is not None
+
+    def _guard_calls(self) -> None:
+        """Let no call of a function be taken without a look while this worker leaves."""
+        if self._earlier is not None:
+            for message_class in self._calls_of_functions:
+                take = partial(self._take_if_caused, self._earlier, self._handlers[message_class])
+                self._handlers[message_class] = take
+
+    def _take_if_caused(self, earlier: EarlierWork, handle: _Handler, link: Link, message: Message) -> None:
+        (handle if earlier.may_cause_calls(self.peers) else self.executor.refuse)(link, message)
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until no call is under way in either direction; False if that did not happen in time."""

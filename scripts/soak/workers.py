@@ -20,10 +20,10 @@ import arpc
 from scripts.soak.ledger import Ledger
 from scripts.soak.load import Load
 from scripts.soak.network import enter_namespace
-from scripts.soak.operations.base import Client, here, set_client
+from scripts.soak.operations.base import Client, set_client
 from scripts.soak.visitors import visit
 
-__all__ = ["ALLOCATOR", "OPTIONS", "Plan", "WorkerProcess", "avoid", "leave", "present", "stop_load"]
+__all__ = ["ALLOCATOR", "OPTIONS", "Plan", "WorkerProcess", "leave", "present", "stop_load"]
 
 CONTEXT: Final = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "arpc", "scripts.soak.workers"])
@@ -72,11 +72,6 @@ async def present() -> None:
 async def stop_load() -> None:
     """Called by the runner: begin nothing new, and wait until all that was begun has ended."""
     await _load[0].stop()
-
-
-async def avoid(name: str) -> None:
-    """Called by the runner: begin no calls to a worker that is about to leave, until it has come back."""
-    here().others.discard(name)
 
 
 async def leave() -> None:

@@ -129,6 +129,8 @@ class WorkerProcess:
         self.starts = 0
         self.killed_at: dict[str, float] = {}
         """When starts (``name.start``) were killed: these could not log the ends of their calls."""
+        self.terminated: set[str] = set()
+        """Starts that were told to end with SIGTERM."""
         self.codes: list[tuple[str, int]] = []
         """How starts ended that were not killed: what was done to them, and their exit codes."""
         self._process: multiprocessing.process.BaseProcess | None = None
@@ -183,6 +185,8 @@ class WorkerProcess:
 
     async def end(self, how: str, limit_s: float = 60.0) -> None:
         """Wait for it to end by itself, and note the exit code. It is killed if it does not end."""
+        if how == "SIGTERM":
+            self.terminated.add(self.label)
         code = await self.ended(limit_s)
         if code is None:
             # the stacks of its threads go to its log

@@ -1,4 +1,4 @@
-"""How often Python looks for garbage in a process that makes and serves calls.
+"""How often Python looks for garbage in a process that makes and serves calls, and at what.
 
 Python looks at all new objects whenever there are 700 more than before. Thousands of calls in flight are many new
 objects and no garbage: to look at them again and again takes a third of the time there is. So as long as Python finds
@@ -14,7 +14,7 @@ import threading
 import weakref
 from typing import Any, Final, NamedTuple
 
-__all__ = ["BACKOFF", "Backoff"]
+__all__ = ["BACKOFF", "FREEZER", "Backoff", "Freezer"]
 
 
 _MOST: Final = 1 << 30
@@ -31,6 +31,39 @@ class _Wish(NamedTuple):
     def is_current(self) -> bool:
         loop = self.loop()
         return loop is not None and not loop.is_closed()
+
+
+class Freezer:
+    """Keeps collections from looking at what was there before the first worker of the process.
+
+    Nothing of a worker itself is frozen: a frozen object that refers to itself is never freed, nor is anything that it
+    refers to, such as the arguments of a call.
+    """
+
+    def __init__(self) -> None:
+        self._loops: list[weakref.ref[asyncio.AbstractEventLoop]] = []
+        self._lock = threading.Lock()
+
+    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        """A worker is about to be built. Freezes what there is, unless there are other workers already.
+
+        It is over with `end`, or when the loop is closed: a worker may be abandoned, and never be shut down.
+        """
+        with self._lock:
+            self._loops = [one for one in self._loops if (known := one()) is not None and not known.is_closed()]
+            if not self._loops:
+                gc.collect()
+                gc.freeze()
+            self._loops.append(weakref.ref(loop))
+
+    def end(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Take back one `begin`, if there was one; the last lets collections look at everything again."""
+        with self._lock:
+            ended = weakref.ref(loop)
+            if ended in self._loops:
+                self._loops.remove(ended)
+                if not self._loops:
+                    gc.unfreeze()
 
 
 class Backoff:
@@ -95,4 +128,6 @@ def _is_current(wish: _Wish) -> bool:
 
 
 BACKOFF: Final = Backoff()
+"""The one of this process, for all its workers."""
+FREEZER: Final = Freezer()
 """The one of this process, for all its workers."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +29,7 @@ from arpc.errors import (
     ShutdownError,
     WorkerLostError,
 )
-from arpc.garbage import BACKOFF
+from arpc.garbage import BACKOFF, FREEZER
 from arpc.http.address import HttpServing
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
@@ -330,10 +329,11 @@ class Worker:
     async def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
         """Leave the group. Graceful: once no worker has work left, or ``timeout`` seconds have passed.
 
-        Without a timeout that of the options holds. Until then this worker keeps serving. A shutdown that cannot be
-        graceful, because time is up, a worker was lost or whoever waits was cancelled, is finished all the same and
-        then raises. A second one waits for the first; one that is not graceful makes the first stop waiting for the
-        group.
+        Without a timeout that of the options holds. Until then this worker keeps serving. In an elastic group, where
+        others stay, it refuses new calls (`ShutdownError`), except those that work under way on it causes. A shutdown
+        that cannot be graceful, because time is up, a worker was lost or whoever waits was cancelled, is finished all
+        the same and then raises. A second one waits for the first; one that is not graceful makes the first stop
+        waiting for the group.
         """
         scope = current_scope.get()
         if graceful and scope is not None and scope.worker is self and scope.caller is not None:
@@ -400,7 +400,7 @@ class Worker:
             await self.rendezvous.leave(grace_s=_LEAVE_S if graceful else 0)
         BACKOFF.end(self.options.gc_backoff, self.agent.loop)
         if self.options.gc_freeze:
-            gc.unfreeze()
+            FREEZER.end(self.agent.loop)
         await self.rendezvous.aclose()
 
     async def _quiesce(self, timeout_s: float | None) -> None:
@@ -428,6 +428,9 @@ class Worker:
         deadline = None if timeout_s is None else loop.time() + timeout_s
         before: dict[int, bytes] | None = None
         number = 0
+        if self.rendezvous.is_elastic:
+            # others stay, and may go on calling this worker for ever
+            self.agent.stop_taking_calls()
         while True:
             left = None if deadline is None else max(0.0, deadline - loop.time())
             if not await self.agent.drain(left):

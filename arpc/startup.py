@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from contextvars import copy_context
-from functools import partial
-from typing import Any, Final
+from functools import partial, wraps
+from typing import Any, Final, ParamSpec
 
 import msgspec
 
@@ -31,7 +30,7 @@ from arpc.errors import (
     ConfigurationError,
     RendezvousError,
 )
-from arpc.garbage import BACKOFF
+from arpc.garbage import BACKOFF, FREEZER
 from arpc.http.address import HttpServing, refuse_open_page
 from arpc.ids import WorkerInfo, check_worker_name
 from arpc.log import configure_from_environment, get_logger
@@ -59,9 +58,32 @@ __all__ = ["start_worker"]
 logger = get_logger("arpc.runtime")
 
 
+P = ParamSpec("P")
+
 _LEAVE_S: Final = 5.0
 
 
+def _freezing(start: Callable[P, Coroutine[Any, Any, Worker]]) -> Callable[P, Coroutine[Any, Any, Worker]]:
+    """Freeze what is there before a worker is built, if its ``options`` say so. Undone if the start fails."""
+
+    @wraps(start)
+    async def freeze_and_start(*args: P.args, **kwargs: P.kwargs) -> Worker:
+        options = kwargs["options"]
+        assert isinstance(options, RpcOptions)
+        if not options.gc_freeze:
+            return await start(*args, **kwargs)
+        loop = asyncio.get_running_loop()
+        FREEZER.begin(loop)
+        try:
+            return await start(*args, **kwargs)
+        except BaseException:
+            FREEZER.end(loop)
+            raise
+
+    return freeze_and_start
+
+
+@_freezing
 async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out of many parts
     name: str,
     *,
@@ -193,9 +215,6 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
 def _tune_process(options: RpcOptions, loop: asyncio.AbstractEventLoop) -> None:
     if options.switch_interval is not None:
         sys.setswitchinterval(options.switch_interval)
-    if options.gc_freeze:
-        gc.collect()
-        gc.freeze()
     BACKOFF.begin(options.gc_backoff, loop)
 
 

@@ -1,4 +1,4 @@
-"""Collections that find nothing get rarer, and one that finds something brings the usual pace back."""
+"""Collections that find nothing get rarer, one that finds something brings the usual pace back; what they skip."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 import arpc
 from arpc import runtime, startup
-from arpc.garbage import Backoff
+from arpc.garbage import Backoff, Freezer
 from arpc.testing import cluster
 from tests.conftest import LOOP_FACTORIES
 
@@ -25,6 +25,9 @@ def thresholds(monkeypatch):
     alone = Backoff()
     monkeypatch.setattr(startup, "BACKOFF", alone)
     monkeypatch.setattr(runtime, "BACKOFF", alone)
+    freezer = Freezer()
+    monkeypatch.setattr(startup, "FREEZER", freezer)
+    monkeypatch.setattr(runtime, "FREEZER", freezer)
     gc.set_threshold(100_000, 10, 10)
     gc.collect()
     gc.disable()
@@ -182,3 +185,46 @@ def test_what_a_worker_wants_that_is_abandoned_ends_with_its_loop(make_loop):
     kept.close()
     assert first_threshold() == 100_000
     assert len(gc.callbacks) == callbacks
+
+
+# -- what is frozen
+
+
+def is_frozen(sought: object) -> bool:
+    return not any(found is sought for found in gc.get_objects())
+
+
+async def test_nothing_of_a_worker_is_frozen():
+    before = [object]
+    async with cluster(1, options=arpc.RpcOptions(gc_freeze=True, gc_backoff=1), elastic=True) as group:
+        assert is_frozen(before)
+        assert not is_frozen(group[0])
+        assert not is_frozen(group[0].agent.codec.pickler)
+        between = [object]
+        second = await group.add("second")
+        assert not is_frozen(between)  # such as the objects of a call of the first
+        await second.shutdown()
+        assert is_frozen(before)
+    assert not is_frozen(before)
+
+
+async def test_a_worker_that_fails_to_start_leaves_nothing_frozen():
+    before = [object]
+    with pytest.raises(arpc.ConfigurationError):
+        await arpc.init_rpc("a name with spaces", options=arpc.RpcOptions(gc_freeze=True))
+    assert not is_frozen(before)
+
+
+@pytest.mark.parametrize("make_loop", LOOP_FACTORIES.values(), ids=LOOP_FACTORIES)
+def test_a_worker_freezes_again_if_the_one_before_was_abandoned(make_loop):
+    freezer, abandoned, kept = Freezer(), make_loop(), make_loop()
+    freezer.begin(abandoned)
+    later = [object]
+    abandoned.close()
+    freezer.begin(kept)
+    assert is_frozen(later)
+    freezer.end(abandoned)
+    assert is_frozen(later)
+    freezer.end(kept)
+    assert not is_frozen(later)
+    kept.close()

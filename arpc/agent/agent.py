@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import Context
+from functools import partial
 from typing import Any, Final
 
 from arpc import torchstate
@@ -22,6 +23,7 @@ from arpc.agent.client.timeouts import Timeouts
 from arpc.agent.codec import Codec, Interceptor
 from arpc.agent.connector import Connector
 from arpc.agent.heartbeat import Heartbeat
+from arpc.agent.leaving import EarlierWork
 from arpc.agent.links import Link, PeerWatcher
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.metering import Meter, TimedSender
@@ -165,6 +167,9 @@ class Agent:
         self.heartbeat = Heartbeat(self.loop, options, self.connector, self.call_at)
         self._handlers = self._handler_table(handlers or {}, creations or {})
         self._requests: tuple[type[Message], ...] = (Request, *(handlers or {}), *(creations or {}))
+        self._calls_of_functions: tuple[type[Message], ...] = (Request, *(creations or {}))
+        self.is_leaving = False
+        """This worker takes no new calls any more."""
 
     def _handler_table(
         self,
@@ -385,6 +390,20 @@ class Agent:
             self.dispatcher.readmit(link.inbound)
 
     # -- the end
+
+    def stop_taking_calls(self) -> None:
+        """Refuse calls from now on, except for those that work under way may have caused, see `leaving`.
+
+        Their callers get a `ShutdownError` that says that the function did not run. Messages of features are taken.
+        """
+        self.is_leaving = True
+        earlier = EarlierWork([link.inbound for link in self.connector.links], self.peers)
+        for message_class in self._calls_of_functions:
+            handle = self._handlers[message_class]
+            self._handlers[message_class] = partial(self._take_if_caused, earlier, handle)
+
+    def _take_if_caused(self, earlier: EarlierWork, handle: _Handler, link: Link, message: Message) -> None:
+        (handle if earlier.may_cause_calls(self.peers) else self.dispatcher.refuse)(link, message)
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until no call is under way in either direction; False if that did not happen in time."""

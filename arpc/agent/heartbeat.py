@@ -1,4 +1,8 @@
-"""Signs of life: a peer that says nothing is asked, and one that does not answer is given up."""
+"""Signs of life: a peer that says nothing is asked, and one that does not answer is given up.
+
+The question may have to wait on its way behind large messages. While it does, a connection on which bytes arrive is
+alive. Once it has arrived, nothing but an answer shows that: the system takes bytes for a peer that is not there.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,9 @@ class Heartbeat:
         # often enough to notice a silence soon after it has lasted too long
         self._period_s = min(self._interval_s, self._timeout_s - self._interval_s) / 2
         self._silent_since: dict[Connection, float] = {}
-        self._taken: dict[Connection, int] = {}
+        self._delivered: dict[Connection, int] = {}
+        self._asked: dict[Connection, int] = {}
+        """Up to which byte the peer must have got everything to have been asked."""
         self._heard: dict[Connection, int] = {}
         self._expected = 0.0
         self._timer: Alarm | None = None
@@ -51,6 +57,7 @@ class Heartbeat:
             self._timer.cancel()
             self._timer = None
         self._silent_since.clear()
+        self._asked.clear()
 
     def _arm(self) -> None:
         self._expected = self._loop.time() + self._period_s
@@ -65,13 +72,14 @@ class Heartbeat:
         heard_before = {} if stalled else self._heard
         self._heard = {connection: connection.bytes_received for connection in connections}
         silent: dict[Connection, float] = {}
-        taken: dict[Connection, int] = {}
+        asked: dict[Connection, int] = {}
+        delivered = {connection: connection.count_delivered() for connection in connections}
         for connection in connections:
-            # A peer that takes bytes is alive: its answers may wait behind a large message that is still on its way to
-            # it
-            taken[connection] = connection.count_sent() - connection.unsent_bytes
             is_heard = self._heard[connection] != heard_before.get(connection)
-            if is_heard or taken[connection] > self._taken.get(connection, 0):
+            if connection in self._asked and not is_heard:
+                asked[connection] = self._asked[connection]
+            arrived = delivered[connection]
+            if is_heard or self._delivered.get(connection, arrived) < arrived < asked.get(connection, 0):
                 silent[connection] = now
                 if not connection.protocol.is_between_frames:
                     # A large message is on its way here, and its sender hears nothing of us before it has arrived
@@ -85,11 +93,12 @@ class Heartbeat:
                 connection.abort(WireError(f"it has not been heard of for {silence:.1f} s"))
             elif silence >= self._interval_s:
                 self.pings_sent += 1
-                ping = frame(_PING, 0, self.pings_sent, 0, 0, b"")
-                connection.send(ping)
-                taken[connection] += len(ping)  # our own, which says nothing of the peer
+                connection.send(frame(_PING, 0, self.pings_sent, 0, 0, b""))
+                connection.flush()  # so that it is counted
+                asked.setdefault(connection, connection.count_sent())
         self._silent_since = silent
-        self._taken = taken
+        self._asked = asked
+        self._delivered = delivered
 
     def statistics(self) -> dict[str, int]:
         return {"pings_sent": self.pings_sent, "peers_given_up": self.peers_given_up}

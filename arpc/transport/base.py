@@ -189,6 +189,10 @@ class Connection(ABC):
     def _unsent_bytes(self) -> int:
         """Bytes that were written and not yet taken."""
 
+    def _unacknowledged_bytes(self) -> int:
+        """Bytes that the system has taken and that have not arrived at the peer, as far as the system tells."""
+        return 0
+
     @abstractmethod
     def _shut(self) -> None:
         """Close once what was written has gone out. Ends in `_ended`."""
@@ -755,6 +759,10 @@ class Connection(ABC):
     def count_sent(self) -> int:
         """Bytes sent until now, those of threads included, which `bytes_sent` and the others may not know of yet."""
         return self.bytes_sent
+
+    def count_delivered(self) -> int:
+        """Bytes of those sent that have arrived: over TCP on the peer's host, elsewhere in the peer's process."""
+        return self.count_sent() - (0 if self._is_aborted else self._unsent_bytes() + self._unacknowledged_bytes())
 
     def statistics(self) -> dict[str, int]:
         """Counters of this connection."""

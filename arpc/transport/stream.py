@@ -14,8 +14,10 @@ import struct
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable
+from fcntl import ioctl
 from functools import cached_property, partial
 from pathlib import Path
+from termios import TIOCOUTQ
 from typing import Any, Final, Self, cast
 from urllib.parse import urlsplit
 
@@ -37,6 +39,7 @@ _MAX_UNIX_PATH: Final = 100
 # A whole group may call at the same moment, and a unix socket whose backlog is full refuses at once
 _BACKLOG: Final = 2048
 _PEER_CREDENTIALS: Final = struct.Struct("iII")
+_INT: Final = struct.Struct("i")
 
 
 class StreamConnection(asyncio.BufferedProtocol, Connection):
@@ -82,7 +85,7 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
             return
         # Writes are gathered before they come here: uvloop shall pass them on at once, and tell when it cannot
         transport.set_write_buffer_limits(high=0)
-        sock = transport.get_extra_info("socket")
+        sock = self._socket = transport.get_extra_info("socket")
         close_in_children(sock.fileno())
         self._address = _describe(sock)
         _tune(sock)
@@ -197,6 +200,13 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
 
     def _unsent_bytes(self) -> int:
         return self._transport.get_write_buffer_size()
+
+    def _unacknowledged_bytes(self) -> int:
+        try:
+            (queued_bytes,) = _INT.unpack(ioctl(self._socket.fileno(), TIOCOUTQ, bytes(_INT.size)))
+        except (OSError, ValueError):
+            return 0  # a system that does not tell, or a socket that was closed just now
+        return int(queued_bytes)
 
     def _shut(self) -> None:
         self._transport.close()

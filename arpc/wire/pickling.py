@@ -158,11 +158,7 @@ class Pickler:
                 tell()
             return b"".join(pickler.chunks), pickler.slots
         finally:
-            # A pickler refers to itself: what it still knows of would wait for the garbage collector with it
-            pickler.clear_memo()
-            pickler.globals_ref.clear()
-            pickler.slots = []
-            pickler.packed = []
+            pickler.forget()
 
     def dumps_call(
         self,

@@ -160,6 +160,18 @@ class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(_Sink(self.chunks.append), protocol=5, buffer_callback=self._memory_found)
         self.memo = MEMO
 
+    def forget(self) -> None:
+        """Let go of the objects of a pickle that failed.
+
+        A pickler refers to itself. The garbage collector finds it late, and never if it was there before `gc.freeze`:
+        it would keep the arguments of a failed call, and with them RRefs that others count.
+        """
+        self.chunks.clear()
+        self.slots = []
+        self.packed = []
+        self.globals_ref.clear()
+        self.clear_memo()
+
     def _memory_found(self, buffer: PickleBuffer) -> None:
         # None keeps the buffer out of band. Holes were noted in reducer_override, where the tensor was at hand.
         if buffer is not HOLE:

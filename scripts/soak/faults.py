@@ -7,14 +7,14 @@ import random
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 import arpc
 from arpc.runtime import current
 from scripts.soak.findings import RECOVERY_S, FaultWindow, Findings
 from scripts.soak.network import Network
-from scripts.soak.workers import OPTIONS, WorkerProcess, avoid, leave
+from scripts.soak.workers import OPTIONS, WorkerProcess, leave
 
 __all__ = ["Faults"]
 
@@ -100,10 +100,7 @@ class Faults:
         await self.restart(victim)
 
     async def _leave(self, victim: WorkerProcess) -> None:
-        # a worker leaves once nothing is under way with it, which never happens while others go on calling it
-        others = [worker.name for worker in self._workers if worker is not victim and worker.is_alive]
-        with suppress(arpc.ArpcError, OSError):
-            await asyncio.gather(*(current().rpc_sync(name, avoid, args=(victim.name,), timeout=10) for name in others))
+        # the others go on calling it
         try:
             await current().rpc_sync(victim.name, leave, timeout=10)
         except (arpc.ArpcError, OSError):

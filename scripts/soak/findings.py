@@ -47,6 +47,8 @@ class Findings:
     """How processes ended that were not killed: name, what was done to them, exit code."""
     unfinished: set[str] = field(default_factory=set)
     """Processes that could not log the ends of their calls: killed, or crashed."""
+    terminated: set[str] = field(default_factory=set)
+    """Processes that were told to end with SIGTERM."""
     orphans: int = 0
     """Children of handlers that had not ended in the end."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 from sys import intern
@@ -15,6 +16,9 @@ UNOBSERVED = ("rref-fetch", "train-backward")
 """Kinds of call that run no function of the soak, so that no event tells whether they ran."""
 RREF_METHODS = ("rref-use", "rref-use-chain", "rref-use-untimed", "rref-method-calls-on")
 """Calls of methods of an RRef's value. None of those methods uses another RRef."""
+
+IN_THREADS = ("nested-in-thread",)
+"""Calls that a thread waits for. A process that is told to end (SIGTERM) does not wait for its threads."""
 
 
 @dataclass(slots=True)
@@ -75,11 +79,14 @@ class Records:
     children: list[tuple[str, int]] = field(default_factory=list)
     """Forked by handlers: the process that did, and the pid."""
 
-    def complaints(self, killed: set[str]) -> list[str]:
-        """Calls that are not as promised. ``killed``: the processes (``name.start``) that could not write an end."""
+    def complaints(self, killed: AbstractSet[str], terminated: AbstractSet[str] = frozenset()) -> list[str]:
+        """Calls that are not as promised. ``killed``: the processes (``name.start``) that could not write an end.
+
+        ``terminated``: those that were told to end, whose threads may not have come to write one.
+        """
         found = [f"wrong result: {text}" for text in self.wrong]
         for token, call in self.calls.items():
-            problem = _problem(token, call, killed)
+            problem = _problem(token, call, killed | terminated if call.kind in IN_THREADS else killed)
             if problem:
                 found.append(f"{describe_call(token, call)} {problem}")
         return found
@@ -93,7 +100,7 @@ class Records:
         return made
 
 
-def _problem(token: str, call: Call, killed: set[str]) -> str:  # noqa: PLR0911 - one return for each promise
+def _problem(token: str, call: Call, killed: AbstractSet[str]) -> str:  # noqa: PLR0911 - one return for each promise
     if not call.kind:
         return "ran but was never sent"
     if len(call.ran_on) > 1:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections import deque
 from collections.abc import Collection, Iterator
 from operator import attrgetter
+from types import CodeType
 from typing import Any, Final
 
 import arpc
 from arpc.batching.decorator import Queues
 from arpc.runtime import current
 
-__all__ = ["EMPTY_TABLES", "VISITOR", "remains", "table", "too_large"]
+__all__ = ["EMPTY_TABLES", "VISITOR", "holders", "remains", "table", "too_large"]
 
 EMPTY_TABLES: Final = (
     "rref_context.values",
@@ -42,6 +42,7 @@ _MAX_ENTRIES: Final = 20_000
 _WALK_DEPTH: Final = 6
 _SHOWN: Final = 300
 _HOLDERS: Final = 10
+_WAYS: Final = 12
 _RREFS: Final = 20
 
 
@@ -65,7 +66,7 @@ def _left(worker: arpc.Worker) -> Iterator[tuple[str, Any]]:
     yield "rrefs", [str(row) for row in rrefs]
     yield "expected values", [str(row) for row in rrefs if row.state == "expected"]
     yield "pending creations", [str(row) for row in rrefs if row.state in {"creating", "requested"}]
-    yield "holders of RRefs", list(_holders()) if rrefs else []
+    yield "holders of RRefs", list(holders()) if rrefs else []
     yield "batches", [_short(key) for key in worker.keep(Queues).queues]
     statistics = worker.statistics()
     peers = {name: peer for name, peer in statistics["peers"].items() if name.startswith("worker")}
@@ -87,24 +88,49 @@ def _requests(worker: arpc.Worker) -> Iterator[Any]:
             yield from link.inbound.waiting.values()
 
 
-def _holders() -> Iterator[str]:
+def holders() -> Iterator[str]:
     """For each RRef object of this process: what refers to it, what refers to that, and so on."""
     # by its type: `isinstance` would ask objects for their class, and some of torch's warn when they are asked anything
     found = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), arpc.RRef)]
     del found[_RREFS:]
     for rref in found:
-        own: list[Any] = [found, sys._getframe()]  # noqa: SLF001 - the objects of this search refer to it as well
-        chain: list[str] = []
-        holder: Any = rref
-        while len(chain) < _HOLDERS:
-            own.append(holder)
-            referrers = [outer for outer in gc.get_referrers(holder) if not any(outer is known for known in own)]
-            own.append(referrers)
-            if not referrers:
-                break
-            holder = referrers[0]
-            chain.append(_kind(holder))
-        yield f"{rref!r} < {' < '.join(chain)}"
+        for chain in _chains(rref, [found]):
+            yield f"{rref!r} < {' < '.join(map(_kind, chain))}"
+
+
+def _chains(held: Any, ignored: list[Any]) -> list[list[Any]]:
+    """The ways on which an object is held, each from its holder outwards, as far as `_HOLDERS` objects.
+
+    An object that is held and has no holder here is held by something that the garbage collector does not see: a frame
+    that runs, or an object from before `gc.freeze`.
+    """
+    ways: list[list[Any]] = [[held]]
+    seen: dict[int, Any] = {id(held): held}
+    ended: list[list[Any]] = []
+    for _ in range(_HOLDERS):
+        following: list[list[Any]] = []
+        for way in ways:
+            # the objects of this search refer to what it finds as well
+            own = [ways, seen, ended, following, ignored, *ignored, *ways, *ended, *following]
+            outer = _referrers(way[-1], {*seen, *map(id, own), id(own)})
+            seen |= {id(one): one for one in outer}
+            following += [[*way, one] for one in outer]
+            if not outer:
+                ended.append(way)
+            del outer
+        ways = following[:_WAYS]
+    return [way[1:] for way in (*ended, *ways)]
+
+
+def _referrers(held: Any, known: set[int]) -> list[Any]:
+    """What refers to an object, except for what is known by its id and for the frames of this search."""
+    return [one for one in gc.get_referrers(held) if id(one) not in known and _code(one) not in _SEARCH]
+
+
+def _code(holder: Any) -> CodeType | None:
+    """What a frame or a generator runs."""
+    code: CodeType | None = getattr(holder, "f_code", None) or getattr(holder, "gi_code", None)
+    return code
 
 
 def _kind(holder: Any) -> str:
@@ -113,6 +139,10 @@ def _kind(holder: Any) -> str:
     return (
         f"frame of {code.co_qualname}" if code is not None else getattr(holder, "__qualname__", type(holder).__name__)
     )
+
+
+_SEARCH: Final = {function.__code__ for function in (_chains, _referrers, holders, _left)}
+"""Frames of these refer to everything that the search finds."""
 
 
 def _entries(found: Collection[Any]) -> list[Any]:

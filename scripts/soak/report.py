@@ -48,7 +48,7 @@ class Report:
         """Everything that is not as promised, by promise; without any, the soak has passed."""
         findings = self.findings
         found = {
-            "calls": self.records.complaints(findings.unfinished),
+            "calls": self.records.complaints(findings.unfinished, findings.terminated),
             "errors without a fault": [
                 f"{describe_call(token, call)} and no fault explains it" for token, call in self._unexplained
             ],

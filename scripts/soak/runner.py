@@ -149,4 +149,5 @@ class Runner:
             await worker.kill()
             self.findings.killed_at |= worker.killed_at
             self.findings.unfinished |= set(worker.killed_at)
+            self.findings.terminated |= worker.terminated
             self.findings.codes += [(worker.name, how, code) for how, code in worker.codes]

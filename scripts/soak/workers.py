@@ -20,10 +20,10 @@ import arpc
 from scripts.soak.ledger import Ledger
 from scripts.soak.load import Load
 from scripts.soak.network import enter_namespace
-from scripts.soak.operations.base import Client, here, set_client
+from scripts.soak.operations.base import Client, set_client
 from scripts.soak.visitors import visit
 
-__all__ = ["ALLOCATOR", "OPTIONS", "Plan", "WorkerProcess", "avoid", "leave", "present", "stop_load"]
+__all__ = ["ALLOCATOR", "OPTIONS", "Plan", "WorkerProcess", "leave", "present", "stop_load"]
 
 CONTEXT: Final = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "arpc._public", "scripts.soak.workers"])
@@ -72,11 +72,6 @@ async def present() -> None:
 async def stop_load() -> None:
     """Called by the runner: begin nothing new, and wait until all that was begun has ended."""
     await _load[0].stop()
-
-
-async def avoid(name: str) -> None:
-    """Called by the runner: begin no calls to a worker that is about to leave, until it has come back."""
-    here().others.discard(name)
 
 
 async def leave() -> None:
@@ -134,6 +129,8 @@ class WorkerProcess:
         self.starts = 0
         self.killed_at: dict[str, float] = {}
         """When starts (``name.start``) were killed: these could not log the ends of their calls."""
+        self.terminated: set[str] = set()
+        """Starts that were told to end with SIGTERM."""
         self.codes: list[tuple[str, int]] = []
         """How starts ended that were not killed: what was done to them, and their exit codes."""
         self._process: multiprocessing.process.BaseProcess | None = None
@@ -188,6 +185,8 @@ class WorkerProcess:
 
     async def end(self, how: str, limit_s: float = 60.0) -> None:
         """Wait for it to end by itself, and note the exit code. It is killed if it does not end."""
+        if how == "SIGTERM":
+            self.terminated.add(self.label)
         code = await self.ended(limit_s)
         if code is None:
             # the stacks of its threads go to its log

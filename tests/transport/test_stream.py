@@ -69,6 +69,33 @@ async def test_where_the_other_end_is_is_found_out_once(
             assert end.connection.is_local
 
 
+# -- what has arrived
+
+
+@pytest.mark.parametrize(("transport", "address"), [(TcpTransport, TCP), (UnixTransport, "unix://")])
+async def test_what_was_sent_is_delivered_in_the_end(transport: type[TcpTransport | UnixTransport], address: str):
+    async with Endpoints(transport(), address) as endpoints:
+        near, far = await endpoints.pair()
+        for _ in range(10):
+            near.connection.send(small_frame(1))
+        await far.until(lambda: far.connection.bytes_received >= near.connection.count_sent())
+        async with asyncio.timeout(30):
+            await turns_until(lambda: near.connection.count_delivered() == near.connection.count_sent())
+        assert near.connection.count_delivered() >= 320
+
+
+async def test_what_the_other_process_does_not_read_is_not_delivered():
+    async with Endpoints(UnixTransport(), "unix://") as endpoints:
+        near, far = await endpoints.pair()
+        far.connection._transport.pause_reading()
+        before = near.connection.count_delivered()
+        for _ in range(10):
+            near.connection.send(small_frame(1))
+            near.connection.flush()
+        assert near.connection.count_sent() >= before + 320
+        assert near.connection.count_delivered() <= before
+
+
 # -- addresses
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copyreg
 import dataclasses
 import enum
@@ -344,3 +345,39 @@ def test_threads_may_pickle_at_once():
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(8)))
     assert 1 <= len(pickler._free) <= 8
+
+
+def fails(pickler: Pickler, *args: Any, call: bool) -> weakref.ref[Any]:
+    """Pickle a point, and then what cannot be pickled. The point is gone if nothing but the failed pickle kept it."""
+    point = Point(1.0)
+    arguments = ({"points": [point, torch.ones(2)]}, *args)
+    with contextlib.suppress(ZeroDivisionError, SerializationError):
+        if call:
+            pickler.dumps_call(train, arguments, None, main_by_value=False)
+        else:
+            pickler.dumps(arguments)
+    return weakref.ref(point)
+
+
+@pytest.mark.parametrize("call", [False, True], ids=["result", "call"])
+def test_a_pickle_that_failed_keeps_nothing(call):
+    gc.disable()  # a worker's first pickler may be frozen: then no collection would ever find it
+    try:
+        assert fails(Pickler(), Unpicklable(), call=call)() is None
+    finally:
+        gc.enable()
+
+
+def test_a_pickle_keeps_nothing_if_its_end_cannot_be_told():
+    class Told:
+        """Its reducer wants to hear of the end of the pickle."""
+
+    def reduce(_: Any, parcel: Any) -> tuple[Any, ...]:
+        parcel.packed.append(Unpicklable().__reduce__)
+        return str, ()
+
+    gc.disable()
+    try:
+        assert fails(Pickler({Told: reduce}), Told(), call=False)() is None
+    finally:
+        gc.enable()

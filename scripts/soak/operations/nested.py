@@ -33,7 +33,7 @@ def pass_along_in_thread(token: str, path: list[str], number: int, fails: bool) 
     ledger.ran(token)
     if path:
         to, *rest = path
-        inner = ledger.begin("nested-inner", to, tuple(rest))
+        inner = ledger.begin("nested-in-thread", to, tuple(rest))
         try:
             call = arpc.rpc_async(to, _relay(client), args=(inner, rest, number, fails))
             result: int = call.wait(HANG_S)

@@ -38,6 +38,9 @@ def complaints_of(report: Report) -> list[str]:
         pytest.param([SENT, "X a.1.0", "X a.1.0", OK], "ran more than once", id="ran-twice"),
         pytest.param([SENT, "X a.1.0", OK, OK], "ended more than once", id="ended-twice"),
         pytest.param([SENT, "X a.1.0"], "has no end", id="no-end"),
+        pytest.param(["S told.1.0 nested-in-thread b - 10.0"], None, id="thread-of-terminated"),
+        pytest.param(["S told.1.0 nested-inner b - 10.0"], "has no end", id="coroutine-of-terminated"),
+        pytest.param(["S a.1.0 nested-in-thread b - 10.0"], "has no end", id="thread-no-end"),
         pytest.param([SENT, OK], "without having run", id="answered-by-nobody"),
         pytest.param(["S a.1.0 rref-fetch b - 10.0", OK], None, id="runs-no-function"),
         pytest.param([SENT, "X a.1.0", "E a.1.0 WorkerLostError n b 11.0"], "may_have_run=False", id="ran-after-all"),
@@ -57,7 +60,8 @@ def complaints_of(report: Report) -> list[str]:
 )
 def test_what_is_not_as_promised_is_reported(tmp_path: Path, lines: list[str], complaint: str | None):
     windows = [FaultWindow(name, 9.0, 10.0) for name in "abc"]
-    found = complaints_of(report_of(tmp_path, lines, Findings(windows=windows, unfinished={"killed.2"})))
+    findings = Findings(windows=windows, unfinished={"killed.2"}, terminated={"told.1"})
+    found = complaints_of(report_of(tmp_path, lines, findings))
     if complaint is None:
         assert found == []
     else:

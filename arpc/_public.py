@@ -3,17 +3,8 @@
 from arpc import autograd, functions, futures, launch, nn, optim, profiler, torchscript
 from arpc.agent.client.future import Future
 from arpc.agent.client.streams import Stream
-from arpc.agent.roster import (
-    MemberEvent,
-    MemberJoined,
-    MemberLeft,
-    MemberLost,
-    MemberReturned,
-    MemberStream,
-    MemberSuspected,
-)
+from arpc.agent.hooks.context_propagation import propagate
 from arpc.agent.server.functions import inline
-from arpc.agent.variables import propagate
 from arpc.api import (
     empty_shared,
     get_worker_info,
@@ -66,6 +57,15 @@ from arpc.errors import (
     WorkerLostError,
     WorkersFailedError,
 )
+from arpc.group.roster import (
+    MemberEvent,
+    MemberJoined,
+    MemberLeft,
+    MemberLost,
+    MemberReturned,
+    MemberStream,
+    MemberSuspected,
+)
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions
 from arpc.rref.handle import RRef
@@ -73,7 +73,7 @@ from arpc.runner import new_event_loop, run
 from arpc.runtime import Worker
 from arpc.tls import TLS
 from arpc.torchstate import enable_grad, inference_mode, no_grad, set_grad_enabled, to_thread
-from arpc.wire.allowlist import export, register_type
+from arpc.wire.values.allowlist import export, register_type
 
 __all__ = [
     "TLS",

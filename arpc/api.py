@@ -12,9 +12,9 @@ from torch import Tensor
 from arpc.agent.agent import Agent
 from arpc.agent.client.future import Future
 from arpc.agent.client.streams import Stream
-from arpc.agent.engines import default_name
 from arpc.agent.scope import current_scope, find_scope
 from arpc.errors import ConfigurationError, NotInitializedError
+from arpc.group.launch_env import default_name
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.rref.context import RRefContext

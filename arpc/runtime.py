@@ -15,11 +15,8 @@ from torch import Tensor
 from arpc.agent.agent import Agent
 from arpc.agent.client.future import Future
 from arpc.agent.client.streams import Stream
-from arpc.agent.lookout import Lookout
-from arpc.agent.membership import WorkerRecord
+from arpc.agent.membership_watch import MembershipWatch
 from arpc.agent.peers.peer import PeerState
-from arpc.agent.rendezvous import Rendezvous
-from arpc.agent.roster import MemberLost, MemberStream
 from arpc.agent.scope import current_scope, find_scope, is_forked, worker_ended
 from arpc.autograd.service import AutogradService
 from arpc.errors import (
@@ -30,6 +27,9 @@ from arpc.errors import (
     WorkerLostError,
 )
 from arpc.garbage import BACKOFF, FREEZER
+from arpc.group.membership import WorkerRecord
+from arpc.group.rendezvous import Rendezvous
+from arpc.group.roster import MemberLost, MemberStream
 from arpc.http.address import HttpServing
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
@@ -48,13 +48,13 @@ from arpc.rref.report import (
     rref_rows,
     rref_statistics,
 )
-from arpc.transport.base import Transport
-from arpc.transport.doorway import Doorway
-from arpc.transport.secure import TlsTransport
+from arpc.transport.buffer_pool import WarmMemory
+from arpc.transport.busy_poll import BusyPoll
+from arpc.transport.connection import Transport
+from arpc.transport.connection_limits import ConnectionLimits
 from arpc.transport.shm import Arena, empty_shared, open_arena, shared
-from arpc.transport.stream import TcpTransport, UnixTransport
-from arpc.transport.vigil import Vigil
-from arpc.transport.warm import WarmMemory
+from arpc.transport.sockets import TcpTransport, UnixTransport
+from arpc.transport.tls import TlsTransport
 
 __all__ = ["Worker", "current"]
 
@@ -101,7 +101,7 @@ class Worker:
         self.options = options
         self.agent: Agent
         self.rendezvous: Rendezvous
-        self.lookout: Lookout
+        self.lookout: MembershipWatch
         self.rref_context: RRefContext
         self.autograd: AutogradService
         self.profiler: ProfilerService
@@ -117,8 +117,8 @@ class Worker:
         self.arena: Arena | None = None
         """Memory that others of this host can see; None if there is none."""
         self.receive_memory: WarmMemory | None = None
-        self.doorway: Doorway | None = None
-        self.vigil: Vigil | None = None
+        self.doorway: ConnectionLimits | None = None
+        self.vigil: BusyPoll | None = None
         self._kept: dict[type, Any] = {}
         self._shutdown: asyncio.Task[None] | None = None
         self._lost: WorkerLostError | None = None
@@ -300,12 +300,12 @@ class Worker:
         self.arena = open_arena(self.options)
         memory = self.receive_memory = WarmMemory(_WARM_BYTES)
         options = self.options
-        door = self.doorway = Doorway(
+        door = self.doorway = ConnectionLimits(
             max_connections=options.max_connections,
             max_strangers=options.max_strangers,
             handshake_s=options.handshake_timeout,
         )
-        vigil = self.vigil = Vigil(options.busy_poll) if options.busy_poll else None
+        vigil = self.vigil = BusyPoll(options.busy_poll) if options.busy_poll else None
         tls = options.tls
         return {
             "tcp": TcpTransport(memory, door, vigil) if tls is None else TlsTransport(tls, memory, door, vigil),

@@ -14,15 +14,11 @@ from typing import Any, Final, ParamSpec
 
 import msgspec
 
-from arpc.agent.addresses import as_others_call_it, default_addresses, refuse_open_doors
 from arpc.agent.agent import Agent
-from arpc.agent.fingerprints import host_fingerprint, main_fingerprint
-from arpc.agent.lookout import Lookout
-from arpc.agent.membership import WorkerRecord
-from arpc.agent.placement import Placement, find_backends
-from arpc.agent.rendezvous import Rendezvous, create_rendezvous, open_store
+from arpc.agent.hooks.context_propagation import ContextPropagation
+from arpc.agent.hooks.device_placement import Placement, find_backends
+from arpc.agent.membership_watch import MembershipWatch
 from arpc.agent.scope import WorkerScope, current_scope, worker_began
-from arpc.agent.variables import VariableCarrier
 from arpc.autograd.service import AutogradService
 from arpc.devices import check_device_maps
 from arpc.errors import (
@@ -31,6 +27,10 @@ from arpc.errors import (
     RendezvousError,
 )
 from arpc.garbage import BACKOFF, FREEZER
+from arpc.group.addresses import as_others_call_it, default_addresses, refuse_open_doors
+from arpc.group.fingerprints import host_fingerprint, main_fingerprint
+from arpc.group.membership import WorkerRecord
+from arpc.group.rendezvous import Rendezvous, create_rendezvous, open_store
 from arpc.http.address import HttpServing, refuse_open_page
 from arpc.ids import WorkerInfo, check_worker_name
 from arpc.log import configure_from_environment, get_logger
@@ -42,16 +42,16 @@ from arpc.profiler.profile import record_group
 from arpc.profiler.service import ProfilerService
 from arpc.rref.context import RRefContext, Skin
 from arpc.rref.handle import RRef
-from arpc.rref.packing import reduce_rref
+from arpc.rref.reducer import reduce_rref
 from arpc.runtime import Worker
 from arpc.torchscript import kinds
-from arpc.transport.base import Transport
-from arpc.transport.memory import MemoryNetwork
+from arpc.transport.connection import Transport
+from arpc.transport.in_process import MemoryNetwork
 from arpc.transport.shm import FEATURE
 from arpc.wire.handshake import Identity
-from arpc.wire.pickling import Reducer
-from arpc.wire.policy import UNRESTRICTED, AllowList, Policy
-from arpc.wire.staging import DeviceBackend
+from arpc.wire.values.device_staging import DeviceBackend
+from arpc.wire.values.pickler import Reducer
+from arpc.wire.values.policy import UNRESTRICTED, AllowList, Policy
 
 __all__ = ["start_worker"]
 
@@ -137,8 +137,8 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
         reducers[skin.cls] = lambda handle, parcel: reduce_rref(rrefs, unwrap(handle), parcel)
     autograd = worker.autograd = AutogradService(options, context, rrefs)
     profiler = worker.profiler = ProfilerService()
-    variables = VariableCarrier(policy)
-    lookout = worker.lookout = Lookout(rendezvous, options, context)
+    variables = ContextPropagation(policy)
+    lookout = worker.lookout = MembershipWatch(rendezvous, options, context)
     metrics = worker.metrics = MetricsService(
         options,
         Inspector(rrefs, autograd, worker.arena, worker.receive_memory),
@@ -166,7 +166,7 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
             policy=policy,
         )
     )
-    features: tuple[RRefContext | AutogradService | ProfilerService | Lookout | MetricsService, ...] = (
+    features: tuple[RRefContext | AutogradService | ProfilerService | MembershipWatch | MetricsService, ...] = (
         rrefs,
         autograd,
         profiler,

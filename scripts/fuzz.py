@@ -132,7 +132,7 @@ def frame_seeds() -> Iterable[bytes]:
     from arpc.wire.frames import ONE_OFF, frame
     from arpc.wire.messages import MessageType
     from arpc.wire.metadata import encode_metadata
-    from arpc.wire.schemas import Packer
+    from arpc.wire.values.schemas import Packer
 
     meta = encode_metadata({"window": b"four"})
     for type_ in MessageType:
@@ -207,7 +207,7 @@ def make_tensors() -> Callable[[bytes], None]:
     import torch
 
     from arpc.errors import ProtocolError, SerializationError
-    from arpc.wire.rebuilding import read_layout
+    from arpc.wire.values.layouts import read_layout
 
     def touch(value: Any) -> None:
         # a tensor that reaches beyond its memory shows here, or crashes
@@ -236,7 +236,7 @@ def tensor_seeds() -> Iterable[bytes]:
     """Tensors of all kinds, packed."""
     import torch
 
-    from arpc.wire.schemas import Packer
+    from arpc.wire.values.schemas import Packer
 
     base = torch.arange(12.0)
     slots: list[list[Any]] = [
@@ -267,7 +267,7 @@ def make_pickles() -> Callable[[bytes], None]:
     import torch
 
     from arpc.wire import restricted
-    from arpc.wire.allowlist import callable_named
+    from arpc.wire.values.allowlist import callable_named
 
     forbidden: list[str] = []
     is_watching = False
@@ -321,7 +321,7 @@ def pickle_seeds() -> Iterable[bytes]:
     import torch
 
     import arpc
-    from arpc.wire.pickling import Pickler
+    from arpc.wire.values.pickler import Pickler
 
     for value in (
         (1, 2.5, "text", b"bytes", None, True, 1 << 80),
@@ -367,8 +367,8 @@ def fuzz_here(name: str, runs: int, seed: int) -> None:
 
     with atheris.instrument_imports(include=["arpc.wire", "pickle"]):
         import arpc.wire.protocol
-        import arpc.wire.rebuilding
-        import arpc.wire.restricted  # noqa: F401 - to be instrumented
+        import arpc.wire.values.layouts
+        import arpc.wire.values.restricted  # noqa: F401 - to be instrumented
     target = TARGETS[name]
     corpus = BUILD / name
     corpus.mkdir(parents=True, exist_ok=True)

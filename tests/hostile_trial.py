@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import arpc
-from arpc.agent import variables
+from arpc.agent.hooks import context_propagation as variables
 from arpc.testing import Cluster, cluster
 from arpc.user_errors import cause_of, stack_of, type_name_of
 from tests.agent.leftovers import assert_both_alive, assert_nothing_left, warm_up

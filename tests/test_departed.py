@@ -12,7 +12,7 @@ from logging import Logger
 import pytest
 
 import arpc
-from arpc.agent import roster
+from arpc.group import roster
 from arpc.testing import Cluster, cluster
 from tests.agent.leftovers import until
 

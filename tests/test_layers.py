@@ -30,6 +30,7 @@ LAYERS: Final = (
     (0, {"options", "private"}),
     (1, {"wire"}),
     (2, {"transport"}),
+    (3, {"group"}),
     (3, {"agent"}),
     (4, {"autograd", "profiler", "rref", "torchscript"}),
     (4, {"metrics"}),  # looks at the features above
@@ -226,7 +227,7 @@ def test_the_checker_complains_about(module: str, source: str, complaint: str) -
     ("module", "source"),
     [
         pytest.param("arpc.ids", "from arpc.errors import ConfigurationError", id="row-below-imports-row-above"),
-        pytest.param("arpc.agent.agent", "import arpc.wire.frames, arpc.transport.base", id="downwards"),
+        pytest.param("arpc.agent.agent", "import arpc.wire.frames, arpc.transport.connection", id="downwards"),
         pytest.param("arpc.agent.agent", "from arpc import errors, ids", id="downwards-from-root"),
         pytest.param("arpc.agent.agent", "from ..wire import frames\nfrom ..errors import E", id="downwards-relative"),
         pytest.param("arpc.agent.agent", "from . import calls\nfrom .peers import Peers", id="own-package"),

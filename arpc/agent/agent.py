@@ -21,24 +21,24 @@ from arpc.agent.client.receiver import Receiver
 from arpc.agent.client.sender import Sender
 from arpc.agent.client.timeouts import Timeouts
 from arpc.agent.codec import Codec, Interceptor
-from arpc.agent.connector import Connector
-from arpc.agent.heartbeat import Heartbeat
+from arpc.agent.hooks.device_placement import Placement
+from arpc.agent.hooks.observers import ObservedSender, Observer, Observers
+from arpc.agent.hooks.timing import Meter, TimedSender
 from arpc.agent.leaving import EarlierWork
-from arpc.agent.links import Link, PeerWatcher
-from arpc.agent.membership import WorkerRecord
-from arpc.agent.metering import Meter, TimedSender
-from arpc.agent.observers import ObservedSender, Observer, Observers
+from arpc.agent.peers.connector import Connector
 from arpc.agent.peers.directory import PeerDirectory
+from arpc.agent.peers.heartbeat import Heartbeat
+from arpc.agent.peers.link import Link, PeerWatcher
 from arpc.agent.peers.peer import Peer
-from arpc.agent.placement import Placement
 from arpc.agent.scope import WorkerScope
 from arpc.agent.server.dispatcher import CreationService, Dispatcher
 from arpc.agent.server.functions import Preparation
 from arpc.errors import NotAllowedError, OverloadedError, ProtocolError, WireError
+from arpc.group.membership import WorkerRecord
 from arpc.ids import WorkerInfo
 from arpc.options import RpcOptions
-from arpc.transport.alarms import CallAt, alarms_of
-from arpc.transport.base import Connection, Transport
+from arpc.transport.connection import Connection, Transport
+from arpc.transport.timerfd import CallAt, alarms_of
 from arpc.wire.handshake import Identity
 from arpc.wire.messages import (
     Cancel,
@@ -52,8 +52,8 @@ from arpc.wire.messages import (
     Reply,
     Request,
 )
-from arpc.wire.pickling import Reducer
-from arpc.wire.policy import UNRESTRICTED, Policy
+from arpc.wire.values.pickler import Reducer
+from arpc.wire.values.policy import UNRESTRICTED, Policy
 
 __all__ = ["Agent"]
 

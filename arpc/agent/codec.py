@@ -12,17 +12,17 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from arpc.agent.placement import PLACE, Placement, ToCaller
+from arpc.agent.hooks.device_placement import PLACE, Placement, ToCaller
 from arpc.errors import ProtocolError, SerializationError
 from arpc.ids import WorkerInfo
 from arpc.wire.frames import HEADER_BYTES, MAX_BODY_BYTES
 from arpc.wire.messages import Message
 from arpc.wire.metadata import Metadata, decode_metadata
-from arpc.wire.pickling import Pickler, Reducer
-from arpc.wire.policy import UNRESTRICTED, Policy
-from arpc.wire.schemas import PackedTensors, Packer
-from arpc.wire.staging import Stager
-from arpc.wire.tensors import Slot
+from arpc.wire.values.device_staging import Stager
+from arpc.wire.values.packing import Slot
+from arpc.wire.values.pickler import Pickler, Reducer
+from arpc.wire.values.policy import UNRESTRICTED, Policy
+from arpc.wire.values.schemas import PackedTensors, Packer
 
 __all__ = ["Codec", "Content", "Interceptor", "decode_metadata"]
 

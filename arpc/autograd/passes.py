@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from arpc.agent.observers import Activity
+from arpc.agent.hooks.observers import Activity
 from arpc.autograd.accumulation import LeafGradients
 from arpc.autograd.context import AutogradContext, Container, Send
 from arpc.autograd.engine import LocalEngine, Source

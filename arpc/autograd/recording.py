@@ -23,7 +23,7 @@ from arpc.autograd.engine import Source
 from arpc.autograd.nodes import RecvRecord, attach_recv, attach_send
 from arpc.errors import ProtocolError
 from arpc.ids import WorkerInfo
-from arpc.wire.tensors import Slot
+from arpc.wire.values.packing import Slot
 
 __all__ = ["Recorder"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from arpc.agent.agent import Agent
-from arpc.agent.observers import Kind
+from arpc.agent.hooks.observers import Kind
 from arpc.agent.scope import current_scope
 from arpc.agent.server.functions import Prompt
 from arpc.agent.server.thread_pool import ThreadPool

@@ -14,7 +14,7 @@ from arpc.agent.server.functions import name_of
 from arpc.batching.queue import Limits, Queue
 from arpc.errors import ConfigurationError, SerializationError
 from arpc.runtime import Worker, current
-from arpc.wire.pickling import importable_name
+from arpc.wire.values.pickler import importable_name
 
 __all__ = ["Batched", "Queues", "batched"]
 

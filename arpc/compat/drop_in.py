@@ -14,7 +14,6 @@ from typing import Any, Final, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from arpc.agent.membership import WorkerRecord
 from arpc.agent.peers.peer import Peer
 from arpc.agent.scope import WorkerScope
 from arpc.autograd.heeded import has_node_hooks
@@ -23,6 +22,7 @@ from arpc.compat.blocking_client.calls import BlockingCalls
 from arpc.compat.completions import Completions
 from arpc.compat.loop_thread import LoopThread
 from arpc.errors import ShutdownError, UnknownWorkerError
+from arpc.group.membership import WorkerRecord
 from arpc.ids import WorkerInfo
 from arpc.options import RpcOptions
 from arpc.rref.context import Skin

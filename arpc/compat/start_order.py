@@ -10,8 +10,8 @@ from typing import Final
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from arpc.agent.membership import WorkerRecord
 from arpc.compat.loop_thread import LoopThread
+from arpc.group.membership import WorkerRecord
 from arpc.log import get_logger
 
 __all__ = ["StartOrder"]

@@ -1,7 +1,7 @@
 """One who only looks: a connection to a worker, by somebody who is in no group.
 
 It speaks arpc's own protocol, so it needs no port besides the worker's, and proves the secret as workers do. The worker
-lets it ask and nothing else (`agent.links.ONLOOKER`), and does not count it among its peers.
+lets it ask and nothing else (`agent.peers.link.ONLOOKER`), and does not count it among its peers.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from arpc.agent.codec import Codec
-from arpc.agent.links import ONLOOKER
+from arpc.agent.peers.link import ONLOOKER
 from arpc.agent.server.remote_exceptions import rebuild_failure
 from arpc.errors import ConfigurationError, WireError, WorkerLostError
 from arpc.ids import WorkerInfo
 from arpc.options import RpcOptions
-from arpc.transport.base import Connection, Transport
-from arpc.transport.secure import TlsTransport
-from arpc.transport.stream import TcpTransport, UnixTransport, is_loopback, split_tcp
+from arpc.transport.connection import Connection, Transport
+from arpc.transport.sockets import TcpTransport, UnixTransport, is_loopback, split_tcp
+from arpc.transport.tls import TlsTransport
 from arpc.wire.frames import Limits, frame
 from arpc.wire.handshake import Handshake, Identity, Role
 from arpc.wire.messages import Failure, Inspect, Message, Reply
-from arpc.wire.policy import AllowList
 from arpc.wire.protocol import Protocol
+from arpc.wire.values.policy import AllowList
 
 __all__ = ["Onlooker"]
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from arpc.errors import ConfigurationError
 from arpc.options import RpcOptions, split_host_port
-from arpc.transport.stream import is_loopback
+from arpc.transport.sockets import is_loopback
 
 __all__ = ["HttpServing", "is_open_to_all", "refuse_open_page"]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
-from arpc.transport.stream import is_loopback
+from arpc.transport.sockets import is_loopback
 
 __all__ = ["COOKIE", "SESSION_S", "Guard", "Verdict", "derive_token"]
 

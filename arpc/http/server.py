@@ -20,7 +20,7 @@ from arpc.http.guesses import Guesses
 from arpc.log import get_logger
 from arpc.metrics.service import MetricsService
 from arpc.options import RpcOptions, split_host_port
-from arpc.transport.inheritance import close_port_in_children, leave_port_to_children
+from arpc.transport.forked_children import close_port_in_children, leave_port_to_children
 
 __all__ = ["HttpServer", "serve"]
 

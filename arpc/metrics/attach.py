@@ -19,7 +19,7 @@ from arpc.errors import ConfigurationError, WireError
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
 from arpc.options import RpcOptions
-from arpc.transport.stream import socket_directory
+from arpc.transport.sockets import socket_directory
 
 __all__ = ["AttachFile", "Attachable", "attachable"]
 

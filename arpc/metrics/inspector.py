@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from arpc._version import __version__
 from arpc.agent.agent import Agent
-from arpc.agent.links import Link
+from arpc.agent.peers.link import Link
 from arpc.agent.peers.peer import Peer
 from arpc.autograd.service import AutogradService
 from arpc.ids import WorkerInfo
@@ -29,8 +29,8 @@ from arpc.metrics.snapshots import (
 )
 from arpc.rref.context import RRefContext
 from arpc.rref.report import rref_rows
+from arpc.transport.buffer_pool import WarmMemory
 from arpc.transport.shm import Arena
-from arpc.transport.warm import WarmMemory
 from arpc.wire.messages import Inspect
 
 __all__ = ["Inspector", "Traffic"]

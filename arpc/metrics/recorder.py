@@ -9,7 +9,7 @@ from arpc.agent.server.functions import name_of
 from arpc.metrics.histogram import Histogram, SparseCounts, difference
 from arpc.user_errors import class_name_of
 from arpc.wire.messages import Inspect
-from arpc.wire.pickling import importable_name
+from arpc.wire.values.pickler import importable_name
 
 __all__ = ["OTHER_FUNCTIONS", "OTHER_PEERS", "Recorder", "Series"]
 

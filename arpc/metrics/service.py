@@ -14,9 +14,9 @@ from typing import Any, Final
 import msgspec
 
 from arpc.agent.agent import Agent
-from arpc.agent.membership import WorkerRecord
 from arpc.agent.server.functions import Prompt
 from arpc.errors import ConfigurationError, OverloadedError, RendezvousError, UnsupportedError
+from arpc.group.membership import WorkerRecord
 from arpc.ids import WorkerInfo
 from arpc.metrics.group import GroupView
 from arpc.metrics.inspector import Inspector, loop_tasks

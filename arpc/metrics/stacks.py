@@ -22,7 +22,7 @@ import msgspec
 from arpc.agent.agent import Agent
 from arpc.agent.client.deadlines import NEVER, Deadlines
 from arpc.agent.client.pending_calls import SEQUENCE_BITS, Call
-from arpc.agent.links import Link
+from arpc.agent.peers.link import Link
 from arpc.agent.server.functions import Mode
 from arpc.agent.server.run import Run
 from arpc.ids import WorkerInfo

@@ -16,7 +16,7 @@ from arpc.optim.locks import run_alone
 from arpc.rref.calls import held_value, method_name, run_here
 from arpc.rref.handle import RRef
 from arpc.runtime import current
-from arpc.wire.allowlist import export
+from arpc.wire.values.allowlist import export
 
 __all__ = [
     "call_module",

@@ -20,7 +20,7 @@ from arpc.nn.address import Address, parse_device
 from arpc.nn.refusals import RefusingModule
 from arpc.options import UNSET, Unset
 from arpc.rref.handle import RRef
-from arpc.rref.uses import OwnerFuture
+from arpc.rref.user_ref import OwnerFuture
 
 __all__ = ["RemoteModule", "parameter_rrefs"]
 

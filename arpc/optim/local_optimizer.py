@@ -14,9 +14,9 @@ from arpc.autograd import get_gradients
 from arpc.errors import AutogradError, ConfigurationError
 from arpc.optim.locks import run_alone
 from arpc.rref.handle import RRef
-from arpc.rref.packing import bare
+from arpc.rref.reducer import bare
 from arpc.runtime import current
-from arpc.wire.allowlist import export, register_type
+from arpc.wire.values.allowlist import export, register_type
 
 __all__ = ["TWICE", "Description", "Group", "LocalOptimizer", "StepRules", "copied", "make_local_optimizer"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import Any, Final
 
-from arpc.agent.observers import Kind, Outgoing
+from arpc.agent.hooks.observers import Kind, Outgoing
 from arpc.agent.server.functions import name_of
 from arpc.errors import ProfilerError
 from arpc.ids import IdAllocator

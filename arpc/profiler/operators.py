@@ -20,7 +20,7 @@ from torch._C._autograd import _profiler_enabled as _is_enabled
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch.autograd.profiler_util import _filter_name, _rewrite_name
 
-from arpc.agent.observers import Handling
+from arpc.agent.hooks.observers import Handling
 
 __all__ = [
     "Operator",

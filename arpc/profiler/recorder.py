@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from itertools import count
 from typing import Any, Final, NamedTuple
 
-from arpc.agent.observers import Activity, Handling, Kind, Observer, Outgoing
+from arpc.agent.hooks.observers import Activity, Handling, Kind, Observer, Outgoing
 from arpc.ids import WorkerInfo
 from arpc.profiler.keys import call_key
 from arpc.profiler.operators import Operator, OperatorRecorder, RecorderConfig, is_recording_thread, recorder_of

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from arpc.agent.observers import Handling, Kind, Observer, Outgoing
+from arpc.agent.hooks.observers import Handling, Kind, Observer, Outgoing
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
 from arpc.profiler.keys import REMOTE_OP, RemoteProfilerManager, call_key

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
-from arpc.agent.observers import Handling, Kind, Observer
+from arpc.agent.hooks.observers import Handling, Kind, Observer
 from arpc.errors import ProfilerError
 from arpc.profiler.operators import Operator, OperatorRecorder, RecorderConfig, recorder_of
 from arpc.profiler.service import ProfilerService, current

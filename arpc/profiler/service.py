@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from arpc.agent.agent import Agent
-from arpc.agent.observers import Observer
+from arpc.agent.hooks.observers import Observer
 from arpc.agent.scope import current_scope
 from arpc.errors import NotInitializedError
 from arpc.ids import WorkerInfo

@@ -18,7 +18,7 @@ class Span(msgspec.Struct, array_like=True):
     role: str
     """``call``: this worker waited for another; ``handler``: it worked for another; ``activity``: neither."""
     kind: str
-    """An `arpc.agent.observers.Kind`."""
+    """An `arpc.agent.hooks.observers.Kind`."""
     name: str
     start_ns: int
     end_ns: int

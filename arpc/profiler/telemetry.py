@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any, Final
 
 from arpc.agent.agent import Agent
-from arpc.agent.observers import Handling, Kind, Observer, Outcome, Outgoing
+from arpc.agent.hooks.observers import Handling, Kind, Observer, Outcome, Outgoing
 from arpc.errors import ConfigurationError
 from arpc.extras import install_command
 from arpc.profiler.keys import call_key

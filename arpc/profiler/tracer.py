@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from arpc.agent.agent import Agent
-from arpc.agent.observers import Handling, Observer
+from arpc.agent.hooks.observers import Handling, Observer
 from arpc.agent.server.functions import Prompt
 from arpc.errors import ProfilerError
 from arpc.ids import IdAllocator, WorkerInfo

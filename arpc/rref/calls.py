@@ -11,7 +11,7 @@ from arpc.agent.server.run import Run
 from arpc.rref.methods import bound, template_of
 from arpc.rref.values import NOTHING
 from arpc.user_errors import type_name_of
-from arpc.wire.allowlist import export
+from arpc.wire.values.allowlist import export
 
 if TYPE_CHECKING:
     from arpc.rref.context import RRefContext

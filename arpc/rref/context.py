@@ -22,17 +22,17 @@ from arpc.ids import UNKNOWN_ID, GloballyUniqueId, IdAllocator, WorkerInfo
 from arpc.log import get_logger
 from arpc.options import RpcOptions, Unset
 from arpc.rref import events, instructions
-from arpc.rref.delivery import Deliveries
+from arpc.rref.control_handlers import ControlService
+from arpc.rref.control_queue import ControlQueue, Item
+from arpc.rref.creation_watch import CreationWatch
 from arpc.rref.drops import DropQueue
 from arpc.rref.events import ForkId, RRefId
-from arpc.rref.expected import CreationWatch
+from arpc.rref.exactly_once import Deliveries
 from arpc.rref.forks import Forks
 from arpc.rref.methods import bound, template_of
-from arpc.rref.offers import OfferWatch
-from arpc.rref.post import Item, Post
-from arpc.rref.service import ControlService
+from arpc.rref.offer_watch import OfferWatch
 from arpc.rref.states import UserState
-from arpc.rref.uses import Use
+from arpc.rref.user_ref import Use
 from arpc.rref.values import NOTHING, Value
 from arpc.wire.messages import (
     Message,
@@ -75,7 +75,7 @@ class RRefContext:
         self.deliveries = Deliveries()
         self.ids = IdAllocator(UNKNOWN_ID)
         self.agent: Agent
-        self.post: Post
+        self.post: ControlQueue
         self.offer_watch: OfferWatch
         self.creation_watch: CreationWatch
         self.drops: DropQueue
@@ -116,7 +116,7 @@ class RRefContext:
         """The agent that messages go through. It was made with this context's handlers, so it comes later."""
         self.agent = agent
         grace_s = self.options.rref_grace
-        self.post = Post(agent, self.options, self._context, self.incarnation, self._settled)
+        self.post = ControlQueue(agent, self.options, self._context, self.incarnation, self._settled)
         self.drops = DropQueue(agent.loop, self._context, self._dropped)
         self.offer_watch = OfferWatch(agent, self.forks, self.post, self._context, grace_s, self.happened)
         self.creation_watch = CreationWatch(agent, self.forks, self.post, self._context, grace_s, self.happened)

@@ -25,10 +25,10 @@ from arpc.ids import GloballyUniqueId, WorkerInfo, address_of
 from arpc.options import UNSET, Unset
 from arpc.rref.calls import call_method, rref_typeof_on_owner, stream_items, stream_method
 from arpc.rref.context import RRefContext
-from arpc.rref.creations import Creation, start_creation
+from arpc.rref.create import Creation, start_creation
 from arpc.rref.events import OwnerHandleDropped, RRefId
 from arpc.rref.proxies import AsyncProxy, RemoteProxy, StreamProxy, SyncProxy
-from arpc.rref.uses import FetchFuture, OwnerFuture, Use
+from arpc.rref.user_ref import FetchFuture, OwnerFuture, Use
 from arpc.rref.values import NOTHING, Value
 from arpc.torchjit import ScriptModule
 from arpc.user_errors import fresh, name_of_class

@@ -14,8 +14,8 @@ from arpc.errors import ConfigurationError
 from arpc.options import RpcOptions
 from arpc.runtime import Worker
 from arpc.startup import start_worker
-from arpc.transport.base import Transport
-from arpc.transport.memory import MemoryNetwork
+from arpc.transport.connection import Transport
+from arpc.transport.in_process import MemoryNetwork
 
 __all__ = ["Cluster", "cluster"]
 

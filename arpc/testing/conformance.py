@@ -6,7 +6,7 @@
     async def test_conformance(check):
         await TransportConformance(MyTransport, "my://").run(check)
 
-A check says what it found in an `AssertionError`. The contract itself is in `arpc.transport.base`.
+A check says what it found in an `AssertionError`. The contract itself is in `arpc.transport.connection`.
 """
 
 from __future__ import annotations

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
-from arpc.transport.base import Connection, Listener, Transport
+from arpc.transport.connection import Connection, Listener, Transport
 from arpc.wire.frames import Limits, frame
 from arpc.wire.handshake import Handshake, Identity, Role
-from arpc.wire.memory import allocate as allocate_memory
 from arpc.wire.messages import Message, MessageType
 from arpc.wire.protocol import Protocol
+from arpc.wire.values.raw_memory import allocate as allocate_memory
 
 __all__ = ["Endpoint", "Endpoints", "Pair", "bulk_frame", "small_frame", "turns_until"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 from arpc.errors import ConfigurationError, WireError
-from arpc.transport.base import Accept, BulkSend, Connection, Listener, Receiver, Transport
+from arpc.transport.connection import Accept, BulkSend, Connection, Listener, Receiver, Transport
 from arpc.wire.messages import Message, MessageType
 from arpc.wire.protocol import Protocol
 

@@ -15,7 +15,7 @@ from arpc.torchscript.calls import prepare_script_function, refuse_script_method
 from arpc.torchscript.operators import reduce_overload, reduce_packet
 from arpc.torchscript.programs import prepare_program, reduce_function, reduce_program
 from arpc.torchscript.references import reduce_script_error, reduce_script_function, reduce_script_module
-from arpc.wire.pickling import Reducer
+from arpc.wire.values.pickler import Reducer
 
 __all__ = ["FAMILIES", "PREPARATIONS", "REDUCERS"]
 

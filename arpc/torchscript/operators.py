@@ -9,7 +9,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from arpc.errors import SerializationError
 from arpc.torchjit import find_builtin
-from arpc.wire.pickling import Parcel
+from arpc.wire.values.pickler import Parcel
 
 __all__ = ["Operator", "builtin_operator", "reduce_overload", "reduce_packet"]
 

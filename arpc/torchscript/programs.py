@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from arpc.torchscript.references import named_in_module, place_of
-from arpc.wire.pickling import Parcel, importable_name
+from arpc.wire.values.pickler import Parcel, importable_name
 
 __all__ = ["ProgramCall", "module_of", "prepare_program", "reduce_function", "reduce_program"]
 

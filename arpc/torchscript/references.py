@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 
 from arpc import torchjit
 from arpc.errors import ScriptError, SerializationError
-from arpc.wire.pickling import Parcel
-from arpc.wire.reducing import MAIN_NAMES
+from arpc.wire.values.pickler import Parcel
+from arpc.wire.values.reducers import MAIN_NAMES
 
 __all__ = ["named_in_module", "place_of", "reduce_script_error", "reduce_script_function", "reduce_script_module"]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 import msgspec
 
 if TYPE_CHECKING:
-    from arpc.wire.rebuilding import Layout
+    from arpc.wire.values.layouts import Layout
 
 __all__ = [
     "MESSAGE_CLASSES",
@@ -269,7 +269,7 @@ class Cancel(Message):
 
 
 class Schema(Message):
-    """From now on ``arg`` means the layout of tensors in the body, see `wire.schemas`."""
+    """From now on ``arg`` means the layout of tensors in the body, see `wire.values.schemas`."""
 
     type = MessageType.SCHEMA
 
@@ -295,7 +295,7 @@ class Credit(Message):
 class RRefCreate(Message):
     """Run function ``arg``, as a `Request` does, and keep what it returns under an id that the sender chose.
 
-    The metadata has it, see `rref.labels`.
+    The metadata has it, see `rref.creation_label`.
     """
 
     type = MessageType.RREF_CREATE

@@ -17,10 +17,10 @@ from arpc.errors import ConnectionClosedError, HandshakeError, ProtocolError
 from arpc.wire import frames
 from arpc.wire.frames import HEADER, HEADER_BYTES, ONE_OFF, Header, Limits, frame
 from arpc.wire.handshake import MAX_HANDSHAKE_BYTES, Handshake, Identity, Role
-from arpc.wire.lanes import LaneInbox, Stripe
-from arpc.wire.memory import allocate as allocate_memory
 from arpc.wire.messages import MESSAGE_CLASSES, Message, MessageType
-from arpc.wire.rebuilding import Layout, read_layout
+from arpc.wire.striping import LaneInbox, Stripe
+from arpc.wire.values.layouts import Layout, read_layout
+from arpc.wire.values.raw_memory import allocate as allocate_memory
 
 __all__ = ["MAX_SCHEMAS", "MAX_SCHEMA_BYTES", "Lender", "Protocol", "State"]
 
@@ -167,7 +167,7 @@ class Protocol:
         self._handshake.certify(names)
 
     def join(self, main: Protocol) -> None:
-        """Become a lane of an open connection to the same peer; see `wire.lanes`."""
+        """Become a lane of an open connection to the same peer; see `wire.striping`."""
         if main._lanes is None:
             main._lanes = LaneInbox(lambda size_bytes: _allocated(main.allocate, size_bytes))
             main._lanes.frames_before(main._assembly_count)

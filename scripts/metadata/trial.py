@@ -25,13 +25,13 @@ from arpc.transport.shm.borrowing import BorrowedArena
 from arpc.transport.shm.mapping import ArenaFile, MappedArena, Offer, UnmappableError
 from arpc.wire import frames
 from arpc.wire.frames import HEADER, Limits, frame
-from arpc.wire.lanes import LaneInbox
-from arpc.wire.memory import address_of
 from arpc.wire.messages import Message, MessageType
 from arpc.wire.protocol import Protocol
-from arpc.wire.rebuilding import read_layout
-from arpc.wire.sharing import extent
-from arpc.wire.table import Code, Kind
+from arpc.wire.striping import LaneInbox
+from arpc.wire.values.layouts import read_layout
+from arpc.wire.values.raw_memory import address_of
+from arpc.wire.values.sharing import extent
+from arpc.wire.values.table import Code, Kind
 from scripts.metadata.valid import ARENA_BYTES, Input
 
 __all__ = ["Trial", "UnsoundError"]

@@ -19,9 +19,9 @@ from torch import Tensor
 from arpc.transport.shm.blocks import HEADER_BYTES
 from arpc.wire.frames import CHUNK_BYTES, ONE_OFF
 from arpc.wire.messages import MessageType
-from arpc.wire.schemas import Packer
-from arpc.wire.staging import Staged
-from arpc.wire.table import Kind
+from arpc.wire.values.device_staging import Staged
+from arpc.wire.values.schemas import Packer
+from arpc.wire.values.table import Kind
 
 __all__ = ["ARENA_BYTES", "Input", "valid_inputs"]
 

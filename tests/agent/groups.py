@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed import HashStore, Store
 
-from arpc.agent.rendezvous import MakeRecord, Rendezvous, WorkerRecord, create_rendezvous, open_store
+from arpc.group.rendezvous import MakeRecord, Rendezvous, WorkerRecord, create_rendezvous, open_store
 
 
 def recorder(name: str) -> MakeRecord:

@@ -13,7 +13,7 @@ from arpc.options import RpcOptions
 from arpc.testing import cluster
 from arpc.wire.frames import ONE_OFF, frame
 from arpc.wire.messages import MessageType
-from arpc.wire.table import Code, encode_table
+from arpc.wire.values.table import Code, encode_table
 from tests.wire.lying_peers import exploit
 
 

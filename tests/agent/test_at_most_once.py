@@ -14,7 +14,7 @@ import torch
 import arpc
 from arpc.errors import WireError, WorkerLostError
 from arpc.testing import Fault, FaultyTransport, cluster
-from arpc.transport.memory import MemoryNetwork
+from arpc.transport.in_process import MemoryNetwork
 from arpc.wire.messages import MessageType
 from tests.agent.leftovers import assert_nothing_left, until, warm_up
 from tests.agent.stage import echo, hold

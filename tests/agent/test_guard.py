@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import arpc
-from arpc.agent import variables
+from arpc.agent.hooks import context_propagation as variables
 from arpc.nn.owner import create_module
 from arpc.options import RpcOptions
 from arpc.testing import cluster
@@ -322,10 +322,10 @@ def test_options_that_cannot_be(options, complaint):
 # -- nobody reads what a peer sent past the policy
 
 READERS = {
-    "arpc/wire/pickling.py": {"pickle.loads"},
-    "arpc/wire/policy.py": {"loads", "restricted_loads", "read_name"},
-    "arpc/wire/restricted.py": {"_QuickUnpickler", "_CarefulUnpickler", "_NameUnpickler"},
-    "arpc/wire/saved.py": {"torch.load"},  # refused in allow-list mode
+    "arpc/wire/values/pickler.py": {"pickle.loads"},
+    "arpc/wire/values/policy.py": {"loads", "restricted_loads", "read_name"},
+    "arpc/wire/values/restricted.py": {"_QuickUnpickler", "_CarefulUnpickler", "_NameUnpickler"},
+    "arpc/wire/values/saved.py": {"torch.load"},  # refused in allow-list mode
     # what this rebuilds is named by pickles that allow-list mode refuses
     "arpc/torchscript/programs.py": {"torch.export.load"},
     # between a launcher and its own children, and not with peers

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 import arpc
-from arpc.agent import variables
+from arpc.agent.hooks import context_propagation as variables
 from arpc.options import RpcOptions
-from arpc.rref.labels import KEY, pack_label
+from arpc.rref.creation_label import KEY, pack_label
 from arpc.testing import cluster
 from arpc.wire import messages
 from arpc.wire.frames import ONE_OFF, frame
 from arpc.wire.messages import MESSAGE_CLASSES, Message
 from arpc.wire.metadata import encode_metadata
-from arpc.wire.policy import AllowList
+from arpc.wire.values.policy import AllowList
 from tests.wire.exchange import pack
 
 ALLOW = RpcOptions(gc_freeze=False, allow="exported")
@@ -153,7 +153,7 @@ def payload_of(kind):
 
 
 def metadata_of(kind, number):
-    """What a creation brings along, see `rref.labels`."""
+    """What a creation brings along, see `rref.creation_label`."""
     if kind is not messages.RRefCreate:
         return b""
     return encode_metadata({KEY: pack_label(1, number, 0, (1 << 48) + number, (1 << 48) + 1000 + number, "")})

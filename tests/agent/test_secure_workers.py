@@ -6,15 +6,15 @@ import contextlib
 
 import pytest
 import torch
+from tests.agent.test_lanes import have_lanes
 
 import arpc
 from arpc.options import RpcOptions
 from arpc.testing import cluster
-from arpc.transport.lanes import Lanes
-from arpc.transport.secure import SecureConnection, TlsTransport
+from arpc.transport.striping import Lanes
+from arpc.transport.tls import SecureConnection, TlsTransport
 from tests.agent.leftovers import assert_nothing_left
 from tests.agent.stage import echo
-from tests.agent.test_lanes import have_lanes
 from tests.certificates import tls_for
 
 MIB = 1 << 20

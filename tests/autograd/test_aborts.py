@@ -12,7 +12,7 @@ import torch
 import arpc
 from arpc.autograd.context import Container, current_context_id
 from arpc.testing import Cluster, Fault, FaultyTransport, cluster
-from arpc.transport.memory import MemoryNetwork
+from arpc.transport.in_process import MemoryNetwork
 from arpc.wire.messages import MessageType
 from tests.autograd import functions
 from tests.autograd.conftest import OPTIONS, assert_nothing_is_left, until

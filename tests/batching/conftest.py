@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 import arpc
-from arpc.agent import variables
+from arpc.agent.hooks import context_propagation as variables
 from arpc.batching.decorator import Queues
 from arpc.options import RpcOptions
 from arpc.testing import Cluster, cluster

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 import arpc
-from arpc.agent.links import ONLOOKER
+from arpc.agent.peers.link import ONLOOKER
 from arpc.agent.scope import current_scope
 from arpc.certs import Authority
 from arpc.cli import main

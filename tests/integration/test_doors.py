@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import arpc
-from arpc.transport.stream import split_tcp
+from arpc.transport.sockets import split_tcp
 from arpc.wire.handshake import Handshake, Identity, Role
 from tests.certificates import tls_for
 from tests.integration import functions

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import FileStore
 
 import arpc
-from arpc.agent.static_group import StaticRendezvous
+from arpc.group.static_group import StaticRendezvous
 from tests.integration import functions
 from tests.integration.processes import QUICK, Processes, Start
 

@@ -13,7 +13,7 @@ from arpc.ids import LOCAL_BITS, WorkerInfo, creator_of
 from arpc.rref import events as e
 from arpc.rref import instructions as i
 from arpc.rref import states
-from arpc.rref.delivery import Numbers, Window
+from arpc.rref.exactly_once import Numbers, Window
 from arpc.rref.forks import Forks
 
 SETTLING_ROUNDS = 50

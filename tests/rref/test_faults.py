@@ -13,7 +13,7 @@ import pytest
 
 import arpc
 from arpc.testing import Fault, FaultyTransport, cluster
-from arpc.transport.memory import MemoryNetwork
+from arpc.transport.in_process import MemoryNetwork
 from arpc.wire.messages import MessageType
 from tests.rref import objects
 from tests.rref.conftest import OPTIONS, nothing_is_held, until

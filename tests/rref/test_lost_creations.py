@@ -11,7 +11,7 @@ import torch
 import arpc
 from arpc.ids import WorkerInfo
 from arpc.testing import Fault, FaultyTransport, cluster
-from arpc.transport.memory import MemoryNetwork
+from arpc.transport.in_process import MemoryNetwork
 from arpc.wire.messages import MessageType, RRefCreationFailed
 from tests.rref import objects
 from tests.rref.conftest import OPTIONS, nothing_is_held, until

@@ -9,7 +9,7 @@ import pytest
 import arpc
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.rref.context import Skin
-from arpc.rref.packing import bare, reduce_rref
+from arpc.rref.reducer import bare, reduce_rref
 from arpc.testing import cluster
 
 

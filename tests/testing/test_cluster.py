@@ -23,7 +23,7 @@ from arpc.errors import (
 )
 from arpc.options import RpcOptions
 from arpc.testing import cluster
-from arpc.transport.memory import MemoryNetwork
+from arpc.transport.in_process import MemoryNetwork
 from tests.agent.leftovers import until
 
 

@@ -14,7 +14,7 @@ from arpc.options import RpcOptions
 from arpc.testing import Fault, FaultyTransport, cluster
 from arpc.testing.conformance import TransportConformance
 from arpc.testing.endpoints import Endpoints, Pair, bulk_frame, small_frame
-from arpc.transport.memory import MemoryNetwork
+from arpc.transport.in_process import MemoryNetwork
 from arpc.wire.frames import frame
 from arpc.wire.messages import MessageType
 

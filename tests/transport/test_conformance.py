@@ -8,18 +8,18 @@ from collections.abc import Callable
 import pytest
 
 from arpc.testing.conformance import TransportConformance
-from arpc.transport.base import Transport
-from arpc.transport.memory import MemoryNetwork
-from arpc.transport.secure import TlsTransport
+from arpc.transport.busy_poll import BusyPoll, Watched
+from arpc.transport.connection import Transport
+from arpc.transport.in_process import MemoryNetwork
 from arpc.transport.shm.mapping import is_supported
-from arpc.transport.stream import TcpTransport, UnixTransport
-from arpc.transport.vigil import Vigil, Watched
+from arpc.transport.sockets import TcpTransport, UnixTransport
+from arpc.transport.tls import TlsTransport
 from tests.certificates import tls_for
 from tests.conftest import LOOP_FACTORIES
 from tests.transport.shm.sharing import SharingTransport
 
 
-class Restless(Vigil):
+class Restless(BusyPoll):
     """Changes its mind with all that comes, as to who shall stay awake."""
 
     def join(self, connection: Watched) -> None:

@@ -11,11 +11,11 @@ from arpc.errors import WireError
 from arpc.wire import protocol as protocol_module
 from arpc.wire.frames import HEADER, ONE_OFF, Limits, frame
 from arpc.wire.handshake import Handshake, Identity, Role
-from arpc.wire.memory import allocate as allocate_memory
 from arpc.wire.messages import Message, MessageType
 from arpc.wire.protocol import Protocol, State
-from arpc.wire.rebuilding import Layout, read_layout
-from arpc.wire.table import encode_table
+from arpc.wire.values.layouts import Layout, read_layout
+from arpc.wire.values.raw_memory import allocate as allocate_memory
+from arpc.wire.values.table import encode_table
 
 LIMITS: Final = Limits(body_bytes=1 << 20, message_bytes=1 << 20)
 ALICE: Final = Identity("alice", 0, incarnation=7, main="abc", features=("x",))

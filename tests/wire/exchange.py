@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from arpc.wire.memory import allocate
-from arpc.wire.pickling import Pickler, Reducer, loads
-from arpc.wire.rebuilding import Buffer, read_layout
-from arpc.wire.schemas import PackedTensors, Packer
-from arpc.wire.staging import Stager
-from arpc.wire.tensors import Slot
+from arpc.wire.values.device_staging import Stager
+from arpc.wire.values.layouts import Buffer, read_layout
+from arpc.wire.values.packing import Slot
+from arpc.wire.values.pickler import Pickler, Reducer, loads
+from arpc.wire.values.raw_memory import allocate
+from arpc.wire.values.schemas import PackedTensors, Packer
 
 INLINE: Final = 1 << 20
 BUFFERS: Final = 0

@@ -133,8 +133,8 @@ def made(canary: str) -> dict[str, bytes]:
         "memoryview": dumped(memoryview, (b"abc",)),
         "dotted name": whole(named("builtins", "Exception.__class__.__subclasses__")),
         "dotted through a listed type": whole(named("torch", "Size.__class__")),
-        "dotted through main": whole(call(named("arpc.wire.reducing", "_from_main"), text("os.system"))),
-        "main": whole(call(named("arpc.wire.reducing", "_from_main"), text("__builtins__"))),
+        "dotted through main": whole(call(named("arpc.wire.values.reducers", "_from_main"), text("os.system"))),
+        "main": whole(call(named("arpc.wire.values.reducers", "_from_main"), text("__builtins__"))),
         "sys.modules": whole(named("sys", "modules")),
         "builtins module": whole(named("__builtin__", "eval")),
         "python 2 name": whole(b"c__builtin__\neval\n"),
@@ -178,10 +178,15 @@ def made(canary: str) -> dict[str, bytes]:
             named("builtins", "ExceptionGroup") + b"N}" + text("split") + b"Ns" + pickle.TUPLE2 + pickle.BUILD
         ),
         "state of a function": whole(
-            named("arpc.wire.reducing", "_fill") + b"N}" + text("__defaults__") + b"Ns" + pickle.TUPLE2 + pickle.BUILD
+            named("arpc.wire.values.reducers", "_fill")
+            + b"N}"
+            + text("__defaults__")
+            + b"Ns"
+            + pickle.TUPLE2
+            + pickle.BUILD
         ),
         "state of a constructor": whole(
-            named("arpc.wire.reducing", "_fill") + b"N}" + text("_call") + b"Ns" + pickle.TUPLE2 + pickle.BUILD
+            named("arpc.wire.values.reducers", "_fill") + b"N}" + text("_call") + b"Ns" + pickle.TUPLE2 + pickle.BUILD
         ),
         "state of UNSET": whole(named("arpc.options", "UNSET") + b"}" + text("x") + b"Ns" + pickle.BUILD),
         "items of a class": whole(named("arpc.errors", "RemoteError") + b"(" + text("x") + b"Nu"),
@@ -215,7 +220,7 @@ def made(canary: str) -> dict[str, bytes]:
         # arpc's own
         "arpc run": whole(named("arpc.runner", "run")),
         "arpc calls": whole(call(named("arpc.rref.calls", "call_method"), b"K\x01\x88", text("__class__"))),
-        "arpc pickler": whole(named("arpc.wire.pickling", "loads")),
+        "arpc pickler": whole(named("arpc.wire.values.pickler", "loads")),
         "arpc executor": whole(named("arpc.agent.server.dispatcher", "Executor")),
         "bound method": pickle.dumps("".join, protocol=5),
         "class method": pickle.dumps(dict.fromkeys, protocol=5),

@@ -25,10 +25,10 @@ from arpc.transport.shm.blocks import HEADER_BYTES
 from arpc.transport.shm.borrowing import BorrowedArena
 from arpc.transport.shm.mapping import ArenaFile
 from arpc.wire.frames import HEADER, Limits, buffer_sizes_of
-from arpc.wire.lanes import LaneInbox
 from arpc.wire.messages import MessageType
-from arpc.wire.rebuilding import read_layout
-from arpc.wire.table import DTYPE_CODES, Code, Entry, Flag, Kind, encode_table
+from arpc.wire.striping import LaneInbox
+from arpc.wire.values.layouts import read_layout
+from arpc.wire.values.table import DTYPE_CODES, Code, Entry, Flag, Kind, encode_table
 from tests.wire.connections import feed, opened
 
 __all__ = ["LIES", "exploit"]

@@ -14,10 +14,10 @@ from arpc.errors import ProtocolError, SerializationError
 from arpc.wire import protocol as protocol_module
 from arpc.wire.frames import HEADER, ONE_OFF, Limits, frame
 from arpc.wire.messages import MessageType
-from arpc.wire.policy import AllowList
 from arpc.wire.protocol import MAX_SCHEMAS, Protocol
-from arpc.wire.rebuilding import read_layout
-from arpc.wire.schemas import PackedTensors, Packer
+from arpc.wire.values.layouts import read_layout
+from arpc.wire.values.policy import AllowList
+from arpc.wire.values.schemas import PackedTensors, Packer
 from tests.wire.connections import Spoken, data_frame, endings, feed, heard, noise, opened, schema_frame, table_of
 
 LARGE = protocol_module.RECEIVE_BYTES

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from arpc.errors import SerializationError
-from arpc.wire.pickling import Pickler, loads
-from arpc.wire.reducing import MAIN_NAMES, importable_name
+from arpc.wire.values.pickler import Pickler, loads
+from arpc.wire.values.reducers import MAIN_NAMES, importable_name
 
 # the script imports arpc from where this test did
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -164,7 +164,7 @@ REAL_SCRIPT = """
 import multiprocessing
 import sys
 
-from arpc.wire.pickling import Pickler, loads
+from arpc.wire.values.pickler import Pickler, loads
 
 role = "child" if __name__ == "__mp_main__" else "parent"
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from arpc.wire.pickling import Pickler, loads
-from arpc.wire.reducing import HolePickler
+from arpc.wire.values.pickler import Pickler, loads
+from arpc.wire.values.reducers import HolePickler
 
 
 class Color(enum.Enum):

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from arpc.errors import NotAllowedError
-from arpc.wire import pickling
-from arpc.wire.pickling import Pickler, loads
-from arpc.wire.reducing import PREFIX, NamesOnlyPickler
-from arpc.wire.restricted import read_name, restricted_loads
+from arpc.wire.values import pickler as pickling
+from arpc.wire.values.pickler import Pickler, loads
+from arpc.wire.values.reducers import PREFIX, NamesOnlyPickler
+from arpc.wire.values.restricted import read_name, restricted_loads
 
 EXT1_240 = pickle.EXT1 + bytes([240])
 STOP = pickle.STOP
@@ -121,17 +121,17 @@ def test_somebody_else_may_have_the_code(monkeypatch):
     value = {"a": torch.ones(2)}
     payload, slots = Pickler().dumps(value)
     monkeypatch.setattr(pickling, "IS_REGISTERED", False)
-    copyreg.remove_extension("arpc.wire.reducing", "_fill", 240)
+    copyreg.remove_extension("arpc.wire.values.reducers", "_fill", 240)
     copyreg.clear_extension_cache()
     try:
         assert loads(payload, slots) == value
         assert loads(memoryview(payload), slots) == value
     finally:
-        copyreg.add_extension("arpc.wire.reducing", "_fill", 240)
+        copyreg.add_extension("arpc.wire.values.reducers", "_fill", 240)
 
     program = (
         "import copyreg, torch; copyreg.add_extension('os', 'system', 240)\n"
-        "from arpc.wire.pickling import Pickler, loads\n"
+        "from arpc.wire.values.pickler import Pickler, loads\n"
         "payload, slots = Pickler().dumps([torch.ones(2), lambda: 3])\n"
         "tensor, function = loads(payload, slots)\n"
         "print(tensor.tolist(), function(), payload[:4])"

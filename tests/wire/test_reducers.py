@@ -10,7 +10,7 @@ from torch import Tensor
 
 from arpc.errors import RRefError, SerializationError, WorkerLostError
 from arpc.ids import WorkerInfo
-from arpc.wire.pickling import Parcel, Pickler, loads
+from arpc.wire.values.pickler import Parcel, Pickler, loads
 from tests.wire.exchange import exchange
 
 BOB = WorkerInfo("bob", 1)

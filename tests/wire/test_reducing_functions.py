@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from arpc.wire.pickling import Pickler, loads
-from arpc.wire.reducing import importable_name
+from arpc.wire.values.pickler import Pickler, loads
+from arpc.wire.values.reducers import importable_name
 from tests.wire.exchange import both_ways, exchange, travel
 
 

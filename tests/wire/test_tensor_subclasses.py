@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_map
 
 from arpc.errors import NotAllowedError
 from arpc.testing import cluster
-from arpc.wire.allowlist import register_type
-from arpc.wire.pickling import Pickler, loads
-from arpc.wire.restricted import restricted_loads
+from arpc.wire.values.allowlist import register_type
+from arpc.wire.values.pickler import Pickler, loads
+from arpc.wire.values.restricted import restricted_loads
 
 
 class Tagged(torch.Tensor):

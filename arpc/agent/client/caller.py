@@ -20,12 +20,12 @@ from arpc.agent.client.sender import Prepared, Sender
 from arpc.agent.client.streams import ItemOrder, Stream
 from arpc.agent.client.timeouts import Timeouts
 from arpc.agent.client.waiter import waiter_factory
-from arpc.agent.membership import GroupNotAskedError, WorkerRecord
-from arpc.agent.observers import Observers
+from arpc.agent.hooks.observers import Observers
 from arpc.agent.peers.directory import PeerDirectory
 from arpc.agent.peers.peer import Peer
 from arpc.agent.scope import current_scope
 from arpc.errors import ArpcError, ShutdownError, not_run, set_may_have_run
+from arpc.group.membership import GroupNotAskedError, WorkerRecord
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, Unset
 from arpc.wire.frames import frame

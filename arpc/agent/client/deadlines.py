@@ -12,7 +12,7 @@ import heapq
 from typing import Final, Protocol
 
 from arpc.log import get_logger
-from arpc.transport.alarms import Alarm, CallAt
+from arpc.transport.timerfd import Alarm, CallAt
 
 __all__ = ["NEVER", "Deadlines", "Expirable"]
 

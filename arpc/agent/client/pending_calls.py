@@ -13,7 +13,7 @@ from arpc.agent.client.streams import ItemOrder
 from arpc.agent.codec import Content
 from arpc.agent.server.functions import name_of
 from arpc.options import UNSET, Unset
-from arpc.transport.base import BulkSend, Connection
+from arpc.transport.connection import BulkSend, Connection
 from arpc.wire.messages import MessageType
 from arpc.wire.metadata import Metadata
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from arpc.agent.codec import Codec
-from arpc.agent.links import Link
+from arpc.agent.peers.link import Link
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.server.remote_exceptions import rebuild_failure
 from arpc.errors import ProtocolError, SerializationError

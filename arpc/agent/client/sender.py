@@ -17,8 +17,8 @@ from arpc.agent.server.functions import Preparation, name_of
 from arpc.errors import OverloadedError, SerializationError, ShutdownError, not_run
 from arpc.wire.messages import RequestFlag
 from arpc.wire.metadata import Metadata, encode_metadata
-from arpc.wire.schemas import PackedTensors
-from arpc.wire.tensors import Slot
+from arpc.wire.values.packing import Slot
+from arpc.wire.values.schemas import PackedTensors
 
 __all__ = ["Prepared", "Sender", "as_arguments", "as_keywords"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from arpc.agent.membership import WorkerRecord
 from arpc.agent.peers.peer import Peer
 from arpc.errors import UnknownWorkerError, not_run
+from arpc.group.membership import WorkerRecord
 from arpc.ids import WorkerInfo
 
 __all__ = ["PeerDirectory"]

@@ -31,11 +31,11 @@ from arpc.errors import (
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
 from arpc.options import RpcOptions
-from arpc.transport.base import Connection
+from arpc.transport.connection import Connection
 from arpc.user_errors import text_of
 from arpc.wire.frames import frame
 from arpc.wire.messages import MessageType
-from arpc.wire.pickling import importable_name
+from arpc.wire.values.pickler import importable_name
 
 __all__ = ["Peer", "PeerState"]
 

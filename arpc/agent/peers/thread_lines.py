@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
-from arpc.transport.base import Connection
+from arpc.transport.connection import Connection
 
 __all__ = ["ThreadLine", "ThreadLines"]
 

@@ -14,7 +14,7 @@ import torch
 
 from arpc import torchstate
 from arpc.agent.codec import Codec
-from arpc.agent.observers import Observers
+from arpc.agent.hooks.observers import Observers
 from arpc.agent.scope import current_scope
 from arpc.agent.server.eager_tasks import EagerTasks
 from arpc.agent.server.functions import Function, HandOver, Mode, Prompt

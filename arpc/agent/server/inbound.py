@@ -9,7 +9,7 @@ from arpc.agent.client.deadlines import NEVER, Deadlines
 from arpc.agent.server.functions import Function
 from arpc.agent.server.reply_window import ReplyWindow, ResultSizes
 from arpc.ids import WorkerInfo
-from arpc.transport.base import BulkSend, Connection
+from arpc.transport.connection import BulkSend, Connection
 from arpc.wire.messages import Message, RequestFlag
 
 if TYPE_CHECKING:

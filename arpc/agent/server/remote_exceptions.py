@@ -37,9 +37,9 @@ from arpc.user_errors import (
     with_traceback,
 )
 from arpc.wire.messages import FailureKind
-from arpc.wire.pickling import Pickler
-from arpc.wire.policy import Policy
-from arpc.wire.tensors import Slot
+from arpc.wire.values.packing import Slot
+from arpc.wire.values.pickler import Pickler
+from arpc.wire.values.policy import Policy
 
 __all__ = ["describe_failure", "is_of_handler", "raisable", "rebuild_failure"]
 

@@ -9,13 +9,13 @@ from contextlib import suppress
 from typing import Any, Final, Protocol
 
 from arpc.agent.codec import Codec, Content
-from arpc.agent.observers import Observers
+from arpc.agent.hooks.observers import Observers
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.remote_exceptions import describe_failure
 from arpc.agent.server.run import NO_CONTEXT, Run
 from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError
 from arpc.log import get_logger
-from arpc.transport.base import SMALL_MESSAGE_BYTES, Connection
+from arpc.transport.connection import SMALL_MESSAGE_BYTES, Connection
 from arpc.user_errors import is_a, summary_of, text_of, type_name_of
 from arpc.wire.frames import frame
 from arpc.wire.messages import FailureKind, ItemFlag, MessageType

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from arpc.transport.base import SMALL_MESSAGE_BYTES, Connection
+from arpc.transport.connection import SMALL_MESSAGE_BYTES, Connection
 
 __all__ = ["ReplyWindow", "ResultSizes"]
 

@@ -27,8 +27,8 @@ from torch._C import _len_torch_function_stack as _count_function_modes
 from arpc.agent.codec import Content
 from arpc.agent.server.thread_pool import Outbox
 from arpc.errors import ConnectionClosedError
-from arpc.transport.base import Connection
-from arpc.transport.turns import WriteTurn
+from arpc.transport.connection import Connection
+from arpc.transport.write_lock import WriteLock
 from arpc.user_errors import is_coroutine
 from arpc.wire.messages import MessageType
 
@@ -74,7 +74,7 @@ class ThreadReplies(Outbox):
     def __init__(
         self,
         inbound: _Requests,
-        turn: WriteTurn,
+        turn: WriteLock,
         encode: Callable[[Any, Any], Content],
         readmit: Callable[[Any], None],
     ) -> None:

@@ -29,7 +29,7 @@ from arpc.log import get_logger
 from arpc.options import Unset
 from arpc.wire.frames import MAX_TIMEOUT_MS, frame
 from arpc.wire.messages import Message, MessageType, Reply, RequestFlag
-from arpc.wire.schemas import PackedTensors
+from arpc.wire.values.schemas import PackedTensors
 
 __all__ = ["TAKES_LOOP", "BlockingCalls"]
 

@@ -17,11 +17,11 @@ from time import monotonic
 from typing import Any, Final
 
 from arpc.errors import ConnectionClosedError, ProtocolError, WireError
-from arpc.transport.stream import connect_socket
+from arpc.transport.sockets import connect_socket
 from arpc.wire.frames import ONE_OFF, frame
 from arpc.wire.messages import Failure, Goodbye, Message, MessageType, Reply
 from arpc.wire.protocol import Protocol, State
-from arpc.wire.schemas import PackedTensors, Schema
+from arpc.wire.values.schemas import PackedTensors, Schema
 
 __all__ = ["Line", "LineClosedError", "NotSentError", "open_line"]
 

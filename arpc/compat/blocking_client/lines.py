@@ -17,7 +17,7 @@ from weakref import WeakSet
 from arpc.compat.blocking_client.line import Line
 from arpc.errors import ArpcError
 from arpc.log import get_logger
-from arpc.transport.base import Connection
+from arpc.transport.connection import Connection
 
 __all__ = ["Lines"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from arpc.errors import ConnectionClosedError, ProtocolError, WireError
 from arpc.testing.checks.support import MIB, Checks, pattern, raises
 from arpc.testing.endpoints import bulk_frame, small_frame
-from arpc.transport.base import Connection
+from arpc.transport.connection import Connection
 from arpc.wire.messages import Goodbye, MessageType
 
 __all__ = ["EndingChecks"]

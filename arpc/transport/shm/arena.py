@@ -20,7 +20,7 @@ from arpc.transport.shm.mapping import ArenaFile, Offer, is_supported
 from arpc.transport.shm.processes import ProcessWatch
 from arpc.transport.shm.threads import Done, MemoryThreads
 from arpc.wire.frames import ALIGNMENT
-from arpc.wire.memory import address_of, view_of
+from arpc.wire.values.raw_memory import address_of, view_of
 
 __all__ = ["Arena", "Placement", "open_arena"]
 

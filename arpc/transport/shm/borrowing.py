@@ -13,9 +13,9 @@ from arpc.errors import ProtocolError
 from arpc.transport.shm.blocks import HEADER_BYTES
 from arpc.transport.shm.mapping import MappedArena, Offer
 from arpc.transport.shm.processes import ProcessWatch
-from arpc.wire.extents import check_range
 from arpc.wire.frames import ALIGNMENT
-from arpc.wire.memory import view_of
+from arpc.wire.values.extents import check_range
+from arpc.wire.values.raw_memory import view_of
 
 __all__ = ["BorrowedArena", "Borrowings"]
 

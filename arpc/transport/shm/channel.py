@@ -26,7 +26,7 @@ import msgspec
 
 from arpc.errors import ConnectionClosedError, ProtocolError
 from arpc.log import get_logger
-from arpc.transport.base import BulkSend, Connection
+from arpc.transport.connection import BulkSend, Connection
 from arpc.transport.shm.arena import Arena, Placement
 from arpc.transport.shm.borrowing import BorrowedArena
 from arpc.transport.shm.mapping import Offer, UnmappableError

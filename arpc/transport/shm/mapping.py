@@ -20,7 +20,7 @@ from typing import Any, Final, cast
 import msgspec
 
 from arpc.transport.shm.blocks import PAGE_BYTES
-from arpc.wire.memory import address_of
+from arpc.wire.values.raw_memory import address_of
 
 if sys.platform != "win32":
     import fcntl

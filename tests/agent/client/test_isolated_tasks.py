@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import arpc
-from arpc.agent.observers import Observer
+from arpc.agent.hooks.observers import Observer
 from arpc.agent.scope import current_scope
 from arpc.errors import RpcTimeoutError
 from arpc.testing import cluster
 from arpc.torchstate import is_pristine
-from arpc.transport.base import Connection
-from arpc.transport.stream import UnixTransport
+from arpc.transport.connection import Connection
+from arpc.transport.sockets import UnixTransport
 from tests.agent.leftovers import until
 from tests.agent.stage import echo
 

@@ -19,7 +19,7 @@ from arpc.errors import WireError
 from arpc.functions import async_execution
 from arpc.runtime import current
 from arpc.testing import Fault, FaultyTransport, cluster
-from arpc.transport.memory import MemoryNetwork
+from arpc.transport.in_process import MemoryNetwork
 from arpc.wire.messages import MessageType, Request
 from tests.agent.leftovers import assert_nothing_left
 from tests.agent.stage import echo, hold

@@ -13,7 +13,7 @@ import arpc
 from arpc.agent.peers.peer import Peer, PeerState
 from arpc.errors import RendezvousError, UnknownWorkerError, WireError, WorkerLostError
 from arpc.testing import Cluster, cluster
-from arpc.transport.memory import MemoryNetwork
+from arpc.transport.in_process import MemoryNetwork
 from tests.agent.leftovers import assert_nothing_left, until
 from tests.agent.stage import call_on, echo, echo_in_thread, hold
 

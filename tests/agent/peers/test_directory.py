@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from arpc.agent.membership import WorkerRecord
 from arpc.agent.peers.directory import PeerDirectory
 from arpc.errors import UnknownWorkerError
+from arpc.group.membership import WorkerRecord
 from arpc.ids import WorkerInfo
 
 ME = WorkerInfo("me", 0)

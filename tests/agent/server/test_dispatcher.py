@@ -12,7 +12,7 @@ import arpc
 from arpc.agent.server.dispatcher import Inbound
 from arpc.errors import ProtocolError
 from arpc.testing import Cluster, cluster
-from arpc.transport.base import BulkSend
+from arpc.transport.connection import BulkSend
 from tests.agent.leftovers import assert_nothing_left, until
 from tests.agent.stage import echo, echo_in_thread, echo_later, hold, hold_in_thread
 

@@ -24,8 +24,8 @@ from arpc.ids import WorkerInfo
 from arpc.testing import cluster
 from arpc.wire.frames import frame
 from arpc.wire.messages import FailureKind, MessageType
-from arpc.wire.pickling import Pickler
-from arpc.wire.policy import UNRESTRICTED
+from arpc.wire.values.pickler import Pickler
+from arpc.wire.values.policy import UNRESTRICTED
 from tests.agent.leftovers import assert_both_alive
 from tests.agent.stage import call_on, echo
 

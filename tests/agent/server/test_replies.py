@@ -14,7 +14,7 @@ import torch
 
 from arpc.agent.client.deadlines import Deadlines
 from arpc.agent.codec import Codec, Content
-from arpc.agent.observers import Observers
+from arpc.agent.hooks.observers import Observers
 from arpc.agent.server.functions import Function
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.replies import Replies
@@ -23,7 +23,7 @@ from arpc.errors import ConnectionClosedError, OverloadedError, ProtocolError
 from arpc.ids import WorkerInfo
 from arpc.wire.frames import HEADER
 from arpc.wire.messages import FailureKind, ItemFlag, MessageType
-from arpc.wire.pickling import loads
+from arpc.wire.values.pickler import loads
 from tests.agent.stage import echo
 
 CALLER = WorkerInfo("caller", 1)

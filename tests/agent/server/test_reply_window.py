@@ -13,7 +13,7 @@ import torch
 import arpc
 from arpc.agent.server.reply_window import ResultSizes
 from arpc.testing import Cluster, cluster
-from arpc.transport.base import BulkSend
+from arpc.transport.connection import BulkSend
 from tests.agent.leftovers import assert_nothing_left, until
 from tests.agent.stage import echo, echo_in_thread
 

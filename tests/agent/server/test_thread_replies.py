@@ -25,7 +25,7 @@ from arpc.agent.server.thread_replies import ThreadReplies
 from arpc.ids import WorkerInfo
 from arpc.options import RpcOptions
 from arpc.testing import Cluster, cluster
-from arpc.transport.stream import TcpTransport, UnixTransport
+from arpc.transport.sockets import TcpTransport, UnixTransport
 from arpc.wire.frames import frame
 from tests.agent.leftovers import assert_both_alive, assert_nothing_left, until
 from tests.agent.stage import call_on_in_thread, echo, echo_in_thread, hold_in_thread
@@ -305,7 +305,7 @@ class _Line:
         self.is_peer_elsewhere = False
 
     def send(self, data: Any) -> bool:
-        if callable(data):  # as a `WriteTurn`
+        if callable(data):  # as a `WriteLock`
             if not self.is_blocked:
                 self.sent += data()
             return not self.is_blocked
@@ -461,6 +461,6 @@ async def test_a_socket_knows_whether_its_peer_is_elsewhere(monkeypatch):
         await group[0].rpc_sync("worker1", echo_in_thread)
         (inbound,) = [link.inbound for link in group[1].agent.connector.links]
         for cpus, is_elsewhere in (({0}, False), ({0, 1}, True)):
-            monkeypatch.setattr("arpc.transport.vigil._own_cpus", lambda cpus=cpus: cpus)
+            monkeypatch.setattr("arpc.transport.busy_poll._own_cpus", lambda cpus=cpus: cpus)
             monkeypatch.setattr("os.sched_getaffinity", lambda _, cpus=cpus: cpus, raising=False)
             assert inbound.connection.is_peer_elsewhere is is_elsewhere

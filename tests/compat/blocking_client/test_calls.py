@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from arpc.agent.lines_here import LINE_HANDLERS, MAX_LINES
-from arpc.agent.metering import Meter
-from arpc.agent.observers import Observer
+from arpc.agent.hooks.observers import Observer
+from arpc.agent.hooks.timing import Meter
+from arpc.agent.peers.thread_connections import LINE_HANDLERS, MAX_LINES
 from arpc.compat.blocking_client import calls as blocking_module
 from arpc.compat.blocking_client import lines as lines_module
 from arpc.compat.blocking_client.calls import TAKES_LOOP, BlockingCalls
@@ -29,7 +29,7 @@ from arpc.errors import (
 )
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.testing import Cluster, cluster
-from arpc.transport.stream import TcpTransport, UnixTransport
+from arpc.transport.sockets import TcpTransport, UnixTransport
 from arpc.wire.frames import frame
 from arpc.wire.messages import MessageType
 from tests.agent.leftovers import assert_both_alive, assert_nothing_left, until

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from arpc.testing.endpoints import Endpoint, Endpoints, Pair, bulk_frame, turns_until
-from arpc.transport.base import Accept, Connection, Listener, Receiver, Transport
+from arpc.transport.connection import Accept, Connection, Listener, Receiver, Transport
 from arpc.transport.shm import Arena
-from arpc.transport.stream import UnixTransport
+from arpc.transport.sockets import UnixTransport
 from arpc.wire.protocol import Protocol
 
 KIB = 1 << 10

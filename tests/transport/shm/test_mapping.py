@@ -13,7 +13,7 @@ import pytest
 
 from arpc.transport.shm.blocks import PAGE_BYTES
 from arpc.transport.shm.mapping import ArenaFile, MappedArena, Offer, UnmappableError, is_supported
-from arpc.wire.memory import view_of
+from arpc.wire.values.raw_memory import view_of
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="only Linux has files in memory without a name")
 

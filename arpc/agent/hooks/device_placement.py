@@ -1,0 +1,305 @@
+"""Tensors of other devices than the CPU, on their way in and out of one worker.
+
+The map of the *caller* rules both ways. A request names devices of the callee. A reply names those of the callee too,
+and the caller turns its own map around. So nobody needs to know another worker's maps.
+
+Copies between devices and host memory take a while, and the loop does not wait for them: a message that is to be sent
+waits until its buffers are filled (`Placement.when_filled`), one that has arrived until its buffers are where they
+belong (`Placement.messages_received`). Others pass meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from arpc.agent.server.thread_pool import ThreadPool
+from arpc.devices import DeviceClaims, DeviceMap, checked_device, checked_device_map, checked_devices
+from arpc.errors import SerializationError
+from arpc.ids import WorkerInfo
+from arpc.log import get_logger
+from arpc.options import RpcOptions
+from arpc.transport.connection import Connection
+from arpc.wire.messages import Failure, Item, Message, Reply
+from arpc.wire.values.device_staging import ACCELERATORS, AcceleratorBackend, DeviceBackend, Staged, Stager
+from arpc.wire.values.layouts import Misplaced
+from arpc.wire.values.packing import Slot
+
+__all__ = ["PLACE", "Placement", "ResultPlacer", "ToCaller", "find_backends"]
+
+logger = get_logger("arpc.placement")
+
+_CPU: Final = torch.device("cpu")
+_ANSWERS: Final = frozenset((Reply, Item, Failure))
+# Each waits for the driver most of the time
+_THREADS: Final = 4
+
+PLACE: Final = "place"
+"""Where the metadata of a request asks about tensors on the CPU."""
+
+Dispatch = Callable[[Connection, list[Message]], None]
+
+
+def find_backends() -> dict[str, DeviceBackend]:
+    """What this process can reach besides its memory, by the type of the devices."""
+    found: dict[str, DeviceBackend] = {type_: AcceleratorBackend(type_) for type_ in ACCELERATORS}
+    return {type_: backend for type_, backend in found.items() if backend.count()}
+
+
+class _ToPeer:
+    """Places the arguments of calls to one worker, as its map says."""
+
+    def __init__(self, me: str, peer: str, mapping: DeviceMap, backends: Mapping[str, DeviceBackend]) -> None:
+        self._me = me
+        self._peer = peer
+        self._map = mapping
+        self._backends = backends
+        self.moves_host_memory = mapping.get(_CPU, _CPU) != _CPU
+
+    def stage(self, tensor: Tensor) -> Staged | None:
+        device = tensor.device
+        target = self._map.get(device, _CPU if device == _CPU else None)
+        if device == _CPU:
+            return None if target == _CPU else Staged(tensor.contiguous(), str(target), None)
+        backend = self._backends.get(device.type)
+        if backend is None:
+            return None
+        if target is None:
+            raise SerializationError(
+                f"worker {self._me!r} has a tensor on {device} for worker {self._peer!r}, and no device map says where "
+                f"it belongs there. Say so before init_rpc: options.set_device_map({self._peer!r}, "
+                f"{{{str(device)!r}: ...}}), or move it to the CPU"
+            )
+        host, wait = backend.download(tensor)
+        return Staged(host, "" if target == _CPU else str(target), wait)
+
+
+class ToCaller:
+    """Says where the tensors of a reply were; whoever asked knows where they belong."""
+
+    def __init__(self, backends: Mapping[str, DeviceBackend], *, moves_host_memory: bool) -> None:
+        self._backends = backends
+        self.moves_host_memory = moves_host_memory
+        """The caller has asked about the CPU, too."""
+
+    def stage(self, tensor: Tensor) -> Staged | None:
+        if self.moves_host_memory and tensor.device == _CPU:
+            return Staged(tensor.contiguous(), "cpu", None)
+        backend = self._backends.get(tensor.device.type)
+        if backend is None:
+            return None
+        host, wait = backend.download(tensor)
+        return Staged(host, str(tensor.device), wait)
+
+
+class ResultPlacer:
+    """The interceptor by which a caller asks where *all* tensors of the answer are, those on the CPU too.
+
+    It does so if its map turned around has another place for them.
+    """
+
+    key = PLACE
+
+    def __init__(self, back: Mapping[str, DeviceMap]) -> None:
+        self._peers = {peer for peer, places in back.items() if places.get(_CPU, _CPU) != _CPU}
+
+    @property
+    def occasions(self) -> set[str]:
+        return self._peers
+
+    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot], is_stream: bool = False) -> bytes | None:
+        return b"" if peer.name in self._peers else None
+
+    def request_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
+        """Nothing is done before the answer, see `codec.Codec.stager_back`."""
+
+    def reply_sent(self, peer: WorkerInfo, meta: bytes, slots: list[Slot]) -> None:
+        """The table of the answer says it all."""
+
+    def reply_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
+        """Nothing comes back."""
+
+
+class Placement:
+    """All of this for one worker. Belongs to the loop."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        name: str,
+        options: RpcOptions,
+        backends: Mapping[str, DeviceBackend],
+    ) -> None:
+        self._name = name
+        self._backends = backends
+        self._devices = checked_devices(options.devices)
+        # as they are now: the options are the user's, and may be added to
+        self._maps = {to: checked_device_map(to, mapping) for to, mapping in options.device_maps.items()}
+        self._back = {to: {there: here for here, there in mapping.items()} for to, mapping in self._maps.items()}
+        self.results = ResultPlacer(self._back)
+        self._stagers: dict[str, Stager] = {}
+        self.to_caller = ToCaller(backends, moves_host_memory=False)
+        self.all_to_caller = ToCaller(backends, moves_host_memory=True)
+        self._loop = loop
+        self._pool: ThreadPool | None = None
+        self.sent = 0
+        self.placed = 0
+        self.misplaced = 0
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether any tensor can be elsewhere than in host memory, here or on a peer."""
+        return bool(self._backends or self._maps)
+
+    @property
+    def claims(self) -> DeviceClaims:
+        """What the group is told."""
+        return DeviceClaims(
+            {type_: backend.count() for type_, backend in self._backends.items()},
+            tuple(map(str, self._devices)),
+            {to: {str(here): str(there) for here, there in mapping.items()} for to, mapping in self._maps.items()},
+        )
+
+    @property
+    def threads(self) -> ThreadPool:
+        """Those that wait for devices; there are none before there is something to wait for."""
+        if self._pool is None:
+            self._pool = ThreadPool(self._loop, _THREADS, f"{self._name}-devices")
+        return self._pool
+
+    def close(self) -> None:
+        """End the threads; what they are at is for nobody any more."""
+        self.threads.close()  # made now if never before: what comes later runs in a thread of its own
+
+    # -- out
+
+    def stager(self, to: str) -> Stager:
+        """For calls to a worker."""
+        stager = self._stagers.get(to)
+        if stager is None:
+            stager = self._stagers[to] = _ToPeer(self._name, to, self._map(to), self._backends)
+        return stager
+
+    def _map(self, to: str) -> DeviceMap:
+        mapping = self._maps.get(to)
+        if mapping is None and to == self._name:
+            # to itself everything stays where it is
+            numbers = [(type_, n) for type_, backend in self._backends.items() for n in range(backend.count())]
+            devices = [checked_device(f"{type_}:{n}", "devices") for type_, n in numbers]
+            return {device: device for device in devices}
+        return mapping or {}
+
+    def when_filled(
+        self, waits: Sequence[Callable[[], None]], then: Callable[[SerializationError | None], None]
+    ) -> None:
+        """Call back on the loop once copies from devices are done, or with what has kept them from being made."""
+        self.sent += len(waits)
+
+        def job() -> Callable[[], None]:
+            failure: SerializationError | None = None
+            try:
+                for wait in waits:
+                    wait()
+            except Exception as error:  # noqa: BLE001 - whatever a driver has to say
+                failure = SerializationError(f"a tensor could not be copied from its device: {error}")
+                failure.__cause__ = error
+            return partial(then, failure)
+
+        self.threads.submit(job)
+
+    # -- in
+
+    def messages_received(self, dispatch: Dispatch, connection: Connection, messages: list[Message]) -> None:
+        """Pass messages on, those with tensors for devices once these are there."""
+        ready: list[Message] = []
+        for message in messages:
+            places = self._places(connection, message) if message.buffers else None
+            if places:
+                self._place(dispatch, connection, message, places)
+            else:
+                ready.append(message)
+        if ready:
+            dispatch(connection, ready)
+
+    def _places(self, connection: Connection, message: Message) -> dict[int, torch.device | Misplaced]:
+        """Where each buffer of a message belongs that does not stay in host memory."""
+        named = message.layout.placements if message.layout is not None else {}
+        is_answer = type(message) in _ANSWERS
+        return {
+            number: self._result_place(connection.peer.name, name) if is_answer else self._argument_place(name)
+            for number, name in named.items()
+            if number < len(message.buffers)
+        }
+
+    def _argument_place(self, name: str) -> torch.device | Misplaced:
+        try:
+            device = torch.device(name)
+        except RuntimeError:
+            return Misplaced(f"a tensor came to worker {self._name!r} for {name!r}, which is no device")
+        backend = self._backends.get(device.type)
+        if backend is None or (device.index or 0) >= backend.count():
+            return Misplaced(f"a tensor came to worker {self._name!r} for device {name}, which it does not have")
+        return device
+
+    def _result_place(self, peer: str, name: str) -> torch.device | Misplaced:
+        if peer == self._name and peer not in self._back:
+            return self._argument_place(name)
+        for there, here in self._back.get(peer, {}).items():
+            if str(there) == name:
+                return here
+        return Misplaced(
+            f"worker {peer!r} answers with a tensor on its device {name}, and no device map of worker {self._name!r} "
+            f"says where that belongs here. Say so before init_rpc: options.set_device_map({peer!r}, "
+            f"{{...: {name!r}}}), or let the function move it to the CPU"
+        )
+
+    def _place(
+        self, dispatch: Dispatch, connection: Connection, message: Message, places: dict[int, torch.device | Misplaced]
+    ) -> None:
+        buffers: list[Any] = list(message.buffers)
+
+        def job() -> Callable[[], None]:
+            for number, place in places.items():
+                buffers[number] = self._uploaded(buffers[number], place)
+            return arrived
+
+        def arrived() -> None:
+            for number in places:
+                self._count(buffers[number])
+            message.buffers = buffers
+            # It may have been lost meanwhile, and then its calls have ended already
+            if connection.is_open:
+                try:
+                    dispatch(connection, [message])
+                except Exception as error:
+                    logger.exception("an internal error on the connection to %s closes it", connection.address)
+                    connection.abort(error)
+
+        self.threads.submit(job)
+
+    def _uploaded(self, memory: memoryview, place: torch.device | Misplaced) -> Tensor | Misplaced:
+        """Runs in a thread."""
+        if isinstance(place, Misplaced):
+            return place
+        if place == _CPU:
+            return torch.frombuffer(memory, dtype=torch.uint8)
+        try:
+            return self._backends[place.type].upload(memory, place)
+        except Exception as error:  # noqa: BLE001 - no memory on the device, or whatever else its driver has to say
+            return Misplaced(f"worker {self._name!r} cannot take a tensor to {place}: {error}")
+
+    def _count(self, buffer: Tensor | Misplaced) -> None:
+        if isinstance(buffer, Misplaced):
+            self.misplaced += 1
+            return
+        self.placed += 1
+        if buffer.device != _CPU:
+            self._backends[buffer.device.type].adopt(buffer)
+
+    def statistics(self) -> dict[str, int]:
+        return {"tensors_sent": self.sent, "tensors_placed": self.placed, "tensors_misplaced": self.misplaced}

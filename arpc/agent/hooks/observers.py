@@ -1,0 +1,486 @@
+"""Who watches the calls of a worker: profilers, metrics, tracing.
+
+An `Observer` hears of the calls that this worker makes and of the handlers that it runs, may send a header of its own
+along with a request and with its reply, and may put something around every step of a handler, on the loop and in
+threads. `Agent.observe` installs one, at any time; `Agent.unobserve` takes it away. An observer that is passed to the
+agent when it is made *stands by*: it hears of a call only if its `occasions` say so, and of a handler only if the
+request brought its header.
+
+Requests are seen by an `ObservedSender` around the worker's own, handlers by the dispatcher. While nobody observes,
+that is one look at a few empty lists.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import Context
+from enum import Enum
+from functools import partial
+from typing import Any, Final, TypeVar
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from arpc.agent.client.pending_calls import CallSender, OutgoingCall
+from arpc.agent.scope import current_scope
+from arpc.agent.server.functions import Function, Mode, name_of
+from arpc.agent.server.inbound import Inbound
+from arpc.agent.server.run import Run
+from arpc.errors import ProtocolError, RpcTimeoutError
+from arpc.ids import WorkerInfo
+from arpc.torchstate import AllSteps, Stepped, Steps, call_stepped, current_steps, step_result
+from arpc.user_errors import is_a
+from arpc.wire.frames import HEADER_BYTES
+from arpc.wire.messages import MESSAGE_CLASSES, Message, MessageType, RequestFlag
+from arpc.wire.values.packing import Slot
+
+__all__ = [
+    "Activity",
+    "Handling",
+    "Kind",
+    "ObservedSender",
+    "Observer",
+    "Observers",
+    "Outcome",
+    "Outgoing",
+    "error_of",
+    "kind_of",
+]
+
+_now = time.perf_counter_ns
+_encode_headers = msgspec.msgpack.Encoder().encode
+_decode_headers = msgspec.msgpack.Decoder(dict[str, Any]).decode
+_NOTHING: Final[tuple[()]] = ()
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+
+class Kind(Enum):
+    """What a request is for."""
+
+    CALL = "call"
+    STREAM = "stream"
+    REMOTE = "remote"
+    """The creation of an RRef's value."""
+    FETCH = "fetch"
+    """The copy of an RRef's value."""
+    BACKWARD = "backward"
+    """Part of a backward pass."""
+    CONTROL = "control"
+    """Counting references and the like: nobody asked for it in so many words."""
+
+
+class Outcome(Enum):
+    """How a request ended."""
+
+    OK = "ok"
+    ERROR = "error"
+    CANCELLED = "cancelled"
+    TIMED_OUT = "timed out"
+
+
+class Outgoing(msgspec.Struct, eq=False):
+    """A request of this worker. Times are those of ``time.perf_counter_ns``."""
+
+    peer: WorkerInfo
+    function: str
+    kind: Kind
+    is_awaited: bool
+    """Made by `rpc_sync`, whose caller waits for it at once."""
+    target: Any = None
+    """The function itself; of a method of a remote value its name, of a feature's own message its class."""
+    id: int = 0
+    """Unique among those to this peer that are under way; the peer's `Handling` has the same. Set once it is sent."""
+    began_ns: int = 0
+    ended_ns: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    headers: dict[str, Any] = msgspec.field(default_factory=dict)
+    """What travels along, by the `key` of its observer, as msgpack. May be added to while it begins."""
+    outcome: Outcome | None = None
+    error: BaseException | None = None
+
+
+class Handling(msgspec.Struct, eq=False):
+    """A request of a peer. Times are those of ``time.perf_counter_ns``."""
+
+    peer: WorkerInfo
+    function: str
+    kind: Kind
+    id: int
+    accepted_ns: int
+    began_ns: int = 0
+    """When its function began to run, after it may have waited for others and for a thread; 0 if it never did."""
+    ended_ns: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    headers: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    """What observers of the caller sent along."""
+    outcome: Outcome | None = None
+    error: BaseException | None = None
+    observers: tuple[Observer, ...] = ()
+    """Who hears of it."""
+    shared: dict[type, Any] = msgspec.field(default_factory=dict)
+    """What observers of one kind share."""
+    steps: Any = None
+    """What observers put around each of its steps."""
+    is_watched: bool = False
+    """Observers have been told that it begins."""
+
+
+class Activity:
+    """Something that this worker does over several steps and that is no handler: its part of a backward pass, say."""
+
+    def __init__(self, name: str, kind: Kind, observers: tuple[Observer, ...]) -> None:
+        self.name = name
+        self.kind = kind
+        self.began_ns = _now()
+        self.ended_ns = 0
+        self.shared: dict[type, Any] = {}
+        self._observers = observers
+        found = [observer.activity_begins(self) for observer in observers]
+        parts = [steps for steps in found if steps is not None]
+        self.steps: Steps | None = AllSteps(parts) if len(parts) > 1 else parts[0] if parts else None
+        """What belongs around each of its steps."""
+
+    def step(self, function: Callable[[], T]) -> Callable[[], T]:
+        """A function as one step of it."""
+        return function if self.steps is None else partial(call_stepped, self.steps, function)
+
+    def end(self) -> None:
+        """It is over. Only the first time counts."""
+        if not self.ended_ns:
+            self.ended_ns = _now()
+            for observer in self._observers:
+                observer.activity_ends(self)
+
+
+class Observer:
+    """Hears of calls. All methods do nothing here: define those that you need. None of them may raise.
+
+    They are called on the loop, except where it says otherwise.
+    """
+
+    key = ""
+    """The name of its headers; the same on all workers."""
+
+    @property
+    def occasions(self) -> Any:
+        """While this is false, one that stands by does not hear of requests. Always the same object."""
+        return _NOTHING
+
+    def thread_calls(self, context: Context, peer: str, function: Any) -> None:
+        """A thread that is not the loop's makes a call, which begins on the loop in this context. In that thread."""
+
+    def request_begins(self, request: Outgoing) -> None:
+        """In the caller's context, before arguments are packed."""
+
+    def request_ends(self, request: Outgoing) -> None:
+        """Exactly once for each that began. It may have failed before it was sent."""
+
+    def reply_came(self, peer: WorkerInfo, header: Any) -> None:
+        """A reply has brought a header, see `reply_leaves`. The request ends after that."""
+
+    def handler_accepted(self, handling: Handling) -> None:
+        """A request has come. It may have to wait for others."""
+
+    def handler_begins(self, handling: Handling) -> Steps | None:
+        """In the handler's own context; what is set there, it sees. Returns what belongs around each of its steps."""
+
+    def reply_leaves(self, handling: Handling) -> Any:
+        """In the handler's context: a header for the reply, None for none. Only if the request brought a header."""
+
+    def handler_ends(self, handling: Handling) -> None:
+        """Exactly once for each that was accepted, unless the observer was taken away while it waited.
+
+        It may never have begun.
+        """
+
+    def activity_begins(self, activity: Activity) -> Steps | None:
+        """This worker begins something that is no handler. Returns what belongs around each of its steps."""
+
+    def activity_ends(self, activity: Activity) -> None:
+        """Exactly once for each that began."""
+
+
+class Observers:
+    """The observers of one worker, and the interceptor that carries their headers."""
+
+    key = "observe"
+
+    def __init__(self, standing: Sequence[Observer] = ()) -> None:
+        self.installed: list[Observer] = []
+        self.standing = tuple(standing)
+        self._pending: dict[tuple[Any, int], Outgoing] = {}
+        self._waiting: WeakKeyDictionary[Inbound, dict[int, Handling]] = WeakKeyDictionary()
+        """Requests that have been accepted and have not begun."""
+
+    @property
+    def occasions(self) -> list[Observer]:
+        return self.installed
+
+    def begin_activity(self, name: str, kind: Kind) -> Activity | None:
+        """Tell observers of something that is no handler; None if there are none."""
+        return Activity(name, kind, tuple(self.installed)) if self.installed else None
+
+    # -- requests of this worker
+
+    def concerned(self) -> Sequence[Observer]:
+        """Who wants to hear of a request that begins now."""
+        for observer in self.standing:
+            if observer.occasions:
+                return [*self.installed, *[observer for observer in self.standing if observer.occasions]]
+        return self.installed
+
+    def thread_calls(self, context: Context, peer: str, function: Any) -> None:
+        for observer in self.concerned():
+            observer.thread_calls(context, peer, function)
+
+    def begin(self, concerned: Iterable[Observer], call: OutgoingCall, send: Callable[[OutgoingCall], int]) -> int:
+        """Make a request by ``send``, and tell observers of it."""
+        peer = call.peer
+        kind = kind_of(call.type, call.flags)
+        target = call.name or call.function
+        request = Outgoing(peer.info, name_of(target), kind, call.is_awaited, target, began_ns=_now())
+        observers = tuple(concerned)
+        for observer in observers:
+            observer.request_begins(request)
+        if request.headers:
+            call.metadata = {**(call.metadata or {}), self.key: _encode_headers(request.headers)}
+        try:
+            request.id = call_id = send(call)
+        except BaseException as error:
+            self._end(request, observers, Outcome.ERROR, error)
+            raise
+        sent = peer.calls.get(call_id)
+        request.sent_bytes = max(HEADER_BYTES, sent.size_bytes if sent is not None else 0)
+        self._pending[peer, call_id] = request
+        call.recipient.add_done_callback(partial(self._call_ended, request, observers, (peer, call_id)))
+        return call_id
+
+    def _call_ended(
+        self, request: Outgoing, observers: tuple[Observer, ...], place: tuple[Any, int], recipient: Any
+    ) -> None:
+        if self._pending.get(place) is request:
+            del self._pending[place]
+        if recipient.cancelled():
+            self._end(request, observers, Outcome.CANCELLED, None)
+            return
+        error = error_of(recipient)
+        outcome = Outcome.OK if error is None else _outcome_of(error)
+        self._end(request, observers, outcome, error)
+
+    def _end(
+        self, request: Outgoing, observers: Iterable[Observer], outcome: Outcome, error: BaseException | None
+    ) -> None:
+        request.ended_ns = request.ended_ns or _now()
+        request.outcome = outcome
+        request.error = error
+        for observer in observers:
+            observer.request_ends(request)
+        request.error = None  # it refers to frames, and they to what they hold
+
+    def answered(self, peer: Any, message: Message) -> None:
+        """An answer has come: note when, and how large it is."""
+        request = self._pending.get((peer, message.id))
+        if request is not None:
+            request.ended_ns = _now()
+            request.received_bytes += HEADER_BYTES + message.size_bytes
+
+    # -- headers, as an interceptor
+
+    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot], is_stream: bool = False) -> bytes | None:
+        """Nothing: `begin` has added what there is."""
+
+    def request_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
+        run = current_scope.get()
+        if not isinstance(run, Run):
+            return
+        headers = _headers(meta)
+        if run.handling is None:
+            observers = tuple(observer for observer in self.standing if observer.key in headers)
+            if observers:
+                run.handling = Handling(peer, run.name, Kind.CALL, run.id, _now(), headers=headers, observers=observers)
+                for observer in observers:
+                    observer.handler_accepted(run.handling)
+        else:
+            run.handling.headers = headers
+            run.handling.observers += tuple(observer for observer in self.standing if observer.key in headers)
+
+    def reply_sent(self, peer: WorkerInfo, meta: bytes, slots: list[Slot]) -> bytes | None:
+        run = current_scope.get()
+        handling = run.handling if isinstance(run, Run) else None
+        if handling is None:
+            return None
+        headers = {}
+        for observer in handling.observers:
+            if observer.key in handling.headers and (header := observer.reply_leaves(handling)) is not None:
+                headers[observer.key] = header
+        return _encode_headers(headers) if headers else None
+
+    def reply_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
+        headers = _headers(meta)
+        for observer in (*self.installed, *self.standing):
+            if observer.key in headers:
+                observer.reply_came(peer, headers[observer.key])
+
+    # -- requests of peers
+
+    def _accept(self, inbound: Inbound, message: Message) -> Handling:
+        handling = Handling(
+            inbound.caller,
+            "",
+            kind_of(message.type, message.flags),
+            message.id,
+            _now(),
+            received_bytes=HEADER_BYTES + message.size_bytes,
+            observers=tuple(self.installed),
+        )
+        function = inbound.functions.get(message.arg)
+        handling.function = function.name if isinstance(function, Function) else MESSAGE_CLASSES[message.type].__name__
+        for observer in handling.observers:
+            observer.handler_accepted(handling)
+        return handling
+
+    def accepted(self, inbound: Inbound, message: Message) -> None:
+        """A request has come, which may run now or have to wait."""
+        self._waiting.setdefault(inbound, {})[message.id] = self._accept(inbound, message)
+
+    def watch(self, run: Run, message: Message) -> None:
+        """A request is about to run."""
+        waiting = self._waiting.get(run.inbound)
+        handling = waiting.pop(message.id, None) if waiting else None
+        run.handling = handling or self._accept(run.inbound, message)
+        run.handling.function = run.name
+        if not message.body:
+            # it will not be unpacked
+            run.function = run.context.run(self.begin_handler, run, message)
+
+    def forget_waiting(self) -> None:
+        """Nobody is told any more of what has not begun."""
+        self._waiting.clear()
+
+    def dropped(self, inbound: Inbound, message_id: int | None = None, error: Exception | None = None) -> None:
+        """A request that waited will not run, or none of those of a connection: given up, unless there is an error."""
+        waiting = self._waiting.get(inbound)
+        if not waiting:
+            return
+        ids = list(waiting) if message_id is None else [message_id]
+        for id_ in ids:
+            if (handling := waiting.pop(id_, None)) is not None:
+                self._end_handler(handling, Outcome.CANCELLED if error is None else Outcome.ERROR, error, 0)
+
+    def begin_handler(self, run: Run, message: Message) -> Function:
+        """The function of a request whose arguments are there, with what observers put around it. In its context."""
+        handling = run.handling
+        assert handling is not None
+        function = run.function
+        if handling.is_watched:
+            return function  # it has begun already
+        handling.is_watched = True
+        handling.kind = kind_of(message.type, message.flags)
+        handling.function = run.name
+        handling.received_bytes = HEADER_BYTES + message.size_bytes
+        found = [observer.handler_begins(handling) for observer in handling.observers]
+        parts = [steps for steps in found if steps is not None]
+        if parts:
+            handling.steps = parts[0] if len(parts) == 1 else AllSteps(parts)
+            current_steps.set(handling.steps)
+        return _watched(function, handling, handling.steps)
+
+    @staticmethod
+    def handed_over(run: Run, function: Function) -> Function:
+        """The function that runs in the place of another, with what observers put around it."""
+        run.handling.function = run.name
+        return _watched(function, run.handling, run.handling.steps)
+
+    def ended(self, run: Run, sent_bytes: int, error: BaseException | None) -> None:
+        """A request is answered."""
+        handling = run.handling
+        assert handling is not None
+        run.handling = None
+        outcome = Outcome.OK
+        if error is not None and is_a(error, asyncio.CancelledError):
+            outcome = Outcome.TIMED_OUT if run.expired else Outcome.CANCELLED
+        elif error is not None:
+            outcome = _outcome_of(error)
+        self._end_handler(handling, outcome, error, sent_bytes)
+
+    def _end_handler(self, handling: Handling, outcome: Outcome, error: BaseException | None, sent_bytes: int) -> None:
+        handling.ended_ns = _now()
+        handling.outcome = outcome
+        handling.error = error
+        handling.sent_bytes = sent_bytes
+        for observer in handling.observers:
+            observer.handler_ends(handling)
+        handling.error = None
+
+
+class ObservedSender:
+    """Tells observers of every request of a worker."""
+
+    def __init__(self, inner: CallSender, observers: Observers) -> None:
+        self._inner = inner
+        self._observers = observers
+        self._occasions = tuple(observer.occasions for observer in observers.standing)
+
+    def send(self, call: OutgoingCall) -> int:
+        """Send a request."""
+        observers = self._observers
+        if observers.installed or any(self._occasions):
+            return observers.begin(observers.concerned(), call, self._inner.send)
+        return self._inner.send(call)
+
+
+def error_of(recipient: Any) -> BaseException | None:
+    """The error of a call that has ended and was not cancelled. Of a future, that does not count as looked at."""
+    if isinstance(recipient, asyncio.Future):
+        return getattr(recipient, "_exception", None)
+    error: BaseException | None = recipient.exception()
+    return error
+
+
+def _headers(meta: bytes) -> dict[str, Any]:
+    try:
+        return _decode_headers(meta)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"malformed headers of observers: {error}") from error
+
+
+def _watched(function: Function, handling: Handling, steps: Steps | None) -> Function:
+    """A function for one request, with what observers put around each of its steps."""
+    inner, is_coroutine = function.call, function.mode is Mode.COROUTINE
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        handling.began_ns = handling.began_ns or _now()
+        if steps is None:
+            return inner(*args, **kwargs)
+        result = call_stepped(steps, inner, *args, **kwargs)
+        return Stepped(result, steps) if is_coroutine else step_result(steps, result)
+
+    watched = function.like(call)
+    watched.is_simple = watched.is_plain = False
+    return watched
+
+
+_KINDS: Final = {
+    MessageType.REQUEST: Kind.CALL,
+    MessageType.RREF_CREATE: Kind.REMOTE,
+    MessageType.RREF_FETCH: Kind.FETCH,
+    MessageType.AUTOGRAD_GRADIENTS: Kind.BACKWARD,
+    MessageType.AUTOGRAD_BACKWARD: Kind.BACKWARD,
+}
+
+
+def kind_of(type_: int, flags: int) -> Kind:
+    """What a request of this type is for."""
+    if type_ == MessageType.REQUEST and flags & RequestFlag.STREAM:
+        return Kind.STREAM
+    return _KINDS.get(MessageType(type_), Kind.CONTROL)
+
+
+def _outcome_of(error: BaseException) -> Outcome:
+    return Outcome.TIMED_OUT if is_a(error, RpcTimeoutError) else Outcome.ERROR

@@ -1,0 +1,55 @@
+"""How long calls and handlers take, for counting all the time.
+
+`agent.hooks.observers` are told everything of a request, and may change what happens around it. A meter is told
+durations alone: calls are timed by a `TimedSender` around the worker's own, handlers where they are answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from typing import Any, Protocol
+
+from arpc.agent.client.pending_calls import CallSender, OutgoingCall
+from arpc.agent.hooks.observers import error_of
+from arpc.agent.server.replies import HandlerMeter
+
+__all__ = ["Meter", "TimedSender"]
+
+_now = time.perf_counter_ns
+
+
+class Meter(HandlerMeter, Protocol):
+    """Is told how long things took. Called on the loop; must not raise."""
+
+    def call_ended(self, peer: str, function: Any, duration_ns: int, error: BaseException | None) -> None:
+        """A call has its result, or its error.
+
+        ``function`` is what was called, the name of a method of a remote value, or the class of a feature's message.
+        """
+
+
+class TimedSender:
+    """Times every request of a worker."""
+
+    def __init__(self, inner: CallSender, meter: Meter) -> None:
+        self.inner = inner
+        self._meter = meter
+
+    def send(self, call: OutgoingCall) -> int:
+        """Send a request."""
+        began_ns = _now()
+        name, function = call.peer.info.name, call.name or call.function
+        try:
+            call_id = self.inner.send(call)
+        except BaseException as error:
+            self._meter.call_ended(name, function, _now() - began_ns, error)
+            raise
+        call.recipient.add_done_callback(partial(self._ended, name, function, began_ns))
+        return call_id
+
+    def _ended(self, name: str, function: Any, began_ns: int, recipient: Any) -> None:
+        duration_ns = _now() - began_ns
+        error = asyncio.CancelledError() if recipient.cancelled() else error_of(recipient)
+        self._meter.call_ended(name, function, duration_ns, error)

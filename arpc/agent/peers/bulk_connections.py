@@ -1,0 +1,129 @@
+"""Making lanes, the further connections for large tensors, beside a connection over TCP: see `transport.striping`.
+
+Features of the identity tie them together: the main connection has a token, and a lane says whose token it goes by.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Final
+
+from arpc.agent.peers.dialer import Dialer, only
+from arpc.agent.peers.peer import Peer
+from arpc.errors import WireError
+from arpc.ids import WorkerInfo
+from arpc.log import get_logger
+from arpc.transport.connection import Connection
+from arpc.transport.striping import Lanes
+from arpc.wire import protocol as wire
+from arpc.wire.handshake import Identity, Refused, Role
+from arpc.wire.messages import Refusal
+
+__all__ = ["BulkConnections", "lanes_of"]
+
+logger = get_logger("arpc.connections")
+
+_MAIN: Final = "lanes:"
+_LANE: Final = "lane-of:"
+
+
+class BulkConnections:
+    """Opens lanes to peers, and lets theirs in."""
+
+    def __init__(self, dialler: Dialer, find_peer: Callable[[WorkerInfo], Peer | None]) -> None:
+        self._dialler = dialler
+        self._find_peer = find_peer
+        self._joining: dict[wire.Protocol, Connection] = {}
+        """Lanes in their handshake, each with the connection that it belongs to."""
+
+    # -- this worker's
+
+    def token(self, address: str) -> str:
+        """What ties lanes to a new connection to that address; empty if it is to have none."""
+        return secrets.token_hex(8) if self._dialler.options.bulk_connections and address.startswith("tcp://") else ""
+
+    def features(self, token: str) -> tuple[str, ...]:
+        """Those of a main connection, with its token."""
+        features = self._dialler.identity.features
+        return (*features, _MAIN + token) if token else features
+
+    async def open(self, main: Connection, address: str, token: str) -> None:
+        """Make the lanes of a connection. Without them it works as well, only not as fast."""
+        peer = main.peer
+        for _ in range(self._dialler.options.bulk_connections):
+            # of what a main connection can do besides, a lane does nothing
+            protocol = self._dialler.protocol(Role.CONNECTOR, only(peer), features=(_LANE + token,))
+            # before the handshake: the first chunk may come with its last word
+            protocol.join(main.protocol)
+            self._joining[protocol] = main
+            try:
+                await self._dialler.open(address, protocol)
+            except (OSError, WireError) as error:
+                # the main connection may have been lost meanwhile, and the peer knows
+                level = logging.WARNING if main.is_open else logging.DEBUG
+                logger.log(
+                    level,
+                    "no further connection for large tensors to worker %s: %s",
+                    peer.name,
+                    error,
+                    extra={"peer": peer.name},
+                )
+                return
+            finally:
+                self._joining.pop(protocol, None)
+
+    # -- those of peers
+
+    def admit(self, identity: Identity, protocol: wire.Protocol) -> bool:
+        """Let a lane of a peer join: only the very connection in whose handshake the peer told of it.
+
+        False if it is no lane; raises `Refused`.
+        """
+        token = _feature(identity, _LANE)
+        if token is None:
+            return False
+        peer = self._find_peer(WorkerInfo(identity.name, identity.id))
+        main = peer.connection if peer is not None else None
+        if (
+            main is None
+            or not main.is_open
+            or main.peer.incarnation != identity.incarnation
+            or _feature(main.peer, _MAIN) != token
+        ):
+            raise Refused(Refusal.STALE, "there is no connection that this one could belong to")
+        protocol.join(main.protocol)
+        self._joining[protocol] = main
+        return True
+
+    # -- told by connections
+
+    def opened(self, connection: Connection) -> bool:
+        """A connection has opened; whether it is a lane."""
+        main = self._joining.pop(connection.protocol, None)
+        if main is None:
+            return False
+        if not main.is_open:
+            connection.abort(WireError("the connection that it belongs to has ended"))
+            return True
+        if not isinstance(main.bulk_route, Lanes):
+            main.bulk_route = Lanes(main)
+        main.bulk_route.attach(connection)
+        return True
+
+    def lost(self, connection: Connection) -> None:
+        self._joining.pop(connection.protocol, None)
+
+
+def lanes_of(main: Connection) -> list[Connection]:
+    """The lanes that a connection has."""
+    return main.bulk_route.connections if isinstance(main.bulk_route, Lanes) else []
+
+
+def _feature(identity: Identity, name: str) -> str | None:
+    """What a worker says of itself under that name."""
+    for feature in identity.features:
+        if feature.startswith(name):
+            return feature.removeprefix(name)
+    return None

@@ -1,0 +1,104 @@
+"""Signs of life: a peer that says nothing is asked, and one that does not answer is given up.
+
+The question may have to wait on its way behind large messages. While it does, a connection on which bytes arrive is
+alive. Once it has arrived, nothing but an answer shows that: the system takes bytes for a peer that is not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Final, Protocol
+
+from arpc.errors import WireError
+from arpc.options import RpcOptions
+from arpc.transport.connection import Connection
+from arpc.transport.timerfd import Alarm, CallAt
+from arpc.wire.frames import frame
+from arpc.wire.messages import MessageType
+
+__all__ = ["Heartbeat"]
+
+_PING: Final = int(MessageType.PING)
+_SIGN_OF_LIFE: Final = frame(int(MessageType.PONG), 0, 0, 0, 0, b"")
+
+
+class _Connections(Protocol):
+    def open_connections(self) -> Iterable[Connection]: ...
+
+
+class Heartbeat:
+    """One timer for all connections of a worker."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, options: RpcOptions, connections: _Connections, call_at: CallAt
+    ) -> None:
+        self._loop = loop
+        self._call_at = call_at
+        self._connections = connections
+        self._timeout_s = options.heartbeat_timeout
+        self._interval_s = options.heartbeat_interval
+        # often enough to notice a silence soon after it has lasted too long
+        self._period_s = min(self._interval_s, self._timeout_s - self._interval_s) / 2
+        self._silent_since: dict[Connection, float] = {}
+        self._delivered: dict[Connection, int] = {}
+        self._asked: dict[Connection, int] = {}
+        """Up to which byte the peer must have got everything to have been asked."""
+        self._heard: dict[Connection, int] = {}
+        self._expected = 0.0
+        self._timer: Alarm | None = None
+        self.pings_sent = 0
+        self.peers_given_up = 0
+        if self._interval_s:
+            self._arm()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._silent_since.clear()
+        self._asked.clear()
+
+    def _arm(self) -> None:
+        self._expected = self._loop.time() + self._period_s
+        self._timer = self._call_at(self._expected, self._look)
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        stalled = now - self._expected > self._period_s
+        self._arm()
+        connections = list(self._connections.open_connections())
+        # If this loop was busy, or the process stopped, what peers said meanwhile has not been read yet
+        heard_before = {} if stalled else self._heard
+        self._heard = {connection: connection.bytes_received for connection in connections}
+        silent: dict[Connection, float] = {}
+        asked: dict[Connection, int] = {}
+        delivered = {connection: connection.count_delivered() for connection in connections}
+        for connection in connections:
+            is_heard = self._heard[connection] != heard_before.get(connection)
+            if connection in self._asked and not is_heard:
+                asked[connection] = self._asked[connection]
+            arrived = delivered[connection]
+            if is_heard or self._delivered.get(connection, arrived) < arrived < asked.get(connection, 0):
+                silent[connection] = now
+                if not connection.protocol.is_between_frames:
+                    # A large message is on its way here, and its sender hears nothing of us before it has arrived
+                    connection.send(_SIGN_OF_LIFE)
+                continue
+            since = silent[connection] = self._silent_since.get(connection, now)
+            silence = now - since
+            if silence >= self._timeout_s:
+                self.peers_given_up += 1
+                del silent[connection]
+                connection.abort(WireError(f"it has not been heard of for {silence:.1f} s"))
+            elif silence >= self._interval_s:
+                self.pings_sent += 1
+                connection.send(frame(_PING, 0, self.pings_sent, 0, 0, b""))
+                connection.flush()  # so that it is counted
+                asked.setdefault(connection, connection.count_sent())
+        self._silent_since = silent
+        self._asked = asked
+        self._delivered = delivered
+
+    def statistics(self) -> dict[str, int]:
+        return {"pings_sent": self.pings_sent, "peers_given_up": self.peers_given_up}

@@ -1,0 +1,111 @@
+"""Where a worker listens when nobody said, what others call it, and which doors stay shut."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from ipaddress import ip_address
+from typing import Final
+
+from arpc.errors import ConfigurationError
+from arpc.log import get_logger
+from arpc.options import RpcOptions
+from arpc.transport.sockets import is_loopback, split_tcp
+
+__all__ = ["as_others_call_it", "default_addresses", "refuse_open_doors"]
+
+logger = get_logger("arpc.addresses")
+
+# An address that stands for all interfaces, and one beyond this machine of its family (of documentation, never reached)
+_EVERYWHERE: Final = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}  # noqa: S104 - only compared with
+_DISCARD_PORT: Final = 9
+_SHORT_SECRET_BYTES: Final = 16
+
+
+async def default_addresses(options: RpcOptions, store_host: str | None) -> tuple[str, ...]:
+    """A unix socket, and TCP as far as the group reaches.
+
+    Within this machine the unix socket is enough, and only this user gets through it; on loopback TCP all users of the
+    machine would.
+    """
+    unix = ("unix://",) if hasattr(socket, "AF_UNIX") else ()
+    interface = None if store_host is None else await _interface_to(store_host)
+    if interface is None or is_loopback(interface):
+        return (*unix, "tcp://127.0.0.1:0") if options.is_guarded or not unix else unix
+    if not options.is_guarded and not options.insecure:
+        raise ConfigurationError(
+            f"the group's store is on {store_host}, so this worker must be reachable from there, and anyone who can "
+            f"reach it could run code in it. Set the same ARPC_SECRET (or RpcOptions.secret) on all workers, or give "
+            f"each of them a certificate (RpcOptions.tls)"
+        )
+    return (*unix, f"tcp://{_bracketed(interface)}:0")
+
+
+async def as_others_call_it(address: str, store_host: str | None) -> str:
+    """The same address; for one that stands for all interfaces, that of the one which leads to the store, or out."""
+    if not address.startswith("tcp://"):
+        return address
+    host, port = split_tcp(address)
+    beyond = _EVERYWHERE.get(host)
+    if beyond is None:
+        return address
+    interface = None if store_host is None or is_loopback(store_host) else await _interface_to(store_host)
+    if interface is None:
+        interface = _interface_towards(beyond, socket.AF_INET6 if ":" in beyond else socket.AF_INET)
+    return f"tcp://{_bracketed(interface or ('::1' if ':' in host else '127.0.0.1'))}:{port}"
+
+
+def refuse_open_doors(addresses: Sequence[str], options: RpcOptions) -> None:
+    """Unpickling runs code, so only those who proved themselves may reach in from beyond this host."""
+    for address in addresses:
+        if not address.startswith("tcp://") or is_loopback(split_tcp(address)[0]):
+            continue
+        if not options.is_guarded:
+            if not options.insecure:
+                raise ConfigurationError(
+                    f"refusing to listen on {address} with no secret: whoever reaches that port could run code here. "
+                    f"Set ARPC_SECRET (or RpcOptions.secret) to the same value on all workers, or RpcOptions.tls, or "
+                    f"listen on 127.0.0.1"
+                )
+            logger.warning("listening on %s WITHOUT A SECRET: whoever reaches that port can run code here", address)
+        elif options.secret is not None and options.tls is None and len(options.secret) < _SHORT_SECRET_BYTES:
+            logger.warning(
+                "listening on %s with a secret of %d bytes, which can be guessed by whoever hears a handshake: take "
+                "one of %d random bytes or more",
+                address,
+                len(options.secret),
+                _SHORT_SECRET_BYTES,
+            )
+
+
+async def _interface_to(host: str) -> str:
+    """The address that this machine has towards another. Raises `ConfigurationError` if there is no way."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        # the name of a pod of Kubernetes leads there some time after the pod is up; for others it is the way out
+        is_here = host.partition(".")[0] == socket.gethostname().partition(".")[0]
+        outwards = _interface_towards(_EVERYWHERE["0.0.0.0"], socket.AF_INET) if is_here else None  # noqa: S104
+        if outwards is not None:
+            return outwards
+        raise ConfigurationError(f"the group's store is on {host!r}, which cannot be found: {error}") from error
+    for family, _, _, _, destination in found:
+        interface = _interface_towards(str(destination[0]), socket.AddressFamily(family))
+        if interface is not None:
+            return interface
+    raise ConfigurationError(f"the group's store is on {host!r}, and no interface of this machine leads there")
+
+
+def _interface_towards(address: str, family: socket.AddressFamily) -> str | None:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            # connecting a datagram socket sends nothing; it only tells which interface leads there
+            probe.connect((address, _DISCARD_PORT))
+            return str(ip_address(probe.getsockname()[0]))
+    except (OSError, ValueError):
+        return None
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

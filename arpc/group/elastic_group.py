@@ -1,0 +1,396 @@
+"""An elastic group: workers join and leave at any time.
+
+The keys, all under ``elastic/``: ``next_id`` counts up, ``id/<id>`` is there for every id that was given out,
+``name/<name>`` holds the record of the worker that has the name, or `FREE`. ``event/<k>`` is a log without gaps of who
+joined and left, ``tail`` a lower bound of its length. Who has a name is decided by ``name/<name>``; who is in the group
+is read from the log, of which every worker reads only what is new to it.
+
+A store that a worker serves ends with that worker; the group does not. Its address stands for the group: the others go
+back there, one of them serves a store again if it can, and each registers again, itself and all workers it knows. From
+then on ``used`` holds the ids that must not be given out any more. The first newcomer in a store, at an address where
+there may have been another before, waits a moment for such workers; ``founded`` is there once that is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Final
+
+import msgspec
+
+from arpc.errors import NameTakenError, RendezvousError
+from arpc.group.group_store import GroupStore, KeyValues
+from arpc.group.membership import (
+    MIXED,
+    MIXED_TEXT,
+    PRESENT_ELASTIC,
+    PRESENT_STATIC,
+    REOPEN_DELAY_S,
+    GroupNotAskedError,
+    Joined,
+    Left,
+    MakeRecord,
+    Probe,
+    Rendezvous,
+    WorkerRecord,
+    check_record,
+    decode,
+    decode_record,
+    encode,
+    unknown_worker,
+)
+from arpc.ids import MAX_WORKER_ID, WorkerId
+from arpc.log import get_logger
+
+__all__ = ["ElasticRendezvous"]
+
+logger = get_logger("arpc.rendezvous")
+
+FREE: Final = b"\xc1free"
+"""The value of a name whose worker has left. A key that was deleted could not be told from one that never was."""
+
+TAIL: Final = "elastic/tail"
+NEXT_ID: Final = "elastic/next_id"
+USED: Final = "elastic/used"
+"""A bit for each id that was given out in a store before this one, the lowest first."""
+FOUNDED: Final = "elastic/founded"
+EVENTS_AT_ONCE: Final = 1024
+TOKEN_BYTES: Final = 8
+RETURN_LIMIT_S: Final = 3.0
+"""How long one who asks for an unknown worker waits for a lost store."""
+
+_event_decoder: Final[msgspec.msgpack.Decoder[Joined | Left]] = msgspec.msgpack.Decoder(Joined | Left)
+
+
+def allocate_id(kv: KeyValues, wish: int | None) -> WorkerId:
+    """An id that no worker of this group ever had: the wanted one if possible."""
+    token = secrets.token_bytes(TOKEN_BYTES)
+    for worker_id in _candidates(kv, wish):
+        if kv.swap(_id_key(worker_id), token) == token:
+            return worker_id
+    raise RendezvousError(
+        f"all {MAX_WORKER_ID + 1} worker ids of this group were used, and none is used twice: start a new group"
+    )
+
+
+def _candidates(kv: KeyValues, wish: int | None) -> Iterator[WorkerId]:
+    """Ids that nobody had in an earlier store, to be tried one after the other."""
+    used = int.from_bytes(kv.peek(USED) or b"", "little")
+    if wish is not None and not used >> wish & 1:
+        yield wish
+    if not used:
+        while (worker_id := kv.add(NEXT_ID, 1) - 1) <= MAX_WORKER_ID:
+            yield worker_id
+        return
+    # Some workers may still be on their way from the earlier store to this one, with ids that nobody here knows.
+    # Counting would give just those out again, a lot hardly ever does.
+    bits = f"{used:0{MAX_WORKER_ID + 1}b}"
+    unused = [MAX_WORKER_ID - place for place, bit in enumerate(bits) if bit == "0"]
+    first = secrets.randbelow(len(unused)) if unused else 0
+    yield from unused[first:]
+    yield from unused[:first]
+
+
+def mark_used(kv: KeyValues, used: int) -> None:
+    """Let nobody have these ids, one for each bit, any more."""
+    before = kv.peek(USED) or b""
+    while True:
+        merged = used | int.from_bytes(before, "little")
+        packed = merged.to_bytes((merged.bit_length() + 7) // 8, "little")
+        found = before if packed == before else kv.swap(USED, packed, expected=before)
+        if found == packed:
+            return
+        before = found
+
+
+def append_event(kv: KeyValues, event: Joined | Left) -> int:
+    """Write to the end of the log; the place where it stands."""
+    packed = encode(event)
+    place = kv.count(TAIL)
+    while kv.swap(f"elastic/event/{place}", packed) != packed:
+        place += 1
+    kv.set(TAIL, b"%d" % (place + 1))  # may step back when two write at once: it is where to start looking, no more
+    return place
+
+
+def read_events(kv: KeyValues, start: int) -> list[Joined | Left]:
+    """The log from a place on. One operation if there is nothing new."""
+    packed: list[bytes] = []
+    while (event := kv.peek(f"elastic/event/{start + len(packed)}")) is not None:
+        packed.append(event)
+        first = start + len(packed)
+        last = min(kv.count(TAIL), first + EVENTS_AT_ONCE)
+        packed += kv.fetch([f"elastic/event/{place}" for place in range(first, last)])
+    return [decode(event, _event_decoder) for event in packed]
+
+
+class Stay:
+    """One worker's time in the group. Its steps run in the store's thread, one after the other."""
+
+    def __init__(self) -> None:
+        self._record: WorkerRecord | None = None
+        self._mixed_before = 0
+        self._is_present = False
+
+    def enter(self, kv: KeyValues) -> None:
+        self._mixed_before = kv.count(MIXED)
+        self._is_present = True
+        kv.add(PRESENT_ELASTIC, 1)
+        # Either kind first says that it is there and then looks for the other, so of two at least one sees the other.
+        if kv.count(PRESENT_STATIC) > 0:
+            kv.add(MIXED, 1)
+        self.check_unmixed(kv)
+
+    def check_unmixed(self, kv: KeyValues) -> None:
+        """Complain, once, of each worker of the other kind that came since `enter`."""
+        mixed = kv.count(MIXED)
+        if mixed != self._mixed_before:
+            self._mixed_before = mixed
+            raise RendezvousError(MIXED_TEXT)
+
+    def take_name(self, kv: KeyValues, record: WorkerRecord, dead: bytes | None) -> bytes | int:
+        """Join under the record's name if it is free, or held by that dead worker still; our place in the log.
+
+        Otherwise the packed record of who has the name.
+        """
+        packed = encode(record)
+        expected = dead or b""
+        while (holder := kv.swap(_name_key(record), packed, expected=expected)) != packed:
+            if holder != FREE:
+                return holder
+            expected, dead = FREE, None
+        if dead is not None:
+            append_event(kv, Left(decode_record(dead)))
+            kv.add(PRESENT_ELASTIC, -1)
+        self._record = record
+        place = append_event(kv, Joined(record))
+        self.check_unmixed(kv)
+        return place
+
+    def restore(
+        self, kv: KeyValues, record: WorkerRecord, known: Iterable[WorkerRecord], used: int
+    ) -> list[Joined | Left]:
+        """Be in the group again after its store was lost, and all others that are known with it; the whole log.
+
+        What is in the store already stands: whoever has been given a name, or an id, in the meantime keeps it. So this
+        worker is back if the log has its record, and was replaced if not.
+        """
+        self._mixed_before = kv.count(MIXED)
+        self._is_present = True
+        self._record = record
+        mark_used(kv, used)
+        for one in (record, *known):
+            self._bring_back(kv, one)
+        return read_events(kv, 0)
+
+    @staticmethod
+    def _bring_back(kv: KeyValues, record: WorkerRecord) -> None:
+        packed = encode(record)
+        if kv.peek(_name_key(record)) is not None or kv.swap(_id_key(record.id), packed) != packed:
+            return
+        # another that knows it may do this at the same time: to be told twice of a worker changes nothing
+        if kv.swap(_name_key(record), packed) == packed:
+            kv.add(PRESENT_ELASTIC, 1)
+            append_event(kv, Joined(record))
+
+    def leave(self, kv: KeyValues) -> None:
+        if not self._is_present:
+            return
+        self._is_present = False
+        if self._record is not None:
+            packed = encode(self._record)
+            if kv.peek(_name_key(self._record)) != packed:
+                return  # who took this worker for dead has done all that follows
+            # In this order: if we die between the two, the name is that of a dead worker, which can be taken.
+            append_event(kv, Left(self._record))
+            kv.swap(_name_key(self._record), FREE, expected=packed)
+        kv.add(PRESENT_ELASTIC, -1)
+
+    def news(self, kv: KeyValues, start: int) -> list[Joined | Left]:
+        self.check_unmixed(kv)
+        return read_events(kv, start)
+
+
+def _name_key(record: WorkerRecord) -> str:
+    return f"elastic/name/{record.name}"
+
+
+def _id_key(worker_id: WorkerId) -> str:
+    return f"elastic/id/{worker_id}"
+
+
+class ElasticRendezvous(Rendezvous):
+    """A `Rendezvous` without a size. An id is used once, a name again and again."""
+
+    def __init__(self, store: GroupStore) -> None:
+        super().__init__(store)
+        self._stay = Stay()
+        self._joined_at = 0
+        self._read_until = 0
+        self._by_id: dict[WorkerId, WorkerRecord] = {}
+        self._by_name: dict[str, WorkerRecord] = {}
+        self._used = 0
+        """A bit for each id that a worker of the group has, or had."""
+        self._is_away = False
+        """The store was lost, and this worker has not registered in another yet."""
+        self._found_again = asyncio.Event()
+        """Set when that has happened, once for each time."""
+
+    async def _join_once(
+        self, name: str, make_record: MakeRecord, probe: Probe | None, deadline: float, timeout_s: float
+    ) -> WorkerRecord:
+        stay = self._stay = Stay()
+        self._begin_log([])
+        try:
+            await self._store.run(self._check_open)
+            await self._wait_for_earlier_group(deadline)
+            await self._store.run(stay.enter)
+            worker_id = await self._store.run(partial(allocate_id, wish=self._store.rank))
+            record = check_record(make_record(worker_id), name, worker_id)
+            dead: bytes | None = None
+            while isinstance(found := await self._store.run(partial(stay.take_name, record=record, dead=dead)), bytes):
+                holder = decode_record(found)
+                if await self._is_alive(probe, holder, deadline):
+                    raise NameTakenError(
+                        f"the name {name!r} is taken: worker {holder.name!r} (id {holder.id}) has it and has not left"
+                    )
+                # await hazard: another newcomer may be faster, so the name is taken only if it is still the dead's
+                dead = found
+            self._joined_at = found
+            await self._catch_up()
+        except BaseException as error:
+            await self._withdraw(error)
+            raise
+        return record
+
+    async def members(self) -> tuple[WorkerRecord, ...]:
+        await self._catch_up()
+        return tuple(self._by_id[worker_id] for worker_id in sorted(self._by_id))
+
+    async def resolve(self, worker: str | WorkerId) -> WorkerRecord:
+        try:
+            await self._catch_up()
+        except RendezvousError as error:
+            known = self._known(worker)
+            if known is not None:
+                raise GroupNotAskedError(str(error), known) from error
+            if not await self._is_found_again():
+                raise
+            await self._catch_up()
+        record = self._known(worker)
+        if record is None:
+            raise unknown_worker(worker, self._by_id.values())
+        return record
+
+    def _known(self, worker: str | WorkerId) -> WorkerRecord | None:
+        return self._by_name.get(worker) if isinstance(worker, str) else self._by_id.get(worker)
+
+    async def gather(self, tag: str, value: bytes, *, timeout_s: float) -> dict[WorkerId, bytes]:
+        return {self.record.id: value}
+
+    async def awaited(self, every_s: float) -> tuple[WorkerRecord, ...]:
+        return ()
+
+    async def fail_gather(self, text: str) -> None:
+        """There is none: nobody is waited for."""
+
+    async def changes(self, *, interval_s: float = 1.0) -> AsyncIterator[Joined | Left]:
+        place = self._joined_at + 1
+        while not self._has_left:
+            try:
+                events = await self._store.run(partial(self._stay.news, start=place))
+            except RendezvousError as error:
+                if self._has_left or not (self._store.is_lost and self._store.can_reopen):
+                    raise
+                logger.warning("worker %s goes back to where its store was: %s", self.record.name, error)
+                await self._return()
+                place = 0
+                continue
+            self._read(place, events)
+            for event in events:
+                place += 1
+                yield event
+            await self._store.pause(interval_s)
+
+    def statistics(self) -> dict[str, int | str]:
+        return {**super().statistics(), "members": len(self._by_id), "events": self._read_until}
+
+    async def _wait_for_earlier_group(self, deadline: float) -> None:
+        """Give workers whose store was at this address before time to come back: their names are not free."""
+        settle_s = self._store.access.settle_s
+        if settle_s:
+            settled_at = min(deadline, self._now() + settle_s)
+            await self._store.poll(lambda kv: kv.peek(FOUNDED), deadline=settled_at)
+            await self._store.run(lambda kv: kv.set(FOUNDED, b"1"))
+
+    async def _return(self) -> None:
+        """Have a store again, and be in it: the one that is there by now, or one that this worker serves."""
+        record = self.record
+        self._is_away = True
+        while True:
+            try:
+                await self._store.reopen(float("inf"))
+                await self._store.run(self._check_open)
+                stay = Stay()
+                restore = partial(stay.restore, record=record, known=tuple(self._by_id.values()), used=self._used)
+                events = await self._store.run(restore)
+                break
+            except RendezvousError as error:
+                if self._has_left:
+                    raise
+                logger.debug("worker %s has not found its store again: %s", record.name, error)
+                await asyncio.sleep(REOPEN_DELAY_S)
+        self._stay = stay
+        self._begin_log(events)
+        self._is_away = False
+        self._found_again.set()
+        self._found_again = asyncio.Event()
+        if self._by_name.get(record.name) == record:
+            logger.info("worker %s is back in its group at %s", record.name, self._store.access.description)
+        else:
+            logger.error("worker %s (id %d) was taken for dead: others let it in no more", *record.info)
+
+    async def _catch_up(self) -> None:
+        """Read the part of the log that is new."""
+        if self._is_away:
+            raise RendezvousError(f"the store {self._store.access.description} was lost, and is not found again yet")
+        start = self._read_until
+        store = self._store.access
+        events = await self._store.run(partial(read_events, start=start))
+        if store is self._store.access:  # await hazard: else they are of a store that was lost since
+            self._read(start, events)
+
+    async def _is_found_again(self) -> bool:
+        """Give a lost store a moment to be found again: most are at once, by another worker that serves one."""
+        if self._store.can_reopen and (self._is_away or self._store.is_lost):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RETURN_LIMIT_S):
+                    await self._found_again.wait()
+        return not (self._is_away or self._store.is_lost)
+
+    def _begin_log(self, events: Sequence[Joined | Left]) -> None:
+        """Forget who was there: the log of another store tells."""
+        self._read_until = 0
+        self._by_id.clear()
+        self._by_name.clear()
+        self._read(0, events)
+
+    def _read(self, start: int, events: Sequence[Joined | Left]) -> None:
+        """Take note of a part of the log, of which some may be known already."""
+        for event in events[self._read_until - start :]:
+            self._read_until += 1
+            record = event.record
+            if isinstance(event, Joined):
+                self._by_id[record.id] = self._by_name[record.name] = record
+                self._used |= 1 << record.id
+            else:
+                self._by_id.pop(record.id, None)
+                if self._by_name.get(record.name) == record:
+                    del self._by_name[record.name]
+
+    def _undo(self, kv: KeyValues) -> None:
+        self._stay.leave(kv)

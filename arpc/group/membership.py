@@ -1,0 +1,295 @@
+"""What the two kinds of groups have in common: the record of a worker, and the contract of a rendezvous."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Final, NoReturn, TypeAlias, TypeVar
+
+import msgspec
+
+from arpc.devices import DeviceClaims
+from arpc.errors import ConfigurationError, RendezvousError, UnknownWorkerError
+from arpc.group.group_store import GroupStore, KeyValues, deadline_after
+from arpc.ids import WorkerId, WorkerInfo, check_worker_name
+
+__all__ = ["GroupNotAskedError", "Joined", "Left", "MakeRecord", "Probe", "Rendezvous", "WorkerRecord"]
+
+T = TypeVar("T")
+
+MIXED_TEXT: Final = "RPC group mixes statically and dynamically initialized members which is not supported."
+MIXED: Final = "mixed"
+"""Counts how often a worker met the other kind; it grows while somebody waits: he is one of those who were met."""
+
+PRESENT_STATIC: Final = "present/static"
+PRESENT_ELASTIC: Final = "present/elastic"
+"""How many of a kind are there. Who was killed stays counted until another worker takes its place."""
+
+FAILURE_GRACE_S: Final = 5.0
+"""How long the host of the store stays for others to read why the group did not form."""
+
+CANCELLED_GRACE_S: Final = 0.5
+REOPEN_DELAY_S: Final = 0.02
+UNDO_LIMIT_S: Final = 2.0
+"""Who leaves does not wait long for a store that does not answer."""
+ITEMS_IN_TEXT: Final = 32
+
+
+class WorkerRecord(msgspec.Struct, frozen=True):
+    """What a worker tells the group about itself."""
+
+    name: str
+    id: WorkerId
+    incarnation: int
+    """63 random bits, new at each start: tells a worker from its predecessor of the same name."""
+    addresses: tuple[str, ...]
+    host: str
+    """Identity of the machine: who has the same can be met over unix sockets and shared memory."""
+    main: str
+    """Hash of the ``__main__`` script."""
+    devices: DeviceClaims = DeviceClaims()
+    """What it has besides the CPU, and its device maps."""
+
+    @property
+    def info(self) -> WorkerInfo:
+        return WorkerInfo(self.name, self.id)
+
+
+class Joined(msgspec.Struct, frozen=True, tag="joined"):
+    """A worker came to an elastic group."""
+
+    record: WorkerRecord
+
+
+class Left(msgspec.Struct, frozen=True, tag="left"):
+    """A worker left an elastic group, or was found dead by the one that has its name now."""
+
+    record: WorkerRecord
+
+
+class GroupNotAskedError(RendezvousError):
+    """The store is lost, so nobody can tell who has a name now. ``known`` had it before."""
+
+    def __init__(self, text: str, known: WorkerRecord) -> None:
+        super().__init__(text)
+        self.known = known
+
+
+MakeRecord: TypeAlias = Callable[[WorkerId], WorkerRecord]
+"""Makes the record of this worker once its id is known."""
+
+Probe: TypeAlias = Callable[[WorkerRecord], Awaitable[bool]]
+"""Tells whether the worker of a record is alive: that very incarnation, not another worker at its address."""
+
+encode = msgspec.msgpack.Encoder().encode
+
+_record_decoder = msgspec.msgpack.Decoder(WorkerRecord)
+
+
+def decode(packed: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    """Unpack what a worker wrote to the store."""
+    try:
+        return decoder.decode(packed)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise RendezvousError(
+            f"the store holds {packed[:64]!r} where a worker's entry should be: is another version of arpc using it?"
+        ) from error
+
+
+def decode_record(packed: bytes) -> WorkerRecord:
+    return decode(packed, _record_decoder)
+
+
+class Rendezvous(ABC):
+    """Who is in the group. One object for one worker and one stay in the group.
+
+    Every method that asks the store raises `RendezvousError` when the store is lost.
+    """
+
+    def __init__(self, store: GroupStore) -> None:
+        self._store = store
+        self._record: WorkerRecord | None = None
+        self._has_left = False
+
+    @property
+    def is_elastic(self) -> bool:
+        """Workers come and go at any time."""
+        return self._store.world_size is None
+
+    @property
+    def record(self) -> WorkerRecord:
+        """This worker's own record."""
+        if self._record is None:
+            raise RendezvousError("this worker has not joined a group yet")
+        return self._record
+
+    async def join(
+        self, name: str, make_record: MakeRecord, *, timeout_s: float = 60.0, probe: Probe | None = None
+    ) -> WorkerRecord:
+        """Become a member; a group of fixed size is complete when this returns. A `timeout_s` of 0 means no limit.
+
+        The addresses in the record must be listened on before: others may `probe` them at once.
+
+        Raises `ConfigurationError` for a name that no worker may have, `NameTakenError` (in a group of fixed size: on
+        every worker) if a name or rank is there twice, `RendezvousTimeoutError` if some did not come, and
+        `RendezvousError` for anything else that keeps the group from forming. Nothing is left behind then, nor when
+        the call is cancelled; the others hear of it.
+        """
+        check_worker_name(name)
+        if self._record is not None or self._has_left:
+            raise RendezvousError("a rendezvous can be joined once")
+        deadline = deadline_after(timeout_s)
+        while True:
+            try:
+                self._record = await self._join_once(name, make_record, probe, deadline, timeout_s)
+            except RendezvousError:
+                # A group that was here before may have taken its store away with it. Ours is still to come, then.
+                if not self._store.is_lost or self._now() >= deadline or not await self._store.reopen(deadline):
+                    raise
+                await asyncio.sleep(REOPEN_DELAY_S)
+            else:
+                return self._record
+
+    @abstractmethod
+    async def _join_once(
+        self, name: str, make_record: MakeRecord, probe: Probe | None, deadline: float, timeout_s: float
+    ) -> WorkerRecord: ...
+
+    @abstractmethod
+    async def members(self) -> tuple[WorkerRecord, ...]:
+        """The workers of the group, by id: the same ones always, or those present now if it is elastic."""
+
+    @abstractmethod
+    async def resolve(self, worker: str | WorkerId) -> WorkerRecord:
+        """Find a worker by name or id; `UnknownWorkerError` if there is none. An elastic group is asked afresh.
+
+        `GroupNotAskedError` if it cannot be asked, and the worker is known from before.
+        """
+
+    @abstractmethod
+    async def gather(self, tag: str, value: bytes, *, timeout_s: float) -> dict[WorkerId, bytes]:
+        """Bring a value of every worker to every worker. All do it, with the same tags in the same order.
+
+        It ends the same way for all: with all values, or with `RendezvousTimeoutError`, which names those who did not
+        come before the first of the others lost patience. A `timeout_s` of 0 means no limit.
+
+        An elastic group has no fixed set of workers to wait for: there it ends at once, with the own value only.
+        """
+
+    @abstractmethod
+    async def awaited(self, every_s: float) -> tuple[WorkerRecord, ...]:
+        """Who has not come to the `gather` under way.
+
+        One worker is told in each period, so that not all look at once.
+        """
+
+    @abstractmethod
+    async def fail_gather(self, text: str) -> None:
+        """End the `gather` under way for everyone, with `RendezvousError` and this text: it can never be complete."""
+
+    @abstractmethod
+    def changes(self, *, interval_s: float = 1.0) -> AsyncIterator[Joined | Left]:
+        """Who came and who left since this worker joined, itself included if it was taken for dead.
+
+        Looks every `interval_s`, at the cost of two small operations. Ends when the rendezvous is closed; for a group
+        of fixed size, at once. Raises `RendezvousError` when a worker of fixed rank tries to join.
+        """
+
+    async def leave(self, *, grace_s: float = 5.0) -> None:
+        """Leave the group: the name, or the rank of the next group in this store, is free again.
+
+        The host of the store stays until all others have left, but no longer than `grace_s`.
+        """
+        if self._record is None or self._has_left:
+            return
+        self._has_left = True
+        await self._depart(grace_s)
+
+    async def aclose(self) -> None:
+        """Let go of the store. Does not leave the group: that is `leave`, before."""
+        self._has_left = True
+        await self._store.aclose()
+
+    def statistics(self) -> dict[str, int | str]:
+        return {
+            "worker": self._record.name if self._record else "",
+            "group": "elastic" if self.is_elastic else "static",
+            **self._store.statistics(),
+        }
+
+    # -- for the two kinds --
+
+    async def _depart(self, grace_s: float) -> None:
+        """Undo what was done to the store so far. The first step is handed to the store's thread before any await."""
+        is_host = self._store.access.is_host
+
+        def undo(kv: KeyValues) -> None:
+            if is_host:
+                kv.set_closing(True)
+            self._undo(kv)
+            kv.say_goodbye()
+
+        await self._store.run(undo, limit_s=UNDO_LIMIT_S)
+        if is_host:
+            await self._store.poll(lambda kv: not kv.has_guests() or None, deadline=self._now() + grace_s)
+
+    async def _withdraw(self, error: BaseException) -> None:
+        """Undo a join that failed."""
+        if self._store.is_lost:
+            return
+        is_cancelled = isinstance(error, asyncio.CancelledError)
+        with contextlib.suppress(RendezvousError):  # the error that brought us here says more
+            await self._depart(CANCELLED_GRACE_S if is_cancelled else FAILURE_GRACE_S)
+
+    async def _is_alive(self, probe: Probe | None, record: WorkerRecord, deadline: float) -> bool:
+        """Whether a worker lives; if that cannot be found out, it does."""
+        if probe is None:
+            return True
+        try:
+            async with asyncio.timeout_at(None if deadline == float("inf") else deadline):
+                return await probe(record)
+        except TimeoutError:
+            return True
+
+    @abstractmethod
+    def _undo(self, kv: KeyValues) -> None: ...
+
+    def _check_open(self, kv: KeyValues) -> None:
+        """Turn away from a store that is about to go. Its host says when it is here to stay."""
+        if self._store.access.is_host:
+            kv.set_closing(False)
+        elif kv.is_closing():
+            turn_away(kv)
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+
+def turn_away(kv: KeyValues) -> NoReturn:
+    """Leave a store before its host leaves with it: `Rendezvous.join` then looks for the next one."""
+    kv.say_goodbye()
+    kv.is_lost = True
+    raise RendezvousError("the worker that hosts the store is leaving with it, and no other has come to host one")
+
+
+def check_record(record: WorkerRecord, name: str, worker_id: WorkerId) -> WorkerRecord:
+    """The record that a worker made for itself, if it says what was asked for."""
+    if record.name != name or record.id != worker_id:
+        raise ConfigurationError(f"the record of worker {name!r} (id {worker_id}) says {record.info!r}")
+    return record
+
+
+def unknown_worker(worker: str | WorkerId, known: Iterable[WorkerRecord]) -> UnknownWorkerError:
+    what = f"named {worker!r}" if isinstance(worker, str) else f"with the id {worker}"
+    there = listed(f"{record.name!r} (id {record.id})" for record in known)
+    return UnknownWorkerError(f"there is no worker {what} in the group; there are {there or 'none'}")
+
+
+def listed(items: Iterable[str]) -> str:
+    """The items with commas between them, and how many more there are than fit into a message."""
+    texts = list(items)
+    more = len(texts) - ITEMS_IN_TEXT
+    return ", ".join(texts[:ITEMS_IN_TEXT]) + (f" and {more} more" if more > 0 else "")

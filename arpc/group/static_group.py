@@ -1,0 +1,279 @@
+"""A group of fixed size: complete from the start, and the same until its end.
+
+Groups may follow one another in one store. The k-th is *generation* k: a rank takes part in the first generation that
+it has not ended yet, so all ranks agree on the number without talking to each other.
+
+The keys, all under ``static/``: ``ended/<rank>`` counts the generations that this rank has ended. In generation g,
+``<g>/start/...`` is the round that brings the records together, ``<g>/name/<name>`` tells which rank has a name,
+``<g>/size`` the size of the group, ``<g>/dead/<rank>`` is there for a worker that another one found dead,
+``<g>/gather/<tag>.<k>/...`` are the rounds of `gather`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Final
+
+from arpc.errors import ConfigurationError, RendezvousError
+from arpc.group.group_store import GroupStore, KeyValues, deadline_after
+from arpc.group.membership import (
+    MIXED,
+    MIXED_TEXT,
+    PRESENT_ELASTIC,
+    PRESENT_STATIC,
+    Joined,
+    Left,
+    MakeRecord,
+    Probe,
+    Rendezvous,
+    WorkerRecord,
+    check_record,
+    decode_record,
+    encode,
+    listed,
+    turn_away,
+    unknown_worker,
+)
+from arpc.group.store_allgather import Failed, FailureKind, Outcome, Round
+from arpc.ids import WorkerId
+
+__all__ = ["StaticRendezvous"]
+
+FAILURE_IS_NEWS_S: Final = 30.0
+"""A start that failed longer ago is history: who comes now is meant for the next one."""
+
+
+class Seat:
+    """The place of one worker in one generation. Its steps run in the store's thread, one after the other."""
+
+    def __init__(self, record: WorkerRecord, size: int, timeout_s: float) -> None:
+        self.record = record
+        self._packed = encode(record)
+        self._size = size
+        self._timeout_s = timeout_s
+        self._mixed_before = 0
+        self._is_present = False
+        self._is_mine = False
+        self._is_settled = False
+        self._set_generation(0)
+
+    def _set_generation(self, generation: int) -> None:
+        self.generation = generation
+        self.start = Round(self._key("start"), self.record.id, self._size, self._describe)
+
+    def take(self, kv: KeyValues) -> WorkerRecord | Failed | None:
+        """Take the seat. Returns the record of who has it, or why there will be no group; all others hear of that."""
+        self._is_mine = self._is_settled = False
+        self._find_generation(kv)
+        self._mixed_before = kv.count(MIXED)
+        self._is_present = True
+        kv.add(PRESENT_STATIC, 1)
+        # Either kind first says that it is there and then looks for the other, so of two at least one sees the other.
+        if kv.count(PRESENT_ELASTIC) > 0:
+            kv.add(MIXED, 1)
+            return self._fail(kv, "other", MIXED_TEXT)
+        rank = self.record.id
+        holder = kv.peek(self.start.value_key(rank))
+        has_arrived = holder == self._packed  # before it was turned away, from a store that then stayed after all
+        if holder is None:
+            holder = kv.swap(self.start.value_key(rank), self._packed)
+        self._is_mine = holder == self._packed
+        if not self._is_mine:
+            return decode_record(holder)
+        size = int(kv.swap(self._key("size"), b"%d" % self._size))
+        if size != self._size:
+            text = f"worker {self.record.name!r} (rank {rank}) has world_size={self._size}, others have {size}"
+            return self._fail(kv, "other", text)
+        named = int(kv.swap(self._key(f"name/{self.record.name}"), b"%d" % rank))
+        if named != rank:
+            text = f"two workers have the name {self.record.name!r}: rank {named} and rank {rank}"
+            return self._fail(kv, "name", text)
+        if not has_arrived:
+            self.start.arrive(kv)
+        return None
+
+    def look(self, kv: KeyValues) -> Outcome | None:
+        """How the start ended, if it has."""
+        if kv.count(MIXED) != self._mixed_before:
+            outcome: Outcome | None = self.start.settle(kv, Failed.now("other", MIXED_TEXT))
+        else:
+            outcome = self.start.outcome(kv)
+        self._is_settled = outcome is not None
+        if outcome is None and kv.is_closing():
+            # This is the store of the group before, and its host waits for us to go.
+            self._is_present = False
+            kv.add(PRESENT_STATIC, -1)
+            turn_away(kv)
+        return outcome
+
+    def dispute(self, kv: KeyValues, holder: WorkerRecord) -> Failed:
+        """Tell all who wait that two workers have this rank."""
+        text = (
+            f"rank {holder.id} was given to two workers: {holder.name!r} has it, {self.record.name!r} wants it too. "
+            f"If {holder.name!r} was killed, start the group with a fresh store or file"
+        )
+        return self._fail(kv, "name", text)
+
+    def bury(self, kv: KeyValues, holder: WorkerRecord) -> None:
+        """End this generation in the place of a worker that died in it; the next `take` finds the next one."""
+        self._fail(kv, "other", f"worker {holder.name!r} (rank {holder.id}) died before the group was complete")
+        self._end_generation(kv)
+        if kv.swap(self._key(f"dead/{holder.id}"), self._packed) == self._packed:  # of two who come to bury, one counts
+            kv.add(PRESENT_STATIC, -1)
+        self.leave(kv)
+
+    def leave(self, kv: KeyValues) -> None:
+        if not self._is_present:
+            return
+        self._is_present = False
+        if self._is_mine:
+            self._is_mine = False
+            if not self._is_settled:
+                text = f"worker {self.record.name!r} (rank {self.record.id}) gave up before the group was complete"
+                self._fail(kv, "other", text)
+            self._end_generation(kv)
+            if kv.peek(self._key(f"dead/{self.record.id}")) is not None:
+                return  # who took this worker for dead has counted it out
+        kv.add(PRESENT_STATIC, -1)
+
+    def _key(self, name: str) -> str:
+        return f"static/{self.generation}/{name}"
+
+    def _find_generation(self, kv: KeyValues) -> None:
+        self._set_generation(kv.count(f"static/ended/{self.record.id}"))
+        while True:
+            outcome = self.start.outcome(kv)
+            if not isinstance(outcome, Failed) or time.time() - outcome.at < FAILURE_IS_NEWS_S:
+                break
+            self._set_generation(self.generation + 1)
+
+    def _end_generation(self, kv: KeyValues) -> None:
+        key = f"static/ended/{self.record.id}"
+        ended = kv.peek(key)
+        if int(ended or 0) <= self.generation:
+            kv.swap(key, b"%d" % (self.generation + 1), expected=ended or b"")
+
+    def _fail(self, kv: KeyValues, kind: FailureKind, text: str) -> Failed:
+        failed = Failed.now(kind, text)
+        self.start.settle(kv, failed)
+        return failed
+
+    def _describe(self, present: dict[int, bytes], missing: Sequence[int]) -> str:
+        came = listed(f"{decode_record(packed).name!r} (rank {rank})" for rank, packed in present.items())
+        return (
+            f"the group did not form within {self._timeout_s:g} s: {len(missing)} of {self._size} workers are missing, "
+            f"rank {ranges(missing)}; there are {came or 'none'}"
+        )
+
+
+class StaticRendezvous(Rendezvous):
+    """A `Rendezvous` of fixed size. An id is a rank."""
+
+    def __init__(self, store: GroupStore) -> None:
+        super().__init__(store)
+        if store.rank is None or store.world_size is None:
+            raise ConfigurationError("a group of fixed size needs rank and world_size")
+        self._rank = store.rank
+        self._size = store.world_size
+        self._seat: Seat | None = None
+        self._members: tuple[WorkerRecord, ...] = ()
+        self._by_name: dict[str, WorkerRecord] = {}
+        self._gathers: Counter[str] = Counter()
+        self._gathering: Round | None = None
+
+    async def _join_once(
+        self, name: str, make_record: MakeRecord, probe: Probe | None, deadline: float, timeout_s: float
+    ) -> WorkerRecord:
+        if self._seat is None:
+            self._seat = Seat(check_record(make_record(self._rank), name, self._rank), self._size, timeout_s)
+        seat = self._seat  # the same for a second attempt, at another store
+        try:
+            await self._store.run(self._check_open)
+            found = await self._store.run(seat.take)
+            while isinstance(found, WorkerRecord):
+                if await self._is_alive(probe, found, deadline):
+                    found = await self._store.run(partial(seat.dispute, holder=found))
+                else:
+                    await self._store.run(partial(seat.bury, holder=found))
+                    found = await self._store.run(seat.take)
+            outcome = found or await seat.start.wait(self._store, deadline, seat.look)
+            if isinstance(outcome, Failed):
+                raise outcome.error()
+        except BaseException as error:
+            await self._withdraw(error)
+            raise
+        self._members = tuple(decode_record(packed) for packed in outcome.values)
+        self._by_name = {member.name: member for member in self._members}
+        return seat.record
+
+    async def members(self) -> tuple[WorkerRecord, ...]:
+        return self._members
+
+    async def resolve(self, worker: str | WorkerId) -> WorkerRecord:
+        if isinstance(worker, str):
+            record = self._by_name.get(worker)
+        else:
+            record = self._members[worker] if 0 <= worker < len(self._members) else None
+        if record is None:
+            raise unknown_worker(worker, self._members)
+        return record
+
+    async def gather(self, tag: str, value: bytes, *, timeout_s: float) -> dict[WorkerId, bytes]:
+        if self._seat is None or not self._members:
+            raise RendezvousError("this worker has not joined a group yet")
+
+        def describe(_present: dict[int, bytes], missing: Sequence[int]) -> str:
+            names = listed(f"{self._members[rank].name!r} (rank {rank})" for rank in missing)
+            return f"{tag}: {len(missing)} of {self._size} workers did not come within {timeout_s:g} s: {names}"
+
+        number = self._gathers[tag]
+        self._gathers[tag] += 1
+        base = f"static/{self._seat.generation}/gather/{tag}.{number}"
+        gathering = self._gathering = Round(base, self._rank, self._size, describe)
+        await self._store.run(partial(gathering.contribute, value=value))
+        outcome = await gathering.wait(self._store, deadline_after(timeout_s))
+        self._gathering = None
+        if isinstance(outcome, Failed):
+            raise outcome.error()
+        return dict(enumerate(outcome.values))
+
+    async def awaited(self, every_s: float) -> tuple[WorkerRecord, ...]:
+        if self._gathering is None:
+            return ()
+        missing = await self._store.run(partial(self._gathering.missing, every_s=every_s))
+        return tuple(self._members[rank] for rank in missing)
+
+    async def fail_gather(self, text: str) -> None:
+        if self._gathering is not None:
+            await self._store.run(partial(self._gathering.settle, outcome=Failed.now("other", text)))
+
+    async def changes(self, *, interval_s: float = 1.0) -> AsyncIterator[Joined | Left]:
+        nobody: tuple[Joined | Left, ...] = ()
+        for change in nobody:
+            yield change
+
+    def statistics(self) -> dict[str, int | str]:
+        generation = self._seat.generation if self._seat is not None else 0
+        return {**super().statistics(), "members": len(self._members), "generation": generation}
+
+    def _undo(self, kv: KeyValues) -> None:
+        if self._seat is not None:
+            self._seat.leave(kv)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Short words for sorted numbers.
+
+    >>> ranges([0, 2, 3, 4, 7])
+    '0, 2-4, 7'
+    """
+    parts: list[str] = []
+    first = 0
+    for index, number in enumerate(numbers):
+        if index + 1 == len(numbers) or numbers[index + 1] != number + 1:
+            parts.append(str(number) if index == first else f"{numbers[first]}-{number}")
+            first = index + 1
+    return ", ".join(parts)

@@ -1,0 +1,338 @@
+"""Stores over TCP: one process serves, the others connect as soon as it does.
+
+Connecting is tried from the loop before torch is asked to: a connect inside torch can be neither cancelled nor trusted
+to end, and prints what it meets. Torch gets an address that has just answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import errno
+import ipaddress
+import os
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Final
+from urllib.parse import SplitResult
+
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # torch says no __all__
+
+from arpc.errors import ConfigurationError, RendezvousError, RendezvousTimeoutError
+from arpc.group.group_store import Access, GroupStore, KeyValues, StoreThread
+from arpc.group.launch_env import variable
+from arpc.transport.forked_children import close_port_in_children, leave_port_to_children
+
+__all__ = ["TcpPlace", "open_tcp", "tcp_place"]
+
+FIRST_DELAY_S: Final = 0.01
+LONGEST_DELAY_S: Final = 0.5
+LONGEST_ELASTIC_DELAY_S: Final = 0.1
+REACH_LIMIT_S: Final = 5.0
+"""An attempt to connect that takes longer is given up: the next one finds a host that is back sooner."""
+SETTLE_S: Final = 0.5
+"""How long whoever founds a store waits for workers of a group that had its store there: they look far more often."""
+HANGUP_LIMIT_S: Final = 0.2
+BACKLOG: Final = 2048
+
+
+class _Role(enum.Enum):
+    HOST = enum.auto()
+    CLIENT = enum.auto()
+    WHOEVER_COMES_FIRST = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class TcpPlace:
+    """Where a store is, or shall be; port 0 lets the system choose one."""
+
+    host: str
+    port: int
+    use_libuv: bool
+
+    def __str__(self) -> str:
+        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
+
+
+def tcp_place(url: SplitResult, query: Mapping[str, str]) -> TcpPlace:
+    """What ``tcp://host:port`` names, or the environment for ``env://``."""
+    use_libuv = query.get("use_libuv", os.environ.get("USE_LIBUV", "1")) == "1"
+    if url.scheme == "env":
+        return TcpPlace(_variable("MASTER_ADDR"), _port(_variable("MASTER_PORT"), "MASTER_PORT"), use_libuv)
+    if url.scheme != "tcp":
+        raise ConfigurationError(f"init_method {url.geturl()!r} is none of env://, tcp://host:port and file:///path")
+    host, _, port = url.netloc.rpartition(":")
+    if not host or not port:
+        raise ConfigurationError(f"init_method {url.geturl()!r} must name a host and a port: tcp://host:port")
+    return TcpPlace(host.strip("[]"), _port(port, f"the port of {url.geturl()!r}"), use_libuv)
+
+
+def _variable(name: str) -> str:
+    text = variable(name)
+    if not text:
+        raise ConfigurationError(
+            f"init_method 'env://' needs the environment variable {name}, which is not set "
+            "(arpc launch and torchrun set it; tcp://host:port and file:///path do without)"
+        )
+    return text
+
+
+def _port(text: str, source: str) -> int:
+    try:
+        port = int(text)
+    except ValueError:
+        raise ConfigurationError(f"{source} must be a whole number, not {text!r}") from None
+    if not 0 <= port < 1 << 16:
+        raise ConfigurationError(f"{source} must be between 0 and 65535, not {port}")
+    return port
+
+
+def _role(place: TcpPlace, rank: int | None, world_size: int | None) -> _Role:
+    role = _Role.HOST if rank == 0 else _Role.CLIENT
+    if rank is None and world_size is None:
+        role = _Role.WHOEVER_COMES_FIRST
+    if _is_served_by_torchrun(place):
+        role = _Role.CLIENT
+    if role is _Role.CLIENT and place.port == 0:
+        raise ConfigurationError(f"{place} has port 0, which only the host of the store can ask for")
+    return role
+
+
+def _is_served_by_torchrun(place: TcpPlace) -> bool:
+    # torchrun serves a store at the master's address; tcp:// may name another one
+    agent = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and agent == (place.host, str(place.port))
+
+
+async def open_tcp(place: TcpPlace, *, rank: int | None, world_size: int | None, deadline: float) -> GroupStore:
+    """Serve the store or connect to it, as it befits this worker."""
+    role = _role(place, rank, world_size)
+    thread = StoreThread()
+    first, again = _ways(thread, place, role, is_elastic=world_size is None)
+    try:
+        key_values, access = await first(deadline)
+        return GroupStore(key_values, access, rank=rank, world_size=world_size, thread=thread, reopen=again)
+    except BaseException:
+        # also when cancelled: a store that torch still makes is dropped in the thread, which then ends
+        await thread.aclose()
+        raise
+
+
+_Open = Callable[[float], Awaitable[tuple[KeyValues, Access]]]
+
+
+def _ways(thread: StoreThread, place: TcpPlace, role: _Role, *, is_elastic: bool) -> tuple[_Open, _Open | None]:
+    """How a worker gets to its store for the first time, and again when the store was lost; None: not at all."""
+    connect = partial(_connect, thread, place)
+    if not is_elastic:
+        return (partial(_host_only, thread, place), None) if role is _Role.HOST else (connect, connect)
+    if _is_served_by_torchrun(place):
+        return connect, connect
+    # In an elastic group the store outlives its host, so another may have it already, or has to serve it again
+    host_or_connect = partial(_connect, thread, place, host=partial(_host_if_first, place))
+    if role is _Role.HOST:
+        return partial(_connect, thread, place, host=partial(_host_if_free, place)), host_or_connect
+    return (host_or_connect if role is _Role.WHOEVER_COMES_FIRST else connect), host_or_connect
+
+
+async def _host_only(thread: StoreThread, place: TcpPlace, _: float) -> tuple[KeyValues, Access]:
+    return await thread.run(partial(_host, place), limit_s=None)
+
+
+def _host(place: TcpPlace) -> tuple[KeyValues, Access]:
+    """Serve a store; if this process serves one at that port already (for a process group, say), share it."""
+    try:
+        listener = _listen(place)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise _cannot_host(place, error) from error
+        listener = None
+    return _host_with(listener, place)
+
+
+def _host_if_first(place: TcpPlace) -> tuple[KeyValues, Access] | None:
+    """Serve a store if the address is of this machine and free."""
+    if _is_here(place.host):
+        return _host_if_free(place)
+    if place.port == 0:
+        raise ConfigurationError(f"{place} has port 0, but {place.host} is not this machine")
+    return None
+
+
+def _host_if_free(place: TcpPlace) -> tuple[KeyValues, Access] | None:
+    try:
+        listener = _listen(place)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise _cannot_host(place, error) from error
+        return None
+    key_values, access = _host_with(listener, place)
+    return key_values, replace(access, settle_s=SETTLE_S if place.port else 0.0)
+
+
+def _is_here(host: str) -> bool:
+    """Whether the host is this machine, which is to say that its address can be bound."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False  # connecting to it will tell what is wrong
+    for family, kind, _, _, address in found:
+        try:
+            with socket.socket(family, kind) as bound:
+                bound.bind(address)
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def _loopback(host: str) -> str | None:
+    """The loopback address that a host stands for, if it cannot stand for anything else."""
+    if host == "localhost":
+        return "127.0.0.1"
+    try:
+        return host if ipaddress.ip_address(host).is_loopback else None
+    except ValueError:
+        return None  # a name: it may lead to loopback here, and here from elsewhere
+
+
+def _listen(place: TcpPlace) -> socket.socket:
+    """Listen where the others will look. Torch would always listen on all interfaces, for a group on loopback too."""
+    loopback = _loopback(place.host)
+    if loopback is not None:
+        family = socket.AF_INET6 if ":" in loopback else socket.AF_INET
+        return socket.create_server((loopback, place.port), family=family, backlog=BACKLOG)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", place.port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("", place.port), backlog=BACKLOG)
+
+
+def _host_with(listener: socket.socket | None, place: TcpPlace) -> tuple[KeyValues, Access]:
+    loopback = _loopback(place.host)
+    port = place.port if listener is None else listener.getsockname()[1]
+    close_port_in_children(port)
+    try:
+        store = TCPStore(
+            loopback or "127.0.0.1",  # the name that others know this host by may not lead here yet
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,  # with no listener, a server that this process has at the port is shared
+            master_listen_fd=None if listener is None else listener.detach(),
+            use_libuv=place.use_libuv,
+        )
+    except DistError as error:
+        leave_port_to_children(port)
+        raise _cannot_host(place, error) from error
+    access = Access(str(replace(place, port=port)), place.host, port, is_host=True)
+    return KeyValues(store, access.description, partial(leave_port_to_children, port)), access
+
+
+def _cannot_host(place: TcpPlace, error: Exception) -> RendezvousError:
+    return RendezvousError(
+        f"cannot serve the group's store at {place}: {_first_line(error)}. "
+        "If another process has the port, end that process or choose another port (MASTER_PORT)"
+    )
+
+
+_HostNow = Callable[[], tuple[KeyValues, Access] | None]
+
+
+async def _connect(
+    thread: StoreThread, place: TcpPlace, deadline: float, *, host: _HostNow | None = None
+) -> tuple[KeyValues, Access]:
+    """Connect to a store as soon as there is one; before each attempt `host` may make one here."""
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    delay_s = FIRST_DELAY_S
+    who, longest_delay_s = "rank 0", LONGEST_DELAY_S
+    if host is not None:
+        who, longest_delay_s = "a worker of the group", LONGEST_ELASTIC_DELAY_S
+    while True:
+        if host is not None and (hosted := await thread.run(host, limit_s=None)) is not None:
+            return hosted
+        try:
+            found = await _connect_once(thread, place, deadline - loop.time())
+            if found is not None:
+                key_values, access = found
+                return key_values, replace(access, settle_s=0.0 if host is None else SETTLE_S)
+            problem = "the worker that hosts it is leaving"
+            await _wait_for_its_end(place)
+        except (OSError, DistError, RendezvousError) as error:
+            problem = _first_line(error)
+        if loop.time() + delay_s >= deadline:
+            raise RendezvousTimeoutError(
+                f"no store at {place} within {loop.time() - started:.3g} s: {problem}. "
+                f"Is {who} running there, and do all workers have the same host and port?"
+            )
+        await asyncio.sleep(delay_s)
+        delay_s = min(delay_s * 1.5, longest_delay_s)
+
+
+async def _connect_once(thread: StoreThread, place: TcpPlace, remaining_s: float) -> tuple[KeyValues, Access] | None:
+    """One attempt: None if the store is about to go, an error if there is nothing (yet, or any more)."""
+    limit_s = None if remaining_s == float("inf") else max(remaining_s, 0.1)
+    try:
+        async with asyncio.timeout(min(limit_s or REACH_LIMIT_S, REACH_LIMIT_S)):
+            address = await _reach(place)
+    except TimeoutError:
+        raise OSError("the host does not answer") from None
+    access = Access(str(place), place.host, place.port)
+
+    entered: list[KeyValues] = []
+
+    def enter() -> None:
+        # await hazard: the server answered, but may be gone by now
+        timeout = timedelta(seconds=min(limit_s or 60.0, 60.0))
+        store = TCPStore(address, place.port, is_master=False, timeout=timeout, wait_for_workers=False)
+        key_values = KeyValues(store, access.description)
+        if key_values.enter():
+            entered.append(key_values)
+
+    def leave() -> None:
+        while entered:
+            entered.pop().release()
+
+    try:
+        await thread.run(enter, limit_s=limit_s)
+    except TimeoutError:
+        thread.submit_nowait(leave)
+        raise OSError("something listens there, but does not answer as a store") from None
+    except asyncio.CancelledError:
+        thread.submit_nowait(leave)  # the host is not to wait for a guest that nobody knows of
+        raise
+    return (entered.pop(), access) if entered else None
+
+
+async def _wait_for_its_end(place: TcpPlace) -> None:
+    """Wait, though not long, for the server to hang up on us. Torch would complain aloud if it did so to a client."""
+    reader, writer = await asyncio.open_connection(place.host, place.port)
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HANGUP_LIMIT_S):
+                await reader.read()
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+async def _reach(place: TcpPlace) -> str:
+    """Connect and hang up; the address that answered."""
+    _, writer = await asyncio.open_connection(place.host, place.port)
+    try:
+        address: str = writer.get_extra_info("peername")[0]
+        return address
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+def _first_line(error: Exception) -> str:
+    # what torch appends is a C++ stack
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -1,0 +1,131 @@
+"""Memory for large tensors that come through a socket, used again while its pages are warm.
+
+Fresh pages have to be found and cleared by the kernel, which takes longer than to read a tensor into them. So what was
+received into, and is not used any more, is kept for a while for the next tensor of about that size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from contextlib import suppress
+from typing import Any, Final
+
+import numpy as np
+
+from arpc.wire.values.raw_memory import address_of, allocate, view_of
+
+__all__ = ["WarmMemory"]
+
+_FROM_BYTES: Final = 1 << 20
+"""Less than this the C library keeps warm itself."""
+_IDLE_S: Final = 10.0
+_getpid = os.getpid
+
+
+class _Piece:
+    """Memory that was asked for once, at least as large as what it is used for."""
+
+    __slots__ = ("address", "array", "free_since", "size_bytes")
+
+    def __init__(self, size_bytes: int) -> None:
+        # Of what is never touched there is no page, so it may be larger than needed
+        self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(size_bytes, np.uint8)
+        self.address = address_of(self.array.data)
+        self.size_bytes = size_bytes
+        self.free_since = 0.0
+
+
+class _Use:
+    """A piece in use. Its end, in whatever thread that happens, brings the piece back."""
+
+    __slots__ = ("_memory", "_piece")
+
+    def __init__(self, memory: WarmMemory, piece: _Piece) -> None:
+        self._memory = memory
+        self._piece = piece
+
+    def __del__(self) -> None:
+        self._memory.use_ended(self._piece)
+
+
+class WarmMemory:
+    """Keeps up to ``idle_bytes`` that nobody uses, for ten seconds. Belongs to the loop."""
+
+    def __init__(self, idle_bytes: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._limit = idle_bytes
+        self._idle_bytes = 0
+        # By size; the end of a list was used last
+        self._free: dict[int, deque[_Piece]] = {}
+        self._ended: deque[_Piece] = deque()
+        self._is_scheduled = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        self._pid = os.getpid()
+        self.reuses = 0
+
+    def allocate(self, size_bytes: int) -> memoryview:
+        """Memory for so many bytes, aligned. Raises `MemoryError`."""
+        piece_bytes = 1 << (size_bytes - 1).bit_length()
+        if size_bytes < _FROM_BYTES or piece_bytes > self._limit or self._is_closed:
+            return allocate(size_bytes)
+        self._collect()
+        free = self._free.get(piece_bytes)
+        if free:
+            piece = free.pop()
+            self._idle_bytes -= piece_bytes
+            self.reuses += 1
+        else:
+            piece = _Piece(piece_bytes)
+        return view_of(_Use(self, piece), piece.address, size_bytes)
+
+    def use_ended(self, piece: _Piece) -> None:
+        # In any thread, within any other step, in a garbage collection: nothing is done here but to take note
+        if self._is_closed:
+            return
+        self._ended.append(piece)
+        if not self._is_scheduled and self._pid == _getpid():
+            self._is_scheduled = True
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._take_ended)
+
+    def _take_ended(self) -> None:
+        # first this: what ends from now on is told anew
+        self._is_scheduled = False
+        self._collect()
+
+    def _collect(self) -> None:
+        """Keep what was brought back, as far as there is room for it."""
+        now = self._loop.time()
+        while self._ended:
+            piece = self._ended.popleft()
+            if self._idle_bytes + piece.size_bytes > self._limit or self._is_closed:
+                continue
+            piece.free_since = now
+            self._free.setdefault(piece.size_bytes, deque()).append(piece)
+            self._idle_bytes += piece.size_bytes
+            if self._timer is None:
+                self._timer = self._loop.call_later(_IDLE_S, self._forget_idle)
+
+    def _forget_idle(self) -> None:
+        self._timer = None
+        idle_since = self._loop.time() - _IDLE_S
+        for free in self._free.values():
+            while free and free[0].free_since <= idle_since:
+                self._idle_bytes -= free.popleft().size_bytes
+        if self._idle_bytes:
+            self._timer = self._loop.call_later(_IDLE_S, self._forget_idle)
+
+    def close(self) -> None:
+        """Keep nothing any more. What is in use is freed when its use ends."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._free.clear()
+        self._ended.clear()
+        self._idle_bytes = 0
+
+    def statistics(self) -> dict[str, int]:
+        return {"idle_bytes": self._idle_bytes, "reuses": self.reuses}

@@ -1,0 +1,296 @@
+"""Staying awake for the next message, where it is likely to come soon.
+
+A CPU that has nothing to do falls asleep, and takes much longer to wake up than a worker takes to answer: across two
+CPUs most of a round trip is that. So a worker that has just read something looks for more for a short while, turn by
+turn of its loop, before it lets the loop wait. Both sides of a conversation do, and neither sleeps in the middle of it.
+
+It must never cost others what it gains here:
+
+- Each look gives the CPU away first, if another program can use it; if one does, this is not the time for vigils. On
+  the one CPU that both sides of a conversation have, nobody looks at all: there, to wait is how the other gets to run.
+- Only a conversation is a reason to look, in which one message follows another: not a single sign of life.
+- Vigils in vain are paid for by those that were not. When most are in vain, one every now and then remains, to see
+  whether that has changed, and more and more seldom if not.
+- While threads of this process are busy, nobody looks: they need the CPU, or the interpreter's lock. Those of the
+  worker's own that have something quick to do are given way to, and then looked with again: what they answer is what
+  the next message comes after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextvars import Context
+from functools import partial
+from time import perf_counter, process_time, thread_time
+from typing import Final, Protocol
+
+from arpc.transport.timerfd import Alarm, CallAt
+
+__all__ = ["BusyPoll", "Pool", "Watched", "can_run_at_once"]
+
+_CONSIDER_S: Final = 0.05
+"""How often it is considered who is worth a vigil, while something goes on."""
+_SELDOM_S: Final = 0.5
+_SILENT: Final = 100
+"""So many times nothing had come in between: then it is considered seldom."""
+_TALK_S: Final = 0.002
+"""What comes within so long of what came before is part of a conversation. Anything else is no reason to look."""
+_FIRST_CREDIT: Final = 3
+_CREDIT: Final = 50
+"""How many vigils may be in vain after a time in which none was."""
+_SHARED_S: Final = 0.00002
+"""It takes so long to give way if there is another program that wants this CPU."""
+_PRICE_OF_SHARING: Final = 10
+"""What a vigil costs in which the CPU was away for longer than it would have lasted."""
+_LONGEST_PAUSE: Final = 16
+"""Between two attempts when the credit is used up, in times of considering."""
+_BUSY_SHARE: Final = 0.1
+"""Of the time, that other threads of this process have had of a CPU: then they are busy."""
+
+
+class Neighbour(Protocol):
+    """A connection, as far as it tells who is at its other end."""
+
+    @property
+    def peer_process(self) -> int | None:
+        """The process at the other end, if it is on this host and that is known."""
+
+    @property
+    def is_local(self) -> bool:
+        """The other end is on this host."""
+
+
+class Watched(Neighbour, Protocol):
+    """A connection, as far as it is looked after here."""
+
+    loop: asyncio.AbstractEventLoop
+    bytes_received: int
+
+    def stay_awake(self, vigil: BusyPoll | None) -> None:
+        """Tell a vigil of each read from now on, or none."""
+
+
+class Pool(Protocol):
+    """Threads of the worker's own."""
+
+    @property
+    def is_asleep(self) -> bool:
+        """None of them has anything to do."""
+
+    @property
+    def is_in_slow_job(self) -> bool:
+        """One of them has something to do that may take a while."""
+
+    @property
+    def cpu_s(self) -> float:
+        """The time of a CPU that they have had."""
+
+
+class BusyPoll:
+    """That of one worker, over all its connections. Each look takes at most ``longest_s`` since something came."""
+
+    def __init__(
+        self,
+        longest_s: float,
+        clock: Callable[[], float] = perf_counter,
+        give_way: Callable[[], None] | None = None,
+    ) -> None:
+        self.longest_s = longest_s
+        self._give_way = give_way or _yield_cpu
+        self.pools: tuple[Pool, ...] = ()
+        """Asked at each look. What their threads do is not taken for that of strangers."""
+        self.call_at: CallAt | None = None
+        """For the timer, which is always set; None: as the loop does."""
+        self.kept = 0
+        self.in_vain = 0
+        self._clock = clock
+        self._connections: dict[Watched, None] = {}
+        self._context = Context()
+        self._timer: Alarm | None = None
+        self._is_looking = False
+        self._will_look = False
+        self._has_news = False
+        self._until = 0.0
+        self._last = -_TALK_S
+        self._credit = _FIRST_CREDIT
+        self._pause = 1
+        self._is_crowded = False
+        self._is_anyone_awake = False
+        self._silent = 0
+        self._bytes = 0
+        self._others_s = 0.0
+        self._considered = 0.0
+
+    # -- connections
+
+    def join(self, connection: Watched) -> None:
+        """Look after a connection until it leaves."""
+        self._connections[connection] = None
+        self._silent = 0
+        self._is_anyone_awake |= self._decide(connection, _own_cpus())
+        if self._timer is None:
+            self._considered, self._others_s = self._clock(), self._strangers_s()
+            self._consider_in(_CONSIDER_S, connection.loop)
+
+    def leave(self, connection: Watched) -> None:
+        self._connections.pop(connection, None)
+        if not self._connections:
+            self._end()
+
+    def close(self) -> None:
+        """Nobody stays awake any more."""
+        for connection in self._connections:
+            connection.stay_awake(None)
+        self._connections.clear()
+        self._end()
+
+    def _end(self) -> None:
+        self._is_looking = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # -- looking
+
+    def seen(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Something has come."""
+        self._has_news = True
+        if self._is_looking:
+            return
+        now = self._clock()
+        is_talk = now - self._last < _TALK_S
+        self._last = now
+        if is_talk and self._credit > 0:
+            self._is_looking = True
+            self._has_news = False
+            self._until = now + self.longest_s
+            self.kept += 1
+            self._look_again(loop)
+
+    def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._will_look:
+            self._will_look = True
+            loop.call_soon(self._look, loop, context=self._context)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Between two turns of the loop: it takes what has come, and does not wait for more as long as this goes on."""
+        self._will_look = False
+        if not self._is_looking:
+            return
+        if self._has_news:
+            self._has_news = False
+            self._last = now = self._clock()
+            self._until = now + self.longest_s
+            self._pause = 1
+            if self._credit < _CREDIT:
+                self._credit += 1
+            if now - self._considered > _CONSIDER_S:
+                self._consider_all(now)
+                if not self._is_looking:
+                    return
+        else:
+            begun = self._clock()
+            is_asleep = True
+            for pool in self.pools:
+                if not pool.is_asleep:
+                    is_asleep = False
+                    if pool.is_in_slow_job:
+                        self._is_looking = False
+                        return
+            if begun >= self._until:
+                if is_asleep:
+                    self._end_in_vain(1)
+                else:
+                    self._is_looking = False  # the peer was not late: it has no answer yet
+                return
+            self._give_way()
+            # While a thread is at work it is the one that has the CPU meanwhile
+            if is_asleep and (away_s := self._clock() - begun) > _SHARED_S:
+                self._end_in_vain(1 if away_s < self.longest_s else _PRICE_OF_SHARING)
+                return
+        self._look_again(loop)
+
+    def _end_in_vain(self, price: int) -> None:
+        self._is_looking = False
+        self.in_vain += 1
+        self._credit = max(0, self._credit - price)
+        if not self._credit:
+            self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
+
+    # -- who is worth it
+
+    def _consider_in(self, delay_s: float, loop: asyncio.AbstractEventLoop) -> None:
+        call_at = self.call_at or loop.call_at
+        self._timer = call_at(loop.time() + delay_s, partial(self._consider, loop))
+
+    def _consider(self, loop: asyncio.AbstractEventLoop) -> None:
+        """What nobody who looks considers: whether those who do not look should."""
+        received = sum([connection.bytes_received for connection in self._connections])
+        self._silent = 0 if received != self._bytes else self._silent + 1
+        self._bytes = received
+        self._consider_all(self._clock())
+        if not self._credit:
+            self._credit = _FIRST_CREDIT  # it may have become worth it
+        is_rare = self._silent >= _SILENT or self._is_anyone_awake
+        self._consider_in(_SELDOM_S if is_rare and self._pause == 1 else _CONSIDER_S * self._pause, loop)
+
+    def _consider_all(self, now: float) -> None:
+        others_s = self._strangers_s()
+        self._is_crowded = others_s - self._others_s > _BUSY_SHARE * (now - self._considered)
+        self._considered, self._others_s = now, others_s
+        cpus = _own_cpus()
+        is_worth_it = False
+        for connection in self._connections:
+            is_worth_it |= self._decide(connection, cpus)
+        self._is_anyone_awake = is_worth_it
+        self._is_looking &= is_worth_it
+
+    def _strangers_s(self) -> float:
+        """The time of a CPU that threads of this process have had which are not the worker's."""
+        return _others_s() - sum([pool.cpu_s for pool in self.pools])
+
+    def _decide(self, connection: Watched, cpus: set[int]) -> bool:
+        is_worth_it = not self._is_crowded and (len(cpus) > 1 or _is_elsewhere(connection, cpus))
+        connection.stay_awake(self if is_worth_it else None)
+        return is_worth_it
+
+    def statistics(self) -> dict[str, int]:
+        """Vigils, and those in which nothing came; connections that are looked after, worth a vigil now or not."""
+        return {"kept": self.kept, "in_vain": self.in_vain, "connections": len(self._connections)}
+
+
+def can_run_at_once(connection: Neighbour) -> bool:
+    """Whether this process and the one at the other end need not share a CPU, so that both can be at work."""
+    cpus = _own_cpus()
+    return len(cpus) > 1 or _is_elsewhere(connection, cpus)
+
+
+def _is_elsewhere(connection: Neighbour, cpus: set[int]) -> bool:
+    """Whether the other side can run while this one, which has one CPU only, looks."""
+    if not connection.is_local:
+        return True
+    process = connection.peer_process
+    if process is None:
+        return False
+    try:
+        return not os.sched_getaffinity(process) <= cpus
+    except OSError:  # it is of another PID namespace, or gone
+        return False
+
+
+def _own_cpus() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def _others_s() -> float:
+    """The time of a CPU that the other threads of this process have had."""
+    return process_time() - thread_time()
+
+
+def _yield_cpu() -> None:
+    if hasattr(os, "sched_yield"):
+        os.sched_yield()

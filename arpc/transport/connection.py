@@ -1,0 +1,831 @@
+"""The contract of a transport, and what all connections have in common.
+
+A `Connection` carries frames between two workers. It owns a `wire.protocol.Protocol` for what comes in, gathers small
+frames so that all of one loop turn go out in one write, and sends large tensors in chunks between them.
+
+If a peer with a CPU of its own had to wait until the last frame of a turn is made, and this side until the peer has
+dealt with all of them, one of two CPUs would always be idle. So what goes out then is written in *portions*, of half
+as many frames as the last read has brought: the peer is at work on the first while the next is made. The side that has
+more to do finds more in each of its reads, and so writes least often. On one CPU the fewer writes there are the better.
+
+Errors. `Transport.connect` raises `OSError` (no such address, refused), `ConfigurationError` (an address that cannot
+be), `HandshakeError` or `ProtocolError` (the peer is not one of ours), `TimeoutError` is left to the caller.
+`Connection.send` raises `ConnectionClosedError` once the connection is closed; nothing else. `Transport.listen` raises
+`OSError` (taken, not ours to use) and `ConfigurationError`. How a connection ended is told once, to
+`Receiver.connection_lost`; of an attempt for which `connect` raises, the receiver may hear nothing at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+from typing import Protocol as TypingProtocol
+
+from arpc.errors import ConnectionClosedError, HandshakeError, WireError
+from arpc.log import get_logger
+from arpc.transport.bulk import SMALL_MESSAGE_BYTES, BulkQueue, BulkSend
+from arpc.transport.connection_limits import HANDSHAKE_S, ConnectionLimits
+from arpc.transport.write_lock import WriteLock
+from arpc.wire.frames import HEADER_BYTES, ONE_OFF, frame, pack_header
+from arpc.wire.handshake import Identity
+from arpc.wire.messages import Message, MessageType
+from arpc.wire.protocol import MAX_SCHEMA_BYTES, MAX_SCHEMAS, Protocol, State
+from arpc.wire.values.schemas import PackedTensors, Schema
+
+__all__ = ["SMALL_MESSAGE_BYTES", "BulkRoute", "BulkSend", "Connection", "Listener", "Receiver", "Transport"]
+
+logger = get_logger("arpc.transport")
+
+_DATA: Final = int(MessageType.DATA)
+_DROP_DATA: Final = int(MessageType.DROP_DATA)
+_SCHEMA: Final = int(MessageType.SCHEMA)
+_DIRECT_FRAMES: Final = 3
+_USES_TO_ANNOUNCE: Final = 2
+_FEWEST_A_WRITE: Final = 2
+_MOST_A_WRITE: Final = 32
+_READS_A_LOOK: Final = 64
+"""Between two looks whether the peer is on the same CPU: processes are moved seldom."""
+# How long a side that has said goodbye waits for the other to close, once nothing moves any more
+_LINGER_S: Final = 2.0
+
+
+class Receiver(TypingProtocol):
+    """Who hears of what happens on a connection.
+
+    Called on the loop; what it raises is logged and ends the connection.
+    """
+
+    def connection_opened(self, connection: Connection) -> None:
+        """The handshake is done: ``connection.peer`` is who it says."""
+
+    def messages_received(self, connection: Connection, messages: list[Message]) -> None: ...
+
+    def connection_lost(self, connection: Connection, error: Exception | None) -> None:
+        """The last thing heard of a connection, exactly once, whether it was ever open or not.
+
+        None: closed on purpose, by this side or by a goodbye of the other.
+        """
+
+    def output_drained(self, connection: Connection) -> None:
+        """There is room again, after `Connection.is_congested` or `Connection.is_behind` was true."""
+
+
+class BulkRoute(TypingProtocol):
+    """Another way for large tensors than the connection itself; see `transport.striping`."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Something has not been written yet."""
+
+    @property
+    def is_full(self) -> bool:
+        """It cannot be written now: `Connection.look_for_room` is called when that changes."""
+
+    def take(self, bulk: BulkSend) -> bool: ...
+    def drop(self, bulk: BulkSend) -> bool: ...
+    def pump(self) -> None: ...
+    def close(self, *, on_purpose: bool) -> None: ...
+    def statistics(self) -> dict[str, int]: ...
+
+
+class Carrier(TypingProtocol):
+    """Another way for large tensors than the bytes of the connection; see `transport.shm`."""
+
+    @property
+    def has_news(self) -> bool:
+        """Something is to be told to the peer. Looked at after each read, so that it joins what is written then."""
+
+    @property
+    def unread_bytes(self) -> int:
+        """What it has carried and the peer has not read yet."""
+
+    @property
+    def is_behind(self) -> bool:
+        """It has enough to do for now; it calls `Connection.carrier_caught_up` when that changes."""
+
+    def opened(self) -> None: ...
+
+    def closing(self) -> None:
+        """`Connection.close` was called: what waits for the peer to say something must not wait any longer."""
+
+    def closed(self) -> None: ...
+
+    def carry(self, data: bytes, bulk: BulkSend) -> bool:
+        """Take a message over, now or later; False if the connection itself must send it."""
+
+    def take_news(self) -> bytes: ...
+
+
+class Connection(ABC):
+    """One connection, not tied to how bytes move. Belongs to the loop it was made on."""
+
+    def __init__(self, protocol: Protocol, receiver: Receiver) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.protocol = protocol
+        self.receiver = receiver
+        self.owner: Any = None
+        """For whoever receives: what it keeps about this connection."""
+        self.carrier: Carrier | None = None
+        self.doorway: ConnectionLimits | None = None
+        """Where it came in, if others made it."""
+        self.handshake_s = HANDSHAKE_S
+        self.is_congested = False
+        """The peer does not take bytes as fast as they are sent."""
+        self.is_full = False
+        """The same, of this connection alone and without its bulk route."""
+        self.bytes_received = 0
+        self.writes = 0
+        self.bytes_sent = 0
+        self.frames_sent = 0
+        self._schemas: dict[Schema, int] = {}
+        """The numbers of what has been announced to the peer. Threads read it, see `frame_in_thread`."""
+        self._schema_bytes = 0
+        self._opened: asyncio.Future[None] = self.loop.create_future()
+        # nobody may be waiting when a handshake fails; the error is told to the receiver as well
+        self._opened.add_done_callback(_retrieve)
+        self._closed: asyncio.Future[None] = self.loop.create_future()
+        self._out: list[bytes] = []
+        self._counted_frames = self._counted_bytes = self._counted_writes = 0
+        self._bulk = BulkQueue()
+        self._bulk_bytes = 0
+        self.bulk_left: Callable[[], None] | None = None
+        """Called whenever `held_bytes` may have become less: something was written, or read by the peer."""
+        self._bulk_count = 0
+        self._parked: set[BulkSend] = set()
+        """Messages that wait with the carrier."""
+        self.bulk_route: BulkRoute | None = None
+        self.is_reading = False
+        """What comes now is one of several messages of a read."""
+        self._is_closed = False
+        self._is_greeted = False
+        self._messages_received: Callable[[Connection, list[Message]], None] = receiver.messages_received
+        self._is_mute = False
+        """No frame is to be written any more: this side closed it, or it is over."""
+        self._is_aborted = False
+        self._watch: asyncio.TimerHandle | None = None
+        # How many frames may be written on their own before the next read, if that is of one message; 0 once mute
+        self._direct_frames = _DIRECT_FRAMES
+        self.direct_left = _DIRECT_FRAMES
+        """How many of them are left; 0 also while others wait to be written, and in a read."""
+        self._frames_a_write = _MOST_A_WRITE
+        self._is_peer_at_work = False
+        self._reads_until_look = 0
+        self._error: Exception | None = None
+
+    # -- what a kind of connection provides
+
+    @abstractmethod
+    def _write(self, data: bytes) -> None:
+        """Hand bytes to the operating system, or keep them until it takes them."""
+
+    @abstractmethod
+    def _write_chunk(self, header: bytes, chunk: memoryview) -> None:
+        """The same for a piece of a tensor, which must not be copied."""
+
+    @abstractmethod
+    def _unsent_bytes(self) -> int:
+        """Bytes that were written and not yet taken."""
+
+    def _unacknowledged_bytes(self) -> int:
+        """Bytes that the system has taken and that have not arrived at the peer, as far as the system tells."""
+        return 0
+
+    @abstractmethod
+    def _shut(self) -> None:
+        """Close once what was written has gone out. Ends in `_ended`."""
+
+    def _end_writing(self) -> None:
+        """The same, but read on until the other side closes too.
+
+        TCP that closes with bytes unread drops what it sent last.
+        """
+        self._shut()
+
+    @abstractmethod
+    def _abort(self) -> None:
+        """Close now. Ends in `_ended`."""
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """Where the peer is, for people to read."""
+
+    # -- sending
+
+    @property
+    def peer(self) -> Identity:
+        peer = self.protocol.peer
+        if peer is None:
+            raise ConnectionClosedError("the handshake is not done")
+        return peer
+
+    @property
+    def is_in_handshake(self) -> bool:
+        return self.protocol.state is State.HANDSHAKE and not self._is_closed
+
+    @property
+    def is_open(self) -> bool:
+        return self.protocol.state is State.OPEN and not self._is_closed
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes this side still holds because the peer does not take them."""
+        unsent = 0 if self._is_aborted else self._unsent_bytes()
+        # counted once each: a receiver that is flooded asks again for every message
+        out = self._out
+        if self._counted_writes != self.writes:
+            self._counted_frames = self._counted_bytes = 0
+            self._counted_writes = self.writes
+        self._counted_bytes += sum(map(len, out[self._counted_frames :]))
+        self._counted_frames = len(out)
+        return unsent + self._bulk_bytes + self._counted_bytes
+
+    @property
+    def unsent_small_bytes(self) -> int:
+        """Bytes of `unsent_bytes` that are not of messages with large tensors, but for a chunk of those."""
+        return self.unsent_bytes - self._bulk_bytes + self._bulk.small_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """The same, and what the carrier has for a peer that does not read."""
+        return self.unsent_bytes + (self.carrier.unread_bytes if self.carrier is not None else 0)
+
+    @property
+    def is_behind(self) -> bool:
+        """The carrier has enough to do: more large tensors would only pile up. `Receiver.output_drained` comes."""
+        return self.carrier is not None and self.carrier.is_behind
+
+    def send_message(
+        self,
+        type_: int,
+        flags: int,
+        id_: int,
+        arg: int,
+        timeout_ms: int,
+        pickle: bytes,
+        meta: bytes = b"",
+        tensors: PackedTensors | None = None,
+    ) -> BulkSend | None:
+        """Send one message of any kind. Of large tensors that go on to be sent, returns the `BulkSend`."""
+        if tensors is None:
+            length = len(meta) + len(pickle)
+            self.send(pack_header(length, type_, flags, 0, id_, arg, timeout_ms, len(meta), 0) + meta + pickle)
+            return None
+        buffers = tensors.buffers
+        number = self._schemas.get(tensors.schema) or self._number(tensors.schema)
+        data = frame(
+            type_,
+            flags,
+            id_,
+            arg,
+            timeout_ms,
+            pickle,
+            meta,
+            number,
+            tensors.parts,
+            [buffer.nbytes for buffer in buffers] if buffers else (),
+            tensors.schema.table if number == ONE_OFF else b"",
+        )
+        if buffers:
+            return self.send_bulk(data, buffers)
+        self.send(data)
+        return None
+
+    def frame_in_thread(self, type_: int, id_: int, pickle: bytes, tensors: PackedTensors | None) -> bytes | None:
+        """The frame of a message without metadata, for a thread to send; None if it takes the loop to send it."""
+        if tensors is None:
+            return pack_header(len(pickle), type_, 0, 0, id_, 0, 0, 0, 0) + pickle
+        if tensors.buffers:
+            return None
+        schema = tensors.schema
+        number = self._schemas.get(schema)
+        if number is not None:
+            return frame(type_, 0, id_, 0, 0, pickle, b"", number, tensors.parts)
+        if self._is_worth_announcing(schema):
+            return None  # the loop announces it
+        return frame(type_, 0, id_, 0, 0, pickle, b"", ONE_OFF, tensors.parts, (), schema.table)
+
+    def _number(self, schema: Schema) -> int:
+        """The number of a schema, which is announced if it is used again and again."""
+        if not self._is_worth_announcing(schema) or not self.is_open:
+            return ONE_OFF
+        # Written at once, before the number is known to anybody: threads that send must not overtake it
+        self.flush()
+        if self._is_mute:
+            return ONE_OFF
+        number = len(self._schemas) + 1
+        self._write(frame(_SCHEMA, 0, 0, number, 0, schema.table))
+        self._schema_bytes += len(schema.table)
+        self._schemas[schema] = number
+        return number
+
+    def _is_worth_announcing(self, schema: Schema) -> bool:
+        """Whether a schema comes again, and the peer takes one more."""
+        return (
+            schema.uses >= _USES_TO_ANNOUNCE
+            and len(self._schemas) < MAX_SCHEMAS
+            and self._schema_bytes + len(schema.table) <= MAX_SCHEMA_BYTES
+        )
+
+    def send(self, data: bytes) -> None:
+        """Send one frame with no large tensors. All frames of a busy loop turn go out in one write."""
+        left = self.direct_left
+        if left:
+            # Little is going on, so waiting for more to join would only cost time
+            self.direct_left = left - 1
+            self.frames_sent += 1
+            self.bytes_sent += len(data)
+            self._write(data)
+        else:
+            self._send_with_others(data)
+
+    def _send_with_others(self, data: bytes) -> None:
+        out = self._out
+        if out or self.is_reading:
+            out.append(data)
+            if len(out) >= self._frames_a_write:
+                self.flush()
+        elif self._is_mute:
+            self._refuse()
+        else:
+            out.append(data)
+            self.loop.call_soon(self.flush)
+
+    @property
+    def is_peer_elsewhere(self) -> bool:
+        """The peer can be at work while this process is. Asks the system, in any thread."""
+        return False
+
+    def share_writing(self) -> WriteLock | None:
+        """How threads send small frames on this connection; None if they cannot.
+
+        What they send may overtake what the loop sends in the same moment.
+        """
+        return None
+
+    def gather(self) -> None:
+        """More is about to be sent in this turn of the loop: let all of it go out in one write."""
+        self.direct_left = 0
+
+    def write_with_others(self) -> None:
+        """Write no frame on its own any more, so that all go through `send` and `send_bulk`."""
+        self.direct_left = self._direct_frames = 0
+
+    def _refuse(self) -> None:
+        # Of one that was aborted everybody is about to hear that it is lost; that is soon enough
+        if self._is_closed or not self._is_aborted:
+            raise ConnectionClosedError(f"the connection to {self.address} is closed")
+
+    def send_bulk(self, data: bytes, buffers: list[memoryview]) -> BulkSend:
+        """Send one frame, then its large tensors in chunks, between which other frames may pass.
+
+        ``buffers`` are flat views of bytes, at least one and none of them empty. They must not change until they are
+        out.
+        """
+        bulk = BulkSend(buffers)
+        if self._is_mute:
+            self.send(data)  # raises, unless it was aborted and nobody has heard of it yet
+        elif self.carrier is None or not self.carrier.carry(data, bulk):
+            self.send_in_chunks(data, bulk)
+        return bulk
+
+    def send_in_chunks(self, data: bytes, bulk: BulkSend) -> None:
+        """Send a message and its large tensors as bytes, without the carrier."""
+        self._begin_bulk(data, bulk)
+        self._bulk_bytes += bulk.size_bytes
+        if self.bulk_route is not None and self.bulk_route.take(bulk):
+            return
+        self._bulk.append(bulk)
+        if not self._out and not self.is_reading:
+            self.loop.call_soon(self.flush)
+
+    def _begin_bulk(self, data: bytes, bulk: BulkSend) -> None:
+        if self._is_mute:
+            self._write(data)  # it was parked when `close` was called
+        else:
+            self.send(data)
+        # the peer counts frames that have buffers, so this number is theirs too
+        bulk.id = self._bulk_count
+        self._bulk_count += 1
+
+    # -- for the carrier
+
+    def send_with_reference(self, data: bytes, bulk: BulkSend, reference: Callable[[int], bytes]) -> None:
+        """Send a message, and a frame that tells where its large tensors are: it is made of the message's number."""
+        self._begin_bulk(data + reference(self._bulk_count), bulk)
+        bulk.buffers = []  # whoever remembers the message need not keep their memory
+        self._end_if_last()
+
+    def park(self, bulk: BulkSend) -> None:
+        """A message has to wait. It counts as unsent, and may be dropped."""
+        self._parked.add(bulk)
+        self._bulk_bytes += bulk.size_bytes
+
+    def unpark(self, bulk: BulkSend) -> bool:
+        """It need not wait any longer; False if it was dropped meanwhile, or the connection is gone."""
+        if bulk not in self._parked:
+            return False
+        self._parked.remove(bulk)
+        self._bulk_bytes -= bulk.size_bytes
+        return True
+
+    def carrier_was_read(self) -> None:
+        """The peer has read some of what the carrier has for it."""
+        self._tell_bulk_left()
+
+    def _tell_bulk_left(self) -> None:
+        if self.bulk_left is not None:
+            self.bulk_left()
+
+    def drop_bulk(self, bulk: BulkSend) -> bool:
+        """Stop sending tensors nobody wants any more. False if all of them have gone out already."""
+        if self.unpark(bulk):
+            self._tell_bulk_left()
+            return True  # nobody has heard of it
+        if self._is_mute:
+            return False
+        if not self._bulk.remove(bulk) and (self.bulk_route is None or not self.bulk_route.drop(bulk)):
+            return False
+        self._bulk_bytes -= bulk.unsent_bytes
+        self._tell_bulk_left()
+        self.send(frame(_DROP_DATA, 0, bulk.id, 0, 0, b""))
+        return True
+
+    def flush(self) -> None:
+        """Write what was sent in this turn."""
+        out = self._out
+        if self._is_mute:
+            self.writes += bool(out)
+            out.clear()
+        elif out:
+            data = out[0] if len(out) == 1 else b"".join(out)
+            self.frames_sent += len(out)
+            self.writes += 1
+            self.bytes_sent += len(data)
+            out.clear()
+            self._write(data)
+        if self._bulk and not self.is_full:
+            self._pump()
+        elif self.bulk_left is not None:
+            self.bulk_left()
+
+    def _pump(self) -> None:
+        """Write chunks of the messages under way, in turns, until the peer is full."""
+        while self._bulk and not self.is_full and not self._is_closed:
+            number, chunk = self._bulk.next_chunk()
+            size = chunk.nbytes
+            self._bulk_bytes -= size
+            self.write_chunk(pack_header(size, _DATA, 0, 0, number, 0, 0, 0, 0), chunk)
+        self._tell_bulk_left()
+        self._end_if_last()
+
+    def _end_if_last(self) -> None:
+        if self._is_mute and not self._has_bulk and not self._is_closed:
+            self._end_writing()  # that was the last of what was sent before `close`
+
+    @property
+    def _has_bulk(self) -> bool:
+        return bool(self._bulk or self._parked) or (self.bulk_route is not None and self.bulk_route.is_busy)
+
+    # -- for the bulk route, and the connections it is made of
+
+    def write_chunk(self, header: bytes, chunk: memoryview) -> None:
+        """Write a piece of a tensor now."""
+        self.bytes_sent += chunk.nbytes + HEADER_BYTES
+        self.writes += 1
+        self._write_chunk(header, chunk)
+
+    def bulk_written(self, size_bytes: int) -> None:
+        """So much of what is unsent here has gone another way."""
+        self._bulk_bytes -= size_bytes
+        self._tell_bulk_left()
+
+    def route_emptied(self) -> None:
+        """All large tensors have gone another way."""
+        self._end_if_last()
+
+    def _congested(self) -> None:
+        self.is_full = self.is_congested = True
+
+    def _drained(self) -> None:
+        self.is_full = False
+        self.flush()
+        if self.bulk_route is not None:
+            self.bulk_route.pump()
+        self.look_for_room()
+
+    def look_for_room(self) -> None:
+        """Tell the receiver if the peer takes bytes again."""
+        was_congested = self.is_congested
+        self.is_congested = self.is_full or (self.bulk_route is not None and self.bulk_route.is_full)
+        if was_congested and not self.is_congested:
+            self._tell_drained()
+
+    def carrier_caught_up(self) -> None:
+        """`is_behind` was true and is no longer."""
+        self._tell_drained()
+
+    def _tell_drained(self) -> None:
+        if self._is_closed:
+            return
+        try:
+            self.receiver.output_drained(self)
+        except Exception as error:
+            logger.exception("an internal error on the connection to %s closes it", self.address)
+            self.abort(error)
+
+    # -- receiving
+
+    def _received(self, size_bytes: int) -> None:
+        """Bytes were put where ``protocol.get_buffer`` said.
+
+        Never raises: uvloop would drop the connection without a word.
+        """
+        self.bytes_received += size_bytes
+        try:
+            messages = self.protocol.receive(size_bytes)
+            if len(messages) == 1 and self._is_greeted:
+                # Little is going on: what is sent in answer is written at once
+                self.direct_left = 0 if self._out else self._direct_frames
+                self._messages_received(self, messages)
+            else:
+                self._receive_several(messages, size_bytes)
+        except Exception as error:  # noqa: BLE001 - told to the receiver
+            self._raised(error)
+        if self.protocol.output or (self.carrier is not None and self.carrier.has_news):
+            self._add_news()
+
+    def _receive_several(self, messages: list[Message], size_bytes: int) -> None:
+        """Hand over what a read has brought; what is sent in answer goes out together."""
+        self.is_reading = True
+        self.direct_left = 0
+        self._find_portion(size_bytes)
+        try:
+            self._hand_over(messages)
+        finally:
+            self.is_reading = False
+            if self._out:
+                self.flush()
+            if len(messages) <= 1:
+                self.direct_left = self._direct_frames
+
+    def _add_news(self) -> None:
+        """Write what the protocol and the carrier have to say."""
+        if self.protocol.output:
+            self._out.append(self.protocol.take_output())
+        if self.carrier is not None and self.carrier.has_news:
+            self._out.append(self.carrier.take_news())
+        self.flush()
+
+    def _find_portion(self, size_bytes: int) -> None:
+        """How many frames go out at once until the next read of several messages, after one of that size."""
+        if self._reads_until_look:
+            self._reads_until_look -= 1
+        else:
+            self._reads_until_look = _READS_A_LOOK
+            self._is_peer_at_work = self.is_peer_elsewhere
+            self._frames_a_write = _MOST_A_WRITE
+        if self._is_peer_at_work:
+            # as if they had no body, which holds for those that there are most of
+            half = size_bytes // (2 * HEADER_BYTES)
+            self._frames_a_write = half if _FEWEST_A_WRITE <= half < _MOST_A_WRITE else _MOST_A_WRITE
+
+    def _raised(self, error: Exception) -> None:
+        if not isinstance(error, WireError | OSError):
+            logger.error("an internal error on the connection to %s closes it", self.address, exc_info=error)
+        self._failed(error)
+
+    def _hand_over(self, messages: list[Message]) -> None:
+        """Tell the receiver what a read has brought."""
+        protocol = self.protocol
+        if protocol.state is State.CLOSED:
+            return  # it was refused or aborted: what still comes is for nobody
+        if not self._is_greeted and protocol.state is not State.HANDSHAKE:
+            self._greeted()
+        if messages:
+            self._messages_received(self, messages)
+
+    def _greeted(self) -> None:
+        self._is_greeted = True
+        if not self._opened.done():
+            # say WELCOME before anything the receiver sends
+            if welcome := self.protocol.take_output():
+                self._out.append(welcome)
+            self._opened.set_result(None)
+            self._stop_watching()
+            if self.doorway is not None:
+                self.doorway.opened(self)
+            if self.carrier is not None:
+                self.carrier.opened()
+            self.receiver.connection_opened(self)
+
+    def _failed(self, error: Exception) -> None:
+        if not isinstance(error, HandshakeError):
+            self.abort(error)
+            return
+        # a refusal is worth a farewell
+        farewell = self.protocol.take_output()
+        if farewell and not self._is_closed:
+            self._write(farewell)
+        self._error = self._error or error
+        self._fall_silent()
+        self._shut()
+
+    # -- the end
+
+    async def wait_opened(self) -> None:
+        """Return when the handshake is done; raises what made it fail."""
+        await asyncio.wait([self._opened])  # which is not cancelled with whoever waits
+        self._opened.result()
+
+    async def wait_closed(self) -> None:
+        """Return when the connection has ended."""
+        await asyncio.wait([self._closed])
+
+    def start(self) -> None:
+        """Say what the protocol says first, and expect the handshake to end some day."""
+        data = self.protocol.take_output()
+        if data:
+            self.bytes_sent += len(data)
+            self._write(data)
+        if self._watch is None:
+            self._expect_handshake()
+
+    def close(self, reason: str = "") -> None:
+        """Say goodbye, send what is still to be sent, and close when the other side does, or does nothing any more."""
+        if self._is_mute or self.protocol.state is State.CLOSED:
+            return
+        if self.carrier is not None:
+            self.carrier.closing()
+        was_open = self.protocol.state is not State.HANDSHAKE
+        goodbye = self.protocol.say_goodbye(reason)
+        if goodbye:
+            self._out.append(goodbye)
+        self.flush()
+        self._fall_silent()
+        if not was_open:
+            self._shut()
+            return
+        if not self._has_bulk:
+            self._end_writing()
+        self._linger(-1)
+
+    def abort(self, error: Exception | None = None) -> None:
+        """Close now; what has not gone out is lost."""
+        if not self._is_closed:
+            self._error = self._error or error
+            self._fall_silent()
+            self._is_aborted = True
+            self._out.clear()
+            self._counted_frames = self._counted_bytes = 0
+            self._forget_bulk()
+            self.protocol.close()
+            self._abort()
+
+    def _forget_bulk(self) -> None:
+        self._bulk.clear()
+        self._parked.clear()
+        self._bulk_bytes = 0
+        self.bulk_left = None
+
+    def _fall_silent(self) -> None:
+        self._is_mute = True
+        self.write_with_others()
+
+    def _expect_handshake(self) -> None:
+        seconds = self.handshake_s
+        due = self.loop.time() + seconds
+
+        def overdue() -> None:
+            if self.loop.time() > due + seconds / 10:
+                self._expect_handshake()  # this loop was busy elsewhere: the peer may have said all there is to say
+            else:
+                self.abort(HandshakeError(f"{self.address} did not end its handshake within {seconds:g} s"))
+
+        self._watch = self.loop.call_at(due, overdue)
+
+    def _linger(self, moved_bytes: int) -> None:
+        """Wait for the end as long as bytes move."""
+        moved = self.bytes_received + self.bytes_sent - self.unsent_bytes
+        if moved == moved_bytes:
+            self.abort()
+        else:
+            self._watch = self.loop.call_later(_LINGER_S, self._linger, moved)
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+
+    def _ended(self, error: Exception | None) -> None:
+        """The kind of connection tells that it is over."""
+        if self._is_closed:
+            return
+        is_on_purpose = self._is_mute or self.protocol.state is State.CLOSING
+        self._is_closed = True
+        self._stop_watching()
+        self._fall_silent()
+        self.protocol.close()
+        self._out.clear()
+        self._counted_frames = self._counted_bytes = 0
+        self._forget_bulk()
+        if self.carrier is not None:
+            self.carrier.closed()
+        if self.doorway is not None:
+            self.doorway.left(self)
+        error = self._error or (None if is_on_purpose else error or self._without_goodbye())
+        if self.bulk_route is not None:
+            self.bulk_route.close(on_purpose=error is None)
+        if not self._opened.done():
+            self._opened.set_exception(error or ConnectionClosedError("the connection was closed in its handshake"))
+        if not self._closed.done():
+            self._closed.set_result(None)
+        try:
+            self.receiver.connection_lost(self, error)
+        except Exception:
+            logger.exception("an internal error at the end of the connection to %s", self.address)
+
+    def _without_goodbye(self) -> ConnectionClosedError:
+        when = "in its handshake" if self.protocol.peer is None else "without a goodbye"
+        return ConnectionClosedError(f"{self.address} closed the connection {when}")
+
+    def redirect(self, messages_received: Callable[[Connection, list[Message]], None]) -> None:
+        """Let another take the messages from now on. What else happens the receiver still hears."""
+        self._messages_received = messages_received
+
+    def count_sent(self) -> int:
+        """Bytes sent until now, those of threads included, which `bytes_sent` and the others may not know of yet."""
+        return self.bytes_sent
+
+    def count_delivered(self) -> int:
+        """Bytes of those sent that have arrived: over TCP on the peer's host, elsewhere in the peer's process."""
+        return self.count_sent() - (0 if self._is_aborted else self._unsent_bytes() + self._unacknowledged_bytes())
+
+    def statistics(self) -> dict[str, int]:
+        """Counters of this connection."""
+        return {
+            "bytes_sent": self.count_sent(),
+            "bytes_received": self.bytes_received,
+            "frames_sent": self.frames_sent,
+            "writes": self.writes,
+            "unsent_bytes": 0 if self._is_closed else self.unsent_bytes,
+            **({} if self.bulk_route is None else self.bulk_route.statistics()),
+        }
+
+
+def _retrieve(future: asyncio.Future[None]) -> None:
+    if not future.cancelled():
+        future.exception()
+
+
+Accept = Callable[[], tuple[Protocol, Receiver]]
+"""Called for each connection that comes in: what it shall speak, and who shall hear of it."""
+
+C = TypeVar("C", bound=Connection)
+
+
+class Listener(ABC):
+    """Something others can connect to."""
+
+    def __init__(self, accept: Accept, doorway: ConnectionLimits | None = None) -> None:
+        self._accept = accept
+        self._doorway = doorway
+        self._accepted: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """Where to connect, with the port or path that was really taken."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Accept no more, and end the connections that are not open yet. The open ones have owners of their own."""
+
+    # -- for kinds of listeners
+
+    def _track(self, connection: C) -> C:
+        """Remember a connection that came in."""
+        self._accepted.add(connection)
+        if self._doorway is not None:
+            connection.doorway = self._doorway
+            self._doorway.came(connection)
+        return connection
+
+    def _abort_handshakes(self) -> None:
+        for connection in [each for each in self._accepted if each.is_in_handshake]:
+            connection.abort(ConnectionClosedError(f"nobody listens on {self.address} any more"))
+
+
+class Transport(ABC):
+    """A way to reach others, named by the scheme of its addresses."""
+
+    @abstractmethod
+    async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
+        """A connection whose handshake has begun; `Connection.wait_opened` tells how it went."""
+
+    @abstractmethod
+    async def listen(self, address: str, accept: Accept) -> Listener:
+        """Listen there. An address may leave the choice of port or path to us."""

@@ -1,0 +1,534 @@
+"""Byte streams of the operating system: ``tcp://host:port`` and ``unix:///path``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import os
+import secrets
+import socket
+import stat
+import struct
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable
+from fcntl import ioctl
+from functools import cached_property, partial
+from pathlib import Path
+from termios import TIOCOUTQ
+from typing import Any, Final, Self, cast
+from urllib.parse import urlsplit
+
+from arpc.errors import ConfigurationError, HandshakeError, WireError
+from arpc.transport.buffer_pool import WarmMemory
+from arpc.transport.busy_poll import BusyPoll, can_run_at_once
+from arpc.transport.connection import Accept, Connection, Listener, Receiver, Transport
+from arpc.transport.connection_limits import ConnectionLimits
+from arpc.transport.forked_children import close_in_children
+from arpc.transport.shm import Arena, Channel
+from arpc.transport.write_lock import WriteLock, write_pieces
+from arpc.wire.protocol import Protocol
+
+__all__ = ["StreamConnection", "TcpTransport", "UnixTransport", "connect_socket"]
+
+# Measured: what waits in the socket is what a small frame waits for, and more of it makes large ones no faster
+_SOCKET_BUFFER: Final = 1 << 17
+_MAX_UNIX_PATH: Final = 100
+# A whole group may call at the same moment, and a unix socket whose backlog is full refuses at once
+_BACKLOG: Final = 2048
+_PEER_CREDENTIALS: Final = struct.Struct("iII")
+_INT: Final = struct.Struct("i")
+
+
+class StreamConnection(asyncio.BufferedProtocol, Connection):
+    """A connection over an asyncio transport, uvloop's or the standard library's."""
+
+    _transport: asyncio.Transport | WriteLock
+    _turn: WriteLock | None = None
+    _set_protocol: Callable[[asyncio.BaseProtocol], None]
+    _awake_for: BusyPoll | None = None
+    peer_process: int | None = None
+    _write_pieces: Callable[[Iterable[bytes | memoryview]], None]
+
+    def __init__(
+        self,
+        protocol: Protocol,
+        receiver: Receiver,
+        memory: WarmMemory | None = None,
+        arena: Arena | None = None,
+        vigil: BusyPoll | None = None,
+    ) -> None:
+        Connection.__init__(self, protocol, receiver)
+        self._arena = arena
+        self._vigil = vigil
+        if memory is not None:
+            protocol.allocate = memory.allocate
+        self._address = "?"
+        self.get_buffer = protocol.get_buffer  # type: ignore[method-assign, assignment] # no call of ours for a read
+        self._is_made = False
+        self._has_eof = False
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    # -- called by asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are of no common class, only of the same shape
+        self._transport = transport = cast("asyncio.Transport", transport)
+        self._is_made = True
+        if self._is_aborted:
+            transport.abort()
+            return
+        # Writes are gathered before they come here: uvloop shall pass them on at once, and tell when it cannot
+        transport.set_write_buffer_limits(high=0)
+        sock = self._socket = transport.get_extra_info("socket")
+        close_in_children(sock.fileno())
+        self._address = _describe(sock)
+        _tune(sock)
+        self._set_protocol = transport.set_protocol
+        self.peer_process = _process_of(sock)
+        stranger = _other_user(sock)
+        if stranger is not None:
+            self.abort(HandshakeError(f"a process of another user ({stranger}) is at the other end of {self.address}"))
+            return
+        if self._arena is not None and sock.family == socket.AF_UNIX:
+            self.carrier = self.protocol.lender = Channel(self, self._arena)
+        self._begin(transport)
+
+    def _begin(self, transport: asyncio.Transport) -> None:
+        """There is somebody at the other end."""
+        self._write = transport.write  # type: ignore[method-assign] # one call less for every write
+        self._write_pieces = partial(write_pieces, transport)
+        self.start()
+
+    buffer_updated = Connection._received  # type: ignore[assignment] # noqa: SLF001 - the same but for a name
+
+    def _greeted(self) -> None:
+        super()._greeted()
+        if self._vigil is not None and self.is_open:
+            self._vigil.join(self)
+
+    def eof_received(self) -> bool:
+        self._has_eof = True
+        # Our half closes too, once what was sent before `close` is out
+        return self._is_mute and self._has_bulk
+
+    def pause_writing(self) -> None:
+        self._congested()
+
+    def resume_writing(self) -> None:
+        self._drained()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._vigil is not None:
+            self._vigil.leave(self)
+        if self._turn is not None:
+            self._turn.end()
+        self._ended(exc)
+
+    # -- told by a vigil
+
+    @cached_property
+    def is_local(self) -> bool:
+        # kept, as a vigil asks all connections again and again
+        address = self._address
+        return address.startswith("unix://") or (address.startswith("tcp://") and is_loopback(split_tcp(address)[0]))
+
+    def stay_awake(self, vigil: BusyPoll | None) -> None:
+        if vigil is self._awake_for or not self.is_open:
+            return
+        self._awake_for = vigil
+        if vigil is None:
+            del self.buffer_updated  # that of the class again
+        else:
+            self.buffer_updated = self._updated_awake  # type: ignore[method-assign, assignment]
+        self._set_protocol(self)  # it is looked up once only
+
+    def _updated_awake(self, nbytes: int) -> None:
+        type(self).buffer_updated(self, nbytes)
+        if self._awake_for is not None:
+            self._awake_for.seen(self.loop)
+
+    # -- threads
+
+    @property
+    def is_peer_elsewhere(self) -> bool:
+        return can_run_at_once(self)
+
+    def share_writing(self) -> WriteLock | None:
+        if self._turn is None and self.is_open and not self._is_mute:
+            transport = cast("asyncio.Transport", self._transport)
+            try:
+                sock = _duplicate(transport.get_extra_info("socket"))
+            except OSError:
+                return None  # no descriptor is left
+            self._turn = WriteLock(transport, sock, self, self.loop.call_soon_threadsafe)
+            self._transport = self._turn
+            self._write = self._turn.write  # type: ignore[method-assign]
+            self._write_pieces = self._turn.writelines
+        return self._turn
+
+    def close(self, reason: str = "") -> None:
+        if self._turn is not None:
+            self._turn.shut()  # nothing comes after a goodbye
+        super().close(reason)
+
+    def abort(self, error: Exception | None = None) -> None:
+        if self._turn is not None:
+            self._turn.shut()
+        super().abort(error)
+
+    def count_sent(self) -> int:
+        if self._turn is not None:
+            frames, size_bytes, writes = self._turn.take_counts()
+            self.frames_sent += frames
+            self.bytes_sent += size_bytes
+            self.writes += writes
+        return self.bytes_sent
+
+    # -- called by Connection
+
+    def _write(self, data: bytes) -> None:
+        self._transport.write(data)
+
+    def _write_chunk(self, header: bytes, chunk: memoryview) -> None:
+        self._write_pieces((header, chunk))
+
+    def _unsent_bytes(self) -> int:
+        return self._transport.get_write_buffer_size()
+
+    def _unacknowledged_bytes(self) -> int:
+        try:
+            (queued_bytes,) = _INT.unpack(ioctl(self._socket.fileno(), TIOCOUTQ, bytes(_INT.size)))
+        except (OSError, ValueError):
+            return 0  # a system that does not tell, or a socket that was closed just now
+        return int(queued_bytes)
+
+    def _shut(self) -> None:
+        self._transport.close()
+
+    def _end_writing(self) -> None:
+        if self._has_eof or not self._transport.can_write_eof():
+            self._transport.close()
+        else:
+            self._transport.write_eof()
+
+    def _abort(self) -> None:
+        if self._is_made:
+            # Not at once: asyncio's own does not bear it in the middle of `resume_writing`
+            self.loop.call_soon(self._transport.abort)
+
+
+def _duplicate(sock: socket.socket) -> socket.socket:
+    """Another descriptor of the same socket. What a loop offers may only look like a socket."""
+    descriptor = os.dup(sock.fileno())
+    try:
+        duplicate = socket.socket(sock.family, sock.type, sock.proto, fileno=descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise
+    close_in_children(descriptor)
+    duplicate.setblocking(False)  # as it is already, whatever timeout new ones may have
+    return duplicate
+
+
+def _describe(sock: socket.socket) -> str:
+    with contextlib.suppress(OSError):
+        if sock.family == socket.AF_UNIX:
+            return f"unix://{sock.getsockname() or sock.getpeername()}"
+        host, port = sock.getpeername()[:2]
+        return f"tcp://{_bracket(host)}:{port}"
+    return "?"
+
+
+def _tune(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # a matter of speed only
+        if sock.family == socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER)
+        else:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _other_user(sock: socket.socket) -> int | None:
+    """Who is there, if not this user or root. A unix socket may go without a secret because of this."""
+    if not _can_ask(sock):
+        return None  # elsewhere the 0700 directory stands guard alone
+    try:
+        _, uid = _process_and_user(sock)
+    except OSError:
+        return -1  # who cannot be asked is not trusted
+    return None if uid in {os.getuid(), 0} else uid
+
+
+def _process_of(sock: socket.socket) -> int | None:
+    """The process at the other end, if that is known: the one which listened or connected."""
+    with contextlib.suppress(OSError):
+        return _process_and_user(sock)[0] or None if _can_ask(sock) else None
+    return None
+
+
+def _can_ask(sock: socket.socket) -> bool:
+    return sock.family == socket.AF_UNIX and hasattr(socket, "SO_PEERCRED")
+
+
+def _process_and_user(sock: socket.socket) -> tuple[int, int]:
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    process, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
+    return process, uid
+
+
+def _bracket(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+Make = Callable[[Protocol, Receiver], StreamConnection]
+"""Makes a connection that came in."""
+
+
+class _StreamListener(Listener):
+    def __init__(self, accept: Accept, make: Make, doorway: ConnectionLimits | None) -> None:
+        super().__init__(accept, doorway)
+        self._make = make
+        self._server: asyncio.AbstractServer
+        self._address = ""
+        self._remove: weakref.finalize[..., Any] | None = None
+
+    def accept(self) -> StreamConnection:
+        return self._track(self._make(*self._accept()))
+
+    def opened(self, server: asyncio.AbstractServer, address: str, path: str | None = None) -> Self:
+        self._server = server
+        self._address = address
+        for sock in cast("asyncio.Server", server).sockets:
+            close_in_children(sock.fileno())
+        if path is not None:
+            # also when the process ends and nobody has closed it
+            self._remove = weakref.finalize(self, _remove_socket, path, os.getpid())
+        return self
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    async def aclose(self) -> None:
+        # Not wait_closed(): it waits for the connections too, which have owners of their own
+        self._server.close()
+        if self._remove is not None:
+            self._remove()
+        self._abort_handshakes()
+
+
+def _remove_socket(path: str, process_id: int) -> None:
+    if os.getpid() == process_id:  # a fork has the object too, but not the socket
+        with contextlib.suppress(OSError):
+            Path(path).unlink()
+
+
+class TcpTransport(Transport):
+    """``tcp://host:port``; port 0 lets the system choose. Large tensors are read into ``memory``, if given."""
+
+    def __init__(
+        self, memory: WarmMemory | None = None, doorway: ConnectionLimits | None = None, vigil: BusyPoll | None = None
+    ) -> None:
+        self._memory = memory
+        self._doorway = doorway
+        self._vigil = vigil
+
+    def _make(self, protocol: Protocol, receiver: Receiver) -> StreamConnection:
+        return StreamConnection(protocol, receiver, self._memory, vigil=self._vigil)
+
+    def _make_accepted(self, protocol: Protocol, receiver: Receiver) -> StreamConnection:
+        return self._make(protocol, receiver)
+
+    async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
+        host, port = split_tcp(address)
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(lambda: self._make(protocol, receiver), host, port)
+        return connection
+
+    async def listen(self, address: str, accept: Accept) -> Listener:
+        host, port = split_tcp(address)
+        loop = asyncio.get_running_loop()
+        listener = _StreamListener(accept, self._make_accepted, self._doorway)
+        server = await loop.create_server(listener.accept, host, port, backlog=_BACKLOG)
+        port = server.sockets[0].getsockname()[1]
+        return listener.opened(server, f"tcp://{_bracket(host)}:{port}")
+
+
+class UnixTransport(Transport):
+    """``unix:///path``; ``unix://`` alone lets us choose a path in a directory only this user can enter.
+
+    With an arena, large tensors go through shared memory where the peer can map it. Those that do not are read into
+    ``memory``, if given.
+    """
+
+    def __init__(
+        self,
+        memory: WarmMemory | None = None,
+        arena: Arena | None = None,
+        doorway: ConnectionLimits | None = None,
+        vigil: BusyPoll | None = None,
+    ) -> None:
+        self._memory = memory
+        self._arena = arena
+        self._doorway = doorway
+        self._vigil = vigil
+
+    def _make(self, protocol: Protocol, receiver: Receiver) -> StreamConnection:
+        return StreamConnection(protocol, receiver, self._memory, self._arena, self._vigil)
+
+    async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
+        path = split_unix(address)
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_unix_connection(lambda: self._make(protocol, receiver), path)
+        return connection
+
+    async def listen(self, address: str, accept: Accept) -> Listener:
+        if address == "unix://":
+            path = str(_tidied(socket_directory()) / f"{os.getpid()}-{secrets.token_hex(4)}.sock")
+        else:
+            path = split_unix(address)
+        sock = _bind_unix(path)
+        loop = asyncio.get_running_loop()
+        listener = _StreamListener(accept, self._make, self._doorway)
+        try:
+            server = await loop.create_unix_server(listener.accept, sock=sock, backlog=_BACKLOG)
+        except BaseException:
+            sock.close()
+            _remove_socket(path, os.getpid())
+            raise
+        return listener.opened(server, f"unix://{path}", path)
+
+
+async def connect_socket(address: str) -> socket.socket:
+    """A connected socket that does not block, for whoever moves the bytes himself. Raises as `Transport.connect`."""
+    loop = asyncio.get_running_loop()
+    targets: list[tuple[int, Any]]
+    if address.startswith("unix://"):
+        targets = [(socket.AF_UNIX, split_unix(address))]
+    else:
+        found = await loop.getaddrinfo(*split_tcp(address), type=socket.SOCK_STREAM)
+        targets = [(family, target) for family, _, _, _, target in found]
+    failure = OSError(f"{address} has no address")
+    for family, target in targets:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        close_in_children(sock.fileno())
+        try:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, target)
+            stranger = _other_user(sock)
+            if stranger is not None:
+                raise HandshakeError(f"a process of another user ({stranger}) is at the other end of {address}")
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            _tune(sock)
+            return sock
+    raise failure
+
+
+def _bind_unix(path: str) -> socket.socket:
+    """A socket at that path which only this user can connect to. One that a dead process left there makes way."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    close_in_children(sock.fileno())
+    try:
+        try:
+            sock.bind(path)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or not _is_abandoned(path):
+                raise OSError(error.errno, f"cannot listen on unix://{path}: {error.strerror}") from error
+            Path(path).unlink(missing_ok=True)
+            sock.bind(path)
+        Path(path).chmod(0o600)  # before anybody can connect, which listening is needed for
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _is_abandoned(path: str) -> bool:
+    """Whether there is a socket at that path and nobody listens on it. Asyncio would take it away from one who does."""
+    if not stat.S_ISSOCK(Path(path).lstat().st_mode):
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(path) == errno.ECONNREFUSED
+
+
+def split_unix(address: str) -> str:
+    """The path of ``unix:///path``."""
+    scheme, _, path = address.partition("://")
+    if scheme != "unix" or not path.startswith("/") or "\0" in path:
+        raise ConfigurationError(f"{address!r} is not an address like unix:///path")
+    if len(os.fsencode(path)) > _MAX_UNIX_PATH:
+        raise ConfigurationError(f"the path of a unix socket may have {_MAX_UNIX_PATH} bytes: {path}")
+    return path
+
+
+def split_tcp(address: str) -> tuple[str, int]:
+    """Host and port of ``tcp://host:port``."""
+    parts = urlsplit(address)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme != "tcp" or not parts.hostname or port is None:
+        raise ConfigurationError(f"{address!r} is not an address like tcp://host:port (port 0: any)")
+    return parts.hostname, port
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, as an address or a name, is this one and cannot be reached from another."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name could mean anything
+
+
+def _tidied(directory: Path) -> Path:
+    """The same directory, without the sockets of processes that were killed before they could remove them."""
+    for path in directory.glob("*.sock"):
+        pid = path.name.partition("-")[0]
+        if not pid.isdecimal() or _is_running(int(pid)):
+            continue
+        # It may run in another PID namespace: only a socket nobody listens on is dead for sure
+        with contextlib.suppress(OSError):
+            if _is_abandoned(str(path)):
+                path.unlink(missing_ok=True)
+    return directory
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def socket_directory() -> Path:
+    """Where this user's sockets are. Raises `WireError` if someone else could have made it."""
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    if not os.access(base, os.W_OK | os.X_OK):
+        base = tempfile.gettempdir()  # in containers and under sudo the variable often names what is not there
+    if len(base) > _MAX_UNIX_PATH - 40:
+        base = "/tmp"  # noqa: S108 - paths of sockets must be short; the directory below is checked
+    path = Path(base) / f"arpc-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    info = path.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
+        raise WireError(f"{path} must be a directory that only its owner, this user, can enter (mode 0700)")
+    return path

@@ -1,0 +1,153 @@
+"""Further connections to the same peer, which carry large tensors in stripes and nothing else.
+
+Over a network with some latency one TCP connection does not fill the wire, and every small message on it waits for a
+chunk of a large one. With lanes, large tensors leave the main connection alone. A chunk goes to whichever lane takes
+it, and says where it belongs (`wire.striping`). A lane that is lost takes the main connection with it: what was on it
+is gone, and nobody would notice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+from arpc.errors import ConnectionClosedError, WireError
+from arpc.transport.connection import BulkSend, Connection
+from arpc.wire.frames import CHUNK_BYTES, HEADER
+from arpc.wire.messages import Message, MessageType
+from arpc.wire.protocol import State
+
+__all__ = ["Lanes"]
+
+_pack_header = HEADER.pack
+_DATA: Final = int(MessageType.DATA)
+# Smaller ones are out before a second connection would be of any help
+_FROM_BYTES: Final = 2 * CHUNK_BYTES
+
+
+class Lanes:
+    """The lanes of one main connection: its `base.BulkRoute`, and the receiver of each of them."""
+
+    def __init__(self, main: Connection) -> None:
+        self._main = main
+        self._lanes: list[Connection] = []
+        self._next = 0
+        self._bulk: deque[BulkSend] = deque()
+        self._is_pumping = False
+        self.chunks_sent = 0
+
+    @property
+    def connections(self) -> list[Connection]:
+        return list(self._lanes)
+
+    def attach(self, lane: Connection) -> None:
+        """Use a connection that has been opened."""
+        self._lanes.append(lane)
+        lane.receiver = self
+        lane.owner = self._main.owner
+
+    # -- out
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._bulk)
+
+    @property
+    def is_full(self) -> bool:
+        return bool(self._bulk) and all(lane.is_congested for lane in self._lanes)
+
+    def take(self, bulk: BulkSend) -> bool:
+        """Send a message's large tensors, whose frame has been sent; False if it is not worth it."""
+        if not self._lanes or bulk.size_bytes < _FROM_BYTES:
+            return False
+        self._bulk.append(bulk)
+        # not before the frame, and what else there is of this turn, has been written
+        self._main.loop.call_soon(self.pump)
+        return True
+
+    def drop(self, bulk: BulkSend) -> bool:
+        """Stop sending; False if it is not on its way here."""
+        if bulk not in self._bulk:
+            return False
+        self._bulk.remove(bulk)
+        return True
+
+    def pump(self) -> None:
+        """Write chunks of the messages under way, in turns, to the lanes that take them."""
+        if self._is_pumping or not self._bulk or self._main.protocol.state is State.CLOSED:
+            return  # a lane was drained while it was written to, or all is over
+        self._is_pumping = True
+        try:
+            # While frames of the main connection wait, chunks would overtake them, and the peer would have to keep them
+            for _ in self.connections:
+                if not self._bulk or self._main.is_full or (lane := self._free_lane()) is None:
+                    break
+                self._write_chunk(lane)
+        finally:
+            self._is_pumping = False
+        if self._bulk and not self.is_full:
+            # one for each in a turn: the kernel may take many of them, and what is small is not to wait for all
+            self._main.loop.call_soon(self.pump)
+        if self._main.is_congested != self.is_full:
+            self._main.look_for_room()
+        if not self._bulk:
+            self._main.route_emptied()
+
+    def _free_lane(self) -> Connection | None:
+        lanes = self._lanes
+        for _ in lanes:
+            self._next = (self._next + 1) % len(lanes)
+            lane = lanes[self._next]
+            if not lane.is_congested and lane.is_open:
+                return lane
+        return None
+
+    def _write_chunk(self, lane: Connection) -> None:
+        bulk = self._bulk.popleft()
+        index, position = bulk.index, bulk.position
+        chunk = bulk.next_chunk()
+        if not bulk.is_sent:
+            self._bulk.append(bulk)
+        self.chunks_sent += 1
+        self._main.bulk_written(chunk.nbytes)
+        header = _pack_header(chunk.nbytes, _DATA, 0, 0, bulk.id, index, position // CHUNK_BYTES, 0, 0)
+        lane.write_chunk(header, chunk)
+
+    # -- told by the lanes
+
+    def connection_opened(self, connection: Connection) -> None:
+        """They are open before they come here."""
+
+    def messages_received(self, connection: Connection, messages: list[Message]) -> None:
+        """A lane passes on what it puts together by itself, see `attach`."""
+
+    def output_drained(self, connection: Connection) -> None:
+        self.pump()
+
+    def connection_lost(self, connection: Connection, error: Exception | None) -> None:
+        if connection in self._lanes:
+            self._lanes.remove(connection)
+        # None: it was closed on purpose, and so is the main connection, in a moment
+        if error is not None and self._main.is_open:
+            self._main.abort(WireError(f"one of its connections for large tensors was lost: {error}"))
+
+    # -- the end
+
+    def close(self, *, on_purpose: bool) -> None:
+        """The main connection has ended."""
+        self._bulk.clear()
+        lanes, self._lanes = self._lanes, []
+        for lane in lanes:
+            if on_purpose:
+                lane.close()
+            else:
+                lane.abort(ConnectionClosedError("the connection that it belongs to has ended"))
+
+    def statistics(self) -> dict[str, int]:
+        """Counters, of all lanes together."""
+        return {
+            "lanes": len(self._lanes),
+            "lane_bytes_sent": sum(lane.bytes_sent for lane in self._lanes),
+            "lane_bytes_received": sum(lane.bytes_received for lane in self._lanes),
+            "lane_chunks_sent": self.chunks_sent,
+        }

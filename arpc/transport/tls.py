@@ -1,0 +1,170 @@
+"""TLS over a connection of the operating system.
+
+Not by the TLS of asyncio: here the two handshakes, that of TLS and ours, are one to whoever counts strangers and their
+time; each connection takes the certificates of the day; and large tensors are decrypted right into their memory. What
+asyncio offers beyond that is not needed: a connection ends with a GOODBYE, which is as authentic as all the rest, so
+that its end cannot be forged even though nobody says so in the words of TLS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import Final, cast
+
+from arpc.errors import AuthenticationError, HandshakeError
+from arpc.tls import TLS, CertifiedNames
+from arpc.transport.buffer_pool import WarmMemory
+from arpc.transport.busy_poll import BusyPoll
+from arpc.transport.connection import Receiver
+from arpc.transport.connection_limits import ConnectionLimits
+from arpc.transport.sockets import StreamConnection, TcpTransport
+from arpc.wire.protocol import Protocol
+
+__all__ = ["SecureConnection", "TlsTransport"]
+
+_STRANGERS_BYTES: Final = 1 << 13
+_CIPHERTEXT_BYTES: Final = 1 << 17
+_WRITE_BYTES: Final = 1 << 20
+
+
+class SecureConnection(StreamConnection):
+    """A connection whose bytes are those of TLS."""
+
+    def __init__(
+        self,
+        protocol: Protocol,
+        receiver: Receiver,
+        memory: WarmMemory | None,
+        context: ssl.SSLContext,
+        *,
+        server_side: bool,
+        vigil: BusyPoll | None = None,
+    ) -> None:
+        super().__init__(protocol, receiver, memory, vigil=vigil)
+        self._incoming = ssl.MemoryBIO()
+        self._outgoing = ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
+        self._is_secure = False
+        self._ciphertext = memoryview(bytearray(_STRANGERS_BYTES))
+        self.get_buffer = self._get_ciphertext  # type: ignore[method-assign, assignment]
+
+    def _get_ciphertext(self, _: int) -> memoryview:
+        return self._ciphertext
+
+    # -- called by asyncio
+
+    def _begin(self, transport: asyncio.Transport) -> None:
+        # the time of both handshakes counts from here
+        self._expect_handshake()
+        self._advance()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Never raises: uvloop would drop the connection without a word."""
+        self._incoming.write(self._ciphertext[:nbytes])
+        if self._is_secure or self._advance():
+            self._decrypt()
+
+    def _advance(self) -> bool:
+        """Take the handshake of TLS a step further; whether it is done."""
+        if self._is_aborted or self._is_mute:
+            return False
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            self._send_ciphertext()
+            return False
+        except ssl.SSLError as error:
+            self._fail(error)
+            return False
+        self._send_ciphertext()
+        self._is_secure = True
+        self._ciphertext = memoryview(bytearray(_CIPHERTEXT_BYTES))
+        self.protocol.certify(CertifiedNames(self._tls.getpeercert()))
+        self.start()
+        return True
+
+    def _decrypt(self) -> None:
+        read = self._tls.read
+        protocol = self.protocol
+        while not self._is_closed and not self._is_aborted:
+            target = protocol.get_buffer(-1)
+            try:
+                size_bytes = cast("int", read(target.nbytes, target))
+            except ssl.SSLWantReadError:
+                return
+            except ssl.SSLError as error:
+                self._fail(error)
+                return
+            if not size_bytes:
+                return  # the end in the words of TLS; what counts is that the socket closes
+            self._received(size_bytes)
+
+    def _fail(self, error: ssl.SSLError) -> None:
+        if self.protocol.peer is not None:
+            self.abort(error)
+            return
+        self._error = self._error or _explained(self.address, error)
+        self._send_ciphertext()  # the alert, which tells the other side
+        self._fall_silent()
+        self.protocol.close()
+        self._shut()
+
+    def share_writing(self) -> None:
+        """Threads cannot: what is written is encrypted in one order."""
+
+    # -- called by Connection
+
+    def _write(self, data: bytes) -> None:
+        self._encrypt(memoryview(data))
+        self._send_ciphertext()
+
+    def _write_chunk(self, header: bytes, chunk: memoryview) -> None:
+        self._encrypt(memoryview(header))
+        self._encrypt(chunk)
+        self._send_ciphertext()
+
+    def _encrypt(self, data: memoryview) -> None:
+        write = self._tls.write
+        try:
+            for start in range(0, data.nbytes, _WRITE_BYTES):
+                write(data[start : start + _WRITE_BYTES])
+        except ssl.SSLError as error:
+            self.abort(error)
+
+    def _send_ciphertext(self) -> None:
+        if self._outgoing.pending and self._is_made:
+            self._transport.write(self._outgoing.read())
+
+
+class TlsTransport(TcpTransport):
+    """``tcp://host:port`` where all that is said there is said in TLS, by both sides with a certificate."""
+
+    def __init__(
+        self,
+        tls: TLS,
+        memory: WarmMemory | None = None,
+        doorway: ConnectionLimits | None = None,
+        vigil: BusyPoll | None = None,
+    ) -> None:
+        super().__init__(memory, doorway, vigil)
+        self._tls = tls
+
+    def _make(self, protocol: Protocol, receiver: Receiver) -> SecureConnection:
+        context = self._tls.client_context
+        return SecureConnection(protocol, receiver, self._memory, context, server_side=False, vigil=self._vigil)
+
+    def _make_accepted(self, protocol: Protocol, receiver: Receiver) -> SecureConnection:
+        context = self._tls.server_context
+        return SecureConnection(protocol, receiver, self._memory, context, server_side=True, vigil=self._vigil)
+
+
+def _explained(address: str, error: ssl.SSLError) -> HandshakeError:
+    reason = error.reason or str(error)
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return AuthenticationError(f"the certificate of {address} is not accepted: {error.verify_message}")
+    if reason in {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNEXPECTED_MESSAGE", "RECORD_LAYER_FAILURE"}:
+        return HandshakeError(f"{address} does not speak TLS ({reason}): set RpcOptions.tls on all workers, or on none")
+    if "ALERT" in reason or "CERTIFICATE" in reason:
+        return AuthenticationError(f"{address} does not accept the certificate of this worker: {reason}")
+    return AuthenticationError(f"TLS with {address} failed: {reason}")

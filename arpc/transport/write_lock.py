@@ -1,0 +1,164 @@
+"""One socket, written by the loop and by threads, a turn each.
+
+The transport of a loop is for that loop alone. But a thread that has an answer need not wake the loop to get it sent:
+the system takes bytes from any thread. What must hold is that nobody writes in the middle of what another writes. So
+who writes has the *turn*, a lock. The loop waits for it, which takes as long as a system call that does not block. A
+thread that has it may send only if the transport holds nothing back. Bytes that the system did not take then are the
+*rest*: the loop writes them before anything else, and until then no thread sends.
+
+A connection has a turn from when a thread first wants to send on it. Before, it costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import Callable, Iterable
+from threading import RLock
+from typing import Any, Final, Protocol
+
+__all__ = ["WriteLock", "write_pieces"]
+
+_FOR_NOW: Final = frozenset((errno.ENOBUFS, errno.ENOMEM))
+"""The system has no memory, which does not end a connection."""
+
+
+class _Writable(Protocol):
+    @property
+    def is_full(self) -> bool:
+        """The transport holds bytes that the system did not take."""
+
+
+def write_pieces(transport: asyncio.Transport, pieces: Iterable[bytes | memoryview]) -> None:
+    """``transport.writelines``, after which it has told if it holds anything back."""
+    transport.writelines(pieces)
+    if transport.get_write_buffer_size():
+        # That of asyncio does not tell before 3.12.9 and 3.13.2 (CVE-2024-12254), but looks whether it should have when
+        # it is given limits
+        transport.set_write_buffer_limits(high=0)
+
+
+class WriteLock:
+    """Stands in front of a transport: the loop writes through it as if it were the transport.
+
+    ``sock`` is another descriptor of the transport's socket. It is closed by `end`, which must be called before the
+    transport closes its own: until then the peer would not see the end.
+    """
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        sock: socket.socket,
+        connection: _Writable,
+        call_loop: Callable[[Callable[[], None]], Any],
+    ) -> None:
+        # A lock that its holder may take again: whatever a transport calls back in the middle of a write, the loop
+        # must not wait for itself
+        self.lock = RLock()
+        self._frames_sent = 0
+        self._bytes_sent = 0
+        self._writes = 0
+        self._transport = transport
+        self._socket: socket.socket | None = sock
+        self._send = sock.send
+        self._connection = connection
+        self._call_loop = call_loop
+        self._rest = b""
+        self._is_over = False
+
+    # -- for threads
+
+    def send(self, take: Callable[[], list[bytes]]) -> bool:
+        """Send whole frames; False if they have to wait, or are too late. ``take`` is called only if they can be sent.
+
+        What the system does not take at once, the loop writes soon.
+        """
+        with self.lock:
+            if self._rest or self._is_over or self._connection.is_full:
+                return False
+            frames = take()
+            if not frames:
+                return True
+            data = frames[0] if len(frames) == 1 else b"".join(frames)
+            size_bytes = len(data)
+            self._frames_sent += len(frames)
+            self._bytes_sent += size_bytes
+            self._writes += 1
+            try:
+                sent = self._send(data)
+            except (BlockingIOError, InterruptedError):
+                sent = 0
+            except OSError as error:
+                if error.errno not in _FOR_NOW:
+                    return True  # the connection is lost, and the loop is about to hear of it
+                sent = 0
+            if sent < size_bytes:
+                self._rest = data[sent:]
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self._call_loop(self.write_rest)
+            return True
+
+    # -- for the loop
+
+    def write_rest(self) -> None:
+        with self.lock:
+            self._write_rest()
+
+    def _write_rest(self) -> None:
+        rest, self._rest = self._rest, b""
+        if rest:
+            self._transport.write(rest)
+
+    def write(self, data: bytes) -> None:
+        with self.lock:
+            if self._rest:
+                self._write_rest()
+            self._transport.write(data)
+
+    def writelines(self, pieces: Iterable[bytes | memoryview]) -> None:
+        with self.lock:
+            if self._rest:
+                self._write_rest()
+            write_pieces(self._transport, pieces)
+
+    def get_write_buffer_size(self) -> int:
+        return self._transport.get_write_buffer_size() + len(self._rest)
+
+    def can_write_eof(self) -> bool:
+        return self._transport.can_write_eof()
+
+    def write_eof(self) -> None:
+        with self.lock:
+            self._write_rest()
+            self._transport.write_eof()
+
+    def close(self) -> None:
+        with self.lock:
+            self._write_rest()
+            self._transport.close()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def take_counts(self) -> tuple[int, int, int]:
+        """Frames, bytes and writes of threads since the last time."""
+        with self.lock:
+            counts = self._frames_sent, self._bytes_sent, self._writes
+            self._frames_sent = self._bytes_sent = self._writes = 0
+        return counts
+
+    def shut(self) -> None:
+        """No thread may send any more."""
+        with self.lock:
+            self._is_over = True
+
+    def end(self) -> None:
+        """The connection has ended."""
+        with self.lock:
+            self._is_over = True
+            self._rest = b""
+            sock, self._socket = self._socket, None
+        if sock is not None:
+            sock.close()

@@ -1,0 +1,199 @@
+"""What may be called and what may be built here, for workers that do not trust the pickles of others.
+
+A pickle is a program: it names functions and classes of any module, and calls them. In allow-list mode it names what
+is in the lists of this module and nothing else. No module is imported for it and no attribute looked up.
+`wire.values.harmless`, `wire.values.arrays` and `wire.values.exceptions` put in what is there from the start;
+`wire.values.restricted` reads pickles by the lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import BuiltinFunctionType, MethodDescriptorType, MethodType
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from arpc.errors import ConfigurationError, NotAllowedError
+from arpc.torchjit import ScriptFunction, ScriptMethod
+from arpc.wire.values.reducers import MAIN_NAMES, importable_name
+from arpc.wire.values.trusted import Check, Trusted
+
+__all__ = [
+    "CLASSES",
+    "MAKERS",
+    "QUICK",
+    "TENSOR_CLASSES",
+    "TRUSTED",
+    "VALUES",
+    "Key",
+    "add_maker",
+    "callable_named",
+    "export",
+    "is_exported",
+    "key_of",
+    "may_call_method",
+    "register_type",
+    "shown",
+    "trust",
+]
+
+T = TypeVar("T", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
+
+Key = tuple[str, str]
+"""Module and qualified name, as a pickle says them."""
+
+
+class Names:
+    """Objects by the names that pickles have for them."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[Key, Any] = {}
+        self._ids: set[int] = set()
+        self.get = self.by_key.get
+
+    def __contains__(self, obj: object) -> bool:
+        """Whether this very object is among them; what it takes itself to be equal to does not matter."""
+        return id(obj) in self._ids
+
+    def add(self, key: Key, obj: Any) -> None:
+        self.by_key[key] = obj
+        self._ids.add(id(obj))  # which is kept here, so that no other can have that id
+
+
+# These are declarations about code, made where the code is; not state of a worker.
+_exported: dict[Key, Callable[..., Any]] = {}
+QUICK: Final = Names()
+"""What pickle's own reader in C may find: `Trusted` functions whose results have no state, and immutable objects."""
+TRUSTED: Final = Names()
+"""`Trusted` functions for the careful reader, which looks at every step."""
+CLASSES: Final = Names()
+"""Registered classes: the careful reader makes instances of them, see `wire.values.instances`."""
+TENSOR_CLASSES: Final = Names()
+"""Registered subclasses of Tensor. A pickle names one and does not call it: that would give it memory of others."""
+VALUES: Final = Names()
+"""What a pickle may name and not call."""
+MAKERS: Final[dict[int, Trusted]] = {}
+"""By the id of a class among the values: what makes an instance when a pickle calls the class."""
+
+_MAX_SHOWN: Final = 200
+_NOT_DATA: Final = (type, np.ndarray, np.generic, np.dtype, memoryview, torch.UntypedStorage, torch.TypedStorage)
+
+
+def key_of(obj: Any) -> Key:
+    """How pickles name something. Raises `ConfigurationError` for what others cannot name."""
+    module, name = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
+    if isinstance(obj, BuiltinFunctionType | MethodDescriptorType):
+        found = importable_name(obj)
+        if found is None:
+            raise ConfigurationError(f"{obj!r} has no name by which others could call it")
+        return found
+    if isinstance(obj, ScriptFunction | ScriptMethod):
+        # its module and name are those of its class
+        raise ConfigurationError(
+            f"{obj.name} is compiled by TorchScript, and has no name by which others could call it in allow-list mode: "
+            f"export a plain function that calls it"
+        )
+    if not isinstance(module, str) or not isinstance(name, str) or "<" in name or isinstance(obj, MethodType):
+        raise ConfigurationError(f"{obj!r} has no name by which others could call it: define it in a module")
+    return ("__main__" if module in MAIN_NAMES else module), name
+
+
+def export(function: T) -> T:
+    """Let others call a function in allow-list mode (``RpcOptions(allow="exported")``); without that it means nothing.
+
+    Of a class, others may make instances and call the public methods that it defines itself, through RRefs. It can be
+    applied to what is not yours, too: ``arpc.export(torch.add)``.
+
+    >>> @export
+    ... async def add(a: int, b: int) -> int:
+    ...     return a + b
+    """
+    if not callable(function):
+        raise TypeError(f"export is for what can be called, and {type(function).__qualname__} cannot")
+    _exported[key_of(function)] = function
+    return function
+
+
+def register_type(cls: C) -> C:
+    """Let instances of a class travel in allow-list mode; without that it means nothing.
+
+    A peer may call the class with any arguments, and set any attribute of the instance that is no method and has no
+    name with two underscores on both sides. A ``__setstate__`` that the class defines is called with any state.
+    Register plain data (dataclasses, named tuples, enums, exceptions, subclasses of Tensor), and no class that opens
+    files or runs what it is given. A subclass of Tensor is never called: its instances are made of tensors that came
+    with the message.
+
+    >>> @register_type
+    ... class Point(tuple):
+    ...     pass
+    """
+    if not isinstance(cls, type):
+        raise TypeError(f"register_type is for classes, and {cls!r} is none")
+    if issubclass(cls, _NOT_DATA) or cls is Tensor:
+        raise TypeError(f"register_type is for classes of plain data, and {cls.__qualname__} is none")
+    (TENSOR_CLASSES if issubclass(cls, Tensor) else CLASSES).add(key_of(cls), cls)
+    return cls
+
+
+def trust(*checks: Check, required: int | None = None) -> Callable[[T], T]:
+    """Let pickles call a function of the runtime while they are read, with arguments that pass these checks."""
+
+    def add(function: T) -> T:
+        TRUSTED.add(key_of(function), Trusted(function.__qualname__, function, *checks, required=required))
+        return function
+
+    return add
+
+
+def add_maker(key: Key, cls: type, maker: Trusted) -> None:
+    """Let pickles name a class that is not registered, and have its instances made by something that checks."""
+    VALUES.add(key, cls)
+    MAKERS[id(cls)] = maker
+
+
+def shown(key: Key) -> str:
+    """A name that a peer has chosen, for an error or a log: on one line, and not long."""
+    name = ".".join(key)
+    return name if len(name) <= _MAX_SHOWN and name.isprintable() else ascii(name[:_MAX_SHOWN])
+
+
+def callable_named(key: Key) -> Callable[..., Any]:
+    """The exported function of that name. Raises `NotAllowedError`."""
+    found = _exported.get(key)
+    if found is None:
+        raise NotAllowedError(
+            f"{shown(key)} is not exported here: mark it with @arpc.export, in a module that this worker imports"
+        )
+    return found
+
+
+def is_exported(key: Key) -> bool:
+    """Whether there is an exported function of that name."""
+    return key in _exported
+
+
+def may_call_method(cls: type, name: str) -> bool:
+    """Whether others may call a method of an instance.
+
+    They may if it is exported, or public and of an exported class that defines it. An instance of an exported class can
+    be called itself, whoever defines how.
+    """
+    if type(name) is not str:
+        return False
+    if name == "__call__":
+        return _is_exported_class(cls)
+    for base in cls.__mro__:
+        if name in vars(base):
+            module = "__main__" if base.__module__ in MAIN_NAMES else base.__module__
+            is_public = not name.startswith("_")
+            return (module, f"{base.__qualname__}.{name}") in _exported or (is_public and _is_exported_class(base))
+    return False
+
+
+def _is_exported_class(cls: type) -> bool:
+    module = "__main__" if cls.__module__ in MAIN_NAMES else cls.__module__
+    return _exported.get((module, cls.__qualname__)) is cls

@@ -1,0 +1,163 @@
+"""Exceptions that a pickle may make: those of Python and arpc, with nothing in them that native code stumbles over.
+
+CPython formats some exceptions by numbers in them that it does not check: ``UnicodeDecodeError`` reads the byte at
+``start``, wherever that is. So what was made is looked at before anybody else sees it. Exceptions that would end a loop
+or a process if they were raised (`SystemExit` and its like) are on no list.
+"""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any, Final
+
+import torch
+
+from arpc import errors
+from arpc.errors import NotAllowedError
+from arpc.wire.values.allowlist import add_maker, trust
+from arpc.wire.values.trusted import ANYTHING, TEXT, Check, Trusted
+
+__all__ = ["EXCEPTIONS", "check_arguments", "check_exception", "set_native_attribute"]
+
+_SCALARS: Final = frozenset((int, float, bool, str, bytes, type(None)))
+_MAX_COLUMN: Final = 1 << 20
+"""Of a SyntaxError: its text has so many characters at most, and as many are printed below it to mark a place."""
+_MAX_MEMBERS: Final = 100_000
+_MAX_DETAILS: Final = 1000
+_SYNTAX_NUMBERS: Final = ("lineno", "offset", "end_lineno", "end_offset")
+_SYNTAX_TEXTS: Final = ("msg", "filename", "text")
+_NATIVE: Final[dict[type, tuple[str, ...]]] = {
+    ImportError: ("name", "path"),
+    AttributeError: ("name",),
+    NameError: ("name",),
+}
+"""Attributes that native code keeps outside of ``__dict__``, and pickles as a state. They are texts, or None."""
+
+EXCEPTIONS: Final[set[type]] = set()
+"""The types whose instances are made here."""
+
+
+def check_arguments(cls: type[BaseException], args: tuple[Any, ...]) -> None:
+    """What a constructor in native code is handed: it would make a tuple of any iterable, however long that is."""
+    if issubclass(cls, BaseExceptionGroup):
+        _check_group(args)
+    elif issubclass(cls, UnicodeError | SyntaxError | OSError) and not all(map(_is_plain, args)):
+        raise NotAllowedError(f"a message with a {cls.__qualname__} that is not made of numbers and texts")
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is tuple:
+        return len(value) <= _MAX_DETAILS and all(type(item) in _SCALARS for item in value)
+    return type(value) in _SCALARS
+
+
+def _check_group(args: tuple[Any, ...]) -> None:
+    match args:
+        case [str(), list() | tuple() as members] if len(members) <= _MAX_MEMBERS:
+            if all(isinstance(member, BaseException) for member in members):
+                return
+    raise NotAllowedError("a message with an exception group that is not made of a text and a list of exceptions")
+
+
+def check_exception(made: BaseException) -> None:
+    """Refuse an exception that native code, or the printing of a traceback, would be misled by."""
+    if isinstance(made, UnicodeDecodeError | UnicodeEncodeError | UnicodeTranslateError):
+        _check_unicode(made)
+    elif isinstance(made, SyntaxError):
+        _check_syntax(made)
+    elif isinstance(made, OSError):
+        if not all(type(value) in _SCALARS for value in (*made.args, made.errno, made.filename, made.filename2)):
+            raise _refused(made)
+    elif isinstance(made, BaseExceptionGroup) and type(made.message) is not str:
+        raise _refused(made)
+    notes = vars(made).get("__notes__", [])
+    if type(notes) is not list or not all(type(note) is str for note in notes):
+        raise _refused(made)
+
+
+def _check_unicode(made: UnicodeDecodeError | UnicodeEncodeError | UnicodeTranslateError) -> None:
+    kind = bytes if isinstance(made, UnicodeDecodeError) else str
+    try:
+        texts = (made.reason,) if isinstance(made, UnicodeTranslateError) else (made.encoding, made.reason)
+        # `args` tells the numbers as they were given; the attributes may be bent to what is likely
+        content, numbers = made.object, (*made.args[-3:-1], made.start, made.end)
+    except (TypeError, AttributeError):
+        raise _refused(made) from None  # it was made and not initialized
+    if type(content) is not kind or not all(type(text) is str for text in texts):
+        raise _refused(made)
+    if not all(type(number) is int and 0 <= number <= len(content) for number in numbers) or made.start > made.end:
+        raise _refused(made)
+
+
+def _check_syntax(made: SyntaxError) -> None:
+    numbers = [getattr(made, name) for name in _SYNTAX_NUMBERS]
+    texts = [getattr(made, name) for name in _SYNTAX_TEXTS]
+    if not all(value is None or (type(value) is int and -1 <= value <= _MAX_COLUMN) for value in numbers):
+        raise _refused(made)
+    if not all(value is None or (type(value) is str and len(value) <= _MAX_COLUMN) for value in texts):
+        raise _refused(made)
+    if made.print_file_and_line is not None:
+        raise _refused(made)
+
+
+def _refused(made: BaseException) -> NotAllowedError:
+    return NotAllowedError(f"a message with a {type(made).__qualname__} that Python does not raise like that")
+
+
+def set_native_attribute(made: BaseException, name: str, value: Any) -> bool:
+    """Set what is not in the ``__dict__`` of an exception, if this is such an attribute. Raises `NotAllowedError`."""
+    if name == "__notes__":
+        if type(value) is not list or not all(type(note) is str for note in value):
+            raise NotAllowedError("a message with notes of an exception that are no texts")
+        vars(made)[name] = value
+        return True
+    for kind, names in _NATIVE.items():
+        if isinstance(made, kind) and name in (*names, "args"):
+            if name != "args":  # newer versions of Python say twice what those are
+                if value is not None and type(value) is not str:
+                    raise NotAllowedError(f"a message with a {kind.__name__} whose {name} is no text")
+                setattr(made, name, value)
+            return True
+    return False
+
+
+# -- what is in the lists from the start
+
+
+def _maker(cls: type[BaseException]) -> Trusted:
+    def make(*args: Any) -> BaseException:
+        check_arguments(cls, args)
+        try:
+            made = cls(*args)
+        except (TypeError, ValueError, OverflowError):
+            raise NotAllowedError(f"a message with a {cls.__qualname__} of the wrong values") from None
+        check_exception(made)
+        return made
+
+    is_ours = cls.__module__ == errors.__name__ and not issubclass(cls, BaseExceptionGroup)
+    return Trusted(cls.__qualname__, make, rest=_PLAIN if is_ours else ANYTHING)
+
+
+_PLAIN: Final = Check("a number, a text, or a tuple of these", _is_plain)
+
+
+def _fill_lists() -> None:
+    kinds: list[tuple[str, str, Any]] = [("builtins", name, value) for name, value in vars(builtins).items()]
+    kinds += [(errors.__name__, name, value) for name, value in vars(errors).items()]
+    kinds += [("torch", "OutOfMemoryError", torch.OutOfMemoryError)]
+    kinds += [("torch._C", "_LinAlgError", torch._C._LinAlgError)]  # type: ignore[attr-defined] # noqa: SLF001
+    for module, name, value in kinds:
+        if isinstance(value, type) and issubclass(value, Exception) and value.__module__ == module:
+            maker = _maker(value)
+            EXCEPTIONS.add(value)
+            for each in {name, value.__name__}:
+                add_maker((module, each), value, maker)
+
+
+_LOST: Final = Check(
+    "WorkerLostError or OwnerLostError",
+    lambda value: value is errors.WorkerLostError or value is errors.OwnerLostError,
+)
+
+_fill_lists()
+trust(_LOST, TEXT, TEXT)(errors._rebuild_worker_lost)  # noqa: SLF001 - what its class names in pickles

@@ -1,0 +1,402 @@
+"""Objects as a pickle with holes, and back.
+
+`Pickler.dumps` gives a pickle (protocol 5) in which tensors, and the memory of objects that offer it out of band (numpy
+arrays), are holes; what fills them comes beside it as *slots*, in their order. `loads` takes both. Of a plain tensor
+there travels what torch knows of it, not the attributes that someone has set on it; those of a subclass do.
+
+Pickle's own pickler, in C, makes nearly all pickles. It finds tensors, and types that need special treatment, by a
+table; it runs no Python code for other objects. What it cannot pickle (lambdas, local classes) and what it would pickle
+otherwise than it should (functions of ``__main__``) is pickled again by `reducing.HolePickler`.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import inspect
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from operator import methodcaller, not_
+from pickle import PickleBuffer
+from typing import Any, Final
+
+import cloudpickle
+import numpy as np
+from torch import Tensor
+from torch.nn import Parameter
+
+from arpc.errors import RRefError, SerializationError, WorkerLostError, not_run
+from arpc.ids import WorkerInfo
+from arpc.user_errors import text_of, type_name_of
+from arpc.wire.values.packing import Slot
+from arpc.wire.values.reducers import (
+    FILL,
+    FILL_PARAMETER,
+    HOLE,
+    IS_REGISTERED,
+    MAIN_NAMES,
+    MEMO,
+    PREFIX,
+    HolePickler,
+    MainName,
+    NamesOnlyPickler,
+    Parcel,
+    Reducer,
+    importable_name,
+    make_instance,
+    reduce_array,
+    reduce_tensor_subclass,
+    spelled_out,
+)
+
+__all__ = ["SCALARS", "Parcel", "Pickler", "Reducer", "importable_name", "loads"]
+
+SCALARS: Final = frozenset((int, float, bool, str, bytes, complex, type(None)))
+"""Objects of just these types take up no slots, and to pickle them runs no code but the pickler's own."""
+_ONLY_TENSORS: Final = {Tensor}
+_dumps = pickle.dumps
+_A_TENSOR: Final = _dumps(HOLE, protocol=5, buffer_callback=not_)
+"""The pickle of a result that is a tensor."""
+_MAX_CONSTANT: Final = 256
+"""Arguments that are more tensors than this are pickled like any others."""
+_MAX_REUSED_BYTES: Final = 1 << 14
+"""A pickler keeps a buffer of the size of its largest pickle. After a larger one than this, another one is made."""
+_MAX_REMEMBERED: Final = 1024
+_MAX_FRAME_BYTES: Final = 1 << 18
+"""No frame of a pickle is larger: longer chunks are single texts and bytes of the user's."""
+_CANNOT: Final = (pickle.PicklingError, AttributeError, TypeError)
+"""What the pickler in C raises for what has no name. Users' code may raise it as well, and then raises it again."""
+_STACK_GLOBAL: Final = pickle.STACK_GLOBAL
+_by_value_modules: Final[Callable[[], set[str]]] = cloudpickle.list_registry_pickle_by_value
+_reduce: Final = methodcaller("__reduce_ex__", 5)
+_HEAP_TYPE: Final = 1 << 9
+
+
+@lru_cache(_MAX_CONSTANT)
+def _pickle_of_tensors(count: int) -> bytes:
+    """The pickle of so many arguments that are tensors, each another one."""
+    return _dumps((HOLE,) * count, protocol=5, buffer_callback=not_)
+
+
+_ONE_TENSOR: Final = _pickle_of_tensors(1)
+
+
+class Pickler:
+    """Makes pickles with holes, for any number of threads, and while another of its pickles is being made."""
+
+    def __init__(
+        self,
+        reducers: Mapping[type, Reducer] | None = None,
+        families: Mapping[type, Reducer] | None = None,
+        kind: type[HolePickler] = HolePickler,
+    ) -> None:
+        """``reducers`` are for objects of just that type, ``families`` for those of its subclasses, too.
+
+        ``kind`` pickles what pickle's own pickler cannot, or refuses to.
+        """
+        self._reducers = dict(reducers or {})
+        self._families = dict(families or {})
+        self._kind = kind
+        self._free: list[_QuickPickler] = []
+        self._known_to_copyreg = len(copyreg.dispatch_table)
+
+    def add_reducer(self, cls: type, reducer: Reducer) -> None:
+        """Let objects of a class, and of this very class, travel in another way than they are pickled."""
+        self._reducers[cls] = reducer
+        self._free = []
+
+    def dumps(
+        self, obj: Any, *, main_by_value: bool = False, to: WorkerInfo | None = None, is_rehearsal: bool = False
+    ) -> tuple[bytes, list[Slot]]:
+        """Pickle and slots of an object, for the worker ``to``. Raises whatever pickling it raises.
+
+        ``main_by_value``: the peer does not run the same script, so what ``__main__`` defines must travel itself.
+        ``is_rehearsal``: it will not be sent, so reducers are not told that it is complete.
+        """
+        if main_by_value or ((by_value := _by_value_modules()) and by_value.difference(MAIN_NAMES)):
+            return self._dumps_carefully(obj, main_by_value, to, is_rehearsal)
+        if len(copyreg.dispatch_table) != self._known_to_copyreg:
+            self._known_to_copyreg = len(copyreg.dispatch_table)
+            self._free = []
+        # Taken out while in use: a reducer may pickle, and so may other threads (pop and append are atomic)
+        free = self._free
+        try:
+            pickler = free.pop()
+        except IndexError:
+            pickler = _QuickPickler(self._reducers, self._families, self._kind)
+        try:
+            pickler.to = to
+            payload, slots = pickler.dumps(obj)
+        except _CANNOT:
+            pickler.clear()
+            return self._dumps_carefully(obj, main_by_value, to, is_rehearsal)
+        except BaseException:
+            pickler.clear()
+            raise
+        if payload is None:
+            pickler.clear()
+            free.append(pickler)
+            return self._dumps_carefully(obj, main_by_value, to, is_rehearsal)
+        if pickler.packed:
+            packed, pickler.packed = pickler.packed, []
+            for tell in () if is_rehearsal else packed:
+                tell()
+        if len(payload) <= _MAX_REUSED_BYTES:
+            free.append(pickler)
+        return payload, slots
+
+    def _dumps_carefully(
+        self, obj: Any, main_by_value: bool, to: WorkerInfo | None, is_rehearsal: bool
+    ) -> tuple[bytes, list[Slot]]:
+        pickler = self._kind(self._reducers, self._families)
+        pickler.main_by_value = main_by_value
+        pickler.to = to
+        try:
+            pickler.dump(obj)
+            for tell in () if is_rehearsal else pickler.packed:
+                tell()
+            return b"".join(pickler.chunks), pickler.slots
+        finally:
+            pickler.forget()
+
+    def dumps_call(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        *,
+        main_by_value: bool,
+        to: WorkerInfo | None = None,
+    ) -> tuple[bytes, list[Slot]]:
+        """Pickle and slots of the arguments of a call: args, or a tuple of args and kwargs if there are any of these.
+
+        Raises `SerializationError`, which names the argument that cannot travel.
+        """
+        if not kwargs:
+            if len(args) == 1 and type(args[0]) is Tensor:
+                return _ONE_TENSOR, [args[0]]
+            kinds = set(map(type, args))
+            if kinds <= SCALARS:
+                return _dumps(args, protocol=5), []
+            if kinds == _ONLY_TENSORS and len(args) <= _MAX_CONSTANT and len(set(map(id, args))) == len(args):
+                return _pickle_of_tensors(len(args)), [*args]
+        try:
+            return self.dumps((args, kwargs) if kwargs else args, main_by_value=main_by_value, to=to)
+        except (RRefError, WorkerLostError):
+            raise  # an RRef that cannot be used says so itself
+        except Exception as error:
+            raise self.explained(function, args, kwargs or {}, error, main_by_value=main_by_value, to=to) from error
+
+    def dumps_result(
+        self, value: Any, *, main_by_value: bool, to: WorkerInfo | None = None
+    ) -> tuple[bytes, list[Slot]]:
+        """Pickle and slots of a result. None is the empty pickle. Raises whatever pickling it raises."""
+        if value is None:
+            return b"", []
+        kind = type(value)
+        if kind is Tensor:
+            return _A_TENSOR, [value]
+        if kind in SCALARS:
+            return _dumps(value, protocol=5), []
+        return self.dumps(value, main_by_value=main_by_value, to=to)
+
+    def explained(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        error: Exception,
+        *,
+        main_by_value: bool,
+        to: WorkerInfo | None,
+    ) -> SerializationError:
+        """Why the arguments of a call cannot be sent: finds the one that is to blame."""
+        name = _function_name(function)
+        for which, value in [*zip(_parameter_names(function, len(args)), args, strict=True), *kwargs.items()]:
+            try:
+                self.dumps(value, main_by_value=main_by_value, to=to, is_rehearsal=True)
+            except BaseException as reason:  # noqa: BLE001 - whatever a user's __reduce__ may raise
+                kind, text = type_name_of(value), text_of(reason)
+                return not_run(SerializationError(f"argument {which!r} of {name} ({kind}) cannot be sent: {text}"))
+        return not_run(SerializationError(f"the arguments of {name} cannot be sent: {text_of(error)}"))
+
+
+class _Table(dict[type, Callable[[Any], Any]]):
+    """How objects of a type are reduced. What is not in it is looked up once."""
+
+    def __init__(self, find: Callable[[type], Callable[[Any], Any]], known: Mapping[Any, Callable[[Any], Any]]) -> None:
+        super().__init__(known)
+        self._find = find
+
+    def __missing__(self, cls: type) -> Callable[[Any], Any]:
+        return self._find(cls)
+
+
+class _QuickPickler:
+    """Pickle's own pickler, used again and again. It is the `Parcel` that reducers see.
+
+    Not to be used again after an error.
+    """
+
+    def __init__(
+        self, reducers: Mapping[type, Reducer], families: Mapping[type, Reducer], kind: type[HolePickler]
+    ) -> None:
+        self.main_by_value = False
+        self.to: WorkerInfo | None = None
+        self.packed: list[Callable[[], None]] = []
+        self._families = families
+        self._names_main = not issubclass(kind, NamesOnlyPickler)
+        self._chunks = [PREFIX]
+        self.write = self._chunks.append
+        self._tensors: list[Tensor] = []
+        """What fills each `HOLE`, in their order."""
+        self._buffers: list[PickleBuffer] = []
+        """All that is out of band, holes as well."""
+        self._always: dict[Any, Callable[[Any], Any]] = {
+            **kind.dispatch_table,
+            np.ndarray: reduce_array,
+            **{cls: partial(self._reduce_by, reducer) for cls, reducer in reducers.items()},
+            Tensor: _tensor_reducer(self._tensors.append),
+            Parameter: _parameter_reducer(self._tensors.append),
+        }
+        self._table = _Table(self._find_reducer, self._always)
+        self._pickler = pickle.Pickler(self, 5, buffer_callback=self._buffers.append)
+        self._pickler.dispatch_table = self._table
+        self._pickler.memo = MEMO
+        self._dump = self._pickler.dump
+
+    def dumps(self, obj: Any) -> tuple[bytes | None, list[Slot]]:
+        """Pickle and slots. None: it names something of ``__main__``, which a peer may know by another name."""
+        self._dump(obj)
+        chunks, tensors, buffers = self._chunks, self._tensors, self._buffers
+        payload = b"".join(chunks)
+        if _STACK_GLOBAL in payload and (b"_main__" in payload if len(chunks) == 2 else _names_main(chunks)):
+            return None, []
+        del chunks[1:]
+        # nothing of the object is referred to from now on
+        self._pickler.memo = MEMO
+        if not buffers:
+            return payload, []
+        slots: list[Slot] = [*tensors]
+        if len(tensors) < len(buffers):
+            filling = iter(tensors)
+            slots = [next(filling) if buffer is HOLE else buffer for buffer in buffers]
+        tensors.clear()
+        buffers.clear()
+        return payload, slots
+
+    def clear(self) -> None:
+        """Drop what was pickled so far: a pickler refers to itself, and so waits for the garbage collector."""
+        self._pickler.memo = MEMO
+        del self._chunks[1:]
+        self._tensors.clear()
+        self._buffers.clear()
+        self.packed = []
+
+    def _find_reducer(self, cls: type) -> Callable[[Any], Any]:
+        """How objects of a class are reduced that is not in the table; remembered for classes that stay."""
+        if issubclass(cls, type):
+            raise KeyError(cls)  # objects of it are classes, which are pickled by name
+        reducer: Callable[[Any], Any] = _reduce
+        if issubclass(cls, Tensor):
+            reducer = self._reduce_subclass
+        elif (family := self._family_of(cls)) is not None:
+            reducer = partial(self._reduce_by, family)
+        elif (registered := copyreg.dispatch_table.get(cls)) is not None:
+            return registered  # not remembered: it may be replaced
+        elif self._names_main and cls.__module__ in MAIN_NAMES:
+            reducer = _main_reducer(cls)
+        if importable_name(cls) is not None or not cls.__flags__ & _HEAP_TYPE:
+            if len(self._table) >= len(self._always) + _MAX_REMEMBERED:
+                self._table.clear()
+                self._table.update(self._always)
+            self._table[cls] = reducer
+        return reducer
+
+    def _family_of(self, cls: type) -> Reducer | None:
+        return next((reducer for head, reducer in self._families.items() if issubclass(cls, head)), None)
+
+    def _reduce_by(self, reducer: Reducer, obj: Any) -> Any:
+        reduced = reducer(obj, self)
+        return reduced if reduced is not NotImplemented else copyreg.dispatch_table.get(type(obj), _reduce)(obj)
+
+    def _reduce_subclass(self, obj: Tensor) -> Any:
+        reduced = reduce_tensor_subclass(obj, self._tensors.append)
+        return reduced if reduced is not NotImplemented else copyreg.dispatch_table.get(type(obj), _reduce)(obj)
+
+
+def _names_main(chunks: Sequence[bytes]) -> bool:
+    return any(b"_main__" in chunk for chunk in chunks if len(chunk) <= _MAX_FRAME_BYTES)
+
+
+def _tensor_reducer(add: Callable[[Tensor], None]) -> Callable[[Tensor], Any]:
+    def reduce(tensor: Tensor) -> Any:
+        add(tensor)
+        # a new tuple each time: pickle would take the same one for the same tensor
+        return FILL, (HOLE,)
+
+    return reduce
+
+
+def _parameter_reducer(add: Callable[[Tensor], None]) -> Callable[[Tensor], Any]:
+    def reduce(parameter: Tensor) -> Any:
+        if vars(parameter):
+            return reduce_tensor_subclass(parameter, add)
+        add(parameter)
+        return FILL_PARAMETER, (HOLE, parameter.requires_grad)
+
+    return reduce
+
+
+def _main_reducer(cls: type) -> Callable[[Any], Any]:
+    """How objects of a class of the script are reduced: to the name of the class, without the class."""
+    name = MainName(cls.__qualname__)
+    module_name, class_name = cls.__module__, cls.__qualname__
+
+    def reduce(obj: Any) -> Any:
+        # a notebook may have defined another class of this name since
+        if getattr(sys.modules.get(module_name), class_name, None) is not cls and importable_name(cls) is None:
+            raise pickle.PicklingError(f"{cls!r} is not what the script has under this name now")
+        reduced = _reduce(obj)
+        if type(reduced) is tuple and len(reduced) > 1:
+            function, args, *rest = reduced
+            if function is _newobj and args[0] is cls:
+                return make_instance, (name, *args[1:]), *rest
+            if function is cls:
+                return name, args, *rest
+        return reduced
+
+    return reduce
+
+
+_newobj: Final[Any] = copyreg.__newobj__  # type: ignore[attr-defined]
+
+
+def _function_name(function: Any) -> str:
+    try:
+        return str(getattr(function, "__qualname__", "")) or type_name_of(function)
+    except BaseException:  # noqa: BLE001 - attributes of a user's object may raise anything
+        return type_name_of(function)
+
+
+def _parameter_names(function: Any, count: int) -> list[str]:
+    """What the function calls its positional arguments; by number where it does not say."""
+    names = [str(number) for number in range(count)]
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except BaseException:  # noqa: BLE001 - a builtin, or an object whose attributes may raise anything
+        return names
+    for number, parameter in enumerate(list(parameters)[:count]):
+        if parameter.kind not in {parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD}:
+            break
+        names[number] = parameter.name
+    return names
+
+
+def loads(payload: bytes | bytearray | memoryview, slots: list[Any], _sender: WorkerInfo | None = None) -> Any:
+    """The object of a pickle and its slots. Raises whatever unpickling it raises.
+
+    The pickle runs what it names. What peers sent is read by `policy`, of which this is the unrestricted half.
+    """
+    return pickle.loads(payload if IS_REGISTERED else spelled_out(payload), buffers=slots)

@@ -1,0 +1,385 @@
+"""How single objects are pickled where pickle alone would not do.
+
+- A tensor becomes a *hole*; what fills it is noted beside the pickle. Plain numpy arrays become holes as well.
+- Functions and classes the peer can import travel by name, others (lambdas, closures, notebook cells) by value.
+- ``__main__`` counts as importable when the peer runs the same script, so that its globals are the peer's own.
+- Types of other parts of arpc bring their own *reducers*, handed in by whoever builds the pickler.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pickle import PickleBuffer
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, Final, Protocol, cast
+
+import cloudpickle
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from arpc.errors import SerializationError
+from arpc.ids import WorkerInfo
+from arpc.wire.values.packing import Slot
+
+__all__ = [
+    "FILL",
+    "FILL_PARAMETER",
+    "HOLE",
+    "IS_REGISTERED",
+    "MAIN_NAMES",
+    "MEMO",
+    "PREFIX",
+    "HolePickler",
+    "MainName",
+    "NamesOnlyPickler",
+    "Parcel",
+    "Reducer",
+    "as_subclass",
+    "importable_name",
+    "make_instance",
+    "reduce_array",
+    "reduce_tensor_subclass",
+    "spelled_out",
+]
+
+
+class Parcel(Protocol):
+    """The pickle that is being made, as a reducer sees it."""
+
+    to: WorkerInfo | None
+    """Who will unpack it; None if that is not a worker."""
+    main_by_value: bool
+    """Whoever unpacks it does not run this script, and so lacks what its ``__main__`` defines."""
+    packed: list[Callable[[], None]]
+    """Called once the pickle is complete, but not if it fails."""
+
+
+Reducer = Callable[[Any, Parcel], tuple[Any, ...] | str]
+"""Like ``__reduce__``, but a function of the object and the parcel. `NotImplemented` leaves it to the usual way."""
+
+MAIN_NAMES: Final = ("__main__", "__mp_main__")
+"""The script, and what multiprocessing calls it in a spawned child."""
+
+# It is writable because pickle marks read-only memory, and would then look into what fills the hole for memory.
+HOLE: Final = PickleBuffer(bytearray())
+"""What stands in a pickle for something that travels beside it. Any number of them may be the same object."""
+
+_make_subclass = Tensor._make_subclass  # noqa: SLF001 - what Parameter uses itself, for lack of a public way
+
+
+def _fill(slot: Any, dtype: str = "", shape: tuple[int, ...] = ()) -> Any:
+    return np.ndarray(shape, _DTYPES_BY_NAME[dtype], slot) if dtype else slot
+
+
+_ARRAY_DTYPES: Final = {np.dtype(name): np.dtype(name).str for name in "?bBhHiIlLqQefdFD"}
+_DTYPES_BY_NAME: Final = {name: dtype for dtype, name in _ARRAY_DTYPES.items()}
+FILL: Final = _fill
+"""Called with what fills a hole, it returns just that (an object cannot be reduced to a hole alone), or an array."""
+
+# -- how pickles begin
+
+_EXTENSION_CODE: Final = 240
+PREFIX: Final = pickle.PROTO + b"\5" + pickle.EXT1 + bytes([_EXTENSION_CODE]) + pickle.MEMOIZE + pickle.POP
+"""The beginning of each pickle that may have holes: makes `FILL` the first object in its memo.
+
+Extension codes spare both sides the lookup of a name. Code 240 is one of those that Python's registry leaves to
+private use. It is part of the wire format.
+"""
+MEMO: Final = {id(_fill): (0, _fill)}
+"""The memo of a pickler that has written the prefix."""
+_SPELLED_OUT: Final = (
+    pickle.PROTO
+    + b"\5"
+    + b"".join(pickle.SHORT_BINUNICODE + bytes([len(name)]) + name.encode() for name in (__name__, "_fill"))
+    + pickle.STACK_GLOBAL
+    + pickle.MEMOIZE
+    + pickle.POP
+)
+
+
+def spelled_out(payload: bytes | bytearray | memoryview) -> bytes:
+    """A pickle in which a name stands for the extension code of the prefix."""
+    data = bytes(payload)
+    return _SPELLED_OUT + data[len(PREFIX) :] if data.startswith(PREFIX) else data
+
+
+def _register() -> bool:
+    try:
+        copyreg.add_extension(__name__, "_fill", _EXTENSION_CODE)
+    except ValueError:
+        return False
+    return True
+
+
+IS_REGISTERED: Final = _register()
+"""False if another library has taken the extension code: then pickles are `spelled_out` before they are read."""
+
+
+# -- the pickler for code
+
+
+class _DispatchTable(dict[type, Callable[[Any], Any]]):
+    """cloudpickle's reducers, then those of `copyreg`. cloudpickle's own ChainMap takes 2 us for each object."""
+
+    def __missing__(self, key: type) -> Callable[[Any], Any]:
+        return copyreg.dispatch_table[key]
+
+
+class _Sink:
+    """A file to a pickler."""
+
+    __slots__ = ("write",)
+
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        self.write = write
+
+
+class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles one object into ``chunks``, by value what has no name, and notes in ``slots`` what fills the holes.
+
+    It runs Python code for every object. `wire.values.pickler` uses it for what pickle's own pickler cannot do.
+    """
+
+    dispatch_table = _DispatchTable(cloudpickle.Pickler.dispatch_table.maps[0])
+
+    def __init__(self, reducers: Mapping[type, Reducer], families: Mapping[type, Reducer]) -> None:
+        self.chunks: list[bytes] = [PREFIX]
+        self.slots: list[Slot] = []
+        self.main_by_value = False
+        self.to: WorkerInfo | None = None
+        self.packed: list[Callable[[], None]] = []
+        self._reducers = reducers
+        self._families = families
+        self._heads = tuple(families)
+        super().__init__(_Sink(self.chunks.append), protocol=5, buffer_callback=self._memory_found)
+        self.memo = MEMO
+
+    def forget(self) -> None:
+        """Let go of the objects of a pickle that failed.
+
+        A pickler refers to itself. The garbage collector finds it late, and never if it was there before `gc.freeze`:
+        it would keep the arguments of a failed call, and with them RRefs that others count.
+        """
+        self.chunks.clear()
+        self.slots = []
+        self.packed = []
+        self.globals_ref.clear()
+        self.clear_memo()
+
+    def _memory_found(self, buffer: PickleBuffer) -> None:
+        # None keeps the buffer out of band. Holes were noted in reducer_override, where the tensor was at hand.
+        if buffer is not HOLE:
+            self.slots.append(buffer)
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is Tensor:
+            self.slots.append(obj)
+            # a new tuple each time: pickle would take the same one for the same tensor
+            return _fill, (HOLE,)
+        reducer = self._reducers.get(kind)
+        if reducer is not None and (reduced := reducer(obj, self)) is not NotImplemented:
+            return reduced
+        if isinstance(obj, Tensor):
+            return reduce_tensor_subclass(obj, self.slots.append)
+        if getattr(obj, "__qualname__", None) is None:  # nothing that has a name
+            return self._reduce_of_family(obj) if isinstance(obj, self._heads) else NotImplemented
+        if getattr(obj, "__module__", None) in MAIN_NAMES:
+            return self._reduce_of_main(obj)
+        if kind is FunctionType or isinstance(obj, type):
+            return super().reducer_override(obj)
+        return NotImplemented
+
+    def _reduce_of_family(self, obj: Any) -> Any:
+        return next(reducer for head, reducer in self._families.items() if isinstance(obj, head))(obj, self)
+
+    def _reduce_of_main(self, obj: Any) -> Any:
+        if not self.main_by_value and importable_name(obj) is not None:
+            return _from_main, (obj.__qualname__,)
+        module = sys.modules.get("__mp_main__")
+        if module is not None and obj.__module__ == "__mp_main__":
+            # cloudpickle takes it for a module that can be imported, and it can be in no other process
+            cloudpickle.register_pickle_by_value(module)
+        return super().reducer_override(obj)
+
+
+class NamesOnlyPickler(HolePickler):
+    """For peers that take no code: what cannot be named is refused here, with a better reason than there."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is FunctionType or isinstance(obj, type):
+            if importable_name(obj) is None:
+                raise SerializationError(
+                    f"{obj!r} has no name that others can import, and in allow-list mode no code is sent"
+                )
+            if self.main_by_value and obj.__module__ in MAIN_NAMES:
+                raise SerializationError(
+                    f"{obj.__qualname__} is of this worker's script, which is not that of the other, and in allow-list "
+                    f"mode no code is sent: define it in a module that both import"
+                )
+        return super().reducer_override(obj)
+
+
+# -- tensors of subclasses, and arrays
+
+
+def reduce_tensor_subclass(obj: Tensor, add_slot: Callable[[Tensor], None]) -> Any:
+    """How a tensor that is not a plain one is pickled; `NotImplemented` if it knows that itself."""
+    cls = type(obj)
+    if cls.__reduce_ex__ not in {Tensor.__reduce_ex__, Parameter.__reduce_ex__}:
+        return NotImplemented
+    if hasattr(cls, "__tensor_flatten__"):
+        names, context = obj.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = {name: getattr(obj, name) for name in names}
+        return _fill_wrapper, (cls, inner, context, tuple(obj.shape), tuple(obj.stride()), obj.requires_grad)
+    if _has_no_memory(obj):
+        return NotImplemented  # all there is of it are its attributes, and torch knows how to make it again
+    # as what it is in memory, whatever it does where an operator of torch is called with it
+    with torch._C.DisableTorchFunctionSubclass(), _without_dispatch(cls):
+        state = obj.__getstate__()
+        if issubclass(cls, Parameter):
+            # the parameter itself, so that whoever looks at the slots (autograd does) finds the leaf
+            add_slot(obj)
+        else:
+            add_slot(obj.as_subclass(Tensor))
+        if cls is Parameter and not state:
+            return _fill_parameter, (HOLE, obj.requires_grad)
+        return _fill_subclass, (cls, HOLE, obj.requires_grad, state)
+
+
+def reduce_array(array: np.ndarray[Any, np.dtype[Any]]) -> Any:
+    """How an array is pickled: a plain one as a hole and two words. numpy pickles the others, and their dtypes."""
+    name = _ARRAY_DTYPES.get(array.dtype)
+    if name is None or not array.flags.c_contiguous:
+        return array.__reduce_ex__(5)
+    return _fill, (PickleBuffer(cast("Any", array)), name, array.shape)
+
+
+HolePickler.dispatch_table[np.ndarray] = reduce_array
+
+
+def _has_no_memory(obj: Tensor) -> bool:
+    """Whether it is a wrapper: a tensor that answers operators itself, out of others that it refers to."""
+    if type(obj).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return False
+    with torch._C.DisableTorchFunctionSubclass(), _without_dispatch(type(obj)):
+        try:
+            return obj.data_ptr() == 0
+        except RuntimeError:
+            return True
+
+
+def _without_dispatch(cls: type[Tensor]) -> AbstractContextManager[object]:
+    """Where operators of torch take a tensor of a class for what it is in memory."""
+    if cls.__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return _AS_EVER
+    made: AbstractContextManager[object] = torch._C._DisableTorchDispatch()  # noqa: SLF001 - for lack of a public way
+    return made
+
+
+_AS_EVER: Final = nullcontext()
+
+
+# -- what the pickles name: these run where they are unpickled
+
+
+def _fill_parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
+    # one that was recorded for autograd has a history here, and a parameter cannot
+    return tensor if tensor.grad_fn is not None else _make_subclass(Parameter, tensor, requires_grad)
+
+
+FILL_PARAMETER: Final = _fill_parameter
+"""Called with the tensor that fills a hole, it returns a parameter."""
+
+
+def as_subclass(cls: type[Tensor], tensor: Tensor, requires_grad: bool) -> Tensor:
+    """A tensor that came with a message, as one of a subclass. It keeps the history it may have here."""
+    return _make_subclass(cls, tensor, requires_grad) if tensor.grad_fn is None else tensor.as_subclass(cls)
+
+
+def _fill_subclass(cls: type[Tensor], tensor: Tensor, requires_grad: bool, state: Any) -> Tensor:
+    made: Any = as_subclass(cls, tensor, requires_grad)
+    if cls.__setstate__ is not Tensor.__setstate__:
+        made.__setstate__(state)
+        return cast("Tensor", made)
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    made.__dict__.update(attributes or {})
+    for name, value in (slots or {}).items():
+        setattr(made, name, value)
+    return cast("Tensor", made)
+
+
+def make_instance(cls: Any, *args: Any) -> Any:
+    """What pickle's NEWOBJ does, for a class that the pickle does not name itself."""
+    return cls.__new__(cls, *args)
+
+
+class MainName:
+    """Stands in a pickle for something of ``__main__``: the peer looks the name up in its own script."""
+
+    __slots__ = ("qualname",)
+
+    def __init__(self, qualname: str) -> None:
+        self.qualname = qualname
+
+    def __call__(self) -> None:
+        """Never called: pickle wants that what it calls there can be called here."""
+
+    def __reduce__(self) -> Any:
+        return _from_main, (self.qualname,)
+
+
+def _fill_wrapper(
+    cls: Any,
+    inner: dict[str, Tensor],
+    context: Any,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+) -> Tensor:
+    made = cast("Tensor", cls.__tensor_unflatten__(inner, context, torch.Size(size), stride))
+    return made.requires_grad_() if requires_grad and made.grad_fn is None else made
+
+
+def _from_main(qualname: str) -> Any:
+    """What this process's own script calls by that name."""
+    main = sys.modules["__main__"]
+    found: Any = main
+    for name in qualname.split("."):
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            raise SerializationError(
+                f"{qualname!r} is not in this worker's __main__ ({getattr(main, '__file__', 'not a file')}). Define it "
+                f"at the top level of the script, outside of `if __name__ == '__main__':`, or in a module"
+            ) from None
+    return found
+
+
+# -- names
+
+
+def importable_name(obj: Any) -> tuple[str, str] | None:
+    """Module and qualified name under which importing gives this very object, or None."""
+    module_name = getattr(obj, "__module__", None)
+    qualname = getattr(obj, "__qualname__", None)
+    if not isinstance(module_name, str) or not isinstance(qualname, str):
+        return None
+    module = sys.modules.get(module_name)
+    found: Any = module
+    for name in qualname.split("."):
+        found = getattr(found, name, None)
+    if found is obj:
+        return module_name, qualname
+    # torch's operators name a hidden class, but live in their module as well
+    name = getattr(obj, "__name__", "")
+    if isinstance(obj, BuiltinFunctionType) and getattr(module, name, None) is obj:
+        return module_name, name
+    return None

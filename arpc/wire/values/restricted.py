@@ -1,0 +1,357 @@
+"""Reads pickles that may name what is on the lists of `wire.values.allowlist`, and nothing else.
+
+Extension codes, which name objects of Python's registry, are refused, but for the one that every pickle begins with: a
+name replaces it before anything else is done.
+
+Two readers. Nearly all pickles have nothing in them but data, holes for tensors and a few harmless names: these are
+read by pickle's own, in C, which finds `QUICK` names alone. It makes nothing that has a state, and calls nothing but
+`Trusted` functions. For a pickle with other names, such as those of registered classes, it gives up; then pickle's
+other reader takes over, the one in Python, in which every step that does something is looked at: what is called must
+be on the lists, what is changed must be an instance, never a class, and items are added to containers alone.
+
+`wire.values.policy` is the only user of this module: everything that a peer sends is read through a policy.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from arpc.errors import NotAllowedError
+from arpc.wire.values import harmless
+from arpc.wire.values import reducers as reducing
+from arpc.wire.values.allowlist import (
+    CLASSES,
+    MAKERS,
+    QUICK,
+    TENSOR_CLASSES,
+    TRUSTED,
+    VALUES,
+    Key,
+    callable_named,
+    is_exported,
+    shown,
+)
+from arpc.wire.values.arrays import set_array_state, set_dtype_state
+from arpc.wire.values.instances import check_container, construct, make_bare, set_state
+from arpc.wire.values.reducers import spelled_out
+from arpc.wire.values.scanning import MAX_INTEGER_BYTES, check_proportion, takes_care
+from arpc.wire.values.trusted import Trusted, kind_of
+
+__all__ = ["read_name", "restricted_loads"]
+
+assert harmless is not None  # it fills the lists
+
+Permit = Callable[[Key], None]
+"""Raises `NotAllowedError` for an exported function that may not be named by whoever sent a pickle."""
+
+
+class _BeyondHarmlessError(Exception):
+    """There is a name that takes the careful reader."""
+
+
+class _QuickUnpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        found = QUICK.get((module_name, global_name))
+        if found is None:
+            raise _BeyondHarmlessError
+        return found
+
+
+def restricted_loads(payload: bytes | bytearray | memoryview, slots: list[Any], permit: Permit) -> Any:
+    """`pickling.loads`, within the lists. Raises `NotAllowedError`, or whatever reading a bad pickle raises."""
+    data = spelled_out(payload)
+    check_proportion(data)
+    if not takes_care(data, has_slots=bool(slots)):
+        try:
+            return _QuickUnpickler(io.BytesIO(data), buffers=slots).load()
+        except _BeyondHarmlessError:
+            pass
+    return _CarefulUnpickler(io.BytesIO(data), slots, permit).load()
+
+
+def read_name(payload: bytes | bytearray | memoryview) -> Key:
+    """The name in a pickle of a function, which is not looked up. Raises `NotAllowedError` if there is more in it."""
+    if len(payload) > _MAX_NAME_BYTES:
+        raise NotAllowedError(f"the name of a function that takes {len(payload)} bytes")
+    found = _NameUnpickler(io.BytesIO(spelled_out(payload)), [], lambda _: None).load()
+    if not isinstance(found, _Name):
+        raise NotAllowedError("in allow-list mode functions are called by their names")
+    return found.key
+
+
+# -- the careful reader
+
+_MAX_NAME_BYTES: Final = 4096
+_MAX_NESTED: Final = 1000
+"""How deep tuples may be in each other: hashing one takes stack for each, and Python does not look if any is left."""
+_MAX_PLACES: Final = 1 << 22
+"""In how many places there may be tuples in a tuple: hashing it takes time for each, and so does comparing it."""
+
+
+class _Name:
+    __slots__ = ("key",)
+
+    def __init__(self, key: Key) -> None:
+        self.key = key
+
+
+_OPCODES: Final = (
+    b"\x80\x95."  # PROTO, FRAME, STOP
+    b"(01"  # MARK, POP, POP_MARK
+    b"N\x88\x89JKM\x8a\x8bG"  # None, booleans and numbers
+    b"BC\x8e\x96X\x8c\x8d\x97\x98"  # bytes, strings and what comes beside the pickle
+    b"]}\x8f)t\x85\x86\x87\x91aesu\x90"  # containers and what is put into them
+    b"hjqr\x94"  # the memo
+    b"\x93R\x81\x92b"  # names, calls, and the state of what was made
+)
+# Both readers have it; that of Python is not documented, and has been the same since there is protocol 5
+_Base: Any = pickle._Unpickler  # noqa: SLF001
+_Step = Callable[["_CarefulUnpickler"], None]
+
+
+class _CarefulUnpickler(_Base):  # type: ignore[misc]
+    stack: list[Any]
+    metastack: list[list[Any]]
+    dispatch: ClassVar[dict[int, _Step]] = {opcode: _Base.dispatch[opcode] for opcode in _OPCODES}
+
+    def __init__(self, file: io.BytesIO, slots: list[Any], permit: Permit) -> None:
+        super().__init__(file, buffers=slots)
+        self._size_bytes = len(file.getbuffer())
+        self._nesting: dict[int, tuple[int, int]] = {}
+        """By the id of a tuple or frozenset: how deep these are nested in it, and in how many places. One that has the
+        id of another that is gone is noted anew."""
+        self._permit = permit
+
+    def load(self) -> Any:
+        try:
+            return super().load()
+        except KeyError as error:
+            if error.args and type(error.args[0]) is int and error.args[0] not in self.dispatch:
+                raise NotAllowedError("a pickle with an opcode that is not allowed") from None
+            raise
+
+    # -- names
+
+    def find_class(self, module: str, name: str) -> Any:
+        key = module, name
+        for names in (QUICK, TRUSTED, CLASSES, TENSOR_CLASSES, VALUES):
+            if (found := names.get(key)) is not None:
+                return found
+        if key == _FROM_MAIN:
+            return _OfMain(self)
+        if key == _MAKE_INSTANCE:
+            return _make_instance
+        if is_exported(key):
+            self._permit(key)
+            return callable_named(key)
+        raise NotAllowedError(
+            f"{shown(key)} is not on the list of what messages may name here: see arpc.register_type and arpc.export"
+        )
+
+    # -- steps that do something
+
+    def _call(self, called: Any, args: Any) -> Any:
+        if type(args) is not tuple:
+            raise NotAllowedError("a message that calls something with arguments that are no tuple")
+        if called is _make_instance and args:
+            return self._make(args[0], args[1:], {})
+        if type(called) is Trusted or type(called) is _OfMain or called in _IMMUTABLE:
+            return called(*args)
+        if (maker := MAKERS.get(id(called))) is not None:
+            return maker(*args)
+        if called in CLASSES:
+            return construct(called, args)
+        raise NotAllowedError(f"a message that calls {kind_of(called)} while it is read")
+
+    def _make(self, cls: Any, args: Any, kwargs: Any) -> Any:
+        if type(args) is not tuple or type(kwargs) is not dict or not all(type(name) is str for name in kwargs):
+            raise NotAllowedError("a message that makes an instance with arguments that are none")
+        if (maker := MAKERS.get(id(cls))) is not None and not kwargs:
+            return maker(*args)
+        if cls in _IMMUTABLE and not kwargs:
+            return cls(*args)
+        if cls in CLASSES:
+            return make_bare(cls, args, kwargs)
+        raise NotAllowedError(f"a message that makes an instance of {kind_of(cls)} while it is read")
+
+    def load_reduce(self) -> None:
+        args = self.stack.pop()
+        self.stack[-1] = self._call(self.stack[-1], args)
+        self._note_nesting()
+
+    def load_newobj(self) -> None:
+        args = self.stack.pop()
+        self.stack[-1] = self._make(self.stack[-1], args, {})
+        self._note_nesting()
+
+    def load_newobj_ex(self) -> None:
+        kwargs = self.stack.pop()
+        args = self.stack.pop()
+        self.stack[-1] = self._make(self.stack[-1], args, kwargs)
+        self._note_nesting()
+
+    def load_tuple(self) -> None:
+        _Base.load_tuple(self)
+        self._note_nesting()
+
+    def load_tuple1(self) -> None:
+        _Base.load_tuple1(self)
+        self._note_nesting()
+
+    def load_tuple2(self) -> None:
+        _Base.load_tuple2(self)
+        self._note_nesting()
+
+    def load_tuple3(self) -> None:
+        _Base.load_tuple3(self)
+        self._note_nesting()
+
+    def load_frozenset(self) -> None:
+        _Base.load_frozenset(self)
+        self._note_nesting()
+
+    def load_long4(self) -> None:
+        size_bytes = int.from_bytes(self.read(4), "little")
+        if size_bytes > MAX_INTEGER_BYTES:
+            raise NotAllowedError(f"a message with an integer of {size_bytes} bytes")
+        self.append(pickle.decode_long(self.read(size_bytes)))
+
+    def _note_nesting(self) -> None:
+        made = self.stack[-1]
+        if isinstance(made, tuple | frozenset):
+            items: Iterable[Any] = made
+        elif isinstance(made, BaseExceptionGroup):
+            items = made.exceptions
+        elif type(made) is slice:
+            items = (made.start, made.stop, made.step)
+        else:
+            return
+        nesting = self._nesting
+        depth, places = 0, 1
+        for item in items:
+            if isinstance(item, tuple | frozenset | slice | BaseExceptionGroup):
+                inner_depth, inner_places = nesting.get(id(item), (0, 0))
+                depth = max(depth, inner_depth)
+                places += inner_places
+        if depth >= _MAX_NESTED or places > _MAX_PLACES:
+            raise NotAllowedError(
+                f"a message with more than {_MAX_NESTED} tuples inside each other, or one in too many places"
+            )
+        nesting[id(made)] = depth + 1, places
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        made = self.stack[-1]
+        if isinstance(made, np.dtype):
+            set_dtype_state(made, state)
+        elif type(made) is np.ndarray:
+            set_array_state(made, state)
+        else:
+            set_state(made, state)
+
+    def load_bytearray8(self) -> None:
+        size_bytes = int.from_bytes(self.read(8), "little")
+        if size_bytes > self._size_bytes:
+            raise pickle.UnpicklingError("a bytearray that is larger than its pickle")  # it would be filled with zeros
+        self.append(bytearray(self.read(size_bytes)))
+
+    def load_append(self) -> None:
+        check_container(self.stack[-2], list, deque)
+        _Base.load_append(self)
+
+    def load_appends(self) -> None:
+        check_container(self.metastack[-1][-1], list, deque)
+        _Base.load_appends(self)
+
+    def load_setitem(self) -> None:
+        check_container(self.stack[-3], *_DICTS)
+        _Base.load_setitem(self)
+
+    def load_setitems(self) -> None:
+        check_container(self.metastack[-1][-1], *_DICTS)
+        _Base.load_setitems(self)
+
+    def load_additems(self) -> None:
+        check_container(self.metastack[-1][-1], set)
+        _Base.load_additems(self)
+
+    dispatch.update(
+        {
+            pickle.REDUCE[0]: load_reduce,
+            pickle.NEWOBJ[0]: load_newobj,
+            pickle.NEWOBJ_EX[0]: load_newobj_ex,
+            pickle.BUILD[0]: load_build,
+            pickle.TUPLE[0]: load_tuple,
+            pickle.TUPLE1[0]: load_tuple1,
+            pickle.TUPLE2[0]: load_tuple2,
+            pickle.TUPLE3[0]: load_tuple3,
+            pickle.FROZENSET[0]: load_frozenset,
+            pickle.LONG4[0]: load_long4,
+            pickle.BYTEARRAY8[0]: load_bytearray8,
+            pickle.APPEND[0]: load_append,
+            pickle.APPENDS[0]: load_appends,
+            pickle.SETITEM[0]: load_setitem,
+            pickle.SETITEMS[0]: load_setitems,
+            pickle.ADDITEMS[0]: load_additems,
+        }
+    )
+
+
+class _NameUnpickler(_CarefulUnpickler):
+    """Reads a name and looks nothing up."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _OfMain(self) if (module, name) == _FROM_MAIN else _Name((module, name))
+
+    def _call(self, called: Any, args: Any) -> Any:
+        if type(called) is not _OfMain or type(args) is not tuple:
+            raise NotAllowedError("in allow-list mode functions are called by their names")
+        return called(*args)
+
+    def _make(self, cls: Any, args: Any, kwargs: Any) -> Any:
+        raise NotAllowedError("in allow-list mode functions are called by their names")
+
+    def load_build(self) -> None:
+        raise NotAllowedError("in allow-list mode functions are called by their names")
+
+
+class _OfMain:
+    """What `reducing._from_main` is to a restricted reader: a name of ``__main__``, looked up like all others."""
+
+    __slots__ = ("_reader",)
+
+    def __init__(self, reader: _CarefulUnpickler) -> None:
+        self._reader = reader
+
+    def __call__(self, qualname: Any) -> Any:
+        if type(qualname) is not str:
+            raise NotAllowedError("a name of the script that is no text")
+        return self._reader.find_class("__main__", qualname)
+
+
+class _MakeInstance:
+    """What `reducing.make_instance` is to a restricted reader: the same step as pickle's NEWOBJ."""
+
+    __slots__ = ()
+
+
+_make_instance: Final = _MakeInstance()
+_MAKE_INSTANCE: Final = (reducing.__name__, "make_instance")
+_FROM_MAIN: Final = (reducing.__name__, "_from_main")
+_DICTS: Final = (dict, OrderedDict, Counter, defaultdict)
+
+
+class _Immutable:
+    """Classes of Python that are called as they are; asked by identity, since what is called may be unhashable."""
+
+    def __contains__(self, obj: object) -> bool:
+        return obj is complex or obj is range or obj is slice
+
+
+_IMMUTABLE: Final = _Immutable()

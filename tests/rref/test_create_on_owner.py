@@ -1,0 +1,172 @@
+"""Creations at the owner: what is kept of them, and who is told what went wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+import arpc
+from arpc.agent.client.pending_calls import OutgoingCall
+from arpc.rref.creation_label import KEY, pack_label
+from arpc.rref.events import CreationAbandoned, UserDeleted
+from arpc.testing import Cluster
+from arpc.wire.frames import frame
+from arpc.wire.messages import MessageType
+from arpc.wire.metadata import encode_metadata
+from tests.rref import objects
+from tests.rref.conftest import OPTIONS, cluster, until
+from tests.rref.objects import Counter, Rotten
+
+# a coroutine and a thread, with and without tensors beside the arguments, and with keyword arguments
+ROTTEN = [
+    pytest.param(objects.give_back_later, (Rotten(),), {}, id="coroutine"),
+    pytest.param(objects.give_back, (Rotten(),), {}, id="thread"),
+    pytest.param(objects.give_back_later, (torch.ones(3), Rotten()), {}, id="tensor-beside"),
+    pytest.param(objects.give_back_later, (1,), {"rotten": Rotten()}, id="keyword"),
+    pytest.param(lambda rotten: rotten, (Rotten(),), {}, id="function-by-value"),
+]
+
+
+@pytest.mark.parametrize(("function", "args", "kwargs"), ROTTEN)
+async def test_arguments_that_cannot_be_unpacked_are_told_to_all_who_use_the_value(group, function, args, kwargs):
+    rref = arpc.remote("worker1", function, args, kwargs)
+    early = rref.rpc_async().add(1)  # under way before anybody knows
+    elsewhere = arpc.rpc_async("worker2", objects.call_add, (rref,))
+    for use in (early, elsewhere, rref.to_here()):
+        with pytest.raises(arpc.SerializationError, match="gone bad"):
+            await use
+    with pytest.raises(arpc.SerializationError, match="gone bad"):
+        await rref.rpc_sync().add(1)
+    with pytest.raises(arpc.SerializationError, match="gone bad"):
+        await rref._get_future()
+    del early, elsewhere, use
+
+
+async def test_a_function_that_is_not_there_is_told_to_all_who_use_the_value(group, monkeypatch):
+    module = ModuleType("only_here")
+    exec("async def make(): pass", vars(module))  # whose module the owner will not find
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    await arpc.rpc_sync("worker1", objects.nothing)
+    rref = arpc.remote("worker1", module.make)
+    monkeypatch.delitem(sys.modules, "only_here")  # the frame has not left yet
+    early = rref.rpc_async().add(1)
+    for use in (early, rref.to_here()):
+        with pytest.raises(arpc.SerializationError, match="not on worker"):
+            await use
+    del early, use
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "error"),
+    [
+        pytest.param(objects.fail, ("no luck",), ValueError, id="raised"),
+        pytest.param(objects.make_number, (), TypeError, id="too-few-arguments"),
+        pytest.param(objects.make_number, (1, 2), TypeError, id="too-many-arguments"),
+    ],
+)
+async def test_an_error_of_the_function_is_no_error_of_the_creation(group, function, args, error):
+    for _ in range(2):  # the first one defines the function
+        rref = arpc.remote("worker1", function, args)
+        assert await rref._get_future() is None
+        with pytest.raises(error):
+            await rref.rpc_sync().add(1)
+        with pytest.raises(error):
+            await rref.remote().add(1)
+
+
+async def test_functions_without_a_number_have_a_name(group):
+    rref = arpc.remote("worker1", lambda: 5)
+    assert await rref == 5
+    (row,) = group[1].rrefs()
+    assert "<lambda> for worker worker0" in row.made
+
+
+async def test_creations_with_arguments_by_name_make_the_same(group):
+    by_place = arpc.remote("worker1", objects.make_number, (5,))
+    by_name = arpc.remote("worker1", objects.make_number, (), {"number": 5})
+    assert await by_place == await by_name == 5
+    assert [(row.state, row.made, row.forks) for row in group[1].rrefs()] == [
+        ("ready", "make_number for worker worker0", {"worker0": 1})
+    ] * 2
+    assert {str(row.made) for row in group[0].rrefs()} == {"make_number"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [OPTIONS.replace(max_calls_in_flight=8), OPTIONS.replace(rref_creation_stacks=True)],
+    ids=["calls-are-counted", "stacks-are-told"],
+)
+async def test_options_that_look_at_calls_or_their_origin_change_no_value(options):
+    async with cluster(2, options=options):
+        for number in range(3):
+            rref = arpc.remote("worker1", objects.make_number, (number,))
+            assert await rref == number
+            assert await rref.remote().bit_length() == number.bit_length()
+
+
+async def test_a_creation_that_waits_goes_on_like_any_handler(group):
+    objects.gates["gate"] = gate = objects.Gate()
+    await arpc.remote("worker1", objects.make_number, (0,))
+    rref = arpc.remote("worker1", objects.pass_gate, ("gate", 7))
+    waiting = asyncio.ensure_future(rref.to_here())
+    await gate.entered.wait()
+    (row,) = [row for row in group[1].rrefs() if row.state == "creating"]
+    assert row.type == "not there yet"
+    gate.event.set()
+    assert await waiting == 7
+    del objects.gates["gate"]
+
+
+async def test_a_creation_that_waits_can_run_out_of_time(group):
+    objects.gates["gate"] = gate = objects.Gate()
+    await arpc.remote("worker1", objects.make_number, (0,))  # so that there is a connection
+    rref = arpc.remote("worker1", objects.pass_gate, ("gate",), timeout=0.5)
+    await gate.entered.wait()
+    # whoever is first to notice
+    with pytest.raises(arpc.RRefCreationError, match=r"timed out|ran past its deadline"):
+        await rref
+    await until(lambda: not any(link.inbound.running for link in group[1].agent.connector.links))
+    del objects.gates["gate"]
+
+
+async def test_a_creation_that_was_given_up_before_it_came_is_refused(group: Cluster):
+    await arpc.remote("worker1", objects.make_number, (0,))
+    context = group[1].rref_context
+    rref, fork = group[0].rref_context.ids.next_number(), group[0].rref_context.ids.next_number()
+    context.happened(CreationAbandoned(rref, fork, group[0].info, "it was cut"))
+    peer = group[0].agent.known_peer("worker1")
+    numbers = group[0].rref_context.post.numbers("worker1")
+    number, oldest = numbers.take_with_oldest()
+    label = pack_label(group[0].rref_context.incarnation, number, oldest, rref, fork, "")
+    future = group[0].agent.loop.create_future()
+    call = OutgoingCall(
+        peer, future, objects.make_number, (1,), timeout=5.0, type=int(MessageType.RREF_CREATE), metadata={KEY: label}
+    )
+    group[0].agent.sender.send(call)
+    with pytest.raises(arpc.RRefError, match="given up by worker 'worker0'"):
+        await future
+    numbers.settle(number)
+    context.happened(UserDeleted(rref, fork))
+    assert rref not in context.forks.owned
+
+
+async def test_a_malformed_label_is_refused_and_nothing_else_happens(group, caplog):
+    assert await arpc.remote("worker1", objects.make_number, (1,)) == 1
+    peer = group[0].agent.known_peer("worker1")
+    number = peer.function_ids[objects.make_number]
+    for metadata in ({}, {KEY: b""}, {KEY: pack_label(1, 1, 1, 1, 1, "")[:-1]}):
+        peer.connection.send(frame(MessageType.RREF_CREATE, 0, 1, number, 0, b"", encode_metadata(metadata)))
+    assert await arpc.remote("worker1", objects.make_number, (2,)) == 2
+    assert caplog.text.count("malformed request of worker worker0") == 3
+
+
+async def test_methods_of_a_value_can_be_chained(group):
+    rref = arpc.remote("worker1", Counter, (0,))
+    for _ in range(5):
+        rref = rref.remote().next()
+    assert (await rref).total == 5
+    await until(lambda: len(group[1].rrefs()) == 1)

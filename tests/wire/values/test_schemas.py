@@ -1,0 +1,230 @@
+"""Tensors that look alike have one schema, however it is found; nothing is kept alive to find it."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from arpc.errors import ProtocolError, SerializationError
+from arpc.private import torch as private
+from arpc.wire.values import schemas
+from arpc.wire.values.layouts import read_layout
+from arpc.wire.values.raw_memory import address_of
+from arpc.wire.values.schemas import Packer
+from tests.wire.exchange import assert_same, body_of, unpacked
+
+
+@pytest.fixture(params=["guards", "attributes"])
+def packer(request, monkeypatch):
+    """A packer that recognizes tensors in one call, and one that compares their attributes."""
+    if request.param == "attributes":
+        monkeypatch.setattr(private, "_uses_guards", False)
+    elif private.PUBLIC_ONLY:
+        pytest.skip("the private APIs are turned off")
+    return Packer(1000)
+
+
+def state(offset: float = 0) -> list[Tensor]:
+    return [
+        torch.arange(5.0) + offset,
+        torch.ones(3, 4, dtype=torch.int64),
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.full((400,), offset),
+        torch.ones(2, requires_grad=True),
+        torch.tensor(1j),
+        torch.zeros(0, 3),
+        torch.ones(10)[3:],
+    ]
+
+
+def test_tensors_that_look_alike_have_one_schema(packer):
+    seen = set()
+    for round_ in range(5):
+        sent = state(round_)
+        packed = packer.pack(sent)
+        seen.add(packed.schema)
+        for arrived, tensor in zip(unpacked(packed), sent, strict=True):
+            assert_same(arrived, tensor)
+        assert packed.schema.uses == round_ + 1
+        assert len(packed.buffers) == 1
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: tensor.double(),
+        lambda tensor: tensor.detach().requires_grad_(),
+        lambda tensor: tensor.t(),
+        torch._neg_view,
+        lambda tensor: torch.cat([tensor, tensor])[::2],
+        lambda tensor: tensor.to_sparse(),
+        lambda tensor: tensor.to("meta"),
+        lambda tensor: torch.nested.nested_tensor([tensor[0], tensor[1]]),
+        lambda tensor: torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8),
+        lambda tensor: tensor[0].expand(2, 2),
+        lambda _: pickle.PickleBuffer(np.ones((2, 2))),
+    ],
+    ids=["dtype", "grad", "t", "neg", "strided", "sparse", "meta", "nested", "quantized", "expanded", "array"],
+)
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.filterwarnings("ignore:.*quantize")
+def test_other_tensors_have_another_schema_wherever_they_are(packer, change: Callable[[Tensor], Any], place):
+    plain = [torch.rand(2, 2) for _ in range(3)]
+    for _ in range(3):
+        schema = packer.pack(plain).schema
+    other: list[Any] = [*plain]
+    other[place] = change(plain[place])
+    for _ in range(3):
+        packed = packer.pack(other)
+        arrived = unpacked(packed)
+        for index in {0, 1, 2} - {place}:
+            assert_same(arrived[index], plain[index])
+        if place == 1:
+            assert str(arrived[1]) == str(other[1]) or isinstance(other[1], pickle.PickleBuffer)
+        assert packed.schema is not schema
+    assert packer.pack(plain).schema is schema
+
+
+def test_alternating_shapes_keep_their_schemas(packer):
+    middle = [[torch.ones(2), torch.ones(size), torch.ones(2)] for size in (3, 4, 5)]
+    first = [packer.pack(tensors).schema for tensors in middle]
+    assert len(set(first)) == 3
+    for _ in range(3):
+        assert [packer.pack(tensors).schema for tensors in middle] == first
+
+
+def test_parameters_and_tensors_alternate(packer):
+    for _ in range(3):
+        for tensor in (Parameter(torch.ones(3)), torch.ones(3, requires_grad=True)):
+            (arrived,) = unpacked(packer.pack([tensor]))
+            assert arrived.requires_grad
+            assert arrived.tolist() == [1.0] * 3
+
+
+def test_modes_of_torch_do_not_matter(packer):
+    with torch.inference_mode():
+        made_there = torch.ones(3)
+    for _ in range(3):
+        for tensor in (made_there, torch.ones(3)):
+            assert unpacked(packer.pack([tensor]))[0].tolist() == [1.0] * 3
+            with torch.inference_mode():
+                assert unpacked(packer.pack([tensor]))[0].tolist() == [1.0] * 3
+            with torch.no_grad():
+                assert unpacked(packer.pack([tensor]))[0].tolist() == [1.0] * 3
+
+
+def test_tensors_that_share_memory_share_it_again_although_such_tensors_did_not_before(packer):
+    for _ in range(3):
+        packer.pack([torch.ones(4), torch.ones(4)])
+    whole = torch.zeros(8)
+    for views in ([whole[:4], whole[4:]], [whole[:4], whole[:4].view(4)]):
+        first, second = unpacked(packer.pack(views))
+        assert first.untyped_storage()._cdata == second.untyped_storage()._cdata
+
+
+def test_freed_memory_is_refused_although_such_a_tensor_was_sent_before(packer):
+    for whole in (torch.ones(4), torch.ones(8)):
+        tensor = whole[-4:]
+        for _ in range(3):
+            packer.pack([tensor])
+        size = whole.untyped_storage().nbytes()
+        whole.untyped_storage().resize_(0)
+        with pytest.raises(SerializationError, match="memory was freed"):
+            packer.pack([tensor])
+        with pytest.raises(SerializationError, match="memory was freed"):
+            packer.pack([torch.ones(3), tensor])
+        whole.untyped_storage().resize_(size)
+
+
+def test_addresses_do_not_matter(packer, monkeypatch):
+    """A Python that is not position-independent has its heap below 4 GiB."""
+    tensor = torch.arange(4.0)
+    base = tensor.data_ptr() - 64
+    monkeypatch.setattr(schemas, "_address_of", lambda tensor: tensor.data_ptr() - base)
+    taken = []
+
+    class Memory:
+        def __getitem__(self, place: slice) -> bytes:
+            taken.append(place.start)
+            return schemas_memory[place.start + base : place.stop + base]
+
+    schemas_memory = schemas.MEMORY
+    monkeypatch.setattr(schemas, "MEMORY", Memory())
+    for _ in range(3):
+        assert unpacked(packer.pack([tensor]))[0].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert taken == [64] * 3
+
+
+def test_arrays_travel_beside_tensors(packer):
+    array = np.arange(20, dtype=np.int32)
+    for _ in range(3):
+        packed = packer.pack([torch.ones(2), pickle.PickleBuffer(array), pickle.PickleBuffer(np.ones(1000))])
+        tensor, memory, large = unpacked(packed)
+        assert tensor.tolist() == [1.0, 1.0]
+        assert bytes(memory) == array.tobytes()
+        assert bytes(large) == np.ones(1000).tobytes()
+        assert len(packed.buffers) == 1
+        assert address_of(memory) % 16 == 0
+    assert packed.schema.uses == 3
+
+
+def test_no_tensor_is_kept_alive(packer):
+    tensors = state()
+    for _ in range(4):
+        packer.pack(tensors)
+        packer.pack([tensors[0], tensors[0][:2], torch.eye(2).to_sparse()])
+    references = [weakref.ref(tensor) for tensor in tensors]
+    del tensors
+    gc.collect()
+    assert [reference() for reference in references] == [None] * len(references)
+
+
+def test_the_memory_of_a_packer_is_bounded(packer, monkeypatch):
+    monkeypatch.setattr(schemas, "MAX_SCHEMAS", 10)
+    for size in range(100):
+        for _ in range(2):
+            packer.pack([torch.ones(size)])
+            packer.pack([torch.ones(2, size + 2)[:, :2]])
+            packer.pack([pickle.PickleBuffer(bytes(size))])
+        assert max(len(packer._recent), len(packer._by_looks), len(packer._by_table)) <= 10
+    monkeypatch.setattr(schemas, "MAX_TABLE_BYTES", 100)
+    for size in range(100):
+        packer.pack([torch.ones(size)] * 1)
+        assert sum(map(len, packer._by_table)) <= 200
+
+
+def test_another_limit_may_be_given(packer):
+    tensors = [torch.ones(4), torch.ones(4)]
+    assert packer.pack(tensors).buffers == []
+    assert len(packer.pack(tensors, inline_limit=0).buffers) == 2
+    assert packer.pack(tensors).buffers == []
+
+
+def test_a_message_without_tensors_has_a_schema(packer):
+    packed = packer.pack([])
+    assert unpacked(packed) == []
+    assert packed.schema.inline_bytes == 0
+
+
+def test_a_layout_says_how_much_it_takes(packer):
+    packed = packer.pack(state())
+    layout = read_layout(packed.schema.table)
+    assert layout.inline_bytes == packed.schema.inline_bytes
+    assert layout.n_buffers == 1
+    assert layout.placements == {}
+    with pytest.raises(ProtocolError, match="larger than the message"):
+        layout.build(body_of(packed, b"")[:-1], packed.buffers)
+    with pytest.raises(ProtocolError, match="buffer 0 of 0"):
+        layout.build(body_of(packed), [])

@@ -69,7 +69,7 @@ async def test_a_worker_leaves_while_others_go_on_calling_it(group):
 
     functions = (echo, echo_later, echo_in_thread, echo_inline)
     calling = [asyncio.create_task(call_on_and_on(group[n], function)) for function in functions for n in (0, 2)]
-    await until(lambda: callee.agent.executor.calls_handled > 100)
+    await until(lambda: callee.agent.dispatcher.calls_handled > 100)
     async with asyncio.timeout(30):
         await callee.shutdown(timeout=20)  # it raises if calls are under way when time is up
         await asyncio.gather(*calling)

@@ -6,7 +6,6 @@ import contextlib
 
 import pytest
 import torch
-from tests.agent.test_lanes import have_lanes
 
 import arpc
 from arpc.options import RpcOptions
@@ -14,6 +13,7 @@ from arpc.testing import cluster
 from arpc.transport.striping import Lanes
 from arpc.transport.tls import SecureConnection, TlsTransport
 from tests.agent.leftovers import assert_nothing_left
+from tests.agent.peers.test_bulk_connections import have_lanes
 from tests.agent.stage import echo
 from tests.certificates import tls_for
 

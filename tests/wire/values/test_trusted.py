@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from arpc.errors import NotAllowedError, ProtocolError, SerializationError
-from arpc.wire import policy  # which fills the lists
+from arpc.wire.values import policy  # which fills the lists
 from arpc.wire.values.allowlist import (
     CLASSES,
     MAKERS,

@@ -38,13 +38,15 @@ class Content(msgspec.Struct, gc=False):
     meta: bytes = b""
     tensors: PackedTensors | None = None
 
-    @property
     def size_bytes(self) -> int:
         """Bytes it takes on its way."""
         size = HEADER_BYTES + len(self.pickle) + len(self.meta)
-        if self.tensors is not None:
-            size += self.tensors.schema.inline_bytes + sum([buffer.nbytes for buffer in self.tensors.buffers])
-        return size
+        tensors = self.tensors
+        if tensors is None:
+            return size
+        if tensors.buffers:
+            size += sum([buffer.nbytes for buffer in tensors.buffers])
+        return size + tensors.schema.inline_bytes
 
 
 class Interceptor(Protocol):

@@ -100,8 +100,8 @@ def test_the_size_of_content_counts_all_that_travels():
     content = content_of([small, large], make_codec(), b"meta")
     assert content.tensors is not None
     assert [buffer.nbytes for buffer in content.tensors.buffers] == [large.nbytes]
-    assert content.size_bytes == HEADER_BYTES + len(content.pickle) + len(b"meta") + small.nbytes + large.nbytes
-    assert Content(b"pickle").size_bytes == HEADER_BYTES + len(b"pickle")
+    assert content.size_bytes() == HEADER_BYTES + len(content.pickle) + len(b"meta") + small.nbytes + large.nbytes
+    assert Content(b"pickle").size_bytes() == HEADER_BYTES + len(b"pickle")
 
 
 # -- limits

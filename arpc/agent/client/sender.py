@@ -83,31 +83,27 @@ class Sender:
         if call.kwargs is not None and call.kwargs.__class__ is not dict:
             call.kwargs = as_keywords(call.kwargs)
         number = 1 if call.type in self._nameless else self._function_number(call)
-        flags = call.flags
-        slots = _NO_SLOTS
-        if call.args or call.kwargs or not number:
-            pickle, slots = self._pickle(peer, number, call.function, call.args, call.kwargs)
-            if call.kwargs:
+        args, kwargs, flags = call.args, call.kwargs, call.flags
+        pickle, slots, tensors = b"", _NO_SLOTS, None
+        if args or kwargs or not number:
+            pickle, slots = self._pickle(peer, number, call.function, args, kwargs)
+            if kwargs:
                 flags |= _KWARGS
-        else:
-            pickle = b""
         metadata = call.metadata
         if not call.is_internal and any(self._occasions):
             metadata = self._intercepted(call, slots)
-        content = Content(
-            pickle,
-            encode_metadata(metadata) if metadata else b"",
-            self._codec.pack(slots, len(pickle), self._codec.stager_to(peer.info.name)) if slots else None,
-        )
+        if slots:
+            tensors = self._codec.pack(slots, len(pickle), self._codec.stager_to(peer.info.name))
+        content = Content(pickle, encode_metadata(metadata) if metadata else b"", tensors)
         if scope is not None:
             scope.call_begun(call.recipient)
         pending = Call(
-            call.recipient, function, content.size_bytes, call.type, flags, number, timeout_ms, content, call.name
+            call.recipient, function, content.size_bytes(), call.type, flags, number, timeout_ms, content, call.name
         )
         call_id = peer.calls.add(tick, pending)
         try:
-            if content.tensors is not None and content.tensors.waits:
-                self._submit_when_filled(peer, call_id, pending, content.tensors)
+            if tensors is not None and tensors.waits:
+                self._submit_when_filled(peer, call_id, pending, tensors)
             elif call.is_held:
                 peer.hold(call_id, pending)
             else:

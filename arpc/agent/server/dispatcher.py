@@ -120,6 +120,18 @@ class Dispatcher:
             inbound.arrived_ns[message.id] = _now_ns()
         if self.observers.installed:
             self.observers.accepted(inbound, message)
+        function = inbound.functions.get(message.arg)
+        if (
+            function.__class__ is Function
+            and not (function.results.are_large or inbound.is_full or inbound.connection.is_congested)
+            and not message.flags & RequestFlag.STREAM
+        ):
+            self._launch(self._run(inbound, function, message))
+        else:
+            self._admit(inbound, message)
+
+    def _admit(self, inbound: Inbound, message: Message) -> None:
+        """Take a call that may have to wait, or that is not simply run."""
         results = inbound.results_of(message)
         is_large = results is not None and results.are_large
         if not (is_large or inbound.is_full or inbound.connection.is_congested):

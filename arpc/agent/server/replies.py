@@ -141,7 +141,7 @@ class Replies:
         else:
             _send(connection, _ITEM, 0, run.id, place, content)
         run.items_sent += 1
-        return content.size_bytes
+        return content.size_bytes()
 
     def stream_ended(self, run: Run) -> None:
         """All items of a stream have been sent."""
@@ -207,7 +207,7 @@ class Replies:
         inbound = run.inbound
         run.ended = True
         if run.handling is not None:
-            self._observers.ended(run, content.size_bytes, error)
+            self._observers.ended(run, content.size_bytes(), error)
         run.nested = None  # a timer may keep the run's context for long, and their exceptions keep the handler's frames
         run.context = NO_CONTEXT
         run.task = run.args = run.kwargs = None  # it may wait for a thread for a long time still
@@ -221,14 +221,16 @@ class Replies:
         tensors = content.tensors
         if error is None:
             results = run.results or run.function.results
-            size_bytes = len(content.pickle) if tensors is None else content.size_bytes
+            size_bytes = len(content.pickle) if tensors is None else content.size_bytes()
             if results.are_large or not results.are_known or size_bytes > SMALL_MESSAGE_BYTES:
                 results.saw(size_bytes)
         if tensors is not None and tensors.waits:
             self._send_when_filled(inbound, run.id, type_, flags, arg, content)
             return
-        with suppress(ConnectionClosedError):  # then the caller knows: its own end of the connection is closed too
+        try:  # noqa: SIM105 - `suppress` takes longer than all else here
             self._send(inbound, run.id, type_, flags, arg, content)
+        except ConnectionClosedError:
+            pass  # the caller knows: its own end of the connection is closed too
 
     def _send(self, inbound: Inbound, call_id: int, type_: int, flags: int, arg: int, content: Content) -> None:
         bulk = inbound.connection.send_message(

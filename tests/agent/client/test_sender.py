@@ -131,7 +131,7 @@ async def test_a_call_without_arguments_has_an_empty_body(desk):
     call = desk.send(echo)
     assert (call.type, call.flags, call.function_id, call.timeout_ms) == (MessageType.REQUEST, 0, 5, 60_000)
     assert (call.content.pickle, call.content.meta, call.content.tensors) == (b"", b"", None)
-    assert call.size_bytes == call.content.size_bytes
+    assert call.size_bytes == call.content.size_bytes()
     assert call.connection is None
     assert call.name == "echo"
     ((call_id, pending),) = desk.peer.calls

@@ -266,7 +266,7 @@ def make_pickles() -> Callable[[bytes], None]:
     """The restricted unpickler, by both of its ways; and the names of functions."""
     import torch
 
-    from arpc.wire import restricted
+    from arpc.wire.values import restricted
     from arpc.wire.values.allowlist import callable_named
 
     forbidden: list[str] = []

@@ -335,9 +335,10 @@ class Agent:
         # isolated
         outer = None if self._tasks_are_isolated or torchstate.is_pristine() else torchstate.save_and_reset()
         try:
-            for message in messages:
-                if self.observers.installed:
+            if self.observers.installed:
+                for message in messages:
                     self.observers.answered(link.peer, message)
+            for message in messages:
                 handlers[message.__class__](link, message)
         finally:
             if outer is not None:

@@ -36,11 +36,16 @@ _GOODBYE: Final = int(MessageType.GOODBYE)
 _ARENA: Final = int(MessageType.ARENA)
 _LENT: Final = int(MessageType.LENT)
 _FIRST_OF_CALLS: Final = int(MessageType.FUNCTION)
+_SCHEMA: Final = int(MessageType.SCHEMA)
+_CALLS: Final = tuple(
+    MESSAGE_CLASSES.get(type_) if type_ >= _FIRST_OF_CALLS and type_ != _SCHEMA else None for type_ in range(256)
+)
+"""By type: the messages of an open connection that are handed on as they are."""
+_NO_CALLS: Final = (None,) * 256
 _CLASSES: Final = tuple(MESSAGE_CLASSES.get(type_) for type_ in range(256))
 # Nobody sends as many at once: they wait for room before, see RpcOptions.window_bytes
 _MAX_INCOMPLETE: Final = 1 << 17
 _NO_BUFFERS: Final[tuple[memoryview, ...]] = ()
-_SCHEMA: Final = int(MessageType.SCHEMA)
 MAX_SCHEMAS: Final = 1024
 """How many layouts of tensors a peer may announce on one connection."""
 MAX_SCHEMA_BYTES: Final = 1 << 22
@@ -124,6 +129,7 @@ class Protocol:
         self._handshake = handshake
         self._open_limits = limits
         self._limits = _HANDSHAKE_LIMITS
+        self._calls: tuple[type[Message] | None, ...] = _NO_CALLS
         self.allocate = allocate
         """Where memory for large tensors comes from."""
         self._read_layout = read_layout
@@ -210,9 +216,13 @@ class Protocol:
         farewell).
         """
         messages: list[Message] = []
+        if self.state is State.CLOSED:
+            return messages
         try:
-            if self.state is not State.CLOSED:
-                self._receive(size_bytes, messages)
+            if self._target is None:
+                self._parse(self._end + size_bytes, messages)
+            else:
+                self._receive_target(size_bytes, messages)
         except HandshakeError as error:
             self._answer(self._handshake.farewell(error))
             self.close()
@@ -220,25 +230,30 @@ class Protocol:
         except BaseException:
             self.close()
             raise
+        if self._end or self._target is not None or self._assemblies:
+            self._next = self._elsewhere()
+        else:
+            self._next = self._view
         return messages
 
-    def _receive(self, size_bytes: int, messages: list[Message]) -> None:
+    def _receive_target(self, size_bytes: int, messages: list[Message]) -> None:
         target = self._target
-        if target is None:
-            self._parse(self._end + size_bytes, messages)
-        elif size_bytes < target.nbytes:
+        assert target is not None
+        if size_bytes < target.nbytes:
             self._target = target[size_bytes:]
         else:
             self._target = None
             self._finish_target(messages)
+
+    def _elsewhere(self) -> memoryview:
+        """Where the next bytes go while something has arrived in part."""
         if self._target is not None:
-            self._next = self._target
-        elif self._end:
-            self._next = self._view[self._end :]
-        else:
-            # While a large tensor is under way, what comes next is most likely a chunk for it: with little more than
-            # its header read here, the rest is read where it belongs, and not copied there
-            self._next = self._small_view if self._assemblies else self._view
+            return self._target
+        if self._end:
+            return self._view[self._end :]
+        # While a large tensor is under way, what comes next is most likely a chunk for it: with little more than its
+        # header read here, the rest is read where it belongs, and not copied there
+        return self._small_view
 
     # -- frames
 
@@ -246,53 +261,79 @@ class Protocol:
         """Take the frames that are complete in the buffer, and move the rest to its start."""
         start = 0
         buffer = self.buffer
-        limit, _, header_limit = self._limits
-        is_open = self.state is not State.HANDSHAKE
-        layout: Layout | None
+        limit = self._limits.body_bytes
         while (body_start := start + HEADER_BYTES) <= end:
-            header = _unpack_header(buffer, start)
-            length, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, schema = header
-            if length > limit:
-                frames.check(Header._make(header), self._limits)
+            length, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, schema = _unpack_header(buffer, start)
             stop = body_start + length
-            if type_ == _DATA:
-                start = self._receive_data(id_, length, body_start, end, messages)
-                if self._target is not None:
-                    start = end = 0
+            cls = self._calls[type_]
+            if cls is None or n_buffers or stop > end or length > limit:
+                start, end, is_whole = self._parse_special(start, end, messages)
+                if not is_whole:
                     break
+                buffer = self.buffer
+                limit = self._limits.body_bytes
                 continue
-            cls = _CLASSES[type_]
-            if cls is None:
-                raise ProtocolError(f"a message of the unknown type {type_}")
-            if stop > end:
-                if stop - start > self._view.nbytes:
-                    self._begin_large_body(Header._make(header), body_start, end)
-                    start = end = 0
-                break
             start = stop
             body = buffer[body_start:stop]
-            if schema or n_buffers:
-                layout = None
-                if schema and (layout := self._layouts.get(schema)) is None:
-                    layout, table_start = self._one_off_layout(schema, body)
-                    del body[table_start:]
-                meta_start = 8 * n_buffers + (layout.inline_bytes if layout is not None else 0)
+            if schema or meta_size:
+                messages.append(self._message(cls, flags, id_, arg, timeout_ms, 0, meta_size, schema, body))
             else:
-                layout, meta_start = None, 0
-            meta_end = meta_start + meta_size
-            if meta_end > len(body) or meta_size > header_limit:
-                raise ProtocolError("the parts of a frame are longer than the frame, or than the limit")
-            message = cls(flags, id_, arg, timeout_ms, layout, meta_start, meta_end, body, _NO_BUFFERS)
-            if is_open and type_ >= _FIRST_OF_CALLS and not n_buffers and type_ != _SCHEMA:
-                messages.append(message)
-            else:
-                self._receive_special(message, n_buffers, messages)
-                buffer = self.buffer
-                limit, _, header_limit = self._limits
-                is_open = self.state is not State.HANDSHAKE
+                messages.append(cls(flags, id_, arg, timeout_ms, None, 0, 0, body, _NO_BUFFERS))
         self._end = rest = end - start
         if start and rest:
             self._view[:rest] = self._view[start:end]
+
+    def _message(
+        self,
+        cls: type[Message],
+        flags: int,
+        id_: int,
+        arg: int,
+        timeout_ms: int,
+        n_buffers: int,
+        meta_size: int,
+        schema: int,
+        body: bytearray,
+    ) -> Message:
+        """A message with tensors or metadata. The memory of its large tensors comes later."""
+        layout: Layout | None = None
+        meta_start = 8 * n_buffers
+        if schema:
+            layout = self._layouts.get(schema)
+            if layout is None:
+                layout, table_start = self._one_off_layout(schema, body)
+                del body[table_start:]
+            meta_start += layout.inline_bytes
+        meta_end = meta_start + meta_size
+        if meta_end > len(body) or meta_size > self._limits.header_bytes:
+            raise ProtocolError("the parts of a frame are longer than the frame, or than the limit")
+        return cls(flags, id_, arg, timeout_ms, layout, meta_start, meta_end, body, _NO_BUFFERS)
+
+    def _parse_special(self, start: int, end: int, messages: list[Message]) -> tuple[int, int, bool]:
+        """Take a frame that is no small message of an open connection, or is not complete.
+
+        Returns where the next one begins, where the bytes end, and False if what is left is not a whole frame.
+        """
+        header = Header._make(_unpack_header(self.buffer, start))
+        frames.check(header, self._limits)
+        body_start = start + HEADER_BYTES
+        stop = body_start + header.length
+        if header.type == _DATA:
+            start = self._receive_data(header.id, header.length, body_start, end, messages)
+            return (start, end, True) if self._target is None else (0, 0, False)
+        cls = _CLASSES[header.type]
+        if cls is None:
+            raise ProtocolError(f"a message of the unknown type {header.type}")
+        if stop > end:
+            if stop - start <= self._view.nbytes:
+                return start, end, False
+            self._begin_large_body(header, body_start, end)
+            return 0, 0, False
+        _, _, flags, n_buffers, id_, arg, timeout_ms, meta_size, schema = header
+        body = self.buffer[body_start:stop]
+        message = self._message(cls, flags, id_, arg, timeout_ms, n_buffers, meta_size, schema, body)
+        self._receive_special(message, n_buffers, messages)
+        return stop, end, True
 
     # -- schemas
 
@@ -478,6 +519,7 @@ class Protocol:
     def _open(self) -> None:
         self._set_state(State.OPEN)
         self._limits = self._open_limits
+        self._calls = _CALLS
         # what came right behind the handshake stays where it is
         self._set_buffer(self.buffer.ljust(RECEIVE_BYTES, b"\0"))
 

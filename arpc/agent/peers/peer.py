@@ -180,7 +180,7 @@ class Peer:
             self.send_held()
         connection = self.connection
         size_bytes = call.size_bytes
-        # small ones pass those that wait for room
+        # small calls pass those that wait for room
         if connection is not None and (not self.backlog or size_bytes <= _SMALL_BYTES) and self.has_room(size_bytes):
             self._send(connection, call_id, call)
             return
@@ -221,13 +221,14 @@ class Peer:
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether a call of that size need not wait for others to end."""
-        limit = self._window_bytes if size_bytes > _SMALL_BYTES else 2 * self._window_bytes
-        connection = self.connection
-        if connection is not None and connection.is_congested and connection.unsent_bytes > limit:
-            return False  # of calls that were given up, the bytes may still be here
         if self._max_in_flight and self.in_flight_calls >= self._max_in_flight:
             return False
-        return self.in_flight_bytes == 0 or self.in_flight_bytes + size_bytes <= limit
+        limit = self._window_bytes if size_bytes > _SMALL_BYTES else 2 * self._window_bytes
+        if self.in_flight_bytes and self.in_flight_bytes + size_bytes > limit:
+            return False
+        connection = self.connection
+        # of calls that were given up, the bytes may still be here
+        return connection is None or not connection.is_congested or connection.unsent_bytes <= limit
 
     def _send(self, connection: Connection, call_id: int, call: Call) -> None:
         content, call.content = call.content, None

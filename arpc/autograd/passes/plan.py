@@ -1,0 +1,209 @@
+"""How a graph is divided for a pass: each node belongs to the earliest message sent from here that reaches it.
+
+Gradients enter a worker's graph at its *sends* (messages that left with tensors) and, where the pass began, at the
+roots. The nodes that a send reaches and no earlier send does are its *region*. A region runs when its send is resolved
+and all regions that lead into it have run. Later sends lead into regions of earlier ones, never the other way round, so
+there is always a region that can go on.
+
+Leaves and recv nodes without hooks belong to no region. They are *targets* of each region that leads to them, and get
+the sum of its parts. With hooks they must see whole gradients, so they are nodes of a region like any other.
+
+Nothing here computes with tensors: the tests use nodes of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from arpc.autograd.nodes import LeafNode, RecvNode, RecvRecord
+
+__all__ = ["Edge", "Plan", "Planner", "Region", "Send"]
+
+Edge: TypeAlias = tuple[Any, int]
+"""A node, and the number of one of its inputs. A node has ``next_functions``, the edges that it leads to."""
+HasHooks: TypeAlias = Callable[[Any, Any], bool]
+
+
+class Send(NamedTuple):
+    """A message that left this worker with tensors that require grad."""
+
+    edges: Sequence[Edge]
+    """Where the gradients of its tensors go."""
+    node: Any
+    """See `attach_send`."""
+    to: int
+    """The id of the worker that it was sent to."""
+    stamp: int
+    """The clock of the context when it was sent: larger than that of any message it depends on."""
+
+
+class Region:
+    """The nodes that a send reaches and no earlier one does; or those that only the roots reach."""
+
+    __slots__ = ("entering", "executed", "is_over", "message_id", "recvs", "send", "targets", "touches", "waits")
+
+    def __init__(self, message_id: int, send: Send | None) -> None:
+        self.message_id = message_id
+        self.send = send
+        """None for the region of the roots."""
+        self.targets: dict[Edge, None] = {}
+        """Edges to leaves, and to recv nodes without hooks: what the engine is asked for."""
+        self.recvs: dict[RecvRecord, None] = {}
+        """The messages whose tensors it can give gradients to."""
+        self.executed: list[RecvRecord] | None = None
+        """Those of them that have hooks, so that the engine executes their nodes."""
+        self.touches: set[Region] = set()
+        """Regions of earlier sends that its nodes lead into."""
+        self.waits = 0 if send is None else 1
+        """How many things it waits for: its own send, and the regions that lead into it."""
+        self.entering: list[tuple[Edge, Any]] = []
+        """Gradients that have come for its nodes."""
+        self.is_over = False
+
+
+class Plan:
+    """The regions of one worker's graph for one pass, in the order of their sends, that of the roots last."""
+
+    def __init__(
+        self,
+        regions: Sequence[Region],
+        owners: Mapping[Any, Region],
+        leaves: Mapping[Any, Any],
+        accumulated: Mapping[Any, Any],
+        cutoff: int,
+    ) -> None:
+        self.regions = regions
+        self.owners = owners
+        """The region of each node that belongs to one."""
+        self.leaves = leaves
+        """The nodes of leaves without hooks, and the tensors that these are."""
+        self.accumulated = accumulated
+        """Leaves whose gradients torch itself has to accumulate in the end, with hooks, by their nodes."""
+        self.cutoff = cutoff
+        """The latest stamp of a message that the roots depend on: no later send gets gradients."""
+
+    @property
+    def count(self) -> int:
+        """How many nodes there are."""
+        return len(self.owners) + len(self.leaves)
+
+    @property
+    def nodes(self) -> Iterator[Any]:
+        """The nodes that can run."""
+        return iter(self.owners)
+
+
+class Planner:
+    """Walks a graph once, as many nodes at a time as it is told: a large one is better walked in a thread."""
+
+    def __init__(
+        self,
+        sends: Mapping[int, Send],
+        roots: Sequence[Edge] | None = None,
+        cutoff: int = 0,
+        has_accumulate_hooks: HasHooks = lambda _node, _leaf: False,
+        *,
+        leaf_class: type = LeafNode,
+        recv_class: type = RecvNode,
+    ) -> None:
+        """``sends``: those of the context, by message id, in their order. ``cutoff`` counts if there are no roots."""
+        self._roots = roots
+        self._cutoff = cutoff
+        self._has_accumulate_hooks = has_accumulate_hooks
+        self._classes = leaf_class, recv_class
+        self._regions = [
+            Region(message_id, send) for message_id, send in sends.items() if roots is not None or send.stamp <= cutoff
+        ]
+        if roots is not None:
+            self._regions.append(Region(-1, None))
+        self._begun = 0
+        """How many regions have been begun."""
+        self._stack: list[Edge] = []
+        self._owners: dict[Any, Region] = {}
+        self._leaves: dict[Any, Any] = {}
+        self._accumulated: dict[Any, Any] = {}
+
+    def walk(self, limit: int) -> bool:
+        """Visit up to about ``limit`` further nodes; True if all have been visited."""
+        # This loop is what a node costs outside of torch's engine, so it does no more than it must
+        leaf_class, recv_class = self._classes
+        owners, leaves, stack, regions = self._owners, self._leaves, self._stack, self._regions
+        end = len(owners) + limit
+        while True:
+            if stack:
+                region = regions[self._begun - 1]
+                targets = region.targets
+            while stack:
+                edge = stack.pop()
+                node = edge[0]
+                if node is None:
+                    continue
+                kind = node.__class__
+                if kind is leaf_class:
+                    if node in leaves or self._is_plain_leaf(node):
+                        targets[edge] = None
+                        continue
+                    if not node.variable.requires_grad:
+                        continue  # it was frozen since, and gets none
+                elif kind is recv_class:
+                    record: RecvRecord = node.record
+                    if not record.is_hooked:
+                        region.recvs[record] = None
+                        targets[edge] = None
+                        continue
+                owner = owners.get(node)
+                if owner is None:
+                    owners[node] = region
+                    if kind is leaf_class:
+                        targets[edge] = None
+                    elif kind is recv_class:
+                        region.recvs[record] = None
+                        region.executed = [*(region.executed or ()), record]
+                    else:
+                        stack += node.next_functions
+                        if len(owners) >= end:
+                            return False
+                elif owner is not region:
+                    region.touches.add(owner)
+            if self._begun == len(regions):
+                return True
+            send = regions[self._begun].send
+            self._begun += 1
+            stack += send.edges if send is not None else self._roots or ()
+
+    def _is_plain_leaf(self, node: Any) -> bool:
+        """Whether the node of a leaf, seen for the first time or with hooks, needs to see no whole gradients."""
+        leaf = node.variable
+        if not leaf.requires_grad:
+            return False
+        if self._has_accumulate_hooks(node, leaf):
+            self._accumulated[node] = leaf
+        if leaf._backward_hooks:  # noqa: SLF001 - torch has no other way to ask
+            return False
+        self._leaves[node] = leaf
+        return True
+
+    def plan(self) -> Plan:
+        """The plan, once all has been visited."""
+        for region in self._regions:
+            for other in region.touches:
+                other.waits += 1
+        if self._roots is not None:
+            self._cutoff = _latest_stamp(self._regions[-1])
+        return Plan(self._regions, self._owners, self._leaves, self._accumulated, self._cutoff)
+
+
+def _latest_stamp(roots: Region) -> int:
+    """The latest stamp of the messages that the region of the roots leads to, through whatever other regions."""
+    latest = -1
+    seen = {roots}
+    todo = [roots]
+    while todo:
+        region = todo.pop()
+        for record in region.recvs:
+            latest = max(latest, record.stamp)
+        if region.touches:
+            todo += region.touches - seen
+            seen |= region.touches
+    return latest

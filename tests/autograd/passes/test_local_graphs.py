@@ -20,7 +20,7 @@ from arpc.autograd.protocol import NOTHING_LIVE, Parcel
 from tests.autograd import functions
 from tests.autograd.conftest import until
 from tests.autograd.test_backward import leaf
-from tests.autograd.test_passes import Hold, held
+from tests.autograd.passes.test_ended_passes import Hold, held
 
 __all__ = ["held"]
 

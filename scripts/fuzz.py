@@ -46,8 +46,9 @@ class Target:
 
 def make_frames() -> Callable[[bytes], None]:
     """The receiving half of a connection that is open, fed in pieces."""
-    from arpc.errors import ProtocolError
+    from arpc.errors import ProtocolError, SerializationError
     from arpc.wire.frames import Limits
+    from arpc.wire.metadata import decode_metadata
 
     limits = Limits(1 << 16, 1 << 20, 1 << 14)
     open_protocol = opened_protocol()
@@ -57,7 +58,12 @@ def make_frames() -> Callable[[bytes], None]:
         step = 1 + (data[0] if data else 0) * 8
         try:
             for message in received(protocol, data[1:], step):
-                _ = message.meta, message.table, message.size_bytes
+                _ = message.meta, message.pickle, message.size_bytes
+                if message.layout is not None:
+                    with contextlib.suppress(ProtocolError, SerializationError):
+                        message.layout.build(message.body, message.buffers)
+                if message.meta:
+                    decode_metadata(message.meta)
         except ProtocolError:
             pass
         protocol.close()
@@ -121,12 +127,24 @@ def received(protocol: Any, data: bytes, step: int) -> list[Any]:
 
 def frame_seeds() -> Iterable[bytes]:
     """Messages as workers send them."""
-    from arpc.wire.frames import frame
-    from arpc.wire.messages import MessageType
+    import torch
 
+    from arpc.wire.frames import ONE_OFF, frame
+    from arpc.wire.messages import MessageType
+    from arpc.wire.metadata import encode_metadata
+    from arpc.wire.schemas import Packer
+
+    meta = encode_metadata({"window": b"four"})
     for type_ in MessageType:
-        yield b"\xff" + frame(type_, 0, 1, 2, 3, b"payload")
-    bulk = frame(MessageType.REQUEST, 0, 1, 1, 0, b"pay", b"\x80", b"\x95\0", buffer_sizes=(8, 4))
+        yield b"\xff" + frame(type_, 0, 1, 2, 3, b"pickle", meta)
+    for tensors in ([torch.ones(3)], [torch.ones(2, 2, dtype=torch.bfloat16), torch.tensor(1)], [torch.ones(5)[::2]]):
+        packed = Packer(1 << 12).pack(tensors)
+        table = packed.schema.table
+        announcement = frame(MessageType.SCHEMA, 0, 0, 1, 0, table)
+        by_number = frame(MessageType.REQUEST, 0, 1, 1, 0, b"pickle", meta, 1, packed.parts)
+        yield b"\xff" + announcement + by_number + by_number
+        yield b"\x03" + frame(MessageType.REPLY, 0, 1, 0, 0, b"pickle", b"", ONE_OFF, packed.parts, (), table)
+    bulk = frame(MessageType.REQUEST, 0, 1, 1, 0, b"pay", meta, buffer_sizes=(8, 4))
     data = struct.pack("<IBBHQIIII", 8, MessageType.DATA, 0, 0, 0, 0, 0, 0, 0) + bytes(8)
     yield b"\x04" + bulk + data + data
     yield (
@@ -185,13 +203,11 @@ def handshake_seeds() -> Iterable[bytes]:
 
 
 def make_tensors() -> Callable[[bytes], None]:
-    """The table of a message with its inline tensors and buffers, and the tensors without a table."""
+    """The layout of tensors that a peer announces, and messages that refer to it."""
     import torch
 
     from arpc.errors import ProtocolError, SerializationError
-    from arpc.wire.handful import unpack_arguments, unpack_handful, unpack_result
-    from arpc.wire.noted import unpack_noted
-    from arpc.wire.rebuilding import unpack
+    from arpc.wire.rebuilding import read_layout
 
     def touch(value: Any) -> None:
         # a tensor that reaches beyond its memory shows here, or crashes
@@ -203,22 +219,13 @@ def make_tensors() -> Callable[[bytes], None]:
         if len(data) < 3:
             return
         try:
-            if data[0] & 1:
-                body = bytearray(data[1:])
-                for tensor in unpack_arguments(body) if data[0] & 2 else [unpack_result(body)]:
-                    touch(tensor.detach())
-                return
-            if data[0] & 4:
-                slots = unpack_noted(data[1:])[0] if data[0] & 2 else unpack_handful(bytearray(data[1:]))[1]
-                for slot in slots:
-                    touch(slot.detach())
-                return
             split = 2 + data[1]
             table, rest = data[2:split], data[split:]
-            body = bytearray(b"\0" * (-len(rest) % 16) + rest)
             buffers = [memoryview(bytearray(64)), memoryview(bytearray(16))]
-            for slot in unpack(table, body, buffers, is_restricted=bool(data[0] & 2)):
-                touch(slot)
+            layout = read_layout(table, is_restricted=bool(data[0] & 2))
+            for _ in range(2):  # it is read once, and serves many messages
+                for slot in layout.build(bytearray(rest), buffers):
+                    touch(slot)
         except (ProtocolError, SerializationError):
             pass
 
@@ -229,15 +236,7 @@ def tensor_seeds() -> Iterable[bytes]:
     """Tensors of all kinds, packed."""
     import torch
 
-    from arpc.wire.handful import (
-        ARGUMENTS,
-        ARGUMENTS_AND_NOTE,
-        NOTE_BYTES,
-        PICKLED_ARGUMENTS,
-        RESULT,
-        handful_payload,
-    )
-    from arpc.wire.tensors import pack
+    from arpc.wire.schemas import Packer
 
     base = torch.arange(12.0)
     slots: list[list[Any]] = [
@@ -254,23 +253,10 @@ def tensor_seeds() -> Iterable[bytes]:
         [torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)],
     ]
     for each in slots:
-        packed = pack(each, 1 << 12)
-        if len(packed.table) < 256:
-            yield bytes([0, len(packed.table)]) + packed.table + packed.inline
-    for tensor in (torch.ones(3), torch.ones(2, 2), torch.ones(2, dtype=torch.bfloat16)):
-        lone = handful_payload(1 << 12, RESULT, [tensor])
-        assert lone is not None
-        yield b"\1" + lone
-    few = [torch.ones(3), torch.ones(2, 2)]
-    arguments = handful_payload(1 << 12, ARGUMENTS, few)
-    assert arguments is not None
-    yield b"\3" + arguments
-    handful = handful_payload(1 << 12, PICKLED_ARGUMENTS, few, b"meta", b"content")
-    assert handful is not None
-    yield b"\4" + handful
-    noted = handful_payload(1 << 12, ARGUMENTS_AND_NOTE, few)
-    assert noted is not None
-    yield b"\6" + noted + bytes(NOTE_BYTES)
+        packed = Packer(1 << 12).pack(each)
+        table = packed.schema.table
+        if len(table) < 256:
+            yield bytes([0, len(table)]) + table + b"".join(packed.parts)
 
 
 # -- pickles
@@ -367,7 +353,7 @@ def pickle_seeds() -> Iterable[bytes]:
 TARGETS: Final = {
     "frames": Target("an open connection", make_frames, frame_seeds),
     "handshake": Target("the handshake, both sides", make_handshake, handshake_seeds),
-    "tensors": Target("tables and handfuls of tensors", make_tensors, tensor_seeds),
+    "tensors": Target("layouts of tensors", make_tensors, tensor_seeds),
     "pickles": Target("the restricted unpickler", make_pickles, pickle_seeds),
 }
 PROGRAMS: Final = {"metadata": "scripts.metadata"}

@@ -186,7 +186,7 @@ async def test_an_end_at_once_waits_for_no_handler(stage, handler):
 
 
 async def test_an_end_at_once_gives_up_on_a_handler_that_goes_on(stage, monkeypatch):
-    monkeypatch.setattr("arpc.agent.carriers._CLOSE_S", 0.05)
+    monkeypatch.setattr("arpc.agent.server.eager_tasks._CLOSE_S", 0.05)
     async with cluster(2, elastic=True) as group:
         future = group[0].rpc_async("worker1", refuse_to_end)
         await stage.wait_until("begun")

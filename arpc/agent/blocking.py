@@ -75,11 +75,12 @@ class BlockingCalls:
         packed: Prepared | tuple[()],
         timeout: float | Unset,
         *,
+        name: str = "",
         is_metered: bool = False,
     ) -> Any:
         """The result of a call, or `TAKES_LOOP`. Raises what the call raises.
 
-        ``packed`` is what `Agent.prepare` has made of its arguments.
+        ``packed`` is what `Agent.prepare` has made of its arguments. ``name`` is that of `OutgoingCall`.
         """
         agent = self._agent
         lines = peer.lines
@@ -96,7 +97,7 @@ class BlockingCalls:
             self._ask_for_line(peer, lines)
             return TAKES_LOOP
         if agent.meter is not None and not is_metered:
-            return self._metered(peer, function, packed, timeout)
+            return self._metered(peer, function, packed, timeout, name)
         id_ = next(self._ids)
         if isinstance(timeout, Unset):
             timeout_s = agent.timeouts.default_s
@@ -133,7 +134,7 @@ class BlockingCalls:
         flags = RequestFlag.KWARGS if packed and packed.kwargs else 0
         pickle = packed.pickle if packed else b""
         data = definitions + line.framed(_REQUEST, flags, id_, function_id, timeout_ms, pickle, tensors)
-        line.calling = function  # first: what is counted must not seem to be over
+        line.calling = name or function  # first: what is counted must not seem to be over
         line.calls_made += 1
         try:
             answer = line.request(data, id_, timeout_s)
@@ -144,12 +145,12 @@ class BlockingCalls:
             return TAKES_LOOP
         except BaseException as error:  # noqa: BLE001 - it is raised, in other words
             line.calling = None  # before all that a thread may be interrupted in
-            self._raise(peer, lines, line, id_, function, error)
+            self._raise(peer, lines, line, id_, name or function, error)
         line.calling = None
         free.append(line)
         if line.is_ended:
             _take_back(free, line)
-        return self._answer(peer, lines, function_id, function, answer)
+        return self._answer(peer, lines, function_id, name or function, answer)
 
     def _raise(self, peer: Peer, lines: Lines, line: Line, id_: int, function: Any, error: BaseException) -> NoReturn:
         """What a call raises that has not been answered. ``line`` has been taken for it."""
@@ -219,18 +220,20 @@ class BlockingCalls:
 
     # -- meters
 
-    def _metered(self, peer: Peer, function: Any, packed: Prepared | tuple[()], timeout: float | Unset) -> Any:
+    def _metered(
+        self, peer: Peer, function: Any, packed: Prepared | tuple[()], timeout: float | Unset, name: str
+    ) -> Any:
         began_ns = perf_counter_ns()
         error: BaseException | None = None
         result: Any = None
         try:
-            result = self.call(peer, function, packed, timeout, is_metered=True)
+            result = self.call(peer, function, packed, timeout, name=name, is_metered=True)
         except BaseException as raised:
             error = raised
             raise
         finally:
             if result is not TAKES_LOOP:
-                self._report(peer.info.name, function, perf_counter_ns() - began_ns, error)
+                self._report(peer.info.name, name or function, perf_counter_ns() - began_ns, error)
             del error  # it refers to this frame
         return result
 

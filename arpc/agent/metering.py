@@ -24,7 +24,10 @@ class Meter(HandlerMeter, Protocol):
     """Is told how long things took. Called on the loop; must not raise."""
 
     def call_ended(self, peer: str, function: Any, duration_ns: int, error: BaseException | None) -> None:
-        """A call has its result, or its error. ``function`` is what was called; of a feature its message class."""
+        """A call has its result, or its error.
+
+        ``function`` is what was called, the name of a method of a remote value, or the class of a feature's message.
+        """
 
 
 class TimedSender:
@@ -37,7 +40,7 @@ class TimedSender:
     def send(self, call: OutgoingCall) -> int:
         """Send a request."""
         began_ns = _now()
-        name, function = call.peer.info.name, call.function
+        name, function = call.peer.info.name, call.name or call.function
         try:
             call_id = self.inner.send(call)
         except BaseException as error:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import Context
 from enum import Enum
 from functools import partial
-from types import FunctionType
 from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -46,18 +45,14 @@ __all__ = [
     "Observers",
     "Outcome",
     "Outgoing",
-    "call_name",
     "error_of",
-    "is_named_by_arguments",
     "kind_of",
-    "named_by",
 ]
 
 _now = time.perf_counter_ns
 _encode_headers = msgspec.msgpack.Encoder().encode
 _decode_headers = msgspec.msgpack.Decoder(dict[str, Any]).decode
 _NOTHING: Final[tuple[()]] = ()
-_DESCRIBE: Final = "__arpc_describe__"
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -96,7 +91,7 @@ class Outgoing(msgspec.Struct, eq=False):
     is_awaited: bool
     """Made by `rpc_sync`, whose caller waits for it at once."""
     target: Any = None
-    """The function itself; for a feature's own message its class."""
+    """The function itself; of a method of a remote value its name, of a feature's own message its class."""
     id: int = 0
     """Unique among those to this peer that are under way; the peer's `Handling` has the same. Set once it is sent."""
     began_ns: int = 0
@@ -248,8 +243,8 @@ class Observers:
         """Make a request by ``send``, and tell observers of it."""
         peer = call.peer
         kind = kind_of(call.type, call.flags)
-        name = call_name(call.function, call.args)
-        request = Outgoing(peer.info, name, kind, call.is_awaited, call.function, began_ns=_now())
+        target = call.name or call.function
+        request = Outgoing(peer.info, name_of(target), kind, call.is_awaited, target, began_ns=_now())
         observers = tuple(concerned)
         for observer in observers:
             observer.request_begins(request)
@@ -308,9 +303,7 @@ class Observers:
         if run.handling is None:
             observers = tuple(observer for observer in self.standing if observer.key in headers)
             if observers:
-                run.handling = Handling(
-                    peer, run.function.name, Kind.CALL, run.id, _now(), headers=headers, observers=observers
-                )
+                run.handling = Handling(peer, run.name, Kind.CALL, run.id, _now(), headers=headers, observers=observers)
                 for observer in observers:
                     observer.handler_accepted(run.handling)
         else:
@@ -361,7 +354,7 @@ class Observers:
         waiting = self._waiting.get(run.inbound)
         handling = waiting.pop(message.id, None) if waiting else None
         run.handling = handling or self._accept(run.inbound, message)
-        run.handling.function = run.function.name
+        run.handling.function = run.name
         if not message.body:
             # it will not be unpacked
             run.function = run.context.run(self.begin_handler, run, message)
@@ -389,7 +382,7 @@ class Observers:
             return function  # it has begun already
         handling.is_watched = True
         handling.kind = kind_of(message.type, message.flags)
-        handling.function = call_name(function.call, run.args, function.name)
+        handling.function = run.name
         handling.received_bytes = HEADER_BYTES + message.size_bytes
         found = [observer.handler_begins(handling) for observer in handling.observers]
         parts = [steps for steps in found if steps is not None]
@@ -401,7 +394,7 @@ class Observers:
     @staticmethod
     def handed_over(run: Run, function: Function) -> Function:
         """The function that runs in the place of another, with what observers put around it."""
-        run.handling.function = function.name
+        run.handling.function = run.name
         return _watched(function, run.handling, run.handling.steps)
 
     def ended(self, run: Run, sent_bytes: int, error: BaseException | None) -> None:
@@ -487,33 +480,6 @@ def kind_of(type_: int, flags: int) -> Kind:
     if type_ == MessageType.REQUEST and flags & RequestFlag.STREAM:
         return Kind.STREAM
     return _KINDS.get(MessageType(type_), Kind.CONTROL)
-
-
-def named_by(describe: Callable[..., str]) -> Callable[[F], F]:
-    """Let calls of a function be named by what they are called with: ``describe`` makes the name of the arguments."""
-
-    def mark(function: F) -> F:
-        setattr(function, _DESCRIBE, describe)
-        return function
-
-    return mark
-
-
-def call_name(function: Any, args: Sequence[Any] | None, name: str = "") -> str:
-    """What people call a call."""
-    # one of a user may raise anything when it is asked for an attribute
-    describe = getattr(function, _DESCRIBE, None) if type(function) is FunctionType else None
-    if describe is not None and isinstance(args, tuple | list):
-        try:
-            return str(describe(*args))
-        except BaseException:  # noqa: BLE001 - the call itself will say what is wrong with its arguments
-            return name or name_of(function)
-    return name or name_of(function)
-
-
-def is_named_by_arguments(function: Any) -> bool:
-    """Whether `named_by` was used on it."""
-    return hasattr(function, _DESCRIBE)
 
 
 def _outcome_of(error: BaseException) -> Outcome:

@@ -44,6 +44,7 @@ class _Call:
         "_function",
         "_is_awaited",
         "_kwargs",
+        "_name",
         "_packed",
         "_peer",
         "_succeed",
@@ -58,6 +59,7 @@ class _Call:
         function: Callable[..., Any],
         packed: Prepared | tuple[()],
         timeout: float,
+        name: str,
         *,
         is_awaited: bool,
     ) -> None:
@@ -68,6 +70,7 @@ class _Call:
         self._function = packed.function if packed else function
         self._kwargs = packed.kwargs if packed else None
         self._timeout = arpc_timeout(timeout)
+        self._name = name
         self._call_id = 0
         self.anchor: object = None
 
@@ -77,7 +80,7 @@ class _Call:
         self._fail = fail
         drop_in = self._drop_in
         context = drop_in.thread.caller_context()
-        drop_in.agent.observers.thread_calls(context, self._peer.info.name, self._function)
+        drop_in.agent.observers.thread_calls(context, self._peer.info.name, self._name or self._function)
         if _is_pristine():
             drop_in.thread.submit(context, self._begin)
         else:
@@ -95,6 +98,7 @@ class _Call:
             self._kwargs,
             self._timeout,
             is_awaited=self._is_awaited,
+            name=self._name,
         )
         try:
             self._call_id = agent.sender.send(call)
@@ -134,16 +138,17 @@ def call(
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
     timeout: float,
+    name: str = "",
 ) -> Any:
-    """The result of a call. Raises in torch's words."""
+    """The result of a call. Raises in torch's words. ``name`` is that of `OutgoingCall`."""
     refuse_loop_thread("await arpc.rpc_sync(...)")
     packed = _pack(drop_in, peer, function, args, kwargs)
     try:
-        result = drop_in.blocking.call(peer, function, packed, arpc_timeout(timeout))
+        result = drop_in.blocking.call(peer, function, packed, arpc_timeout(timeout), name=name)
         if result is not TAKES_LOOP:
             return result
         outcome: Outcome[Any] = Outcome()
-        _Call(drop_in, peer, function, packed, timeout, is_awaited=True).start(outcome.set, outcome.fail)
+        _Call(drop_in, peer, function, packed, timeout, name, is_awaited=True).start(outcome.set, outcome.fail)
         return outcome.wait()
     except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - it is translated
         raised = as_torch_error(error, peer.info, _seconds(drop_in, timeout), function)
@@ -159,10 +164,11 @@ def call_async(
     timeout: float,
     *,
     anchor: object = None,
+    name: str = "",
 ) -> torch.futures.Future[Any]:
     """A call that is not waited for: a future of torch, completed where its callbacks may block.
 
-    ``anchor`` lives until it has ended.
+    ``anchor`` lives until it has ended. ``name`` is that of `OutgoingCall`.
     """
     packed = _pack(drop_in, peer, function, args, kwargs)
     future: torch.futures.Future[Any] = torch.futures.Future()
@@ -172,7 +178,7 @@ def call_async(
     def fail(error: BaseException) -> None:
         completions.fail(future, as_torch_error(error, peer.info, timeout_s, function))
 
-    started = _Call(drop_in, peer, function, packed, timeout, is_awaited=False)
+    started = _Call(drop_in, peer, function, packed, timeout, name, is_awaited=False)
     started.anchor = anchor
     started.start(partial(completions.complete, future), fail)
     return future

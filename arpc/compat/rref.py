@@ -218,14 +218,17 @@ def _invoke_sync(rref: RRef[Any], name: str, timeout: float, /, *args: Any, **kw
     """Call a method, and wait for what it returns."""
     drop_in = rref._drop_in
     peer = drop_in.peer(address_of(rref.handle.owner()))
-    return call(drop_in, peer, call_method, _arguments(rref, name, args), kwargs, timeout)
+    called = rref.handle._name_of_method(name)
+    return call(drop_in, peer, call_method, _arguments(rref, name, args), kwargs, timeout, called)
 
 
 def _invoke_async(rref: RRef[Any], name: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
     """Start a call of a method; the future of its result."""
     drop_in = rref._drop_in
     peer = drop_in.peer(address_of(rref.handle.owner()))
-    return call_async(drop_in, peer, call_method, _arguments(rref, name, args), kwargs, timeout, anchor=rref)
+    called = rref.handle._name_of_method(name)
+    arguments = _arguments(rref, name, args)
+    return call_async(drop_in, peer, call_method, arguments, kwargs, timeout, anchor=rref, name=called)
 
 
 def _invoke_remote(rref: RRef[Any], name: str, timeout: float, /, *args: Any, **kwargs: Any) -> RRef[Any]:

@@ -187,7 +187,7 @@ class Inspector:
         )
         calls.update((peer.info.name, name) for peer in agent.peers for _, name, _ in peer.calls_of_threads())
         handlers = Counter(
-            (link.inbound.caller.name, run.function.name)
+            (link.inbound.caller.name, run.name)
             for link in self._peer_links()
             for run in list(link.inbound.running.values())  # threads take requests out
         )

@@ -65,7 +65,10 @@ class Recorder:
         except BaseException:  # noqa: BLE001 - not known yet, or an object of a user that cannot be hashed
             if function is Inspect:
                 return  # which those who look sent, and not the program
-            series = self._find(peer, function)
+            if function.__class__ is str:
+                series = self.calls.get((peer, function)) or self._add(self.calls, peer, function)
+            else:
+                series = self._find(peer, function)
         series.durations.add(duration_ns)
         if error is not None:
             _count_error(series, error)

@@ -163,7 +163,7 @@ def _handler(
     return HandlerStack(
         id=run.id,
         caller=link.inbound.caller.name,
-        function=run.function.name,
+        function=run.name,
         kind=kind,
         age_s=None if left_s is None else run.timeout_ms / 1000 - left_s,
         left_s=left_s,

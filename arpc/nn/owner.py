@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from arpc.agent.server.functions import inline, name_of
+from arpc.agent.server.functions import inline, name_of, named_by
 from arpc.errors import ConfigurationError
 from arpc.optim.locks import run_alone
-from arpc.rref.calls import held_value, run_here
+from arpc.rref.calls import held_value, method_name, run_here
 from arpc.rref.handle import RRef
 from arpc.runtime import current
 from arpc.wire.allowlist import export
@@ -53,6 +53,7 @@ def create_module(
 
 
 @export
+@named_by(lambda rref, *_: method_name(rref, "forward"))
 async def call_module(
     rref: int,
     is_created: bool,
@@ -68,6 +69,7 @@ async def call_module(
 
 
 @export
+@named_by(lambda rref, _is_created, function, _args: method_name(rref, name_of(function)))
 async def do_with_module(rref: int, is_created: bool, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Call one of the functions below with a module."""
     return await run_here(function, await held_value(rref, is_created), *args)

@@ -135,13 +135,13 @@ class RemoteModule(RefusingModule, Generic[M]):
     # -- calls
 
     def _do(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        return self._call(owner.do_with_module, function, args)
+        return self._call(owner.do_with_module, name_of(function), function, args)
 
-    def _call(self, handler: Callable[..., Any], *args: Any) -> Future[Any]:
+    def _call(self, handler: Callable[..., Any], name: str, *args: Any) -> Future[Any]:
         future = _ModuleFuture(loop=self._rref._context.agent.loop)  # noqa: SLF001 - an RRef makes its futures so
         future.module = self
         try:
-            self._rref._call_handler(handler, args, self._timeout, future)  # noqa: SLF001
+            self._rref._call_handler(handler, args, self._timeout, future, f"{self._name}.{name}")  # noqa: SLF001
         except ArpcError as error:  # the RRef is known to be of no use
             if not future.done():
                 future.set_exception(error)
@@ -149,7 +149,7 @@ class RemoteModule(RefusingModule, Generic[M]):
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call the module now; the `Future` has the result. Grad mode is that of the caller."""
-        return self._call(owner.call_module, torch.is_grad_enabled(), self._moves_to, args, kwargs)
+        return self._call(owner.call_module, "forward", torch.is_grad_enabled(), self._moves_to, args, kwargs)
 
     async def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module: what ``await m(...)`` does."""

@@ -9,7 +9,7 @@ import torch
 from torch._jit_internal import _qualified_name
 from torch.jit._builtins import _find_builtin
 
-from arpc.agent.observers import Kind, Outgoing, is_named_by_arguments
+from arpc.agent.observers import Kind, Outgoing
 from arpc.agent.server.functions import name_of
 from arpc.errors import ProfilerError
 from arpc.ids import IdAllocator
@@ -82,7 +82,12 @@ class RemoteProfilerManager:
 
 
 def function_name(function: Any) -> str:
-    """How profiles name a function: an operator of torch as ``aten::add``, a script function with its module."""
+    """How profiles name a function: an operator of torch as ``aten::add``, a script function with its module.
+
+    A name, as that of a method of a remote value, stands for itself.
+    """
+    if isinstance(function, str):
+        return function
     if isinstance(function, torch.jit.ScriptFunction):
         return str(_qualified_name(function))
     try:
@@ -104,5 +109,4 @@ def call_key(request: Outgoing, caller: str) -> str:
             mode = "rpc_async_jit"
     else:
         mode = request.kind.value
-    name = request.function if is_named_by_arguments(request.target) else function_name(request.target)
-    return f"{mode}#{name}({caller} -> {request.peer.name})"
+    return f"{mode}#{function_name(request.target)}({caller} -> {request.peer.name})"

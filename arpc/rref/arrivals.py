@@ -43,7 +43,7 @@ class Arrival(msgspec.Struct, eq=False):
     def returned(self, run: Run, result: Any) -> Content | None:
         """Keep the value. The answer brings it along if the creator wants it at once."""
         value = self.value
-        value.made = value.made or run.function.name
+        value.made = value.made or run.name
         value.stays = run.function.keeps_modules and is_a(result, ScriptModule)  # before it is there for all to see
         value.set(result)
         self.arrivals.ended(self.rref)

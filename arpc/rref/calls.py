@@ -5,16 +5,26 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from arpc.agent.observers import named_by
 from arpc.agent.scope import current_scope
-from arpc.agent.server.functions import HandOver, name_of
+from arpc.agent.server.functions import HandOver, named_by
+from arpc.agent.server.run import Run
 from arpc.rref.methods import bound, template_of
+from arpc.rref.values import NOTHING
+from arpc.user_errors import type_name_of
 from arpc.wire.allowlist import export
 
 if TYPE_CHECKING:
     from arpc.rref.context import RRefContext
 
-__all__ = ["call_method", "held_value", "rref_typeof_on_owner", "run_here", "stream_items", "stream_method"]
+__all__ = [
+    "call_method",
+    "held_value",
+    "method_name",
+    "rref_typeof_on_owner",
+    "run_here",
+    "stream_items",
+    "stream_method",
+]
 
 
 def _context() -> RRefContext:
@@ -29,14 +39,21 @@ async def held_value(rref: int, is_created: bool) -> Any:
     return await _context().value(rref, is_created=is_created)
 
 
-@named_by(lambda function, *_: name_of(function))
 async def run_here(function: Callable[..., Any], *args: Any) -> Any:
     """Have a function run in the way its kind asks for, in the place of the handler that calls this."""
     return HandOver(bound(function, template_of(function)), args, {})
 
 
+def method_name(rref: int, name: str) -> str:
+    """What people call a method of a value of this worker: with the class, if the value is there."""
+    held = _context().values.get(rref)
+    if held is None or held.content is NOTHING:
+        return name
+    return f"{type_name_of(held.content)}.{name}"
+
+
 @export
-@named_by(lambda _rref, _is_created, name, *_: name)
+@named_by(lambda rref, _is_created, name, *_: method_name(rref, name))
 async def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs: Any) -> HandOver:
     """Have a method of a value run, once the value is there."""
     context = _context()
@@ -45,14 +62,17 @@ async def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **k
         value = held.get_nowait()
     else:
         value = await context.value(rref, is_created=is_created)
+        run = current_scope.get()
+        if isinstance(run, Run) and run.called == name:
+            run.called = f"{type_name_of(value)}.{name}"
     method = context.get_method(value, name)
     return HandOver(bound(method, template_of(method)), args, kwargs)
 
 
 @export
-@named_by(lambda _rref, _is_created, name, *_: name)
+@named_by(lambda rref, _is_created, name, *_: method_name(rref, name))
 async def stream_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs: Any) -> Any:
-    """The same for a method whose result is iterated over."""
+    """Have a method of a value run whose result is iterated over."""
     return await call_method(rref, is_created, name, *args, **kwargs)
 
 

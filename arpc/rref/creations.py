@@ -48,13 +48,17 @@ def start_creation(
     timeout: float | Unset,
     made: str,
     anchor: object,
+    name: str = "",
 ) -> Creation:
-    """Ask a worker to create a value. Nothing is waited for. ``anchor`` is kept until the answer is there."""
+    """Ask a worker to create a value. Nothing is waited for. ``anchor`` is kept until the answer is there.
+
+    ``name`` is what people call the function, if not by its own.
+    """
     if not callable(function):
         raise TypeError(f"function should be callable, and {type(function).__qualname__} is not")
     arguments = as_arguments(args)
     peer = context.agent.peer(to)
-    owner = peer.info if peer is not None else to if isinstance(to, WorkerInfo) else WorkerInfo(str(to), UNKNOWN_ID)
+    owner = _owner(peer, to)
     forks, next_number = context.forks, context.ids.next_number
     rref, fork = next_number(), next_number()
     forks.creation_started(rref, fork, owner)
@@ -62,16 +66,25 @@ def start_creation(
     held: Use | Value
     if use is not None:
         held = use
-        use.origin = made or name_of(function)
+        use.origin = made or name or name_of(function)
     else:
-        held = context.values[rref] = Value(made or name_of(function))
+        held = context.values[rref] = Value(made or name or name_of(function))
     numbers = context.post.numbers(owner.name)
     number, oldest = numbers.take_with_oldest()
     creation = Creation(context, owner, rref, fork, held, numbers, number, anchor)
     creation.made_class = function if isinstance(function, type) else None
-    label = pack_label(context.incarnation, number, oldest, rref, fork, made)
+    label = pack_label(context.incarnation, number, oldest, rref, fork, made or name)
     call = OutgoingCall(
-        None, creation, function, arguments, kwargs, timeout, _CREATE, metadata={KEY: label}, is_held=timeout is UNSET
+        None,
+        creation,
+        function,
+        arguments,
+        kwargs,
+        timeout,
+        _CREATE,
+        metadata={KEY: label},
+        is_held=timeout is UNSET,
+        name=name,
     )
     try:
         context.agent.create(address_of(to) if isinstance(to, WorkerInfo) else to, call)
@@ -79,6 +92,15 @@ def start_creation(
         creation.take_back()
         raise
     return creation
+
+
+def _owner(peer: Peer | None, to: str | int | WorkerInfo) -> WorkerInfo:
+    """The worker that a creation goes to. Of one that the group is asked about first, nothing but its name is known."""
+    if isinstance(to, WorkerInfo):
+        return to if peer is None else peer.info
+    if peer is None or (isinstance(to, str) and peer.must_be_asked_for):
+        return WorkerInfo(str(to), UNKNOWN_ID)
+    return peer.info
 
 
 class Creation(msgspec.Struct, eq=False):

@@ -32,7 +32,7 @@ from arpc.rref.events import OwnerHandleDropped, RRefId
 from arpc.rref.proxies import AsyncProxy, RemoteProxy, StreamProxy, SyncProxy
 from arpc.rref.uses import FetchFuture, OwnerFuture, Use
 from arpc.rref.values import NOTHING, Value
-from arpc.user_errors import fresh
+from arpc.user_errors import fresh, name_of_class
 from arpc.wire.messages import RRefFetch
 
 __all__ = ["RRef", "create_remote"]
@@ -299,18 +299,26 @@ class RRef(Generic[T]):
         future = OwnerFuture(loop=agent.loop)
         future.owner = owner.name
         arguments = (*self._target(), name, *args)
-        agent.call(address_of(owner), call_method, arguments, kwargs, timeout, depth=2, future=future)
+        called = self._name_of_method(name)
+        agent.call(address_of(owner), call_method, arguments, kwargs, timeout, depth=2, future=future, name=called)
         self._live_until(future)
         return future
 
     def _call_handler(
-        self, handler: Callable[..., Any], args: Sequence[Any], timeout: float | Unset, future: OwnerFuture
+        self,
+        handler: Callable[..., Any],
+        args: Sequence[Any],
+        timeout: float | Unset,
+        future: OwnerFuture,
+        name: str = "",
     ) -> None:
-        """Call a function on the owner that is told how the value is named there: see `calls.held_value`."""
+        """Call a function on the owner that gets the value by `calls.held_value`. ``name``: what people call that."""
         owner = self._owner
         future.owner = owner.name
         arguments = (*self._target(), *args)
-        self._context.agent.call(address_of(owner), handler, arguments, None, timeout, depth=5, future=future)
+        self._context.agent.call(
+            address_of(owner), handler, arguments, None, timeout, depth=5, future=future, name=name
+        )
         self._live_until(future)
 
     def _remote_method(self, name: str, timeout: float | Unset, /, *args: Any, **kwargs: Any) -> RRef[Any]:
@@ -319,7 +327,10 @@ class RRef(Generic[T]):
             arguments = (*self._target(), name, *args)
         else:
             arguments = (self._rref, use.is_created, name, *args)
-        return create_remote(self._context, self._owner, call_method, arguments, kwargs, timeout, anchor=self)
+        called = self._name_of_method(name)
+        return create_remote(
+            self._context, self._owner, call_method, arguments, kwargs, timeout, anchor=self, name=called
+        )
 
     def _stream_method(
         self, name: str | None, timeout: float | Unset, window: int, /, *args: Any, **kwargs: Any
@@ -332,7 +343,8 @@ class RRef(Generic[T]):
             stream = agent.stream(address_of(owner), stream_items, self._target(), None, timeout, window, future)
         else:
             arguments = (*self._target(), name, *args)
-            stream = agent.stream(address_of(owner), stream_method, arguments, kwargs, timeout, window, future)
+            called = self._name_of_method(name)
+            stream = agent.stream(address_of(owner), stream_method, arguments, kwargs, timeout, window, future, called)
         stream.anchor = self
         return stream
 
@@ -359,6 +371,11 @@ class RRef(Generic[T]):
         if isinstance(self._hint, type):
             return self._hint
         return self._creation.makes if self._creation is not None else None
+
+    def _name_of_method(self, name: str) -> str:
+        """What people call a method of the value: with the class, if that is known here."""
+        known = self._known_type()
+        return name if known is None else f"{name_of_class(known)}.{name}"
 
     def _get_future(self) -> Future[Any] | None:
         """The future of the creation, on the worker that called `remote`. It has no value: that stays on the owner."""
@@ -428,14 +445,20 @@ def create_remote(
     timeout: float | Unset,
     *,
     anchor: object = None,
+    name: str = "",
 ) -> RRef[Any]:
-    """An RRef to what a function returns on another worker. From any thread. ``anchor`` lives until that has run."""
+    """An RRef to what a function returns on another worker. From any thread.
+
+    ``anchor`` lives until the function has run. ``name`` is what people call it, if not by the function's own.
+    """
     made = _stack() if context.tells_stacks else ""
     if get_ident() == context.thread:
-        creation = start_creation(context, to, function, args, kwargs, timeout, made, anchor)
+        creation = start_creation(context, to, function, args, kwargs, timeout, made, anchor, name)
     else:
         # no lambda: what that refers to would take longer to look at, here too
-        creation = context.on_loop(partial(start_creation, context, to, function, args, kwargs, timeout, made, anchor))
+        creation = context.on_loop(
+            partial(start_creation, context, to, function, args, kwargs, timeout, made, anchor, name)
+        )
     rref: RRef[Any] = _new_rref(RRef)
     rref._begin(creation)  # noqa: SLF001 - its own, in all but name
     return rref

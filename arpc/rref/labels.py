@@ -24,7 +24,7 @@ class Label(NamedTuple):
     rref: int
     fork: int
     made: str
-    """Where in its code the caller has made it, if it tells."""
+    """Where in its code the caller has made it, if it tells; or what people call its function, if not by its name."""
 
 
 def pack_label(incarnation: int, number: int, oldest: int, rref: int, fork: int, made: str) -> bytes:

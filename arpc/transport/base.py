@@ -141,16 +141,14 @@ class Connection(ABC):
         self.bytes_sent = 0
         self.frames_sent = 0
         self._schemas: dict[Schema, int] = {}
-        """What has been announced to the peer, see `announced`."""
+        """The numbers of what has been announced to the peer. Threads read it, see `frame_in_thread`."""
         self._schema_bytes = 0
         self._opened: asyncio.Future[None] = self.loop.create_future()
         # nobody may be waiting when a handshake fails; the error is told to the receiver as well
         self._opened.add_done_callback(_retrieve)
         self._closed: asyncio.Future[None] = self.loop.create_future()
         self._out: list[bytes] = []
-        self._counted_frames = 0
-        self._counted_bytes = 0
-        self._counted_writes = 0
+        self._counted_frames = self._counted_bytes = self._counted_writes = 0
         self._bulk = BulkQueue()
         self._bulk_bytes = 0
         self.bulk_left: Callable[[], None] | None = None
@@ -302,24 +300,31 @@ class Connection(ABC):
         number = self._schemas.get(schema)
         if number is not None:
             return frame(type_, 0, id_, 0, 0, pickle, b"", number, tensors.parts)
-        if schema.uses >= _USES_TO_ANNOUNCE and len(self._schemas) < MAX_SCHEMAS:
+        if self._is_worth_announcing(schema):
             return None  # the loop announces it
         return frame(type_, 0, id_, 0, 0, pickle, b"", ONE_OFF, tensors.parts, (), schema.table)
 
     def _number(self, schema: Schema) -> int:
         """The number of a schema, which is announced if it is used again and again."""
-        known = len(self._schemas)
-        size_bytes = self._schema_bytes + len(schema.table)
-        if schema.uses < _USES_TO_ANNOUNCE or known >= MAX_SCHEMAS or size_bytes > MAX_SCHEMA_BYTES or not self.is_open:
+        if not self._is_worth_announcing(schema) or not self.is_open:
             return ONE_OFF
         # Written at once, before the number is known to anybody: threads that send must not overtake it
         self.flush()
         if self._is_mute:
             return ONE_OFF
-        self._write(frame(_SCHEMA, 0, 0, known + 1, 0, schema.table))
-        self._schema_bytes = size_bytes
-        self._schemas[schema] = known + 1
-        return known + 1
+        number = len(self._schemas) + 1
+        self._write(frame(_SCHEMA, 0, 0, number, 0, schema.table))
+        self._schema_bytes += len(schema.table)
+        self._schemas[schema] = number
+        return number
+
+    def _is_worth_announcing(self, schema: Schema) -> bool:
+        """Whether a schema comes again, and the peer takes one more."""
+        return (
+            schema.uses >= _USES_TO_ANNOUNCE
+            and len(self._schemas) < MAX_SCHEMAS
+            and self._schema_bytes + len(schema.table) <= MAX_SCHEMA_BYTES
+        )
 
     def send(self, data: bytes) -> None:
         """Send one frame with no large tensors. All frames of a busy loop turn go out in one write."""

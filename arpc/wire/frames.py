@@ -11,8 +11,8 @@
 
 ``schema`` is the number under which the sender has announced, in a SCHEMA message, how the tensors of this message are
 laid out (see `wire.schemas`); 0 if there are none. A layout that is not worth announcing is in the message itself: the
-number is `ONE_OFF` then, and the body ends with the table and its size, in 4 bytes. Small tensors are the first bytes of
-the body, aligned, and are used where they lie. ``metadata`` is msgpack, see `wire.metadata`.
+number is `ONE_OFF` then, and the body ends with the table and its size, in 4 bytes. Small tensors are the first bytes
+of the body, aligned, and are used where they lie. ``metadata`` is msgpack, see `wire.metadata`.
 
 Large tensors are not in the frame. Their sizes are, and their bytes follow in ``DATA`` frames of at most `CHUNK_BYTES`,
 so that a small message never waits for more than one chunk of a large one. The n-th frame of a direction that has

@@ -35,8 +35,10 @@ from arpc.wire.messages import Message, MessageType, Refusal
 
 __all__ = ["MAX_HANDSHAKE_BYTES", "OLDEST_VERSION", "PROTOCOL_VERSION", "Handshake", "Identity", "Refused", "Role"]
 
-PROTOCOL_VERSION: Final = 1
-OLDEST_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
+"""The version of the wire format. 1 (arpc 0.1.0): tables of tensors in every message, payloads of several kinds."""
+OLDEST_VERSION: Final = 2
+"""The oldest version that is still spoken. The messages of the handshake itself are the same in all versions."""
 MAX_HANDSHAKE_BYTES: Final = 4096
 _MAX_IDENTITY_BYTES: Final = 2048
 _MAX_REASON_BYTES: Final = 1024

@@ -29,7 +29,7 @@ from arpc.private.torch import fits_like, fits_nothing
 from arpc.wire.frames import ALIGNMENT, MAX_BUFFERS, PADDING
 from arpc.wire.memory import MEMORY, view_of
 from arpc.wire.staging import Stager
-from arpc.wire.table import DTYPE_CODES, MAX_ROWS, Code, encode_table
+from arpc.wire.table import DTYPE_CODES, MAX_DIMENSIONS, MAX_ROWS, Code, encode_table
 from arpc.wire.tensors import Slot, describe
 
 __all__ = ["PackedTensors", "Packer", "Schema"]
@@ -225,7 +225,7 @@ class Packer:
             else:
                 cls, is_cpu, dtype, shape, requires_grad = look
                 code = DTYPE_CODES.get(dtype, Code.ENTRY)
-                if code == Code.ENTRY or cls not in _PLAIN or not is_cpu:
+                if code == Code.ENTRY or cls not in _PLAIN or not is_cpu or len(shape) > MAX_DIMENSIONS:
                     return None
                 item_bytes = dtype.itemsize
                 size = shape.numel() * item_bytes

@@ -20,6 +20,7 @@ __all__ = [
     "COMPLEX_CODES",
     "DTYPES",
     "DTYPE_CODES",
+    "MAX_DIMENSIONS",
     "MAX_ROWS",
     "NUMPY_DTYPES",
     "Code",
@@ -31,6 +32,8 @@ __all__ = [
     "encode_table",
 ]
 
+MAX_DIMENSIONS: Final = 64
+"""Of a tensor. Arrays of numpy have no more, in any version."""
 MAX_ROWS: Final = 1 << 17
 """Tensors in one message. A row of a table takes a few bytes, and the tensor that is made of it some hundred."""
 
@@ -132,8 +135,7 @@ class Flag:
 
 # numpy takes a negative size for one that is checked already, so it must not get that far
 _Natural = Annotated[int, Meta(ge=0)]
-# and has no more dimensions than this, in any version
-_Sizes = Annotated[tuple[_Natural, ...], Meta(max_length=64)]
+_Sizes = Annotated[tuple[_Natural, ...], Meta(max_length=MAX_DIMENSIONS)]
 
 
 class Entry(msgspec.Struct, array_like=True, gc=False):

@@ -20,7 +20,7 @@ from arpc.wire.frames import ALIGNMENT, MAX_BUFFERS, PADDING
 from arpc.wire.memory import MEMORY, allocate, view_of
 from arpc.wire.sharing import Span, extent, shared_spans
 from arpc.wire.staging import Stager
-from arpc.wire.table import COMPLEX_CODES, DTYPE_CODES, MAX_ROWS, Code, Entry, Flag, Kind, encode_table
+from arpc.wire.table import COMPLEX_CODES, DTYPE_CODES, MAX_DIMENSIONS, MAX_ROWS, Code, Entry, Flag, Kind, encode_table
 
 __all__ = ["LITTLE_BYTES", "Description", "Slot", "allocate", "describe"]
 
@@ -106,6 +106,8 @@ def describe(slots: Sequence[Slot], inline_limit: int, stager: Stager | None = N
         raise SerializationError(f"a message may have at most {MAX_BUFFERS} large tensors: send it in parts")
     entries = describer.entries if describer is not None else ()
     waits = describer.waits if describer is not None else ()
+    if (most := max(map(len, [*shapes, *(entry.shape for entry in entries)]), default=0)) > MAX_DIMENSIONS:
+        raise SerializationError(f"a tensor of {most} dimensions cannot be sent: it may have at most {MAX_DIMENSIONS}")
     table = encode_table((position, bytes(codes), sources, shapes, entries))
     return Description(table, position, inline, buffers, waits)
 

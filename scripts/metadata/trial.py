@@ -10,7 +10,7 @@ import gc
 import io
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -24,13 +24,12 @@ from arpc.errors import ProtocolError, SerializationError
 from arpc.transport.shm.borrowing import BorrowedArena
 from arpc.transport.shm.mapping import ArenaFile, MappedArena, Offer, UnmappableError
 from arpc.wire import frames
-from arpc.wire.frames import HEADER, Limits
-from arpc.wire.handful import unpack_arguments, unpack_handful, unpack_result
+from arpc.wire.frames import HEADER, Limits, frame
 from arpc.wire.lanes import LaneInbox
 from arpc.wire.memory import address_of
-from arpc.wire.noted import unpack_noted
+from arpc.wire.messages import Message, MessageType
 from arpc.wire.protocol import Protocol
-from arpc.wire.rebuilding import unpack
+from arpc.wire.rebuilding import read_layout
 from arpc.wire.sharing import extent
 from arpc.wire.table import Code, Kind
 from scripts.metadata.valid import ARENA_BYTES, Input
@@ -39,7 +38,6 @@ __all__ = ["Trial", "UnsoundError"]
 
 _LOADED: Final = frozenset(("nested", "quantized", "archive"))
 _SMALL: Final = 1 << 12
-_ALIGNMENT: Final = 16
 _LARGEST: Final = 1 << 24
 _WIDTHS: Final = (32, 8, 8, 16, 64, 32, 32, 32, 32)
 _Memory = bytearray | memoryview
@@ -88,35 +86,47 @@ class Trial:
     # -- the ways in: each puts together what a peer sends, and returns what reads it
 
     def _table(
-        self, table: Any, before: bytes, inline: bytes, buffers: Sequence[bytes], placed: int, strict: int
+        self, table: Any, inline: bytes, after: bytes, buffers: Sequence[bytes], placed: int, strict: int
     ) -> _Read:
         encoded = msgspec.msgpack.encode(_in_64_bits(table))
-        body = bytearray(before + bytes(-len(before) % _ALIGNMENT) + inline)
+        bodies = [bytearray(inline + after) for _ in range(2)]  # a layout is read once, and serves many messages
         memories = [np.frombuffer(buffer, np.uint8).copy().data for buffer in buffers if len(buffer)]
         given: list[Any] = [torch.frombuffer(memory, dtype=torch.uint8) if placed else memory for memory in memories]
 
         def read() -> None:
-            for slot in unpack(encoded, body, given, is_restricted=bool(strict)):
-                self._use(slot, (body, *memories))
+            layout = read_layout(encoded, is_restricted=bool(strict))
+            for body in bodies:
+                for slot in layout.build(body, given):
+                    self._use(slot, (body, *memories))
 
         return read
 
-    def _handful(self, header: Sequence[int], labels: Sequence[Sequence[int]], rest: bytes, reader: int) -> _Read:
-        kind, head_size, meta_size = header
-        head = struct.pack("<BBH", kind % 256, head_size % 256, meta_size % 65536)
-        for code, dimensions, *sizes in labels:
-            head += struct.pack("<BB3H", code % 256, dimensions % 256, *[size % 65536 for size in sizes])
-        body = bytearray(head + rest)
-        unpack_body: Callable[[bytearray], Sequence[Any]] = (
-            unpack_arguments,
-            lambda body: [unpack_result(body)],
-            lambda body: unpack_handful(body)[1],
-            lambda body: unpack_noted(body)[0],
-        )[reader % 4]
+    def _message(
+        self,
+        announced: Sequence[Any],
+        header: Sequence[int],
+        body: bytes,
+        one_off: Sequence[Any],
+        buffers: Sequence[bytes],
+    ) -> _Read:
+        data = b""
+        if announced:
+            number, table = announced
+            encoded = msgspec.msgpack.encode(_in_64_bits(table))
+            data += frame(int(MessageType.SCHEMA), 0, 0, number % (1 << 32), 0, encoded)
+        fields = [value % (1 << width) for value, width in zip(header, _WIDTHS, strict=True)]
+        data += HEADER.pack(*fields) + body
+        if one_off:
+            table, size = one_off
+            data += msgspec.msgpack.encode(_in_64_bits(table)) + struct.pack("<I", size % (1 << 32))
+        for buffer in buffers:
+            data += frame(int(MessageType.DATA), 0, 0, 0, 0, buffer)
 
         def read() -> None:
-            for tensor in unpack_body(body):
-                self._use(tensor, (body,))
+            for message in self._received(data):
+                if message.layout is not None:
+                    for slot in message.layout.build(message.body, message.buffers):
+                        self._use(slot, (message.body, *message.buffers))
 
         return read
 
@@ -126,7 +136,7 @@ class Trial:
         body = bytearray(struct.pack(f"<{len(sizes)}Q", *sizes))
 
         def read() -> None:
-            announced = frames.buffer_sizes_of(body, len(sizes), Limits(1 << 30, 1 << 63))
+            announced = frames.buffer_sizes_of(body, 0, len(sizes), Limits(1 << 30, 1 << 63))
             for view in self._borrowed.borrow(places, announced):
                 start = address_of(view) - self._borrowed.mapping.address
                 if start < 0 or start + view.nbytes > ARENA_BYTES:
@@ -161,7 +171,7 @@ class Trial:
         chunks = [struct.unpack("<QIII", data) for data in packed]
 
         def read() -> None:
-            announced = frames.buffer_sizes_of(body, len(sizes), Limits(1 << 30, _LARGEST))
+            announced = frames.buffer_sizes_of(body, 0, len(sizes), Limits(1 << 30, _LARGEST))
             inbox = LaneInbox(lambda size_bytes: memoryview(bytearray(size_bytes)))
             for number, fields in enumerate(chunks):
                 if number == 1:  # the first has overtaken its frame
@@ -179,18 +189,21 @@ class Trial:
         data = HEADER.pack(*fields) + body
 
         def read() -> None:
-            rest = data
-            protocol = self._open_protocol(Limits(1 << 16, 1 << 20, 1 << 14))
-            while rest:
-                target = protocol.get_buffer(-1)
-                size = min(len(rest), target.nbytes)
-                target[:size] = rest[:size]
-                rest = rest[size:]
-                for message in protocol.receive(size):
-                    _ = message.meta, message.table, message.size_bytes
-            protocol.close()
+            for message in self._received(data):
+                _ = message.meta, message.pickle, message.size_bytes
 
         return read
+
+    def _received(self, data: bytes) -> Iterator[Message]:
+        """The messages that a connection finds in bytes."""
+        protocol = self._open_protocol(Limits(1 << 16, 1 << 20, 1 << 14))
+        while data:
+            target = protocol.get_buffer(-1)
+            size = min(len(data), target.nbytes)
+            target[:size] = data[:size]
+            data = data[size:]
+            yield from protocol.receive(size)
+        protocol.close()
 
     def _nested(self, memory: Sequence[float], sizes: Any, strides: Any, offsets: Any) -> _Read:
         parts = torch.tensor(memory), torch.tensor(sizes), torch.tensor(strides), torch.tensor(offsets)
@@ -220,7 +233,7 @@ class Trial:
         memory = memoryview(bytearray(data))
 
         def read() -> None:
-            (tensor,) = unpack(table, bytearray(8), [memory])
+            (tensor,) = read_layout(table).build(bytearray(8), [memory])
             if tensor.is_nested:
                 for part in tensor.unbind():
                     self._use(part, ())
@@ -233,7 +246,7 @@ class Trial:
 
     _WAYS: Final[dict[str, Callable[..., _Read]]] = {
         "table": _table,
-        "handful": _handful,
+        "message": _message,
         "lent": _lent,
         "offer": _offer,
         "lanes": _lanes,

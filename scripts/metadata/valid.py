@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -17,18 +17,15 @@ import torch
 from torch import Tensor
 
 from arpc.transport.shm.blocks import HEADER_BYTES
-from arpc.wire import handful
-from arpc.wire.frames import CHUNK_BYTES
+from arpc.wire.frames import CHUNK_BYTES, ONE_OFF
 from arpc.wire.messages import MessageType
+from arpc.wire.schemas import Packer
 from arpc.wire.staging import Staged
 from arpc.wire.table import Kind
-from arpc.wire.tensors import pack
 
 __all__ = ["ARENA_BYTES", "Input", "valid_inputs"]
 
 ARENA_BYTES: Final = HEADER_BYTES + (1 << 16)
-_HEADER_BYTES: Final = 4
-_LABEL_BYTES: Final = 8
 
 
 class Input(NamedTuple):
@@ -50,7 +47,7 @@ class _ToCpu:
 
 def valid_inputs() -> list[Input]:
     """One or more for every way in, each of which is taken as it is."""
-    return [*_tables(), *_handfuls(), *_memory(), *_saved()]
+    return [*_tables(), *_whole_messages(), *_memory(), *_saved()]
 
 
 def _messages() -> Iterable[list[Any]]:
@@ -87,48 +84,40 @@ def _messages() -> Iterable[list[Any]]:
 
 
 def _tables() -> Iterable[Input]:
-    """Way ``table``: the table, what comes before the inline tensors, these, and the buffers; then two choices."""
+    """Way ``table``: the table, the inline tensors, what follows them, and the buffers; then two choices."""
     for slots in _messages():
         for inline_limit, stager in ((1 << 12, None), (0, None), (1 << 12, _ToCpu())):
             try:
-                packed = pack(slots, inline_limit, stager)
+                packed = Packer(inline_limit).pack(slots, stager)
             except RuntimeError:
                 continue  # a quantized tensor cannot be staged
-            table = msgspec.msgpack.decode(packed.table)
+            table = msgspec.msgpack.decode(packed.schema.table)
+            inline = b"".join(packed.parts)
             buffers = [bytes(buffer) for buffer in packed.buffers]
-            yield Input("table", [table, bytes(16), packed.inline, buffers, stager is not None, 0])
+            yield Input("table", [table, inline, bytes(16), buffers, stager is not None, 0])
             if all(entry[0] != Kind.SAVED for entry in table[4]):
-                yield Input("table", [table, b"", packed.inline, buffers, stager is not None, 1])
+                yield Input("table", [table, inline, b"", buffers, stager is not None, 1])
 
 
-def _handfuls() -> Iterable[Input]:
-    """Way ``handful``: header, labels, and the rest; then the number of the reader."""
-    few: Sequence[Sequence[Tensor]] = (
-        [torch.ones(3)],
-        [torch.ones(2, 2, requires_grad=True)],
-        [torch.ones(2, dtype=torch.bfloat16)],
-        [torch.ones(2, 1, 2, dtype=torch.complex64)],
-        [torch.tensor(5)],
-        [torch.ones(3), torch.ones(2, 2), torch.ones(5, dtype=torch.bool)],
-        [torch.ones(1) for _ in range(handful.MAX_TENSORS)],
-    )
-    for tensors in few:
-        for kind in range(1, handful.LAST_KIND + 1):
-            if len(tensors) > 1 and kind in {handful.RESULT, handful.RESULT_AND_META, handful.RESULT_AND_NOTE}:
-                continue
-            meta = b"\x80" if kind in {handful.ARGUMENTS_AND_META, handful.RESULT_AND_META} else b""
-            made = handful.handful_payload(1 << 12, kind, tensors, meta, b"content" if kind in range(5, 9) else b"")
-            assert made is not None
-            made += bytes(handful.NOTE_BYTES) if kind in handful.NOTED else b""
-            start = _HEADER_BYTES
-            labels = []
-            for _ in tensors:
-                code, dimensions, *rest = made[start : start + _LABEL_BYTES]
-                labels.append([code, dimensions, *[low | high << 8 for low, high in zip(rest[::2], rest[1::2])]])  # noqa: B905
-                start += _LABEL_BYTES
-            header = [made[0], made[1], made[2] | made[3] << 8]
-            reader = {handful.RESULT: 1, handful.ARGUMENTS: 0}.get(kind, 3 if kind in handful.NOTED else 2)
-            yield Input("handful", [header, labels, made[start:], reader])
+def _whole_messages() -> Iterable[Input]:
+    """Way ``message``: a number, the table that is announced under it, and a message that refers to it.
+
+    Of the message the fields of its header, its body, the table at the end of it with its size, and its buffers.
+    """
+    for slots in _messages():
+        for inline_limit, schema in ((1 << 12, 1), (1 << 12, ONE_OFF), (0, 7), (0, ONE_OFF)):
+            packed = Packer(inline_limit).pack(slots)
+            table = msgspec.msgpack.decode(packed.schema.table)
+            sizes = [buffer.nbytes for buffer in packed.buffers]
+            meta, content = b"\x80", b"pickle"
+            body = b"".join((*packed.parts, *(size.to_bytes(8, "little") for size in sizes), meta, content))
+            is_one_off = schema == ONE_OFF
+            size = len(packed.schema.table)
+            length = len(body) + (size + 4 if is_one_off else 0)
+            header = [length, int(MessageType.REQUEST), 0, len(sizes), 1, 2, 3, len(meta), schema]
+            one_off = [table, size] if is_one_off else []
+            announced = [] if is_one_off else [schema, table]
+            yield Input("message", [announced, header, body, one_off, [bytes(buffer) for buffer in packed.buffers]])
 
 
 def _memory() -> Iterable[Input]:
@@ -140,7 +129,7 @@ def _memory() -> Iterable[Input]:
     for type_ in (MessageType.REQUEST, MessageType.REPLY, MessageType.ITEM):
         yield Input("frame", [[24, int(type_), 0, 0, 1, 2, 3, 0, 0], bytes(24)])
     yield Input(
-        "frame", [[32, int(MessageType.REQUEST), 0, 2, 1, 2, 0, 4, 6], b"\x08" + bytes(7) + b"\x04" + bytes(23)]
+        "frame", [[32, int(MessageType.REQUEST), 0, 2, 1, 2, 0, 4, 0], b"\x08" + bytes(7) + b"\x04" + bytes(23)]
     )
 
 

@@ -227,12 +227,12 @@ def make_ones(size: int) -> torch.Tensor:
 
 
 async def test_each_request_is_answered_once(pair):
-    executor = pair[1].agent.dispatcher
-    before = executor.calls_handled
+    dispatcher = pair[1].agent.dispatcher
+    before = dispatcher.calls_handled
     functions = [echo, echo_later, echo_in_thread] * 10
     await asyncio.gather(*(pair[0].rpc_sync("worker1", function, args=(1,)) for function in functions))
-    assert executor.calls_handled == before + len(functions)
-    assert executor.calls_failed == 0
+    assert dispatcher.calls_handled == before + len(functions)
+    assert dispatcher.replies.calls_failed == 0
 
 
 async def test_statistics_tell_what_is_under_way(pair, stage):
@@ -264,9 +264,10 @@ async def test_a_request_for_a_function_that_was_never_sent(pair, monkeypatch, c
 
 async def test_a_malformed_request_fails_that_call_only(pair, monkeypatch):
     """The frame is in order, its content is not."""
-    dumps_call = pair[0].agent._pickler.dumps_call
-    monkeypatch.setattr(pair[0].agent._pickler, "dumps_call", lambda *_, **__: (b"no pickle", []))
+    pickler = pair[0].agent.codec.pickler
+    dumps_call = pickler.dumps_call
+    monkeypatch.setattr(pickler, "dumps_call", lambda *_, **__: (b"no pickle", []))
     with pytest.raises(pickle.UnpicklingError):
         await pair[0].rpc_sync("worker1", echo, args=(1,))
-    monkeypatch.setattr(pair[0].agent._pickler, "dumps_call", dumps_call)
+    monkeypatch.setattr(pickler, "dumps_call", dumps_call)
     assert await pair[0].rpc_sync("worker1", echo, args=("alive",)) == "alive"

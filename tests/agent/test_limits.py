@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import arpc
-from arpc.agent import executor
+from arpc.agent.server import dispatcher
 from arpc.options import RpcOptions
 from arpc.testing import cluster
 from arpc.wire.frames import frame
@@ -57,32 +57,45 @@ async def test_requests_that_wait_take_a_bounded_amount_of_memory():
         done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
         assert isinstance(done.pop().exception(), arpc.OverloadedError)
         (link,) = (link for link in group[1].agent.connector.links if link.peer.info.name == "worker0")
-        assert link.inbound.waiting_bytes <= executor._WINDOWS * (1 << 16) + (1 << 18)
+        assert link.inbound.waiting_bytes <= dispatcher._WINDOWS * (1 << 16) + (1 << 18)
         gate[0].set()
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert 1 in results
 
 
-@pytest.mark.parametrize("what", ["header", "dimensions", "functions"])
+@pytest.mark.parametrize("what", ["header", "functions"])
 async def test_too_much_costs_the_connection(what, monkeypatch):
-    monkeypatch.setattr(executor, "_MAX_FUNCTIONS", 100)
+    monkeypatch.setattr(dispatcher, "_MAX_FUNCTIONS", 100)
     async with cluster(2, options=RpcOptions(gc_freeze=False, max_header_bytes=1 << 12)) as group:
         assert await group[0].rpc_sync("worker1", echo, args=(1,)) == 1
         pending = group[0].rpc_async("worker1", wait_at_the_gate, timeout=0)
         connection = group[0].agent.known_peer("worker1").connection
         if what == "header":
             connection.send(frame(MessageType.REQUEST, 0, 1, 1, 0, b"", meta=bytes(1 << 13)))
-        elif what == "functions":
+        else:
             for number in range(200):
                 connection.send(frame(MessageType.FUNCTION, 0, 0, 1000 + number, 0, b"cbuiltins\nlen\n."))
-        else:
-            with pytest.raises((arpc.SerializationError, arpc.ProtocolError, arpc.WireError)):
-                await group[0].rpc_sync("worker1", echo, args=(torch.zeros([1] * 70),))
-            pending.cancel()
-            return
         with pytest.raises(arpc.WorkerLostError):
             await pending
         assert await group[0].rpc_sync("worker1", echo, args=(2,)) == 2
+
+
+async def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape)
+
+
+@pytest.mark.parametrize("value", [torch.zeros([1] * 65), torch.zeros([1] * 65).to_sparse()], ids=["dense", "sparse"])
+async def test_a_tensor_of_too_many_dimensions_fails_its_own_call_only(value):
+    async with cluster(2) as group:
+        pending = group[0].rpc_async("worker1", wait_at_the_gate, timeout=0)
+        for _ in range(2):
+            with pytest.raises(arpc.SerializationError, match="65 dimensions cannot be sent"):
+                await group[0].rpc_sync("worker1", echo, args=(value,))
+        with pytest.raises(arpc.SerializationError, match="65 dimensions cannot be sent"):
+            await group[0].rpc_sync("worker1", zeros, args=(1,) * 65)
+        assert (await group[0].rpc_sync("worker1", zeros, args=(1,) * 64)).dim() == 64
+        gate[0].set()
+        assert await pending == 1
 
 
 SMALL_BODY = RpcOptions(gc_freeze=False, max_body_bytes=1 << 15)
@@ -130,7 +143,7 @@ async def test_who_sends_more_than_a_body_takes_is_told_and_nothing_else_suffers
 async def test_the_largest_pickle_and_the_largest_tensors_beside_it_fit():
     async with cluster(2, options=SMALL_BODY) as group:
         codec = group[0].agent.codec
-        sent = await give(8, codec._inline_limit // 4)
+        sent = await give(8, codec._packer._inline_limit // 4)
         assert await group[0].rpc_sync("worker1", echo, args=(1,)) == 1
         connection = group[0].agent.known_peer("worker1").connection
 
@@ -140,7 +153,7 @@ async def test_the_largest_pickle_and_the_largest_tensors_beside_it_fit():
 
         around = len(codec.pickler.dumps(((bytes(1 << 14), sent),))[0]) - (1 << 14)
         for left in range(256, around - 1, -8):
-            await send(codec.max_payload_bytes - left)
+            await send(codec.max_pickle_bytes - left)
         with pytest.raises(arpc.SerializationError, match="make a pickle of"):
-            await send(codec.max_payload_bytes)
+            await send(codec.max_pickle_bytes)
         assert group[0].agent.known_peer("worker1").connection is connection

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import pickle
-import struct
 from contextlib import suppress
 
 import pytest
@@ -16,11 +15,12 @@ from arpc.agent import variables
 from arpc.options import RpcOptions
 from arpc.testing import cluster
 from arpc.wire import messages
-from arpc.wire.frames import frame
-from arpc.wire.handful import MAX_TENSORS, PICKLED_ARGUMENTS, PICKLED_RESULT, handful_payload
+from arpc.rref.labels import KEY, pack_label
+from arpc.wire.frames import ONE_OFF, frame
 from arpc.wire.messages import MESSAGE_CLASSES, Message
+from arpc.wire.metadata import encode_metadata
 from arpc.wire.policy import AllowList
-from arpc.wire.tensors import pack
+from tests.wire.exchange import pack
 
 ALLOW = RpcOptions(gc_freeze=False, allow="exported")
 ran: list[str] = []
@@ -40,6 +40,8 @@ BARE = {
     messages.Arena,
     messages.Lent,
     messages.Freed,
+    # the layout of tensors: msgpack of a known shape
+    messages.Schema,
     # calls: numbers alone
     messages.Cancel,
     messages.Credit,
@@ -128,30 +130,33 @@ def test_every_message_type_is_known_here():
     assert all(issubclass(kind, Message) for kind in MESSAGE_CLASSES.values())
 
 
-def with_pickle(kind, id_, payload, form, *, label=b""):
-    """A message with a pickle in it: alone, with small tensors around it, or behind a table of tensors."""
+SCHEMA = 900
+FORMS = ("pickle", "own layout", "announced layout")
+
+
+def with_pickle(kind, id_, payload, form, meta=b""):
+    """A message with a pickle in it: alone, or with tensors whose layout it brings along, or refers to by number."""
     arg = 0 if kind in ANSWERS else 1
     type_ = int(kind.type)
     if form == "pickle":
-        return frame(type_, 0, id_, arg, 0, label + payload)
-    if form == "handful":
-        form_of_kind = PICKLED_RESULT if kind in ANSWERS else PICKLED_ARGUMENTS
-        few = handful_payload(1 << 16, form_of_kind, [torch.ones(2)], b"", payload)
-        assert few is not None
-        return frame(type_, 0, id_, arg, 0, label + few)
-    packed = pack([torch.ones(2)] * (MAX_TENSORS + 1), 1 << 16, None)
-    return frame(type_, 0, id_, arg, 0, label + payload, b"", packed.table, packed.inline, packed.buffer_sizes)
+        return frame(type_, 0, id_, arg, 0, payload, meta)
+    packed = pack([torch.ones(2)])
+    assert not packed.buffers
+    if form == "own layout":
+        return frame(type_, 0, id_, arg, 0, payload, meta, ONE_OFF, packed.parts, (), packed.schema.table)
+    announced = frame(int(messages.Schema.type), 0, 0, SCHEMA, 0, packed.schema.table)
+    return announced + frame(type_, 0, id_, arg, 0, payload, meta, SCHEMA, packed.parts)
 
 
 def payload_of(kind):
     return pickle.dumps((TRAP, "T", "text", "stack"), protocol=5) if kind is messages.Failure else TRAP
 
 
-def label_of(kind, number):
-    """What a creation says before its pickle: see `rref.labels`."""
+def metadata_of(kind, number):
+    """What a creation brings along, see `rref.labels`."""
     if kind is not messages.RRefCreate:
         return b""
-    return struct.pack("<6Q", 1, number, 0, (1 << 48) + number, (1 << 48) + 1000 + number, 0)
+    return encode_metadata({KEY: pack_label(1, number, 0, (1 << 48) + number, (1 << 48) + 1000 + number, "")})
 
 
 @pytest.mark.parametrize("kind", sorted(REQUESTS, key=lambda kind: kind.type), ids=lambda kind: kind.__name__)
@@ -159,11 +164,9 @@ async def test_a_request_is_read_by_the_policy(kind, read):
     async with cluster(2, options=ALLOW) as group:
         await group[0].rpc_sync("worker1", nothing)  # so that function 1 is known
         connection = group[0].agent.known_peer("worker1").connection
-        # creations have a label before their pickle, which a handful never has
-        forms = ("pickle", "table") if kind is messages.RRefCreate else ("pickle", "handful", "table")
-        for number, form in enumerate(forms, 1):
+        for number, form in enumerate(FORMS, 1):
             read.clear()
-            connection.send(with_pickle(kind, 900 + number, TRAP, form, label=label_of(kind, number)))
+            connection.send(with_pickle(kind, 900 + number, TRAP, form, metadata_of(kind, number)))
             assert await group[0].rpc_sync("worker1", nothing) is None
             assert was_read(read, "worker0"), form
             assert not ran
@@ -178,16 +181,8 @@ async def test_a_function_is_read_by_the_policy(read):
         assert was_read(read, "worker0")
 
 
-@pytest.mark.parametrize(
-    ("kind", "form"),
-    [
-        (kind, form)
-        for kind in sorted(ANSWERS, key=lambda kind: kind.type)
-        for form in ("pickle", "handful", "table")
-        if (kind, form) != (messages.Failure, "handful")  # which it never is
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", sorted(ANSWERS, key=lambda kind: kind.type), ids=lambda kind: kind.__name__)
 async def test_an_answer_is_read_by_the_policy(kind, form, read):
     async with cluster(2, options=ALLOW) as group:
         if kind is messages.Item:
@@ -246,8 +241,8 @@ async def test_no_message_brings_its_function_along(kind):
             answered.append(message),
             take(link, message),
         )
-        payload = label_of(kind, 1) + pickle.dumps((bytearray, (1 << 50,)), protocol=5)
-        connection.send(frame(int(kind.type), 0, 900, 0, 0, payload))
+        payload = pickle.dumps((bytearray, (1 << 50,)), protocol=5)
+        connection.send(frame(int(kind.type), 0, 900, 0, 0, payload, metadata_of(kind, 1)))
         await group[0].rpc_sync("worker1", nothing)
         assert any(b"functions are called by their names" in bytes(message.body) for message in answered)
 

@@ -280,7 +280,7 @@ async def test_one_that_stands_by_hears_of_what_brings_its_header(pair: Cluster)
     standing = [Standing(), Standing()]
     for worker, log in zip(pair, standing, strict=True):
         worker.agent.observers.standing = (log,)
-        worker.agent._occasions += (log.wanted,)  # as if it had been made with it
+        worker.agent._wrap_sender()  # as if it had been made with it
     await pair[0].rpc_sync("worker1", depths)
     assert not standing[1].accepted
     standing[0].wanted.append(None)

@@ -17,15 +17,16 @@ from hypothesis import strategies as st
 
 import arpc
 from arpc.agent.client.deadlines import Deadlines
+from arpc.agent.codec import Content
 from arpc.agent.server.functions import Function
-from arpc.agent.server.thread_replies import ReplyOutbox
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.run import Run
+from arpc.agent.server.thread_replies import ThreadReplies
 from arpc.ids import WorkerInfo
 from arpc.options import RpcOptions
 from arpc.testing import Cluster, cluster
 from arpc.transport.stream import TcpTransport, UnixTransport
-from arpc.wire.pickling import dumps_plain
+from arpc.wire.frames import frame
 from tests.agent.leftovers import assert_both_alive, assert_nothing_left, until
 from tests.agent.stage import call_on_in_thread, echo, echo_in_thread, hold_in_thread
 
@@ -76,14 +77,19 @@ async def test_what_is_plain_is_sent_by_its_thread(scheme):
 
 async def test_a_small_tensor_is_sent_by_its_thread():
     async with socket_pair() as group:
-        for shape in [(), (5,), (2, 3)]:
-            tensor = torch.rand(shape)
-            assert torch.equal(await group[0].rpc_sync("worker1", echo_in_thread, args=(tensor,)), tensor)
-        assert answered_by_threads(group) == 3
+        shapes = [(), (5,), (2, 3)]
+        # The first reply brings the layout of its tensors along, the second has the loop announce it
+        for by_threads in (3, 3, 6):
+            for shape in shapes:
+                tensor = torch.rand(shape)
+                assert torch.equal(await group[0].rpc_sync("worker1", echo_in_thread, args=(tensor,)), tensor)
+            assert answered_by_threads(group) == by_threads
 
 
-def tensors(count: int) -> list[torch.Tensor]:
-    return [torch.ones(2)] * count
+async def test_an_object_of_any_class_is_sent_by_its_thread():
+    async with socket_pair() as group:
+        assert await group[0].rpc_sync("worker1", Thing, args=(3,)) == Thing(3)
+        assert answered_by_threads(group) == 1
 
 
 def fail() -> None:
@@ -101,18 +107,16 @@ def switch_off_and_return() -> torch.Tensor:
 
 async def test_what_takes_more_is_sent_by_the_loop():
     async with socket_pair() as group:
-        assert await group[0].rpc_sync("worker1", Thing, args=(3,)) == Thing(3)
         assert await group[0].rpc_sync("worker1", bytes, args=(200 * KIB,)) == bytes(200 * KIB)
         assert await group[0].rpc_sync("worker1", hand_out_a_coroutine) == "awaited"
         assert await group[0].rpc_sync("worker1", call_on_in_thread, args=("worker0", echo, 5)) == 5
         assert torch.equal(await group[0].rpc_sync("worker1", torch.ones, args=(300 * KIB,)), torch.ones(300 * KIB))
-        assert len(await group[0].rpc_sync("worker1", tensors, args=(3,))) == 3
         with pytest.raises(ZeroDivisionError, match="on purpose"):
             await group[0].rpc_sync("worker1", fail)
         # what a function leaves switched might show in how its tensor looks
         assert (await group[0].rpc_sync("worker1", switch_off_and_return)).tolist() == [1.0, 1.0]
         assert answered_by_threads(group) == 0
-        assert group[1].agent.dispatcher.calls_handled == 9
+        assert group[1].agent.dispatcher.calls_handled == 7
         assert await group[0].rpc_sync("worker1", torch.is_grad_enabled)
         assert answered_by_threads(group) == 1
 
@@ -138,15 +142,24 @@ async def test_an_answer_does_not_overtake_the_calls_of_its_thread():
         await until(group[1].agent.is_quiet)
 
 
+class _Meter:
+    """Remembers which handlers ended."""
+
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+
+    def handler_ended(self, caller: str, function: str, duration_ns: int) -> None:
+        self.ended.append(function)
+
+
 async def test_who_wants_to_hear_of_the_end_of_a_request_does():
     async with socket_pair() as group:
-        (link,) = group[1].agent.connector.links
-        ended: list[str] = []
-        link.inbound.ended = lambda run: ended.append(run.function.name)
+        meter: Any = _Meter()
+        group[1].agent.set_meter(meter)
         await group[0].rpc_sync("worker1", echo_in_thread)
-        link.inbound.ended = None
+        group[1].agent.set_meter(None)
         await group[0].rpc_sync("worker1", echo_in_thread)
-        assert ended == ["echo_in_thread"]
+        assert meter.ended == ["echo_in_thread"]
         assert answered_by_threads(group) == 1
 
 
@@ -157,10 +170,10 @@ async def test_many_at_once_and_the_counters():
     async with socket_pair() as group:
         calls = [group[0].rpc_sync("worker1", echo_in_thread, args=(number,)) for number in range(200)]
         assert await asyncio.gather(*calls) == [*range(200)]
-        executor = group[1].agent.dispatcher
-        assert executor.calls_handled == 201
-        assert executor.statistics()["calls_handled"] == 201
-        assert executor.threads.statistics()["jobs_unfinished"] == 0
+        dispatcher = group[1].agent.dispatcher
+        assert dispatcher.calls_handled == 201
+        assert dispatcher.statistics()["calls_handled"] == 201
+        assert dispatcher.threads.statistics()["jobs_unfinished"] == 0
         peers = [group[0].statistics()["peers"]["worker1"], group[1].statistics()["peers"]["worker0"]]
         assert peers[0]["bytes_received"] == peers[1]["bytes_sent"]
         assert peers[1]["frames_sent"] >= 201
@@ -178,16 +191,16 @@ async def test_requests_that_wait_for_room_get_it_when_a_thread_has_answered():
 async def test_a_call_that_is_cancelled_in_its_thread_is_counted_once(make_stage):
     stage = make_stage()
     async with socket_pair() as group:
-        executor = group[1].agent.dispatcher
+        dispatcher = group[1].agent.dispatcher
         call = asyncio.create_task(group[0].rpc_sync("worker1", hold_in_thread))
         await stage.wait_until("held begun")
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        await until(lambda: executor.calls_failed == 1)
+        await until(lambda: dispatcher.replies.calls_failed == 1)
         stage.open()
         await assert_nothing_left(group)
-        assert executor.calls_handled == 2
+        assert dispatcher.calls_handled == 2
         await assert_both_alive(group)
 
 
@@ -198,7 +211,7 @@ async def test_a_deadline_that_passes_in_a_thread_is_the_end(make_stage):
         await stage.wait_until("held begun")
         with pytest.raises(arpc.RpcTimeoutError):
             await call
-        await until(lambda: group[1].agent.dispatcher.calls_failed == 1)
+        await until(lambda: group[1].agent.dispatcher.replies.calls_failed == 1)
         stage.open()
         await assert_nothing_left(group)
         assert group[1].agent.dispatcher.calls_handled == 2
@@ -274,7 +287,7 @@ async def test_a_storm_of_everything(seed):
 
 
 class _Line:
-    """A connection, its turn and its executor in one, for requests that end in any order."""
+    """A connection, its turn to write and its dispatcher in one, for requests that end in any order."""
 
     def __init__(self) -> None:
         self.loop = self
@@ -308,11 +321,16 @@ class _Line:
             self.ended.append(run.id)
             run.inbound.forget(run)
 
-    def thread_returned(self, run: Run, result: Any) -> None:
-        assert result is not None
+    def frame_in_thread(self, type_: int, id_: int, pickle: bytes, tensors: Any) -> bytes:
+        assert tensors is None
+        return frame(type_, 0, id_, 0, 0, pickle)
 
     def answer_withdrawn(self) -> None:
         self.withdrawn += 1
+
+
+def encode(_: Run, result: Any) -> Content:
+    return Content(b"%d" % result)
 
 
 _events = st.sampled_from(["work", "cancel", "expire", "send", "send on loop", "turn", "block"])
@@ -323,9 +341,10 @@ def test_each_request_has_one_end(events):
     line: Any = _Line()
     deadlines: Any = Deadlines.__new__(Deadlines)
     inbound = Inbound(line, WorkerInfo("caller", 0), deadlines, max_handlers=100, main_by_value=False)
-    outbox = ReplyOutbox(inbound, line, dumps_plain, lambda _: None)
+    replies = ThreadReplies(inbound, line, encode, lambda _: None)
     runs = [
-        Run(line, inbound, Function(len), number, 0, copy_context(), args=("",), outbox=outbox) for number in range(5)
+        Run(line, inbound, Function(len), number, 0, copy_context(), args=("",), thread_replies=replies)
+        for number in range(5)
     ]
     for run in runs:
         inbound.register(run)
@@ -334,15 +353,15 @@ def test_each_request_has_one_end(events):
         run = runs[number]
         if event == "work" and number not in worked:
             worked.add(number)
-            assert run.work() is (None if run.ended else outbox)
+            assert run.work() is (None if run.ended else replies)
         elif event == "cancel":
             inbound.cancel(number)
         elif event == "expire":
             run.expire()
         elif event == "send":
-            outbox.send()
+            replies.send()
         elif event == "send on loop":
-            outbox.send_on_loop()
+            replies.send_on_loop()
         elif event == "turn":
             while line.callbacks:
                 line.callbacks.pop(0)()
@@ -352,7 +371,7 @@ def test_each_request_has_one_end(events):
         if run.id not in worked:
             run.work()
     line.is_blocked = False
-    outbox.send()
+    replies.send()
     answered = [int.from_bytes(data[8:16], "little") for data in line.sent]
     assert sorted([*answered, *line.ended]) == [0, 1, 2, 3, 4]
     assert not inbound.running
@@ -381,13 +400,13 @@ class _Caller:
         answers.clear()
         return frames
 
-    def portions(self, outbox: ReplyOutbox, running: int, writes: int = 1) -> int:
+    def portions(self, replies: ThreadReplies, running: int, writes: int = 1) -> int:
         """How many answers may go at once after so many writes, with so many requests under way."""
         self.running = range(running)
         for _ in range(writes):
-            outbox._answers += [(None, b"")] * 2
-            outbox.send()
-        return outbox.answers_a_write
+            replies._answers += [(None, b"")] * 2
+            replies.send()
+        return replies.answers_a_write
 
 
 LOOK = 33
@@ -399,42 +418,42 @@ def caller() -> _Caller:
 
 
 @pytest.fixture
-def outbox(caller: _Caller) -> ReplyOutbox:
-    return ReplyOutbox(caller, caller.turn, dumps_plain, lambda _: None)
+def replies(caller: _Caller) -> ThreadReplies:
+    return ThreadReplies(caller, caller.turn, encode, lambda _: None)
 
 
 @pytest.mark.parametrize(("running", "portion"), [(1, 8), (16, 8), (40, 20), (64, 32), (1000, 32)])
-def test_half_goes_ahead_if_the_peer_has_another_cpu(caller, outbox, running, portion):
-    assert outbox.answers_a_write == 32
-    assert caller.portions(outbox, running) == portion
+def test_half_goes_ahead_if_the_peer_has_another_cpu(caller, replies, running, portion):
+    assert replies.answers_a_write == 32
+    assert caller.portions(replies, running) == portion
 
 
-def test_one_answer_at_a_time_finds_out_nothing(caller, outbox):
+def test_one_answer_at_a_time_finds_out_nothing(caller, replies):
     caller.running = range(16)
-    outbox._answers.append((None, b""))
-    outbox.send()
-    assert outbox.answers_a_write == 32
+    replies._answers.append((None, b""))
+    replies.send()
+    assert replies.answers_a_write == 32
 
 
-def test_on_one_cpu_all_go_at_once(caller, outbox):
+def test_on_one_cpu_all_go_at_once(caller, replies):
     caller.is_peer_elsewhere = False
-    assert caller.portions(outbox, 16) == 32
-    assert caller.portions(outbox, 1000) == 32
+    assert caller.portions(replies, 16) == 32
+    assert caller.portions(replies, 1000) == 32
 
 
-def test_what_is_under_way_is_taken_at_its_most(caller, outbox):
+def test_what_is_under_way_is_taken_at_its_most(caller, replies):
     """Most of it may be in a socket at the moment."""
-    caller.portions(outbox, 64)
-    assert caller.portions(outbox, 8) == 32
-    assert caller.portions(outbox, 16, LOOK) == 8, "not for ever"
+    caller.portions(replies, 64)
+    assert caller.portions(replies, 8) == 32
+    assert caller.portions(replies, 16, LOOK) == 8, "not for ever"
 
 
-def test_a_peer_that_is_moved_is_noticed(caller, outbox):
-    assert caller.portions(outbox, 16) == 8
+def test_a_peer_that_is_moved_is_noticed(caller, replies):
+    assert caller.portions(replies, 16) == 8
     caller.is_peer_elsewhere = False
-    assert caller.portions(outbox, 16, LOOK) == 32
+    assert caller.portions(replies, 16, LOOK) == 32
     caller.is_peer_elsewhere = True
-    assert caller.portions(outbox, 16, LOOK) == 8
+    assert caller.portions(replies, 16, LOOK) == 8
 
 
 async def test_a_socket_knows_whether_its_peer_is_elsewhere(monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 
 import arpc
 from arpc.agent.client.deadlines import NEVER
+from arpc.agent.client.pending_calls import SEQUENCE_BITS
 from arpc.errors import OverloadedError, RpcTimeoutError, WorkerLostError
 from arpc.testing import cluster
 from tests.agent.leftovers import assert_nothing_left, until
@@ -79,7 +80,7 @@ async def test_many_that_expire_at_once_leave_the_room_that_there_is(stage, time
         held = group[0].rpc_async("worker1", hold, timeout=0)
         await stage.wait_until("held begun")
         waiting = [group[0].rpc_async("worker1", echo, args=(number,), timeout=600) for number in range(200)]
-        for tick in [tick for tick in peer_of(group).calls.buckets if tick != NEVER]:
+        for tick in {call_id >> SEQUENCE_BITS for call_id, _ in peer_of(group).calls} - {NEVER}:
             peer_of(group).calls.expire(tick)  # by hand
         assert all(isinstance(call.exception(), RpcTimeoutError) for call in waiting)
         waiting = [group[0].rpc_async("worker1", echo, args=(number,)) for number in range(200)]

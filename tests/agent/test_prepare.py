@@ -8,6 +8,7 @@ import threading
 import pytest
 
 import arpc
+from arpc.agent.client.pending_calls import OutgoingCall
 from arpc.agent.client.sender import Prepared
 from arpc.errors import RpcTimeoutError, SerializationError
 from arpc.testing import cluster
@@ -52,7 +53,7 @@ async def test_arguments_are_packed_in_a_thread_and_sent_on_the_loop() -> None:
             packed = await asyncio.to_thread(agent.prepare, peer, function, args, kwargs)
             future = asyncio.get_running_loop().create_future()
             called, named = (packed.function, packed.kwargs) if packed else (function, None)
-            agent.begin(peer, future, called, packed, named, arpc.UNSET)
+            agent.sender.send(OutgoingCall(peer, future, called, packed, named))
             assert await future == expected
 
 
@@ -70,7 +71,7 @@ async def test_what_was_packed_for_a_peer_that_has_changed_is_packed_again() -> 
         packed = agent.prepare(peer, add, (1, 2), None)
         assert isinstance(packed, Prepared)
         future = asyncio.get_running_loop().create_future()
-        agent.begin(peer, future, add, packed._replace(is_named=False, payload=b"?"), None, arpc.UNSET)
+        agent.sender.send(OutgoingCall(peer, future, add, packed._replace(is_named=False, pickle=b"?")))
         assert await future == 3
 
 
@@ -114,7 +115,7 @@ async def test_an_rref_whose_creation_timed_out_is_counted_until_it_is_dropped()
 async def test_failures_are_told_of_where_they_happen() -> None:
     async with cluster(2) as group:
         told: list[tuple[str, BaseException]] = []
-        group[1].agent.dispatcher.tell_failure = lambda name, error: told.append((name, error))
+        group[1].agent.dispatcher.replies.tell_failure = lambda name, error: told.append((name, error))
         with pytest.raises(ValueError, match="on purpose"):
             await arpc.rpc_sync("worker1", fail)
         assert [(name, type(error)) for name, error in told] == [("fail", ValueError)]

@@ -131,7 +131,7 @@ async def test_a_function_that_is_cancelled_as_it_begins_still_has_its_context(p
         run.context = NO_CONTEXT
         return 0.0
 
-    monkeypatch.setattr("arpc.agent.requests._clock", cancelled)
+    monkeypatch.setattr("arpc.agent.server.run._clock", cancelled)
     assert run.work() is not None
     assert run.result == "its own"
 
@@ -315,7 +315,7 @@ def test_a_pool_outlives_its_loop():
 
 
 async def test_quick_jobs_are_left_to_one_thread(pool, monkeypatch):
-    monkeypatch.setattr("arpc.agent.threads._HELP_AFTER_S", 60)  # a slow machine must not look like a stuck thread
+    monkeypatch.setattr("arpc.agent.server.thread_pool._HELP_AFTER_S", 60)  # a slow machine must not look like a stuck thread
     seen: set[int] = set()
     done = asyncio.Event()
 
@@ -347,7 +347,7 @@ async def test_what_is_stuck_holds_up_only_what_comes_at_once(pool, monkeypatch)
     pool.submit(lambda: release.wait(10) and None, is_quick=True)
     pool.submit(lambda: done.set, is_quick=True)
     await done.wait()
-    monkeypatch.setattr("arpc.agent.threads._HELP_AFTER_S", 60)
+    monkeypatch.setattr("arpc.agent.server.thread_pool._HELP_AFTER_S", 60)
     for _ in range(3):
         done.clear()
         pool.submit(lambda: done.set, is_quick=True)
@@ -396,7 +396,7 @@ class Letters(Outbox):
 
 
 async def test_a_thread_sends_what_many_quick_jobs_left_at_once(pool, monkeypatch):
-    monkeypatch.setattr("arpc.agent.threads._HELP_AFTER_S", 60)
+    monkeypatch.setattr("arpc.agent.server.thread_pool._HELP_AFTER_S", 60)
     box = Letters()
     for number in range(100):
         pool.submit(lambda number=number: box.write(number), is_quick=True)
@@ -409,7 +409,7 @@ async def test_a_thread_sends_what_many_quick_jobs_left_at_once(pool, monkeypatc
 
 
 async def test_an_outbox_tells_how_many_answers_go_at_once(pool, monkeypatch):
-    monkeypatch.setattr("arpc.agent.threads._HELP_AFTER_S", 60)
+    monkeypatch.setattr("arpc.agent.server.thread_pool._HELP_AFTER_S", 60)
     box = Letters()
     box.answers_a_write = 8
     for number in range(20):
@@ -442,7 +442,7 @@ async def test_what_was_left_before_a_job_that_is_stuck_is_sent_by_the_loop(pool
 
 
 async def test_outboxes_of_several_connections_are_all_sent(pool, monkeypatch):
-    monkeypatch.setattr("arpc.agent.threads._HELP_AFTER_S", 60)
+    monkeypatch.setattr("arpc.agent.server.thread_pool._HELP_AFTER_S", 60)
     boxes = [Letters(), Letters(), Letters()]
     for number in range(30):
         pool.submit(lambda number=number: boxes[number // 10].write(number), is_quick=True)
@@ -537,20 +537,20 @@ def test_a_doorbell_wakes_once_for_each_ring(monkeypatch, has_eventfd):
 def test_a_function_that_is_always_quick_is_known_as_such():
     function = Function(len)
     for _ in range(7):
-        function.measured(1e-6)
-    assert not function.is_quick
-    function.measured(1e-6)
-    assert function.is_quick
-    function.measured(1.0)
-    assert not function.is_quick
+        function.quickness.measured(1e-6)
+    assert not function.quickness.is_quick
+    function.quickness.measured(1e-6)
+    assert function.quickness.is_quick
+    function.quickness.measured(1.0)
+    assert not function.quickness.is_quick
 
 
 async def test_few_calls_of_what_is_known_to_be_quick_are_measured(pair, monkeypatch):
-    executor = pair[1].agent.dispatcher
+    dispatcher = pair[1].agent.dispatcher
     (link,) = pair[1].agent.connector.links
     function = Function(len)
     for _ in range(8):
-        function.measured(0.0)
+        function.quickness.measured(0.0)
     times = 0
 
     def count() -> float:
@@ -558,14 +558,14 @@ async def test_few_calls_of_what_is_known_to_be_quick_are_measured(pair, monkeyp
         times += 1
         return 1.0
 
-    monkeypatch.setattr("arpc.agent.requests._clock", count)
+    monkeypatch.setattr("arpc.agent.server.run._clock", count)
     for number in range(64):
-        run = Run(executor, link.inbound, function, number, 0, copy_context(), args=("",))
+        run = Run(dispatcher, link.inbound, function, number, 0, copy_context(), args=("",))
         assert run.work() == run._worked
     assert times == 2 * 4
-    assert function.is_quick
+    assert function.quickness.is_quick
     times = 0
-    run = Run(executor, link.inbound, function, 0, 0, copy_context(), args=(0,))  # which has no length
+    run = Run(dispatcher, link.inbound, function, 0, 0, copy_context(), args=(0,))  # which has no length
     assert run.work() == run._worked
     assert times == 2, "those that fail take their time, too"
     assert isinstance(run.error, TypeError)

@@ -112,9 +112,12 @@ async def test_it_may_do_nothing_but_ask(group, caplog):
 async def test_nor_when_the_worker_is_counting_or_observed(group):
     async with Onlooker(address_of(group[0]), arpc.RpcOptions(secret=SECRET)) as onlooker:
         await onlooker.ask("snapshot")
-        (link,) = [link for link in group[0].agent.connector.links if link.is_onlooker]
         group[0].agent.set_meter(None)
-        assert link.connection.protocol.direct == {}
+        asked = asyncio.create_task(onlooker.ask("group", 30.0))
+        await asyncio.sleep(0)
+        onlooker._connection.send(frame(MessageType.REQUEST, 0, 99, 0, 0, b"no pickle at all"))
+        with pytest.raises(WorkerLostError):
+            await asked
 
 
 async def test_of_what_it_asked_nothing_is_kept_where_calls_are_counted(group):
@@ -122,7 +125,7 @@ async def test_of_what_it_asked_nothing_is_kept_where_calls_are_counted(group):
     async with Onlooker(address_of(group[0]), arpc.RpcOptions(secret=SECRET)) as onlooker:
         await onlooker.ask("group", 30.0)
         (link,) = [link for link in group[0].agent.connector.links if link.is_onlooker]
-        assert link.inbound.began_ns == {}
+        assert link.inbound.arrived_ns == {}
 
 
 async def test_only_so_many_of_its_questions_are_answered_at_once(group, monkeypatch):

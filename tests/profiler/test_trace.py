@@ -73,7 +73,9 @@ def test_calls_fetches_and_backward_passes_have_spans_of_their_own(trace: Trace)
         return [span.name for _, span in trace.spans(role="call", kind=kind)]
 
     assert called("call") == ["rpc_async#forward_both(trainer -> stage2)"] * 2
-    assert called("remote") == ["remote#forward(trainer -> stage1)"] * 2 + ["remote#statistics(trainer -> stage1)"]
+    assert called("remote") == ["remote#forward(trainer -> stage1)"] * 2 + [
+        "remote#Stage.statistics(trainer -> stage1)"
+    ]
     assert sorted(called("fetch")) == ["to_here#(stage2)->(stage1)"] * 2 + ["to_here#(trainer)->(stage1)"]
     passes = {worker.name: span for worker, span in trace.spans(role="activity")}
     assert set(passes) == {"trainer", "stage1", "stage2"}

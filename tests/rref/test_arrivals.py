@@ -1,4 +1,4 @@
-"""Creations at the owner: the short way and the long one do the same."""
+"""Creations at the owner: what is kept of them, and who is told what went wrong."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import arpc
-from arpc.rref import arrivals
+from arpc.agent.client.pending_calls import OutgoingCall
 from arpc.rref.events import CreationAbandoned, UserDeleted
-from arpc.rref.labels import pack_label
+from arpc.rref.labels import KEY, pack_label
 from arpc.testing import Cluster
 from arpc.wire.frames import frame
 from arpc.wire.messages import MessageType
+from arpc.wire.metadata import encode_metadata
 from tests.rref import objects
 from tests.rref.conftest import OPTIONS, cluster, until
 from tests.rref.objects import Counter, Rotten
@@ -68,7 +69,7 @@ async def test_a_function_that_is_not_there_is_told_to_all_who_use_the_value(gro
     ],
 )
 async def test_an_error_of_the_function_is_no_error_of_the_creation(group, function, args, error):
-    for _ in range(2):  # the long way, and the short one
+    for _ in range(2):  # the first one defines the function
         rref = arpc.remote("worker1", function, args)
         assert await rref._get_future() is None
         with pytest.raises(error):
@@ -84,31 +85,11 @@ async def test_functions_without_a_number_have_a_name(group):
     assert "<lambda> for worker worker0" in row.made
 
 
-def count_long_ways(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Messages that do not take the short way, from now on."""
-    taken: list[object] = []
-    admit = arrivals.Arrivals.admit
-
-    def counted(self: arrivals.Arrivals, run: object, message: object) -> object:
-        taken.append(message)
-        return admit(self, run, message)
-
-    monkeypatch.setattr(arrivals.Arrivals, "admit", counted)
-    return taken
-
-
-async def test_both_ways_make_the_same(group, monkeypatch):
-    taken = count_long_ways(monkeypatch)
-    await arpc.remote("worker1", objects.make_number, (0,))  # the first one of all is never short
-    assert len(taken) == 1
-    short = arpc.remote("worker1", objects.make_number, (5,))
-    assert await short == 5
-    assert len(taken) == 1
-    long = arpc.remote("worker1", objects.make_number, (), {"number": 5})
-    assert await long == 5
-    assert len(taken) == 2
-    rows = [row for row in group[1].rrefs() if row.id in {short.ids()[0], long.ids()[0]}]
-    assert [(row.state, row.made, row.forks) for row in rows] == [
+async def test_creations_with_arguments_by_name_make_the_same(group):
+    by_place = arpc.remote("worker1", objects.make_number, (5,))
+    by_name = arpc.remote("worker1", objects.make_number, (), {"number": 5})
+    assert await by_place == await by_name == 5
+    assert [(row.state, row.made, row.forks) for row in group[1].rrefs()] == [
         ("ready", "make_number for worker worker0", {"worker0": 1})
     ] * 2
     assert {str(row.made) for row in group[0].rrefs()} == {"make_number"}
@@ -119,7 +100,7 @@ async def test_both_ways_make_the_same(group, monkeypatch):
     [OPTIONS.replace(max_calls_in_flight=8), OPTIONS.replace(rref_creation_stacks=True)],
     ids=["calls-are-counted", "stacks-are-told"],
 )
-async def test_what_needs_the_long_way_takes_it(options):
+async def test_options_that_look_at_calls_or_their_origin_change_no_value(options):
     async with cluster(2, options=options):
         for number in range(3):
             rref = arpc.remote("worker1", objects.make_number, (number,))
@@ -162,9 +143,10 @@ async def test_a_creation_that_was_given_up_before_it_came_is_refused(group: Clu
     number, oldest = numbers.take_with_oldest()
     label = pack_label(group[0].rref_context.incarnation, number, oldest, rref, fork, "")
     future = group[0].agent.loop.create_future()
-    group[0].agent.begin(
-        peer, future, objects.make_number, (1,), None, 5.0, 0, int(MessageType.RREF_CREATE), label=label
+    call = OutgoingCall(
+        peer, future, objects.make_number, (1,), timeout=5.0, type=int(MessageType.RREF_CREATE), metadata={KEY: label}
     )
+    group[0].agent.sender.send(call)
     with pytest.raises(arpc.RRefError, match="given up by worker 'worker0'"):
         await future
     numbers.settle(number)
@@ -176,13 +158,13 @@ async def test_a_malformed_label_is_refused_and_nothing_else_happens(group, capl
     assert await arpc.remote("worker1", objects.make_number, (1,)) == 1
     peer = group[0].agent.known_peer("worker1")
     number = peer.function_ids[objects.make_number]
-    for payload in (b"", b"short", pack_label(1, 1, 1, 1, 1, "made")[:-1]):
-        peer.connection.send(frame(MessageType.RREF_CREATE, 0, 1, number, 0, payload))
+    for metadata in ({}, {KEY: b""}, {KEY: pack_label(1, 1, 1, 1, 1, "")[:-1]}):
+        peer.connection.send(frame(MessageType.RREF_CREATE, 0, 1, number, 0, b"", encode_metadata(metadata)))
     assert await arpc.remote("worker1", objects.make_number, (2,)) == 2
     assert caplog.text.count("malformed request of worker worker0") == 3
 
 
-async def test_methods_of_a_value_can_be_chained_on_the_short_way(group):
+async def test_methods_of_a_value_can_be_chained(group):
     rref = arpc.remote("worker1", Counter, (0,))
     for _ in range(5):
         rref = rref.remote().next()

@@ -55,55 +55,42 @@ async def test_an_rref_in_a_value_that_comes_with_the_answer_is_a_fork_of_its_ow
     assert inner.owner_name() == "worker1"
 
 
-async def test_only_the_last_creation_of_a_turn_brings_its_value(group):
+async def test_creations_that_have_left_before_they_are_awaited_are_fetched(group):
     await connected(group)
     before = calls_handled(group, 1)
     first, second = arpc.remote("worker1", int, (1,)), arpc.remote("worker1", int, (2,))
     assert await asyncio.gather(first.to_here(), second.to_here()) == [1, 2]
-    assert calls_handled(group, 1) == before + 4  # the task of the second comes when the frames have left
+    assert calls_handled(group, 1) == before + 4  # the tasks begin in the next turn, when both have left
     assert await first == 1
 
 
-async def test_a_scalar_that_was_awaited_is_expected_to_be_awaited_again(group):
+async def test_a_creation_that_is_awaited_is_sent_with_those_before_it(group):
     await connected(group)
-    awaited = group[0].rref_context.awaited
-    for number in range(3):
-        before = calls_handled(group, 1)
-        rref = arpc.remote("worker1", objects.make_number, (number,))
-        assert rref._creation.brings is (number > 1)  # the first one defines the function, and takes the long way
-        assert await rref == number
-        assert calls_handled(group, 1) == before + 1
-        assert await rref == number  # which asks for it
-        assert calls_handled(group, 1) == before + 2
-    assert objects.make_number in awaited
-    unwanted = arpc.remote("worker1", objects.make_number, (3,))
-    await unwanted._get_future()
-    assert objects.make_number not in awaited
-    assert await unwanted == 3
+    before = calls_handled(group, 1)
+    first, second = arpc.remote("worker1", int, (1,)), arpc.remote("worker1", int, (2,))
+    assert await second == 2
+    assert calls_handled(group, 1) == before + 2
+    assert await first == 1
+    assert calls_handled(group, 1) == before + 3
 
 
-async def test_what_was_expected_to_be_a_scalar_may_be_another_object(group):
+async def test_a_call_does_not_overtake_a_creation_of_the_same_turn(group):
     await connected(group)
-    assert await arpc.remote("worker1", objects.make_list, (1,)) == [1]
-    group[0].rref_context.awaited.add(objects.make_list)
-    rref = arpc.remote("worker1", objects.make_list, (2,))
-    assert rref._creation.brings
-    assert await rref == [2]
-    assert objects.make_list not in group[0].rref_context.awaited
+    rref = arpc.remote("worker1", Counter)
+    # the creation is held until the end of this turn, or until the next call
+    assert await asyncio.gather(*[rref.rpc_async().add(1) for _ in range(3)]) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("function", [objects.repeat, objects.repeat_later])
-@pytest.mark.parametrize("count", [10, 10_000])
-async def test_what_was_expected_to_be_small_and_is_large_stays_until_it_is_asked_for(group, function, count):
+async def test_a_creation_that_is_cancelled_before_it_was_sent_never_arrives(group):
     await connected(group)
-    awaited = group[0].rref_context.awaited
-    for _ in range(2):  # the first one defines the function
-        assert await arpc.remote("worker1", function, ("x", 3)) == "xxx"
-    assert function in awaited
-    rref = arpc.remote("worker1", function, ("x", count))
-    assert rref._creation.brings
-    assert await rref == "x" * count
-    assert (function in awaited) == (count == 10)  # the large one did not come with the answer
+    before = calls_handled(group, 1)
+    rref = arpc.remote("worker1", Counter)
+    assert rref._get_future().cancel()
+    with pytest.raises(arpc.RRefCreationError, match="was cancelled"):
+        await rref
+    await arpc.rpc_sync("worker1", objects.nothing)
+    assert calls_handled(group, 1) <= before + 2  # the call, and perhaps the news that the creation was given up
+    assert not any(row.type == "Counter" for row in group[1].rrefs())
 
 
 async def test_an_answer_that_makes_no_sense_is_one_without_the_value(group, gate):
@@ -123,24 +110,23 @@ async def test_an_answer_that_makes_no_sense_is_one_without_the_value(group, gat
     assert await waits == 5
 
 
-async def test_two_who_wait_for_one_answer(group, gate):
+async def test_another_who_waits_is_not_cancelled_with_who_waits_for_the_answer(group, gate):
     await connected(group)
-    group[0].rref_context.awaited.add(objects.pass_gate)
-    first_of_all = arpc.remote("worker1", objects.make_number, (0,))
-    assert await first_of_all == 0
-    gate.event.set()
-    assert await arpc.remote("worker1", objects.pass_gate, ("gate", 5)) == 5
-    gate.event.clear()
-    gate.entered.clear()
-    rref = arpc.remote("worker1", objects.pass_gate, ("gate", 6))
-    assert rref._creation.brings
-    both = [asyncio.ensure_future(rref.to_here()) for _ in range(2)]
+    made: list[arpc.RRef[int]] = []
+
+    async def make_and_wait() -> int:
+        made.append(arpc.remote("worker1", objects.pass_gate, ("gate", 6)))
+        return await made[0]
+
+    first = asyncio.ensure_future(make_and_wait())
     await gate.entered.wait()
-    both[0].cancel()
+    second = asyncio.ensure_future(made[0].to_here())
+    await asyncio.sleep(0)
+    first.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await both[0]
+        await first
     gate.event.set()
-    assert await both[1] == 6
+    assert await second == 6
 
 
 async def test_a_later_fetch_asks_again(group):

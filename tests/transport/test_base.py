@@ -5,19 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 import pytest
+import torch
 
 from arpc.errors import ConnectionClosedError, HandshakeError, ProtocolError, WireError
 from arpc.testing.endpoints import FAR, LIMITS, NEAR, Endpoint, bulk_frame, small_frame, turns_until
 from arpc.transport import base
-from arpc.transport.base import Connection
-from arpc.wire.frames import CHUNK_BYTES, HEADER, HEADER_BYTES, bare_lead, brief_kind, frame
+from arpc.transport.base import BulkSend, Connection
+from arpc.wire.frames import CHUNK_BYTES, HEADER, HEADER_BYTES, ONE_OFF, Header, frame
 from arpc.wire.handshake import Handshake, Role
-from arpc.wire.messages import MessageType
+from arpc.wire.messages import Message, MessageType
 from arpc.wire.protocol import Protocol, State
+from arpc.wire.schemas import PackedTensors, Packer
+from tests.wire.connections import Spoken, feed, heard
+from tests.wire.connections import opened as wire_opened
 
 MIB = 1 << 20
+REQUEST = int(MessageType.REQUEST)
+REPLY = int(MessageType.REPLY)
 
 
 class ListConnection(Connection):
@@ -30,6 +37,7 @@ class ListConnection(Connection):
         self.room_bytes = 1 << 40
         self.unsent = 0
         self.is_elsewhere = False
+        self.on_write: Callable[[bytes], object] | None = None
 
     @property
     def address(self) -> str:
@@ -40,6 +48,8 @@ class ListConnection(Connection):
         return self.is_elsewhere
 
     def _write(self, data):
+        if self.on_write is not None:
+            self.on_write(data)
         self.written.append(data)
         self.room_bytes -= len(data)
         if self.room_bytes <= 0:
@@ -76,18 +86,27 @@ class ListConnection(Connection):
     def end(self, error: Exception | None = None) -> None:
         self._ended(error)
 
-    def take(self) -> list[tuple[MessageType, int]]:
-        """Type and id of every frame written since the last look."""
+    def headers(self) -> list[Header]:
+        """Of every frame written since the last `take`."""
         data = b"".join(self.written)
-        self.written.clear()
         found = []
         start = 0
         while start < len(data):
-            length, type_, *_, id_ = HEADER.unpack_from(data, start)[:5]
-            found.append((MessageType(type_), id_))
-            start += HEADER_BYTES + length
+            found.append(header_of(data[start:]))
+            start += HEADER_BYTES + found[-1].length
         assert start == len(data)
         return found
+
+    def take(self) -> list[tuple[MessageType, int]]:
+        """Type and id of every frame written since the last time."""
+        found = [(MessageType(header.type), header.id) for header in self.headers()]
+        self.written.clear()
+        return found
+
+
+def header_of(data: bytes | None) -> Header:
+    assert data is not None
+    return Header._make(HEADER.unpack_from(data))
 
 
 def connect(secret: bytes | None = None) -> tuple[ListConnection, Endpoint]:
@@ -142,18 +161,14 @@ async def test_what_is_sent_while_reading_goes_out_at_the_end_of_the_read():
     assert connection.take() == [(MessageType.REQUEST, number) for number in (101, 102, 103)]
 
 
-@pytest.mark.parametrize("body", [b"", b"one argument"])
-async def test_a_read_lets_nothing_overtake_what_waits_to_be_written(body):
+async def test_a_read_lets_nothing_overtake_what_waits_to_be_written():
     """The peer counts the frames that have buffers: one that came before its turn would get the buffers of another."""
-    connection, _ = await opened()
-    kind = brief_kind(int(MessageType.REQUEST))
-    came: list[int] = []
-    connection.protocol.direct = {kind: lambda id_, *_: came.append(id_)}
-    connection.protocol.bare = {bare_lead(kind): lambda id_, _: came.append(id_)}
-    connection.send_later(small_frame(1))
+    connection, endpoint = await opened()
+    connection.gather()
+    connection.send(small_frame(1))
     assert not connection.written
-    connection.feed(frame(int(MessageType.REQUEST), 0, 5, 1, 0, body))
-    assert came == [5]
+    connection.feed(small_frame(5))
+    assert endpoint.numbers == [5]
     connection.send(small_frame(2))
     buffers = views(10)
     connection.send_bulk(bulk_frame(3, buffers), buffers)
@@ -514,28 +529,190 @@ async def test_statistics_of_a_connection_that_is_over():
     assert statistics["bytes_received"] > 0
 
 
-async def test_frames_without_a_body_are_counted_like_others():
+async def test_every_frame_is_counted():
     connection, _ = await opened()
     before = connection.frames_sent, connection.bytes_sent
-    connection.send_brief(small_frame(1))
+    connection.send(small_frame(1))
+    connection.gather()
     connection.send(small_frame(2, b"four"))
+    await asyncio.sleep(0)
     assert connection.frames_sent == before[0] + 2
     assert connection.bytes_sent == before[1] + 2 * HEADER_BYTES + 4
-    connection.frames_sent += 1
-    connection.bytes_sent += 10
-    assert connection.frames_sent == before[0] + 3
-    assert connection.bytes_sent == before[1] + 2 * HEADER_BYTES + 14
 
 
-async def test_frames_without_a_body_wait_with_others():
+async def test_frames_wait_for_others_if_they_shall():
     connection, _ = await opened()
     connection.write_with_others()
     connection.take()
-    connection.send_brief(small_frame(1))
+    connection.send(small_frame(1))
     connection.send(small_frame(2))
     assert connection.take() == []
     await asyncio.sleep(0)
     assert connection.take() == [(MessageType.REQUEST, 1), (MessageType.REQUEST, 2)]
     connection.close()
     with pytest.raises(ConnectionClosedError):
-        connection.send_brief(small_frame(3))
+        connection.send(small_frame(3))
+
+
+# -- messages with tensors
+
+
+def packed(packer: Packer, *tensors: torch.Tensor) -> PackedTensors:
+    return packer.pack(list(tensors))
+
+
+def send_tensors(connection: ListConnection, tensors: PackedTensors, number: int = 1) -> BulkSend | None:
+    return connection.send_message(REQUEST, 2, number, 3, 4, b"pickle", b"meta", tensors)
+
+
+async def received_by_a_peer(connection: ListConnection) -> list[Message]:
+    """What the peer makes of everything that was written."""
+    await asyncio.sleep(0)
+    peer = wire_opened(limits=LIMITS)
+    return feed(peer, b"".join(connection.written))
+
+
+async def test_a_message_without_tensors_is_one_frame():
+    connection, _ = await opened()
+    assert connection.send_message(REQUEST, 1, 2, 3, 4, b"pickle", b"meta") is None
+    (message,) = await received_by_a_peer(connection)
+    assert heard(message) == Spoken(MessageType.REQUEST, 1, 2, 3, 4, b"meta", b"pickle")
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+async def test_a_schema_is_announced_when_it_is_used_again(is_busy):
+    connection, _ = await opened()
+    packer = Packer(1 << 20)
+    values = [torch.full((3, 5), float(number)) for number in range(4)]
+    for number, value in enumerate(values):
+        if is_busy:
+            connection.gather()
+        send_tensors(connection, packed(packer, value), number)
+    messages = await received_by_a_peer(connection)
+    assert [message.layout.build(message.body, message.buffers)[0].tolist() for message in messages] == [
+        value.tolist() for value in values
+    ]
+    assert [(bytes(message.meta), bytes(message.pickle), message.flags, message.arg) for message in messages] == [
+        (b"meta", b"pickle", 2, 3)
+    ] * 4
+    headers = connection.headers()
+    assert [(header.type, header.schema) for header in headers] == [
+        (REQUEST, ONE_OFF),
+        (MessageType.SCHEMA, 0),
+        *[(REQUEST, 1)] * 3,
+    ]
+    assert headers[1].arg == 1
+
+
+async def test_each_schema_has_a_number_of_its_own_on_each_connection():
+    packer = Packer(1 << 20)
+    connections = [(await opened())[0] for _ in range(2)]
+    for size in (1, 2, 3):
+        for _ in range(2):
+            send_tensors(connections[0], packed(packer, torch.ones(size)))
+    for size in (3, 1):
+        send_tensors(connections[1], packed(packer, torch.ones(size)))
+    assert [header.arg for header in connections[0].headers() if header.type == MessageType.SCHEMA] == [1, 2, 3]
+    assert [header.arg for header in connections[1].headers() if header.type == MessageType.SCHEMA] == [1, 2]
+    for connection in connections:
+        await received_by_a_peer(connection)
+
+
+async def test_large_tensors_follow_a_message_whose_schema_was_announced():
+    connection, _ = await opened()
+    packer = Packer(100)
+    small, large = torch.arange(10), torch.arange(1000)
+    for number in range(3):
+        bulk = send_tensors(connection, packed(packer, small, large), number)
+        assert bulk is not None
+    messages = await received_by_a_peer(connection)
+    for message in messages:
+        first, second = message.layout.build(message.body, message.buffers)
+        assert torch.equal(first, small)
+        assert torch.equal(second, large)
+    types = [header.type for header in connection.headers() if header.type != MessageType.DATA]
+    assert types == [REQUEST, MessageType.SCHEMA, REQUEST, REQUEST]
+
+
+async def test_no_more_schemas_are_announced_than_a_peer_takes(monkeypatch):
+    monkeypatch.setattr(base, "MAX_SCHEMAS", 2)
+    connection, _ = await opened()
+    packer = Packer(1 << 20)
+    for size in (1, 2, 3, 4):
+        for _ in range(2):
+            send_tensors(connection, packed(packer, torch.ones(size)))
+    assert len(await received_by_a_peer(connection)) == 8
+    assert [header.arg for header in connection.headers() if header.type == MessageType.SCHEMA] == [1, 2]
+    # a thread must not wait for a number that never comes
+    tensors = packed(packer, torch.ones(4))
+    assert header_of(connection.frame_in_thread(REPLY, 7, b"", tensors)).schema == ONE_OFF
+
+
+async def test_no_more_is_announced_than_a_peer_takes(monkeypatch):
+    packer = Packer(1 << 20)
+    tensors = [packed(packer, torch.ones(size)) for _ in range(2) for size in (1, 2, 3)]
+    monkeypatch.setattr(base, "MAX_SCHEMA_BYTES", sum(len(each.schema.table) for each in tensors[:2]))
+    connection, _ = await opened()
+    for each in tensors * 2:
+        send_tensors(connection, each)
+    assert [header.arg for header in connection.headers() if header.type == MessageType.SCHEMA] == [1, 2]
+    assert header_of(connection.frame_in_thread(REPLY, 7, b"", tensors[-1])).schema == ONE_OFF
+
+
+async def test_a_thread_uses_no_number_that_was_not_written():
+    connection, _ = await opened()
+    packer = Packer(1 << 20)
+    tensors = packed(packer, torch.ones(3))
+    assert header_of(connection.frame_in_thread(REPLY, 1, b"x", tensors)).schema == ONE_OFF
+    tensors = packed(packer, torch.ones(3))
+    assert connection.frame_in_thread(REPLY, 2, b"x", tensors) is None  # the loop announces it
+
+    seen: list[bytes | None] = []
+    connection.on_write = lambda data: seen.append(connection.frame_in_thread(REPLY, 3, b"x", tensors))
+    connection.gather()
+    connection.send(small_frame(1))  # waits to be written, as does what is sent next
+    send_tensors(connection, tensors)
+    # at each write, the announcement's own included, the number was not known to threads
+    assert seen == [None] * 2
+    connection.on_write = None
+    in_thread = connection.frame_in_thread(REPLY, 3, b"x", tensors)
+    assert header_of(in_thread).schema == 1
+    connection.written.append(in_thread)  # before the loop has written its own message
+    messages = await received_by_a_peer(connection)
+    assert [message.type for message in messages] == [MessageType.REQUEST, MessageType.REPLY, MessageType.REQUEST]
+
+
+async def test_a_thread_sends_no_large_tensors():
+    connection, _ = await opened()
+    assert connection.frame_in_thread(REPLY, 1, b"x", packed(Packer(0), torch.ones(3))) is None
+    assert connection.frame_in_thread(REPLY, 1, b"x", None) == frame(REPLY, 0, 1, 0, 0, b"x")
+
+
+async def test_nothing_is_announced_once_a_connection_is_closing():
+    connection, _ = await opened()
+    packer = Packer(1 << 20)
+    for _ in range(2):
+        tensors = packed(packer, torch.ones(3))
+    connection.feed(frame(MessageType.GOODBYE, 0, 0, 0, 0, b"so long"))
+    send_tensors(connection, tensors)
+    await asyncio.sleep(0)
+    assert [(header.type, header.schema) for header in connection.headers()] == [(REQUEST, ONE_OFF)]
+    connection.close()
+    connection.take()
+    with pytest.raises(ConnectionClosedError):
+        send_tensors(connection, tensors)
+    assert connection.take() == []
+
+
+async def test_nothing_is_written_for_a_schema_after_abort():
+    connection, _ = await opened()
+    packer = Packer(1 << 20)
+    for _ in range(2):
+        tensors = packed(packer, torch.ones(3))
+    connection.abort()
+    send_tensors(connection, tensors)
+    await asyncio.sleep(0)
+    assert connection.written == []
+    connection.end()
+    with pytest.raises(ConnectionClosedError):
+        send_tensors(connection, tensors)

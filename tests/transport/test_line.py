@@ -70,10 +70,10 @@ def ends() -> Iterator[tuple[Line, Peer]]:
         line.close()
 
 
-def test_a_plain_reply_is_its_payload(ends: tuple[Line, Peer]):
+def test_a_plain_reply_is_returned(ends: tuple[Line, Peer]):
     line, peer = ends
     thread = peer.says(reply(1, b"payload"))
-    assert line.request(REQUEST, 1, 0) == b"payload"
+    assert line.request(REQUEST, 1, 0).body == b"payload"
     thread.join()
     assert peer.heard == [REQUEST]
 
@@ -90,7 +90,7 @@ def test_a_reply_may_come_in_pieces(ends: tuple[Line, Peer]):
 
 def test_large_tensors_of_a_reply_are_gathered(ends: tuple[Line, Peer]):
     line, peer = ends
-    head = frame(MessageType.REPLY, 0, 1, 0, 0, b"p", table=b"t", buffer_sizes=(6,))
+    head = frame(MessageType.REPLY, 0, 1, 0, 0, b"p", buffer_sizes=(6,))
     thread = peer.says(head, frame(MessageType.DATA, 0, 0, 0, 0, b"abc"), frame(MessageType.DATA, 0, 0, 0, 0, b"def"))
     answer = line.request(REQUEST, 1, 10.0)
     thread.join()

@@ -47,11 +47,7 @@ def test_a_layout_of_tensors_that_was_not_announced_ends_the_body():
 
 
 @given(
-    u8,
-    u8,
-    u64,
-    u32,
-    u32,
+    st.tuples(u8, u8, u64, u32, u32),
     parts,
     parts,
     st.one_of(st.just(0), st.just(ONE_OFF), u32),
@@ -59,12 +55,13 @@ def test_a_layout_of_tensors_that_was_not_announced_ends_the_body():
     st.lists(st.integers(1, 2**64 - 1), max_size=5),
     parts,
 )
-def test_a_frame_can_be_taken_apart(type_, flags, id_, arg, timeout_ms, pickle, meta, schema, inline, sizes, table):
+def test_a_frame_can_be_taken_apart(numbers, pickle, meta, schema, inline, sizes, table):
     if not schema:  # small tensors always come with a layout
         inline = []
     if schema != ONE_OFF:
         table = b""
-    data = frame(type_, flags, id_, arg, timeout_ms, pickle, meta, schema, inline, sizes, table)
+    data = frame(*numbers, pickle, meta, schema, inline, sizes, table)
+    type_, flags, id_, arg, timeout_ms = numbers
     header = Header._make(HEADER.unpack_from(data))
     body = bytearray(data[HEADER_BYTES:])
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import struct
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -146,6 +149,39 @@ def test_no_common_version_is_refused_with_both_ranges(monkeypatch, near_version
 
     assert caught.value.kind is Refusal.VERSION
     assert str(far_versions[1]) in str(caught.value)
+    with pytest.raises(Refused, match="no common protocol version") as told:
+        near.receive(read(far.farewell(caught.value)))
+    assert told.value.kind is Refusal.VERSION
+
+
+def test_the_wire_format_is_version_2():
+    assert (OLDEST_VERSION, PROTOCOL_VERSION) == (2, 2)
+    assert read(connector().start()).arg == 2
+
+
+def test_a_worker_of_version_1_is_refused_and_told_why():
+    # all that a worker of arpc 0.1.0 says first: magic, oldest version, identity and nonce
+    body = msgspec.msgpack.encode(["arpc", 1, msgspec.to_builtins(Identity("old", 3, 9)), bytes(32)])
+    hello = read(struct.pack("<IBBHQIIII", len(body), 1, 0, 0, 0, 1, 0, 0, 0) + body)
+    far = acceptor()
+
+    with pytest.raises(Refused, match=r"worker 'bob' speaks 2 to 2, .* 1 to 1") as caught:
+        far.receive(hello)
+
+    refusal = read(far.farewell(caught.value))
+    assert refusal.type is MessageType.REFUSE
+    assert refusal.arg == Refusal.VERSION
+    assert b"no common protocol version" in refusal.body
+
+
+def test_a_worker_of_version_1_that_was_connected_to_is_refused(monkeypatch):
+    near = connector()
+    hello = read(near.start())
+    versions(monkeypatch, 1, 1)
+    far = acceptor()
+    with pytest.raises(Refused, match=r"worker 'bob' speaks 1 to 1") as caught:
+        far.receive(hello)
+    versions(monkeypatch, 2, 2)
     with pytest.raises(Refused, match="no common protocol version") as told:
         near.receive(read(far.farewell(caught.value)))
     assert told.value.kind is Refusal.VERSION

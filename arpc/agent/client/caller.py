@@ -53,7 +53,7 @@ class Caller:
         resolve: Callable[[str | int], Awaitable[WorkerRecord]],
     ) -> None:
         self.sender: CallSender = sender
-        """The way out. Whoever wants to see or change requests puts another one around it, see `wrap`."""
+        """The way out. Whoever wants to see or change requests puts another one around it."""
         self.timeouts = timeouts
         self.deferred: set[asyncio.Task[None]] = set()
         """Those that ask the group about a worker first."""
@@ -61,15 +61,10 @@ class Caller:
         self._loop = loop
         self._thread = get_ident()
         self._peers = peers
-        self._by_key = peers.by_key
         self._observers = observers
         self._resolve = resolve
         self.make_waiter = waiter_factory(loop)
         """Makes what a coroutine awaits until its call has ended."""
-
-    def wrap(self, wrapper: Callable[[CallSender], CallSender]) -> None:
-        """Let a wrapper see every request from now on."""
-        self.sender = wrapper(self.sender)
 
     # -- verbs
 
@@ -109,12 +104,16 @@ class Caller:
         *,
         depth: int = 2,
         future: Future[Any] | None = None,
+        name: str = "",
     ) -> Future[Any]:
-        """Start a call; its future can be awaited, chained, cancelled, and waited for by other threads."""
+        """Start a call; its future can be awaited, chained, cancelled, and waited for by other threads.
+
+        ``name`` is what people call it, see `OutgoingCall`.
+        """
         if future is None:
             future = Future(loop=self._loop)
         future.made_at(depth)
-        call = OutgoingCall(None, future, function, args, kwargs, timeout)
+        call = OutgoingCall(None, future, function, args, kwargs, timeout, name=name)
         if get_ident() != self._thread:
             self._call_from_thread(to, call)
         else:
@@ -154,8 +153,12 @@ class Caller:
         timeout: float | Unset,
         window: int,
         future: Future[Any] | None = None,
+        name: str = "",
     ) -> Stream[Any]:
-        """Start a call of a generator; its items come as they are made. ``future`` is told of its end."""
+        """Start a call of a generator; its items come as they are made. ``future`` is told of its end.
+
+        ``name`` is what people call it, see `OutgoingCall`.
+        """
         if self._innermost.is_closed or get_ident() != self._thread:
             self._innermost.refuse(function)
         ending = Future(loop=self._loop) if future is None else future
@@ -190,7 +193,9 @@ class Caller:
             sent.append((call, call_id))
 
         metadata = {WINDOW: pack_window(window)}
-        call = OutgoingCall(None, ending, function, args, kwargs, timeout, flags=RequestFlag.STREAM, metadata=metadata)
+        call = OutgoingCall(
+            None, ending, function, args, kwargs, timeout, flags=RequestFlag.STREAM, metadata=metadata, name=name
+        )
         self._begin(to, call, begun)
         ending.add_done_callback(ended)
         return stream
@@ -274,7 +279,7 @@ class Caller:
         state = torchstate.capture()
         if (scope := current_scope.get()) is not None:
             scope.call_comes()
-        self._observers.thread_calls(context, self._peers.name_of(to), call.function)
+        self._observers.thread_calls(context, self._peers.name_of(to), call.name or call.function)
         future: Future[Any] = call.recipient
 
         def start() -> None:

@@ -44,7 +44,7 @@ class Cancellable(Recipient, Protocol):
     on_cancel: Callable[[], None] | None
 
 
-class OutgoingCall(msgspec.Struct, gc=False):
+class OutgoingCall(msgspec.Struct):
     """A request that is about to be made: a call, or a message of a feature."""
 
     peer: Any
@@ -66,6 +66,8 @@ class OutgoingCall(msgspec.Struct, gc=False):
     """It is sent at the end of this turn of the loop, see `Peer.hold`."""
     is_awaited: bool = False
     """Made by `rpc_sync`, whose caller waits for it at once."""
+    name: str = ""
+    """What people call it, if that is not the name of the function: the method of a remote value."""
 
 
 class CallSender(Protocol):
@@ -92,6 +94,8 @@ class Call(msgspec.Struct, gc=False):
     timeout_ms: int
     content: Content | None
     """What is to be sent; None once it was."""
+    called: str = ""
+    """`OutgoingCall.name`."""
     connection: Connection | None = None
     """What it was sent on; None while it waits to be sent."""
     bulk: BulkSend | None = None
@@ -104,7 +108,8 @@ class Call(msgspec.Struct, gc=False):
 
     @property
     def name(self) -> str:
-        return name_of(self.function)
+        """What people call it."""
+        return self.called or name_of(self.function)
 
 
 class PendingCalls:

@@ -77,7 +77,7 @@ class Sender:
         if scope.__class__ is WorkerScope:
             scope = None  # of code that runs for no caller, so without a deadline
         inherited = None if scope is None else scope.deadline
-        tick, timeout_ms = self._timeouts.deadline(call.timeout, inherited, function)
+        tick, timeout_ms = self._timeouts.deadline(call.timeout, inherited, call.name or function)
         number = 1 if call.type in self._nameless else self._function_number(call)
         flags = call.flags
         slots = _NO_SLOTS
@@ -98,7 +98,9 @@ class Sender:
         )
         if scope is not None:
             scope.call_begun(call.recipient)
-        pending = Call(call.recipient, function, content.size_bytes, call.type, flags, number, timeout_ms, content)
+        pending = Call(
+            call.recipient, function, content.size_bytes, call.type, flags, number, timeout_ms, content, call.name
+        )
         call_id = peer.calls.add(tick, pending)
         if content.tensors is not None and content.tensors.waits:
             self._submit_when_filled(peer, call_id, pending, content.tensors)

@@ -492,9 +492,11 @@ class Peer:
         self._fail_backlog(lambda: WorkerLostError(because, self.info.name, may_have_run=False))
 
     def _fail_backlog(self, make_error: Callable[[], Exception]) -> None:
+        """Fail all calls that have not been sent."""
         backlog, self.backlog = self.backlog, deque()
+        held, self._held = self._held, {}
         self._given_up = 0
-        for call_id, call in backlog:
+        for call_id, call in [*backlog, *held.items()]:
             self.calls.pop(call_id)
             if not call.recipient.done():
                 # one each: an exception collects the traceback of whoever raises it

@@ -187,7 +187,7 @@ class Dispatcher:
         elif mode is _INLINE or run.is_stream or run.creation is not None:
             self._run_inline(run)  # calling a generator function runs none of its code
         else:
-            self.refused(run, TypeError(f"{run.function.name} is a generator: call it with arpc.stream"))
+            self.refused(run, TypeError(f"{run.name} is a generator: call it with arpc.stream"))
 
     # -- requests that wait
 
@@ -363,6 +363,8 @@ class Dispatcher:
             run.args, run.kwargs = content
         else:
             run.args = content
+        if run.function.describe is not None:
+            run.called = _described(run)
         if run.has_prerequisites:
             run.function = self._after(run.prerequisites, run.function)
         if run.handling is not None:
@@ -580,7 +582,7 @@ class Dispatcher:
             elif is_a(result, (torch._C.Future, concurrent.futures.Future)):
                 result.add_done_callback(settle_on_loop)
             else:
-                raise _not_a_future(run.function.name, result)
+                raise _not_a_future(run.name, result)
         except BaseException as error:  # noqa: BLE001 - a future of a user's own kind may raise anything
             self.raised(run, error)
 
@@ -620,6 +622,15 @@ async def _future_of(result: Any, name: str, loop: asyncio.AbstractEventLoop) ->
     result.add_done_callback(completed)
     await done
     return result.result() if is_a(result, concurrent.futures.Future) else result.value()
+
+
+def _described(run: Run) -> str:
+    describe = run.function.describe
+    assert describe is not None
+    try:
+        return str(describe(*(run.args or ())))
+    except Exception:  # noqa: BLE001 - the function itself will say what is wrong with its arguments
+        return ""
 
 
 def _not_a_future(name: str, result: Any) -> TypeError:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from functools import partial
+from types import FunctionType
 from typing import Any, Final, NamedTuple, TypeVar
 
 from torch.jit import ScriptFunction
@@ -22,6 +23,7 @@ __all__ = [
     "async_execution",
     "inline",
     "name_of",
+    "named_by",
     "returns_futures",
 ]
 
@@ -38,6 +40,7 @@ It returns what is sent in its place, with positional arguments alone, or raises
 """
 
 _INLINE = "__arpc_inline__"
+_DESCRIBE = "__arpc_describe__"
 _ASYNC_EXECUTION = "_wrapped_async_rpc_function"
 
 
@@ -80,6 +83,7 @@ class Function:
 
     __slots__ = (
         "call",
+        "describe",
         "is_plain",
         "is_service",
         "is_simple",
@@ -97,6 +101,8 @@ class Function:
         self.call = call
         self.mode = _mode_of(call)
         self.name = name_of(call)
+        # Makes the name of a call out of its arguments, see `named_by`; a user's object may raise when it is asked
+        self.describe = getattr(call, _DESCRIBE, None) if type(call) is FunctionType else None
         self.returns_future = returns_futures(call)
         # nothing but a coroutine to be awaited, or nothing but a function to be called in a thread
         self.is_simple = self.mode is Mode.COROUTINE and not self.returns_future and _is_async_def(call)
@@ -114,6 +120,7 @@ class Function:
         made.call = call
         made.mode = self.mode
         made.name = self.name
+        made.describe = self.describe
         made.is_simple = self.is_simple
         made.is_plain = self.is_plain
         made.returns_future = self.returns_future
@@ -130,6 +137,7 @@ class Function:
         made.call = call
         made.mode = Mode.COROUTINE
         made.name = name
+        made.describe = None
         made.is_simple = True
         made.returns_future = made.is_plain = made.is_service = made.keeps_modules = False
         made.quickness = Quickness()
@@ -197,8 +205,23 @@ def returns_futures(call: Any) -> bool:
     return hasattr(_without_partial(call), _ASYNC_EXECUTION)
 
 
+def named_by(describe: Callable[..., str]) -> Callable[[F], F]:
+    """Let requests for a function of the runtime be known by what they ask for: ``describe`` takes the arguments.
+
+    It is called on the callee, in the handler's scope.
+    """
+
+    def mark(function: F) -> F:
+        setattr(function, _DESCRIBE, describe)
+        return function
+
+    return mark
+
+
 def name_of(call: Any) -> str:
-    """How people call it. Never raises, whatever an object that can be called says of itself."""
+    """How people call it; a name stands for itself. Never raises, whatever a callable object says of itself."""
+    if call.__class__ is str:
+        return str(call)
     if is_a(call, partial):
         return name_of(call.func)
     try:

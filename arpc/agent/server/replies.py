@@ -105,11 +105,11 @@ class Replies:
             pickle, slots = codec.pickler.dumps_result(result, main_by_value=inbound.main_by_value, to=inbound.caller)
         except BaseException as error:
             raise SerializationError(
-                f"the result of {run.function.name} ({type_name_of(result)}) cannot be sent: {summary_of(error)}"
+                f"the result of {run.name} ({type_name_of(result)}) cannot be sent: {summary_of(error)}"
             ) from error
         if len(pickle) > codec.max_pickle_bytes:
             raise SerializationError(
-                f"the result of {run.function.name} makes a pickle of {len(pickle)} bytes, and at most "
+                f"the result of {run.name} makes a pickle of {len(pickle)} bytes, and at most "
                 f"{codec.max_pickle_bytes} are taken: return large data as tensors, or raise "
                 f"RpcOptions.max_body_bytes"
             )
@@ -155,7 +155,7 @@ class Replies:
         if run.ended:
             return
         self.calls_failed += 1
-        name = run.function.name
+        name = run.name
         if self.tell_failure is not None:
             self.tell_failure(name, error)
         if self.meter is not None:
@@ -212,7 +212,7 @@ class Replies:
         run.task = run.args = run.kwargs = None  # it may wait for a thread for a long time still
         self.calls_ended += 1
         if self.meter is not None and (arrived_ns := inbound.arrived_ns.pop(run.id, 0)):
-            self.meter.handler_ended(inbound.caller.name, run.function.name, _now_ns() - arrived_ns)
+            self.meter.handler_ended(inbound.caller.name, run.name, _now_ns() - arrived_ns)
         if run.is_registered:
             inbound.forget(run)
             if inbound.waiting:

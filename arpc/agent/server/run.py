@@ -115,6 +115,8 @@ class Run(msgspec.Struct):
     """Keeps the result, of a request that is to leave it here."""
     is_counted: bool = False
     """The reply window has let it go to a thread, and is to hear when it leaves that."""
+    called: str = ""
+    """What it asks for, if that is not its function: the method of a value."""
     handling: Any = None
     """What observers know of it, an `observers.Handling`; None if nobody observes."""
     _deadline: float | None = None
@@ -133,6 +135,11 @@ class Run(msgspec.Struct):
         """Unless somebody has asked for it before, it is this."""
         if self._deadline is None:
             self._deadline = deadline
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return self.called or self.function.name
 
     @property
     def worker(self) -> Any:

@@ -250,12 +250,16 @@ class Channel:
             raise ProtocolError(f"a malformed offer of shared memory: {error}") from error
         except UnmappableError as error:
             logger.info("the shared memory of worker %s cannot be used: %s", connection.peer.name, error)
-            connection.send(frame(_ARENA, ArenaFlag.REFUSED, 0, 0, 0, str(error).encode()[:_MAX_REASON_BYTES]))
+            self._answer(ArenaFlag.REFUSED, str(error).encode()[:_MAX_REASON_BYTES])
             return
         answer = _encode(_Mapped(os.getpid(), borrowed.held()))
         self._borrowed = borrowed
         borrowed.on_ended = self._tell
-        connection.send(frame(_ARENA, ArenaFlag.MAPPED, 0, 0, 0, answer))
+        self._answer(ArenaFlag.MAPPED, answer)
+
+    def _answer(self, flag: int, body: bytes) -> None:
+        with suppress(ConnectionClosedError):  # this side has closed it: nothing more will be lent on it
+            self._connection.send(frame(_ARENA, flag, 0, 0, 0, body))
 
     def borrow(self, message: Message, sizes: Sequence[int]) -> list[memoryview]:
         """The memory that a LENT message speaks of. Raises `ProtocolError`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -350,7 +349,7 @@ async def test_gradients_that_cannot_be_sent_end_it(group, monkeypatch):
     async with arpc.autograd.context() as ctx_id:
         y = (await arpc.rpc_sync("worker1", weigh, (x,))).sum()
         with monkeypatch.context() as patched:
-            patched.setattr(group[0].autograd, "send", break_down)
+            patched.setattr(group[0].agent.codec, "pack", break_down)
             with pytest.raises(arpc.BackwardError, match="cannot be packed"):
                 await arpc.autograd.backward(ctx_id, [y], retain_graph=True)
         assert arpc.autograd.get_gradients(ctx_id) == {}
@@ -395,16 +394,14 @@ class Postponed:
     def __init__(self, worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: list[tuple[int, asyncio.Future[Any], Callable[[], asyncio.Future[Any]]]] = []
         self.has_sent = asyncio.Event()
-        monkeypatch.setattr(worker.autograd, "send", self._holding(worker.autograd.send))
+        self._send = worker.autograd.send
+        monkeypatch.setattr(worker.autograd, "send", self._hold)
 
-    def _holding(self, send: Callable[..., asyncio.Future[Any]]) -> Callable[..., asyncio.Future[Any]]:
-        def hold(backward_pass: Any, to: int, *parcel: Any, **flags: Any) -> asyncio.Future[Any]:
-            future = asyncio.get_running_loop().create_future()
-            self.sent.append((to, future, lambda: send(backward_pass, to, *parcel, **flags)))
-            self.has_sent.set()
-            return future
-
-        return hold
+    def _hold(self, backward_pass: Any, to: int, parcel: Parcel) -> asyncio.Future[Any]:
+        future = asyncio.get_running_loop().create_future()
+        self.sent.append((to, future, lambda: self._send(backward_pass, to, parcel)))
+        self.has_sent.set()
+        return future
 
     async def let_go(self) -> None:
         """Send it, and hand on the answers."""
@@ -633,7 +630,7 @@ async def test_gradients_of_several_passes_are_summed_up_as_if_by_nobody(group):
         assert not gradient.is_inference()
 
 
-# -- under `arpc.run`, where tasks are isolated, and go on in the read that brings the only answer
+# -- under `arpc.run`, where tasks are isolated
 
 
 def run(main: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
@@ -645,7 +642,7 @@ def run(main: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
     arpc.run(in_a_group())
 
 
-def test_a_task_goes_on_in_the_read_that_brings_the_answer_in_its_own_state():
+def test_a_task_goes_on_in_its_own_state_when_the_answer_is_there():
     async def main(group: Any) -> None:
         x = leaf()
         states: list[tuple[bool, bool]] = []
@@ -653,7 +650,6 @@ def test_a_task_goes_on_in_the_read_that_brings_the_answer_in_its_own_state():
         async def pass_without_grad(ctx_id: int, loss: torch.Tensor) -> None:
             with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
                 await arpc.autograd.backward(ctx_id, [loss])
-                assert "_give" in [frame.name for frame in traceback.extract_stack()]
                 states.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
                 await asyncio.sleep(0)
                 states.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))

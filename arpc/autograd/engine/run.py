@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from arpc.autograd.engine.pausing import check_pausing, find_border, run_up_to
-from arpc.autograd.nodes import ANCHOR, RecvCollector, edge_into, run_backward
+from arpc.autograd.nodes import ANCHOR, LeafNode, RecvCollector, edge_into, run_backward
 from arpc.autograd.passes.plan import Edge, Region
 from arpc.autograd.passes.protocol import Run
 
 __all__ = ["Engine"]
 
+_leaf_class: Any = LeafNode
 _is_anomaly_enabled: Final = torch._C.is_anomaly_enabled  # noqa: SLF001 - what `torch.is_anomaly_enabled` calls
 
 
@@ -78,24 +79,30 @@ class Engine:
 def _run_whole(run: Run, *, retain_graph: bool) -> list[tuple[Edge, Tensor]]:
     """Run regions that no edge leaves but to targets."""
     regions = run.regions
-    targets: Iterable[Edge] = regions[0].targets
+    targets = regions[0].targets
     if len(regions) > 1:
         targets = {edge: None for region in regions for edge in region.targets}
-    inputs: list[Any] = [edge_into((node, place, None)) for node, place in targets]
-    executed = run.executed
-    if executed:
-        inputs.append(ANCHOR)
-    elif not inputs:
-        return []  # all leaves were frozen since; asked for nothing, torch would write to `.grad`
     roots = tuple([edge_into((node, place, None)) for (node, place), _ in run.entering])
     gradients = tuple([gradient for _, gradient in run.entering])
-    if not executed:
-        found = run_backward(roots, gradients, retain_graph, False, tuple(inputs), True, False)
-        return [(edge, gradient) for edge, gradient in zip(targets, found, strict=True) if gradient is not None]
-    collector = RecvCollector(executed)
+    if run.executes_recvs:
+        return _run_recvs(run, roots, gradients, targets, retain_graph)
+    if not targets:
+        return []  # all leaves were frozen since; asked for nothing, torch would write to `.grad`
+    inputs = tuple([edge_into((node, place, None)) for node, place in targets])
+    found = run_backward(roots, gradients, retain_graph, False, inputs, True, False)
+    return [(edge, gradient) for edge, gradient in zip(targets, found, strict=True) if gradient is not None]
+
+
+def _run_recvs(
+    run: Run, roots: tuple[Any, ...], gradients: tuple[Tensor, ...], targets: Iterable[Edge], retain_graph: bool
+) -> list[tuple[Edge, Tensor]]:
+    """Run regions with recv nodes that have hooks: the engine executes these, and so it does all other recv nodes."""
+    leaves = [edge for edge in targets if edge[0].__class__ is _leaf_class]
+    inputs = (*[edge_into((node, place, None)) for node, place in leaves], ANCHOR)
+    collector = RecvCollector([record for region in run.regions for record in region.recvs])
     try:
-        found = run_backward(roots, gradients, retain_graph, False, tuple(inputs), True, False)
+        found = run_backward(roots, gradients, retain_graph, False, inputs, True, False)
     finally:
         collector.close()
-    captured = [(edge, gradient) for edge, gradient in zip(targets, found, strict=False) if gradient is not None]
+    captured = [(edge, gradient) for edge, gradient in zip(leaves, found, strict=False) if gradient is not None]
     return captured + collector.captured

@@ -41,7 +41,7 @@ class Send(NamedTuple):
 class Region:
     """The nodes that a send reaches and no earlier one does; or those that only the roots reach."""
 
-    __slots__ = ("entering", "executed", "is_over", "message_id", "recvs", "send", "targets", "touches", "waits")
+    __slots__ = ("entering", "has_hooked_recvs", "is_over", "message_id", "recvs", "send", "targets", "touches", "waits")
 
     def __init__(self, message_id: int, send: Send | None) -> None:
         self.message_id = message_id
@@ -51,8 +51,8 @@ class Region:
         """Edges to leaves, and to recv nodes without hooks: what the engine is asked for."""
         self.recvs: dict[RecvRecord, None] = {}
         """The messages whose tensors it can give gradients to."""
-        self.executed: list[RecvRecord] | None = None
-        """Those of them that have hooks, so that the engine executes their nodes."""
+        self.has_hooked_recvs = False
+        """Some of them have hooks, so that the engine has to execute their nodes."""
         self.touches: set[Region] = set()
         """Regions of earlier sends that its nodes lead into."""
         self.waits = 0 if send is None else 1
@@ -159,7 +159,7 @@ class Planner:
                         targets[edge] = None
                     elif kind is recv_class:
                         region.recvs[record] = None
-                        region.executed = [*(region.executed or ()), record]
+                        region.has_hooked_recvs = True
                     else:
                         stack += node.next_functions
                         if len(owners) >= end:

@@ -57,9 +57,9 @@ class Run(NamedTuple):
     """Edges may lead from these regions into others that must not run yet."""
 
     @property
-    def executed(self) -> list[RecvRecord]:
-        """The recvs whose nodes the engine executes."""
-        return [record for region in self.regions if region.executed is not None for record in region.executed]
+    def executes_recvs(self) -> bool:
+        """Some of the regions have recv nodes with hooks."""
+        return any([region.has_hooked_recvs for region in self.regions])
 
 
 class PassProtocol:

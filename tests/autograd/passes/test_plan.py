@@ -1,4 +1,4 @@
-"""Regions of graphs made of nodes that are no torch at all."""
+"""Plans alone, over graphs of the tests' own: every node once, each in the region of the earliest send."""
 
 from __future__ import annotations
 
@@ -6,263 +6,159 @@ import random
 
 import pytest
 
-from arpc.autograd import graph
-from arpc.autograd.engine import Source
-from arpc.autograd.graph import Planner
+from arpc.autograd.nodes import RecvRecord
+from arpc.autograd.passes.plan import Plan, Planner, Send
 
 
 class Variable:
+    """A leaf, as far as a plan looks at it."""
+
     requires_grad = True
 
-    def __init__(self, hooks=None) -> None:
-        self._backward_hooks = hooks
+    def __init__(self, *, is_hooked: bool = False) -> None:
+        self._backward_hooks = {1: None} if is_hooked else None
 
 
 class Node:
-    def __init__(self, *children, name="") -> None:
+    def __init__(self, *children: Node | None) -> None:
         self.next_functions = tuple((child, 0) for child in children)
-        self.name = name
 
 
 class Leaf(Node):
-    def __init__(self, hooks=None) -> None:
+    def __init__(self, *, is_hooked: bool = False) -> None:
         super().__init__()
-        self.variable = Variable(hooks)
+        self.variable = Variable(is_hooked=is_hooked)
 
 
 class Recv(Node):
-    """Leads to something in torch too, which is not to be followed."""
+    def __init__(self, stamp: int = 0, *, is_hooked: bool = False, message_id: int = 0, sender: int = 1) -> None:
+        super().__init__(None)
+        self.record = RecvRecord(message_id, sender, 1, stamp)
+        self.record.is_hooked = is_hooked
 
-    def __init__(self) -> None:
-        super().__init__(Leaf())
 
-
-def plan(*sources, limit=1 << 30, keeps_all=False):
-    planner = Planner([Source([(node, 0) for node in source], None) for source in sources], Recv, keeps_all=keeps_all)
+def make_plan(*sends: list[Node], roots: list[Node] | None = None, limit: int = 3, cutoff: int = 1 << 30) -> Plan:
+    made = {
+        number: Send([(node, 0) for node in nodes], None, 7, number + 1) for number, nodes in enumerate(sends)
+    }
+    edges = None if roots is None else [(node, 0) for node in roots]
+    planner = Planner(made, edges, cutoff, leaf_class=Leaf, recv_class=Recv)
     while not planner.walk(limit):
         pass
     return planner.plan()
 
 
-def test_one_source_makes_one_region():
-    leaf, recv = Leaf(), Recv()
-    root = Node(Node(leaf), Node(recv, None))
-    found = plan([root])
-    assert found.regions.keys() == {1}
-    assert list(found.regions[1].leaves) == [leaf]
-    assert found.regions[1].recvs == [recv]
-    assert found.sources_of is None
-    assert found.count == 5
-
-
-def test_a_leaf_is_shared_without_making_a_border():
-    leaf = Leaf()
-    found = plan([Node(leaf)], [Node(leaf)])
-    assert found.sources_of is None
-    assert all(list(region.leaves) == [leaf] for region in found.regions.values())
-
-
-def test_a_leaf_with_hooks_waits_for_all_that_reach_it():
-    leaf = Leaf(hooks={1: print})
-    first, second = Node(leaf), Node(leaf)
-    found = plan([first], [second])
-    assert found.sources(leaf) == 0b11
-    assert found.hooked_leaves.keys() == {leaf}
-    assert [exit_.to[0] for exit_ in found.regions[0b01].exits] == [leaf]
-    assert found.regions[0b10].leaves == {}
-
-
-def test_what_two_sources_reach_is_a_region_of_its_own():
+def test_a_node_belongs_to_the_earliest_send_that_reaches_it():
     leaf, recv = Leaf(), Recv()
     shared = Node(leaf, recv)
     first, second = Node(shared), Node(shared, leaf)
-    found = plan([first], [second])
-    assert {node: found.sources(node) for node in (first, second, shared, recv)} == {
-        first: 0b01,
-        second: 0b10,
-        shared: 0b11,
-        recv: 0b11,
-    }
-    assert found.regions[0b11].recvs == [recv]
-    assert [(exit_.node, exit_.place) for exit_ in found.regions[0b10].exits] == [(second, 0)]
-    assert list(found.regions[0b10].leaves) == [leaf]
+    plan = make_plan([first], [second])
+    one, two = plan.regions
+    assert plan.owners == {first: one, shared: one, second: two}
+    assert two.touches == {one}
+    assert not one.touches
+    assert (one.waits, two.waits) == (2, 1)
+    assert list(one.recvs) == [recv.record]
+    assert not two.recvs
+    assert set(one.targets) == {(leaf, 0), (recv, 0)}
+    assert set(two.targets) == {(leaf, 0)}
 
 
-def test_a_source_may_be_a_leaf_or_a_recv_itself():
+def test_leaves_and_recvs_are_shared_without_making_a_border():
     leaf, recv = Leaf(), Recv()
-    found = plan([leaf, recv])
-    assert list(found.regions[1].leaves) == [leaf]
-    assert found.regions[1].recvs == [recv]
+    plan = make_plan([Node(leaf, recv)], [Node(leaf, recv)])
+    assert [region.touches for region in plan.regions] == [set(), set()]
+    assert [list(region.recvs) for region in plan.regions] == [[recv.record]] * 2
+    assert plan.leaves == {leaf: leaf.variable}
 
 
-def test_sources_that_lead_nowhere_have_empty_regions():
-    found = plan([], [Node()])
-    assert found.regions.keys() == {1, 2}
-    assert found.regions[1].recvs == []
+def test_with_hooks_they_belong_to_a_region():
+    leaf, recv = Leaf(is_hooked=True), Recv(is_hooked=True)
+    plan = make_plan([Node(leaf, recv)], [Node(leaf, recv)])
+    one, two = plan.regions
+    assert plan.owners[leaf] is plan.owners[recv] is one
+    assert two.touches == {one}
+    assert one.has_hooked_recvs
+    assert not two.has_hooked_recvs
+    assert list(one.recvs) == [recv.record]
+    assert not two.recvs
+    assert set(one.targets) == {(leaf, 0)}
+    assert plan.leaves == {}
 
 
-def random_graph(seed):
-    dice = random.Random(seed)
-    nodes = [Leaf() if dice.random() < 0.6 else Recv() for _ in range(4)] + [Leaf(hooks={1: 1})]
-    for number in range(30):
-        children = [dice.choice([*nodes, None]) for _ in range(dice.randint(1, 3))]
-        nodes.append(Node(*children, name=str(number)))
-    sources = [[dice.choice(nodes) for _ in range(dice.randint(1, 2))] for _ in range(dice.randint(1, 5))]
-    return nodes, sources
-
-
-def reachable(nodes):
-    seen, stack = set(), list(nodes)
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if not isinstance(node, Recv):
-            stack += [child for child, _ in node.next_functions]
-    return seen
-
-
-def test_regions_are_what_reachability_says():
-    for seed in range(300):
-        _, sources = random_graph(seed)
-        reached = [reachable(source) for source in sources]
-        found = plan(*sources, limit=seed % 7 + 1)
-        plain = {leaf for leaf in set().union(*reached) if isinstance(leaf, Leaf) and not leaf.variable._backward_hooks}
-        assert found.leaves.keys() == plain
-        for node in set().union(*reached) - plain:
-            mask = sum(1 << number for number, nodes in enumerate(reached) if node in nodes)
-            assert found.sources(node) == mask, seed
-            if isinstance(node, Recv):
-                assert node in found.regions[mask].recvs
-        assert found.nodes.keys() == set().union(*reached) - plain
-        for region in found.regions.values():
-            assert len(region.recvs) == len(set(region.recvs))
-            for exit_ in region.exits:
-                assert found.sources(exit_.node) == region.sources
-                assert found.sources(exit_.to[0]) != region.sources
-                assert exit_.node.next_functions[exit_.place] == exit_.to
-
-
-# -- large graphs that one source reaches
-
-
-def made_at_random(seed, size):
-    choose = random.Random(seed)
-    ends = [Leaf(), Leaf(hooks={1: print}), Leaf(), Recv(), Recv(), None]
-    nodes = list(ends)
-    for _ in range(size):
-        reach = nodes if choose.random() < 0.1 else nodes[-3:]
-        nodes.append(Node(*[choose.choice(reach) for _ in range(choose.choice([1, 1, 1, 2, 2, 3]))]))
-    return nodes[-1]
-
-
-@pytest.mark.parametrize("leaf_class", [Leaf, None], ids=["leaves are known", "leaves are found"])
-@pytest.mark.parametrize("strides", [None, (range(2), range(3))], ids=["few are kept", "many are kept"])
-def test_of_a_large_graph_only_what_matters_is_kept(leaf_class, strides, monkeypatch):
-    monkeypatch.setattr(graph, "_leaf_class", leaf_class)
-    if strides is not None:
-        monkeypatch.setattr(graph, "_STRIDES", strides)
-    for seed in range(30):
-        root = made_at_random(seed, 100 * (1 + seed % 10))
-        every, found = plan([root], keeps_all=True), plan([root], limit=1 + 37 * seed)
-        assert set(found.leaves) == set(every.leaves)
-        assert found.hooked_leaves == every.hooked_leaves
-        assert set(found.regions[1].leaves) == set(every.regions[1].leaves)
-        assert sorted(map(id, found.recvs)) == sorted(map(id, every.recvs))
-        assert all(found.sources(node) == 1 for node in [*found.recvs, *found.hooked_leaves])
-        assert found.count >= every.count
-        if every.count < 100:
-            assert found.nodes == every.nodes
-
-
-def test_a_chain_keeps_next_to_nothing():
+def test_a_leaf_that_was_frozen_is_no_target():
     leaf = Leaf()
-    node = leaf
-    for _ in range(5000):
-        node = Node(node, None)
-    found = plan([node])
-    assert list(found.leaves) == [leaf]
-    assert not found.nodes
-    assert 5000 <= found.count <= 5100
+    leaf.variable.requires_grad = False
+    plan = make_plan([Node(leaf)])
+    assert not plan.regions[0].targets
+    assert not plan.leaves
 
 
-@pytest.mark.parametrize("leaf_class", [Leaf, None], ids=["leaves are known", "leaves are found"])
-@pytest.mark.parametrize("limit", [1, 7, 1 << 30])
-def test_a_chain_has_leaves_at_its_sides(leaf_class, limit, monkeypatch):
-    monkeypatch.setattr(graph, "_leaf_class", leaf_class)
-    node, recv = Recv(), Recv()
-    end, plain, hooked = node, Leaf(), Leaf(hooks={1: print})
-    for number in range(1000):
-        sides = [(node,), (node, None), (None, node), (node, plain), (hooked, node), (None, node, None)]
-        node = Node(*sides[number % len(sides)])
-        if number == 500:
-            node = Node(node, recv)
-    found = plan([node], limit=limit)
-    assert list(found.leaves) == list(found.regions[1].leaves) == [plain]
-    assert list(found.hooked_leaves) == [hooked]
-    assert set(found.recvs) == {end, recv}
-    assert found.count >= 1000
+def test_the_roots_come_last_and_say_how_far_it_goes():
+    late, early, unused = Recv(8), Recv(3), Recv(9)
+    shared = Node(late)
+    plan = make_plan([shared], [Node(unused)], roots=[Node(shared, early)])
+    assert [region.send is None for region in plan.regions] == [False, False, True]
+    assert plan.regions[2].touches == {plan.regions[0]}
+    assert plan.regions[2].waits == 0
+    assert plan.cutoff == 8
 
 
-def test_a_chain_may_lead_nowhere():
-    node = Node(None, None)
-    for _ in range(1000):
-        node = Node(node)
-    found = plan([node])
-    assert not found.leaves
-    assert found.count >= 1000
+def test_sends_after_the_cutoff_are_not_looked_at():
+    first, second = Node(Leaf()), Node(Leaf())
+    plan = make_plan([first], [second], cutoff=1)
+    assert list(plan.owners) == [first]
+    assert len(plan.regions) == 1
 
 
-class Counted(Node):
-    """Counts how often any of them is visited."""
-
-    visits = 0
-
-    @property
-    def next_functions(self):
-        Counted.visits += 1
-        return self._next
-
-    @next_functions.setter
-    def next_functions(self, edges):
-        self._next = edges
+def test_sends_may_lead_nowhere_or_to_targets_alone():
+    leaf, recv = Leaf(), Recv()
+    plan = make_plan([Node(None)], [leaf], [recv], [Node()])
+    assert [set(region.targets) for region in plan.regions] == [set(), {(leaf, 0)}, {(recv, 0)}, set()]
 
 
-def test_a_chain_is_walked_once_and_what_was_walked_is_not_walked_again(monkeypatch):
-    chain = Leaf()
-    for _ in range(1000):
-        chain = Counted(chain)
-    monkeypatch.setattr(Counted, "visits", 0)
-    planner = Planner([Source([(chain, 0)], None)], Recv)
-    while not planner.walk(300):
-        pass
-    assert planner.walk(300)
-    assert 1000 <= Counted.visits <= 1010
+@pytest.mark.parametrize("limit", [1, 4, 1 << 30])
+def test_regions_are_what_reachability_says(limit):
+    dice = random.Random(limit)
+    for _ in range(200):
+        nodes: list[Node] = [Leaf(is_hooked=dice.random() < 0.3), Recv(is_hooked=dice.random() < 0.3), Leaf()]
+        for _ in range(dice.randint(1, 30)):
+            nodes.append(Node(*(dice.choice([*nodes[-8:], None]) for _ in range(dice.randint(0, 3)))))
+        sends = [[dice.choice(nodes) for _ in range(dice.randint(1, 2))] for _ in range(dice.randint(1, 5))]
+        plan = make_plan(*sends, limit=limit)
+        expected: dict[Node, int] = {}
+        for number, starts in enumerate(sends):
+            todo = list(starts)
+            while todo:
+                node = todo.pop()
+                is_target = (isinstance(node, Leaf) and not node.variable._backward_hooks) or (
+                    isinstance(node, Recv) and not node.record.is_hooked
+                )
+                if is_target or node in expected:
+                    continue
+                expected[node] = number
+                if not isinstance(node, Recv):
+                    todo += [child for child, _ in node.next_functions if child is not None]
+        assert {node: region.message_id for node, region in plan.owners.items()} == expected
+        for region in plan.regions:
+            assert all(other.message_id < region.message_id for other in region.touches)
 
 
-def test_ways_that_meet_again_and_again_are_not_walked_again_and_again(monkeypatch):
-    leaf = Leaf()
-    ladder = leaf
-    for _ in range(500):  # 2 ** 500 ways
-        middle = Counted(ladder)
-        ladder = Counted(Counted(middle), Counted(middle))
-    chain = ladder
-    for _ in range(1000):
-        chain = Counted(chain)
-    root = Counted(*[Counted(chain) for _ in range(500)])
-    monkeypatch.setattr(Counted, "visits", 0)
-    assert list(plan([root]).leaves) == [leaf]
-    assert Counted.visits < 20 * 3500
+def test_a_long_chain_is_walked_once():
+    class Counted(Node):
+        reads = 0
 
+        @property
+        def next_functions(self):
+            Counted.reads += 1
+            return self.edges
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_many_ways_into_one_chain_are_not_followed_to_its_end(order, monkeypatch):
-    leaf = Leaf()
-    states = [leaf]
-    for _ in range(4000):
-        states.append(Counted(states[-1]))
-    root = Counted(*[Counted(state) for state in states[4::4][::order]])
-    monkeypatch.setattr(Counted, "visits", 0)
-    assert list(plan([root]).leaves) == [leaf]
-    assert Counted.visits < 20 * 5000
+        @next_functions.setter
+        def next_functions(self, edges):
+            self.edges = edges
+
+    node: Node = Leaf()
+    for _ in range(10_000):
+        node = Counted(node, node)
+    make_plan([node], [node], roots=[node], limit=100)
+    assert Counted.reads == 10_000

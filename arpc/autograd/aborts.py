@@ -38,7 +38,9 @@ class Aborts:
 
     def tell(self, context: AutogradContext, pass_id: int, workers: Collection[int]) -> asyncio.Future[Any]:
         """Let workers know that a pass has failed; the future is done when they do, or it makes no sense to go on."""
-        telling = [self._lifetimes.own(self._tell(context, pass_id, to, self._attempt(context, pass_id, to))) for to in workers]
+        telling = [
+            self._lifetimes.own(self._tell(context, pass_id, to, self._attempt(context, pass_id, to))) for to in workers
+        ]
         # an error, which is that this worker is shut down, is for nobody
         return asyncio.gather(*telling, return_exceptions=True)
 

@@ -41,7 +41,9 @@ class Part:
         self.parent = parent
         self.is_over = False
         self.leaves = LeafGradients()
-        self.heading = heading or PassHeading(0, worker.net.pass_id, worker.net.retains, plan.cutoff, sorted(worker.failed))
+        self.heading = heading or PassHeading(
+            0, worker.net.pass_id, worker.net.retains, plan.cutoff, sorted(worker.failed)
+        )
         retain_graph = self.heading.retain_graph
         self.protocol = PassProtocol(worker.number, plan, self.leaves, self.heading.pass_id, retain_graph=retain_graph)
         self.engine = Engine(plan.owners, plan.leaves, retain_graph=retain_graph)

@@ -262,7 +262,9 @@ async def test_a_parcel_that_comes_after_that_in_the_same_pass_denies_nothing(gr
         asking = Parcel(is_first=True, asks=(1, 1 << 60))
         assert group[1].autograd._take(0, asking, PassHeading(ctx_id, last_pass, False, 99)) is None
         assert group[1].autograd._take(0, asking, PassHeading(ctx_id, last_pass + 1, False, 99)) is not None
-        assert group[1].autograd._take(2, asking, PassHeading(ctx_id, last_pass, False, 99)) is not None  # which has not heard that
+        assert (
+            group[1].autograd._take(2, asking, PassHeading(ctx_id, last_pass, False, 99)) is not None
+        )  # which has not heard that
         await arpc.rpc_sync("worker1", triple, (x,))  # which it knows the context by again
         assert group[1].autograd._take(0, asking, PassHeading(ctx_id, last_pass, False, 99)) is None
         assert knows(group, 1, ctx_id)

@@ -41,7 +41,17 @@ class Send(NamedTuple):
 class Region:
     """The nodes that a send reaches and no earlier one does; or those that only the roots reach."""
 
-    __slots__ = ("entering", "has_hooked_recvs", "is_over", "message_id", "recvs", "send", "targets", "touches", "waits")
+    __slots__ = (
+        "entering",
+        "has_hooked_recvs",
+        "is_over",
+        "message_id",
+        "recvs",
+        "send",
+        "targets",
+        "touches",
+        "waits",
+    )
 
     def __init__(self, message_id: int, send: Send | None) -> None:
         self.message_id = message_id

@@ -38,9 +38,7 @@ class Recv(Node):
 
 
 def make_plan(*sends: list[Node], roots: list[Node] | None = None, limit: int = 3, cutoff: int = 1 << 30) -> Plan:
-    made = {
-        number: Send([(node, 0) for node in nodes], None, 7, number + 1) for number, nodes in enumerate(sends)
-    }
+    made = {number: Send([(node, 0) for node in nodes], None, 7, number + 1) for number, nodes in enumerate(sends)}
     edges = None if roots is None else [(node, 0) for node in roots]
     planner = Planner(made, edges, cutoff, leaf_class=Leaf, recv_class=Recv)
     while not planner.walk(limit):

@@ -1,8 +1,8 @@
 """Passes that have failed: every worker that may have gradients of one hears of it.
 
 The news is told again until it has been heard, or is for nobody any more. It may arrive twice, and late: a worker that
-has heard it once has taken back all there is to take back. A worker that it does not reach for long hears of it with the
-next pass, whose parcels name the passes that have failed.
+has heard it once has taken back all there is to take back. A worker that it does not reach for long hears of it with
+the next pass, whose parcels name the passes that have failed.
 """
 
 from __future__ import annotations

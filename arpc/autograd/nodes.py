@@ -89,8 +89,8 @@ _delayed_errors: Final = tuple(_delayed_error("a send node was run", 1 + count) 
 def attach_send(tensors: Sequence[Tensor]) -> Any:
     """Make a node whose edges, but for the first, lead to the nodes that the tensors came from.
 
-    Its first input is `SCALAR`. It keeps no memory of the tensors, and in-place changes of them afterwards do not change
-    where their gradients go. Grad mode must be on.
+    Its first input is `SCALAR`. It keeps no memory of the tensors, and in-place changes of them afterwards do not
+    change where their gradients go. Grad mode must be on.
     """
     count = len(tensors)
     if not _PLAIN.issuperset(map(type, tensors)):
@@ -151,7 +151,7 @@ _apply_recv: Final[Any] = super(Function, _RecvRpc).apply
 def attach_recv(tensors: Sequence[Tensor], record: RecvRecord) -> tuple[Tensor, ...]:
     """Give tensors one recv node as their history. They must have none yet, and grad mode must be on.
 
-    They are neither views nor leaves, so they may be changed in place, and each counts its own versions if it did before.
+    They are neither views nor leaves, so they may be changed in place. Each counts its own versions if it did before.
     """
     attached: tuple[Tensor, ...] = _apply_recv(ANCHOR, (record, *tensors))
     return attached

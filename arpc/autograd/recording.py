@@ -73,8 +73,7 @@ class Recorder:
         current_context_id.set(context_id)
         context.known_workers.add(peer.id)
         context.handlers_begun += 1
-        if stamp > context.clock:
-            context.clock = stamp
+        context.clock = max(context.clock, stamp)
         if message_id:
             self._record_recv(context, peer.id, message_id, stamp, slots)
 

@@ -2,8 +2,8 @@
 
     python -m tests.autograd.simulation [programs] [first seed]
 
-Workers are objects of one process, and messages wait in a queue until their time has come. Each program is compared with
-one process that runs it: gradients, how often each node and hook ran, that every pass ends, and what failures leave.
+Workers are objects of one process, and messages wait in a queue until their time has come. Each program is compared
+with one process that runs it: gradients, how often each node and hook ran, that passes end, and what failures leave.
 """
 
 from __future__ import annotations
@@ -429,7 +429,8 @@ class Program:
                 for counts in self.runs.values():
                     counts[0] = 0
         elif retains and dice.random() < 0.15 and self.count > 2:
-            self.net.later(dice.random() * 20, lambda number=dice.randrange(1, self.count): self.net.lose(number))
+            number = dice.randrange(1, self.count)
+            self.net.later(dice.random() * 20, lambda: self.net.lose(number))
             if self.run(retains=True) is None:
                 return "lost when it was over"
             assert not self.left(), (self.seed, "left something")
@@ -470,4 +471,4 @@ def check_programs(count: int, first: int = 0) -> Counter[str]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(dict(check_programs(*map(int, sys.argv[1:] or ["2000"]))))
+    print(dict(check_programs(*map(int, sys.argv[1:] or ["2000"]))))  # noqa: T201

@@ -15,8 +15,8 @@ from arpc.autograd.passes.messages import Parcel, PassHeading
 from arpc.testing import Cluster
 from arpc.wire.messages import AutogradRelease
 from tests.autograd import functions
-from tests.autograd.test_backward import leaf
 from tests.autograd.passes.test_backward_pass import Postponed, weigh, weight
+from tests.autograd.test_backward import leaf
 
 gate = asyncio.Event()
 """What handlers wait for. Made anew for each test, as is the next."""

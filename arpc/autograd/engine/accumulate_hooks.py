@@ -1,8 +1,8 @@
 """Hooks that torch runs when it writes ``.grad``: those of DDP, of ``AccumulateGrad`` nodes, and after an accumulation.
 
 A pass keeps gradients with its context, so nothing is written to ``.grad`` and such hooks would never run. For leaves
-that have some, torch accumulates once the pass has their gradients on this worker: ``.grad`` is taken away, torch writes
-to it and runs the hooks, and what is there then is the gradient of the context. After that each leaf has its own
+that have some, torch accumulates once the pass has their gradients on this worker: ``.grad`` is taken away, torch
+writes to it and runs the hooks, and what is there then is the gradient of the context. After that each leaf has its own
 ``.grad`` back. Other users of ``.grad`` would see that during a pass, so it is done for no other leaf.
 """
 
@@ -75,7 +75,7 @@ def has_accumulate_hooks(_: Any, leaf: Any) -> bool:
 
 
 def has_node_hooks(node: Any, leaf: Any) -> bool:
-    """`has_accumulate_hooks`, also if hooks written in Python are registered at the node itself. Torch makes that slow to tell."""
+    """Whether there are hooks at the accumulation, or written in Python at the node itself, which is slow to tell."""
     if has_accumulate_hooks(node, leaf):
         return True
     with _looking:  # another one who looks would be taken for a hook

@@ -13,7 +13,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from arpc.autograd.passes.plan import Edge, Planner, Region, Send
 from arpc.autograd.passes.protocol import Run
 from arpc.errors import AutogradError
 
-__all__ = ["Border", "Collector", "check_pausing", "find_border", "run_up_to"]
+__all__ = ["Border", "check_pausing", "find_border", "run_up_to"]
 
 _leaf_class: Any = LeafNode
 _recv_class: Any = RecvNode
@@ -234,6 +234,6 @@ def check_pausing() -> None:
         raise AutogradError(f"torch {torch.__version__} does not let its engine be paused: {error}") from error
     if not is_right:
         raise AutogradError(
-            f"torch {torch.__version__} does not let its engine be paused, which this backward pass needs: two messages "
-            "of this worker depend on the same node"
+            f"torch {torch.__version__} does not let its engine be paused, which this backward pass needs: two "
+            "messages of this worker depend on the same node"
         )

@@ -17,7 +17,7 @@ from arpc.autograd.passes.protocol import Run
 __all__ = ["Engine"]
 
 _leaf_class: Any = LeafNode
-_is_anomaly_enabled: Final = torch._C.is_anomaly_enabled  # noqa: SLF001 - what `torch.is_anomaly_enabled` calls
+_is_anomaly_enabled: Final = torch._C.is_anomaly_enabled
 
 
 class Engine:

@@ -1,7 +1,7 @@
 """Whether a run of torch's engine is short enough to happen on the loop, or goes to a thread.
 
 A thread costs 100 us and more; on the loop everything else stands still meanwhile. Graphs come again, step after step,
-so the time that a graph of the same size took before is the best guess. A new one is judged by the size of its gradients.
+so the time that a graph of the same size took before is the best guess. A new one is judged by its gradients' size.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class RunPolicy:
                 self._short.clear()
                 self._untimed.clear()
             known = cpu_seconds
-        # A run that waits may wait for a hook that blocks, or for other programs on this machine. The first comes again.
+        # A run that waits may wait for a hook that blocks, or for other programs on this machine. Hooks come again.
         self._seconds[key] = max(cpu_seconds, min(seconds, 2 * known))
         if self._seconds[key] > SHORT_S:
             self._short.discard(key)

@@ -396,7 +396,7 @@ class BackwardPass:
         self._is_busy = True
         future.add_done_callback(then)
         if self.deadline is not None:
-            # Later, since a thread is often back before the loop has a turn, and a timer costs more than to look at that
+            # Later, since a thread is often back before the loop has a turn, and a timer costs more than a look
             future.get_loop().call_soon(self._set_timer, future)
 
     def _set_timer(self, future: asyncio.Future[Any]) -> None:

@@ -38,7 +38,7 @@ class Parcel(NamedTuple):
     gradients: Sequence[tuple[int, Sequence[Any]]] = ()
     """By message id of a send of the receiver: a gradient for each of its tensors, None where there is none."""
     is_first: bool = False
-    """``ids`` are the receiver's sends that may still get gradients from here. Otherwise they are those that get none."""
+    """``ids`` are the receiver's sends that may still get gradients from here. Otherwise they get none."""
     ids: Sequence[int] = ()
     asks: tuple[int, int] | None = None
     """The sender waits for gradients of so many of its own messages to the receiver, this the latest of them."""
@@ -94,7 +94,7 @@ def unpack_parcel(packed: PackedParcel) -> tuple[Parcel, PassHeading | None]:
             gradients.append((send, tensors[place : place + count]))
             place += count
         if place != len(tensors):
-            raise ValueError(f"{len(tensors)} gradients, and {place} were announced")  # noqa: TRY301 - one way to refuse
+            raise ValueError(f"{len(tensors)} gradients, and {place} were announced")
     except (msgspec.MsgspecError, AttributeError, TypeError, ValueError) as error:
         raise ProtocolError(f"a malformed parcel of gradients: {error}") from error
     return Parcel(gradients, numbers.is_first, numbers.ids, numbers.asks, numbers.leaves), numbers.heading

@@ -8,7 +8,7 @@ gradients have come, or are known never to come), every region has run, and the 
 - The first parcel to a worker lists those of its sends that may still get gradients from here. So it knows that all its
   other sends to here get none, be they unused, still on their way, or lost.
 - The first parcel to a worker that was not heard from **asks**: it says how many sends wait for that worker. A worker
-  that has fewer open tells so at once, since what is open there may wait for what is not. Otherwise it will write anyway.
+  that has fewer open tells so at once, since what is open there may wait for what is not. Otherwise it writes anyway.
 - A worker with unresolved sends to one that it neither heard from nor wrote to writes a first parcel without gradients.
 - Parcels and answers may overtake each other, so nothing is announced twice: the second would deny what is on its way.
 
@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
-from arpc.autograd.nodes import LeafNode, RecvNode, RecvRecord
+from arpc.autograd.nodes import LeafNode, RecvRecord
 from arpc.autograd.passes.messages import Parcel
 from arpc.autograd.passes.plan import Edge, Plan, Region
 from arpc.errors import AutogradError
@@ -59,7 +59,7 @@ class Run(NamedTuple):
     @property
     def executes_recvs(self) -> bool:
         """Some of the regions have recv nodes with hooks."""
-        return any([region.has_hooked_recvs for region in self.regions])
+        return any(region.has_hooked_recvs for region in self.regions)
 
 
 class PassProtocol:
@@ -76,14 +76,13 @@ class PassProtocol:
         told: Iterable[int] = (),
         heard: Iterable[int] = (),
         leaf_class: type = LeafNode,
-        recv_class: type = RecvNode,
     ) -> None:
         """``told``, ``heard``: workers that exchanged first parcels with this one before it knew the context."""
         self._me = me
         self._plan = plan
         self._owners = plan.owners
         self._leaves = leaves
-        self._classes = leaf_class, recv_class
+        self._leaf_class: Any = leaf_class
         self._pass_id = pass_id
         self._retain_graph = retain_graph
         self.told = set(told)
@@ -187,7 +186,7 @@ class PassProtocol:
     def ran(self, run: Run, captured: Captured) -> None:
         """Regions have run."""
         owners = self._owners
-        leaf_class, recv_class = self._classes
+        leaf_class = self._leaf_class
         for region in run.regions:
             region.is_over = True
         for edge, gradient in captured:
@@ -329,7 +328,7 @@ class PassProtocol:
         owner = self._owners.get(node)
         if owner is not None:
             owner.entering.append((edge, gradient))
-        elif node.__class__ is self._classes[0]:
+        elif node.__class__ is self._leaf_class:
             self._leaves.add(node.variable, gradient)
         else:
             region.entering.append((edge, gradient))  # a recv: the engine runs what torch does where it captures

@@ -15,7 +15,7 @@ from arpc.autograd.passes.messages import Parcel, PassHeading, pack_parcel
 from arpc.testing import cluster
 from arpc.wire.messages import AutogradAbort
 from tests.autograd import functions
-from tests.autograd.conftest import OPTIONS, assert_nothing_is_left, until
+from tests.autograd.conftest import OPTIONS, assert_nothing_is_left
 from tests.autograd.test_backward import leaf
 
 weight = torch.full((3,), 2.0, requires_grad=True)

@@ -18,8 +18,8 @@ from arpc.autograd.passes.backward_pass import WALK_NODES, BackwardPass
 from arpc.autograd.passes.messages import Parcel
 from tests.autograd import functions
 from tests.autograd.conftest import until
-from tests.autograd.test_backward import leaf
 from tests.autograd.passes.test_ended_passes import Hold, held
+from tests.autograd.test_backward import leaf
 
 __all__ = ["held"]
 

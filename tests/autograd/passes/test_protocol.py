@@ -42,7 +42,7 @@ class Part:
         planner = Planner(made, edges, cutoff, leaf_class=Leaf, recv_class=Recv)
         assert planner.walk(1 << 30)
         self.sums = Sums()
-        self.protocol = PassProtocol(me, planner.plan(), self.sums, 1, leaf_class=Leaf, recv_class=Recv, **more)
+        self.protocol = PassProtocol(me, planner.plan(), self.sums, 1, leaf_class=Leaf, **more)
         if edges is not None:
             self.protocol.enter_roots(edges, ["g"] * len(edges))
 

@@ -121,7 +121,8 @@ class Planner:
         self._roots = roots
         self._cutoff = cutoff
         self._has_accumulate_hooks = has_accumulate_hooks
-        self._classes = leaf_class, recv_class
+        self._recv_class: Any = recv_class
+        self._ends = frozenset((leaf_class, recv_class))
         self._regions = [
             Region(message_id, send) for message_id, send in sends.items() if roots is not None or send.stamp <= cutoff
         ]
@@ -137,50 +138,59 @@ class Planner:
     def walk(self, limit: int) -> bool:
         """Visit up to about ``limit`` further nodes; True if all have been visited."""
         # This loop is what a node costs outside of torch's engine, so it does no more than it must
-        leaf_class, recv_class = self._classes
-        owners, leaves, stack, regions = self._owners, self._leaves, self._stack, self._regions
-        end = len(owners) + limit
+        ends, owners, stack, regions = self._ends, self._owners, self._stack, self._regions
+        region: Any = regions[self._begun - 1] if self._begun else None
         while True:
-            if stack:
-                region = regions[self._begun - 1]
-                targets = region.targets
             while stack:
                 edge = stack.pop()
                 node = edge[0]
-                if node is None:
-                    continue
-                kind = node.__class__
-                if kind is leaf_class:
-                    if node in leaves or self._is_plain_leaf(node):
-                        targets[edge] = None
-                        continue
-                    if not node.variable.requires_grad:
-                        continue  # it was frozen since, and gets none
-                elif kind is recv_class:
-                    record: RecvRecord = node.record
-                    if not record.is_hooked:
-                        region.recvs[record] = None
-                        targets[edge] = None
-                        continue
-                owner = owners.get(node)
-                if owner is None:
+                while node is not None:
+                    if node.__class__ in ends and self._is_end(region, edge):
+                        break
+                    if node in owners:
+                        if owners[node] is not region:
+                            region.touches.add(owners[node])
+                        break
                     owners[node] = region
-                    if kind is leaf_class:
-                        targets[edge] = None
-                    elif kind is recv_class:
-                        region.recvs[record] = None
-                        region.has_hooked_recvs = True
-                    else:
-                        stack += node.next_functions
-                        if len(owners) >= end:
-                            return False
-                elif owner is not region:
-                    region.touches.add(owner)
+                    edges = node.next_functions
+                    if not edges:
+                        break
+                    if len(edges) > 1:
+                        stack += edges[1:]
+                    edge = edges[0]  # most of a graph is chains
+                    limit -= 1
+                    if not limit:
+                        stack.append(edge)
+                        return False
+                    node = edge[0]
             if self._begun == len(regions):
                 return True
-            send = regions[self._begun].send
+            region = regions[self._begun]
             self._begun += 1
-            stack += send.edges if send is not None else self._roots or ()
+            stack += self._roots or () if region.send is None else region.send.edges
+
+    def _is_end(self, region: Region, edge: Edge) -> bool:
+        """Take note of a leaf or a recv that a region leads to; False if it is a node like any other."""
+        node = edge[0]
+        if node.__class__ is self._recv_class:
+            record: RecvRecord = node.record
+            if not record.is_hooked:
+                region.recvs[record] = None
+                region.targets[edge] = None
+                return True
+            if node not in self._owners:
+                region.recvs[record] = None
+                region.has_hooked_recvs = True
+                self._owners[node] = region
+                return True  # not on to `ANCHOR`
+        elif node in self._leaves or self._is_plain_leaf(node):
+            region.targets[edge] = None
+            return True
+        elif not node.variable.requires_grad:
+            return True  # it was frozen since, and gets none
+        elif node not in self._owners:
+            region.targets[edge] = None
+        return False
 
     def _is_plain_leaf(self, node: Any) -> bool:
         """Whether the node of a leaf, seen for the first time or with hooks, needs to see no whole gradients."""

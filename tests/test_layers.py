@@ -228,7 +228,9 @@ def test_the_checker_complains_about(module: str, source: str, complaint: str) -
         pytest.param("arpc.agent.agent", "from arpc import errors, ids", id="downwards-from-root"),
         pytest.param("arpc.agent.agent", "from ..wire import frames\nfrom ..errors import E", id="downwards-relative"),
         pytest.param("arpc.agent.agent", "from . import calls\nfrom .peers import Peers", id="own-package"),
-        pytest.param("arpc.agent.client.pending_calls", "if TYPE_CHECKING:\n from .agent import Agent", id="own-package-types"),
+        pytest.param(
+            "arpc.agent.client.pending_calls", "if TYPE_CHECKING:\n from .agent import Agent", id="own-package-types"
+        ),
         pytest.param("arpc.agent.agent", "import asyncio, socket, threading, ssl", id="loops-above-the-wire"),
         pytest.param("arpc.wire.frames", "import arpcx, struct\nfrom asyncio_like import x", id="like-names"),
         pytest.param("arpc.autograd.engine", "from arpc.rref.handle import RRef", id="autograd-uses-rref"),

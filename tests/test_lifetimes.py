@@ -158,3 +158,35 @@ async def test_what_was_held_does_not_wait_for_the_collector(use):
             await until(lambda: not HELD)
         finally:
             gc.enable()
+
+
+GATES: dict[str, asyncio.Event] = {}
+
+
+async def pass_gate(name: str) -> None:
+    await GATES[name].wait()
+
+
+async def test_a_call_of_a_thread_that_is_refused_is_found_by_the_collector():
+    """The error's traceback leads to frames of the sender, and they must not lead on through untracked objects."""
+    options = arpc.RpcOptions(gc_freeze=False, max_calls_in_flight=1, max_calls_waiting=1)
+    gate = GATES["refused"] = asyncio.Event()
+
+    def call_in_vain() -> weakref.ref[Held]:
+        held = hold()
+        future = arpc.rpc_async("worker1", pass_gate, ("refused",))
+        future.add_done_callback(lambda _, held=held: None)
+        with pytest.raises(arpc.OverloadedError):
+            future.wait()
+        future.held = held
+        return weakref.ref(held)
+
+    async with cluster(2, options=options):
+        await arpc.rpc_sync("worker1", make_async)
+        accepted = [arpc.rpc_async("worker1", pass_gate, ("refused",)) for _ in range(2)]
+        gone = await asyncio.to_thread(call_in_vain)
+        gc.collect()
+        assert gone() is None
+        gate.set()
+        await asyncio.gather(*accepted)
+    del GATES["refused"]

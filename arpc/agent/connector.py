@@ -32,7 +32,6 @@ from arpc.ids import WorkerInfo
 from arpc.log import get_logger
 from arpc.options import RpcOptions
 from arpc.transport.base import Connection, Listener, Transport
-from arpc.transport.line import Line, open_line
 from arpc.transport.memory import connect_pair
 from arpc.wire import protocol as wire
 from arpc.wire.handshake import Identity, Refused, Role
@@ -160,8 +159,8 @@ class Connector:
         connection, _ = self._context.run(connect_pair, (near, _Outgoing(self)), (far, _Incoming(self)), name)
         return connection
 
-    async def open_line(self, peer: Peer) -> Line:
-        """A further connection to a peer, for a thread to make calls on. Raises `OSError` or `WireError`."""
+    async def line_to(self, peer: Peer) -> tuple[str, wire.Protocol]:
+        """Address and protocol of a further connection to a peer, for a thread to make calls on. Raises `WireError`."""
         record = await self.agent.resolve(peer.info.name)
         main = peer.connection
         if main is None or main.peer.incarnation != record.incarnation:
@@ -169,9 +168,7 @@ class Connector:
         usable = [a for a in self.dialler.usable(record) if a.startswith(self._line_schemes)]
         if not usable:
             raise WireError(f"worker {peer.info.name!r} has no address that a thread can connect to")
-        protocol = self.dialler.protocol(Role.CONNECTOR, only(record), features=(LINE,))
-        async with asyncio.timeout(self._options.connect_timeout):
-            return await open_line(usable[0], protocol)
+        return usable[0], self.dialler.protocol(Role.CONNECTOR, only(record), features=(LINE,))
 
     @property
     def _line_schemes(self) -> tuple[str, ...]:

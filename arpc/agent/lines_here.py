@@ -1,4 +1,4 @@
-"""The lines of peers to this worker: connections on which threads of theirs make calls, see `agent.lines` for our own.
+"""The lines of peers to this worker: connections on which threads of theirs make calls. Ours: `peers.thread_lines`.
 
 A line belongs to the connection between both workers. Its requests count among those that the peer may have running:
 with each line so many fewer may run on the connection itself.

@@ -62,8 +62,9 @@ class AutogradContext:
     calls_answered = 0
     """Those of them whose answer was recorded. If it is all of them, none of their handlers is under way."""
     handlers_begun = 0
+    """Calls of others in the context."""
     handlers_answered = 0
-    """The same for calls of others. A stream is never answered: what follows an item may come at any time."""
+    """Those of them that were answered. A stream is never answered: what follows an item may come at any time."""
     gradients: Mapping[Tensor, Tensor] = NO_GRADIENTS
     """What passes that have ended here have accumulated. Replaced, never changed."""
     _before_last_pass: Mapping[Tensor, Tensor] = gradients

@@ -62,7 +62,7 @@ class Lifetimes:
     def notify(
         self, message: type[Message], to: int | str, args: tuple[Any, ...], timeout_s: float
     ) -> asyncio.Future[Any]:
-        """The same for what nobody need wait for: an error that nobody looks at is no harm."""
+        """Send a message that nobody need wait for: an error that nobody looks at is no harm. See `request`."""
         future = self.request(message, to, args, timeout_s)
         future.add_done_callback(_look_at)
         return future
@@ -85,7 +85,7 @@ class Lifetimes:
         return context.known_workers - {self._container.worker_id}
 
     def release_nowait(self, context_id: int) -> None:
-        """The same without waiting for others to hear of it. Raises `AutogradError` if it is not known here."""
+        """Forget a context here now, and tell the others later. Raises `AutogradError` if it is not known here."""
         self._container.find(context_id)
         if others := self.end(context_id):
             self.own(self.tell_all(others, context_id))

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import cast
 
 import arpc
-from arpc.bench import memory, payloads
+from arpc.bench import arpc_shapes, memory, payloads
 from arpc.bench.arpc_gradients import ArpcGradients
 from arpc.bench.asyncio_caller import Call, bulk_figures, latency_figures, start_memory_watch
 from arpc.bench.crowd import crowd
 from arpc.bench.functions import FUNCTIONS, Flavour, big, chained_async, nap, new_tensor, new_tensor_async
 from arpc.bench.overload import Attempt, open_loop
+from arpc.bench.shapes import BY_NAME
 from arpc.bench.systems import BULK_MINIMUM_CALLS, CALLEE, WARM_UP_SHARE, Measurement, callee_name
 from arpc.runtime import current
 
@@ -28,6 +29,7 @@ __all__ = ["Arpc", "system"]
 # A result is freed after the next was asked for: two blocks of memory take turns, and each end has to touch both
 FETCHES_UNTIL_WARM = 5
 PROFILING_TURNS = 40
+SHAPE_WARM_UP_S = 0.05
 
 
 class ArpcCaller(ArpcGradients):
@@ -50,6 +52,18 @@ class ArpcCaller(ArpcGradients):
     def prepare_reply(self, size_bytes: int, flavour: str = "async") -> Call:
         made = new_tensor if flavour == "def" else new_tensor_async
         return partial(arpc.rpc_async, CALLEE, made, (size_bytes,))
+
+    async def shape(self, *, name: str, flavour: str, budget_s: float) -> Measurement:
+        """One call of a shape after another: ``p50_us``."""
+        call = arpc_shapes.call_of(BY_NAME[name], cast("Flavour", flavour))
+        await self._one_by_one(call, max(SHAPE_WARM_UP_S, budget_s * WARM_UP_SHARE))
+        return latency_figures(await self._one_by_one(call, budget_s))
+
+    async def shape_rate(self, *, name: str, flavour: str, in_flight: int, budget_s: float) -> Measurement:
+        """A sliding window of calls of a shape: ``calls_per_s``."""
+        call = arpc_shapes.call_of(BY_NAME[name], cast("Flavour", flavour))
+        await self._window(call, in_flight, max(SHAPE_WARM_UP_S, budget_s * WARM_UP_SHARE))
+        return {"calls_per_s": await self._window(call, in_flight, budget_s)}
 
     async def overload(self, *, times: int, in_flight: int, callee_pid: int, budget_s: float) -> Measurement:
         """Calls that take a while: as many as can be taken, and then `times` as many a second, whatever comes back."""

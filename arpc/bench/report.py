@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from arpc.bench.machine import describe_machine
 from arpc.bench.placement import can_split, cpus_of
 from arpc.bench.rounds import ATTEMPTS, FOREIGN_LIMIT, UNDISTURBED_ROUNDS, Results, Schedule
 from arpc.bench.row import FLOOR, SUBJECT, Row
-from arpc.bench.rows import peers
+from arpc.bench.rows import peers, shapes
 from arpc.bench.systems import PEERS, REGISTRY, TORCH_THREADS, WARM_UP_SHARE
 from arpc.bench.targets import Verdict
 
@@ -36,6 +37,8 @@ def print_results(results: Results) -> None:
     for section in dict.fromkeys(row.section for row in results.rows):
         rows = [row for row in results.rows if row.section == section and _measured(results, row)]
         if rows:
+            if section == shapes.SECTION:
+                rows = _worst_first(results, rows)
             make = _side_by_side_table if section == peers.SECTION else _section_table
             _print_table(make(results, section, rows))
 
@@ -198,6 +201,16 @@ def _section_table(results: Results, section: str, rows: Sequence[Row]) -> Table
                 line.append(f"{ratio:.2f}x ±{comparison.spread:.0%}")
         lines.append(tuple(line))
     return Table(section, ("", *columns, *(f"x {column}" for column in others)), lines)
+
+
+def _worst_first(results: Results, rows: Sequence[Row]) -> list[Row]:
+    """The rows in the order of what torch takes, in multiples of what arpc takes."""
+
+    def speedup(row: Row) -> float:
+        comparison = results.comparison(row, "torch")
+        return math.inf if comparison is None else comparison.speedup
+
+    return sorted(rows, key=speedup)
 
 
 def _side_by_side_table(results: Results, section: str, rows: Sequence[Row]) -> Table:

@@ -45,6 +45,8 @@ BULK_MINIMUM_CALLS: Final = 2
 
 TORCH_THREADS: Final = 2
 TORCH_THREADS_TRIED: Final = (2, 3, 4)
+TORCH_THREADS_APART: Final = 3
+"""As many as the goals for shapes were set with."""
 
 GROUP_SIZES: Final = (2, 4, 8, 16, 32, 64)
 TORCH_GROUP_SIZES: Final = (2, 4, 8)
@@ -202,6 +204,9 @@ REGISTRY: Final[Mapping[str, Configuration]] = {
         settings={"listen": "unix://"},
         environment={"ARPC_SHARED_MEMORY_BYTES": "0"},
     ),
+    "arpc-apart": _ARPC(
+        about="arpc, unix socket, processes started apart", settings={"listen": "unix://"}, forks=False
+    ),
     "arpc-compat": Configuration(
         module="arpc.bench.drop_in",
         requires=("arpc", "torch"),
@@ -211,6 +216,12 @@ REGISTRY: Final[Mapping[str, Configuration]] = {
         about=f"torch.distributed.rpc tuned for calls: {TORCH_THREADS} worker threads",
         settings={"threads": TORCH_THREADS},
         spins_when_idle=True,
+    ),
+    "torch-apart": _TORCH(
+        about=f"torch.distributed.rpc, {TORCH_THREADS_APART} worker threads, processes started apart",
+        settings={"threads": TORCH_THREADS_APART},
+        spins_when_idle=True,
+        forks=False,
     ),
     "torch-default": _TORCH(about="torch.distributed.rpc with nothing set", spins_when_idle=True),
     "torch-tcp": _TORCH(

@@ -8,6 +8,7 @@ from typing import Final, Literal
 
 from arpc.bench.rounds import Results
 from arpc.bench.row import SUBJECT
+from arpc.bench.rows import shapes
 
 __all__ = ["TARGETS", "Target", "Verdict", "judge"]
 
@@ -77,24 +78,24 @@ def _outcome(target: Target, measured: float) -> Outcome:
 
 
 TARGETS: Final[tuple[Target, ...]] = (
-    Target("small call, async def, p50, same CPU", "call/async/unix/same", "floor", at_most=1.10),
-    Target("small call, async def, p50, same CPU", "call/async/unix/same", "torch", at_least=10),
-    Target("small call, async def, p50, split CPUs", "call/async/unix/split", "torch", at_least=3),
+    Target("small call, async def, p50, same CPU", "call/async/unix/same", "floor", at_most=1.3),
+    Target("small call, async def, p50, same CPU", "call/async/unix/same", "torch", at_least=12),
+    Target("small call, async def, p50, split CPUs", "call/async/unix/split", "torch", at_least=12),
     Target("calls/s, 64 in flight, async def, a Task each, same", "rate/async/unix/same/64", "floor", at_least=0.95),
     Target("calls/s, 64 in flight, async def, a Task each, split", "rate/async/unix/split/64", "floor", at_least=0.95),
     Target("calls/s, 64 in flight, async def, carriers, same", "rate/async/unix/same/64", "floor", at_least=1.2),
     Target("calls/s, 64 in flight, async def, carriers, split", "rate/async/unix/split/64", "floor", at_least=1.2),
-    Target("calls/s, 64 in flight, async def, same", "rate/async/unix/same/64", "torch", at_least=15),
-    Target("calls/s, 64 in flight, async def, split", "rate/async/unix/split/64", "torch", at_least=15),
-    Target("small call, def, p50, same CPU", "call/def/unix/same", "floor", at_most=1.9),
+    Target("calls/s, 64 in flight, async def, same", "rate/async/unix/same/64", "torch", at_least=12),
+    Target("calls/s, 64 in flight, async def, split", "rate/async/unix/split/64", "torch", at_least=12),
+    Target("small call, def, p50, same CPU", "call/def/unix/same", "floor", at_most=1.6),
     Target("calls/s, 64 in flight, def, same", "rate/def/unix/same/64", "floor", at_least=1.2),
     Target("calls/s, 64 in flight, def, split", "rate/def/unix/split/64", "floor", at_least=1.2),
-    Target("echo of 16 floats, p50, same CPU", "floats16/p50/same", "torch", at_least=8),
-    Target("echo of 16 floats, p50, split CPUs", "floats16/p50/split", "torch", at_least=2.5),
-    Target("echo of 16 floats, calls/s, same", "floats16/rate/same", "torch", at_least=10),
-    Target("echo of 16 floats, calls/s, split", "floats16/rate/split", "torch", at_least=10),
-    Target("dict of 50 small tensors, echo, p50, same", "dict50/p50/same", "torch", at_least=2.5),
-    Target("dict of 50 small tensors, echo, p50, split", "dict50/p50/split", "torch", at_least=2.5),
+    Target("echo of 16 floats, p50, same CPU", "floats16/p50/same", "torch", at_least=6),
+    Target("echo of 16 floats, p50, split CPUs", "floats16/p50/split", "torch", at_least=10),
+    Target("echo of 16 floats, calls/s, same", "floats16/rate/same", "torch", at_least=12),
+    Target("echo of 16 floats, calls/s, split", "floats16/rate/split", "torch", at_least=12),
+    Target("dict of 50 small tensors, echo, p50, same", "dict50/p50/same", "torch", at_least=5),
+    Target("dict of 50 small tensors, echo, p50, split", "dict50/p50/split", "torch", at_least=5),
     Target("send, same host, warm, 1 MB", "send/1MB/unix", "torch", at_least=2.5),
     Target("send, same host, warm, 16 MB", "send/16MB/unix", "torch", at_least=1.4),
     Target("send, same host, warm, 64 MB", "send/64MB/unix", "torch", at_least=3.5),
@@ -104,14 +105,14 @@ TARGETS: Final[tuple[Target, ...]] = (
     Target("send, TCP, 64 MB", "send/64MB/tcp", "torch-tcp", at_least=1.5),
     Target("echo, TCP, 64 MB", "echo/64MB/tcp", "torch-tcp", at_least=1.0),
     Target("small call p50 while 64 MB transfers run, times idle", "loaded/times_idle", "itself", at_most=10),
-    Target("blocking rpc_sync through the drop-in, def, unpinned", "drop-in/call/free", "torch", at_least=2.5),
-    Target("blocking rpc_sync through the drop-in, def, same CPU", "drop-in/call/same", "torch", at_least=8),
-    Target("remote() + to_here(), p50, same CPU", "rref/latency/same", "torch", at_least=8),
-    Target("remote() + to_here(), p50, split CPUs", "rref/latency/split", "torch", at_least=2.5),
+    Target("blocking rpc_sync through the drop-in, def, unpinned", "drop-in/call/free", "torch", at_least=5),
+    Target("blocking rpc_sync through the drop-in, def, same CPU", "drop-in/call/same", "torch", at_least=5),
+    Target("remote() + to_here(), p50, same CPU", "rref/latency/same", "torch", at_least=5),
+    Target("remote() + to_here(), p50, split CPUs", "rref/latency/split", "torch", at_least=8),
     Target("chain of ten remote(): one round trip and ten handlers", "rref/chain/round_trips", "itself"),
     Target("fetch of 256 MB through an RRef, as a plain send", "rref/fetch/256MB", "floor", at_least=0.9),
-    Target("autograd, one remote op and back, p50, same CPU", "autograd/op/same", "torch", at_least=5),
-    Target("autograd, one remote op and back, p50, split CPUs", "autograd/op/split", "torch", at_least=2),
+    Target("autograd, one remote op and back, p50, same CPU", "autograd/op/same", "torch", at_least=3),
+    Target("autograd, one remote op and back, p50, split CPUs", "autograd/op/split", "torch", at_least=4),
     Target("autograd, 8 contexts at once, same CPU", "autograd/contexts/same", "torch", at_least=3),
     Target("autograd, a chain of 3 workers, same CPU", "autograd/chain/same", "torch", at_least=3),
     Target("autograd, a fan-out to 8 workers, same CPU", "autograd/fan-out/same", "torch", at_least=3),
@@ -124,4 +125,5 @@ TARGETS: Final[tuple[Target, ...]] = (
     ),
     Target("profiler off, tracing off: share of a small call", "profiler/off/share", "itself", at_most=0.02),
     Target("per-call cost with 64 workers, of that with 2", "workers/growth", "floor", at_most=1.25),
+    *(Target(row.title, row.key, "torch", at_least=speedup) for row, speedup in shapes.goals()),
 )

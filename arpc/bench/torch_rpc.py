@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from torch.distributed import rpc
 
-from arpc.bench import memory, payloads
+from arpc.bench import memory, payloads, torch_shapes
 from arpc.bench.asyncio_caller import bulk_figures, latency_figures, start_memory_watch, stop_for_a_while
 from arpc.bench.blocking_caller import (
     MINIMUM_WARM_UP_S,
@@ -28,6 +28,7 @@ from arpc.bench.blocking_caller import (
 )
 from arpc.bench.crowd import crowd
 from arpc.bench.functions import FUNCTIONS, big, new_tensor, noop
+from arpc.bench.shapes import BY_NAME
 from arpc.bench.systems import BULK_MINIMUM_CALLS, CALLEE, WARM_UP_SHARE, Measurement, callee_name
 from arpc.bench.torch_gradients import TorchGradients
 
@@ -45,6 +46,16 @@ class TorchCaller(TorchGradients):
 
     def prepare_bulk(self, function: str, size_bytes: int) -> BlockingCall:
         return partial(rpc.rpc_sync, CALLEE, FUNCTIONS["def"][function], (payloads.bulk_tensor(size_bytes),))
+
+    async def shape(self, *, name: str, flavour: str, budget_s: float) -> Measurement:
+        call = torch_shapes.call_of(BY_NAME[name])
+        one_by_one(call, max(MINIMUM_WARM_UP_S, budget_s * WARM_UP_SHARE))
+        return latency_figures(one_by_one(call, budget_s))
+
+    async def shape_rate(self, *, name: str, flavour: str, in_flight: int, budget_s: float) -> Measurement:
+        start = torch_shapes.started_call_of(BY_NAME[name])
+        window(start, in_flight, max(MINIMUM_WARM_UP_S, budget_s * WARM_UP_SHARE))
+        return {"calls_per_s": window(start, in_flight, budget_s)}
 
     async def in_turn(self, *, peers: int, in_flight: int, budget_s: float) -> Measurement:
         callees = [callee_name(peer) for peer in range(peers)]

@@ -10,10 +10,10 @@ from typing import Any, Final
 import torch
 
 from arpc import torchstate
-from arpc.agent.blocking import TAKES_LOOP
 from arpc.agent.client.pending_calls import OutgoingCall
 from arpc.agent.client.sender import Prepared
 from arpc.agent.peers.peer import Peer
+from arpc.compat.blocking_client.calls import TAKES_LOOP
 from arpc.compat.drop_in import DropIn
 from arpc.compat.failures import as_torch_error, packing_error
 from arpc.compat.loop_thread import Outcome, refuse_loop_thread

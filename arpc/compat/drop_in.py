@@ -14,12 +14,12 @@ from typing import Any, Final, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from arpc.agent.blocking import BlockingCalls
 from arpc.agent.membership import WorkerRecord
 from arpc.agent.peers.peer import Peer
 from arpc.agent.scope import WorkerScope
 from arpc.autograd.engine.accumulate_hooks import has_node_hooks
 from arpc.autograd.engine.run_policy import ThreadsOnly
+from arpc.compat.blocking_client.calls import BlockingCalls
 from arpc.compat.completions import Completions
 from arpc.compat.loop_thread import LoopThread
 from arpc.errors import ShutdownError, UnknownWorkerError

@@ -71,7 +71,7 @@ class Guard:
         return Verdict(401, "this page needs the cluster's secret")
 
     def judge_origin(self, method: str, headers: Mapping[str, str]) -> Verdict:
-        """The same without the secret: for the login itself."""
+        """Whether a request may come from where it does, whatever secret it has: for the login itself."""
         host = headers.get("Host", "")
         if not self.needs_secret and not is_loopback(_hostname(host)):
             return Verdict(403, f"this page is served on loopback, and not as {host!r}")

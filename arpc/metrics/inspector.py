@@ -74,7 +74,7 @@ class Traffic:
         return sent + sum(out for out, _ in known), received + sum(back for _, back in known)
 
     def total(self) -> tuple[int, int]:
-        """The same for all peers together."""
+        """Bytes sent and received by all peers together."""
         both = [self.of(name) for name in self._before.keys() | self._connections.keys()]
         both.append(self._forgotten)
         return sum(sent for sent, _ in both), sum(received for _, received in both)

@@ -94,7 +94,7 @@ async def _forward_later(forward: Coroutine[Any, Any, Any], is_grad_enabled: boo
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """The same value with the tensors in it, and in containers of it, on a device."""
+    """A value with the tensors in it, and in containers of it, on a device."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, dict):

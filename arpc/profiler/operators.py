@@ -63,7 +63,7 @@ class Operator(msgspec.Struct, array_like=True):
     """It covers an await: other things ran meanwhile on its thread."""
 
     def moved(self, by_ns: int, prefix: str = "") -> Operator:
-        """The same in another time, with something before its name."""
+        """This operator on another clock, with something before its name."""
         return msgspec.structs.replace(
             self, name=prefix + self.name, start_ns=self.start_ns + by_ns, end_ns=self.end_ns + by_ns
         )

@@ -78,6 +78,7 @@ class profile:  # noqa: N801 - used like a function, as torch's own
         function_name(len)  # the first time takes a while, and is none of what is looked at
         self._start_ns = time.perf_counter_ns()
         self._recorder = recorder = tracer.join(header)
+        assert recorder is not None  # nobody has left a trace that is new
         if self._everyone:
             names = [peer.info.name for peer in tracer.agent.peers if peer.info.name != tracer.info.name]
             orders = [tracer.ask(name, START, header, timeout_s=_COLLECT_S) for name in names]

@@ -121,13 +121,14 @@ class TraceRecorder(Observer):
     # -- calls
 
     def request_begins(self, request: Outgoing) -> None:
+        if request.kind is Kind.CONTROL:
+            return
         if self.header.left_s:
             left = self._ends_at - time.monotonic()
             sent = self.header._replace(left_s=max(0.001, left))
             request.headers.setdefault(TRACE, []).append(sent)
             self.touched.add(request.peer.name)
-        if request.kind is not Kind.CONTROL:
-            self._calls[request] = next(self._numbers), _parent.get()
+        self._calls[request] = next(self._numbers), _parent.get()
 
     def request_ends(self, request: Outgoing) -> None:
         if (begun := self._calls.pop(request, None)) is not None:

@@ -29,7 +29,7 @@ class Span(msgspec.Struct, array_like=True):
     peer: str = ""
     """Who was called, or called."""
     call_id: int = 0
-    """The same on both sides of a call, and of no other at the same time."""
+    """Both sides of a call have it, and no other call at the same time."""
     accepted_ns: int = 0
     """Of a handler: when the request came. It may have waited before it began."""
     outcome: str = ""
@@ -39,7 +39,7 @@ class Span(msgspec.Struct, array_like=True):
     """What it ran."""
 
     def moved(self, by_ns: int) -> Span:
-        """The same in another time."""
+        """This span on another clock."""
         return msgspec.structs.replace(
             self,
             start_ns=self.start_ns + by_ns,

@@ -106,7 +106,7 @@ class Trace:
         Path(path).write_bytes(msgspec.json.encode(self.as_chrome_trace()))
 
     def as_chrome_trace(self) -> dict[str, Any]:
-        """The same as an object."""
+        """What `export_chrome_trace` writes, as an object."""
         return chrome.chrome_trace(self)
 
     def export_html(self, path: str | Path, title: str = "arpc trace") -> None:

@@ -39,6 +39,7 @@ class Tracer(Observer):
         self.agent: Agent
         self.recorders: dict[int, TraceRecorder] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
+        """Until the time of a trace is over. One that has a timer and no recorder was left before."""
         self._ids = IdAllocator(0)
 
     def identify(self, info: WorkerInfo) -> None:
@@ -55,20 +56,27 @@ class Tracer(Observer):
     def new_id(self) -> int:
         return self._ids.next_number()
 
-    def join(self, header: TraceHeader) -> TraceRecorder:
-        """Take part in a trace from now on, if this worker does not yet."""
-        recorder = self.recorders.get(header.trace_id)
-        if recorder is None:
-            recorder = self.recorders[header.trace_id] = TraceRecorder(self.info, header)
+    def join(self, header: TraceHeader) -> TraceRecorder | None:
+        """Take part in a trace from now on, if this worker does not yet. None for a trace that it has left.
+
+        Requests of other workers that still take part in it may arrive after that.
+        """
+        trace_id = header.trace_id
+        recorder = self.recorders.get(trace_id)
+        if recorder is None and trace_id not in self._timers:
+            recorder = self.recorders[trace_id] = TraceRecorder(self.info, header)
             self.agent.observe(recorder)
-            self._timers[header.trace_id] = self.agent.loop.call_later(header.left_s, self.leave, header.trace_id)
+            self._timers[trace_id] = self.agent.loop.call_later(header.left_s, self._expire, trace_id)
         return recorder
+
+    def _expire(self, trace_id: int) -> None:
+        self.leave(trace_id)
+        self._timers.pop(trace_id, None)
 
     def leave(self, trace_id: int) -> TraceRecorder | None:
         """Take no part in a trace any more."""
         recorder = self.recorders.pop(trace_id, None)
         if recorder is not None:
-            self._timers.pop(trace_id).cancel()
             self.agent.unobserve(recorder)
             recorder.end_own()
         return recorder
@@ -105,7 +113,7 @@ class Tracer(Observer):
             return None
         for header in headers:
             recorder = self.join(header)
-            if recorder not in handling.observers:
+            if recorder is not None and recorder not in handling.observers:
                 handling.observers += (recorder,)
                 steps = recorder.handler_begins(handling) or steps
         return steps
@@ -136,3 +144,5 @@ class Tracer(Observer):
     def close(self) -> None:
         for trace_id in list(self.recorders):
             self.leave(trace_id)
+        for timer in self._timers.values():
+            timer.cancel()

@@ -23,7 +23,7 @@ from arpc.user_errors import fresh, is_a
 from arpc.wire.messages import Message, RequestFlag
 
 if TYPE_CHECKING:
-    from arpc.rref.service import ControlService
+    from arpc.rref.context import RRefContext
 
 __all__ = ["Arrivals"]
 
@@ -67,17 +67,17 @@ class Arrival(msgspec.Struct, eq=False):
 class Arrivals:
     """Takes the creations of one worker: a `dispatcher.CreationService`."""
 
-    def __init__(self, service: ControlService) -> None:
-        self.service = service
-        self._forks = service.forks
-        self._values = service.values
+    def __init__(self, context: RRefContext) -> None:
+        self._context = context
+        self._forks = context.forks
+        self._values = context.values
 
     def admit(self, run: Run, message: Message) -> Arrival | None:
         """What is to run for a creation; None if it is answered so. Raises `ProtocolError` if it has no label."""
         label = unpack_label(run.meta.pop(KEY, None) if run.meta else None)
         caller = run.inbound.caller
-        dispatcher = self.service.agent.dispatcher
-        if not self.service.is_new(caller.id, label.incarnation, label.number, label.oldest):
+        dispatcher = self._context.agent.dispatcher
+        if not self._context.deliveries.is_new(caller.id, label.incarnation, label.number, label.oldest):
             run.message = None
             run.function = Function.of_coroutine(partial(self._created_before, label.rref), run.function.name)
             dispatcher.tasks.start(run)
@@ -108,20 +108,20 @@ class Arrivals:
 
     def fail(self, value: Value, error: BaseException) -> None:
         """Keep what a function raised, for those who use its value, here or elsewhere."""
-        value.fail(raisable(error, self.service.info.name))
+        value.fail(raisable(error, self._context.info.name))
 
     def ended(self, rref: RRefId) -> None:
         """The value of a creation is there, or the error in its place."""
         following = self._forks.creation_ended(rref)
         if following:
-            self.service.carry_out(following)
+            self._context.carry_out(following)
 
     def encoded(self, run: Run, content: Any) -> Content | None:
         """The value for its creator, who wants it at once; None lets it ask for it, to be told what is wrong."""
         if content is NOTHING:
             return None
         try:
-            return run.context.run(self.service.agent.dispatcher.replies.encode, run, (content,), with_metadata=True)
+            return run.context.run(self._context.agent.dispatcher.replies.encode, run, (content,), with_metadata=True)
         except BaseException:  # noqa: BLE001 - whatever a user's __reduce__ may raise
             return None
 

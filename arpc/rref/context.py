@@ -22,6 +22,7 @@ from arpc.ids import UNKNOWN_ID, GloballyUniqueId, IdAllocator, WorkerInfo
 from arpc.log import get_logger
 from arpc.options import RpcOptions, Unset
 from arpc.rref import events, instructions
+from arpc.rref.delivery import Deliveries
 from arpc.rref.drops import DropQueue
 from arpc.rref.events import ForkId, RRefId
 from arpc.rref.expected import CreationWatch
@@ -63,7 +64,7 @@ class Skin(NamedTuple):
     """The RRef in one."""
 
 
-class RRefContext(ControlService):
+class RRefContext:
     """The RRefs of one worker."""
 
     def __init__(self, options: RpcOptions, context: Context, name: str, incarnation: int) -> None:
@@ -71,6 +72,7 @@ class RRefContext(ControlService):
         self.info = WorkerInfo(name, UNKNOWN_ID)
         self.forks = Forks(self.info, Use)
         self.values: dict[RRefId, Value] = {}
+        self.deliveries = Deliveries()
         self.ids = IdAllocator(UNKNOWN_ID)
         self.agent: Agent
         self.post: Post
@@ -107,7 +109,8 @@ class RRefContext(ControlService):
             instructions.ForgetFork: lambda forget: self._end(forget.fork),
             instructions.RunCreation: lambda _: None,  # by whoever asked
         }
-        super().__init__()
+        self.service = ControlService(self)
+        """Serves the messages of others."""
 
     def attach(self, agent: Agent) -> None:
         """The agent that messages go through. It was made with this context's handlers, so it comes later."""
@@ -247,7 +250,7 @@ class RRefContext(ControlService):
 
     def creation_failed_here(self, rref: RRefId, id_: ForkId, number: int, reason: str) -> None:
         """A creation of this worker on itself was given up: it has arrived, or will not be taken any more."""
-        if self.is_new(self.info.id, self.incarnation, number, self.post.numbers(self.info.name).oldest):
+        if self.deliveries.is_new(self.info.id, self.incarnation, number, self.post.numbers(self.info.name).oldest):
             self.happened(events.CreationAbandoned(rref, id_, self.info, reason))
         self.happened(events.UserDeleted(rref, id_))
 
@@ -385,7 +388,7 @@ class RRefContext(ControlService):
         if self._is_closed:
             return
         self._lost.add(peer)
-        self.forget_deliveries(peer.id)
+        self.deliveries.forget(peer.id)
         held = len(self.forks.owned)
         self.happened(events.PeerLost(peer))
         dropped = held - len(self.forks.owned)

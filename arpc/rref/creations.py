@@ -72,7 +72,7 @@ def start_creation(
     numbers = context.post.numbers(owner.name)
     number, oldest = numbers.take_with_oldest()
     creation = Creation(context, owner, rref, fork, held, numbers, number, anchor)
-    creation.made_class = function if isinstance(function, type) else None
+    creation.makes = function if isinstance(function, type) else None
     label = pack_label(context.incarnation, number, oldest, rref, fork, made or name)
     call = OutgoingCall(
         None,
@@ -117,18 +117,14 @@ class Creation(msgspec.Struct, eq=False):
     call_id: int = 0
     callee: Peer | None = None
     on_cancel: Callable[[], None] | None = None
-    made_class: type | None = None
+    makes: type | None = None
+    """The class whose object the value will be, if that is what was called."""
     is_settled: bool = False
     error: BaseException | None = None
     waiter: asyncio.Future[tuple[Any, ...]] | None = None
     """For the value, which comes with the answer."""
     watcher: OwnerFuture | None = None
     callbacks: list[Callable[[Any], object]] | None = None
-
-    @property
-    def makes(self) -> type | None:
-        """The class whose object the value will be, if that is what was called."""
-        return self.made_class
 
     def take_back(self) -> None:
         """It was never sent: nobody has to hear of it."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
-__all__ = ["Numbers", "Window"]
+from arpc.ids import WorkerId
+
+__all__ = ["Deliveries", "Numbers", "Window"]
 
 _FIRST: Final = 1
 
@@ -30,7 +32,7 @@ class Numbers:
         return self.take_with_oldest()[0]
 
     def take_with_oldest(self) -> tuple[int, int]:
-        """The same, and what `oldest` is then."""
+        """A number for a new message, and what `oldest` is then."""
         number = self._next
         self._next = number + 1
         if self._open:
@@ -91,3 +93,23 @@ class Window:
     def __len__(self) -> int:
         """How many numbers are remembered."""
         return len(self._above)
+
+
+class Deliveries:
+    """Which of the numbered messages of all workers have come to this one."""
+
+    def __init__(self) -> None:
+        self.windows: dict[tuple[WorkerId, int], Window] = {}
+        """By the worker and its incarnation."""
+
+    def is_new(self, caller: WorkerId, incarnation: int, number: int, oldest: int) -> bool:
+        """Whether a numbered message comes for the first time."""
+        window = self.windows.get((caller, incarnation))
+        if window is None:
+            window = self.windows[caller, incarnation] = Window()
+        return window.admit(number, oldest)
+
+    def forget(self, worker: WorkerId) -> None:
+        """What a lost worker sent will not come again."""
+        for key in [key for key in self.windows if key[0] == worker]:
+            del self.windows[key]

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
-from arpc.agent.agent import Agent
 from arpc.agent.scope import current_scope
 from arpc.agent.server.dispatcher import CreationService
 from arpc.errors import RRefError
-from arpc.ids import GloballyUniqueId, WorkerId, WorkerInfo
-from arpc.rref import events, instructions
+from arpc.ids import GloballyUniqueId, WorkerInfo
+from arpc.rref import events
 from arpc.rref.arrivals import Arrivals
-from arpc.rref.delivery import Window
-from arpc.rref.events import RRefId
-from arpc.rref.forks import Forks
-from arpc.rref.uses import Use
-from arpc.rref.values import Value
 from arpc.wire.messages import (
     Message,
     RRefChildAccept,
@@ -29,6 +23,9 @@ from arpc.wire.messages import (
     RRefForkRequest,
     RRefUserDelete,
 )
+
+if TYPE_CHECKING:
+    from arpc.rref.context import RRefContext
 
 __all__ = ["ControlService"]
 
@@ -59,21 +56,13 @@ def _in_fours(flat: Sequence[Any]) -> Iterator[tuple[Any, Any, Any, Any]]:
 
 
 class ControlService:
-    """The handlers of the RRef messages; the rest of the context is in the class that inherits."""
+    """The handlers of the RRef messages of one worker."""
 
-    agent: Agent
-    forks: Forks[Use]
-    info: WorkerInfo
-    values: dict[RRefId, Value]
-    happened: Callable[[events.Event], Sequence[instructions.Instruction]]
-    value: Callable[..., Awaitable[Any]]
-    get_method: Callable[[Any, str], Any]
-
-    carry_out: Callable[[Sequence[instructions.Instruction]], None]
-
-    def __init__(self) -> None:
-        self.windows: dict[tuple[WorkerId, int], Window] = {}
-        self._arrivals = Arrivals(self)
+    def __init__(self, context: RRefContext) -> None:
+        self._context = context
+        self._deliveries = context.deliveries
+        self._forks = context.forks
+        self._arrivals = Arrivals(context)
 
     @property
     def handlers(self) -> Mapping[type[Message], Callable[..., Any]]:
@@ -92,25 +81,13 @@ class ControlService:
         """Who takes messages that name a function."""
         return {RRefCreate: self._arrivals}
 
-    def is_new(self, caller: WorkerId, incarnation: int, number: int, oldest: int) -> bool:
-        """Whether a numbered message comes for the first time."""
-        window = self.windows.get((caller, incarnation))
-        if window is None:
-            window = self.windows[caller, incarnation] = Window()
-        return window.admit(number, oldest)
-
-    def forget_deliveries(self, worker: WorkerId) -> None:
-        """What a lost worker sent will not come again."""
-        for key in [key for key in self.windows if key[0] == worker]:
-            del self.windows[key]
-
     async def _on_fetch(self, rref: int, is_created: bool) -> Any:
-        value = await self.value(rref, is_created=is_created)
-        held = self.values.get(rref)
+        value = await self._context.value(rref, is_created=is_created)
+        held = self._context.values.get(rref)
         if held is not None and held.stays:
             raise RRefError(
                 f"RRef {_text(rref)} is an RRef to a ScriptModule. It can't be sent through RPC from owner, "
-                f"{self.info}, to user {_caller().name!r}: call its methods there, as in "
+                f"{self._context.info}, to user {_caller().name!r}: call its methods there, as in "
                 f"`await rref.rpc_sync().forward(...)`"
             )
         return value
@@ -118,31 +95,31 @@ class ControlService:
     async def _on_fork_request(self, incarnation: int, number: int, oldest: int, items: list[int]) -> list[int]:
         """The answer: which forks are not counted, because their value is gone."""
         caller = _caller()
-        if self.is_new(caller.id, incarnation, number, oldest):
+        if self._deliveries.is_new(caller.id, incarnation, number, oldest):
             for rref, id_, is_created in _in_threes(items):
-                self.happened(events.ForkRequested(rref, id_, caller, bool(is_created)))
+                self._context.happened(events.ForkRequested(rref, id_, caller, bool(is_created)))
         # One that comes again is answered as before: a fork cannot end before this answer
-        return [id_ for rref, id_, _ in _in_threes(items) if not self.forks.counts(rref, id_)]
+        return [id_ for rref, id_, _ in _in_threes(items) if not self._forks.counts(rref, id_)]
 
     async def _on_child_accept(self, incarnation: int, number: int, oldest: int, items: list[int]) -> None:
         for id_ in items:
-            self.happened(events.ChildAccepted(id_))
+            self._context.happened(events.ChildAccepted(id_))
 
     async def _on_user_delete(self, incarnation: int, number: int, oldest: int, items: list[int]) -> None:
-        user_deleted = self.forks.user_deleted
+        user_deleted = self._forks.user_deleted
         for rref, id_ in _in_pairs(items):
-            self.carry_out(user_deleted(rref, id_))
+            self._context.carry_out(user_deleted(rref, id_))
 
     async def _on_creation_failed(self, incarnation: int, number: int, oldest: int, items: list[Any]) -> None:
         caller = _caller()
         for rref, id_, of_creation, reason in _in_fours(items):
             # A creation that has arrived goes on. One that has not is not taken any more: its number is used now
-            if self.is_new(caller.id, incarnation, of_creation, oldest):
-                self.happened(events.CreationAbandoned(rref, id_, caller, str(reason)[:_LONGEST_REASON]))
+            if self._deliveries.is_new(caller.id, incarnation, of_creation, oldest):
+                self._context.happened(events.CreationAbandoned(rref, id_, caller, str(reason)[:_LONGEST_REASON]))
 
     async def _on_creation_query(self, incarnation: int, number: int, oldest: int, items: list[int]) -> list[int]:
         """The answer: which values this worker has not asked the caller to create, or does not want any more."""
-        under_way = self.forks.creations_under_way(_caller())
+        under_way = self._forks.creations_under_way(_caller())
         return [rref for rref in items if rref not in under_way]
 
     async def _on_fork_query(self, incarnation: int, number: int, oldest: int, items: list[int]) -> list[int] | None:
@@ -151,11 +128,11 @@ class ControlService:
         # what arrived before this message may have to be unpacked yet: it is, in the next turns of the loop
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        peer = self.agent.peer(caller.id)
+        peer = self._context.agent.peer(caller.id)
         connection = peer.connection if peer is not None else None
         if connection is not None and (connection.owner.inbound.waiting or not connection.protocol.is_between_frames):
             return None
-        unknown = [id_ for id_ in items if not self.forks.knows(id_)]
+        unknown = [id_ for id_ in items if not self._forks.knows(id_)]
         for id_ in unknown:
-            self.happened(events.OfferQueried(id_, caller))
+            self._context.happened(events.OfferQueried(id_, caller))
         return unknown

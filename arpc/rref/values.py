@@ -94,7 +94,7 @@ class Value(msgspec.Struct, eq=False):
         return self.get_nowait()
 
     def get_nowait(self) -> Any:
-        """The same for one that is there."""
+        """The value of one that is there. Raises what its creation raised."""
         if self._error is not None:
             error = fresh(self._error)
             set_may_have_run(error, may_have_run=True)  # it may be that of a call which the function made

@@ -64,7 +64,7 @@ def reduce_packet(packet: Any, _: Parcel) -> tuple[Any, ...]:
 
 
 def reduce_overload(overload: Any, _: Parcel) -> tuple[Any, ...]:
-    """The same, and the name of the overload."""
+    """By the name of its packet in ``torch.ops``, and its own."""
     return _overload, (overload.overloadpacket._qualified_op_name, overload._overloadname)  # noqa: SLF001 - the same
 
 

@@ -24,7 +24,7 @@ __all__ = ["ProgramCall", "module_of", "prepare_program", "reduce_function", "re
 _MODULES: Final = 8
 """How many programs that came as functions are kept, so that the next call need not load them again."""
 _COMPILED: Final = 64
-"""The same for functions that were compiled here because a caller's was: its compiled code is what takes time."""
+"""How many functions are kept that were compiled here because a caller's was: to compile takes long."""
 
 
 def module_of(program: ExportedProgram) -> torch.nn.Module:

@@ -176,7 +176,9 @@ async def test_an_interceptor_that_refuses_fails_the_call_only(pair, monkeypatch
     class Refuser(Doubler):
         key = "refuser"
 
-        def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Any], is_stream: bool = False) -> bytes | None:
+        def request_sent(
+            self, peer: WorkerInfo, function: Any, slots: list[Any], is_stream: bool = False
+        ) -> bytes | None:
             if function is hold:
                 raise LookupError("refused here")
             return b"1"

@@ -323,7 +323,7 @@ def test_options_that_cannot_be(options, complaint):
 
 READERS = {
     "arpc/wire/pickling.py": {"pickle.loads"},
-    "arpc/wire/policy.py": {"loads", "restricted_loads", "read_name", "unpack"},
+    "arpc/wire/policy.py": {"loads", "restricted_loads", "read_name", "read_layout"},
     "arpc/wire/restricted.py": {"_QuickUnpickler", "_CarefulUnpickler", "_NameUnpickler"},
     "arpc/wire/saved.py": {"torch.load"},  # refused in allow-list mode
     # what this rebuilds is named by pickles that allow-list mode refuses
@@ -339,7 +339,7 @@ READERS = {
 }
 READING = {
     "loads",
-    "unpack",
+    "read_layout",
     "restricted_loads",
     "read_name",
     "_QuickUnpickler",

@@ -13,9 +13,9 @@ import torch
 import arpc
 from arpc.agent import variables
 from arpc.options import RpcOptions
+from arpc.rref.labels import KEY, pack_label
 from arpc.testing import cluster
 from arpc.wire import messages
-from arpc.rref.labels import KEY, pack_label
 from arpc.wire.frames import ONE_OFF, frame
 from arpc.wire.messages import MESSAGE_CLASSES, Message
 from arpc.wire.metadata import encode_metadata

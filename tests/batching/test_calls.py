@@ -11,6 +11,7 @@ import torch
 
 import arpc
 from arpc.batching.decorator import Queues
+from arpc.testing.endpoints import turns_until
 from tests.batching import functions
 
 
@@ -44,8 +45,9 @@ async def test_calls_gather_while_another_batch_runs(group, sizes, gate):
     first = arpc.rpc_async("worker1", functions.held, (0,))
     await gate.reached.wait()
     others = [arpc.rpc_async("worker1", functions.held, (number,)) for number in range(1, 40)]
-    for _ in range(2):  # they have arrived, too, and those that got a task have taken their first step
-        await arpc.rpc_sync("worker1", functions.identity, (0,))
+    links = group[1].agent.connector.links
+    # all have arrived, and taken their first step
+    await turns_until(lambda: sum(len(link.inbound.running) for link in links) == 40)
     gate.opened.set()
     assert await first == 0
     assert await asyncio.gather(*others) == list(range(1, 40))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.compat.test_lines import Other
 
 import arpc
 import arpc.compat.rpc._testing
@@ -18,7 +19,6 @@ from arpc.compat import rpc
 from arpc.compat.faults import MESSAGE_NAMES, Faults
 from arpc.errors import RpcTimeoutError
 from arpc.testing import Cluster, cluster
-from tests.compat.test_lines import Other
 
 
 def one() -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import arpc
-from arpc.agent.blocking import BlockingCalls
+from arpc.compat.blocking_client.calls import BlockingCalls
 from tests.integration import functions
 from tests.integration.processes import Processes, impatience
 

@@ -14,6 +14,8 @@ import torch
 import arpc
 from arpc.errors import ProfilerError
 from arpc.profiler import Span, Trace, profile, record_group
+from arpc.profiler.operators import RecorderConfig
+from arpc.profiler.recorder import TraceHeader
 from arpc.testing import Cluster, cluster
 from tests.profiler.training import Stage, train_step
 
@@ -302,3 +304,13 @@ async def test_a_block_that_is_cancelled_before_it_begins_leaves_nothing(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_worker_that_has_left_a_trace_does_not_join_it_again(trio: Cluster) -> None:
+    """Another that still takes part in it may call, or let go of an RRef, after the trace was collected."""
+    tracer = trio[1].profiler.tracer
+    header = TraceHeader(trio[0].profiler.tracer.new_id(), "trainer", 60.0, RecorderConfig(), True)
+    assert tracer.join(header) is not None
+    assert tracer.leave(header.trace_id) is not None
+    assert tracer.join(header) is None
+    assert tracer.recorders == {}

@@ -266,6 +266,16 @@ def test_a_stranger_may_say_nothing_but_the_handshake(make, type_):
     assert f"{type_.name} is out of place in a handshake" in str(error)
 
 
+@pytest.mark.parametrize("make", STRANGERS)
+@pytest.mark.parametrize("schema", [1, ONE_OFF])
+def test_no_layout_of_a_stranger_is_read(make, schema):
+    protocol = make()
+    protocol._read_layout = mock.Mock(side_effect=AssertionError)
+    error = endings(protocol, Spoken(MessageType.HELLO, inline=bytes(16)).frame(schema))
+    assert isinstance(error, ProtocolError)
+    assert "with tensors is out of place in a handshake" in str(error)
+
+
 @pytest.mark.parametrize("make", FRIENDS)
 @pytest.mark.parametrize("type_", [type_ for type_ in MessageType if type_ < MessageType.DATA])
 def test_there_is_one_handshake_only(make, type_):

@@ -28,7 +28,7 @@ def packer(request, monkeypatch):
     """A packer that recognizes tensors in one call, and one that compares their attributes."""
     if request.param == "attributes":
         monkeypatch.setattr(private, "_uses_guards", False)
-    elif private._PUBLIC_ONLY:
+    elif private.PUBLIC_ONLY:
         pytest.skip("the private APIs are turned off")
     return Packer(1000)
 

@@ -78,6 +78,10 @@ class Sender:
             scope = None  # of code that runs for no caller, so without a deadline
         inherited = None if scope is None else scope.deadline
         tick, timeout_ms = self._timeouts.deadline(call.timeout, inherited, call.name or function)
+        if call.args.__class__ is not tuple and call.args.__class__ is not Prepared:
+            call.args = as_arguments(call.args)
+        if call.kwargs is not None and call.kwargs.__class__ is not dict:
+            call.kwargs = as_keywords(call.kwargs)
         number = 1 if call.type in self._nameless else self._function_number(call)
         flags = call.flags
         slots = _NO_SLOTS
@@ -86,7 +90,6 @@ class Sender:
             if call.kwargs:
                 flags |= _KWARGS
         else:
-            as_arguments(call.args)
             pickle = b""
         metadata = call.metadata
         if not call.is_internal and any(self._occasions):
@@ -102,12 +105,17 @@ class Sender:
             call.recipient, function, content.size_bytes, call.type, flags, number, timeout_ms, content, call.name
         )
         call_id = peer.calls.add(tick, pending)
-        if content.tensors is not None and content.tensors.waits:
-            self._submit_when_filled(peer, call_id, pending, content.tensors)
-        elif call.is_held:
-            peer.hold(call_id, pending)
-        else:
-            peer.submit(call_id, pending)
+        try:
+            if content.tensors is not None and content.tensors.waits:
+                self._submit_when_filled(peer, call_id, pending, content.tensors)
+            elif call.is_held:
+                peer.hold(call_id, pending)
+            else:
+                peer.submit(call_id, pending)
+        except OverloadedError as error:
+            # The recipient may keep the error, which keeps these frames: the collector cannot look into a `Call`
+            del pending
+            raise error.with_traceback(None) from None
         return call_id
 
     def _function_number(self, call: OutgoingCall) -> int:
@@ -128,7 +136,7 @@ class Sender:
         prepare = self._preparations.get(type(call.function))
         if prepare is None:
             return
-        call.function, call.args = prepare(call.function, as_arguments(call.args), call.kwargs)
+        call.function, call.args = prepare(call.function, tuple(call.args or ()), call.kwargs)
         call.kwargs = None
         if isinstance(call.recipient, Future):
             call.recipient.script_type = getattr(call.function, "returns", None)
@@ -157,7 +165,7 @@ class Sender:
                 try:
                     peer.submit(call_id, call)
                 except OverloadedError as error:
-                    call.recipient.set_exception(error)
+                    call.recipient.set_exception(error.with_traceback(None))  # see `send`
 
         self._codec.when_filled(tensors, filled)
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 from arpc.agent.client.deadlines import NEVER, Deadlines
 from arpc.agent.client.pending_calls import SEQUENCE_BITS, Call, PendingCalls
 from arpc.agent.codec import Codec
-from arpc.agent.lines import Lines
+from arpc.agent.peers.thread_lines import ThreadLine, ThreadLines
 from arpc.agent.server.functions import name_of
 from arpc.errors import (
     ArpcError,
@@ -32,7 +32,6 @@ from arpc.ids import WorkerInfo
 from arpc.log import get_logger
 from arpc.options import RpcOptions
 from arpc.transport.base import Connection
-from arpc.transport.line import Line
 from arpc.user_errors import text_of
 from arpc.wire.frames import frame
 from arpc.wire.messages import MessageType
@@ -97,8 +96,8 @@ class Peer:
         self.backlog: deque[tuple[int, Call]] = deque()
         """Calls that wait for a connection, or for room in the window."""
         self.connects = 0
-        self.lines: Lines | None = None
-        """For threads that block, see `agent.blocking`; None unless there are such."""
+        self.lines: ThreadLines | None = None
+        """For threads that block, None unless there are such."""
         self.lines_here: set[Connection] = set()
         """Those of its own threads."""
         self._answer_s = 0.0
@@ -137,7 +136,7 @@ class Peer:
         is_connected = self.connection is not None or self._connecting is not None
         return not (is_connected or self.backlog or self.calls_in_flight or self.connections())
 
-    def connections(self) -> list[Connection | Line]:
+    def connections(self) -> list[Connection | ThreadLine]:
         """All that lead to it or come from it."""
         main = () if self.connection is None else (self.connection,)
         return [*main, *self.lines_here, *(() if self.lines is None else self.lines.all)]
@@ -217,7 +216,8 @@ class Peer:
             try:
                 self.submit(call_id, call)
             except OverloadedError as error:
-                call.recipient.set_exception(error)
+                # without these frames: the collector cannot look into a `Call`
+                call.recipient.set_exception(error.with_traceback(None))
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether a call of that size need not wait for others to end."""

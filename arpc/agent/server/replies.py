@@ -90,8 +90,7 @@ class Replies:
 
     def encoded(self, run: Run, content: Content) -> None:
         """Answer a request with a result that its thread has encoded."""
-        if not run.ended:
-            self._end(run, _REPLY, 0, 0, content)
+        self._end(run, _REPLY, 0, 0, content)
 
     def _encode_with_metadata(self, run: Run, result: Any) -> Content:
         if not run.meta:
@@ -202,7 +201,9 @@ class Replies:
     def _end(
         self, run: Run, type_: int, flags: int, arg: int, content: Content, error: BaseException | None = None
     ) -> None:
-        """The one place where a request ends."""
+        """The one place where a request ends, once."""
+        if run.ended:
+            return
         inbound = run.inbound
         run.ended = True
         if run.handling is not None:

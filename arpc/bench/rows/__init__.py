@@ -18,6 +18,7 @@ from arpc.bench.rows import (
     peers,
     profiling,
     rref,
+    shapes,
     tensors,
     workers,
 )
@@ -25,6 +26,7 @@ from arpc.bench.rows import (
 __all__ = ["ROWS", "SUBJECT", "Cell", "Row", "Workload", "select"]
 
 ROWS: Final[tuple[Row, ...]] = (
+    *shapes.rows(),
     *calls.rows(),
     *tensors.rows(),
     *bulk.rows(),

@@ -14,10 +14,10 @@ from time import monotonic
 from typing import Final
 from weakref import WeakSet
 
+from arpc.compat.blocking_client.line import Line
 from arpc.errors import ArpcError
 from arpc.log import get_logger
 from arpc.transport.base import Connection
-from arpc.transport.line import Line
 
 __all__ = ["Lines"]
 

@@ -12,7 +12,7 @@ from arpc.agent.client.deadlines import NEVER, Deadlines
 from arpc.agent.client.pending_calls import SEQUENCE_BITS, Call, OutgoingCall, PendingCalls
 from arpc.options import UNSET
 from arpc.wire.messages import MessageType
-from tests.agent.leftovers import assert_nothing_left
+from tests.agent.leftovers import assert_nothing_left, until
 from tests.agent.stage import echo
 
 LAST_NUMBER = (1 << SEQUENCE_BITS) - 1
@@ -139,9 +139,7 @@ async def test_the_deadline_expires_a_call():
     call = make_call(table.deadlines.loop)
     call_id = table.calls.add(Deadlines.tick(table.deadlines.now(), 0.001), call)
     never = table.calls.add(NEVER, call)
-    async with asyncio.timeout(30):
-        while not table.log:
-            await asyncio.sleep(0.001)
+    await until(lambda: bool(table.log))
     assert table.log == [("timed out", call_id), ("abandoned", call_id)]
     assert [id_ for id_, _ in table.calls] == [never]
     table.deadlines.close()
@@ -173,7 +171,7 @@ def test_an_outgoing_call_is_an_ordinary_request_unless_it_says_otherwise():
     call = OutgoingCall("a peer", "a recipient", echo)
     assert call.type == MessageType.REQUEST
     assert call.timeout is UNSET
-    assert not (call.flags or call.metadata or call.is_internal or call.is_held or call.is_awaited)
+    assert not any((call.flags, call.metadata, call.is_internal, call.is_held, call.is_awaited))
 
 
 # -- as a worker uses it

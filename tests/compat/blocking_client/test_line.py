@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from arpc.compat.blocking_client.line import Line, LineClosedError, NotSentError
 from arpc.errors import ProtocolError
 from arpc.testing.endpoints import FAR, NEAR
-from arpc.transport.line import Line, LineClosedError, NotSentError
 from arpc.wire.frames import HEADER_BYTES, Limits, frame
 from arpc.wire.handshake import Handshake, Role
 from arpc.wire.messages import Failure, MessageType, Reply

@@ -13,8 +13,8 @@ import arpc
 from arpc.options import RpcOptions
 from arpc.testing import cluster
 from arpc.transport.stream import TcpTransport
+from tests.agent.client.test_isolated_tasks import is_in_a_read, run
 from tests.agent.stage import echo
-from tests.agent.test_isolated_tasks import is_in_a_read, run
 
 
 class CountingWrites:

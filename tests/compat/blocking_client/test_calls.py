@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from arpc.agent import blocking as blocking_module
-from arpc.agent import lines as lines_module
-from arpc.agent.blocking import TAKES_LOOP, BlockingCalls
-from arpc.agent.lines import Lines
 from arpc.agent.lines_here import LINE_HANDLERS, MAX_LINES
 from arpc.agent.metering import Meter
 from arpc.agent.observers import Observer
+from arpc.compat.blocking_client import calls as blocking_module
+from arpc.compat.blocking_client import lines as lines_module
+from arpc.compat.blocking_client.calls import TAKES_LOOP, BlockingCalls
+from arpc.compat.blocking_client.line import NotSentError
+from arpc.compat.blocking_client.lines import Lines
 from arpc.errors import (
     CallCancelledError,
     RpcTimeoutError,
@@ -28,7 +29,6 @@ from arpc.errors import (
 )
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.testing import Cluster, cluster
-from arpc.transport.line import NotSentError
 from arpc.transport.stream import TcpTransport, UnixTransport
 from arpc.wire.frames import frame
 from arpc.wire.messages import MessageType
@@ -546,10 +546,10 @@ async def test_many_threads_share_few_lines():
 
 async def test_a_peer_may_have_so_many_lines_and_no_more():
     async with two() as (group, threads):
-        opened = [await threads.agent.connector.open_line(threads.peer) for _ in range(MAX_LINES - 1)]
+        opened = [await threads.calls.connect(threads.peer) for _ in range(MAX_LINES - 1)]
         await until(lambda: len(links_of(group)) == MAX_LINES)
         with pytest.raises(WireError, match="has 64 lines already"):
-            await threads.agent.connector.open_line(threads.peer)
+            await threads.calls.connect(threads.peer)
         for line in opened:
             line.close()
         await until(lambda: len(links_of(group)) == 1)
@@ -558,17 +558,17 @@ async def test_a_peer_may_have_so_many_lines_and_no_more():
 async def test_lines_take_their_share_of_the_requests_that_a_peer_may_have_running():
     async with two(QUIET.replace(max_handlers_per_peer=4 * LINE_HANDLERS)) as (group, threads):
         (main,) = [link.inbound for link in group[1].agent.connector.links if not link.is_line]
-        another = await threads.agent.connector.open_line(threads.peer)
+        another = await threads.calls.connect(threads.peer)
         await until(lambda: len(links_of(group)) == 2)
         assert [link.inbound.limit for link in links_of(group)] == [LINE_HANDLERS] * 2
         assert main.limit == 2 * LINE_HANDLERS
         with pytest.raises(WireError, match="may not have so many requests running"):
-            await threads.agent.connector.open_line(threads.peer)
+            await threads.calls.connect(threads.peer)
         another.close()
         await until(lambda: main.limit == 3 * LINE_HANDLERS)
         main.running |= dict.fromkeys(range(-2 * LINE_HANDLERS - 1, 0))  # type: ignore[arg-type]
         with pytest.raises(WireError, match="may not have so many requests running"):
-            await threads.agent.connector.open_line(threads.peer)
+            await threads.calls.connect(threads.peer)
         main.running.clear()
 
 
@@ -580,7 +580,7 @@ async def test_few_requests_at_once_are_few_with_lines_too():
         assert await threads.call(echo) is TAKES_LOOP
         await until(lambda: threads.peer.lines is not None and threads.lines.is_asked_for and not threads.lines.count)
         with pytest.raises(WireError, match="may not have so many requests running"):
-            await threads.agent.connector.open_line(threads.peer)
+            await threads.calls.connect(threads.peer)
         assert not links_of(group)
 
 
@@ -589,12 +589,12 @@ async def test_a_line_needs_the_connection_that_it_belongs_to():
         main = threads.peer.connection
         threads.peer.connection = None
         with pytest.raises(WireError, match="there is no connection to worker 'worker1'"):
-            await threads.agent.connector.open_line(threads.peer)
+            await threads.calls.connect(threads.peer)
         threads.peer.connection = main
         there = group[1].agent.known_peer("worker0")
         main_there, there.connection = there.connection, None
         with pytest.raises(WireError, match="'worker0' has no connection that a line could belong to"):
-            await threads.agent.connector.open_line(threads.peer)
+            await threads.calls.connect(threads.peer)
         there.connection = main_there
 
 

@@ -315,7 +315,9 @@ def test_a_pool_outlives_its_loop():
 
 
 async def test_quick_jobs_are_left_to_one_thread(pool, monkeypatch):
-    monkeypatch.setattr("arpc.agent.server.thread_pool._HELP_AFTER_S", 60)  # a slow machine must not look like a stuck thread
+    monkeypatch.setattr(
+        "arpc.agent.server.thread_pool._HELP_AFTER_S", 60
+    )  # a slow machine must not look like a stuck thread
     seen: set[int] = set()
     done = asyncio.Event()
 

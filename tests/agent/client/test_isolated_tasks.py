@@ -15,7 +15,7 @@ import torch
 import arpc
 from arpc.agent.observers import Observer
 from arpc.agent.scope import current_scope
-from arpc.errors import ProtocolError, RpcTimeoutError
+from arpc.errors import RpcTimeoutError
 from arpc.testing import cluster
 from arpc.torchstate import is_pristine
 from arpc.transport.base import Connection

@@ -1,4 +1,4 @@
-"""Calls of threads that block, made by the thread itself on a line to the peer, see `transport.line`.
+"""Calls of threads that block, made by the thread itself on a line to the peer, see `compat.blocking_client.line`.
 
 A line is for what is plain: a function that the peer knows, arguments and a result that are pickles and small tensors,
 a caller with nothing around it that others have to hear of. Whatever is more than that takes the way over the loop, as
@@ -7,6 +7,7 @@ does any call for which no line is free. Which way a call takes shows in nothing
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,14 +19,14 @@ from typing import Any, Final, NoReturn
 from arpc import torchstate
 from arpc.agent.agent import Agent
 from arpc.agent.client.sender import Prepared
-from arpc.agent.lines import MAX_OWED, Lines
 from arpc.agent.peers.peer import Peer
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.server.functions import name_of
+from arpc.compat.blocking_client.line import Line, LineClosedError, NotSentError, open_line
+from arpc.compat.blocking_client.lines import MAX_OWED, Lines
 from arpc.errors import ProtocolError, RpcTimeoutError
 from arpc.log import get_logger
 from arpc.options import Unset
-from arpc.transport.line import Line, LineClosedError, NotSentError
 from arpc.wire.frames import MAX_TIMEOUT_MS, frame
 from arpc.wire.messages import Message, MessageType, Reply, RequestFlag
 from arpc.wire.schemas import PackedTensors
@@ -68,7 +69,7 @@ class BlockingCalls:
 
     # -- in any thread but the loop's
 
-    def call(  # noqa: C901, PLR0911, PLR0912 - the hot path, which ends where a call turns out not to be plain
+    def call(  # noqa: PLR0911 - the hot path, which ends where a call turns out not to be plain
         self,
         peer: Peer,
         function: Any,
@@ -83,7 +84,7 @@ class BlockingCalls:
         ``packed`` is what `Agent.prepare` has made of its arguments. ``name`` is that of `OutgoingCall`.
         """
         agent = self._agent
-        lines = peer.lines
+        lines = _lines_of(peer)
         scope = current_scope.get()
         if (
             not self.is_on
@@ -121,19 +122,10 @@ class BlockingCalls:
             line = free.pop()
         except IndexError:
             return TAKES_LOOP  # other threads were faster
-        if function_id not in line.known:
-            definition = peer.definition(function)
-            if definition is None or definition[0] != function_id:
-                _put_back(free, line)
-                return TAKES_LOOP  # another worker has come under the peer's name
-            line.known.add(function_id)
-            definitions = frame(_FUNCTION, 0, 0, function_id, 0, definition[1])
-        else:
-            definitions = b""
-        timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS) if self._are_told and timeout_s else 0
-        flags = RequestFlag.KWARGS if packed and packed.kwargs else 0
-        pickle = packed.pickle if packed else b""
-        data = definitions + line.framed(_REQUEST, flags, id_, function_id, timeout_ms, pickle, tensors)
+        data = self._framed(line, peer, function, function_id, packed, tensors, id_, timeout_s)
+        if data is None:
+            _put_back(free, line)
+            return TAKES_LOOP  # another worker has come under the peer's name
         line.calling = name or function  # first: what is counted must not seem to be over
         line.calls_made += 1
         try:
@@ -151,6 +143,31 @@ class BlockingCalls:
         if line.is_ended:
             _take_back(free, line)
         return self._answer(peer, lines, function_id, name or function, answer)
+
+    def _framed(
+        self,
+        line: Line,
+        peer: Peer,
+        function: Any,
+        function_id: int,
+        packed: Prepared | tuple[()],
+        tensors: PackedTensors | None,
+        id_: int,
+        timeout_s: float,
+    ) -> bytes | None:
+        """A request, after the definition of its function if the peer has not had it on this line."""
+        definition = b""
+        if function_id not in line.known:
+            known = peer.definition(function)
+            if known is None or known[0] != function_id:
+                return None
+            line.known.add(function_id)
+            definition = frame(_FUNCTION, 0, 0, function_id, 0, known[1])
+        timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS) if self._are_told and timeout_s else 0
+        if not packed:
+            return definition + frame(_REQUEST, 0, id_, function_id, timeout_ms, b"")
+        flags = RequestFlag.KWARGS if packed.kwargs else 0
+        return definition + line.framed(_REQUEST, flags, id_, function_id, timeout_ms, packed.pickle, tensors)
 
     def _raise(self, peer: Peer, lines: Lines, line: Line, id_: int, function: Any, error: BaseException) -> NoReturn:
         """What a call raises that has not been answered. ``line`` has been taken for it."""
@@ -213,10 +230,17 @@ class BlockingCalls:
         agent = self._agent
         if agent.is_closing or agent.is_wrapped:
             return
-        if peer.lines is None:
+        lines = _lines_of(peer)
+        if lines is None:
             limit = 0 if peer.info.id == agent.info.id else _MAX_LINES
-            peer.lines = Lines(peer.info.name, agent.loop, partial(agent.connector.open_line, peer), limit)
-        peer.lines.open_another(peer.connection)
+            peer.lines = lines = Lines(peer.info.name, agent.loop, partial(self.connect, peer), limit)
+        lines.open_another(peer.connection)
+
+    async def connect(self, peer: Peer) -> Line:
+        """Connect a line to a peer. Raises `OSError` or `WireError`."""
+        address, protocol = await self._agent.connector.line_to(peer)
+        async with asyncio.timeout(self._agent.options.connect_timeout):
+            return await open_line(address, protocol)
 
     # -- meters
 
@@ -251,6 +275,10 @@ class BlockingCalls:
             report = self._reports.popleft()
             if meter is not None:
                 meter.call_ended(*report)
+
+
+def _lines_of(peer: Peer) -> Lines | None:
+    return peer.lines  # type: ignore[return-value]  # nobody else makes them
 
 
 def _is_plain(timeout: Any) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from arpc.autograd.engine.pausing import check_pausing, find_border, run_up_to
+from arpc.autograd.engine.run_policy import Extent
 from arpc.autograd.nodes import ANCHOR, LeafNode, RecvCollector, edge_into, run_backward
 from arpc.autograd.passes.plan import Edge, Region
 from arpc.autograd.passes.protocol import Run
@@ -47,17 +49,22 @@ class Engine:
                 return run_up_to(border, run, self._owners, retain_graph=self._retain_graph)
         return _run_whole(run, retain_graph=self._retain_graph)
 
-    def elements(self, run: Run) -> int:
-        """How many elements of gradients and leaves a run is about, more or less."""
-        count = 0
+    def extent(self, run: Run) -> Extent:
+        """How much a run is about, more or less."""
+        leaves, regions = self._leaves, run.regions
+        count = elements = 0
         for _, gradient in run.entering:
-            count += gradient.numel()
-        leaves = self._leaves
-        for region in run.regions:
+            elements += gradient.numel()
+        for region in regions:
+            count += region.size + len(region.targets)
             for node, _ in region.targets:
                 if node in leaves:
-                    count += leaves[node].numel()
-        return count
+                    elements += leaves[node].numel()
+        return Extent(count, elements, partial(self._nodes_of, regions))
+
+    def _nodes_of(self, regions: Sequence[Region]) -> Iterator[Any]:
+        running = set(regions)
+        return (node for node, owner in self._owners.items() if owner in running)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from time import perf_counter, thread_time
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
-__all__ = ["RunPolicy", "ThreadsOnly"]
+__all__ = ["Extent", "RunPolicy", "ThreadsOnly"]
 
 T = TypeVar("T")
 
@@ -28,13 +28,14 @@ _UNTIMED: Final = 15
 """Of a graph that takes long, as many further runs are not timed: clocks that were not read for long are slow."""
 
 
-class Extent(Protocol):
-    """A graph, as far as it is judged here: a `Plan`."""
+class Extent(NamedTuple):
+    """How much a run is about."""
 
-    @property
-    def count(self) -> int: ...
-    @property
-    def nodes(self) -> Iterable[Any]: ...
+    node_count: int
+    elements: int
+    """Elements of the gradients that enter it, and of its leaves."""
+    nodes: Callable[[], Iterable[Any]]
+    """Lists the nodes."""
 
 
 class RunPolicy:
@@ -47,9 +48,9 @@ class RunPolicy:
         self._untimed: dict[tuple[int, int], int] = {}
         """How many more runs of those that take long are not timed."""
 
-    def is_short(self, plan: Extent, elements: int) -> bool:
+    def is_short(self, extent: Extent) -> bool:
         """Whether a run is to happen on the loop."""
-        count = plan.count
+        count, elements, nodes = extent
         key = count, elements
         if key in self._short:
             return True
@@ -60,14 +61,14 @@ class RunPolicy:
             is_short = (
                 count <= SHORT_NODES
                 and elements <= SHORT_ELEMENTS
-                and elements + sum(map(_elements, plan.nodes)) <= SHORT_ELEMENTS
+                and elements + sum(map(_elements, nodes())) <= SHORT_ELEMENTS
             )
         # Anomaly mode changes warning filters, which belong to the process: that stays on the loop
         return is_short or torch.is_anomaly_enabled()
 
-    def run(self, run: Callable[[], T], plan: Extent, elements: int) -> T:
+    def run(self, run: Callable[[], T], extent: Extent) -> T:
         """Run a graph, on the loop or in a thread, and note the time that it took."""
-        key = plan.count, elements
+        key = extent[:2]
         if key in self._short:
             begun = perf_counter()
             # Reading the CPU time of a thread is slow, and tells nothing new as long as nothing changes
@@ -80,12 +81,12 @@ class RunPolicy:
             return run()
         begun, cpu_begun = perf_counter(), thread_time()
         result = run()
-        self.took(plan, elements, perf_counter() - begun, thread_time() - cpu_begun)
+        self.took(extent, perf_counter() - begun, thread_time() - cpu_begun)
         return result
 
-    def took(self, plan: Extent, elements: int, seconds: float, cpu_seconds: float) -> None:
+    def took(self, extent: Extent, seconds: float, cpu_seconds: float) -> None:
         """Note the time that a run took, and for how much of it the CPU was busy with it."""
-        key = plan.count, elements
+        key = extent[:2]
         known = self._seconds.get(key)
         is_new = known is None
         if known is None:
@@ -107,10 +108,10 @@ class RunPolicy:
 class ThreadsOnly(RunPolicy):
     """For workers whose nodes and hooks may block, and wait for the loop: nothing runs there."""
 
-    def is_short(self, plan: Extent, elements: int) -> bool:
+    def is_short(self, extent: Extent) -> bool:
         return False
 
-    def run(self, run: Callable[[], T], plan: Extent, elements: int) -> T:
+    def run(self, run: Callable[[], T], extent: Extent) -> T:
         return run()
 
 

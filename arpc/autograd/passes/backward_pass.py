@@ -271,19 +271,19 @@ class BackwardPass:
                 self._run_in_thread(self._walk_on)
                 return False
             protocol = self._make_protocol()
-        engine, plan, policy = self._engine, self._plan, self._host.run_policy
+        engine, policy = self._engine, self._host.run_policy
         while True:
             if self._inbox:
                 self._open_inbox(protocol)
             run = protocol.next_run()
             if run is None:
                 return True
-            elements = engine.elements(run)
+            extent = engine.extent(run)
             job = partial(engine.run, run) if self.activity is None else self.activity.step(partial(engine.run, run))
-            if not policy.is_short(plan, elements):
-                self._run_in_thread(partial(policy.run, job, plan, elements), partial(protocol.ran, run))
+            if not policy.is_short(extent):
+                self._run_in_thread(partial(policy.run, job, extent), partial(protocol.ran, run))
                 return False
-            protocol.ran(run, policy.run(job, plan, elements))
+            protocol.ran(run, policy.run(job, extent))
 
     def _walk_on(self) -> None:
         while not self._planner.walk(WALK_NODES):

@@ -13,7 +13,7 @@ Nothing here computes with tensors: the tests use nodes of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from arpc.autograd.nodes import LeafNode, RecvNode, RecvRecord
@@ -48,6 +48,7 @@ class Region:
         "message_id",
         "recvs",
         "send",
+        "size",
         "targets",
         "touches",
         "waits",
@@ -69,6 +70,8 @@ class Region:
         """How many things it waits for: its own send, and the regions that lead into it."""
         self.entering: list[tuple[Edge, Any]] = []
         """Gradients that have come for its nodes."""
+        self.size = 0
+        """How many nodes it has."""
         self.is_over = False
 
 
@@ -92,16 +95,6 @@ class Plan:
         """Leaves whose gradients torch itself has to accumulate in the end, with hooks, by their nodes."""
         self.cutoff = cutoff
         """The latest stamp of a message that the roots depend on: no later send gets gradients."""
-
-    @property
-    def count(self) -> int:
-        """How many nodes there are."""
-        return len(self.owners) + len(self.leaves)
-
-    @property
-    def nodes(self) -> Iterator[Any]:
-        """The nodes that can run."""
-        return iter(self.owners)
 
 
 class Planner:
@@ -130,6 +123,8 @@ class Planner:
             self._regions.append(Region(-1, None))
         self._begun = 0
         """How many regions have been begun."""
+        self._owned_before = 0
+        """How many nodes belonged to regions when the last one was begun."""
         self._stack: list[Edge] = []
         self._owners: dict[Any, Region] = {}
         self._leaves: dict[Any, Any] = {}
@@ -163,6 +158,9 @@ class Planner:
                         stack.append(edge)
                         return False
                     node = edge[0]
+            if region is not None:
+                region.size = len(owners) - self._owned_before
+                self._owned_before = len(owners)
             if self._begun == len(regions):
                 return True
             region = regions[self._begun]

@@ -1,4 +1,4 @@
-"""What one worker knows of a context: the messages that tensors left and came with, and their gradients.
+"""What one worker knows of a context: the messages that tensors left and came with, and the gradients.
 
 A context has the same id on all workers that it touches. Everything here belongs to the loop.
 """
@@ -11,12 +11,12 @@ from contextvars import ContextVar
 from itertools import count
 from time import monotonic
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from torch import Tensor
 
-from arpc.autograd.accumulation import summed
-from arpc.autograd.engine import Source
+from arpc.autograd.engine.leaf_gradients import summed
+from arpc.autograd.passes.plan import Send
 from arpc.errors import AutogradError
 from arpc.ids import LOCAL_BITS
 
@@ -35,15 +35,13 @@ ENDLESS: Final = 1 << 62
 """How many calls one counts for that has more than one answer."""
 
 
-Send: TypeAlias = Source
-"""A message that left this worker with tensors that require grad."""
-
-
 class AutogradContext:
     """One context on one worker."""
 
     active_pass: Any = None
-    """The pass under way, if any: a `BackwardPass`, or what is one to others."""
+    """The `BackwardPass` under way, if any."""
+    clock = 0
+    """Counts messages with tensors: larger after each than at any message that it depends on (Lamport's clock)."""
     running_thread: Any = None
     """The future of what a pass runs in a thread, which may go on after the pass was ended."""
     last_pass = -1
@@ -57,8 +55,6 @@ class AutogradContext:
     """Those of them that this worker has told others of."""
     told_early: Mapping[int, Mapping[int, bool]] = MappingProxyType({})
     """By pass: who was told that nothing is live here before it was known, and whether they said what is there."""
-    unheard: dict[int, dict[int, Any]] = {}  # noqa: RUF012 - replaced before it is filled
-    """Those of them that workers have not been heard to know of, by worker, and who is telling."""
     sends_used = 0
     """How often gradients have come for a message, in all passes."""
     calls_made = 0
@@ -142,8 +138,8 @@ class Container:
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._failed_early: OrderedDict[int, frozenset[int]] = OrderedDict()
         self._told_early: OrderedDict[int, dict[int, dict[int, bool]]] = OrderedDict()
-        self._left: OrderedDict[int, tuple[int, int]] = OrderedDict()
-        """Contexts that this worker was left with nothing of: the pass after which, and who was told so."""
+        self._left: OrderedDict[int, tuple[int, int, int]] = OrderedDict()
+        """Contexts that this worker was left with nothing of: the pass after which, who was told so, and the clock."""
         self.identify(worker_id)
 
     def identify(self, worker_id: int) -> None:
@@ -170,7 +166,7 @@ class Container:
             if self._told_early:
                 context.told_early = self._told_early.pop(context_id, AutogradContext.told_early)
             if context_id in self._left:
-                context.last_pass, told = self._left.pop(context_id)
+                context.last_pass, told, context.clock = self._left.pop(context_id)
                 context.last_announced_to = (told,)
         return context
 
@@ -193,7 +189,7 @@ class Container:
             return False
         del self.contexts[context.id]
         left = self._left
-        left[context.id] = pass_id, told
+        left[context.id] = pass_id, told, context.clock
         if len(left) > _TOMBSTONES:
             left.popitem(last=False)
         return True
@@ -204,7 +200,8 @@ class Container:
 
     def has_told_that_it_left(self, context_id: int, pass_id: int, told: int) -> bool:
         """Whether it was in that pass, and that worker hears of it, or has."""
-        return self._left.get(context_id) == (pass_id, told)
+        left = self._left.get(context_id)
+        return left is not None and left[:2] == (pass_id, told)
 
     def fail_early(self, context_id: int, pass_id: int) -> None:
         """A pass has failed, of a context that is not known here: what is to begin it may still come."""

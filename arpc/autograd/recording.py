@@ -19,15 +19,15 @@ from torch import Tensor
 from arpc.agent.scope import current_scope
 from arpc.agent.server.run import Run
 from arpc.autograd.context import ENDLESS, AutogradContext, Container, current_context_id
-from arpc.autograd.engine import Source
 from arpc.autograd.nodes import RecvRecord, attach_recv, attach_send
+from arpc.autograd.passes.plan import Send
 from arpc.errors import ProtocolError
 from arpc.ids import WorkerInfo
 from arpc.wire.values.packing import Slot
 
 __all__ = ["Recorder"]
 
-_IDS: Final = Struct("<QQ")
+_IDS: Final = Struct("<QQQ")
 _pack_ids = _IDS.pack
 _unpack_ids: Callable[[bytes], Any] = _IDS.unpack
 _current = current_context_id.get
@@ -39,7 +39,7 @@ _new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times 
 
 
 class Recorder:
-    """The interceptor that does it. What it adds to a message is the ids of the context and of the message.
+    """The interceptor that does it. It adds to a message the ids of the context and of the message, and the clock.
 
     A message id of 0 means that nothing was recorded.
     """
@@ -63,21 +63,22 @@ class Recorder:
             return None
         context.known_workers.add(peer.id)
         context.calls_made += ENDLESS if is_stream else 1
-        return _pack_ids(context_id, message_id)
+        return _pack_ids(context_id, message_id, context.clock)
 
     def request_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
-        context_id, message_id = _checked(meta)
+        context_id, message_id, stamp = _checked(meta)
         context = self._container.enter(context_id)
         if context is None:
             return  # it ended while the call was on its way
         current_context_id.set(context_id)
         context.known_workers.add(peer.id)
         context.handlers_begun += 1
+        context.clock = max(context.clock, stamp)
         if message_id:
-            self._record_recv(context, peer.id, message_id, slots)
+            self._record_recv(context, peer.id, message_id, stamp, slots)
 
     def reply_sent(self, peer: WorkerInfo, meta: bytes, slots: list[Slot]) -> bytes | None:
-        context_id, _ = _checked(meta)
+        context_id, _, _ = _checked(meta)
         context = self._container.contexts.get(context_id)
         if context is None:
             return None
@@ -91,14 +92,14 @@ class Recorder:
         else:  # a generator that is suspended inside a no_grad block
             with torch.enable_grad():
                 message_id = self._record_send(context, peer.id, slots)
-        return _pack_ids(context_id, message_id) if message_id else None
+        return _pack_ids(context_id, message_id, context.clock) if message_id else None
 
     def reply_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
-        context_id, message_id = _checked(meta)
+        context_id, message_id, stamp = _checked(meta)
         context = self._container.contexts.get(context_id)
         if context is not None and message_id:
             context.calls_answered += 1
-            self._record_recv(context, peer.id, message_id, slots)
+            self._record_recv(context, peer.id, message_id, stamp, slots)
 
     def _record_send(self, context: AutogradContext, to: int, slots: list[Slot]) -> int:
         tensors: list[Any]
@@ -110,10 +111,14 @@ class Recorder:
             return 0
         message_id = self._container.new_message_id()
         node = attach_send(tensors)
-        context.sends[message_id] = _new_tuple(Source, (node.next_functions[1:], node, to))
+        context.clock += 1
+        context.sends[message_id] = _new_tuple(Send, (node.next_functions[1:], node, to, context.clock))
         return message_id
 
-    def _record_recv(self, context: AutogradContext, sender: int, message_id: int, slots: list[Any]) -> None:
+    def _record_recv(
+        self, context: AutogradContext, sender: int, message_id: int, stamp: int, slots: list[Any]
+    ) -> None:
+        context.clock = max(context.clock, stamp) + 1  # before anybody can use the tensors
         # `data`: `detach()` would have them share a version counter
         try:
             tensors = list(map(_data_of, filter(_requires_grad, slots)))
@@ -122,7 +127,7 @@ class Recorder:
         count = len(tensors)
         if not count:
             raise ProtocolError("gradients were announced for a message without tensors that require grad")
-        record = RecvRecord(message_id, sender, count)
+        record = RecvRecord(message_id, sender, count, stamp)
         if _is_grad_enabled():
             attached = attach_recv(tensors, record)
         else:
@@ -143,9 +148,9 @@ def _tensors_requiring_grad(slots: Sequence[Any]) -> list[Tensor]:
     return [slot for slot in slots if isinstance(slot, Tensor) and slot.requires_grad]
 
 
-def _checked(meta: Any) -> tuple[int, int]:
+def _checked(meta: Any) -> tuple[int, int, int]:
     try:
-        ids: tuple[int, int] = _unpack_ids(meta)
+        ids: tuple[int, int, int] = _unpack_ids(meta)
     except (StructError, TypeError) as error:
         raise ProtocolError("malformed ids of an autograd context") from error
     return ids

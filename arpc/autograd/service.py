@@ -8,7 +8,6 @@ from contextvars import Context
 from functools import partial
 from typing import Any, Final, TypeAlias
 
-import torch
 from torch import Tensor
 
 from arpc.agent.agent import Agent
@@ -17,31 +16,22 @@ from arpc.agent.scope import current_scope
 from arpc.agent.server.functions import Prompt
 from arpc.agent.server.thread_pool import ThreadPool
 from arpc.autograd.aborts import Aborts
-from arpc.autograd.accumulation import LeafGradients
-from arpc.autograd.at_once import run_at_once
-from arpc.autograd.brief import BriefPass
-from arpc.autograd.context import AutogradContext, Container, Send
-from arpc.autograd.engine import LocalEngine, Source
-from arpc.autograd.fallback import choose_engine
-from arpc.autograd.graph import Planner
-from arpc.autograd.heeded import is_heeded
+from arpc.autograd.context import AutogradContext, Container
+from arpc.autograd.engine.accumulate_hooks import has_accumulate_hooks
+from arpc.autograd.engine.run_policy import RunPolicy
 from arpc.autograd.lifetime import Lifetimes
-from arpc.autograd.local_pass import LocalPass, Threads
-from arpc.autograd.lone import LonePass, is_lone
-from arpc.autograd.pace import Pace
-from arpc.autograd.passes import WALK_NODES, BackwardPass, Brief
-from arpc.autograd.protocol import (
+from arpc.autograd.passes.backward_pass import BackwardPass, Engagement, Threads
+from arpc.autograd.passes.messages import (
     NOTHING_LIVE,
     PackedParcel,
     Parcel,
+    PassHeading,
     pack_parcel,
     unpack_parcel,
 )
+from arpc.autograd.passes.roots import check_roots
 from arpc.autograd.recording import Recorder
-from arpc.autograd.roots import nodes_of_roots
-from arpc.autograd.sending import ParcelSender
-from arpc.autograd.survey import Expectation
-from arpc.errors import AutogradError, RpcTimeoutError, WorkerLostError
+from arpc.errors import AutogradError, ProtocolError, RpcTimeoutError, WorkerLostError
 from arpc.ids import LOCAL_BITS, WorkerInfo, address_of
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.rref.context import RRefContext
@@ -60,12 +50,10 @@ __all__ = ["AutogradService"]
 
 _AnswerOfHandler: TypeAlias = "PackedParcel | Coroutine[Any, Any, Any] | None"
 
-
-_is_anomaly_enabled: Final = torch._C.is_anomaly_enabled  # what `torch.is_anomaly_enabled` calls
 _ABORT_S: Final = 5.0
 """How long a pass that has failed waits for the others to hear of it."""
 _REASON_S: Final = 1.0
-"""How long one that was told so by a worker which did not begin it waits to hear why."""
+"""How long a worker that hears so from one that did not begin the pass waits to hear why."""
 
 
 class AutogradService:
@@ -77,16 +65,11 @@ class AutogradService:
         self.recorder = Recorder(self.container)
         self.lifetimes = Lifetimes(self.container, options, context)
         self.aborts = Aborts(self.container, self.lifetimes, options)
-        self.send = ParcelSender(self.lifetimes, self.aborts, self.name_of).send
-        """See `passes.Host`."""
         self.threads: ThreadPool
-        self.pace = Pace()
-        self.is_heeded: Callable[[Any, Any], bool] = is_heeded
-        """Of a leaf, and its node: whether torch is to accumulate its gradients, with all hooks. See `heeded`."""
+        self.run_policy = RunPolicy()
+        self.has_accumulate_hooks: Callable[[Any, Any], bool] = has_accumulate_hooks
+        """Of the node of a leaf, and the leaf: whether torch is to accumulate its gradients, with all hooks."""
         self.passes_begun = 0
-        self._expected_of_roots = Expectation()
-        self._expected_of_others = Expectation()
-        self._expected_of_relays = Expectation()
         self._agent: Agent
         self._options = options
         self._rrefs = rrefs
@@ -156,67 +139,30 @@ class AutogradService:
         """
         context = self.container.find(context_id)
         deadline = self._deadline(timeout)
-        nodes = nodes_of_roots(roots)
+        check_roots(roots)
         if context.active_pass is not None:
             raise self._is_under_way(context)
         self.passes_begun += 1
-        if pass_id is None:
-            pass_id = self.container.new_pass_id()
-        expected = self._expected_of_roots
-        started: LocalPass | BriefPass | None = None
-        if expected.to_pass_over:
-            expected.to_pass_over -= 1  # a large one again, most likely: that takes no looking at it
-        elif not self._agent.observers.installed:
-            brief = BriefPass(self, context, pass_id, retain_graph, deadline, None, threads)
-            if brief.try_to_start(roots, nodes, expected):
-                started = brief
-        if started is None:
-            started = self._start(context, roots, nodes[: len(roots)], pass_id, retain_graph, deadline, threads)
+        started = BackwardPass(
+            self,
+            context,
+            self.container.new_pass_id() if pass_id is None else pass_id,
+            retain_graph=retain_graph,
+            deadline=deadline,
+            roots=roots,
+            threads=threads,
+        )
+        started.activity = self._agent.observers.begin_activity("backward", Kind.BACKWARD)
+        started.start()
         try:
             await started.wait()
         except BaseException as error:
             if is_a(error, asyncio.CancelledError):
                 started.cancel()
-            # also who is cancelled: the next pass must not meet this one, nor its gradients, anywhere
+            # also if this task is cancelled: the next pass must not meet this one, nor its gradients, anywhere
             if started.abort_told is not None:
                 await asyncio.wait([started.abort_told], timeout=_ABORT_S)
             raise
-
-    def _start(
-        self,
-        context: AutogradContext,
-        roots: Sequence[Tensor],
-        nodes: Sequence[Any],
-        pass_id: int,
-        retain_graph: bool,
-        deadline: float | None,
-        threads: Threads | None,
-    ) -> LocalPass:
-        """Begin a pass that is not brief. ``nodes``: those of the roots."""
-        planner: Planner | None = None
-        if not (
-            context.sends
-            or context.running_thread is not None
-            or self._agent.observers.installed
-            or _is_anomaly_enabled()
-        ):
-            planner = Planner([Source([(node, 0) for node in nodes], None)], is_heeded=self.is_heeded)
-            if planner.walk(WALK_NODES) and is_lone(plan := planner.plan()):
-                lone = LonePass(self, context, pass_id, retain_graph, deadline, threads)
-                lone.start(roots, plan)
-                return lone
-        full = self._make_pass(
-            context,
-            pass_id,
-            retain_graph=retain_graph,
-            deadline=deadline,
-            parent=None,
-            roots=roots,
-            threads=threads,
-            planner=planner,
-        )
-        full.start()
-        return full
 
     async def backward_from(
         self,
@@ -243,7 +189,8 @@ class AutogradService:
         context.known_workers.add(rref.owner().id)
         context.calls_made += 1  # it brings the context to the owner as a call does, which may be leaving it
         pass_id = self.container.new_pass_id()
-        args = (*rref._target(), context_id, pass_id, retain_graph)  # noqa: SLF001 - how calls name the value to its owner
+        failed = sorted(context.aborted_passes)
+        args = (*rref._target(), context_id, pass_id, retain_graph, failed)  # noqa: SLF001 - how calls name the value to its owner
         timeout_s = 0.0 if deadline is None else max(0.001, deadline - self._agent.loop.time())
         try:
             await self.lifetimes.request(AutogradBackward, address_of(rref.owner()), args, timeout_s)
@@ -289,52 +236,14 @@ class AutogradService:
             f"{self.info.name!r}: await it before the next one, or use a context for each"
         )
 
-    def _make_pass(
-        self,
-        context: AutogradContext,
-        pass_id: int,
-        sends: Mapping[int, Send] | None = None,
-        *,
-        retain_graph: bool,
-        deadline: float | None,
-        parent: int | None,
-        roots: Sequence[Tensor] = (),
-        threads: Threads | None = None,
-        planner: Planner | None = None,
-    ) -> BackwardPass:
-        make_engine: Callable[..., LocalEngine] = choose_engine()
-        if planner is not None:
-            make_engine = partial(make_engine, planner=planner)
-        elif self.is_heeded is not is_heeded:
-            make_engine = partial(make_engine, is_heeded=self.is_heeded)
-        made = BackwardPass(
-            self,
-            context,
-            pass_id,
-            make_engine,
-            retain_graph=retain_graph,
-            deadline=deadline,
-            parent=parent,
-            roots=roots,
-            threads=threads,
-            sends=sends,
-        )
-        made.activity = self._agent.observers.begin_activity("backward", Kind.BACKWARD)
-        return made
-
     # -- for passes
 
-    def unfold(self, brief: Brief, sends: Mapping[int, Send]) -> BackwardPass:
-        """What takes over from a pass that is not brief after all, given the sends that are not resolved."""
-        return self._make_pass(
-            brief.context,
-            brief.id,
-            sends,
-            retain_graph=brief.retain_graph,
-            deadline=brief.deadline,
-            parent=brief.parent,
-            threads=brief.threads,
-        )
+    def send(self, backward_pass: BackwardPass, to: int, parcel: Parcel) -> asyncio.Future[Any]:
+        """Send a parcel; the future has the parcel that comes with the answer."""
+        deadline = backward_pass.deadline
+        timeout_s = 0.0 if deadline is None else max(0.001, deadline - self._agent.loop.time())
+        packed = pack_parcel(parcel, backward_pass.heading)
+        return self.lifetimes.request(AutogradGradients, to, (packed,), timeout_s)
 
     def abort(self, context: AutogradContext, pass_id: int, but: int | None = None) -> asyncio.Future[Any] | None:
         """Tell all who know a context that a pass has failed; the future is done when they have heard."""
@@ -349,27 +258,26 @@ class AutogradService:
     # -- handlers
 
     def _on_gradients(self, packed: PackedParcel) -> _AnswerOfHandler:
-        scope = current_scope.get()
-        assert scope is not None
-        assert scope.caller is not None  # this is a handler
-        return self._take(scope.caller.id, *unpack_parcel(packed, heading=3))
+        parcel, heading = unpack_parcel(packed)
+        if heading is None:
+            raise ProtocolError("a parcel of gradients that names no pass")
+        caller, deadline = _caller()
+        return self._take(caller, parcel, heading, deadline)
 
-    def _take(self, caller: int, parcel: Parcel, numbers: Sequence[int]) -> _AnswerOfHandler:
-        context_id, pass_id, retain_graph = numbers[:3]
+    def _take(
+        self, caller: int, parcel: Parcel, heading: PassHeading, deadline: float | None = None
+    ) -> _AnswerOfHandler:
+        context_id, pass_id = heading.context_id, heading.pass_id
         context = self.container.contexts.get(context_id)
         if context is None:
-            if parcel.gradients:
-                self.container.find(context_id)
-            if self.container.has_told_that_it_left(context_id, pass_id, caller):
-                return None  # which the answer says that is on its way, and this would be there first
-            # what was sent to here has not come, or nobody wants it any more
-            self.container.tell_early(context_id, pass_id, caller, has_announced=parcel.is_first)
-            return pack_parcel(NOTHING_LIVE)
+            return self._answer_of_stranger(caller, parcel, heading)
+        if heading.failed:
+            self._take_back(context, heading.failed)
         if pass_id in context.aborted_passes:
             if context.last_failed == (pass_id, caller):
                 return None  # why it failed is on its way there, and this would hide it
             raise AutogradError(f"the backward pass {pass_id} of autograd context {context_id} has failed")
-        active: LocalPass | BriefPass | None = context.active_pass
+        active: BackwardPass | None = context.active_pass
         if active is not None:
             if active.id != pass_id:
                 raise self._is_under_way(context)
@@ -378,66 +286,65 @@ class AutogradService:
                 raise fresh(active.failure)  # the parent is told as well
             return None if riding is None else pack_parcel(riding)
         if pass_id == context.last_pass:
-            # All that was live has been answered for. But that may be on its way to whoever was told what it is, and
-            # this would be there first.
+            # All that was live has been answered for. But the news of that may be on its way to a worker that was
+            # written to, and this would be there first.
             return None if caller in context.last_announced_to else pack_parcel(NOTHING_LIVE)
-        return self._begin(context, pass_id, bool(retain_graph), caller, parcel)
-
-    def _begin(
-        self, context: AutogradContext, pass_id: int, retains: bool, caller: int, parcel: Parcel
-    ) -> _AnswerOfHandler:
-        """Take part in a pass that was not known here."""
         self.passes_begun += 1
-        if self._agent.observers.installed or pass_id in context.told_early:
-            return self._engage(context, pass_id, retains, caller, parcel)
-        answer = run_at_once(self, context, pass_id, caller, parcel, self._expected_of_others, retains)
-        if answer is None:
-            return self._engage(context, pass_id, retains, caller, parcel)
-        gradients, has_left = answer
-        return pack_parcel(Parcel(gradients, is_first=True, leaves=has_left))
-
-    def _engage(
-        self, context: AutogradContext, pass_id: int, retain_graph: bool, caller: int, parcel: Parcel
-    ) -> _AnswerOfHandler:
-        """Take part in a pass for longer than a moment."""
-        _, deadline = _caller()
-        engaged: BackwardPass | BriefPass
-        engaged = brief = BriefPass(self, context, pass_id, retain_graph, deadline, caller)
-        told = context.told_early.get(pass_id, {})
-        if told or self._agent.observers.installed or not brief.try_to_pass_on(parcel, self._expected_of_relays):
-            # What has been sent since to those who had announced before it was known here gets nothing in this pass
-            sends = {message_id: send for message_id, send in context.sends.items() if not told.get(send.to)}
-            engaged = self._make_pass(
-                context, pass_id, sends, retain_graph=retain_graph, deadline=deadline, parent=caller
-            )
-            if told:
-                heard = [worker for worker, has_announced in told.items() if has_announced]
-                engaged.take_over(LeafGradients(), (), told, (), heard, ())
-            engaged.receive(caller, parcel, is_engaging=True)
+        engaged = BackwardPass(
+            self,
+            context,
+            pass_id,
+            retain_graph=heading.retain_graph,
+            deadline=deadline,
+            engagement=Engagement(caller, heading, context.told_early.get(pass_id, {})),
+        )
+        engaged.activity = self._agent.observers.begin_activity("backward", Kind.BACKWARD)
+        engaged.receive(caller, parcel, is_engaging=True)
         return self._answer_of(engaged) if engaged.is_over else self._wait_for_answer(engaged, caller)
 
-    async def _wait_for_answer(self, engaged: BackwardPass | BriefPass, caller: int) -> PackedParcel | None:
+    def _answer_of_stranger(self, caller: int, parcel: Parcel, heading: PassHeading) -> PackedParcel | None:
+        """Answer a parcel of a context that is not known here."""
+        context_id, pass_id = heading.context_id, heading.pass_id
+        if parcel.gradients:
+            self.container.find(context_id)  # which raises
+        if self.container.has_told_that_it_left(context_id, pass_id, caller):
+            return None  # the answer on its way says so, and this would be there first
+        # what was sent to here has not come, or nobody wants it any more
+        self.container.tell_early(context_id, pass_id, caller, has_announced=parcel.is_first)
+        return pack_parcel(NOTHING_LIVE)
+
+    def _take_back(self, context: AutogradContext, failed: Sequence[int]) -> None:
+        """Forget passes that have failed: the news of that may come after a parcel of a later pass."""
+        for pass_id in failed:
+            if pass_id not in context.aborted_passes:
+                active: BackwardPass | None = context.active_pass
+                if active is not None and active.id == pass_id:
+                    active.fail(AutogradError(f"backward pass {pass_id} has failed on another worker"))
+                context.roll_back(pass_id)
+
+    async def _wait_for_answer(self, engaged: BackwardPass, caller: int) -> PackedParcel | None:
         try:
             await engaged.wait()
         except asyncio.CancelledError:
-            # Who cancels tells all others, too. But it may be lost, and nobody else know why there is no more to come
+            # The worker that cancels tells all others, too. But it may be lost, and nobody else know
             ended = AutogradError(f"backward pass {engaged.id} was cancelled by worker {self.name_of(caller)!r}")
             engaged.fail(ended, told_by=caller)
             raise
         return self._answer_of(engaged)
 
-    def _answer_of(self, ended: BackwardPass | BriefPass) -> PackedParcel | None:
+    def _answer_of(self, ended: BackwardPass) -> PackedParcel | None:
         """What the worker that engaged this one is told at the end. Raises why the pass failed."""
         ended.raise_failure()
         return None if ended.answer is None else pack_parcel(ended.answer)
 
     async def _on_backward(
-        self, rref: int, is_created: bool, context_id: int, pass_id: int, retain_graph: bool
+        self, rref: int, is_created: bool, context_id: int, pass_id: int, retain_graph: bool, failed: list[int]
     ) -> None:
         value = await self._rrefs.value(rref, is_created=is_created)
         context = self.container.enter(context_id)
         if context is not None:
             context.known_workers.add(_caller()[0])
+            self._take_back(context, failed)
             if pass_id in context.aborted_passes:
                 raise AutogradError(f"the backward pass {pass_id} of autograd context {context_id} has failed")
         # who asked has set the deadline of this handler, if any
@@ -452,7 +359,7 @@ class AutogradService:
         if pass_id in context.aborts_told:
             return
         caller, _ = _caller()
-        active: LocalPass | BriefPass | None = context.active_pass
+        active: BackwardPass | None = context.active_pass
         if active is not None and active.id == pass_id and pass_id >> LOCAL_BITS != caller and active.unanswered:
             # Why it failed comes with an answer, unless it failed above this worker, which then hears from there, too
             patience_s = min(_REASON_S, self.lifetimes.attempt_s / 2)  # or who tells it would give up

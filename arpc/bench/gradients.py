@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import arpc
-from arpc.autograd import engine, survey
+from arpc.autograd.engine import pausing, run
 
 __all__ = ["CONTEXTS", "FAN_OUT", "SIZE", "EngineClock", "deepen", "mul", "mul_async", "pass_on_async", "timed_engine"]
 
@@ -66,15 +66,15 @@ class EngineClock:
 def timed_engine() -> Iterator[EngineClock]:
     """Times every call of torch's engine that arpc makes inside of the block."""
     clock = EngineClock()
-    modules: tuple[Any, ...] = engine, survey  # no user can get in between
+    modules: tuple[Any, ...] = run, pausing  # no user can get in between
     as_it_is = [module.run_backward for module in modules]
-    for module, run in zip(modules, as_it_is, strict=True):
-        module.run_backward = clock.around(run)
+    for module, run_backward in zip(modules, as_it_is, strict=True):
+        module.run_backward = clock.around(run_backward)
     try:
         yield clock
     finally:
-        for module, run in zip(modules, as_it_is, strict=True):
-            module.run_backward = run
+        for module, run_backward in zip(modules, as_it_is, strict=True):
+            module.run_backward = run_backward
 
 
 def leaves() -> tuple[Tensor, Tensor]:

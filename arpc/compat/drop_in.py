@@ -16,8 +16,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from arpc.agent.peers.peer import Peer
 from arpc.agent.scope import WorkerScope
-from arpc.autograd.heeded import has_node_hooks
-from arpc.autograd.pace import ThreadsOnly
+from arpc.autograd.engine.accumulate_hooks import has_node_hooks
+from arpc.autograd.engine.run_policy import ThreadsOnly
 from arpc.compat.blocking_client.calls import BlockingCalls
 from arpc.compat.completions import Completions
 from arpc.compat.loop_thread import LoopThread
@@ -50,8 +50,8 @@ class DropIn:
         self.completions: Completions = thread.call(lambda: Completions(thread.loop, worker.name))
         thread.scope = WorkerScope(worker)
         thread.call(self._set_up)
-        worker.autograd.pace = ThreadsOnly()
-        worker.autograd.is_heeded = has_node_hooks
+        worker.autograd.run_policy = ThreadsOnly()
+        worker.autograd.has_accumulate_hooks = has_node_hooks
         self._process = os.getpid()
         atexit.register(self._leave)
         # a process that multiprocessing has forked runs none of those that are registered there

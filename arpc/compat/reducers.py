@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from arpc.autograd.heeded import heed_accumulate_hooks
+from arpc.autograd.engine.accumulate_hooks import heed_accumulate_hooks
 
 __all__ = ["install"]
 

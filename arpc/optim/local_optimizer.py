@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -60,6 +61,8 @@ async def make_local_optimizer(
     if any(id(parameter) in taken for group in found for parameter in group["params"]):
         raise ConfigurationError(TWICE)
     worker = current()
+    # Torch's optimizers import it when they are first used, which takes most of a second: no step is to wait for that
+    await worker.agent.dispatcher.threads.call(import_module, "torch._dynamo")
     try:
         made: LocalOptimizer = await worker.rref_context.call(
             LocalOptimizer, (optimizer_class, found, args, kwargs, rules), {}

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 import arpc
-from arpc.autograd import pace
-from arpc.autograd.protocol import Parcel
+from arpc.autograd.engine import run_policy
+from arpc.autograd.passes.messages import Parcel, PassHeading
 from arpc.testing import Cluster
 from arpc.wire.messages import AutogradRelease
 from tests.autograd import functions
+from tests.autograd.passes.test_backward_pass import Postponed, weigh, weight
 from tests.autograd.test_backward import leaf
-from tests.autograd.test_brief import Postponed, weigh, weight
 
 gate = asyncio.Event()
 """What handlers wait for. Made anew for each test, as is the next."""
@@ -69,7 +69,7 @@ async def run_a_pass_of_the_caller(ctx_id: int, caller: str) -> list[float]:
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch):
     """However slow the machine is, what takes next to nothing is not taken for long."""
-    monkeypatch.setattr(pace, "SHORT_S", 60.0)
+    monkeypatch.setattr(run_policy, "SHORT_S", 60.0)
     for name in ("gate", "waiting"):
         monkeypatch.setitem(globals(), name, asyncio.Event())
     tasks.clear()
@@ -259,12 +259,14 @@ async def test_a_parcel_that_comes_after_that_in_the_same_pass_denies_nothing(gr
     async with arpc.autograd.context() as ctx_id:
         await arpc.autograd.backward(ctx_id, [(await arpc.rpc_sync("worker1", triple, (x,))).sum()])
         last_pass = group[0].autograd.container.find(ctx_id).last_pass
-        asking = Parcel(is_first=True, asks=True)
-        assert group[1].autograd._take(0, asking, (ctx_id, last_pass, 0)) is None
-        assert group[1].autograd._take(0, asking, (ctx_id, last_pass + 1, 0)) is not None
-        assert group[1].autograd._take(2, asking, (ctx_id, last_pass, 0)) is not None  # which has not heard that
+        asking = Parcel(is_first=True, asks=(1, 1 << 60))
+        assert group[1].autograd._take(0, asking, PassHeading(ctx_id, last_pass, False, 99)) is None
+        assert group[1].autograd._take(0, asking, PassHeading(ctx_id, last_pass + 1, False, 99)) is not None
+        assert (
+            group[1].autograd._take(2, asking, PassHeading(ctx_id, last_pass, False, 99)) is not None
+        )  # which has not heard that
         await arpc.rpc_sync("worker1", triple, (x,))  # which it knows the context by again
-        assert group[1].autograd._take(0, asking, (ctx_id, last_pass, 0)) is None
+        assert group[1].autograd._take(0, asking, PassHeading(ctx_id, last_pass, False, 99)) is None
         assert knows(group, 1, ctx_id)
 
 

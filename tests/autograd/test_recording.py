@@ -145,7 +145,7 @@ def test_malformed_ids_are_a_protocol_error(meta):
 async def test_recorded_without_tensors_is_a_protocol_error():
     recorder = Recorder(Container(0))
     with pytest.raises(ProtocolError):
-        recorder.request_received(WorkerInfo("peer", 1), struct.pack("<QQ", 1 << 48, 7), [torch.ones(1)])
+        recorder.request_received(WorkerInfo("peer", 1), struct.pack("<QQQ", 1 << 48, 7, 1), [torch.ones(1)])
     assert current_context_id.get() == 1 << 48
 
 

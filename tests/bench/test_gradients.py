@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import arpc
-from arpc.autograd.pace import SHORT_NODES
+from arpc.autograd.engine.run_policy import SHORT_NODES
 from arpc.bench.gradients import deepen, leaves, timed_engine
 from arpc.testing import cluster
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import arpc
-from arpc.autograd.protocol import Parcel, pack_parcel, unpack_parcel
+from arpc.autograd.passes.messages import Parcel, PassHeading, pack_parcel, unpack_parcel
 from arpc.wire.messages import AutogradGradients
 from tests.autograd import functions
 from tests.autograd.conftest import until
@@ -234,17 +234,17 @@ async def test_who_was_asked_before_it_knew_the_context_waits_for_nobody_in_vain
         pass_id = group[0].autograd.container.new_pass_id()
 
         async def tell(worker: int, parcel: Parcel) -> Parcel:
-            packed = pack_parcel(parcel, ctx_id, pass_id, 0)
+            packed = pack_parcel(parcel, PassHeading(ctx_id, pass_id, False, 99))
             answer = await group[worker].autograd.lifetimes.request(AutogradGradients, "worker1", (packed,), 15)
             return Parcel() if answer is None else unpack_parcel(answer)[0]
 
         # it has overtaken the call, and is answered for good
-        answer = await tell(0, Parcel(is_first=is_first, asks=True))
+        answer = await tell(0, Parcel(is_first=is_first, asks=(1, 1 << 60)))
         assert answer.is_first
         assert not answer.gradients
         await arpc.rpc_sync("worker1", functions.mul, (x, 3))
         if not is_first:  # what worker0 has to say comes after all
             assert not (await tell(0, Parcel(is_first=True))).gradients
         # now another one engages it in the same pass
-        assert not (await tell(2, Parcel(is_first=True, asks=True))).gradients
+        assert not (await tell(2, Parcel(is_first=True, asks=(1, 1 << 60)))).gradients
         assert group[1].autograd.statistics()["passes"] == 0

@@ -1,27 +1,28 @@
 """Hooks that torch runs when it writes ``.grad``: those of DDP, of ``AccumulateGrad`` nodes, and after an accumulation.
 
-A pass keeps gradients with its context, so nothing is written to ``.grad`` and such hooks would never run. Leaves that
-have some are *heeded*: once a pass has their gradients on this worker, their ``.grad`` is taken away, torch accumulates
-into it, hooks and all, and what is there then is the gradient of the context. After that each has its own ``.grad``
-back. Who else uses ``.grad`` of such a leaf during a pass would meet that, so it is done for no other leaf.
+A pass keeps gradients with its context, so nothing is written to ``.grad`` and such hooks would never run. For leaves
+that have some, torch accumulates once the pass has their gradients on this worker: ``.grad`` is taken away, torch
+writes to it and runs the hooks, and what is there then is the gradient of the context. After that each leaf has its own
+``.grad`` back. Other users of ``.grad`` would see that during a pass, so it is done for no other leaf.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from arpc.autograd.accumulation import LeafGradients
-from arpc.autograd.nodes import accumulate_at
+from arpc.autograd.engine.leaf_gradients import LeafGradients
+from arpc.autograd.nodes import SCALAR, run_backward
 from arpc.errors import AutogradError
 
-__all__ = ["accumulate_heeded", "has_node_hooks", "heed_accumulate_hooks", "is_heeded"]
+__all__ = ["accumulate_with_hooks", "has_accumulate_hooks", "has_node_hooks", "heed_accumulate_hooks"]
 
 
 class _Group:
@@ -67,15 +68,15 @@ def heed_accumulate_hooks(parameters: Iterable[Tensor]) -> None:
         _groups[leaf] = group
 
 
-def is_heeded(_: Any, leaf: Any) -> bool:
+def has_accumulate_hooks(_: Any, leaf: Any) -> bool:
     """Whether hooks at the accumulation of a leaf's gradient are to run."""
     # `data`: how many there are, without asking which of them are still alive
     return bool(leaf._post_accumulate_grad_hooks or (_groups.data and leaf in _groups))  # noqa: SLF001
 
 
 def has_node_hooks(node: Any, leaf: Any) -> bool:
-    """`is_heeded`, also if hooks written in Python are registered at the node itself. Torch makes that slow to tell."""
-    if is_heeded(node, leaf):
+    """Whether there are hooks at the accumulation, or written in Python at the node itself, which is slow to tell."""
+    if has_accumulate_hooks(node, leaf):
         return True
     with _looking:  # another one who looks would be taken for a hook
         handle = node.register_hook(_look_only)
@@ -92,9 +93,9 @@ def _look_only(*_: Any) -> None:
     """A hook that is never called: registering it shows the others."""
 
 
-def accumulate_heeded(heeded: Mapping[Any, Tensor], gradients: LeafGradients) -> None:
-    """Let torch accumulate what a pass has computed for heeded leaves, and take what comes of it. Hooks may block."""
-    leaves = [leaf for leaf in heeded.values() if leaf in gradients]
+def accumulate_with_hooks(leaves: Iterable[Tensor], gradients: LeafGradients) -> None:
+    """Let torch accumulate what a pass has computed for leaves, and take the results. Hooks may block."""
+    leaves = [leaf for leaf in leaves if leaf in gradients]
     groups = {id(group): group for leaf in leaves for group in [_group_of(leaf)]}
     others = {id(member): member for group in groups.values() for member in group.members}
     for leaf in leaves:
@@ -121,7 +122,7 @@ def _accumulate_apart(
             leaf.grad = None
         for hooks, _ in silenced:
             hooks.clear()
-        accumulate_at(leaves, gradients)
+        _accumulate(leaves, gradients)
         return [(leaf, leaf.grad) for leaf in all_leaves]
     finally:
         for hooks, own in silenced:
@@ -129,3 +130,29 @@ def _accumulate_apart(
         with torch.no_grad():
             for leaf, gradient in zip(all_leaves, before, strict=True):
                 leaf.grad = gradient
+
+
+def _source_forward(ctx: Any, gradients: list[Tensor], *_: Tensor) -> Tensor:
+    ctx.gradients = gradients
+    return SCALAR.data
+
+
+def _source_backward(ctx: Any, *_: Any) -> Any:
+    # given away: torch takes over a gradient that nobody else has, and copies any other
+    gradients = tuple(ctx.gradients)
+    ctx.gradients.clear()
+    return None, *gradients
+
+
+_Source: Final[Any] = type(
+    "arpc::autograd::Source",
+    (Function,),
+    {"forward": staticmethod(_source_forward), "backward": staticmethod(_source_backward)},
+)
+
+
+def _accumulate(leaves: Sequence[Tensor], gradients: list[Tensor]) -> None:
+    """Let torch accumulate gradients into ``.grad`` of leaves, with all the hooks there are. Empties the list."""
+    with torch.enable_grad():
+        token: Tensor = _Source.apply(gradients, *leaves)
+    run_backward((token,), (SCALAR,), False, False, (), allow_unreachable=True, accumulate_grad=True)

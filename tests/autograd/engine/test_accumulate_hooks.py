@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import arpc
-from arpc.autograd.heeded import has_node_hooks, heed_accumulate_hooks
-from arpc.autograd.pace import ThreadsOnly
+from arpc.autograd.engine.accumulate_hooks import has_node_hooks, heed_accumulate_hooks
+from arpc.autograd.engine.run_policy import ThreadsOnly
 from tests.autograd import functions
 from tests.autograd.conftest import until
 
@@ -151,7 +151,7 @@ async def test_passes_of_a_worker_whose_hooks_may_block_never_run_on_the_loop(gr
     x = leaf()
     threads: list[str] = []
     x.register_hook(lambda _: threads.append(threading.current_thread().name))
-    group[0].autograd.pace = ThreadsOnly()
+    group[0].autograd.run_policy = ThreadsOnly()
     async with arpc.autograd.context() as ctx_id:
         y = await arpc.rpc_sync("worker1", torch.mul, (x, 3.0))
         with torch.autograd.set_detect_anomaly(True, check_nan=False):

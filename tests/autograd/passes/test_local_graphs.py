@@ -1,4 +1,4 @@
-"""Passes over larger graphs of one worker alone: less machinery, and the same in all that can be seen."""
+"""Passes over larger graphs of one worker alone, on the loop and in threads."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 import arpc
-from arpc.autograd import lone, service
-from arpc.autograd.graph import Planner
-from arpc.autograd.lone import LonePass
-from arpc.autograd.passes import WALK_NODES, BackwardPass
-from arpc.autograd.protocol import NOTHING_LIVE, Parcel
+from arpc.autograd import service
+from arpc.autograd.engine import run
+from arpc.autograd.passes.backward_pass import WALK_NODES, BackwardPass
+from arpc.autograd.passes.messages import Parcel
 from tests.autograd import functions
 from tests.autograd.conftest import until
+from tests.autograd.passes.test_ended_passes import Hold, held
 from tests.autograd.test_backward import leaf
-from tests.autograd.test_passes import Hold, held
 
 __all__ = ["held"]
 
@@ -34,23 +33,22 @@ def deep(x: Tensor, nodes: int = _NODES) -> Tensor:
 
 
 @pytest.fixture
-def passes(monkeypatch) -> list[Any]:
-    """The passes that were not brief, of either kind."""
-    made: list[Any] = []
-    for kind in (BackwardPass, LonePass):
+def passes(monkeypatch) -> list[BackwardPass]:
+    """The passes that were made."""
+    made: list[BackwardPass] = []
 
-        class Noted(kind):  # type: ignore[misc, valid-type]
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args, **kwargs)
-                made.append(self)
+    class Noted(BackwardPass):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
 
-        monkeypatch.setattr(service, kind.__name__, Noted)
+    monkeypatch.setattr(service, "BackwardPass", Noted)
     return made
 
 
 @pytest.mark.parametrize("is_short", [False, True], ids=["in a thread", "on the loop"])
 async def test_gradients_are_those_of_torch_and_nothing_is_written(group, passes, monkeypatch, is_short):
-    monkeypatch.setattr(group[0].autograd.pace, "is_short", lambda *_: is_short)
+    monkeypatch.setattr(group[0].autograd.run_policy, "is_short", lambda _: is_short)
     x, y, unused = leaf(), leaf(), leaf()
     loss = (deep(x * y) * deep(y) + x).sum()
     expected = torch.autograd.grad(loss, [x, y], retain_graph=True)
@@ -65,7 +63,6 @@ async def test_gradients_are_those_of_torch_and_nothing_is_written(group, passes
             await arpc.autograd.backward(ctx_id, [loss])
         assert arpc.autograd.get_gradients(ctx_id)[x].equal(2 * expected[0])
     assert x.grad is y.grad is unused.grad is None
-    assert all(isinstance(made, LonePass) for made in passes)
     assert len(passes) == 3
 
 
@@ -75,7 +72,6 @@ async def test_several_roots(group, passes):
     async with arpc.autograd.context() as ctx_id:
         await arpc.autograd.backward(ctx_id, [first, second, first + second])
         assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [6.0] * 3
-    assert isinstance(passes[0], LonePass)
 
 
 async def test_what_is_done_to_the_roots_meanwhile_changes_nothing(group, passes):
@@ -101,7 +97,6 @@ async def test_hooks_run_once(group, passes):
         await arpc.autograd.backward(ctx_id, [(deep(middle) + middle).sum()])
         assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [4.0] * 3
     assert ran == ["tensor", "node", "leaf"]
-    assert isinstance(passes[0], LonePass)
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -113,7 +108,6 @@ async def test_a_leaf_that_was_frozen_gets_nothing(group, passes, others):
         await arpc.autograd.backward(ctx_id, [loss])
         assert arpc.autograd.get_gradients(ctx_id).keys() == set(further)
     assert x.grad is None
-    assert isinstance(passes[0], LonePass)
 
 
 async def test_a_gradient_that_nobody_else_has_is_not_copied(group):
@@ -124,7 +118,7 @@ async def test_a_gradient_that_nobody_else_has_is_not_copied(group):
         assert [gradient.data_ptr() for gradient in arpc.autograd.get_gradients(ctx_id).values()] == seen
 
 
-async def test_what_concerns_others_takes_the_machinery(group, passes):
+async def test_large_graphs_that_lead_to_others_or_were_sent(group, passes):
     x = leaf()
     async with arpc.autograd.context() as ctx_id:
         y = await arpc.rpc_sync("worker1", functions.make_leaf, (1.0, 2.0, 3.0))  # which is recorded there alone
@@ -135,10 +129,9 @@ async def test_what_concerns_others_takes_the_machinery(group, passes):
         await arpc.rpc_sync("worker1", functions.mul, (x, 2))  # it was sent, and nobody uses it
         await arpc.autograd.backward(ctx_id, [deep(x).sum()])
         assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [1.0] * 3
-    assert [isinstance(made, LonePass) for made in passes] == [False] * 2
 
 
-async def test_so_do_hooks_that_wait_for_the_end_anomaly_mode_and_very_large_graphs(group, passes):
+async def test_hooks_at_the_end_anomaly_mode_and_very_large_graphs(group, passes):
     x, heeded, ran = leaf(), leaf(), []
     heeded.register_post_accumulate_grad_hook(lambda tensor: ran.append(tensor.grad.tolist()))
     async with arpc.autograd.context() as ctx_id:
@@ -151,25 +144,6 @@ async def test_so_do_hooks_that_wait_for_the_end_anomaly_mode_and_very_large_gra
     async with arpc.autograd.context() as ctx_id:
         await arpc.autograd.backward(ctx_id, [deep(x, 3 * WALK_NODES).sum()])
         assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [1.0] * 3
-    assert [isinstance(made, LonePass) for made in passes] == [False] * 3
-
-
-async def test_a_graph_that_is_not_lone_is_not_walked_again(group, passes, monkeypatch):
-    made = []
-
-    class Noted(Planner):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            made.append(self)
-
-    monkeypatch.setattr(service, "Planner", Noted)
-    monkeypatch.setattr("arpc.autograd.engine.Planner", Noted)
-    async with arpc.autograd.context() as ctx_id:
-        y = await arpc.rpc_sync("worker1", functions.make_leaf, (1.0,))
-        await arpc.autograd.backward(ctx_id, [deep(y).sum()])
-    mine = [planner for planner in made if planner._passed_by]
-    assert len(mine) == 1
-    assert len(passes) == 1
 
 
 async def test_what_a_node_raises_fails_it_and_leaves_nothing(group, passes):
@@ -182,12 +156,11 @@ async def test_what_a_node_raises_fails_it_and_leaves_nothing(group, passes):
         assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [1.0] * 3
         await arpc.autograd.backward(ctx_id, [deep(x).sum()])
         assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [2.0] * 3
-    assert all(isinstance(made, LonePass) for made in passes)
 
 
 @pytest.mark.parametrize("is_short", [False, True], ids=["in a thread", "on the loop"])
 async def test_the_graph_of_one_that_failed_is_freed_without_the_collector(group, monkeypatch, is_short):
-    monkeypatch.setattr(group[0].autograd.pace, "is_short", lambda *_: is_short)
+    monkeypatch.setattr(group[0].autograd.run_policy, "is_short", lambda _: is_short)
 
     async def fail() -> weakref.ref[Tensor]:
         middle = functions.Boom.apply(leaf())
@@ -228,7 +201,6 @@ async def test_one_that_is_cancelled_is_waited_for_by_the_next(group, passes, he
         assert not arpc.autograd.get_gradients(ctx_id)
         await arpc.autograd.backward(ctx_id, [loss])
         assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [1.0] * 3
-    assert [isinstance(made, LonePass) for made in passes] == [True, False, True]
 
 
 async def test_it_has_a_timeout(group, passes, held):
@@ -238,7 +210,6 @@ async def test_it_has_a_timeout(group, passes, held):
         Hold.go_on.set()
         await until(lambda: group[0].autograd.container.find(ctx_id).running_thread is None)
         assert not arpc.autograd.get_gradients(ctx_id)
-    assert isinstance(passes[0], LonePass)
 
 
 async def test_one_that_is_ended_before_a_thread_comes_to_it_runs_nothing(group, monkeypatch):
@@ -249,7 +220,7 @@ async def test_one_that_is_ended_before_a_thread_comes_to_it_runs_nothing(group,
             jobs.append(function)
             return asyncio.get_running_loop().create_future()
 
-    monkeypatch.setattr(lone, "call_engine", lambda *_: pytest.fail("it was ended"))
+    monkeypatch.setattr(run, "run_backward", lambda *_: pytest.fail("it was ended"))
     async with arpc.autograd.context() as ctx_id:
         roots = [deep(leaf()).sum()]
         with pytest.raises(arpc.RpcTimeoutError):
@@ -263,10 +234,20 @@ async def test_parcels_that_nobody_should_have_sent(group, held):
         task = asyncio.create_task(arpc.autograd.backward(ctx_id, [deep(Hold.apply(leaf())).sum()]))
         await until(Hold.entered.is_set)
         active = group[0].autograd.container.find(ctx_id).active_pass
-        assert active.receive(1, Parcel(asks=True), is_engaging=False) == NOTHING_LIVE
+        assert active.receive(1, Parcel([(7, [torch.ones(3)])]), is_engaging=False) is None
         assert not active.unanswered
-        active.receive(1, Parcel([(7, [torch.ones(3)])]), is_engaging=False)
+        Hold.go_on.set()
         with pytest.raises(arpc.AutogradError, match="has no graph"):
             await task
-        Hold.go_on.set()
-        await until(lambda: group[0].autograd.container.find(ctx_id).running_thread is None)
+        assert not arpc.autograd.get_gradients(ctx_id)
+
+
+async def test_a_worker_that_asks_hears_that_nothing_is_live(group):
+    x = leaf()
+    async with arpc.autograd.context() as ctx_id:
+        received = await arpc.rpc_sync("worker1", functions.mul, (x, 2))
+        task = asyncio.create_task(arpc.autograd.backward(ctx_id, [received.sum()]))
+        await asyncio.sleep(0)
+        active = group[0].autograd.container.find(ctx_id).active_pass
+        assert active.receive(2, Parcel(asks=(1, 1 << 60)), is_engaging=False) == Parcel([], True, [])
+        await task

@@ -9,19 +9,15 @@ from torch import Tensor
 
 from arpc.errors import AutogradError
 
-__all__ = ["nodes_of_roots"]
+__all__ = ["check_roots"]
 
 
-def nodes_of_roots(roots: Any) -> list[Any]:
-    """The nodes that the roots of a pass come from. Raises `AutogradError` if they cannot be its roots.
-
-    That is TypeError for what is no list of tensors.
-    """
+def check_roots(roots: Any) -> None:
+    """Raise `AutogradError` if a pass cannot begin at these roots, TypeError if they are no list of tensors."""
     if roots.__class__ is not list and (isinstance(roots, Tensor) or not isinstance(roots, Sequence)):
         raise TypeError(f"the roots of a backward pass are a list of tensors, not {type(roots).__qualname__}")
     if not roots:
         raise AutogradError("No tensors provided for gradient computation: pass at least one root, such as the loss.")
-    nodes: list[Any] = []
     for root in roots:
         if not isinstance(root, Tensor):
             raise TypeError(f"the roots of a backward pass are tensors, not {type(root).__qualname__}")
@@ -33,7 +29,5 @@ def nodes_of_roots(roots: Any) -> list[Any]:
             raise AutogradError(
                 f"a root of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar: sum it up, say"
             )
-        if (node := root.grad_fn) is None:
+        if root.grad_fn is None:
             raise AutogradError("a root that is a leaf does not have a valid gradient function: nothing leads to it")
-        nodes.append(node)
-    return nodes

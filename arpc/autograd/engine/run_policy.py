@@ -1,0 +1,120 @@
+"""Whether a run of torch's engine is short enough to happen on the loop, or goes to a thread.
+
+A thread costs 100 us and more; on the loop everything else stands still meanwhile. Graphs come again, step after step,
+so the time that a graph of the same size took before is the best guess. A new one is judged by its gradients' size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from time import perf_counter, thread_time
+from typing import Any, Final, NamedTuple, TypeVar
+
+import torch
+
+__all__ = ["Extent", "RunPolicy", "ThreadsOnly"]
+
+T = TypeVar("T")
+
+SHORT_S: Final = 0.001
+"""How long the loop may stand still."""
+# About as long as that takes on one core
+SHORT_NODES: Final = 200
+SHORT_ELEMENTS: Final = 100_000
+
+_REMEMBERED: Final = 1024
+_UNTIMED: Final = 15
+"""Of a graph that takes long, as many further runs are not timed: clocks that were not read for long are slow."""
+
+
+class Extent(NamedTuple):
+    """How much a run is about."""
+
+    node_count: int
+    elements: int
+    """Elements of the gradients that enter it, and of its leaves."""
+    nodes: Callable[[], Iterable[Any]]
+    """Lists the nodes."""
+
+
+class RunPolicy:
+    """The times that runs took on one worker. Graphs are told apart by their numbers of nodes and of elements."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[int, int], float] = {}
+        self._short: set[tuple[int, int]] = set()
+        """Graphs that are known to be short, but for those that took long the last time."""
+        self._untimed: dict[tuple[int, int], int] = {}
+        """How many more runs of those that take long are not timed."""
+
+    def is_short(self, extent: Extent) -> bool:
+        """Whether a run is to happen on the loop."""
+        count, elements, nodes = extent
+        key = count, elements
+        if key in self._short:
+            return True
+        seconds = self._seconds.get(key)
+        if seconds is not None:
+            is_short = seconds <= SHORT_S
+        else:
+            is_short = (
+                count <= SHORT_NODES
+                and elements <= SHORT_ELEMENTS
+                and elements + sum(map(_elements, nodes())) <= SHORT_ELEMENTS
+            )
+        # Anomaly mode changes warning filters, which belong to the process: that stays on the loop
+        return is_short or torch.is_anomaly_enabled()
+
+    def run(self, run: Callable[[], T], extent: Extent) -> T:
+        """Run a graph, on the loop or in a thread, and note the time that it took."""
+        key = extent[:2]
+        if key in self._short:
+            begun = perf_counter()
+            # Reading the CPU time of a thread is slow, and tells nothing new as long as nothing changes
+            result = run()
+            if perf_counter() - begun > SHORT_S:
+                self._short.discard(key)
+            return result
+        if (untimed := self._untimed.pop(key, 0)) > 0:
+            self._untimed[key] = untimed - 1
+            return run()
+        begun, cpu_begun = perf_counter(), thread_time()
+        result = run()
+        self.took(extent, perf_counter() - begun, thread_time() - cpu_begun)
+        return result
+
+    def took(self, extent: Extent, seconds: float, cpu_seconds: float) -> None:
+        """Note the time that a run took, and for how much of it the CPU was busy with it."""
+        key = extent[:2]
+        known = self._seconds.get(key)
+        is_new = known is None
+        if known is None:
+            if len(self._seconds) >= _REMEMBERED:
+                self._seconds.clear()
+                self._short.clear()
+                self._untimed.clear()
+            known = cpu_seconds
+        # A run that waits may wait for a hook that blocks, or for other programs on this machine. Hooks come again.
+        self._seconds[key] = max(cpu_seconds, min(seconds, 2 * known))
+        if self._seconds[key] > SHORT_S:
+            self._short.discard(key)
+            if not is_new and known > SHORT_S and cpu_seconds > SHORT_S:
+                self._untimed[key] = _UNTIMED
+        elif seconds <= SHORT_S:
+            self._short.add(key)
+
+
+class ThreadsOnly(RunPolicy):
+    """For workers whose nodes and hooks may block, and wait for the loop: nothing runs there."""
+
+    def is_short(self, extent: Extent) -> bool:
+        return False
+
+    def run(self, run: Callable[[], T], extent: Extent) -> T:
+        return run()
+
+
+def _elements(node: Any) -> int:
+    """How large the gradients are that enter a node."""
+    return sum(math.prod(entry.shape) for entry in getattr(node, "_input_metadata", ()))

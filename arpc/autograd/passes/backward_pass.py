@@ -1,0 +1,509 @@
+"""A backward pass on one worker: it carries out what the protocol decides, on the loop and in threads.
+
+A small graph runs at once, where its gradients come in. A large one is walked, and runs, in a thread; parcels that
+arrive meanwhile wait until the thread is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from arpc import torchstate
+from arpc.agent.client.future import Future
+from arpc.agent.hooks.observers import Activity
+from arpc.autograd.context import AutogradContext, Container
+from arpc.autograd.engine.accumulate_hooks import accumulate_with_hooks
+from arpc.autograd.engine.leaf_gradients import LeafGradients
+from arpc.autograd.engine.run import Engine
+from arpc.autograd.engine.run_policy import RunPolicy
+from arpc.autograd.failure import node_failure, peer_failure
+from arpc.autograd.passes.messages import PackedParcel, Parcel, PassHeading, unpack_parcel
+from arpc.autograd.passes.plan import Edge, Plan, Planner, Send
+from arpc.autograd.passes.protocol import PassProtocol
+from arpc.errors import AutogradError, ProtocolError, RpcTimeoutError
+from arpc.ids import WorkerInfo
+
+__all__ = ["BackwardPass", "Engagement", "Host", "Threads"]
+
+WALK_NODES: Final = 2000
+"""After as many, which take about a millisecond, walking goes on in a thread."""
+
+
+class Threads(Protocol):
+    """Where nodes run that do not run on the loop."""
+
+    def call(self, function: Callable[..., Any], /) -> asyncio.Future[Any]:
+        """A future of the loop for a function run in some thread."""
+
+
+class Host(Protocol):
+    """What a pass needs of its worker."""
+
+    info: WorkerInfo
+    container: Container
+    run_policy: RunPolicy
+    has_accumulate_hooks: Callable[[Any, Any], bool]
+    """Of the node of a leaf, and the leaf: whether torch is to accumulate its gradients, with all hooks."""
+
+    @property
+    def threads(self) -> Threads: ...
+
+    def send(self, backward_pass: BackwardPass, to: int, parcel: Parcel) -> asyncio.Future[PackedParcel | None]:
+        """Send a parcel; the future has the parcel that comes with the answer."""
+
+    def abort(self, context: AutogradContext, pass_id: int, but: int | None = None) -> asyncio.Future[Any] | None:
+        """Tell all workers that know the context that a pass has failed; the future is done when they have heard."""
+
+    def name_of(self, worker: int) -> str: ...
+
+
+class Engagement(NamedTuple):
+    """How a worker that did not begin a pass came to take part in it."""
+
+    parent: int
+    """The worker whose parcel came first."""
+    heading: PassHeading
+    exchanged: Mapping[int, bool]
+    """Workers that were told that nothing is live here, before the context was known; and whether they announced."""
+
+
+Answer = asyncio.Future[PackedParcel | None]
+
+
+class BackwardPass:
+    """One pass on one worker."""
+
+    failure: BaseException | None = None
+    is_over = False
+    answer: Parcel | None = None
+    """What the answer to the parent carries."""
+    abort_told: asyncio.Future[Any] | None = None
+    """Done when all workers have heard of the failure."""
+    activity: Activity | None = None
+    """What observers know of it."""
+    _is_busy = False
+    """A thread walks or runs the graph."""
+    _may_leave = False
+    """The parent has no calls under way, and lets this worker forget the context if nothing of it stays here."""
+    _protocol: PassProtocol | None = None
+    """There is one as soon as there is a plan."""
+    _plan: Plan
+    _engine: Engine
+    _timer: asyncio.TimerHandle | None = None
+    _over: asyncio.Future[None] | None = None
+    _last_begun: Any = None
+    _result: Any = None
+    """What a thread has returned."""
+    _is_accumulated = False
+    _for_parent: Parcel | None = None
+    """What the answer to the parent will carry, while hooks run at the very end."""
+
+    def __init__(
+        self,
+        host: Host,
+        context: AutogradContext,
+        pass_id: int,
+        *,
+        retain_graph: bool,
+        deadline: float | None,
+        roots: Sequence[Tensor] = (),
+        engagement: Engagement | None = None,
+        threads: Threads | None = None,
+    ) -> None:
+        """It begins with either ``roots`` or an ``engagement``. ``deadline`` is in the loop's time."""
+        self.id = pass_id
+        self.context = context
+        self.retain_graph = retain_graph
+        self.deadline = deadline
+        self.parent = None if engagement is None else engagement.parent
+        self._host = host
+        self._threads = threads or host.threads
+        self._engagement = engagement
+        # Before a thread comes to it, people may do something to the roots, and to the list of them
+        self._roots: list[Edge] = [(root.grad_fn, root.output_nr) for root in roots]
+        self._entering = list(map(torch.ones_like, roots))
+        self._leaves = LeafGradients()
+        self._inbox: list[tuple[int, Parcel]] = []
+        self._outstanding: dict[Answer, int] = {}
+        """Parcels that were not answered, and the workers they went to."""
+        self._unwatched: list[Answer] | None = []
+        """Those of them that `wait` has to look after; None while it waits."""
+        self._calls_before: dict[int, int] = {}
+        """How many calls of the context had been made when a worker was first written to."""
+        self._planner = self._make_planner()
+        context.active_pass = self
+        if context.running_thread is not None:
+            # that of a pass that was ended: in the same graph its nodes would take this one for their own
+            self._wait_for_thread(context.running_thread, self._earlier_thread_returned)
+
+    def _make_planner(self) -> Planner:
+        sends: Mapping[int, Send] = self.context.sends
+        has_hooks = self._host.has_accumulate_hooks
+        engagement = self._engagement
+        if engagement is None:
+            return Planner(sends, self._roots, has_accumulate_hooks=has_hooks)
+        if exchanged := engagement.exchanged:
+            # What has been sent since then to those that had announced gets nothing in this pass
+            sends = {number: send for number, send in sends.items() if not exchanged.get(send.to)}
+        return Planner(sends, cutoff=engagement.heading.cutoff, has_accumulate_hooks=has_hooks)
+
+    @property
+    def heading(self) -> PassHeading:
+        """What requests of this pass say of it."""
+        failed = self.context.aborted_passes
+        if self._engagement is not None:
+            heading = self._engagement.heading
+            if failed.issubset(heading.failed):
+                return heading
+        return PassHeading(self.context.id, self.id, self.retain_graph, self._plan.cutoff, sorted(failed))
+
+    # -- what happens to it
+
+    def start(self) -> None:
+        """Begin, where the roots are. To be followed by `wait`."""
+        _call_pristine(self._advance)
+
+    def receive(self, sender: int, parcel: Parcel, *, is_engaging: bool) -> Parcel | None:
+        """A parcel has come; what goes back with the answer, unless this is the parcel that began the pass here.
+
+        That one is answered when the pass is over here, with `answer`.
+        """
+        if is_engaging:
+            self._may_leave = parcel.leaves
+        self._inbox.append((sender, parcel))
+        return self._advance(None if is_engaging else sender)
+
+    @property
+    def unanswered(self) -> list[Answer]:
+        """The parcels that others have not answered."""
+        return list(self._outstanding)
+
+    async def wait(self) -> None:
+        """Until it is over here. Raises why it failed."""
+        while not self.is_over:
+            unwatched, self._unwatched = self._unwatched or (), None
+            if len(unwatched) == len(self._outstanding) == 1 and not self._is_busy:
+                await self._take_answer(unwatched[0])
+                continue
+            for future in unwatched:
+                future.add_done_callback(self._answered)
+                del future
+            self._over = asyncio.get_running_loop().create_future()
+            await self._over
+        self.raise_failure()
+
+    async def _take_answer(self, future: Answer) -> None:
+        """Take the only answer there is to wait for, and not in a turn of the loop of its own."""
+        cancelled_before = _count_cancellations()
+        try:
+            await future
+        except (Exception, asyncio.CancelledError):
+            # the future of a pass that fails meanwhile may be cancelled, which is not to cancel whoever waits
+            if not future.done() or _count_cancellations() > cancelled_before:
+                raise
+        finally:
+            self._unwatched = []
+        try:
+            self._answered(future)
+        finally:
+            del future  # whose error has this frame in its traceback: the whole graph would be in a cycle
+
+    def raise_failure(self) -> None:
+        """Raise why it failed, if it has. Only once: whoever began the pass here is told, in whichever way it ends."""
+        if self.failure is not None:
+            # given away: its traceback leads to frames that have this pass, and so the whole graph would be in a cycle
+            failure, self.failure = self.failure, None
+            try:
+                raise failure
+            finally:
+                del failure
+
+    def fail(self, error: BaseException, *, told_by: int | None = None) -> None:
+        """End it here with an error, and take back what it computed.
+
+        Those that this worker told of the pass hear of it by the cancellation of their handlers, and the parent by the
+        answer. So it reaches the worker that began the pass, which tells all others: some may have finished their part.
+        ``told_by`` is the worker that told this one, if that is how it heard.
+        """
+        if self.is_over:
+            return
+        self.failure = error
+        self._end()
+        self.context.roll_back(self.id, self.parent)
+        for future in list(self._outstanding):
+            _let_go(future)
+        if self.parent is None or told_by is not None:
+            self.abort_told = self._host.abort(self.context, self.id, told_by)
+
+    def cancel(self) -> None:
+        """The caller is cancelled, and hears of no success: it is taken back even if it just ended well."""
+        if self.is_over and self.failure is None:
+            self.context.roll_back(self.id)
+            self.abort_told = self._host.abort(self.context, self.id)
+        else:
+            self.fail(AutogradError(f"backward pass {self.id} was cancelled"))
+
+    # -- how it goes on
+
+    def _advance(self, answering: int | None = None) -> Parcel | None:
+        """Run what can run and tell others what came of it; returns what they are told by an answer."""
+        if self._is_busy or self.is_over:
+            return None
+        try:
+            if not self._run_ready():
+                return None
+            return self._post(answering)
+        except BaseException as error:  # noqa: BLE001 - whatever nodes and hooks of users raise
+            self.fail(self._described(error))
+            return None
+
+    def _run_ready(self) -> bool:
+        """Run until nothing is ready; False if a thread has taken over."""
+        protocol = self._protocol
+        if protocol is None:
+            if not self._planner.walk(WALK_NODES):
+                self._run_in_thread(self._walk_on)
+                return False
+            protocol = self._make_protocol()
+        engine, policy = self._engine, self._host.run_policy
+        while True:
+            if self._inbox:
+                self._open_inbox(protocol)
+            run = protocol.next_run()
+            if run is None:
+                return True
+            extent = engine.extent(run)
+            job = partial(engine.run, run) if self.activity is None else self.activity.step(partial(engine.run, run))
+            if not policy.is_short(extent):
+                self._run_in_thread(partial(policy.run, job, extent), partial(protocol.ran, run))
+                return False
+            protocol.ran(run, policy.run(job, extent))
+
+    def _walk_on(self) -> None:
+        while not self._planner.walk(WALK_NODES):
+            pass
+
+    def _make_protocol(self) -> PassProtocol:
+        plan = self._plan = self._planner.plan()
+        self._engine = Engine(plan.owners, plan.leaves, retain_graph=self.retain_graph)
+        exchanged = {} if self._engagement is None else self._engagement.exchanged
+        protocol = self._protocol = PassProtocol(
+            self._host.info.id,
+            plan,
+            self._leaves,
+            self.id,
+            retain_graph=self.retain_graph,
+            told=exchanged,
+            heard=[worker for worker, has_announced in exchanged.items() if has_announced],
+        )
+        if self._engagement is None:
+            protocol.enter_roots(self._roots, self._entering)
+            self._roots = []
+            self._entering = []
+        return protocol
+
+    def _open_inbox(self, protocol: PassProtocol) -> None:
+        inbox, self._inbox = self._inbox, []
+        for sender, parcel in inbox:
+            try:
+                protocol.received(sender, parcel)
+            except KeyError as error:
+                raise AutogradError(
+                    f"worker {self._host.name_of(sender)!r} has gradients for message {error.args[0]} of autograd "
+                    f"context {self.context.id}, of which worker {self._host.info.name!r} has no graph any more. Pass "
+                    f"retain_graph=True to the first of several backward passes"
+                ) from None
+
+    # -- other workers
+
+    def _post(self, answering: int | None) -> Parcel | None:
+        protocol = self._protocol
+        assert protocol is not None  # something has run
+        riding: Parcel | None = None
+        for_parent: Parcel | None = None
+        for peer, parcel in protocol.post():
+            if peer == answering:
+                riding = parcel
+                protocol.ride()
+            elif peer == self.parent:
+                for_parent = parcel
+                protocol.ride()
+            else:
+                self._send(peer, parcel)
+        if protocol.is_done:
+            self._finish(for_parent)
+        elif for_parent is not None:
+            assert self.parent is not None
+            protocol.sent()
+            self._send(self.parent, for_parent)
+        return riding
+
+    def _send(self, to: int, parcel: Parcel) -> None:
+        context = self.context
+        if to not in self._calls_before:
+            self._calls_before[to] = context.calls_made
+        # a call of this worker that is under way may need what the other would forget
+        is_calm = context.calls_made == context.calls_answered
+        future = self._host.send(self, to, parcel._replace(leaves=True) if is_calm else parcel)
+        self._outstanding[future] = to
+        if self._unwatched is not None:
+            self._unwatched.append(future)
+        else:
+            future.add_done_callback(self._answered)
+
+    def _answered(self, future: Answer) -> None:
+        """A parcel has been answered, or will not be."""
+        peer = self._outstanding.pop(future)
+        error = asyncio.CancelledError() if future.cancelled() else future.exception()
+        if self.is_over:
+            return
+        if error is not None:
+            self.fail(peer_failure(error, self._host.info.id, self.context.id, self._host.name_of(peer)))
+            return
+        assert self._protocol is not None  # it has sent something
+        self._protocol.acknowledged()
+        answer = future.result()
+        if answer is not None:
+            try:
+                parcel, _ = unpack_parcel(answer)
+            except ProtocolError as malformed:
+                self.fail(malformed)
+                return
+            if parcel.leaves and self.context.calls_made == self._calls_before[peer]:
+                self.context.known_workers.discard(peer)  # it need not hear of the context any more, nor of its end
+            self._inbox.append((peer, parcel))
+        _call_pristine(self._advance)
+
+    # -- threads
+
+    def _run_in_thread(self, job: Callable[[], Any], then: Callable[[Any], None] | None = None) -> None:
+        """Let a thread do something, and go on when it is back; ``then`` takes what it returned."""
+
+        def run() -> None:
+            if not self.is_over:  # it may be ended before a thread comes to it
+                self._result = job()
+
+        future = self.context.running_thread = self._threads.call(run)
+        self._wait_for_thread(future, partial(self._thread_returned, then))
+
+    def _wait_for_thread(self, future: asyncio.Future[Any], then: Callable[[asyncio.Future[Any]], None]) -> None:
+        self._is_busy = True
+        future.add_done_callback(then)
+        if self.deadline is not None:
+            # Later, since a thread is often back before the loop has a turn, and a timer costs more than a look
+            future.get_loop().call_soon(self._set_timer, future)
+
+    def _set_timer(self, future: asyncio.Future[Any]) -> None:
+        # a parcel that waits for its answer has a deadline of its own; a thread has none
+        if self.deadline is not None and not future.done() and not self.is_over:
+            self._timer = future.get_loop().call_at(self.deadline, self._expire)
+
+    def _expire(self) -> None:
+        self.fail(RpcTimeoutError(f"the backward pass of autograd context {self.context.id} did not end in time"))
+
+    def _waited_for_thread(self) -> None:
+        self._is_busy = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _earlier_thread_returned(self, _: asyncio.Future[Any]) -> None:
+        self._waited_for_thread()
+        _call_pristine(self._advance)
+
+    def _thread_returned(self, then: Callable[[Any], None] | None, future: asyncio.Future[Any]) -> None:
+        self.context.running_thread = None
+        self._waited_for_thread()
+        # not by the future: nobody else may have gradients that are to be kept without a copy
+        result, self._result = self._result, None
+        error = None if future.cancelled() else future.exception()
+        if self.is_over:
+            return
+        if error is not None:
+            self.fail(self._described(error))
+            return
+        if then is not None:
+            try:
+                _call_pristine(partial(then, result))
+            except BaseException as raised:  # noqa: BLE001 - it must end here, whatever a peer or a hook brought about
+                self.fail(self._described(raised))
+                return
+        del result
+        _call_pristine(self._advance)
+
+    # -- the end
+
+    def _finish(self, for_parent: Parcel | None) -> None:
+        """Nothing is left to be run, told or waited for, but for hooks that wait for the very end."""
+        accumulated = [leaf for leaf in self._plan.accumulated.values() if leaf in self._leaves]
+        if accumulated and not self._is_accumulated:
+            self._is_accumulated = True
+            self._for_parent = for_parent
+            self._run_in_thread(partial(accumulate_with_hooks, accumulated, self._leaves))
+            return
+        for_parent = for_parent or self._for_parent
+        gradients = self._leaves.take()  # first: what a peer has sent for them may be no gradients
+        assert self._protocol is not None  # it has decided that this is the end
+        # before the end: those of an earlier pass may not fit them any more, which fails this one
+        self.context.commit(self.id, gradients, self._protocol.told)
+        self._end()
+        if self.parent is not None:
+            has_left = self._may_leave and self._host.container.try_to_leave(self.context, self.id, self.parent)
+            self.answer = (for_parent or Parcel())._replace(leaves=True) if has_left else for_parent
+
+    def _end(self) -> None:
+        self.is_over = True
+        context = self.context
+        if self.activity is not None:
+            self.activity.end()
+        if self._protocol is not None:
+            used = self._protocol.used
+            context.sends_used += len(used)
+            if not self.retain_graph:  # what was gone through is freed
+                for message_id in used:
+                    context.sends.pop(message_id, None)
+            self._last_begun = self._engine.last_begun
+            # an error's traceback leads here, and may be kept for long: forget the graph
+            del self._protocol, self._engine, self._plan
+        del self._planner
+        self._roots, self._entering, self._inbox, self._leaves = [], [], [], LeafGradients()
+        if self._timer is not None:
+            self._timer.cancel()
+        context.active_pass = None
+        if self._over is not None and not self._over.done():
+            self._over.set_result(None)
+
+    def _described(self, error: BaseException) -> BaseException:
+        last_begun = self._last_begun if self._protocol is None else self._engine.last_begun
+        return node_failure(error, self._host.info, self.context.id, last_begun)
+
+
+def _count_cancellations() -> int:
+    """How often the current task was cancelled: more often than before an await if that is why it has ended."""
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
+def _call_pristine(call: Callable[[], object]) -> None:
+    """Call something in the default state of torch: the caller may be a task that has switched something off."""
+    outer = None if torchstate.is_pristine() else torchstate.save_and_reset()
+    try:
+        call()
+    finally:
+        if outer is not None:
+            torchstate.restore(outer)
+
+
+def _let_go(future: Answer) -> None:
+    """Nobody needs the answer to a parcel any more, and its receiver is told. Whoever waits for it is not cancelled."""
+    if isinstance(future, Future) and not future.done():
+        future.set_result(None)
+        future.withdraw()
+    else:
+        future.cancel()

@@ -70,7 +70,7 @@ def checked_device_map(to: str, mapping: Mapping[DeviceLike, DeviceLike]) -> dic
 def merged_device_map(
     to: str, known: DeviceMap, mapping: Mapping[DeviceLike, DeviceLike]
 ) -> dict[torch.device, torch.device]:
-    """The same, added to what was said of that worker before."""
+    """A device map, checked and added to what was said of that worker before."""
     what = f"the device map for worker {to!r}"
     merged = dict(known)
     sources = {target: source for source, target in known.items()}

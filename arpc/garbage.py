@@ -76,7 +76,7 @@ class Backoff:
         self._usual = 0
         """The first of `gc.get_threshold`, as the program wants it."""
         self._last = 0
-        """The same, as it was set here. If it is another, the program has set it meanwhile."""
+        """The threshold as it was set here. If it is another, the program has set it meanwhile."""
 
     def begin(self, factor: int, loop: asyncio.AbstractEventLoop) -> None:
         """Let there be up to ``factor`` times as many new objects before Python looks at them; 1 changes nothing.

@@ -128,7 +128,7 @@ class TLS:
 
     @property
     def client_context(self) -> ssl.SSLContext:
-        """The same for the side that connects."""
+        """The TLS context of the side that connects."""
         return self.client if self.client is not None else self._current().client
 
     def _current(self) -> _Contexts:

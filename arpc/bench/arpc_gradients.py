@@ -33,7 +33,7 @@ class ArpcGradients(AsyncioCaller):
         return latency_figures(await self._one_by_one(step, budget_s))
 
     async def autograd_contexts(self, *, budget_s: float) -> Measurement:
-        """The same in several contexts at once."""
+        """One remote operation there and back, in several contexts at once."""
         x, y = leaves()
 
         async def step() -> None:

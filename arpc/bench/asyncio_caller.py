@@ -49,7 +49,7 @@ class AsyncioCaller(abc.ABC):
 
     @abc.abstractmethod
     def prepare_bulk(self, function: str, size_bytes: int) -> Call:
-        """The same with one array of `size_bytes` as its argument."""
+        """A call with one array of `size_bytes` as its argument."""
 
     def prepare_to(self, peer: int) -> Call:
         """An empty call to one of several callees."""

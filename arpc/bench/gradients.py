@@ -27,7 +27,7 @@ def mul(x: Tensor, y: Tensor) -> Tensor:
 
 
 async def mul_async(x: Tensor, y: Tensor) -> Tensor:
-    """The same."""
+    """Multiply, as a coroutine."""
     return x * y
 
 
@@ -50,7 +50,7 @@ class EngineClock:
         self.seconds = 0.0
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, timed."""
+        """A function, timed."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             begun = time.thread_time()

@@ -36,13 +36,13 @@ def array_arguments(payload: str) -> tuple[object, ...]:
 
 
 def tensor_arguments(payload: str) -> tuple[object, ...]:
-    """The same with a tensor for every array."""
+    """The arguments of a payload, with a tensor for every array."""
     return tuple(_as_tensors(argument) for argument in array_arguments(payload))
 
 
 @functools.lru_cache(maxsize=1)
 def bulk_array(size_bytes: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The same one as long as the size is, and written once: its pages are warm, whatever the receiver's are."""
+    """One array for each size, written once: its pages are warm, whatever the receiver's are."""
     return np.arange(size_bytes // 4, dtype=np.float32)
 
 

@@ -119,12 +119,12 @@ def workload(measure: str, **settings: Setting) -> Workload:
 
 
 def fresh_workload(measure: str, **settings: Setting) -> Workload:
-    """The same in processes that have done nothing yet."""
+    """A workload in processes that have done nothing yet."""
     return replace(workload(measure, **settings), fresh=True)
 
 
 def by_flavour(measure: str, **settings: Setting) -> dict[Flavour, Workload]:
-    """The same of an ``async def`` and of a plain ``def``."""
+    """A workload of an ``async def`` and of a plain ``def``."""
     return {flavour: workload(measure, flavour=flavour, **settings) for flavour in FLAVOURS}
 
 

@@ -146,7 +146,7 @@ class Family:
     split: float
     shapes: tuple[Shape, ...]
     at_once: float | None = None
-    """The same of 64 calls in flight, calls a second; None where that is not measured."""
+    """The goal with 64 calls in flight, in calls a second; None where that is not measured."""
 
 
 def _tensor(*sizes: int, requires_grad: bool = False) -> Any:

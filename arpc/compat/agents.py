@@ -144,7 +144,7 @@ class TensorPipeAgent(RpcAgent):
         return figures
 
     def get_rref_debug_info(self) -> dict[str, str]:
-        """The same for RRefs."""
+        """Counters of RRefs, under torch's names."""
         return {name: str(number) for name, number in self.drop_in.thread.call(self._rref_figures).items()}
 
     def _rref_figures(self) -> dict[str, int]:

@@ -34,6 +34,6 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
 
 
 def run_module(name: str, arguments: Sequence[str]) -> None:
-    """The same for a module, as ``python -m`` would."""
+    """Run a module on the drop-in, as ``python -m`` would."""
     sys.argv = [name, *arguments]
     runpy.run_module(name, run_name="__main__", alter_sys=True)

@@ -43,7 +43,7 @@ async def default_addresses(options: RpcOptions, store_host: str | None) -> tupl
 
 
 async def as_others_call_it(address: str, store_host: str | None) -> str:
-    """The same address; for one that stands for all interfaces, that of the one which leads to the store, or out."""
+    """An address as others reach it: one of all interfaces becomes that of the interface towards the store, or out."""
     if not address.startswith("tcp://"):
         return address
     host, port = split_tcp(address)

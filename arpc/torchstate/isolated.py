@@ -172,7 +172,7 @@ def _is_dropped(_waits_for: Any) -> bool:
 
 
 class Rooted(dropwhile, _Swapping[T]):  # type: ignore[type-arg]
-    """The same for the coroutine of a task, on a loop whose thread is pristine between all steps, as `arpc.run` has it.
+    """A task's coroutine that keeps its torch state, on a loop whose thread is pristine between steps (`arpc.run`).
 
     Nothing needs to be set aside before a step then, so there is half as much to test. Not for tasks that start
     eagerly: their first step is in the middle of another one.

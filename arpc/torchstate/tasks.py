@@ -28,7 +28,7 @@ def task_factory(loop: asyncio.AbstractEventLoop, coro: _CoroutineLike[T], **kwa
 
 
 def rooted_task_factory(loop: asyncio.AbstractEventLoop, coro: _CoroutineLike[T], **kwargs: Any) -> asyncio.Task[T]:
-    """The same for a loop that runs on a `pristine_thread`, where it costs less."""
+    """A task factory like `task_factory`, for a loop that runs on a `pristine_thread`: it costs less there."""
     if not isinstance(coro, Coroutine) or isinstance(coro, Isolated) or kwargs.get("eager_start"):
         return task_factory(loop, coro, **kwargs)
     return asyncio.Task(Rooted(_in_steps(coro), capture()), loop=loop, **_without_unset(kwargs))

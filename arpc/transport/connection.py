@@ -135,7 +135,7 @@ class Connection(ABC):
         self.is_congested = False
         """The peer does not take bytes as fast as they are sent."""
         self.is_full = False
-        """The same, of this connection alone and without its bulk route."""
+        """The peer does not take bytes of this connection alone, without its bulk route, as fast as they are sent."""
         self.bytes_received = 0
         self.writes = 0
         self.bytes_sent = 0
@@ -183,7 +183,7 @@ class Connection(ABC):
 
     @abstractmethod
     def _write_chunk(self, header: bytes, chunk: memoryview) -> None:
-        """The same for a piece of a tensor, which must not be copied."""
+        """Hand a piece of a tensor to the operating system. It must not be copied."""
 
     @abstractmethod
     def _unsent_bytes(self) -> int:
@@ -198,7 +198,7 @@ class Connection(ABC):
         """Close once what was written has gone out. Ends in `_ended`."""
 
     def _end_writing(self) -> None:
-        """The same, but read on until the other side closes too.
+        """Close once what was written has gone out, but read on until the other side closes too.
 
         TCP that closes with bytes unread drops what it sent last.
         """
@@ -250,7 +250,7 @@ class Connection(ABC):
 
     @property
     def held_bytes(self) -> int:
-        """The same, and what the carrier has for a peer that does not read."""
+        """`unsent_bytes`, and what the carrier has for a peer that does not read."""
         return self.unsent_bytes + (self.carrier.unread_bytes if self.carrier is not None else 0)
 
     @property

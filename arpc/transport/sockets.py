@@ -497,7 +497,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _tidied(directory: Path) -> Path:
-    """The same directory, without the sockets of processes that were killed before they could remove them."""
+    """A directory, without the sockets of processes that were killed before they could remove them."""
     for path in directory.glob("*.sock"):
         pid = path.name.partition("-")[0]
         if not pid.isdecimal() or _is_running(int(pid)):

@@ -446,7 +446,7 @@ class Protocol:
             messages.append(assembly.message)
 
     def _receive_stripe(self, id_: int, length: int, start: int, end: int, messages: list[Message]) -> int:
-        """The same on a lane."""
+        """Bytes of a large tensor on a further connection. Returns where they end."""
         assert self._lanes is not None
         header = Header._make(_unpack_header(self.buffer, start - HEADER_BYTES))
         stripe = self._lanes.stripe(id_, header.arg, header.timeout_ms, length)

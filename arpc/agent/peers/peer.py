@@ -84,7 +84,7 @@ class Peer:
         self.is_deserted = False
         """Nobody listened at any of its addresses when it was last tried, or there was none to try."""
         self.is_dead = False
-        """The same, where it is known to have been: its process has ended."""
+        """Nobody listened at an address where it is known to have been: its process has ended."""
         self.hosts = {""}
         """Where it was met, in this start of it, as it or the network calls its host. Empty: this one."""
         self.main_by_value = True

@@ -99,7 +99,7 @@ class PassProtocol:
         """For each recv that may get gradients, how many regions lead to it that have not run."""
         self._gradients: dict[RecvRecord, list[Any]] = {}
         self._open: dict[int, dict[int, None]] = {}
-        """The same recvs as message ids, by sender."""
+        """The message ids of these recvs, by sender."""
         self._outbox: dict[int, _Letter] = {}
         self._asked_by: set[int] = set()
         self._unacknowledged = 0

@@ -79,7 +79,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.devices = found
 
     def as_arpc(self) -> RpcOptions:
-        """The same, as arpc has it."""
+        """These options as `RpcOptions`."""
         return RpcOptions(
             rpc_timeout=self.rpc_timeout,
             timeouts_travel=False,

@@ -347,7 +347,7 @@ def _unrepeated(indices: Tensor) -> Tensor:
 
 
 def _undecorated(tensor: Tensor) -> Tensor:
-    """The same memory without the lazy conjugate and negative bits, which travel as flags."""
+    """The memory of a tensor without the lazy conjugate and negative bits, which travel as flags."""
     plain = tensor.detach()
     if plain._is_zerotensor():  # noqa: SLF001 - zeros that autograd did not give any memory
         return torch.zeros(plain.shape, dtype=plain.dtype, device=plain.device)

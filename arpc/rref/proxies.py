@@ -32,10 +32,11 @@ R = TypeVar("R")
 class _Proxy(Generic[T]):
     """Names of methods to calls of them."""
 
-    __slots__ = ("_rref", "_timeout")
+    __slots__ = ("_rref", "_rref_call", "_timeout")
 
-    def __init__(self, rref: RRef[T], timeout: float | Unset) -> None:
+    def __init__(self, rref: RRef[T], call: Callable[..., Any], timeout: float | Unset) -> None:
         self._rref = rref
+        self._rref_call = call
         self._timeout = timeout
 
     def __repr__(self) -> str:
@@ -57,7 +58,7 @@ class AsyncProxy(_Proxy[T]):
     __slots__ = ()
 
     def __getattr__(self, name: str) -> Callable[..., Future[Any]]:
-        return partial(self._rref._call_method, name, self._timeout)  # noqa: SLF001
+        return partial(self._rref_call, name, self._timeout)
 
     @overload
     def __call__(
@@ -66,7 +67,8 @@ class AsyncProxy(_Proxy[T]):
     @overload
     def __call__(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
     def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._rref._call_method(_named(method), self._timeout, *args, **kwargs)  # noqa: SLF001
+        made: Future[Any] = self._rref_call(_named(method), self._timeout, *args, **kwargs)
+        return made
 
 
 class SyncProxy(_Proxy[T]):
@@ -75,7 +77,7 @@ class SyncProxy(_Proxy[T]):
     __slots__ = ()
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        return partial(self._rref._call_method, name, self._timeout)  # noqa: SLF001
+        return partial(self._rref_call, name, self._timeout)
 
     @overload
     def __call__(
@@ -84,7 +86,8 @@ class SyncProxy(_Proxy[T]):
     @overload
     def __call__(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]: ...
     def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Awaitable[Any]:
-        return self._rref._call_method(_named(method), self._timeout, *args, **kwargs)  # noqa: SLF001
+        made: Awaitable[Any] = self._rref_call(_named(method), self._timeout, *args, **kwargs)
+        return made
 
 
 class RemoteProxy(_Proxy[T]):
@@ -93,7 +96,7 @@ class RemoteProxy(_Proxy[T]):
     __slots__ = ()
 
     def __getattr__(self, name: str) -> Callable[..., RRef[Any]]:
-        return partial(self._rref._remote_method, name, self._timeout)  # noqa: SLF001
+        return partial(self._rref_call, name, self._timeout)
 
     @overload
     def __call__(
@@ -102,7 +105,8 @@ class RemoteProxy(_Proxy[T]):
     @overload
     def __call__(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> RRef[R]: ...
     def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> RRef[Any]:
-        return self._rref._remote_method(_named(method), self._timeout, *args, **kwargs)  # noqa: SLF001
+        made: RRef[Any] = self._rref_call(_named(method), self._timeout, *args, **kwargs)
+        return made
 
 
 class StreamProxy(_Proxy[T]):
@@ -110,15 +114,16 @@ class StreamProxy(_Proxy[T]):
 
     __slots__ = ("_window",)
 
-    def __init__(self, rref: RRef[T], timeout: float | Unset, window: int) -> None:
-        super().__init__(rref, timeout)
+    def __init__(self, rref: RRef[T], call: Callable[..., Any], timeout: float | Unset, window: int) -> None:
+        super().__init__(rref, call, timeout)
         self._window = window
 
     def __getattr__(self, name: str) -> Callable[..., AsyncIterator[Any]]:
-        return partial(self._rref._stream_method, name, self._timeout, self._window)  # noqa: SLF001
+        return partial(self._rref_call, name, self._timeout, self._window)
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        return self._rref._stream_method(None, self._timeout, self._window)  # noqa: SLF001
+        items: AsyncIterator[Any] = self._rref_call(None, self._timeout, self._window)
+        return items
 
     @overload
     def __call__(
@@ -129,4 +134,5 @@ class StreamProxy(_Proxy[T]):
         self, method: Callable[Concatenate[T, P], Iterable[R]], *args: P.args, **kwargs: P.kwargs
     ) -> AsyncIterator[R]: ...
     def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        return self._rref._stream_method(_named(method), self._timeout, self._window, *args, **kwargs)  # noqa: SLF001
+        items: AsyncIterator[Any] = self._rref_call(_named(method), self._timeout, self._window, *args, **kwargs)
+        return items

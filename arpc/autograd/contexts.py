@@ -17,7 +17,7 @@ from torch import Tensor
 
 from arpc.autograd.engine.leaf_gradients import summed
 from arpc.autograd.passes.plan import Send
-from arpc.errors import AutogradError
+from arpc.errors import AutogradError, OverloadedError
 from arpc.ids import LOCAL_BITS
 
 __all__ = ["ENDLESS", "NO_GRADIENTS", "AutogradContext", "Container", "Send", "current_context_id"]
@@ -27,6 +27,8 @@ current_context_id: ContextVar[int | None] = ContextVar("arpc.autograd", default
 
 # Messages of a context that has ended may still arrive for a while, and must not bring it to life again
 _TOMBSTONES: Final = 4096
+_MAX_OF_PEER: Final = 65_536
+"""How many contexts one worker may bring here that have not ended."""
 
 NO_GRADIENTS: Final[Mapping[Tensor, Tensor]] = MappingProxyType({})
 
@@ -42,6 +44,8 @@ class AutogradContext:
     """The `BackwardPass` under way, if any."""
     clock = 0
     """Counts messages with tensors: larger after each than at any message that it depends on (Lamport's clock)."""
+    brought_by: int | None = None
+    """The id of the worker whose call was the first here; None for a context of this worker's own."""
     running_thread: Any = None
     """The future of what a pass runs in a thread, which may go on after the pass was ended."""
     last_pass = -1
@@ -135,6 +139,8 @@ class Container:
 
     def __init__(self, worker_id: int = -1) -> None:
         self.contexts: dict[int, AutogradContext] = {}
+        self._brought: dict[int, int] = {}
+        """By worker: how many of the contexts it has brought here."""
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._failed_early: OrderedDict[int, frozenset[int]] = OrderedDict()
         self._told_early: OrderedDict[int, dict[int, dict[int, bool]]] = OrderedDict()
@@ -156,11 +162,19 @@ class Container:
         context = self.contexts[context_id] = AutogradContext(context_id)
         return context
 
-    def enter(self, context_id: int) -> AutogradContext | None:
-        """The context that a message belongs to; made if it is new here, None if it has ended."""
+    def enter(self, context_id: int, caller: int) -> AutogradContext | None:
+        """The context that a message of a worker belongs to; made if it is new here, None if it has ended.
+
+        Raises `OverloadedError` if that worker has brought too many.
+        """
         context = self.contexts.get(context_id)
         if context is None and context_id not in self._ended and context_id >> LOCAL_BITS != self.worker_id:
+            brought = self._brought.get(caller, 0)
+            if brought >= _MAX_OF_PEER:
+                raise OverloadedError(f"{brought} autograd contexts of its calls have not ended yet")
+            self._brought[caller] = brought + 1
             context = self.contexts[context_id] = AutogradContext(context_id)
+            context.brought_by = caller
             if self._failed_early:
                 context.aborted_passes = self._failed_early.pop(context_id, frozenset())
             if self._told_early:
@@ -187,7 +201,7 @@ class Container:
             or context.id >> LOCAL_BITS == me
         ):
             return False
-        del self.contexts[context.id]
+        self._discard(context.id)
         left = self._left
         left[context.id] = pass_id, told, context.clock
         if len(left) > _TOMBSTONES:
@@ -243,4 +257,13 @@ class Container:
             self._failed_early.pop(context_id, None)
         if self._told_early:
             self._told_early.pop(context_id, None)
-        return self.contexts.pop(context_id, None)
+        return self._discard(context_id)
+
+    def _discard(self, context_id: int) -> AutogradContext | None:
+        context = self.contexts.pop(context_id, None)
+        if context is not None and (bringer := context.brought_by) is not None:
+            if (left := self._brought[bringer] - 1) > 0:
+                self._brought[bringer] = left
+            else:
+                del self._brought[bringer]
+        return context

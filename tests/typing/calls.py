@@ -97,5 +97,4 @@ async def what_is_wrong() -> None:
     arpc.stream("w1", add, (1,))  # type: ignore[arg-type]
     arpc.rpc_async("w1", "add", (1,))  # type: ignore[call-overload]
     arpc.rpc_async("w1", add, 1)  # type: ignore[call-overload]
-    text: str = await arpc.rpc_sync("w1", add, (1,))  # type: ignore[arg-type]
-    print(text)
+    _: str = await arpc.rpc_sync("w1", add, (1,))  # type: ignore[arg-type]

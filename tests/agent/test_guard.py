@@ -317,9 +317,8 @@ async def test_roles_hold_for_autograd_contexts_which_their_caller_could_not_end
 
 async def test_roles_that_allow_gradients_allow_contexts():
     async with cluster(2, options=ALLOW.replace(roles={"*": ["*.total", "arpc:*"]})) as group:
-        async with arpc.autograd.context() as ctx_id:
+        async with arpc.autograd.context():
             assert await arpc.rpc_sync("worker1", total, args=([Order(3)],)) == 3
-            assert list(group[1].autograd.container.contexts) == [ctx_id]
         assert not group[1].autograd.container.contexts
 
 

@@ -139,10 +139,8 @@ class Connection(ABC):
         """The peer does not take bytes as fast as they are sent."""
         self.is_full = False
         """The peer does not take bytes of this connection alone, without its bulk route, as fast as they are sent."""
-        self.bytes_received = 0
-        self.writes = 0
-        self.bytes_sent = 0
-        self.frames_sent = 0
+        self.bytes_received = self.bytes_sent = 0
+        self.frames_sent = self.writes = 0
         self._schemas: dict[Schema, int] = {}
         """The numbers of what has been announced to the peer. Threads read it, see `frame_in_thread`."""
         self._schema_bytes = 0

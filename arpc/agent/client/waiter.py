@@ -31,6 +31,8 @@ class ReplyWaiter:
 
     __slots__ = ("_asyncio_future_blocking", "_callbacks", "_loop", "_outcome", "_state", "_wakes_directly")
 
+    _outcome: Any
+
     def __init__(self, loop: asyncio.AbstractEventLoop, wakes_directly: bool) -> None:
         self._asyncio_future_blocking = False
         self._loop = loop
@@ -123,7 +125,7 @@ class ReplyWaiter:
     def set_exception(self, exception: BaseException) -> None:
         """The call has failed. Called anywhere on the loop."""
         self._state = _FAILED
-        self._outcome: Any = exception
+        self._outcome = exception
         self._schedule()
 
     def _schedule(self) -> None:

@@ -463,7 +463,7 @@ def _watched(function: Function, handling: Handling, steps: Steps | None) -> Fun
         return Stepped(result, steps) if is_coroutine else step_result(steps, result)
 
     watched = function.like(call)
-    watched.is_simple = watched.is_plain = False
+    watched.is_plain = False
     return watched
 
 

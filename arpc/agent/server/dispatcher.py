@@ -17,7 +17,7 @@ from arpc.agent.codec import Codec
 from arpc.agent.hooks.observers import Observers
 from arpc.agent.scope import current_scope
 from arpc.agent.server.eager_tasks import EagerTasks
-from arpc.agent.server.functions import Function, HandOver, Mode, Prompt
+from arpc.agent.server.functions import NAMING, Function, HandOver, Mode, Prompt
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.producer import Producer
 from arpc.agent.server.replies import Replies
@@ -390,7 +390,7 @@ class Dispatcher:
         else:
             run.args = content
         if run.function.describe is not None:
-            run.called = _described(run)
+            run.describe = partial(run.function.describe, self.worker, *(run.args or ())[:NAMING])
         if run.awaited_first is not None:
             run.function = self._after(run.awaited_first, run.function)
         if run.handling is not None:
@@ -647,15 +647,6 @@ async def _future_of(result: Any, name: str, loop: asyncio.AbstractEventLoop) ->
     result.add_done_callback(completed)
     await done
     return result.result() if is_a(result, concurrent.futures.Future) else result.value()
-
-
-def _described(run: Run) -> str:
-    describe = run.function.describe
-    assert describe is not None
-    try:
-        return str(describe(*(run.args or ())))
-    except Exception:  # noqa: BLE001 - the function itself will say what is wrong with its arguments
-        return ""
 
 
 def _not_a_future(name: str, result: Any) -> TypeError:

@@ -115,8 +115,8 @@ class Run(msgspec.Struct):
     """Keeps the result, of a request that is to leave it here."""
     is_counted: bool = False
     """The reply window has let it go to a thread, and is to hear when it leaves that."""
-    called: str = ""
-    """What it asks for, if that is not its function: the method of a value."""
+    describe: Callable[[], str] | None = None
+    """Finds the name of what it asks for, if that is not its function: the method of a value."""
     handling: Any = None
     """What observers know of it, an `observers.Handling`; None if nobody observes."""
     awaited_first: list[Awaitable[object]] | None = None
@@ -140,7 +140,12 @@ class Run(msgspec.Struct):
     @property
     def name(self) -> str:
         """What people call it."""
-        return self.called or self.function.name
+        if self.describe is not None:
+            try:
+                return str(self.describe())
+            except Exception:  # noqa: BLE001, S110 - the function itself says what is wrong with its arguments
+                pass
+        return self.function.name
 
     @property
     def worker(self) -> Any:

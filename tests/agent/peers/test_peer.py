@@ -250,15 +250,17 @@ async def test_a_call_that_is_cancelled_is_cancelled_there(bench):
     bench.peer.cancel(call_id)
     assert connection.others == [(CANCEL, call_id)]
     assert bench.peer.in_flight_bytes == bench.peer.in_flight_calls == 0
-    assert bench.peer.pop(call_id) is None, "a reply that comes late finds nobody"
+    assert bench.peer.calls.pop(call_id) is None, "a reply that comes late finds nobody"
 
 
 async def test_a_reply_finds_its_call_once(bench):
     bench.open()
     call_id, call = bench.call()
     bench.peer.submit(call_id, call)
-    assert bench.peer.pop(call_id) is call
-    assert bench.peer.pop(call_id) is None
+    assert bench.peer.calls.pop(call_id) is call
+    bench.peer.release(call)
+    assert bench.peer.calls.pop(call_id) is None
+    assert bench.peer.in_flight_bytes == bench.peer.in_flight_calls == 0
     assert bench.peer.is_at_rest is False, "it is connected"
     assert bench.peer.calls_made == 1
     assert bench.peer.calls_in_flight == 0

@@ -38,7 +38,7 @@ from arpc.metrics.attach import AttachFile
 from arpc.metrics.inspector import Inspector
 from arpc.metrics.service import MetricsService
 from arpc.options import RpcOptions, Unset
-from arpc.profiler.profile import record_group
+from arpc.profiler.group_profile import record_group
 from arpc.profiler.service import ProfilerService
 from arpc.rref.context import RRefContext, Skin
 from arpc.rref.handle import RRef

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 from arpc.agent.agent import Agent
 from arpc.agent.scope import current_scope
-from arpc.autograd.context import AutogradContext, Container
+from arpc.autograd.contexts import AutogradContext, Container
 from arpc.errors import ArpcError, AutogradError, CallError, RpcTimeoutError, ShutdownError, UnknownWorkerError
 from arpc.ids import LOCAL_BITS, WorkerInfo
 from arpc.log import get_logger

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from arpc.agent.scope import current_scope
 from arpc.agent.server.run import Run
-from arpc.autograd.context import ENDLESS, AutogradContext, Container, current_context_id
+from arpc.autograd.contexts import ENDLESS, AutogradContext, Container, current_context_id
 from arpc.autograd.nodes import RecvRecord, attach_recv, attach_send
 from arpc.autograd.passes.plan import Send
 from arpc.errors import ProtocolError

@@ -16,7 +16,7 @@ from arpc.agent.scope import current_scope
 from arpc.agent.server.functions import Prompt
 from arpc.agent.server.thread_pool import ThreadPool
 from arpc.autograd.aborts import Aborts
-from arpc.autograd.context import AutogradContext, Container
+from arpc.autograd.contexts import AutogradContext, Container
 from arpc.autograd.engine.accumulate_hooks import has_accumulate_hooks
 from arpc.autograd.engine.run_policy import RunPolicy
 from arpc.autograd.lifetime import Lifetimes

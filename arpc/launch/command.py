@@ -12,7 +12,7 @@ from typing import Final
 
 from arpc.errors import ConfigurationError, LaunchError
 from arpc.launch.life import exit_status
-from arpc.launch.local import LocalGroup, Settings
+from arpc.launch.local_group import LocalGroup, Settings
 from arpc.launch.meeting import choose_http
 from arpc.launch.output import Screen
 from arpc.launch.plan import Group, as_group, parse_resources, parse_roles

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import arpc
-from arpc.autograd.context import Container, current_context_id
+from arpc.autograd.contexts import Container, current_context_id
 from arpc.testing import Cluster, Fault, FaultyTransport, cluster
 from arpc.transport.in_process import MemoryNetwork
 from arpc.wire.messages import MessageType

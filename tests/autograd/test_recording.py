@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import arpc
-from arpc.autograd.context import Container, current_context_id
+from arpc.autograd.contexts import Container, current_context_id
 from arpc.autograd.recording import Recorder
 from arpc.errors import ProtocolError
 from arpc.ids import WorkerInfo

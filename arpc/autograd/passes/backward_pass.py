@@ -17,7 +17,7 @@ from torch import Tensor
 from arpc import torchstate
 from arpc.agent.client.future import Future
 from arpc.agent.hooks.observers import Activity
-from arpc.autograd.context import AutogradContext, Container
+from arpc.autograd.contexts import AutogradContext, Container
 from arpc.autograd.engine.accumulate_hooks import accumulate_with_hooks
 from arpc.autograd.engine.leaf_gradients import LeafGradients
 from arpc.autograd.engine.run import Engine

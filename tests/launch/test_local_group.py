@@ -22,7 +22,7 @@ import arpc
 from arpc.launch import Launched, Module
 from arpc.launch.keeping import SCRIPT as KEEPER
 from arpc.launch.life import Failure
-from arpc.launch.local import LocalGroup, Settings
+from arpc.launch.local_group import LocalGroup, Settings
 from arpc.launch.meeting import StoreServer
 from arpc.launch.output import Screen
 from arpc.launch.plan import as_group

@@ -20,6 +20,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from arpc.bench.plots import NAMES
+from arpc.bench.report import DISTURBED_LIMIT
+from arpc.bench.rounds import FOREIGN_LIMIT
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 README: Final = ROOT / "README.md"
@@ -46,9 +48,9 @@ SHOWN: Final = {
 """The rows of the table, and what they are called there."""
 
 PEER_PANELS: Final = (
-    ("peers/call", "Small call"),
-    ("peers/rate", "Calls per second, 64 in flight"),
-    ("peers/send", "64 MB tensor, sent"),
+    ("peers/call", "One small call"),
+    ("peers/rate", "64 calls in flight"),
+    ("peers/send", "Send 64 MB"),
 )
 FAMILIES: Final = (
     ("shape/call/", False, "plain calls"),
@@ -59,6 +61,7 @@ FAMILIES: Final = (
 )
 """Prefix of the keys, whether the row is a rate, and the label in the picture."""
 
+TICKS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 INK: Final = "#24292f"
 FAINT: Final = "#d0d7de"
 ACCENT: Final = "#d9480f"
@@ -66,6 +69,9 @@ ACCENT: Final = "#d9480f"
 
 def condense(document: dict[str, Any], commit: str) -> dict[str, Any]:
     """Keep what the README needs of a document of ``arpc bench --json``: medians, ratios and how they were measured."""
+    shares = [
+        share for row in document["rows"] for figures in row["columns"].values() for share in figures["foreign_shares"]
+    ]
     rows = {
         row["key"]: {
             "title": row["title"],
@@ -82,6 +88,8 @@ def condense(document: dict[str, Any], commit: str) -> dict[str, Any]:
         "commit": commit,
         "machine": {name: document["machine"][name] for name in ("cpu", "cpus", "python", "versions")},
         "rounds": document["rounds"],
+        "disturbed": sum(share > FOREIGN_LIMIT for share in shares),
+        "measured": len(shares),
         "rows": rows,
     }
 
@@ -96,21 +104,38 @@ def table(kept: dict[str, Any]) -> str:
     for key, label in SHOWN.items():
         if (row := rows.get(key)) is not None and "torch" in row["ratios"]:
             ours, theirs = (spoken(row["medians"][column], row["unit"]) for column in ("arpc", "torch"))
-            lines.append(f"| {label} | {ours} | {theirs} | {row['ratios']['torch']:.1f}x |")
+            lines.append(f"| {label} | {ours} | {theirs} | {times(row['ratios']['torch'])} |")
     ratios = shape_ratios(kept)
     worst = min(ratios, key=ratios.__getitem__)
     machine = kept["machine"]
     lines += [
         "",
-        f"Over all {len(ratios)} shapes of calls that the bench measures, arpc is {ratios[worst]:.1f} to"
-        f" {max(ratios.values()):.1f} times as fast, {statistics.median(ratios.values()):.1f} times in the median."
-        f" The worst one is *{without_placement(rows[worst]['title'])}*.",
+        (
+            f"Over all {len(ratios)} shapes of calls that the bench measures, arpc is {ratios[worst]:.1f} to"
+            f" {max(ratios.values()):.0f} times as fast, {statistics.median(ratios.values()):.0f} times in the median."
+            f" The worst one is *{without_placement(rows[worst]['title'])}*."
+        ),
         "",
-        f"Measured by `make figures` at commit {kept['commit']}, {kept['rounds']} rounds, on {machine['cpus']} CPUs"
-        f" ({machine['cpu']}), Python {machine['python']}, torch {machine['versions']['torch']}. torch has three worker"
-        " threads, which suits it best, and is not pinned.",
+        (
+            f"Measured by `make figures` at commit {kept['commit']}, {kept['rounds']} rounds, on {machine['cpus']} CPUs"
+            f" ({machine['cpu']}), Python {machine['python']}, torch {machine['versions']['torch']}. torch has three worker"
+            " threads, which suits it best, and is not pinned."
+        ),
     ]
+    if is_disturbed(kept):
+        lines += [
+            "",
+            (
+                f"**Do not quote these figures:** other programs were busy during {kept['disturbed']} of {kept['measured']}"
+                " measurements. That slows torch down more than arpc, so the ratios are larger than on a quiet machine."
+            ),
+        ]
     return "\n".join(lines)
+
+
+def is_disturbed(kept: dict[str, Any]) -> bool:
+    """Whether other programs were busy too often for the figures to be quoted."""
+    return bool(kept["disturbed"] > kept["measured"] * DISTURBED_LIMIT)
 
 
 def shape_ratios(kept: dict[str, Any]) -> dict[str, float]:
@@ -125,6 +150,11 @@ def shape_ratios(kept: dict[str, Any]) -> dict[str, float]:
 def without_placement(title: str) -> str:
     """A row's title without the word for "one CPU each", which the README says once for all."""
     return title.replace(", split", "")
+
+
+def times(ratio: float) -> str:
+    """A ratio with no more digits than it deserves."""
+    return f"{ratio:.1f}x" if ratio < 10 else f"{ratio:.0f}x"
 
 
 def spoken(value: float, unit: str) -> str:
@@ -164,7 +194,8 @@ def draw(kept: dict[str, Any], path: Path) -> None:
     machine = kept["machine"]
     figure.supxlabel(
         f"How many times as fast as each other system arpc is; 1x is equal. Two processes, {machine['cpus']} CPUs"
-        f" ({machine['cpu']}), medians of {kept['rounds']} rounds, commit {kept['commit']}",
+        f" ({machine['cpu']}), medians of {kept['rounds']} rounds, commit {kept['commit']}"
+        + (". Other programs were busy: do not quote." if is_disturbed(kept) else ""),
         size=8,
         color="#57606a",
         x=0.01,
@@ -178,20 +209,24 @@ def _draw_shapes(axes: Axes, kept: dict[str, Any]) -> None:
     ratios = shape_ratios(kept)
     worst = min(ratios, key=ratios.__getitem__)
     for place, (prefix, is_rate, _) in enumerate(FAMILIES):
-        ours = {key: ratio for key, ratio in ratios.items() if key.startswith(prefix) and key.endswith("/64") == is_rate}
+        ours = {
+            key: ratio for key, ratio in ratios.items() if key.startswith(prefix) and key.endswith("/64") == is_rate
+        }
         if not ours:
             continue
-        offsets = [((number * 7) % 11 - 5) * 0.045 for number in range(len(ours))]  # so that equal ones can be told apart
+        offsets = [
+            ((number * 7) % 11 - 5) * 0.045 for number in range(len(ours))
+        ]  # so that equal ones can be told apart
         axes.scatter(list(ours.values()), [place + offset for offset in offsets], s=16, color=ACCENT, alpha=0.55, lw=0)
         middle = statistics.median(ours.values())
         axes.plot([middle, middle], [place - 0.36, place + 0.36], color=INK, lw=1.6)
-        axes.text(middle, place - 0.4, f"{middle:.1f}x", ha="center", va="bottom", size=8.5, color=INK, weight="bold")
+        axes.text(middle, place - 0.4, times(middle), ha="center", va="bottom", size=8.5, color=INK, weight="bold")
         if worst in ours:
             axes.annotate(
                 f"worst: {ratios[worst]:.1f}x\n{without_placement(kept['rows'][worst]['title'])}",
                 (ratios[worst], place + offsets[list(ours).index(worst)]),
-                xytext=(0.55, place + 0.62),
-                textcoords=axes.get_yaxis_transform(),
+                xytext=(max(ratios[worst] * 1.5, 1.2), place + 0.72),
+                textcoords="data",
                 arrowprops={"arrowstyle": "-", "color": "#57606a", "lw": 0.8},
                 size=8,
                 color="#57606a",
@@ -200,10 +235,14 @@ def _draw_shapes(axes: Axes, kept: dict[str, Any]) -> None:
     axes.axvline(1, color=INK, lw=1, linestyle=":")
     axes.set_yticks(range(len(FAMILIES)), [label for _, _, label in FAMILIES], size=9)
     axes.set_ylim(len(FAMILIES) - 0.05, -0.75)
-    axes.set_xlim(0, max(ratios.values()) * 1.08)
-    axes.set_xticks(axes.get_xticks(), [f"{tick:g}x" for tick in axes.get_xticks()])
-    axes.set_xlim(0, max(ratios.values()) * 1.08)
-    axes.set_title(f"{len(ratios)} shapes of calls, against torch.distributed.rpc", size=10.5, weight="bold", loc="left")
+    axes.set_xscale("log")
+    axes.set_xlim(min(0.8, min(ratios.values()) / 1.3), max(ratios.values()) * 1.2)
+    ticks = [tick for tick in TICKS if tick <= max(ratios.values())]
+    axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
+    axes.set_xticks([], minor=True)
+    axes.set_title(
+        f"{len(ratios)} shapes of calls, against torch.distributed.rpc", size=10.5, weight="bold", loc="left"
+    )
     axes.grid(visible=True, axis="x", color=FAINT, lw=0.6)
     _strip(axes)
 
@@ -212,7 +251,7 @@ def _draw_peers(axes: Axes, row: dict[str, Any], title: str) -> None:
     ratios = sorted(row["ratios"].items(), key=lambda one: one[1])
     for place, (column, ratio) in enumerate(ratios):
         axes.barh(place, ratio, height=0.62, color="#5c6bc0" if column == "torch" else "#a5b4cb")
-        axes.text(ratio, place, f" {ratio:.1f}x", va="center", size=9, color=INK)
+        axes.text(ratio, place, f" {times(ratio)}", va="center", size=9, color=INK)
     axes.axvline(1, color=INK, lw=1, linestyle=":")
     axes.set_yticks(range(len(ratios)), [_short_name(column) for column, _ in ratios], size=9)
     axes.invert_yaxis()
@@ -253,11 +292,13 @@ def _commit() -> str:
 def main() -> None:
     """Condense a new run if one is given, then draw the picture and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("document", type=Path, nargs="?", help="what arpc bench --json wrote; without it, the kept figures")
+    parser.add_argument(
+        "document", type=Path, nargs="?", help="what arpc bench --json wrote; without it, the kept figures"
+    )
     options = parser.parse_args()
     if options.document is not None:
         kept = condense(json.loads(options.document.read_text()), _commit())
-        KEPT.write_text(re.sub(r"\n {4,}| (?=\})", " ", json.dumps(kept, indent=1)) + "\n")
+        KEPT.write_text(re.sub(r"\n {3,}|\n  (?=\})", " ", json.dumps(kept, indent=1)) + "\n")
     kept = json.loads(KEPT.read_text())
     draw(kept, PICTURE)
     README.write_text(with_table(README.read_text(), kept))

@@ -118,16 +118,16 @@ def table(kept: dict[str, Any]) -> str:
         "",
         (
             f"Measured by `make figures` at commit {kept['commit']}, {kept['rounds']} rounds, on {machine['cpus']} CPUs"
-            f" ({machine['cpu']}), Python {machine['python']}, torch {machine['versions']['torch']}. torch has three worker"
-            " threads, which suits it best, and is not pinned."
+            f" ({machine['cpu']}), Python {machine['python']}, torch {machine['versions']['torch']}. torch has three"
+            " worker threads, which suits it best, and is not pinned."
         ),
     ]
     if is_disturbed(kept):
         lines += [
             "",
             (
-                f"**Do not quote these figures:** other programs were busy during {kept['disturbed']} of {kept['measured']}"
-                " measurements. That slows torch down more than arpc, so the ratios are larger than on a quiet machine."
+                f"**Do not quote these figures:** other programs were busy during {kept['disturbed']} of"
+                f" {kept['measured']} measurements. That slows torch down more than arpc, so the ratios are larger than on a quiet machine."
             ),
         ]
     return "\n".join(lines)

@@ -37,7 +37,7 @@ def test_every_program_has_its_output():
 
 def test_it_is_short():
     prose = FENCE.sub("", README.replace(README[README.index(BEGIN) : README.index(END)], ""))
-    assert len(re.findall(r"\b[A-Za-z][\w'’-]*", re.sub(r"\]\([^)]*\)", "]", prose))) <= 600
+    assert len(re.findall(r"\b[A-Za-z][\w'-]*", re.sub(r"\]\([^)]*\)", "]", prose))) <= 600
 
 
 def test_the_table_and_the_picture_show_the_same_figures():

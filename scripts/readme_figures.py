@@ -127,8 +127,8 @@ def table(kept: dict[str, Any]) -> str:
             "",
             (
                 f"**Do not quote these figures:** other programs were busy during {kept['disturbed']} of"
-                f" {kept['measured']} measurements. That slows torch down more than arpc, so the ratios are larger than on a"
-                " quiet machine."
+                f" {kept['measured']} measurements. That slows torch down more than arpc, so the ratios are larger"
+                " than on a quiet machine."
             ),
         ]
     return "\n".join(lines)

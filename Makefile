@@ -49,6 +49,7 @@ matrix: $(installed) ## run the tests on every Python that is found, with the ol
 
 bench: $(installed) ## measure arpc against torch.distributed.rpc and the bare floor
 	$(python) -m scripts.bench --targets --plot build $(BENCH_ARGS)
+	$(python) -m scripts.bytecodes
 
 bench-peers: $(peers_installed) ## measure arpc against Ray, grpc.aio, xoscar, Monarch, Dask and RPyC
 	$(peers_python) -m scripts.bench --rows peers/ --json build/bench-peers.json --plot build $(BENCH_ARGS)

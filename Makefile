@@ -32,9 +32,9 @@ peers_installed := $(PEERS_VENV)/.installed
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(installed) ## train with a parameter server over local processes and watch the loss fall
-	$(VENV)/bin/arpc launch --dashboard --role driver=1,server=1,trainer=3 \
-	  examples/parameter_server.py --plot build/parameter_server.png
+demo: $(installed) ## train with a parameter server, kill a trainer on the way and watch it come back; KEEP=1 stays up
+	$(VENV)/bin/arpc launch --dashboard --elastic --max-restarts 1 --role driver=1,server=1,trainer=3 \
+	  examples/parameter_server.py --kill --pause 8 --plot build/parameter_server.png $(if $(KEEP),--keep)
 
 test: $(installed) ## run the tests: warnings are errors, asyncio runs in debug mode
 	$(python) -m pytest -n $(TEST_PROCESSES) --dist loadfile --durations=10

@@ -10,6 +10,7 @@ from arpc.api import (
     get_worker_info,
     get_worker_infos,
     init_rpc,
+    on,
     remaining_time,
     remote,
     rpc_async,
@@ -19,6 +20,7 @@ from arpc.api import (
     stream,
 )
 from arpc.batching import batched
+from arpc.callee import Callee
 from arpc.errors import (
     AlreadyInitializedError,
     ArpcError,
@@ -86,6 +88,7 @@ __all__ = [
     "BatchError",
     "CallCancelledError",
     "CallError",
+    "Callee",
     "ConfigurationError",
     "ConnectionClosedError",
     "Future",
@@ -143,6 +146,7 @@ __all__ = [
     "new_event_loop",
     "nn",
     "no_grad",
+    "on",
     "optim",
     "profiler",
     "propagate",

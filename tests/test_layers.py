@@ -35,6 +35,7 @@ LAYERS: Final = (
     (4, {"autograd", "profiler", "rref", "torchscript"}),
     (4, {"metrics"}),  # looks at the features above
     (5, {"http"}),
+    (5, {"callee"}),  # what `Worker.on` returns
     (5, {"runtime"}),
     (5, {"startup"}),
     (6, {"functions", "futures", "runner"}),

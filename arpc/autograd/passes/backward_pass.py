@@ -376,7 +376,7 @@ class BackwardPass:
                 self.fail(malformed)
                 return
             if parcel.leaves and self.context.calls_made == self._calls_before[peer]:
-                self.context.known_workers.discard(peer)  # it need not hear of the context any more, nor of its end
+                self.context.known_workers.pop(peer, None)  # it need not hear of the context any more, nor of its end
             self._inbox.append((peer, parcel))
         _call_pristine(self._advance)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from arpc.agent.scope import current_scope
-from arpc.agent.server.functions import HandOver, named_by
+from arpc.agent.server.functions import HandOver, Mode, named_by
 from arpc.agent.server.run import Run
 from arpc.rref.methods import bound, template_of
+from arpc.rref.turns import Turns, takes_turns
 from arpc.rref.values import NOTHING
 from arpc.user_errors import type_name_of
 from arpc.wire.values.allowlist import export
@@ -25,6 +26,8 @@ __all__ = [
     "stream_items",
     "stream_method",
 ]
+
+_YIELDS: Final = (Mode.GENERATOR, Mode.ASYNC_GENERATOR)
 
 
 def _context() -> RRefContext:
@@ -54,8 +57,8 @@ def method_name(rref: int, name: str) -> str:
 
 @export
 @named_by(lambda rref, _is_created, name, *_: method_name(rref, name))
-async def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs: Any) -> HandOver:
-    """Have a method of a value run, once the value is there."""
+async def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Have a method of a value run, once the value is there; one marked with `one_at_a_time`, when it is its turn."""
     context = _context()
     held = context.values.get(rref)
     if held is not None and held.is_ready:
@@ -66,7 +69,17 @@ async def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **k
         if isinstance(run, Run) and run.called == name:
             run.called = f"{type_name_of(value)}.{name}"
     method = context.get_method(value, name)
-    return HandOver(bound(method, template_of(method)), args, kwargs)
+    function = bound(method, template_of(method))
+    if takes_turns(value, method) and function.mode not in _YIELDS:
+        return await _turns().run(context.agent.dispatcher, value, function, args, kwargs)
+    return HandOver(function, args, kwargs)
+
+
+def _turns() -> Turns:
+    scope = current_scope.get()
+    assert scope is not None  # these are handlers
+    turns: Turns = scope.worker.keep(Turns)
+    return turns
 
 
 @export

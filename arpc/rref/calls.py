@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from arpc.agent.scope import current_scope
 from arpc.agent.server.functions import HandOver, Mode, named_by, returns_coroutine
 from arpc.agent.server.run import Run
 from arpc.rref.methods import bound, template_of
+from arpc.rref.turns import Turns, takes_turns
 from arpc.rref.values import NOTHING
 from arpc.user_errors import type_name_of
 from arpc.wire.values.allowlist import export
@@ -25,6 +26,8 @@ __all__ = [
     "stream_items",
     "stream_method",
 ]
+
+_YIELDS: Final = (Mode.GENERATOR, Mode.ASYNC_GENERATOR)
 
 
 def _context() -> RRefContext:
@@ -56,15 +59,21 @@ def method_name(worker: Any, rref: int, name: str) -> str:
 @returns_coroutine
 @named_by(lambda worker, rref, _is_created, name: method_name(worker, rref, name))
 def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
-    """Have a method of a value run, once the value is there."""
+    """Have a method of a value run, once the value is there; one marked with `one_at_a_time`, when it is its turn."""
     run = current_scope.get()
     assert isinstance(run, Run)  # this is a handler
     context: RRefContext = run.worker.rref_context
     held = context.values.get(rref)
     if held is not None and held.is_ready and run.handling is None:
-        method = context.get_method(held.get_nowait(), name)
+        value = held.get_nowait()
+        method = context.get_method(value, name)
         template = template_of(method)
-        if template.mode is Mode.COROUTINE and not template.returns_future and not template.results.are_large:
+        if (
+            template.mode is Mode.COROUTINE
+            and not template.returns_future
+            and not template.results.are_large
+            and not takes_turns(value, method)
+        ):
             if run.creation is None:  # whose results stay here
                 run.results = template.results
             coroutine: Coroutine[Any, Any, Any] = method(*args, **kwargs)
@@ -74,9 +83,16 @@ def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs:
 
 async def _hand_over(
     context: RRefContext, rref: int, is_created: bool, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> HandOver:
-    method = context.get_method(await context.value(rref, is_created=is_created), name)
-    return HandOver(bound(method, template_of(method)), args, kwargs)
+) -> Any:
+    value = await context.value(rref, is_created=is_created)
+    method = context.get_method(value, name)
+    function = bound(method, template_of(method))
+    if takes_turns(value, method) and function.mode not in _YIELDS:
+        scope = current_scope.get()
+        assert scope is not None  # this is a handler
+        turns: Turns = scope.worker.keep(Turns)
+        return await turns.run(context.agent.dispatcher, value, function, args, kwargs)
+    return HandOver(function, args, kwargs)
 
 
 @export

@@ -35,6 +35,7 @@ LAYERS: Final = (
     (4, {"autograd", "profiler", "rref", "torchscript"}),
     (4, {"metrics"}),  # looks at the features above
     (5, {"http"}),
+    (5, {"callee"}),  # what `Worker.on` returns
     (5, {"runtime"}),
     (5, {"startup"}),
     (6, {"functions", "futures", "runner"}),
@@ -193,7 +194,7 @@ FOR_TESTS = "for tests alone"
         pytest.param("arpc.agent.agent", "import arpc", UPWARDS, id="whole-package"),
         pytest.param("arpc.agent.agent", "from arpc import rpc_async", UPWARDS, id="public-name"),
         pytest.param("arpc.agent.agent", "from arpc import *", UPWARDS, id="star"),
-        pytest.param("arpc.rref.handle", "import arpc.autograd.context", UPWARDS, id="exception-has-one-direction"),
+        pytest.param("arpc.rref.handle", "import arpc.autograd.contexts", UPWARDS, id="exception-has-one-direction"),
         pytest.param("arpc.profiler", "import arpc.rref.handle", UPWARDS, id="exception-is-for-one"),
         pytest.param("arpc.api", "if TYPE_CHECKING:\n import arpc.cli", UPWARDS, id="type-checking"),
         pytest.param("arpc.api", "try:\n import arpc.console\nexcept ImportError: pass", UPWARDS, id="in-try"),
@@ -240,7 +241,9 @@ def test_the_checker_complains_about(module: str, source: str, complaint: str) -
         pytest.param("arpc.api", "def f():\n import arpc.runtime  # slow: imports torch.fx", id="excused-as-slow"),
         pytest.param("arpc.cli", "def f():\n from arpc.http import (  # Optional extra\n  a,\n )", id="excused-lines"),
         pytest.param("arpc.cli", "def f():\n import rich", id="hidden-but-not-arpc"),
-        pytest.param("arpc.testing.cluster", "import arpc\nfrom arpc.testing import faulty", id="testing-uses-arpc"),
+        pytest.param(
+            "arpc.testing.in_process_cluster", "import arpc\nfrom arpc.testing import faulty", id="testing-uses-arpc"
+        ),
         pytest.param("arpc", "from arpc.api import rpc_async\nfrom .nn import RemoteModule", id="public-names"),
         pytest.param("arpc.__main__", "from arpc.cli import main", id="main"),
     ],

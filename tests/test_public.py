@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
 import arpc
+import arpc.testing
 from arpc import _public
 
 
@@ -17,6 +20,17 @@ def test_every_public_name_is_declared_where_it_is_imported() -> None:
     for name in _public.__all__:
         assert getattr(arpc, name) is getattr(_public, name)
     assert set(arpc.__all__) <= set(dir(arpc))
+
+
+@pytest.mark.parametrize(
+    "package",
+    [arpc.autograd, arpc.launch, arpc.nn, arpc.optim, arpc.profiler, arpc.testing, arpc.torchscript],
+    ids=lambda package: package.__name__,
+)
+def test_no_public_name_is_hidden_by_a_module_of_that_name(package: ModuleType) -> None:
+    """Whether the function or the module is found would depend on what was imported last; a reference shows neither."""
+    for name in package.__all__:
+        assert importlib.util.find_spec(f"{package.__name__}.{name}") is None
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:

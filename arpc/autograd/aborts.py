@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, Final
 
 from arpc.agent.peers.peer import PeerState
-from arpc.autograd.context import AutogradContext, Container
+from arpc.autograd.contexts import AutogradContext, Container
 from arpc.autograd.lifetime import Lifetimes, is_hopeless
 from arpc.log import get_logger
 from arpc.options import RpcOptions

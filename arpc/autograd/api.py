@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from arpc.agent.scope import find_scope
-from arpc.autograd.context import current_context_id
+from arpc.autograd.contexts import current_context_id
 from arpc.autograd.service import AutogradService
 from arpc.errors import AutogradError, NotInitializedError
 from arpc.options import UNSET, Unset

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 from arpc.agent.agent import Agent
 from arpc.agent.scope import current_scope
-from arpc.autograd.context import AutogradContext, Container
+from arpc.autograd.contexts import AutogradContext, Container
 from arpc.errors import ArpcError, AutogradError, CallError, RpcTimeoutError, ShutdownError, UnknownWorkerError
 from arpc.ids import LOCAL_BITS, WorkerInfo
 from arpc.log import get_logger
@@ -82,7 +82,7 @@ class Lifetimes:
         context = self.forget(context_id)
         if context is None or not context.known_workers:
             return ()
-        return context.known_workers - {self._container.worker_id}
+        return context.known_workers.keys() - {self._container.worker_id}
 
     def release_nowait(self, context_id: int) -> None:
         """Forget a context here now, and tell the others later. Raises `AutogradError` if it is not known here."""
@@ -152,8 +152,25 @@ class Lifetimes:
         context = self.forget(context_id)
         if context is None:
             return None
-        others = context.known_workers - {self._container.worker_id, teller}
+        others = context.known_workers.keys() - {self._container.worker_id, teller}
         return self.tell_all(others, context_id) if others else None
+
+    def rejoined(self, context: AutogradContext) -> None:
+        """This worker had left a context and has entered it again by itself: its creator does not know, and is told."""
+        context.known_workers.setdefault(context.creator, 0)
+        self.own(self._tell_creator(context))
+
+    async def _tell_creator(self, context: AutogradContext) -> None:
+        while context.id in self._container.contexts:
+            try:
+                ended = await self.request(AutogradQuery, context.creator, ([context.id],), self.attempt_s)
+            except RpcTimeoutError:
+                continue  # it is there, and busy
+            except (ArpcError, OSError):
+                return  # a creator that is lost is taken care of in its own way
+            if ended:
+                await self.release(context.id)
+            return
 
     # -- workers that are lost
 
@@ -165,7 +182,7 @@ class Lifetimes:
         if caller is not None:
             # who asks may have heard of it by way of a worker that is lost, and could not be told of its end by that
             for context in filter(None, map(contexts.get, context_ids)):
-                context.known_workers.add(caller.id)
+                context.known_workers.setdefault(caller.id, 0)
         return [context_id for context_id in context_ids if context_id not in contexts]
 
     def peer_connected(self, peer: WorkerInfo) -> None:

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from arpc.agent.scope import current_scope
 from arpc.agent.server.run import Run
-from arpc.autograd.context import ENDLESS, AutogradContext, Container, current_context_id
+from arpc.autograd.contexts import ENDLESS, AutogradContext, Container, current_context_id
 from arpc.autograd.nodes import RecvRecord, attach_recv, attach_send
 from arpc.autograd.passes.plan import Send
 from arpc.errors import ProtocolError
 from arpc.ids import WorkerInfo
+from arpc.wire.messages import AutogradGradients
 from arpc.wire.values.packing import Slot
+from arpc.wire.values.policy import UNRESTRICTED, Policy
 
 __all__ = ["Recorder"]
 
@@ -31,6 +33,7 @@ _IDS: Final = Struct("<QQQ")
 _pack_ids = _IDS.pack
 _unpack_ids: Callable[[bytes], Any] = _IDS.unpack
 _current = current_context_id.get
+_set_current = current_context_id.set
 _current_scope = current_scope.get
 _is_grad_enabled = torch.is_grad_enabled
 _requires_grad = attrgetter("requires_grad")
@@ -41,65 +44,80 @@ _new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times 
 class Recorder:
     """The interceptor that does it. It adds to a message the ids of the context and of the message, and the clock.
 
-    A message id of 0 means that nothing was recorded.
+    A message id of 0 means that nothing was recorded. In an answer the clock is then the number of calls after which
+    this worker has left the context, since nothing ever was; or 0 if it has not.
     """
 
     key = "grad"
 
-    def __init__(self, container: Container) -> None:
+    def __init__(self, container: Container, policy: Policy = UNRESTRICTED) -> None:
         self._container = container
-        self.occasions = container.contexts
+        self._policy = policy
+        self._contexts = container.contexts
+        self.occasions = container.callable
         """Calls are looked at only while there are contexts."""
 
     def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot], is_stream: bool = False) -> bytes | None:
         context_id = _current()
         if context_id is None or not _is_grad_enabled():
             return None
-        context = self._container.contexts.get(context_id)
+        context = self._contexts.get(context_id) or self._container.rejoin(context_id)
         if context is None:
             return None  # it has ended, and this code outlives it
-        message_id = self._record_send(context, peer.id, slots) if slots else 0
+        to = peer.id
+        message_id = self._record_send(context, to, slots) if slots else 0
         if not message_id and isinstance(function, BuiltinFunctionType):
             return None
-        context.known_workers.add(peer.id)
+        known = context.known_workers
+        known[to] = known.get(to, 0) + 1
         context.calls_made += ENDLESS if is_stream else 1
         return _pack_ids(context_id, message_id, context.clock)
 
     def request_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
         context_id, message_id, stamp = _checked(meta)
-        context = self._container.enter(context_id)
+        if self._policy.is_restricted:
+            # a worker that may not send gradients may not end the context either, which would be kept for ever
+            self._policy.check_message(peer, AutogradGradients)
+        context = self._contexts.get(context_id) or self._container.enter(context_id, peer.id)
         if context is None:
             return  # it ended while the call was on its way
-        current_context_id.set(context_id)
-        context.known_workers.add(peer.id)
+        _set_current(context_id)
+        context.known_workers.setdefault(peer.id, 0)
         context.handlers_begun += 1
-        context.clock = max(context.clock, stamp)
         if message_id:
             self._record_recv(context, peer.id, message_id, stamp, slots)
+        elif stamp > context.clock:
+            context.clock = stamp
 
     def reply_sent(self, peer: WorkerInfo, meta: bytes, slots: list[Slot]) -> bytes | None:
         context_id, _, _ = _checked(meta)
-        context = self._container.contexts.get(context_id)
+        context = self._contexts.get(context_id)
         if context is None:
             return None
-        run = _current_scope()
-        if not (isinstance(run, Run) and run.is_stream):  # which is not answered with an item
+        run: Any = _current_scope()
+        if run.__class__ is not Run or not run.is_stream:  # which is not answered with an item
             context.handlers_answered += 1
-        if not slots:
-            return None
-        if _is_grad_enabled():
-            message_id = self._record_send(context, peer.id, slots)
-        else:  # a generator that is suspended inside a no_grad block
-            with torch.enable_grad():
+        if slots:
+            if _is_grad_enabled():
                 message_id = self._record_send(context, peer.id, slots)
-        return _pack_ids(context_id, message_id, context.clock) if message_id else None
+            else:  # a generator that is suspended inside a no_grad block
+                with torch.enable_grad():
+                    message_id = self._record_send(context, peer.id, slots)
+            if message_id:
+                return _pack_ids(context_id, message_id, context.clock)
+        has_left = not context.recvs and self._container.try_to_leave_unused(context, peer.id)
+        return _pack_ids(context_id, 0, context.handlers_begun if has_left else 0)
 
     def reply_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
         context_id, message_id, stamp = _checked(meta)
-        context = self._container.contexts.get(context_id)
-        if context is not None and message_id:
-            context.calls_answered += 1
+        context = self._contexts.get(context_id)
+        if context is None:
+            return
+        context.calls_answered += 1
+        if message_id:
             self._record_recv(context, peer.id, message_id, stamp, slots)
+        elif stamp:
+            context.worker_left(peer.id, stamp)
 
     def _record_send(self, context: AutogradContext, to: int, slots: list[Slot]) -> int:
         tensors: list[Any]

@@ -16,7 +16,7 @@ from arpc.agent.scope import current_scope
 from arpc.agent.server.functions import Prompt
 from arpc.agent.server.thread_pool import ThreadPool
 from arpc.autograd.aborts import Aborts
-from arpc.autograd.context import AutogradContext, Container
+from arpc.autograd.contexts import AutogradContext, Container
 from arpc.autograd.engine.accumulate_hooks import has_accumulate_hooks
 from arpc.autograd.engine.run_policy import RunPolicy
 from arpc.autograd.lifetime import Lifetimes
@@ -45,6 +45,7 @@ from arpc.wire.messages import (
     AutogradRelease,
     Message,
 )
+from arpc.wire.values.policy import UNRESTRICTED, Policy
 
 __all__ = ["AutogradService"]
 
@@ -59,10 +60,12 @@ _REASON_S: Final = 1.0
 class AutogradService:
     """The contexts of one worker, what is recorded in them, and the passes over them."""
 
-    def __init__(self, options: RpcOptions, context: Context, rrefs: RRefContext) -> None:
+    def __init__(
+        self, options: RpcOptions, context: Context, rrefs: RRefContext, policy: Policy = UNRESTRICTED
+    ) -> None:
         self.info = WorkerInfo("", -1)
         self.container = Container()
-        self.recorder = Recorder(self.container)
+        self.recorder = Recorder(self.container, policy)
         self.lifetimes = Lifetimes(self.container, options, context)
         self.aborts = Aborts(self.container, self.lifetimes, options)
         self.threads: ThreadPool
@@ -73,6 +76,7 @@ class AutogradService:
         self._agent: Agent
         self._options = options
         self._rrefs = rrefs
+        self.container.rejoined = self.lifetimes.rejoined
 
     @property
     def handlers(self) -> Mapping[type[Message], Callable[..., Any]]:
@@ -186,7 +190,8 @@ class AutogradService:
         if context_id == -1:
             raise AutogradError("User RRefs require 'dist_autograd_ctx_id' to be specified: pass ctx_id")
         context = self.container.find(context_id)
-        context.known_workers.add(rref.owner().id)
+        owner = rref.owner().id
+        context.known_workers[owner] = context.known_workers.get(owner, 0) + 1
         context.calls_made += 1  # it brings the context to the owner as a call does, which may be leaving it
         pass_id = self.container.new_pass_id()
         failed = sorted(context.aborted_passes)
@@ -248,7 +253,7 @@ class AutogradService:
     def abort(self, context: AutogradContext, pass_id: int, but: int | None = None) -> asyncio.Future[Any] | None:
         """Tell all who know a context that a pass has failed; the future is done when they have heard."""
         context.aborts_told |= {pass_id}
-        others = context.known_workers - {self.info.id, but}
+        others = context.known_workers.keys() - {self.info.id, but}
         return self.aborts.tell(context, pass_id, others) if others else None
 
     def name_of(self, worker: int) -> str:
@@ -341,9 +346,10 @@ class AutogradService:
         self, rref: int, is_created: bool, context_id: int, pass_id: int, retain_graph: bool, failed: list[int]
     ) -> None:
         value = await self._rrefs.value(rref, is_created=is_created)
-        context = self.container.enter(context_id)
+        caller, _ = _caller()
+        context = self.container.enter(context_id, caller)
         if context is not None:
-            context.known_workers.add(_caller()[0])
+            context.known_workers.setdefault(caller, 0)
             self._take_back(context, failed)
             if pass_id in context.aborted_passes:
                 raise AutogradError(f"the backward pass {pass_id} of autograd context {context_id} has failed")

@@ -12,7 +12,7 @@ from typing import Any
 from arpc import torchstate
 from arpc.agent.scope import current_scope
 from arpc.agent.server.functions import Function, Mode
-from arpc.autograd.context import current_context_id
+from arpc.autograd.contexts import current_context_id
 from arpc.batching.gathering import gather, kind_of, scatter
 from arpc.runtime import Worker
 from arpc.user_errors import fresh, is_a, set_cause, summary_of, traceback_of, with_traceback

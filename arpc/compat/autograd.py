@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from arpc import torchjit
-from arpc.autograd.context import AutogradContext, current_context_id
+from arpc.autograd.contexts import AutogradContext, current_context_id
 from arpc.autograd.nodes import SEND_NAME
 from arpc.autograd.passes.plan import Send
 from arpc.autograd.service import AutogradService

@@ -4,7 +4,7 @@
 their places in the environment, see `arpc.init_rpc`.
 """
 
-from arpc.launch.local import local
+from arpc.launch.local_group import local
 from arpc.launch.programs import Module
 from arpc.launch.ray_cluster import ray
 from arpc.launch.result import Launched

@@ -6,9 +6,9 @@ others.
 """
 
 from arpc.profiler.clocks import Clock
+from arpc.profiler.group_profile import profile, record_group
 from arpc.profiler.keys import RemoteProfilerManager
 from arpc.profiler.operators import Operator
-from arpc.profiler.profile import profile, record_group
 from arpc.profiler.server import server_profile
 from arpc.profiler.service import current, use_opentelemetry
 from arpc.profiler.spans import Span, WorkerRecord

@@ -1,6 +1,6 @@
 """For tests, ours and yours: a whole group in one process, and a network that misbehaves on demand."""
 
-from arpc.testing.cluster import Cluster, cluster
 from arpc.testing.faulty import Fault, FaultyTransport
+from arpc.testing.in_process_cluster import Cluster, cluster
 
 __all__ = ["Cluster", "Fault", "FaultyTransport", "cluster"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from arpc.testing.cluster import Cluster
+    from arpc.testing.in_process_cluster import Cluster
 
 __all__ = ["arpc_cluster"]
 
@@ -18,7 +18,7 @@ __all__ = ["arpc_cluster"]
 def arpc_cluster() -> Iterator[Callable[..., AbstractAsyncContextManager[Cluster]]]:
     """What makes groups of workers in this process, as in ``async with make(3) as group``."""
     from arpc.agent.scope import current_scope  # slow: it imports torch
-    from arpc.testing.cluster import cluster  # slow, likewise
+    from arpc.testing.in_process_cluster import cluster  # slow, likewise
 
     before = current_scope.get()
     yield cluster

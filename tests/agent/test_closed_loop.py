@@ -16,7 +16,7 @@ import uvloop
 import arpc
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.futures import collect_all
-from arpc.testing.cluster import Cluster
+from arpc.testing.in_process_cluster import Cluster
 
 OPTIONS = arpc.RpcOptions(gc_freeze=False)
 

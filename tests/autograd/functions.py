@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import arpc
-from arpc.autograd.context import current_context_id
+from arpc.autograd.contexts import current_context_id
 
 
 @arpc.inline

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arpc.autograd.context import AutogradContext
+from arpc.autograd.contexts import AutogradContext
 from arpc.autograd.engine.leaf_gradients import LeafGradients
 from arpc.autograd.engine.run import Engine
 from arpc.autograd.nodes import RecvRecord, attach_recv, attach_send

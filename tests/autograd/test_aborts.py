@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import arpc
-from arpc.autograd.context import Container, current_context_id
+from arpc.autograd.contexts import Container, current_context_id
 from arpc.testing import Cluster, Fault, FaultyTransport, cluster
 from arpc.transport.in_process import MemoryNetwork
 from arpc.wire.messages import MessageType
@@ -184,7 +184,7 @@ def test_a_pass_that_failed_before_its_context_was_known():
     other = 2 << 48 | 7
     container.fail_early(other, 3)
     container.fail_early(other, 4)
-    made = container.enter(other)
+    made = container.enter(other, 6)
     assert made is not None
     assert made.aborted_passes == {3, 4}
     container.remove(other)

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 import arpc
+from arpc.autograd.contexts import AutogradContext
 from arpc.autograd.engine import run_policy
 from arpc.autograd.passes.messages import Parcel, PassHeading
 from arpc.testing import Cluster
 from arpc.wire.messages import AutogradRelease
 from tests.autograd import functions
+from tests.autograd.conftest import until
 from tests.autograd.passes.test_backward_pass import Postponed, weigh, weight
 from tests.autograd.test_backward import leaf
 
@@ -317,3 +319,113 @@ async def test_one_from_an_rref_keeps_nobody_from_leaving_when_it_is_over(group,
         assert knows(group, 1, ctx_id)
         assert not knows(group, 2, ctx_id)
     assert released == [("worker0", 1)]
+
+
+# -- with the answer to a call
+
+
+async def count(x: Tensor) -> int:
+    return x.numel()
+
+
+async def count_late(x: Tensor) -> int:
+    waiting.set()
+    await gate.wait()
+    return x.numel()
+
+
+async def count_by_way_of(x: Tensor, further: str) -> int:
+    return await arpc.rpc_sync(further, count, (x,))
+
+
+async def count_and_go_on(x: Tensor, further: str) -> int:
+    async def go_on() -> Tensor:
+        await gate.wait()
+        return await arpc.rpc_sync(further, triple, (weight,))
+
+    tasks.append(asyncio.create_task(go_on()))
+    return x.numel()
+
+
+async def result_of_task() -> Tensor:
+    return await tasks[0]
+
+
+async def test_who_has_recorded_nothing_leaves_with_the_answer_to_a_call(group, released):
+    async with arpc.autograd.context() as ctx_id:
+        for _ in range(3):
+            assert await arpc.rpc_sync("worker1", count, (torch.ones(3),)) == 3
+            assert not knows(group, 1, ctx_id)
+            assert group[1].autograd.gradients(ctx_id) == {}
+        assert not group[0].autograd.container.find(ctx_id).known_workers
+    assert released == []
+
+
+async def test_so_does_who_answers_several_calls_at_a_time(group, released):
+    async with arpc.autograd.context() as ctx_id:
+        late = arpc.rpc_async("worker1", count_late, (torch.ones(3),))
+        await waiting.wait()
+        assert await arpc.rpc_sync("worker1", count, (torch.ones(2),)) == 2
+        assert knows(group, 1, ctx_id)
+        gate.set()
+        assert await late == 3
+        assert not knows(group, 1, ctx_id)
+        assert not group[0].autograd.container.find(ctx_id).known_workers
+    assert released == []
+
+
+async def test_who_was_sent_tensors_that_require_grad_stays(group, released):
+    async with arpc.autograd.context() as ctx_id:
+        assert await arpc.rpc_sync("worker1", count, (leaf(),)) == 3
+        assert knows(group, 1, ctx_id)
+    assert released == [("worker0", 1)]
+
+
+async def test_who_has_called_on_stays(group, released):
+    async with arpc.autograd.context() as ctx_id:
+        assert await arpc.rpc_sync("worker1", count_by_way_of, (torch.ones(3), "worker2")) == 3
+        assert knows(group, 1, ctx_id)
+        assert not knows(group, 2, ctx_id)
+    assert released == [("worker0", 1)]
+
+
+async def test_who_left_with_an_answer_is_told_of_the_end_if_a_call_has_brought_it_back(group, released):
+    async with arpc.autograd.context() as ctx_id:
+        assert await arpc.rpc_sync("worker1", count, (torch.ones(3),)) == 3
+        late = arpc.rpc_async("worker1", count_late, (torch.ones(3),))
+        await waiting.wait()
+        assert knows(group, 1, ctx_id)
+    assert released == [("worker0", 1)]
+    assert not knows(group, 1, ctx_id)
+    gate.set()
+    await late
+
+
+def test_answers_that_overtake_each_other_do_not_hide_who_is_there():
+    context = AutogradContext(0)
+    context.known_workers[1] = 3
+    context.worker_left(1, 2)  # the last to leave, heard first: one call has come while nobody was there
+    assert context.known_workers == {1: 1}
+    context.worker_left(1, 1)
+    assert context.known_workers == {}
+
+
+async def test_a_task_that_outlives_its_handler_brings_its_worker_back(group, released):
+    async with arpc.autograd.context() as ctx_id:
+        assert await arpc.rpc_sync("worker1", count_and_go_on, (torch.ones(3), "worker2")) == 3
+        assert not knows(group, 1, ctx_id)
+        gate.set()
+        result = await arpc.rpc_sync("worker1", result_of_task)
+        await arpc.autograd.backward(ctx_id, [result.sum()])
+        assert group[1].autograd.gradients(ctx_id)[weight].tolist() == [3.0] * 3
+    assert not knows(group, 1, ctx_id)
+    assert not knows(group, 2, ctx_id)
+
+
+async def test_and_is_told_of_the_end_even_if_that_has_come_before(group):
+    async with arpc.autograd.context() as ctx_id:
+        assert await arpc.rpc_sync("worker1", count_and_go_on, (torch.ones(3), "worker2")) == 3
+    gate.set()
+    await tasks[0]
+    await until(lambda: not knows(group, 1, ctx_id) and not knows(group, 2, ctx_id))
+    assert not group[1].autograd.container.callable

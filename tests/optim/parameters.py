@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import arpc
-from arpc.autograd.context import current_context_id
+from arpc.autograd.contexts import current_context_id
 from arpc.runtime import current
 
 

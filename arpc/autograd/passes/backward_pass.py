@@ -17,7 +17,7 @@ from torch import Tensor
 from arpc import torchstate
 from arpc.agent.client.future import Future
 from arpc.agent.hooks.observers import Activity
-from arpc.autograd.context import AutogradContext, Container
+from arpc.autograd.contexts import AutogradContext, Container
 from arpc.autograd.engine.accumulate_hooks import accumulate_with_hooks
 from arpc.autograd.engine.leaf_gradients import LeafGradients
 from arpc.autograd.engine.run import Engine
@@ -376,7 +376,7 @@ class BackwardPass:
                 self.fail(malformed)
                 return
             if parcel.leaves and self.context.calls_made == self._calls_before[peer]:
-                self.context.known_workers.discard(peer)  # it need not hear of the context any more, nor of its end
+                self.context.known_workers.pop(peer, None)  # it need not hear of the context any more, nor of its end
             self._inbox.append((peer, parcel))
         _call_pristine(self._advance)
 

@@ -39,6 +39,7 @@ from arpc.wire.values.allowlist import (
 )
 from arpc.wire.values.arrays import set_array_state, set_dtype_state
 from arpc.wire.values.instances import check_container, construct, make_bare, set_state
+from arpc.wire.values.key_costs import KeyCosts
 from arpc.wire.values.reducers import spelled_out
 from arpc.wire.values.scanning import MAX_INTEGER_BYTES, check_proportion, takes_care
 from arpc.wire.values.trusted import Trusted, kind_of
@@ -123,9 +124,10 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO, slots: list[Any], permit: Permit) -> None:
         super().__init__(file, buffers=slots)
         self._size_bytes = len(file.getbuffer())
-        self._nesting: dict[int, tuple[int, int]] = {}
-        """By the id of a tuple or frozenset: how deep these are nested in it, and in how many places. One that has the
-        id of another that is gone is noted anew."""
+        self._nesting: dict[int, tuple[int, int, int]] = {}
+        """By the id of a tuple or frozenset: how deep these are nested in it, in how many places, and how many items
+        there are in all of them. One that has the id of another that is gone is noted anew."""
+        self._keys = KeyCosts()
         self._permit = permit
 
     def load(self) -> Any:
@@ -166,6 +168,9 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
         if (maker := MAKERS.get(id(called))) is not None:
             return maker(*args)
         if called in CLASSES:
+            if issubclass(called, set | frozenset | dict):
+                for items in args:
+                    self._note_keys(items, _keys_of(items, is_dict=issubclass(called, dict)))
             return construct(called, args)
         raise NotAllowedError(f"a message that calls {kind_of(called)} while it is read")
 
@@ -213,6 +218,7 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
         self._note_nesting()
 
     def load_frozenset(self) -> None:
+        self._note_keys(self.stack, self.stack)  # which is the list of the items, and ends here
         _Base.load_frozenset(self)
         self._note_nesting()
 
@@ -233,17 +239,25 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
         else:
             return
         nesting = self._nesting
-        depth, places = 0, 1
+        depth, places, size = 0, 1, 0
         for item in items:
+            size += 1
             if isinstance(item, tuple | frozenset | slice | BaseExceptionGroup):
-                inner_depth, inner_places = nesting.get(id(item), (0, 0))
+                inner_depth, inner_places, inner_size = nesting.get(id(item), (0, 0, 0))
                 depth = max(depth, inner_depth)
                 places += inner_places
+                size += inner_size
         if depth >= _MAX_NESTED or places > _MAX_PLACES:
             raise NotAllowedError(
                 f"a message with more than {_MAX_NESTED} tuples inside each other, or one in too many places"
             )
-        nesting[id(made)] = depth + 1, places
+        nesting[id(made)] = depth + 1, places, size
+
+    def _note_keys(self, container: Any, keys: list[Any]) -> None:
+        for key in keys:
+            if isinstance(key, tuple | frozenset):
+                self._keys.hash(self._nesting.get(id(key), (0, 0, 0))[2])
+        self._keys.add(container, keys)
 
     def load_build(self) -> None:
         state = self.stack.pop()
@@ -271,14 +285,19 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
 
     def load_setitem(self) -> None:
         check_container(self.stack[-3], *_DICTS)
+        self._note_keys(self.stack[-3], [self.stack[-2]])
         _Base.load_setitem(self)
 
     def load_setitems(self) -> None:
-        check_container(self.metastack[-1][-1], *_DICTS)
+        container = self.metastack[-1][-1]
+        check_container(container, *_DICTS)
+        self._note_keys(container, self.stack[::2])
         _Base.load_setitems(self)
 
     def load_additems(self) -> None:
-        check_container(self.metastack[-1][-1], set)
+        container = self.metastack[-1][-1]
+        check_container(container, set)
+        self._note_keys(container, self.stack)
         _Base.load_additems(self)
 
     dispatch.update(
@@ -301,6 +320,13 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
             pickle.ADDITEMS[0]: load_additems,
         }
     )
+
+
+def _keys_of(items: Any, *, is_dict: bool) -> list[Any]:
+    """What becomes a key where a dict or a set is made of a value."""
+    if type(items) not in _SEQUENCES:
+        return []  # the keys of a dict or a set were counted when it was made
+    return [pair[0] for pair in items if type(pair) in _SEQUENCES and pair] if is_dict else list(items)
 
 
 class _NameUnpickler(_CarefulUnpickler):
@@ -344,6 +370,7 @@ class _MakeInstance:
 _make_instance: Final = _MakeInstance()
 _MAKE_INSTANCE: Final = (reducing.__name__, "make_instance")
 _FROM_MAIN: Final = (reducing.__name__, "_from_main")
+_SEQUENCES: Final = frozenset((list, tuple))
 _DICTS: Final = (dict, OrderedDict, Counter, defaultdict)
 
 

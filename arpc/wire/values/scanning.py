@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from arpc.errors import NotAllowedError
+from arpc.wire.values.key_costs import MAX_KEYS_ALIKE
 
 __all__ = ["MAX_INTEGER_BYTES", "check_proportion", "takes_care"]
 
@@ -76,17 +77,19 @@ _STOP: Final = b"."[0]
 _CHANGES: Final = (pickle.BUILD, pickle.SETITEM, pickle.SETITEMS, pickle.ADDITEMS)
 _CHANGING: Final = frozenset(b"".join(_CHANGES))
 # Hashing a tuple in tuples takes stack for each, and Python does not look whether there is any left
-_MAX_TUPLES: Final = 10_000
 _TUPLES: Final = (pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE)
 # and so does freeing a slice in slices
 _NESTING: Final = (*_TUPLES, pickle.REDUCE, pickle.NEWOBJ, pickle.NEWOBJ_EX, pickle.OBJ, pickle.INST)
+# Keys that hash alike are among these: texts, bytes and small integers do not
+_ALIKE: Final = (*_NESTING, pickle.LONG1, pickle.LONG4, pickle.FROZENSET)
 _GETS: Final = (pickle.BINGET, pickle.LONG_BINGET, pickle.GET, pickle.DUP)
 _GET_BYTES: Final = {pickle.BINGET[0]: 1, pickle.LONG_BINGET[0]: 4}
 _PUTS: Final = frozenset(pickle.BINPUT + pickle.LONG_BINPUT)
 _MEMOIZE: Final = pickle.MEMOIZE[0]
 _NO_TUPLES: Final = frozenset(b"XCB]}\x8c\x8d\x8e\x8f\x93\x96")
 # and time for each place where one is: twice as much for a tuple with another one in it twice. What is taken from the
-# memo is counted, not tuples: a few of them are enough if there is another one many times in each
+# memo is counted, not tuples: a few of them are enough if there is another one many times in each, and one is enough
+# if it is long, and a key many times
 _MAX_DOUBLED: Final = 20
 
 
@@ -94,10 +97,10 @@ def takes_care(payload: bytes, *, has_slots: bool) -> bool:
     """Whether a pickle may ask for more memory or time than it has bytes, change a tensor, or use extension codes."""
     if _has_extension(payload):
         return True
-    if len(payload) > _MAX_TUPLES and sum(map(payload.count, _NESTING)) > _MAX_TUPLES:
+    if len(payload) > MAX_KEYS_ALIKE and _count(payload, _ALIKE) > MAX_KEYS_ALIKE:
         return True
     may_change = has_slots and any(change in payload for change in _CHANGES)
-    may_double = _count(payload, _TUPLES) > 1 and _count(payload, _GETS) > _MAX_DOUBLED
+    may_double = _count(payload, _GETS) > _MAX_DOUBLED and any(code in payload for code in _ALIKE)
     if not (may_change or may_double or _FAR.search(payload) is not None):
         return False
     doubled = memoized = 0

@@ -12,6 +12,7 @@ import os
 import pickle
 import secrets
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -360,3 +361,65 @@ def test_a_name_that_a_peer_has_chosen_is_shown_on_one_line():
         restricted_loads(b"\x80\x05" + named("os\n\x1b[2J", "x" * 250) + b".", [], lambda _: None)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 400
+
+
+# -- keys that take Python long
+
+
+def _wide(value):
+    """The pickle of an integer that is larger than its hash."""
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(data)]) + data
+
+
+_MODULUS = (1 << 61) - 1
+MANY = 20_000
+INTEGERS = b"".join(_wide(_MODULUS * number) for number in range(1, MANY + 1))
+VALUED = b"".join(_wide(_MODULUS * number) + b"N" for number in range(1, MANY + 1))
+SLOW_KEYS = {
+    "a dict": b"}(" + VALUED + b"u",
+    "a dict, one by one": b"}" + b"".join(_wide(_MODULUS * number) + b"Ns" for number in range(1, MANY + 1)),
+    "a set": b"\x8f(" + INTEGERS + b"\x90",
+    "a frozenset": b"(" + INTEGERS + b"\x91",
+    "a counter": named("collections", "Counter") + b"}(" + VALUED + b"u\x85R",
+    "many dicts": (b"](" + (b"}(" + b"".join(_wide(_MODULUS * n) + b"N" for n in range(1, 1001)) + b"u") * 40 + b"e"),
+    "tuples": b"\x8f(" + b"".join(_wide(_MODULUS * n) + b"\x85" for n in range(1, MANY + 1)) + b"\x90",
+    "a memoized tuple": b"(" + b"K\x01" * MANY + b"t\x940}(" + b"h\x00N" * MANY + b"u",
+    "a class of users": named(__name__, "Tags") + b"](" + INTEGERS + b"e\x85R",
+}
+
+
+@register_type
+class Tags(set):
+    pass
+
+
+@pytest.mark.parametrize("keys", SLOW_KEYS.values(), ids=SLOW_KEYS)
+def test_keys_that_would_take_python_seconds_are_refused(keys):
+    begin = time.process_time()
+    with pytest.raises(NotAllowedError, match="takes seconds"):
+        restricted_loads(b"\x80\x05" + keys + b".", [], permit)
+    assert time.process_time() - begin < 2.0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {(number, number % 7): number for number in range(20_000)},
+        {number << 40: None for number in range(20_000)},
+        {number**9 for number in range(1, 20_000)},
+        [frozenset([(0, 0), (number, 1)]) for number in range(5000)],
+        [collections.Counter([(0, 0)]) for _ in range(5000)],
+        [{_MODULUS + 1: 0, (1, 2): number} for number in range(5000)],
+        dict.fromkeys([float(number) * 2.0**61 for number in range(20_000)]),
+        [(1, 2)] * 20_000,
+    ],
+    ids=["tuples", "integers", "large integers", "frozensets", "counters", "many dicts", "floats", "one tuple"],
+)
+def test_many_ordinary_keys_are_fine(value):
+    assert restricted_loads(pickle.dumps(value, protocol=5), [], permit) == value
+
+
+def test_a_class_of_users_that_is_a_set_travels():
+    tags = Tags(["a", (1, 2)])
+    assert restricted_loads(pickle.dumps(tags, protocol=5), [], permit) == tags

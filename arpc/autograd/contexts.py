@@ -17,7 +17,7 @@ from torch import Tensor
 
 from arpc.autograd.engine.leaf_gradients import summed
 from arpc.autograd.passes.plan import Send
-from arpc.errors import AutogradError
+from arpc.errors import AutogradError, OverloadedError
 from arpc.ids import LOCAL_BITS
 
 __all__ = ["ENDLESS", "NO_GRADIENTS", "AutogradContext", "Container", "Send", "current_context_id"]
@@ -27,6 +27,8 @@ current_context_id: ContextVar[int | None] = ContextVar("arpc.autograd", default
 
 # Messages of a context that has ended may still arrive for a while, and must not bring it to life again
 _TOMBSTONES: Final = 4096
+_MAX_OF_PEER: Final = 65_536
+"""How many contexts one worker may have here that have not ended."""
 
 NO_GRADIENTS: Final[Mapping[Tensor, Tensor]] = MappingProxyType({})
 
@@ -77,13 +79,27 @@ class AutogradContext:
         """By message id, in the order they were sent."""
         self.recvs: dict[int, Any] = {}
         """The recv nodes, by message id."""
-        self.known_workers: set[int] = set()
-        """Ids of the workers that were told of this context, or told this one."""
+        self.known_workers: dict[int, int] = {}
+        """Ids of the workers that were told of this context, or told this one.
+
+        The value counts calls to that worker, but for those that it had handled when it left the context.
+        """
 
     @property
     def creator(self) -> int:
         """The id of the worker that made it."""
         return self.id >> LOCAL_BITS
+
+    def worker_left(self, worker: int, calls_handled: int) -> None:
+        """A worker has left with an answer, after so many calls of this one since it had entered the context.
+
+        Unless a call is on its way that brings it back, it need not hear of the end.
+        """
+        others = self.known_workers.get(worker, 0) - calls_handled
+        if others > 0:
+            self.known_workers[worker] = others
+        else:
+            self.known_workers.pop(worker, None)
 
     def commit(self, pass_id: int, gradients: Mapping[Tensor, Tensor], announced_to: Collection[int] = ()) -> None:
         """Add what a pass computed here. It can be taken back until the next pass ends."""
@@ -135,11 +151,18 @@ class Container:
 
     def __init__(self, worker_id: int = -1) -> None:
         self.contexts: dict[int, AutogradContext] = {}
+        self.callable: dict[int, None] = {}
+        """Contexts that calls may be made in: those, and those that were left with an answer. See `rejoin`."""
+        self.rejoined: Callable[[AutogradContext], None] = _ignore
+        """Told of a context that this worker had left, and makes a call in again."""
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._failed_early: OrderedDict[int, frozenset[int]] = OrderedDict()
         self._told_early: OrderedDict[int, dict[int, dict[int, bool]]] = OrderedDict()
         self._left: OrderedDict[int, tuple[int, int, int]] = OrderedDict()
-        """Contexts that this worker was left with nothing of: the pass after which, who was told so, and the clock."""
+        """Contexts that this worker was left with nothing of: the pass after which, who was told so, and the clock.
+
+        The pass is -1 for those that it left with the answer to a call.
+        """
         self.identify(worker_id)
 
     def identify(self, worker_id: int) -> None:
@@ -154,21 +177,34 @@ class Container:
         """A context of this worker's own."""
         context_id = self._new_id()
         context = self.contexts[context_id] = AutogradContext(context_id)
+        self.callable[context_id] = None
         return context
 
-    def enter(self, context_id: int) -> AutogradContext | None:
-        """The context that a message belongs to; made if it is new here, None if it has ended."""
+    def enter(self, context_id: int, caller: int) -> AutogradContext | None:
+        """The context that a message of a worker belongs to; made if it is new here, None if it has ended.
+
+        Raises `OverloadedError` if there are too many of that worker.
+        """
         context = self.contexts.get(context_id)
         if context is None and context_id not in self._ended and context_id >> LOCAL_BITS != self.worker_id:
+            if len(self.contexts) >= _MAX_OF_PEER:
+                self._check_number(caller)
             context = self.contexts[context_id] = AutogradContext(context_id)
+            self.callable[context_id] = None
             if self._failed_early:
                 context.aborted_passes = self._failed_early.pop(context_id, frozenset())
             if self._told_early:
                 context.told_early = self._told_early.pop(context_id, AutogradContext.told_early)
             if context_id in self._left:
                 context.last_pass, told, context.clock = self._left.pop(context_id)
-                context.last_announced_to = (told,)
+                if context.last_pass != -1:
+                    context.last_announced_to = (told,)
         return context
+
+    def _check_number(self, caller: int) -> None:
+        known = sum(caller in context.known_workers for context in self.contexts.values())
+        if known >= _MAX_OF_PEER:
+            raise OverloadedError(f"{known} autograd contexts of its calls have not ended yet")
 
     def try_to_leave(self, context: AutogradContext, pass_id: int, told: int) -> bool:
         """Forget a context, which may be entered again, if this worker has no use for it after a pass.
@@ -183,16 +219,51 @@ class Container:
             or context.calls_made != context.calls_answered
             or context.handlers_begun != context.handlers_answered
             or context.aborted_passes
-            or not context.known_workers <= {me, told}
+            or not context.known_workers.keys() <= {me, told}
             or context.id >> LOCAL_BITS == me
         ):
             return False
+        self._leave(context, (pass_id, told, context.clock))
+        self.callable.pop(context.id, None)
+        return True
+
+    def try_to_leave_unused(self, context: AutogradContext, told: int) -> bool:
+        """Forget a context if nothing was ever recorded in it here, and nobody but ``told`` knows that it is known.
+
+        ``told``, whose calls these were, hears of that by the answer that is on its way.
+        """
+        if (
+            context.sends
+            or context.recvs
+            or context.calls_made
+            or context.handlers_begun != context.handlers_answered
+            or len(context.known_workers) > 1
+            or context.last_pass != -1
+            or context.active_pass is not None
+            or context.aborted_passes
+            or context.told_early
+            or told not in context.known_workers
+            or context.id >> LOCAL_BITS == self.worker_id
+        ):
+            return False
+        self._leave(context, (-1, told, context.clock))
+        return True
+
+    def _leave(self, context: AutogradContext, news: tuple[int, int, int]) -> None:
         del self.contexts[context.id]
         left = self._left
-        left[context.id] = pass_id, told, context.clock
+        left[context.id] = news
         if len(left) > _TOMBSTONES:
-            left.popitem(last=False)
-        return True
+            self.callable.pop(left.popitem(last=False)[0], None)
+
+    def rejoin(self, context_id: int) -> AutogradContext | None:
+        """The context of a task that outlives its handler, if this worker has left it with the answer of that."""
+        if self._left.get(context_id, (0,))[0] != -1:
+            return None
+        context = self.enter(context_id, context_id >> LOCAL_BITS)
+        if context is not None:
+            self.rejoined(context)
+        return context
 
     def has_left(self, context_id: int) -> bool:
         """Whether this worker was left with nothing of a context."""
@@ -243,4 +314,9 @@ class Container:
             self._failed_early.pop(context_id, None)
         if self._told_early:
             self._told_early.pop(context_id, None)
+        self.callable.pop(context_id, None)
         return self.contexts.pop(context_id, None)
+
+
+def _ignore(_: AutogradContext) -> None:
+    """Nobody has asked to hear of it."""

@@ -27,14 +27,14 @@ peers_installed := $(PEERS_VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check matrix bench bench-peers conformance fuzz soak docs wheel format clean
+.PHONY: help demo test check matrix bench bench-peers figures conformance fuzz soak docs wheel format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(installed) ## train with a parameter server over local processes and watch the loss fall
-	$(VENV)/bin/arpc launch --dashboard --role driver=1,server=1,trainer=3 \
-	  examples/parameter_server.py --plot build/parameter_server.png
+demo: $(installed) ## train with a parameter server, kill a trainer on the way and watch it come back; KEEP=1 stays up
+	$(VENV)/bin/arpc launch --dashboard --elastic --max-restarts 1 --role driver=1,server=1,trainer=3 \
+	  examples/parameter_server.py --kill --pause 8 --plot build/parameter_server.png $(if $(KEEP),--keep)
 
 test: $(installed) ## run the tests: warnings are errors, asyncio runs in debug mode
 	$(python) -m pytest -n $(TEST_PROCESSES) --dist loadfile --durations=10
@@ -53,6 +53,10 @@ bench: $(installed) ## measure arpc against torch.distributed.rpc and the bare f
 
 bench-peers: $(peers_installed) ## measure arpc against Ray, grpc.aio, xoscar, Monarch, Dask and RPyC
 	$(peers_python) -m scripts.bench --rows peers/ --json build/bench-peers.json --plot build $(BENCH_ARGS)
+
+figures: $(peers_installed) ## measure what the README shows, and write its picture and its table
+	$(peers_python) -m scripts.bench --rows 'shape/*/split*,peers/' --json build/figures.json $(BENCH_ARGS)
+	$(peers_python) -m scripts.readme_figures build/figures.json
 
 conformance: $(installed) ## run torch's own RPC tests on arpc.compat, and show what passes
 	$(python) -m scripts.conformance $(CONFORMANCE_ARGS)

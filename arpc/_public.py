@@ -10,6 +10,7 @@ from arpc.api import (
     get_worker_info,
     get_worker_infos,
     init_rpc,
+    on,
     remaining_time,
     remote,
     rpc_async,
@@ -19,6 +20,7 @@ from arpc.api import (
     stream,
 )
 from arpc.batching import batched
+from arpc.callee import Callee
 from arpc.errors import (
     AlreadyInitializedError,
     ArpcError,
@@ -69,6 +71,7 @@ from arpc.group.roster import (
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions
 from arpc.rref.handle import RRef
+from arpc.rref.turns import one_at_a_time
 from arpc.runner import new_event_loop, run
 from arpc.runtime import Worker
 from arpc.tls import TLS
@@ -86,6 +89,7 @@ __all__ = [
     "BatchError",
     "CallCancelledError",
     "CallError",
+    "Callee",
     "ConfigurationError",
     "ConnectionClosedError",
     "Future",
@@ -143,6 +147,8 @@ __all__ = [
     "new_event_loop",
     "nn",
     "no_grad",
+    "on",
+    "one_at_a_time",
     "optim",
     "profiler",
     "propagate",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -13,6 +14,7 @@ from arpc.agent.agent import Agent
 from arpc.agent.client.future import Future
 from arpc.agent.client.streams import Stream
 from arpc.agent.scope import current_scope, find_scope
+from arpc.callee import Callee
 from arpc.errors import ConfigurationError, NotInitializedError
 from arpc.group.launch_env import default_name
 from arpc.ids import WorkerInfo
@@ -30,6 +32,7 @@ __all__ = [
     "get_worker_info",
     "get_worker_infos",
     "init_rpc",
+    "on",
     "remaining_time",
     "remote",
     "rpc_async",
@@ -48,13 +51,12 @@ class WorkerStart:
     ``await`` it, or enter it with ``async with`` to have it shut down at the end.
     """
 
-    def __init__(self, start: Callable[[], Any]) -> None:
+    def __init__(self, start: Callable[[], Coroutine[Any, Any, Worker]]) -> None:
         self._start = start
         self._worker: Worker | None = None
 
     def __await__(self) -> Generator[Any, None, Worker]:
-        worker: Worker = yield from self._start().__await__()
-        return worker
+        return self._start().__await__()
 
     async def __aenter__(self) -> Worker:
         self._worker = await self
@@ -116,6 +118,30 @@ def _leave_scope(worker: Worker) -> None:
         current_scope.set(None)
 
 
+@overload
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Coroutine[Any, Any, R]],
+    args: Sequence[Any] | None = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    timeout: float | Unset = ...,
+) -> Future[R]: ...
+@overload
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Callable[..., asyncio.Future[R]],
+    args: Sequence[Any] | None = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    timeout: float | Unset = ...,
+) -> Future[R]: ...
+@overload
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Callable[..., R],
+    args: Sequence[Any] | None = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    timeout: float | Unset = ...,
+) -> Future[R]: ...
 def rpc_async(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
@@ -131,6 +157,30 @@ def rpc_async(
     return current().agent.call(to, func, args, kwargs, timeout, depth=3)
 
 
+@overload
+def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Coroutine[Any, Any, R]],
+    args: Sequence[Any] | None = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    timeout: float | Unset = ...,
+) -> Coroutine[Any, Any, R]: ...
+@overload
+def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: Callable[..., asyncio.Future[R]],
+    args: Sequence[Any] | None = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    timeout: float | Unset = ...,
+) -> Coroutine[Any, Any, R]: ...
+@overload
+def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: Callable[..., R],
+    args: Sequence[Any] | None = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    timeout: float | Unset = ...,
+) -> Coroutine[Any, Any, R]: ...
 def rpc_sync(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
@@ -140,7 +190,8 @@ def rpc_sync(
 ) -> Coroutine[Any, Any, Any]:
     """``await`` it: calls ``func(*args, **kwargs)`` on worker ``to`` and returns its result.
 
-    Raises what the function raised, with its own type; its ``__cause__`` is the remote traceback.
+    Raises what the function raised, with its own type; its ``__cause__`` is the remote traceback. A type checker knows
+    the result by the function; `on` is the form that has it check the arguments too.
     """
     scope = current_scope.get()
     # `current`, written out; without a worker it says what is missing
@@ -152,6 +203,14 @@ def rpc_sync(
 def remote(
     to: str | int | WorkerInfo,
     func: Callable[..., Coroutine[Any, Any, R]],
+    args: Sequence[Any] | None = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    timeout: float | Unset = ...,
+) -> RRef[R]: ...
+@overload
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., asyncio.Future[R]],
     args: Sequence[Any] | None = ...,
     kwargs: Mapping[str, Any] | None = ...,
     timeout: float | Unset = ...,
@@ -183,6 +242,24 @@ def remote(
     return create_remote(rrefs, to, func, args, kwargs, timeout)
 
 
+@overload
+def stream(
+    to: str | int | WorkerInfo,
+    func: Callable[..., AsyncIterable[R]],
+    args: Sequence[Any] | None = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    timeout: float | Unset = ...,
+    window: int = ...,
+) -> Stream[R]: ...
+@overload
+def stream(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Iterable[R]],
+    args: Sequence[Any] | None = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    timeout: float | Unset = ...,
+    window: int = ...,
+) -> Stream[R]: ...
 def stream(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
@@ -196,6 +273,22 @@ def stream(
     At most ``window`` items are on their way. Leaving the loop early stops the generator.
     """
     return current().agent.stream(to, func, args, kwargs, timeout, window)
+
+
+def on(to: str | int | WorkerInfo, *, timeout: float | Unset = UNSET, window: int = 16) -> Callee:
+    """Worker ``to``, for calls that are written like calls, so that a type checker sees their arguments.
+
+    ::
+
+        total = await arpc.on("ps").rpc_sync(add, 1, step=2)  # arpc.rpc_sync("ps", add, args=(1,), kwargs={"step": 2})
+        counter = arpc.on("ps", timeout=5).remote(Counter, start=3)
+
+    Both forms make the same call. Use this one where functions have type annotations: a wrong argument is then an error
+    before anything runs. Use `rpc_sync` and its like where arguments come as a tuple and a dict already, or where code
+    is to look like that for torch.distributed.rpc. ``timeout`` and ``window`` (of streams) hold for all calls through
+    what this returns, which may be kept.
+    """
+    return current().on(to, timeout=timeout, window=window)
 
 
 def shared(tensor: Tensor) -> Tensor:

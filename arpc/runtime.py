@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeVar, overload
 
@@ -19,6 +19,7 @@ from arpc.agent.membership_watch import MembershipWatch
 from arpc.agent.peers.peer import PeerState
 from arpc.agent.scope import current_scope, find_scope, is_forked, worker_ended
 from arpc.autograd.service import AutogradService
+from arpc.callee import Callee
 from arpc.errors import (
     NotInitializedError,
     RendezvousError,
@@ -144,6 +145,33 @@ class Worker:
 
     # -- calls
 
+    @overload
+    def rpc_async(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Coroutine[Any, Any, R]],
+        args: Sequence[Any] | None = ...,
+        kwargs: Mapping[str, Any] | None = ...,
+        timeout: float | Unset = ...,
+    ) -> Future[R]: ...
+    @overload
+    def rpc_async(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., asyncio.Future[R]],
+        args: Sequence[Any] | None = ...,
+        kwargs: Mapping[str, Any] | None = ...,
+        timeout: float | Unset = ...,
+    ) -> Future[R]: ...
+    @overload
+    def rpc_async(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., R],
+        args: Sequence[Any] | None = ...,
+        kwargs: Mapping[str, Any] | None = ...,
+        timeout: float | Unset = ...,
+    ) -> Future[R]: ...
     def rpc_async(
         self,
         to: str | int | WorkerInfo,
@@ -155,6 +183,33 @@ class Worker:
         """Start a call now and return its `Future`."""
         return self.agent.call(to, func, args, kwargs, timeout, depth=3)
 
+    @overload
+    def rpc_sync(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Coroutine[Any, Any, R]],
+        args: Sequence[Any] | None = ...,
+        kwargs: Mapping[str, Any] | None = ...,
+        timeout: float | Unset = ...,
+    ) -> Coroutine[Any, Any, R]: ...
+    @overload
+    def rpc_sync(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., asyncio.Future[R]],
+        args: Sequence[Any] | None = ...,
+        kwargs: Mapping[str, Any] | None = ...,
+        timeout: float | Unset = ...,
+    ) -> Coroutine[Any, Any, R]: ...
+    @overload
+    def rpc_sync(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., R],
+        args: Sequence[Any] | None = ...,
+        kwargs: Mapping[str, Any] | None = ...,
+        timeout: float | Unset = ...,
+    ) -> Coroutine[Any, Any, R]: ...
     def rpc_sync(
         self,
         to: str | int | WorkerInfo,
@@ -166,6 +221,26 @@ class Worker:
         """``await`` it: makes a call and returns its result."""
         return self.agent.call_and_wait(to, func, args, kwargs, timeout)
 
+    @overload
+    def stream(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., AsyncIterable[R]],
+        args: Sequence[Any] | None = ...,
+        kwargs: Mapping[str, Any] | None = ...,
+        timeout: float | Unset = ...,
+        window: int = ...,
+    ) -> Stream[R]: ...
+    @overload
+    def stream(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Iterable[R]],
+        args: Sequence[Any] | None = ...,
+        kwargs: Mapping[str, Any] | None = ...,
+        timeout: float | Unset = ...,
+        window: int = ...,
+    ) -> Stream[R]: ...
     def stream(
         self,
         to: str | int | WorkerInfo,
@@ -191,6 +266,15 @@ class Worker:
     def remote(
         self,
         to: str | int | WorkerInfo,
+        func: Callable[..., asyncio.Future[R]],
+        args: Sequence[Any] | None = ...,
+        kwargs: Mapping[str, Any] | None = ...,
+        timeout: float | Unset = ...,
+    ) -> RRef[R]: ...
+    @overload
+    def remote(
+        self,
+        to: str | int | WorkerInfo,
         func: Callable[..., R],
         args: Sequence[Any] | None = ...,
         kwargs: Mapping[str, Any] | None = ...,
@@ -206,6 +290,10 @@ class Worker:
     ) -> RRef[Any]:
         """Run a function elsewhere and return an `RRef` to its result at once."""
         return create_remote(self.rref_context, to, func, args, kwargs, timeout)
+
+    def on(self, to: str | int | WorkerInfo, *, timeout: float | Unset = UNSET, window: int = 16) -> Callee:
+        """Another worker, for calls whose arguments a type checker is to see: `arpc.on`."""
+        return Callee(self.agent, self.rref_context, to, timeout, window)
 
     def rrefs(self) -> list[RRefRow]:
         """Every RRef that this worker owns and others know, or that it uses."""

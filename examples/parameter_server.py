@@ -1,24 +1,28 @@
-"""Training with a parameter server, three ways: a network learns to tell the arms of a spiral apart.
+"""Training with a parameter server, three ways: a network learns to read handwritten digits.
 
     arpc launch --role driver=1,server=1,trainer=3 examples/parameter_server.py
 
-The server keeps the parameters. Each trainer draws data of its own, pushes gradients to the server and goes on with the
-parameters that come back.
+The server keeps the parameters. Each trainer has a share of the images, pushes gradients to the server and goes on with
+the parameters that come back.
 
 - sync: the server waits for a gradient of every trainer and applies their mean, so that all go on alike;
 - async: it applies each gradient when it comes, and nobody waits for anybody;
 - batch: it applies the mean of those that came during the step before, so that many trainers cost it no more than few.
 
-The driver runs them one after the other and shows how it goes. Every process runs this file, and its rank says what it
-is, so that torchrun and srun do as well. Without any of them it launches itself.
+The driver runs them one after the other and shows how it goes. With --kill it ends one trainer by SIGKILL on the way.
+The group is elastic, so all it takes is a launcher that starts that trainer again (`arpc launch --elastic` does): the
+driver learns of the loss at once, and the new process goes on where the old one was.
+
+Every process runs this file, and its rank says what it is, so that torchrun and srun do as well as `arpc launch`.
+Without any of them it launches itself. The images are the digits of scikit-learn, which come with that package.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import os
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -26,6 +30,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -33,89 +39,131 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import arpc
 
 MODES = ("sync", "async", "batch")
-ARMS = 3
-DRIVER, SERVER = 0, 1  # their ranks; all others are trainers
+DRIVER, SERVER = "driver0", "server0"  # the ranks 0 and 1; all others are trainers
 
 
 def make_model() -> nn.Module:
-    """From two coordinates to a score for each arm."""
-    return nn.Sequential(nn.Linear(2, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, ARMS))
+    """From the 64 pixels of an image to a score for each digit."""
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
-def draw_spiral(points: int, dice: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random points of a noisy spiral, and the arm that each of them lies on."""
-    arm = torch.randint(ARMS, (points,), generator=dice)
-    radius = torch.rand(points, generator=dice)
-    angle = 5 * radius + 2 * math.pi / ARMS * arm + 0.2 * torch.randn(points, generator=dice)
-    return torch.stack((radius * angle.cos(), radius * angle.sin()), dim=1), arm
+def load_digits() -> tuple[Tensor, Tensor]:
+    """1,797 images of handwritten digits, in a random order that is always the same, and which digits they are."""
+    from sklearn import datasets  # type: ignore[import-untyped]
+
+    digits = datasets.load_digits()
+    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+    return torch.from_numpy(digits.data).float()[order] / 16, torch.from_numpy(digits.target)[order]
 
 
 # -- the server -------------------------------------------------------------------------------------------------------
 
 
+class Progressed(NamedTuple):
+    """How far the server has come."""
+
+    pushes: int
+    steps: int
+    weights: Tensor
+
+
 class ParameterServer:
     """The parameters of the model as one vector, and the optimizer that moves it."""
 
-    def __init__(self, mode: str, trainers: int) -> None:
+    def __init__(self, mode: str, trainers: list[str]) -> None:
         torch.manual_seed(0)  # all modes start from the same parameters
         self.weights = nn.Parameter(parameters_to_vector(make_model().parameters()))
         self.optimizer = torch.optim.Adam([self.weights], lr=1e-3)
         self.published = self.weights.detach().clone()
-        self.mode, self.trainers = mode, trainers
-        self.pushes = self.steps = 0
-        self._pending: list[Tensor] = []
-        self._stepping = asyncio.Condition()
+        self.mode = mode
+        self.steps = 0
+        self.pushes = dict.fromkeys(trainers, 0)
+        self._pending: dict[str, Tensor] = {}
+        self._changed = asyncio.Condition()
 
     async def pull(self) -> Tensor:
         """The parameters as they are now."""
         return self.published
 
-    async def push(self, gradient: Tensor) -> Tensor:
-        """Hand in a gradient; the parameters that go on with it."""
-        self._pending.append(gradient)
-        async with self._stepping:
-            if self.mode == "sync" and len(self._pending) < self.trainers:
-                step = self.steps  # the last of them makes the step for all
-                await self._stepping.wait_for(lambda: self.steps > step)
-            elif self._pending:  # else whoever was here before applied this one along with its own
-                count = 1 if self.mode == "async" else len(self._pending)
-                gradients, self._pending = self._pending[:count], self._pending[count:]
-                await asyncio.to_thread(self._step, gradients)  # meanwhile the loop serves others
-                self._stepping.notify_all()
+    async def pushes_of(self, trainer: str) -> int:
+        """How many gradients of a trainer were applied."""
+        return self.pushes[trainer]
+
+    async def push(self, trainer: str, number: int, gradient: Tensor) -> Tensor:
+        """Hand in the gradient of that number; the parameters that go on with it.
+
+        A trainer that was killed may have handed it in already, and its successor does not know: it counts once.
+        """
+        async with self._changed:
+            if self.pushes[trainer] <= number:
+                self._pending[trainer] = gradient
+                self._changed.notify_all()
+            try:
+                await self._changed.wait_for(lambda: self.pushes[trainer] > number)
+            finally:  # also if the trainer is lost, which cancels this
+                if self._pending.get(trainer) is gradient:
+                    del self._pending[trainer]
         return self.published
+
+    async def serve(self) -> None:
+        """Apply gradients, until cancelled."""
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(self._is_ready)
+                count = 1 if self.mode == "async" else len(self._pending)
+                taken = {trainer: self._pending.pop(trainer) for trainer in list(self._pending)[:count]}
+            await asyncio.to_thread(self._step, list(taken.values()))  # meanwhile the loop takes further gradients
+            async with self._changed:
+                for trainer in taken:
+                    self.pushes[trainer] += 1
+                self._changed.notify_all()
+
+    def _is_ready(self) -> bool:
+        return len(self._pending) >= (len(self.pushes) if self.mode == "sync" else 1)
 
     def _step(self, gradients: list[Tensor]) -> None:
         self.weights.grad = torch.stack(gradients).mean(dim=0)
         self.optimizer.step()
         # Tensors are sent from their own memory: what is handed out must not change any more, so it is a copy
         self.published = self.weights.detach().clone()
-        self.pushes += len(gradients)
         self.steps += 1
 
-    async def watch(self, total: int) -> AsyncIterator[tuple[int, int, Tensor]]:
-        """How many gradients have come, in how many steps, and the parameters; several times a second, to the end."""
-        while self.pushes < total:
-            yield self.pushes, self.steps, self.published
+    async def watch(self) -> AsyncIterator[Progressed]:
+        """How it goes, several times a second, for as long as somebody reads this."""
+        while True:
+            yield Progressed(sum(self.pushes.values()), self.steps, self.published)
             await asyncio.sleep(0.1)
-        yield self.pushes, self.steps, self.published
 
 
 # -- the trainers -----------------------------------------------------------------------------------------------------
 
 
-async def train(server: arpc.RRef[ParameterServer], steps: int, seed: int) -> None:
-    """What the driver asks every trainer to do."""
-    model, dice = make_model(), torch.Generator().manual_seed(seed)
+async def train(
+    server: arpc.RRef[ParameterServer], images: Tensor, digits: Tensor, first: int, steps: int, pause_s: float
+) -> None:
+    """What the driver asks every trainer to do, with its share of the images."""
+    model, name = make_model(), arpc.get_worker_info().name
+    dice = torch.Generator().manual_seed(first)
     weights = await server.rpc_sync().pull()
-    for _ in range(steps):
+    for number in range(first, steps):
         vector_to_parameters(weights, model.parameters())
-        points, arm = draw_spiral(128, dice)
-        loss = cross_entropy(model(points), arm)
+        batch = torch.randint(len(images), (64,), generator=dice)
+        loss = cross_entropy(model(images[batch]), digits[batch])
         gradient = parameters_to_vector(torch.autograd.grad(loss, list(model.parameters())))
-        weights = await server.rpc_sync().push(gradient)
+        weights = await server.rpc_sync().push(name, number, gradient)
+        await asyncio.sleep(pause_s)
 
 
 # -- the driver -------------------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """A place in the group, and whichever process fills it."""
+
+    def __init__(self, name: str, images: Tensor, digits: Tensor) -> None:
+        self.name, self.images, self.digits = name, images, digits
+        self.arrivals = asyncio.Queue[int]()
+        self.pid = 0
 
 
 class Report(NamedTuple):
@@ -126,95 +174,246 @@ class Report(NamedTuple):
     steps: int
     loss: float
     accuracy: float
+    calls_per_s: float
+
+    @property
+    def mb_per_s(self) -> float:
+        """With every call a gradient goes one way and the parameters the other."""
+        size_bytes = 4 * sum(parameter.numel() for parameter in make_model().parameters())
+        return 2 * size_bytes * self.calls_per_s / 1e6
 
 
-@torch.no_grad()
-def evaluate(weights: Tensor) -> tuple[float, float]:
-    """Loss and accuracy on points that no trainer has seen."""
-    model = make_model()
-    vector_to_parameters(weights, model.parameters())
-    points, arm = draw_spiral(2000, torch.Generator().manual_seed(0))
-    scores = model(points)
-    return cross_entropy(scores, arm).item(), (scores.argmax(dim=1) == arm).double().mean().item()
+class Driver:
+    """Asks for everything, and shows it."""
+
+    def __init__(self, trainers: int, arguments: argparse.Namespace) -> None:
+        images, digits = load_digits()
+        self.test_images, self.test_digits = images[:400], digits[:400]  # no trainer sees these
+        shares = zip(images[400:].chunk(trainers), digits[400:].chunk(trainers), strict=True)
+        self.trainers = {f"trainer{n}": Trainer(f"trainer{n}", *share) for n, share in enumerate(shares)}
+        self.arguments = arguments
+        self.over = asyncio.Event()
+        self.server_is_there = asyncio.Event()
+        self.kills: dict[str, float] = {}
+        # the launcher says how wide a bar may be, if there is a terminal that it can be seen on
+        columns = os.environ.get("ARPC_LAUNCH_COLUMNS")
+        self.console = Console(width=int(columns), force_terminal=True) if columns else Console()
+
+    async def take_part(self, name: str, pid: int) -> None:
+        """A worker is there. It is answered when it may leave."""
+        if name == SERVER:
+            self.server_is_there.set()
+        else:
+            self.trainers[name].arrivals.put_nowait(pid)
+        await self.over.wait()
+
+    @torch.no_grad()
+    def evaluate(self, weights: Tensor) -> tuple[float, float]:
+        """Loss and accuracy on images that no trainer has seen."""
+        model = make_model()
+        vector_to_parameters(weights, model.parameters())
+        scores = model(self.test_images)
+        right = (scores.argmax(dim=1) == self.test_digits).double().mean().item()
+        return cross_entropy(scores, self.test_digits).item(), right
+
+    async def run_mode(self, mode: str) -> list[Report]:
+        """Train a new model in one of the three ways, and show how it goes."""
+        server = arpc.remote(SERVER, ParameterServer, (mode, list(self.trainers)))
+        for trainer in self.trainers.values():
+            await self.arrive(trainer)
+        async with asyncio.TaskGroup() as group:  # if one of them fails, the others are cancelled
+            serving = group.create_task(self.serve(server))
+            training = [group.create_task(self.keep_training(one, server)) for one in self.trainers.values()]
+            reports = await self.show(mode, server, asyncio.gather(*training))
+            serving.cancel()
+        return reports
+
+    async def serve(self, server: arpc.RRef[ParameterServer]) -> None:
+        """Let the server apply gradients, until cancelled: which is told to it."""
+        await server.rpc_sync(timeout=0).serve()
+
+    async def arrive(self, trainer: Trainer) -> None:
+        """Wait for the process of a trainer, if there is none."""
+        if not trainer.pid:
+            trainer.pid = await trainer.arrivals.get()
+
+    async def keep_training(self, trainer: Trainer, server: arpc.RRef[ParameterServer]) -> None:
+        """See to it that all gradients of one trainer are computed, by as many processes as that takes."""
+        steps, pause_s = self.arguments.steps, self.arguments.pause / 1e3
+        while (done := await server.rpc_sync().pushes_of(trainer.name)) < steps:
+            await self.arrive(trainer)
+            if done:
+                self.console.print(f"[green]{trainer.name} is back[/], as process {trainer.pid}, at step {done}")
+            arguments = (server, trainer.images, trainer.digits, done, steps, pause_s)
+            try:
+                await arpc.rpc_sync(trainer.name, train, arguments, timeout=0)
+            except arpc.WorkerLostError as error:
+                trainer.pid = 0
+                self.console.print(f"[red]WorkerLostError[/]: {error}", soft_wrap=True, highlight=False)
+
+    async def show(
+        self, mode: str, server: arpc.RRef[ParameterServer], training: asyncio.Future[list[None]]
+    ) -> list[Report]:
+        """Draw a bar until all is trained, and take a report each time it moves by a twentieth."""
+        total = self.arguments.steps * len(self.trainers)
+        reports: list[Report] = []
+        started = before = time.perf_counter()
+        pushes_before, calls_per_s = 0, 0.0
+        with Progress(*COLUMNS, console=self.console, disable=not self.console.is_terminal) as progress:
+            bar = progress.add_task(mode, total=total, loss=0.0, accuracy=0.0, calls_per_s=0.0, mb_per_s=0.0)
+            async for now in server.stream(timeout=0, window=1).watch():
+                is_over = training.done()
+                seconds = time.perf_counter() - before
+                if seconds > 0.5:
+                    calls_per_s = (now.pushes - pushes_before) / seconds
+                    before, pushes_before = time.perf_counter(), now.pushes
+                elapsed_s = time.perf_counter() - started
+                report = Report(elapsed_s, now.pushes, now.steps, *self.evaluate(now.weights), calls_per_s)
+                progress.update(
+                    bar,
+                    completed=now.pushes,
+                    loss=report.loss,
+                    accuracy=report.accuracy,
+                    calls_per_s=report.calls_per_s,
+                    mb_per_s=report.mb_per_s,
+                )
+                if is_over or not reports or 20 * now.pushes // total > 20 * reports[-1].pushes // total:
+                    reports.append(report)
+                    if not self.console.is_terminal:
+                        print(line_of(mode, report))
+                if is_over:
+                    break
+                if self.arguments.kill and mode == self.arguments.kill_mode and now.pushes > 0.3 * total:
+                    self.kill(mode, report)
+        return reports
+
+    def kill(self, mode: str, report: Report) -> None:
+        """End the process of a trainer, as a machine that fails would; once."""
+        victim = list(self.trainers.values())[-1]
+        if victim.pid and mode not in self.kills:
+            self.console.print(f"[yellow]kill -9 {victim.pid}[/]: {victim.name} dies in the middle of its work")
+            self.kills[mode] = report.seconds
+            os.kill(victim.pid, signal.SIGKILL)
+
+    async def run(self) -> None:
+        """Run the modes one after the other, and tell which did how well."""
+        arguments = self.arguments
+        await self.server_is_there.wait()
+        modes = MODES if arguments.mode == "all" else (arguments.mode,)
+        results = {mode: await self.run_mode(mode) for mode in modes}
+        print("mode    updates   seconds   calls/s   MB/s          loss             accuracy")
+        for mode, reports in results.items():
+            first, last = reports[0], reports[-1]
+            mean = last._replace(calls_per_s=last.pushes / last.seconds)
+            print(
+                f"{mode:5}   {last.steps:7}   {last.seconds:7.1f}   {mean.calls_per_s:7,.0f}   {mean.mb_per_s:4,.0f}   "
+                f"{first.loss:.3f} -> {last.loss:.3f}   {first.accuracy:6.1%} -> {last.accuracy:6.1%}"
+            )
+        if arguments.plot:
+            draw(results, self.kills, arguments.plot)
+            print(f"the picture is {arguments.plot}")
+        print(NEXT)
 
 
-async def run_mode(mode: str, steps: int) -> list[Report]:
-    """Train a new model in one of the three ways, and show how it goes."""
-    trainers = arpc.get_worker_infos()[SERVER + 1 :]
-    total = len(trainers) * steps
-    server = arpc.remote(SERVER, ParameterServer, (mode, len(trainers)))
-    await server.rpc_sync().pull()  # it is there: time starts now
-    reports: list[Report] = []
-    started = time.perf_counter()
-    async with asyncio.TaskGroup() as calls:  # if one of them fails, the others are cancelled
-        for trainer in trainers:
-            calls.create_task(arpc.rpc_sync(trainer, train, args=(server, steps, trainer.id), timeout=0))
-        async for pushes, updates, weights in server.stream(timeout=0, window=1).watch(total):
-            if not reports or 10 * pushes // total > 10 * reports[-1].pushes // total:
-                seconds = time.perf_counter() - started
-                reports.append(Report(seconds, pushes, updates, *evaluate(weights)))
-                bar = f"[{'#' * (20 * pushes // total):20}]"
-                report = reports[-1]
-                print(f"{mode:5} {bar} {pushes:5} gradients   loss {report.loss:.3f}   accuracy {report.accuracy:6.1%}")
-    return reports
+COLUMNS = (
+    TextColumn("[bold]{task.description:5}"),
+    BarColumn(bar_width=None),
+    TextColumn("{task.completed:5}/{task.total}"),
+    TextColumn("loss {task.fields[loss]:.3f}  accuracy {task.fields[accuracy]:6.1%}"),
+    TextColumn("{task.fields[calls_per_s]:5,.0f} calls/s  {task.fields[mb_per_s]:4,.0f} MB/s"),
+)
+NEXT = """what to try next:
+  arpc launch --role driver=1,server=1,trainer=6 examples/parameter_server.py --mode batch   # more trainers
+  arpc top, arpc stack, arpc trace -o trace.html   # in another terminal, while it runs
+  python examples/fault_tolerant.py                # the same idea in 200 lines, with two kills
+  docs/examples.md                                 # ten further examples"""
 
 
-def draw(results: dict[str, list[Report]], path: Path) -> None:
-    """A picture of all modes."""
+def line_of(mode: str, report: Report) -> str:
+    """What is printed where no bar can be drawn."""
+    return (
+        f"{mode:5} {report.pushes:6} gradients   loss {report.loss:.3f}   accuracy {report.accuracy:6.1%}   "
+        f"{report.calls_per_s:5,.0f} calls/s   {report.mb_per_s:4,.0f} MB/s"
+    )
+
+
+def draw(results: dict[str, list[Report]], kills: dict[str, float], path: Path) -> None:
+    """A picture of all modes: how fast each of them learns."""
     from matplotlib import pyplot as plt
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for mode, reports in results.items():
-        axes.plot([one.seconds for one in reports], [one.accuracy for one in reports], marker=".", label=mode)
-    axes.set(xlabel="seconds", ylabel="accuracy", ylim=(0.3, 1))
-    axes.legend()
+        seconds = [one.seconds for one in reports]
+        (line,) = left.plot(seconds, [one.loss for one in reports], marker=".", label=mode)
+        right.plot(seconds, [100 * one.accuracy for one in reports], marker=".", label=mode)
+        if mode in kills:
+            for axes in (left, right):
+                axes.axvline(kills[mode], color=line.get_color(), linestyle=":", label=f"{mode}: a trainer is killed")
+    left.set(title="Loss on images that no trainer has seen", xlabel="seconds", ylabel="cross-entropy", yscale="log")
+    right.set(title="Accuracy on the same images", xlabel="seconds", ylabel="percent", ylim=(0, 100))
+    right.legend(loc="lower right")
+    figure.suptitle("A parameter server and its trainers learn scikit-learn's digits, three ways")
     figure.savefig(path)
+    plt.close(figure)
 
 
-async def drive(arguments: argparse.Namespace) -> None:
-    """Run the modes one after the other, and tell which did how well."""
-    modes = MODES if arguments.mode == "all" else (arguments.mode,)
-    results = {mode: await run_mode(mode, arguments.steps) for mode in modes}
-    print("mode    updates   seconds          loss             accuracy")
-    for mode, reports in results.items():
-        first, last = reports[0], reports[-1]
-        print(
-            f"{mode:5}   {last.steps:7}   {last.seconds:7.1f}   {first.loss:.3f} -> {last.loss:.3f}   "
-            f"{first.accuracy:6.1%} -> {last.accuracy:6.1%}"
-        )
-    if arguments.plot:
-        draw(results, arguments.plot)
-        print(f"the picture is {arguments.plot}")
-    calls = sum(reports[-1].pushes for reports in results.values())
-    seconds = sum(reports[-1].seconds for reports in results.values())
-    size_bytes = 4 * sum(parameter.numel() for parameter in make_model().parameters())
-    # a gradient one way and the parameters the other with every call
-    print(f"{calls / seconds:,.0f} calls/s, {2 * size_bytes * calls / seconds / 1e6:,.0f} MB/s")
+# -- every process ----------------------------------------------------------------------------------------------------
+
+driver: Driver  # there is one in the driver's process only; the function below runs there, and finds it
+
+
+async def take_part(name: str, pid: int) -> None:
+    """What the server and the trainers call when they have joined."""
+    await driver.take_part(name, pid)
 
 
 async def work(arguments: argparse.Namespace) -> None:
-    """The life of every process: do what is asked for, until nobody in the group has work left."""
-    async with arpc.init_rpc() as worker:  # name, rank, secret and where to meet are in the environment
-        if worker.id == DRIVER:
-            await drive(arguments)
+    """The life of every process: the driver drives, the others do what they are asked for until they may leave."""
+    global driver  # noqa: PLW0603 - one process, one driver
+    rank = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
+    size = int(os.environ.get("WORLD_SIZE") or os.environ["SLURM_NTASKS"])
+    name = (DRIVER, SERVER)[rank] if rank < 2 else f"trainer{rank - 2}"
+    if rank == 0:
+        driver = Driver(size - 2, arguments)
+    async with arpc.init_rpc(name, world_size=None) as worker:  # workers of an elastic group come and go
+        if rank > 0:
+            await joined(worker, DRIVER)
+            await arpc.rpc_sync(DRIVER, take_part, (name, os.getpid()), timeout=0)
+            return
+        await driver.run()
+        if arguments.keep:
+            print(f"the group stays up, its dashboard is {worker.http_address}: Ctrl-C ends it")
+            await asyncio.Event().wait()
+        driver.over.set()
+
+
+async def joined(worker: arpc.Worker, name: str) -> None:
+    """Wait until a worker of that name has joined."""
+    async for event in worker.membership():
+        if event.worker.name == name:
+            return
 
 
 def main() -> None:
     """Read the command line, and be a worker of a group, or launch one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=(*MODES, "all"), default="all", help="how gradients are applied (all)")
-    parser.add_argument("--steps", type=int, default=300, help="how many gradients each trainer pushes (300)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="where to draw the accuracy, such as ps.png")
+    parser.add_argument("--steps", type=int, default=400, help="how many gradients each trainer pushes (400)")
+    parser.add_argument("--pause", type=float, default=0, metavar="MS", help="what a trainer waits between two (0)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="where to draw how it went, such as build/ps.png")
+    parser.add_argument("--kill", action="store_true", help="kill -9 a trainer on the way: see who starts it again")
+    parser.add_argument("--keep", action="store_true", help="stay up at the end, to look at the dashboard")
     parser.add_argument("--trainers", type=int, default=3, help="how many processes train, if this launches them (3)")
     arguments = parser.parse_args()
+    arguments.kill_mode = "async" if arguments.mode == "all" else arguments.mode
     torch.set_num_threads(1)
     if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
         arpc.run(work(arguments))
         return
     roles = {"driver": 1, "server": 1, "trainer": arguments.trainers}
     try:
-        arpc.run(arpc.launch.local(__file__, sys.argv[1:], workers=roles))
+        arpc.run(arpc.launch.local(__file__, sys.argv[1:], workers=roles, elastic=True, max_restarts=1))
     except KeyboardInterrupt:
         sys.exit(130)
     except arpc.LaunchError as error:

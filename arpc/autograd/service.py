@@ -46,6 +46,7 @@ from arpc.wire.messages import (
     AutogradRelease,
     Message,
 )
+from arpc.wire.values.policy import UNRESTRICTED, Policy
 
 __all__ = ["AutogradService"]
 
@@ -62,10 +63,12 @@ _REASON_S: Final = 1.0
 class AutogradService:
     """The contexts of one worker, what is recorded in them, and the passes over them."""
 
-    def __init__(self, options: RpcOptions, context: Context, rrefs: RRefContext) -> None:
+    def __init__(
+        self, options: RpcOptions, context: Context, rrefs: RRefContext, policy: Policy = UNRESTRICTED
+    ) -> None:
         self.info = WorkerInfo("", -1)
         self.container = Container()
-        self.recorder = Recorder(self.container)
+        self.recorder = Recorder(self.container, policy)
         self.lifetimes = Lifetimes(self.container, options, context)
         self.aborts = Aborts(self.container, self.lifetimes, options)
         self.threads: ThreadPool
@@ -346,9 +349,10 @@ class AutogradService:
         self, rref: int, is_created: bool, context_id: int, pass_id: int, retain_graph: bool, failed: list[int]
     ) -> None:
         value = await self._rrefs.value(rref, is_created=is_created)
-        context = self.container.enter(context_id)
+        caller, _ = _caller()
+        context = self.container.enter(context_id, caller)
         if context is not None:
-            context.known_workers.setdefault(_caller()[0], 0)
+            context.known_workers.setdefault(caller, 0)
             self._take_back(context, failed)
             if pass_id in context.aborted_passes:
                 raise AutogradError(f"the backward pass {pass_id} of autograd context {context_id} has failed")

@@ -20,6 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", "--module", action="store_true", help="PROGRAM is a module, as for python -m")
     parser.add_argument("--max-restarts", type=int, default=0, metavar="N", help="start a group that failed again (0)")
     parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="with --max-restarts: start only the worker that failed again, for programs whose group is elastic",
+    )
+    parser.add_argument(
         "--grace", type=float, default=10.0, metavar="SECONDS", help="what workers get to end in good order (10)"
     )
     parser.add_argument(

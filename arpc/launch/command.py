@@ -30,6 +30,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         group: Group = options.workers if options.role is None else parse_roles(options.role)
         program: Program = Module(options.program) if options.module else options.program
+        if options.on == "ray" and options.elastic:
+            raise ConfigurationError("--elastic is for groups of this machine: Ray restarts a group as a whole")
         if options.on == "ray":
             run_to_its_end(_launch_on_ray(program, group, options))
         else:
@@ -52,7 +54,7 @@ def _complain(error: Exception) -> None:
 async def _launch_here(program: Program, group: Group, options: argparse.Namespace) -> int:
     slots = as_group(group)
     http = None if options.dashboard is None else choose_http(options.dashboard)
-    settings = Settings(options.max_restarts, options.grace, {}, http, options.fork)
+    settings = Settings(options.max_restarts, options.grace, {}, http, options.fork, options.elastic)
     screen = Screen(slots)
     with tempfile.TemporaryDirectory(prefix="arpc-launch-") as name:
         command = command_for(program, options.arguments, Path(name))

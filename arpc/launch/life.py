@@ -9,6 +9,9 @@
 
 When one worker dies, others that had calls under way there die of that, and may well be quicker. `WAITING` gives the
 one that was first a moment to be heard of: it is the one whose traceback helps.
+
+In an elastic group a worker that fails is started again by itself, and the others go on: the group stays `RUNNING`
+until no restart is left.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ __all__ = [
     "GroupLife",
     "Kill",
     "Outcome",
+    "Restart",
     "Start",
     "Terminate",
 ]
@@ -64,6 +68,14 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
+class Restart:
+    """Start this worker of an elastic group again, to meet the others where they are."""
+
+    failure: Failure
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Terminate:
     """Ask these workers to end."""
 
@@ -92,7 +104,7 @@ class Ended:
     outcome: Outcome
 
 
-Decision: TypeAlias = Start | Terminate | Kill | Arm | Ended
+Decision: TypeAlias = Start | Restart | Terminate | Kill | Arm | Ended
 
 
 class _Phase(enum.Enum):
@@ -106,8 +118,17 @@ class _Phase(enum.Enum):
 class GroupLife:
     """Decides what becomes of a group. Whoever calls it carries out what it returns, in that order."""
 
-    def __init__(self, size: int, *, max_restarts: int = 0, grace_s: float = 10.0, blame_s: float = 2.0) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        max_restarts: int = 0,
+        grace_s: float = 10.0,
+        blame_s: float = 2.0,
+        is_elastic: bool = False,
+    ) -> None:
         self.incarnation = 0
+        """How often the group, or a worker of an elastic one, was started again."""
         self.alive: set[int] = set()
         self.failure: Failure | None = None
         """The one that ends, or has ended, this incarnation."""
@@ -115,6 +136,7 @@ class GroupLife:
         self._max_restarts = max_restarts
         self._grace_s = grace_s
         self._blame_s = blame_s
+        self._is_elastic = is_elastic
         self._phase = _Phase.NEW
         self._alarm = 0
         self._interrupted_by: signal.Signals | None = None
@@ -131,6 +153,10 @@ class GroupLife:
         """A worker has ended; `lost_another` if it seems to have done so because another did."""
         if rank not in self.alive:
             return []
+        may_restart = self._is_elastic and self._phase is _Phase.RUNNING and self.incarnation < self._max_restarts
+        if exit_code != 0 and may_restart:
+            self.incarnation += 1
+            return [Restart(Failure(rank, exit_code), self.incarnation)]
         self.alive.discard(rank)
         decisions: list[Decision] = []
         if exit_code != 0:

@@ -15,7 +15,7 @@ from typing import Any, Final, TextIO, TypeAlias, TypeVar, assert_never, overloa
 
 from arpc.errors import ConfigurationError, LaunchError
 from arpc.launch.keeping import Exited, Keeper, KeeperLost, News, NotForked, Started
-from arpc.launch.life import Arm, Decision, Ended, GroupLife, Kill, Outcome, Start, Terminate, describe_exit
+from arpc.launch.life import Arm, Decision, Ended, GroupLife, Kill, Outcome, Restart, Start, Terminate, describe_exit
 from arpc.launch.meeting import StoreServer, answers, write_secret
 from arpc.launch.output import LineSplitter, Screen, Stream, Tail, lost_another, reading
 from arpc.launch.plan import Group, Meeting, Slot, as_group, check_environment, environment_of
@@ -44,6 +44,7 @@ class Settings:
     environment: Mapping[str, str] = field(default_factory=dict)
     http: str | None = None
     fork: bool = True
+    elastic: bool = False
 
     def __post_init__(self) -> None:
         if self.max_restarts < 0:
@@ -84,7 +85,12 @@ class LocalGroup:
         directory: Path,
         screen: Screen,
     ) -> None:
-        self.life = GroupLife(len(slots), max_restarts=settings.max_restarts, grace_s=settings.grace_s)
+        self.life = GroupLife(
+            len(slots),
+            max_restarts=settings.max_restarts,
+            grace_s=settings.grace_s,
+            is_elastic=settings.elastic,
+        )
         self.tails: dict[int, Tail] = {}
         self._slots = slots
         self._command = command
@@ -173,6 +179,13 @@ class LocalGroup:
                         await keeper.end_all()
                         await self._close_incarnation()
                     await self._start(keeper, incarnation)
+                case Restart(failure, incarnation):
+                    slot = self._slots[failure.rank]
+                    self._screen.say(
+                        f"worker {slot.name!r} {describe_exit(failure.exit_code)}: starting it again "
+                        f"({incarnation} of {self._settings.max_restarts})"
+                    )
+                    await self._start_worker(keeper, slot, incarnation)
                 case Terminate(ranks):
                     await keeper.signal(ranks, signal.SIGTERM)
                 case Kill(ranks):
@@ -191,30 +204,34 @@ class LocalGroup:
 
     async def _start(self, keeper: Keeper, incarnation: int) -> None:
         server = self._server = StoreServer()
-        meeting = Meeting(server.host, server.port, incarnation, self._settings.max_restarts, self._secret_file)
         if self._settings.fork and len(self._slots) > 1 and not incarnation:
-            await keeper.warm(self._command(0), self._environment(self._slots[0], meeting))
+            await keeper.warm(self._command(0), self._environment(self._slots[0], incarnation))
         for slot in self._slots:
-            environment = self._environment(slot, meeting)
-            self.tails[slot.rank] = Tail()
-            with contextlib.ExitStack() as stack:
-                ends: list[int] = []
-                for stream in ("stdout", "stderr"):
-                    reader, writer = os.pipe()
-                    stack.callback(os.close, writer)
-                    ends.append(writer)
-                    pump = asyncio.create_task(self._pump(reader, slot.rank, stream))
-                    self._pumps.setdefault(slot.rank, []).append(pump)
-                await keeper.start(
-                    slot.rank,
-                    self._command(slot.rank),
-                    environment=environment,
-                    directory=None,
-                    output=(ends[0], ends[1]),
-                )
+            await self._start_worker(keeper, slot, incarnation)
         self._serving = asyncio.create_task(self._serve(server))
 
-    def _environment(self, slot: Slot, meeting: Meeting) -> dict[str, str]:
+    async def _start_worker(self, keeper: Keeper, slot: Slot, incarnation: int) -> None:
+        self.tails[slot.rank] = Tail()
+        with contextlib.ExitStack() as stack:
+            ends: list[int] = []
+            for stream in ("stdout", "stderr"):
+                reader, writer = os.pipe()
+                stack.callback(os.close, writer)
+                ends.append(writer)
+                pump = asyncio.create_task(self._pump(reader, slot.rank, stream))
+                self._pumps.setdefault(slot.rank, []).append(pump)
+            await keeper.start(
+                slot.rank,
+                self._command(slot.rank),
+                environment=self._environment(slot, incarnation),
+                directory=None,
+                output=(ends[0], ends[1]),
+            )
+
+    def _environment(self, slot: Slot, incarnation: int) -> dict[str, str]:
+        server = self._server
+        assert server is not None  # workers are started once there is a place to meet
+        meeting = Meeting(server.host, server.port, incarnation, self._settings.max_restarts, self._secret_file)
         environment = {
             **extend_path(os.environ),
             **environment_of(slot, meeting, os.environ),
@@ -222,6 +239,8 @@ class LocalGroup:
         }
         if self._settings.http is not None and slot.rank == 0:
             environment["ARPC_HTTP"] = self._settings.http
+        if self._screen.columns is not None:
+            environment["ARPC_LAUNCH_COLUMNS"] = str(self._screen.columns)
         return environment
 
     async def _serve(self, server: StoreServer) -> None:
@@ -247,6 +266,8 @@ class LocalGroup:
             while data := await reader.read(READ_BYTES):
                 for line in splitter.feed(data):
                     show(line)
+                self._screen.show_progress(rank, splitter.progress)
+        self._screen.show_progress(rank, "")
         for line in splitter.end():
             show(line)
 
@@ -296,7 +317,8 @@ class LocalGroup:
         traceback = self.tails[slot.rank].traceback
         text = f"worker {slot.name!r} (rank {slot.rank}) {describe_exit(outcome.failure.exit_code)}"
         if self.life.incarnation:
-            text += f", after the group was started again {self.life.incarnation} times"
+            what = "workers were" if self._settings.elastic else "the group was"
+            text += f", after {what} started again {self.life.incarnation} times"
         return LaunchError(text, slot.name, outcome.failure.exit_code, traceback)
 
 
@@ -311,6 +333,7 @@ async def local(
     environment: Mapping[str, str] | None = ...,
     http: str | None = ...,
     fork: bool = ...,
+    elastic: bool = ...,
     out: TextIO | None = ...,
     err: TextIO | None = ...,
 ) -> Launched[R]: ...
@@ -325,6 +348,7 @@ async def local(
     environment: Mapping[str, str] | None = ...,
     http: str | None = ...,
     fork: bool = ...,
+    elastic: bool = ...,
     out: TextIO | None = ...,
     err: TextIO | None = ...,
 ) -> Launched[R]: ...
@@ -339,10 +363,11 @@ async def local(
     environment: Mapping[str, str] | None = ...,
     http: str | None = ...,
     fork: bool = ...,
+    elastic: bool = ...,
     out: TextIO | None = ...,
     err: TextIO | None = ...,
 ) -> Launched[None]: ...
-async def local(
+async def local(  # noqa: PLR0913 - a launch has many settings, all of them given by name
     program: Program,
     args: Sequence[Any] = (),
     *,
@@ -352,6 +377,7 @@ async def local(
     environment: Mapping[str, str] | None = None,
     http: str | None = None,
     fork: bool = True,
+    elastic: bool = False,
     out: TextIO | None = None,
     err: TextIO | None = None,
 ) -> Launched[Any]:
@@ -374,11 +400,13 @@ async def local(
 
     The first worker that fails ends the group: the others are asked to end (SIGTERM) and after ``grace_s`` seconds
     made to. Then the group is started again, up to ``max_restarts`` times, with a new place to meet; or `LaunchError`
-    is raised, which has that worker's traceback. Cancelling ends the group in the same way. When this returns or
-    raises, no process is left, nor any that the workers have started.
+    is raised, which has that worker's traceback. With ``elastic``, for programs that join by
+    ``init_rpc(world_size=None)``, the worker that failed is started again by itself while the others go on. Cancelling
+    ends the group in the same way. When this returns or raises, no process is left, nor any that the workers have
+    started.
     """
     slots = as_group(workers)
-    settings = Settings(max_restarts, grace_s, environment or {}, http, fork)
+    settings = Settings(max_restarts, grace_s, environment or {}, http, fork, elastic)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="arpc-launch-") as name:
         directory = Path(name)

@@ -24,6 +24,8 @@ DEFAULT_WIDTH: Final = 80
 COLOURS: Final = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 """Of the terminal's own palette, so that they are legible on its background; red is left for failures."""
 
+_CONTROL: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-ln-z]")
+"""What moves the cursor, erases or hides; colours end in m."""
 _START: Final = re.compile(r"(?:  \+ Exception Group )?Traceback \(most recent call last\):$")
 _CHAIN: Final = ("The above exception was the direct cause", "During handling of the above exception")
 _LOST: Final = re.compile(r"(?:arpc\.errors\.)?(?:WorkerLostError|OwnerLostError|ConnectionClosedError)\b")
@@ -44,6 +46,11 @@ class LineSplitter:
         self._rest = rest
         yield from map(_shown, lines)
 
+    @property
+    def progress(self) -> str:
+        """The unfinished line, if a carriage return shows that it is one that is written over; else empty."""
+        return _shown(self._rest) if b"\r" in self._rest else ""
+
     def end(self) -> Iterator[str]:
         """The last line, if it lacks its end."""
         rest, self._rest = self._rest, b""
@@ -53,7 +60,7 @@ class LineSplitter:
 
 def _shown(line: bytes) -> str:
     # a progress bar writes over itself: what it wrote last is what a terminal would show
-    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+    return _CONTROL.sub("", line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace"))
 
 
 class Tail:
@@ -121,25 +128,48 @@ def wants_colour(stream: TextIO) -> bool:
 
 
 class Screen:
-    """Where the launcher writes: the workers' lines, and on a terminal one line below them that says how things are."""
+    """Where the launcher writes: the workers' lines, and on a terminal some below them that stay.
+
+    Those are the progress bars of workers, which are lines that they write over, and one that says how things are.
+    """
 
     def __init__(self, slots: Sequence[Slot], out: TextIO | None = None, err: TextIO | None = None) -> None:
         self._out = sys.stdout if out is None else out
         self._err = sys.stderr if err is None else err
         self._is_live = self._err.isatty() and os.environ.get("TERM") != "dumb"
         self._status = ""
+        self._progress: dict[int, str] = {}
+        self._drawn = 0
+        """How many lines are below those of the workers now."""
         colours = itertools.cycle(COLOURS)
         self._prefixes = {slot.rank: (f"[{slot.name}]", next(colours)) for slot in slots}
         self.is_closed = False
         """Whoever read this has gone."""
 
+    @property
+    def columns(self) -> int | None:
+        """How much of a terminal's line a worker has for a progress bar; None if there is no terminal."""
+        if not self._is_live or not self._out.isatty():
+            return None
+        return max(1, _width(self._err) - 2 - max(len(prefix) for prefix, _ in self._prefixes.values()))
+
     def line(self, rank: int, stream: Stream, text: str) -> None:
         """Show a line of a worker."""
         to = self._out if stream == "stdout" else self._err
+        self._write(to, f"{self._prefix(rank, to)} {text}\n")
+
+    def show_progress(self, rank: int, text: str) -> None:
+        """Keep a line of a worker below the others, in place of the one before; an empty text removes it."""
+        if not self._is_live or self._progress.get(rank, "") == text:
+            return
+        self._progress.pop(rank, None)
+        if text:
+            self._progress[rank] = text
+        self._write(self._err, "")
+
+    def _prefix(self, rank: int, to: TextIO) -> str:
         prefix, colour = self._prefixes[rank]
-        if wants_colour(to):
-            prefix = f"\x1b[{colour}m{prefix}\x1b[0m"
-        self._write(to, f"{prefix} {text}\n")
+        return f"\x1b[{colour}m{prefix}\x1b[0m" if wants_colour(to) else prefix
 
     def say(self, text: str, *, is_bad: bool = False) -> None:
         """Something of the launcher's own, on stderr."""
@@ -155,6 +185,7 @@ class Screen:
 
     def close(self) -> None:
         self._status = ""
+        self._progress.clear()
         if self._is_live:
             self._write(self._err, "")
 
@@ -163,15 +194,24 @@ class Screen:
             return
         try:
             if self._is_live:
-                self._err.write("\r\x1b[K")
+                self._err.write(f"\r\x1b[{self._drawn - 1}A\x1b[J" if self._drawn > 1 else "\r\x1b[K")
+                self._drawn = 0
                 if to is not self._err:
                     self._err.flush()
             _write_all(to, text)
-            if self._is_live and self._status:
-                self._err.write(f"\x1b[2m{self._status}\x1b[0m" if wants_colour(self._err) else self._status)
-                self._err.flush()
+            if self._is_live:
+                self._draw_below()
         except (OSError, ValueError):  # a pipe without a reader, a terminal that is gone, a full disk; a closed file
             self.is_closed = True
+
+    def _draw_below(self) -> None:
+        lines = [f"{self._prefix(rank, self._err)} {text}" for rank, text in sorted(self._progress.items())]
+        if self._status:
+            lines.append(f"\x1b[2m{self._status}\x1b[0m" if wants_colour(self._err) else self._status)
+        self._drawn = len(lines)
+        text = "\n".join(lines)
+        # a bar that is too wide is cut by the terminal: if it went on in a next line, erasing would miss that
+        _write_all(self._err, f"\x1b[?7l{text}\x1b[0m\x1b[?7h" if self._progress else text)
 
 
 def _write_all(to: TextIO, text: str) -> None:

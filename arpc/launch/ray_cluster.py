@@ -17,7 +17,7 @@ import cloudpickle
 
 from arpc.errors import ConfigurationError, LaunchError, SerializationError
 from arpc.extras import install_command
-from arpc.launch.life import Arm, Decision, Ended, GroupLife, Kill, Outcome, Start, Terminate, describe_exit
+from arpc.launch.life import Arm, Decision, Ended, GroupLife, Kill, Outcome, Restart, Start, Terminate, describe_exit
 from arpc.launch.output import lost_another
 from arpc.launch.plan import Group, Meeting, Slot, as_group, check_environment, environment_of, on_nodes
 from arpc.launch.programs import Module, Program, words
@@ -154,6 +154,8 @@ class RayGroup:
                         self._alarm.cancel()
                     loop = asyncio.get_running_loop()
                     self._alarm = loop.call_later(after_s, self._events.put_nowait, _TimeIsUp(number))
+                case Restart(failure):
+                    raise AssertionError(f"this group is not elastic, and restarts as a whole: {failure}")
                 case Ended(outcome):
                     return outcome
                 case _:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from typing import Any, Final, Generic, Self, TypeVar, cast
+from typing import Any, Final, Generic, Protocol, Self, TypeVar, cast
 
 import torch
 from torch import nn
@@ -26,7 +26,15 @@ __all__ = ["RemoteModule", "parameter_rrefs"]
 
 logger = get_logger("arpc.nn")
 
-M = TypeVar("M", bound=nn.Module)
+M_co = TypeVar("M_co", covariant=True)
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Forward(Protocol[R_co]):
+    """What a type checker looks for in a module: the result of its ``forward``."""
+
+    @property
+    def forward(self) -> Callable[..., R_co]: ...
 
 
 class _ModuleFuture(OwnerFuture):
@@ -42,7 +50,7 @@ class _ModuleFuture(OwnerFuture):
         super().set_exception(exception)
 
 
-class RemoteModule(RefusingModule, Generic[M]):
+class RemoteModule(RefusingModule, Generic[M_co]):
     """A module that is made on another worker, stays there, and is called from here.
 
     ::
@@ -65,7 +73,7 @@ class RemoteModule(RefusingModule, Generic[M]):
     def __init__(
         self,
         remote_device: str,
-        module_cls: Callable[..., M],
+        module_cls: Callable[..., M_co],
         args: Sequence[Any] | None = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
@@ -80,7 +88,7 @@ class RemoteModule(RefusingModule, Generic[M]):
         rref: RRef[Any] = remote(address.worker, owner.create_module, arguments, timeout=timeout)
         self._set_up(rref, address.device, timeout, name_of(module_cls))
 
-    def _set_up(self, rref: RRef[M], device: torch.device, timeout: float | Unset, name: str) -> None:
+    def _set_up(self, rref: RRef[M_co], device: torch.device, timeout: float | Unset, name: str) -> None:
         super().__init__()
         self._rref = rref
         self._device = device
@@ -90,15 +98,15 @@ class RemoteModule(RefusingModule, Generic[M]):
 
     @classmethod
     def from_module_rref(
-        cls, module_rref: RRef[M], device: str | torch.device = "cpu", *, timeout: float | Unset = UNSET
+        cls, module_rref: RRef[M_co], device: str | torch.device = "cpu", *, timeout: float | Unset = UNSET
     ) -> Self:
         """A RemoteModule for a module that somebody has an RRef to. It is on ``device`` already."""
         made = cls.__new__(cls)
-        made._set_up(module_rref, parse_device(device), timeout, "module")  # noqa: SLF001 - its own, in all but name
+        cls._set_up(made, module_rref, parse_device(device), timeout, "module")
         return made
 
     @classmethod
-    def init_from_module_rref(cls, remote_device: str, module_rref: RRef[M]) -> Self:
+    def init_from_module_rref(cls, remote_device: str, module_rref: RRef[M_co]) -> Self:
         """`from_module_rref` as torch calls it. The address must be that of the RRef's owner."""
         address = Address.parse(remote_device)
         if address.worker not in {module_rref.owner_name(), module_rref.owner().id}:
@@ -120,7 +128,7 @@ class RemoteModule(RefusingModule, Generic[M]):
         """The device that it is on, there."""
         return self._device
 
-    def get_module_rref(self) -> RRef[M]:
+    def get_module_rref(self) -> RRef[M_co]:
         """The RRef to the module: for calls of its other methods, and on its owner for the module itself."""
         return self._rref
 
@@ -147,15 +155,15 @@ class RemoteModule(RefusingModule, Generic[M]):
                 future.set_exception(error)
         return future
 
-    def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
+    def forward_async(self: RemoteModule[Forward[R_co]], *args: Any, **kwargs: Any) -> Future[R_co]:
         """Call the module now; the `Future` has the result. Grad mode is that of the caller."""
         return self._call(owner.call_module, "forward", torch.is_grad_enabled(), self._moves_to, args, kwargs)
 
-    async def forward(self, *args: Any, **kwargs: Any) -> Any:
+    async def forward(self: RemoteModule[Forward[R_co]], *args: Any, **kwargs: Any) -> R_co:
         """Call the module: what ``await m(...)`` does."""
         return await self.forward_async(*args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+    def __call__(self: RemoteModule[Forward[R_co]], *args: Any, **kwargs: Any) -> Coroutine[Any, Any, R_co]:
         """``await`` it: calls the module."""
         # without the hooks of an nn.Module, which would see a coroutine here
         return self.forward(*args, **kwargs)
@@ -247,7 +255,7 @@ def _rebuild(
 ) -> RemoteModule[Any]:
     """Another handle to the same module."""
     made = cls.__new__(cls)
-    made._set_up(rref, device, timeout, name)  # noqa: SLF001 - its own, in all but name
+    cls._set_up(made, rref, device, timeout, name)
     made.training = training
     return made
 

@@ -36,13 +36,13 @@ from arpc.wire.messages import RRefFetch
 
 __all__ = ["RRef", "create_remote"]
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 _STACK_LIMIT: Final = 12
 _new_rref = object.__new__
 
 
-class RRef(Generic[T]):
+class RRef(Generic[T_co]):
     """A reference to a value on some worker, its owner.
 
     `remote` makes one to what a function returns elsewhere; ``RRef(value)`` makes one to an object of this worker. It
@@ -70,7 +70,7 @@ class RRef(Generic[T]):
         "_value",
     )
 
-    def __init__(self, value: T, type_hint: Any = None) -> None:
+    def __init__(self, value: T_co, type_hint: Any = None) -> None:
         scope = find_scope()
         if scope is None or scope.worker is None:
             raise NotInitializedError(
@@ -95,7 +95,7 @@ class RRef(Generic[T]):
         self._value = held if isinstance(held, Value) else None
         self._is_released = False
         self._creation: Creation | None = None
-        self._type: Future[type[T]] | None = None
+        self._type: Future[type[T_co]] | None = None
         self._hint = None
 
     def _begin(self, creation: Creation) -> None:
@@ -116,7 +116,7 @@ class RRef(Generic[T]):
         held: Use | Value,
     ) -> Self:
         made = cls.__new__(cls)
-        made._set_up(context, rref, held)  # noqa: SLF001 - its own, in all but name
+        cls._set_up(made, context, rref, held)
         return made
 
     # -- who and where
@@ -160,10 +160,10 @@ class RRef(Generic[T]):
 
     # -- the value
 
-    def __await__(self) -> Generator[Any, None, T]:
+    def __await__(self) -> Generator[Any, None, T_co]:
         return self.to_here().__await__()
 
-    async def to_here(self, timeout: float | Unset = UNSET) -> T:
+    async def to_here(self, timeout: float | Unset = UNSET) -> T_co:
         """A copy of the value, once it is there; on the owner, the value itself.
 
         Raises what its creation raised, `RRefCreationError` if that timed out, `OwnerLostError` if the owner is lost,
@@ -186,7 +186,7 @@ class RRef(Generic[T]):
                 finally:
                     del waiter  # whose exception refers to this frame
                 if answer:
-                    return cast("T", answer[0])
+                    return cast("T_co", answer[0])
         future = FetchFuture(loop=context.agent.loop)
         owner = use.owner
         future.owner = owner.name
@@ -198,7 +198,7 @@ class RRef(Generic[T]):
                 use.fetches = set()
             use.fetches.add(future)
         try:
-            return cast("T", await future)
+            return cast("T_co", await future)
         except RuntimeError:
             context.agent.check_loop()
             raise
@@ -207,26 +207,26 @@ class RRef(Generic[T]):
                 use.fetches.discard(future)
             del future  # whose exception refers to this frame
 
-    async def _wait_here(self, value: Value, timeout: float | Unset) -> T:
+    async def _wait_here(self, value: Value, timeout: float | Unset) -> T_co:
         if value.is_ready:
-            return cast("T", value.get_nowait())
+            return cast("T_co", value.get_nowait())
         timeout_s = self._context.options.rpc_timeout if isinstance(timeout, Unset) else timeout
         try:
             async with asyncio.timeout(timeout_s or None):
-                return cast("T", await value.get())
+                return cast("T_co", await value.get())
         except TimeoutError as error:
             if value.is_ready:
                 raise  # it is the function's own
             raise RpcTimeoutError(f"{self!r} had no value within {timeout_s} s") from error
 
-    async def local_value(self) -> T:
+    async def local_value(self) -> T_co:
         """The value itself. On its owner only."""
         if self._value is None:
             raise RRefError(
                 f"For {self!r}, can't call local_value() on user {self._context.info}. Call it on owner {self.owner()}"
             )
         self._check("local_value() called")
-        return cast("T", await self._value.get())
+        return cast("T_co", await self._value.get())
 
     async def backward(self, ctx_id: int = -1, retain_graph: bool = False, *, timeout: float | Unset = UNSET) -> None:
         """Run a backward pass from the value, a scalar tensor, on its owner: in the autograd context ``ctx_id``.
@@ -246,25 +246,25 @@ class RRef(Generic[T]):
 
     # -- calls on the value
 
-    def rpc_async(self, timeout: float | Unset = UNSET) -> AsyncProxy[T]:
+    def rpc_async(self, timeout: float | Unset = UNSET) -> AsyncProxy[T_co]:
         """``rref.rpc_async().method(...)`` starts a call of a method of the value, where it is: a `Future`."""
-        return AsyncProxy(self, timeout)
+        return AsyncProxy(self, self._call_method, timeout)
 
-    def rpc_sync(self, timeout: float | Unset = UNSET) -> SyncProxy[T]:
+    def rpc_sync(self, timeout: float | Unset = UNSET) -> SyncProxy[T_co]:
         """``await rref.rpc_sync().method(...)`` calls a method of the value, where it is."""
-        return SyncProxy(self, timeout)
+        return SyncProxy(self, self._call_method, timeout)
 
-    def remote(self, timeout: float | Unset = UNSET) -> RemoteProxy[T]:
+    def remote(self, timeout: float | Unset = UNSET) -> RemoteProxy[T_co]:
         """``rref.remote().method(...)`` is an RRef to what a method of the value returns. Nothing is waited for."""
-        return RemoteProxy(self, timeout)
+        return RemoteProxy(self, self._remote_method, timeout)
 
-    def stream(self, timeout: float | Unset = UNSET, window: int = 16) -> StreamProxy[T]:
+    def stream(self, timeout: float | Unset = UNSET, window: int = 16) -> StreamProxy[T_co]:
         """``async for item in rref.stream().method(...)`` has the items that a method yields, as they are made.
 
         ``async for item in rref.stream()`` has those of the value itself, such as a generator that is held remotely.
         That goes on where it was left, but for items that were on their way then: ``window=1`` loses at most one.
         """
-        return StreamProxy(self, timeout, window)
+        return StreamProxy(self, self._stream_method, timeout, window)
 
     def _target(self) -> tuple[int, bool]:
         """How calls name the value to its owner."""
@@ -349,7 +349,7 @@ class RRef(Generic[T]):
 
     # -- what it is
 
-    def _get_type(self, timeout: float | Unset = UNSET) -> Future[type[T]]:
+    def _get_type(self, timeout: float | Unset = UNSET) -> Future[type[T_co]]:
         """The type of the value, asked once; ``await`` it."""
         if self._type is None:
             agent, owner = self._context.agent, self._owner

@@ -11,7 +11,8 @@ cannot know more of an attribute. A shell or notebook completes them by what is 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -24,18 +25,19 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncProxy", "RemoteProxy", "StreamProxy", "SyncProxy"]
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class _Proxy(Generic[T]):
+class _Proxy(Generic[T_co]):
     """Names of methods to calls of them."""
 
-    __slots__ = ("_rref", "_timeout")
+    __slots__ = ("_rref", "_rref_call", "_timeout")
 
-    def __init__(self, rref: RRef[T], timeout: float | Unset) -> None:
+    def __init__(self, rref: RRef[T_co], call: Callable[..., Any], timeout: float | Unset) -> None:
         self._rref = rref
+        self._rref_call = call
         self._timeout = timeout
 
     def __repr__(self) -> str:
@@ -51,82 +53,105 @@ def _named(method: Callable[..., Any]) -> str:
     return name_of(method).rpartition(".")[2]
 
 
-class AsyncProxy(_Proxy[T]):
+class AsyncProxy(_Proxy[T_co]):
     """Calls methods and returns futures."""
 
     __slots__ = ()
 
     def __getattr__(self, name: str) -> Callable[..., Future[Any]]:
-        return partial(self._rref._call_method, name, self._timeout)  # noqa: SLF001
+        return partial(self._rref_call, name, self._timeout)
 
     @overload
     def __call__(
-        self, method: Callable[Concatenate[T, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[Concatenate[T_co, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
     ) -> Future[R]: ...
     @overload
-    def __call__(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
+    def __call__(
+        self, method: Callable[Concatenate[T_co, P], asyncio.Future[R]], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]: ...
+    @overload
+    def __call__(self, method: Callable[Concatenate[T_co, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
     def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._rref._call_method(_named(method), self._timeout, *args, **kwargs)  # noqa: SLF001
+        made: Future[Any] = self._rref_call(_named(method), self._timeout, *args, **kwargs)
+        return made
 
 
-class SyncProxy(_Proxy[T]):
+class SyncProxy(_Proxy[T_co]):
     """Calls methods; what they return is to be awaited."""
 
     __slots__ = ()
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        return partial(self._rref._call_method, name, self._timeout)  # noqa: SLF001
+        return partial(self._rref_call, name, self._timeout)
 
     @overload
     def __call__(
-        self, method: Callable[Concatenate[T, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[Concatenate[T_co, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
     ) -> Awaitable[R]: ...
     @overload
-    def __call__(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]: ...
+    def __call__(
+        self, method: Callable[Concatenate[T_co, P], asyncio.Future[R]], *args: P.args, **kwargs: P.kwargs
+    ) -> Awaitable[R]: ...
+    @overload
+    def __call__(
+        self, method: Callable[Concatenate[T_co, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> Awaitable[R]: ...
     def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Awaitable[Any]:
-        return self._rref._call_method(_named(method), self._timeout, *args, **kwargs)  # noqa: SLF001
+        made: Awaitable[Any] = self._rref_call(_named(method), self._timeout, *args, **kwargs)
+        return made
 
 
-class RemoteProxy(_Proxy[T]):
+class RemoteProxy(_Proxy[T_co]):
     """Calls methods; their results stay on the owner, and RRefs to them are returned at once."""
 
     __slots__ = ()
 
     def __getattr__(self, name: str) -> Callable[..., RRef[Any]]:
-        return partial(self._rref._remote_method, name, self._timeout)  # noqa: SLF001
+        return partial(self._rref_call, name, self._timeout)
 
     @overload
     def __call__(
-        self, method: Callable[Concatenate[T, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[Concatenate[T_co, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
     ) -> RRef[R]: ...
     @overload
-    def __call__(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> RRef[R]: ...
+    def __call__(
+        self, method: Callable[Concatenate[T_co, P], asyncio.Future[R]], *args: P.args, **kwargs: P.kwargs
+    ) -> RRef[R]: ...
+    @overload
+    def __call__(self, method: Callable[Concatenate[T_co, P], R], *args: P.args, **kwargs: P.kwargs) -> RRef[R]: ...
     def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> RRef[Any]:
-        return self._rref._remote_method(_named(method), self._timeout, *args, **kwargs)  # noqa: SLF001
+        made: RRef[Any] = self._rref_call(_named(method), self._timeout, *args, **kwargs)
+        return made
 
 
-class StreamProxy(_Proxy[T]):
+class StreamProxy(_Proxy[T_co]):
     """Iterates over what methods, or the value itself, yield."""
 
     __slots__ = ("_window",)
 
-    def __init__(self, rref: RRef[T], timeout: float | Unset, window: int) -> None:
-        super().__init__(rref, timeout)
+    def __init__(self, rref: RRef[T_co], call: Callable[..., Any], timeout: float | Unset, window: int) -> None:
+        super().__init__(rref, call, timeout)
         self._window = window
 
     def __getattr__(self, name: str) -> Callable[..., AsyncIterator[Any]]:
-        return partial(self._rref._stream_method, name, self._timeout, self._window)  # noqa: SLF001
+        return partial(self._rref_call, name, self._timeout, self._window)
 
+    @overload
+    def __aiter__(self: StreamProxy[AsyncIterable[R]]) -> AsyncIterator[R]: ...
+    @overload
+    def __aiter__(self: StreamProxy[Iterable[R]]) -> AsyncIterator[R]: ...
     def __aiter__(self) -> AsyncIterator[Any]:
-        return self._rref._stream_method(None, self._timeout, self._window)  # noqa: SLF001
+        items: AsyncIterator[Any] = self._rref_call(None, self._timeout, self._window)
+        return items
 
     @overload
     def __call__(
-        self, method: Callable[Concatenate[T, P], AsyncIterator[R]], *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[Concatenate[T_co, P], AsyncIterable[R]], *args: P.args, **kwargs: P.kwargs
     ) -> AsyncIterator[R]: ...
     @overload
     def __call__(
-        self, method: Callable[Concatenate[T, P], Iterable[R]], *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[Concatenate[T_co, P], Iterable[R]], *args: P.args, **kwargs: P.kwargs
     ) -> AsyncIterator[R]: ...
     def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        return self._rref._stream_method(_named(method), self._timeout, self._window, *args, **kwargs)  # noqa: SLF001
+        items: AsyncIterator[Any] = self._rref_call(_named(method), self._timeout, self._window, *args, **kwargs)
+        return items

@@ -14,6 +14,7 @@ from arpc.launch.life import (
     GroupLife,
     Kill,
     Outcome,
+    Restart,
     Start,
     Terminate,
     describe_exit,
@@ -62,6 +63,25 @@ def test_a_failed_group_is_started_again_as_often_as_it_may():
     assert life.exited(0, 2) == [Start(2)]
     assert life.exited(0, 3) == [Ended(Outcome(Failure(0, 3)))]
     assert life.incarnation == 2
+
+
+def test_a_worker_of_an_elastic_group_is_started_again_by_itself():
+    life = GroupLife(3, max_restarts=2, grace_s=5, is_elastic=True)
+    life.start()
+    assert life.exited(2, -9) == [Restart(Failure(2, -9), 1)]
+    assert life.exited(1, 1, lost_another=True) == [Restart(Failure(1, 1), 2)]
+    assert life.alive == {0, 1, 2}
+    assert life.exited(2, 3) == [Terminate((0, 1)), Arm(1, 5)]  # no restart is left
+    assert life.exited(0, 0) == []
+    assert life.exited(1, 0) == [Ended(Outcome(Failure(2, 3)))]
+
+
+def test_nobody_is_started_again_while_an_elastic_group_ends():
+    life = GroupLife(2, max_restarts=5, is_elastic=True)
+    life.start()
+    life.interrupted(signal.SIGINT)
+    assert life.exited(0, -15) == []
+    assert life.exited(1, -15) == [Ended(Outcome(interrupted_by=signal.SIGINT))]
 
 
 def test_a_group_that_ended_well_after_all_is_a_success():
@@ -145,9 +165,11 @@ EVENTS = st.one_of(
 
 
 @settings(max_examples=300)
-@given(st.integers(1, 4), st.integers(0, 2), st.lists(EVENTS, max_size=60))
-def test_whatever_happens_it_ends_once_and_knows_who_lives(size: int, max_restarts: int, events: list[tuple]):
-    life = GroupLife(size, max_restarts=max_restarts)
+@given(st.integers(1, 4), st.integers(0, 2), st.booleans(), st.lists(EVENTS, max_size=60))
+def test_whatever_happens_it_ends_once_and_knows_who_lives(
+    size: int, max_restarts: int, is_elastic: bool, events: list[tuple]
+):
+    life = GroupLife(size, max_restarts=max_restarts, is_elastic=is_elastic)
     decisions: list[Decision] = life.start()
     alarm = 0
     starts = 0
@@ -174,6 +196,11 @@ def test_whatever_happens_it_ends_once_and_knows_who_lives(size: int, max_restar
                     assert not alive
                     starts += 1
                     alive = set(range(size))
+                case Restart(failure, incarnation):
+                    assert incarnation == starts
+                    assert failure.rank not in alive
+                    starts += 1
+                    alive.add(failure.rank)
                 case Terminate(ranks) | Kill(ranks):
                     assert set(ranks) == alive
                     assert alive

@@ -216,6 +216,28 @@ async def test_a_failed_group_is_started_again_at_another_place(script: MakeScri
     assert launch.err.getvalue().count("starting the group again") == 2
 
 
+async def test_a_worker_of_an_elastic_group_comes_back_to_the_others(script: MakeScript, tmp_path: Path):
+    path = script(
+        f"""
+        print(os.getpid(), os.environ["ARPC_INCARNATION"], os.environ["MASTER_PORT"])
+        if os.environ["RANK"] == "1" and os.environ["ARPC_INCARNATION"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if os.environ["RANK"] == "1":
+            open({str(tmp_path / "back")!r}, "w").close()
+        while not os.path.exists({str(tmp_path / "back")!r}):
+            time.sleep(0.01)
+        """
+    )
+    launch = Launch(path, max_restarts=1, elastic=True)
+    launched = await launch.result()
+    assert launched.restarts == 1
+    assert launch.err.getvalue() == "worker 'worker1' was killed by SIGKILL: starting it again (1 of 1)\n"
+    ran = [line.split() for line in launch.out.getvalue().splitlines()]
+    incarnations = sorted((name, incarnation) for name, _, incarnation, _ in ran)
+    assert incarnations == [("[worker0]", "0"), ("[worker1]", "0"), ("[worker1]", "1")]
+    assert len({port for *_, port in ran}) == 1
+
+
 async def test_restarts_come_to_an_end(script: MakeScript):
     error = await Launch(script("sys.exit(4)"), workers=1, max_restarts=1).fails()
     assert error.exit_code == 4

@@ -36,6 +36,15 @@ def test_what_was_overwritten_is_not_shown():
     assert split(b" 10%\r 50%", b"\r100%\r\nnext\r\n") == ["100%", "next"]
 
 
+def test_a_line_that_is_written_over_is_progress():
+    splitter = LineSplitter()
+    assert list(splitter.feed(b"one\n 10%\r 20%")) == ["one"]
+    assert splitter.progress == " 20%"
+    assert list(splitter.feed(b"\r\x1b[2K\x1b[32m100%\x1b[0m\n\x1b[?25htwo")) == ["\x1b[32m100%\x1b[0m"]
+    assert splitter.progress == ""  # nothing says that this line will be written over
+    assert list(splitter.end()) == ["two"]
+
+
 def test_a_line_without_an_end_is_cut():
     lines = split(b"x" * (2 * LONGEST_LINE_BYTES + 1))
     assert [len(line) for line in lines] == [LONGEST_LINE_BYTES, LONGEST_LINE_BYTES, 1]
@@ -112,6 +121,33 @@ def test_a_terminal_has_colours_and_a_line_that_stays_last(monkeypatch: pytest.M
     assert terminal.getvalue().endswith("\x1b[36m[worker0]\x1b[0m hello\n\x1b[2m1/1 workers\x1b[0m")
     screen.close()
     assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+def test_a_progress_bar_stays_below_the_lines_until_it_is_finished(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    terminal = Terminal()
+    screen = Screen(as_group(2), terminal, terminal)
+    screen.show_status("2/2 workers")
+    screen.show_progress(1, "50%")
+    below = "\x1b[?7l[worker1] 50%\n2/2 workers\x1b[0m\x1b[?7h"
+    assert terminal.getvalue().endswith(f"\r\x1b[K{below}")
+    screen.line(0, "stdout", "hello")
+    assert terminal.getvalue().endswith(f"\r\x1b[1A\x1b[J[worker0] hello\n{below}")
+    before = terminal.getvalue()
+    screen.show_progress(1, "50%")
+    assert terminal.getvalue() == before  # nothing has changed
+    screen.show_progress(1, "")
+    assert terminal.getvalue().endswith("\r\x1b[1A\x1b[J2/2 workers")
+    assert screen.columns == 80 - 2 - len("[worker1]")
+
+
+def test_without_a_terminal_there_is_no_progress():
+    out, err = io.StringIO(), io.StringIO()
+    screen = Screen(as_group(1), out, err)
+    screen.show_progress(0, "50%")
+    assert (out.getvalue(), err.getvalue(), screen.columns) == ("", "", None)
 
 
 def test_a_terminal_without_colours(monkeypatch: pytest.MonkeyPatch):

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnnecessaryTypeIgnoreComment=true, reportUnusedFunction=false, reportPrivateUsage=false
 """What a type checker knows of RRefs. Never run: `test_typing` has mypy read it."""
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ class Counter:
 
     async def texts(self) -> AsyncIterator[str]:
         yield ""
+
+
+class SpecialCounter(Counter):
+    pass
 
 
 async def fetch_text(number: int) -> str:
@@ -62,6 +67,19 @@ async def methods_by_themselves(counter: arpc.RRef[Counter]) -> None:
 async def methods_by_name(counter: arpc.RRef[Counter]) -> None:
     assert_type(counter.rpc_async().add(3), Future[Any])
     assert_type(counter.remote().next().remote().next(), arpc.RRef[Any])
+
+
+async def held_streams(held: arpc.RRef[Iterator[int]]) -> None:
+    async for number in held.stream():
+        assert_type(number, int)
+    async for text in arpc.remote("ps", Counter.texts).stream():
+        assert_type(text, str)
+
+
+async def a_reference_to_more_is_one_to_less(counter: arpc.RRef[SpecialCounter]) -> None:
+    plain: arpc.RRef[Counter] = counter
+    assert_type(await plain.rpc_sync()(Counter.add, 3), int)
+    assert_type(await counter.rpc_sync()(Counter.add, 3), int)
 
 
 async def what_is_wrong(counter: arpc.RRef[Counter]) -> None:

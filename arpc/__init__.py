@@ -109,6 +109,7 @@ __all__ = [
     "nn",
     "no_grad",
     "on",
+    "one_at_a_time",
     "optim",
     "profiler",
     "propagate",

@@ -71,6 +71,7 @@ from arpc.group.roster import (
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions
 from arpc.rref.handle import RRef
+from arpc.rref.turns import one_at_a_time
 from arpc.runner import new_event_loop, run
 from arpc.runtime import Worker
 from arpc.tls import TLS
@@ -147,6 +148,7 @@ __all__ = [
     "nn",
     "no_grad",
     "on",
+    "one_at_a_time",
     "optim",
     "profiler",
     "propagate",

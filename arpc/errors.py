@@ -264,10 +264,10 @@ class WorkerLostError(CallError, ConnectionError):
         self.may_have_run = may_have_run
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_worker_lost, (type(self), str(self), self.worker)
+        return rebuild_worker_lost, (type(self), str(self), self.worker)
 
 
-def _rebuild_worker_lost(cls: type[WorkerLostError], message: str, worker: str) -> WorkerLostError:
+def rebuild_worker_lost(cls: type[WorkerLostError], message: str, worker: str) -> WorkerLostError:
     return cls(message, worker)
 
 

@@ -135,7 +135,7 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
     if skin is not None:
         unwrap = skin.unwrap
         reducers[skin.cls] = lambda handle, parcel: reduce_rref(rrefs, unwrap(handle), parcel)
-    autograd = worker.autograd = AutogradService(options, context, rrefs)
+    autograd = worker.autograd = AutogradService(options, context, rrefs, policy)
     profiler = worker.profiler = ProfilerService()
     variables = ContextPropagation(policy)
     lookout = worker.lookout = MembershipWatch(rendezvous, options, context)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from arpc.errors import UnsupportedError
+from arpc.private import torch as private_torch
 
 __all__ = [
     "IS_AVAILABLE",
@@ -105,9 +106,7 @@ def script(module: torch.nn.Module) -> torch.nn.Module:
 def compiled_unit() -> Any:
     """Where torch keeps what this process has compiled."""
     require()
-    from torch.jit import _state
-
-    return _state._python_cu  # noqa: SLF001 - has no public name
+    return private_torch.compiled_unit()
 
 
 def wrap_module(module: Any) -> Any:

@@ -1,28 +1,41 @@
-"""What `make docs` does besides building pages."""
+"""What `make docs` does besides building the pages of docs/: it adds files that lie beside them, and adjusts links."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from mkdocs.structure.files import File, Files
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT: Final = Path(__file__).resolve().parent.parent
+ROOT_PAGES: Final = {
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "CODE_OF_CONDUCT.md": "code-of-conduct.md",
+    "SECURITY.md": "security-policy.md",
+}
+"""Files at the root of the repository, and what they are called on the site."""
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Copy the examples, too: pages link to them, and they lie beside docs/."""
+    """Add the examples and the pages at the root of the repository: pages link to them."""
     for path in sorted((ROOT / "examples").iterdir()):
         if path.suffix in {".py", ".ipynb"}:
             files.append(File.generated(config, f"examples/{path.name}", abs_src_path=str(path)))
+    for name, page in ROOT_PAGES.items():
+        if (replaced := files.get_file_from_path(page)) is not None:
+            files.remove(replaced)  # docs/contributing.md only says where the text is
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / name)))
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Point to the copies."""
-    return markdown.replace("](../examples/", "](examples/")
+    """Point to the copies, from pages of docs/ and from those at the root."""
+    for name, page in ROOT_PAGES.items():
+        markdown = markdown.replace(f"](../{name}", f"]({page}").replace(f"]({name}", f"]({page}")
+    return markdown.replace("](../examples/", "](examples/").replace("](docs/", "](")
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Docstrings announce their examples by two colons, which mean nothing here."""
+    """Remove the two colons that announce an example in a docstring: they mean nothing here."""
     return html.replace("<p>::</p>", "")

@@ -25,9 +25,9 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 
 # The layer's number, and its modules or packages. Where a layer has several rows, each may import the rows above it.
 LAYERS: Final = (
-    (0, {"errors", "extras"}),
+    (0, {"errors", "extras", "private"}),
     (0, {"_version", "devices", "garbage", "ids", "log", "tls", "torchjit", "torchstate", "user_errors"}),
-    (0, {"options", "private"}),
+    (0, {"options"}),
     (1, {"wire"}),
     (2, {"transport"}),
     (3, {"group"}),

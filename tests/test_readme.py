@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from arpc.wire.frames import HEADER
 from arpc.wire.messages import MessageType
+from scripts.readme_figures import BEGIN, END, KEPT, PICTURE, SHOWN, fingerprint, with_table
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 README: Final = (ROOT / "README.md").read_text()
@@ -30,7 +32,19 @@ def programs() -> list[tuple[str, str]]:
 
 
 def test_every_program_has_its_output():
-    assert len(programs()) == README.count("```python\n") == 2
+    assert len(programs()) == README.count("```python\n") == 1
+
+
+def test_it_is_short():
+    prose = FENCE.sub("", README.replace(README[README.index(BEGIN) : README.index(END)], ""))
+    assert len(re.findall(r"\b[A-Za-z][\w'-]*", re.sub(r"\]\([^)]*\)", "]", prose))) <= 600
+
+
+def test_the_table_and_the_picture_show_the_same_figures():
+    kept = json.loads(KEPT.read_text())
+    assert with_table(README, kept) == README
+    assert fingerprint(kept).encode() in PICTURE.read_bytes()
+    assert set(SHOWN) <= set(kept["rows"])
 
 
 @pytest.mark.parametrize(("program", "output"), programs())
@@ -45,8 +59,8 @@ def test_program_prints_what_is_shown(program, output, tmp_path):
 
 
 def test_targets_exist():
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    shown = re.findall(r"(?:^|`)make ([a-z]+)", README, re.MULTILINE)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    shown = re.findall(r"(?:^|`)make ([a-z-]+)", README, re.MULTILINE)
     assert shown
     assert set(shown) <= set(targets)
 

@@ -95,6 +95,10 @@ class Agent:
         """None if there are no devices but the CPU, here or on a peer."""
         self.policy = policy
         """What peers may do here; all that they send is read through it."""
+        self.messages_received: Callable[[Connection, list[Message]], None] = (
+            self.dispatch if placement is None else partial(placement.messages_received, self.dispatch)
+        )
+        """Takes what a connection brings, once what belongs on devices is there."""
         self.is_closing = False
         self.is_serving = False
         self._tasks_are_isolated = torchstate.isolates_all_tasks(self.loop)
@@ -127,7 +131,6 @@ class Agent:
             loop=self.loop,
             codec=self.codec,
             timeouts=self.timeouts,
-            nameless=frozenset(int(message_class.type) for message_class in handlers or {}),
             preparations=preparations,
         )
         self.caller = Caller(
@@ -303,6 +306,7 @@ class Agent:
     def set_meter(self, meter: Meter | None) -> None:
         """Let somebody be told how long each call and each handler takes, from now on; None: nobody."""
         self.meter = self.dispatcher.replies.meter = meter
+        self._watchers_changed()
         self._wrap_sender()
         for link in self.connector.links:
             link.inbound.arrived_ns.clear()
@@ -311,38 +315,32 @@ class Agent:
         """Tell an observer of every call and every handler that begins from now on."""
         if observer not in self.observers.installed:
             self.observers.installed.append(observer)
+            self._watchers_changed()
 
     def unobserve(self, observer: Observer) -> None:
         """Tell it of nothing that begins from now on; it still hears how what has begun ends."""
         if observer in self.observers.installed:
             self.observers.installed.remove(observer)
+            self._watchers_changed()
             if not self.observers.installed:
                 self.observers.forget_waiting()
 
+    def _watchers_changed(self) -> None:
+        self.dispatcher.is_watched = self.meter is not None or bool(self.observers.installed)
+
     # -- messages
 
-    def messages_received(self, connection: Connection, messages: list[Message]) -> None:
-        """Take what a connection brings, once what belongs on devices is there."""
-        if self.placement is None:
-            self._dispatch(connection, messages)
-        else:
-            self.placement.messages_received(self._dispatch, connection, messages)
-
-    def _dispatch(self, connection: Connection, messages: list[Message]) -> None:
+    def dispatch(self, connection: Connection, messages: list[Message]) -> None:
+        """Give each message to its handler."""
+        if not self._tasks_are_isolated and not torchstate.is_pristine():
+            # the loop is between two steps of a task that has switched something off for itself
+            torchstate.run_with(torchstate.DEFAULTS, self.dispatch, connection, messages)
+            return
         link: Link = connection.owner
-        handlers = self._handlers
-        # The loop may be between two steps of a task that has switched something off for itself, unless tasks are
-        # isolated
-        outer = None if self._tasks_are_isolated or torchstate.is_pristine() else torchstate.save_and_reset()
-        try:
-            if self.observers.installed:
-                for message in messages:
-                    self.observers.answered(link.peer, message)
-            for message in messages:
-                handlers[message.__class__](link, message)
-        finally:
-            if outer is not None:
-                torchstate.restore(outer)
+        if self.observers.installed:
+            self.observers.answered(link.peer, messages)
+        for message in messages:
+            self._handlers[message.__class__](link, message)
 
     def inspection_received(self, connection: Connection, messages: list[Message]) -> None:
         """Messages of somebody who only looks, and so may say nothing else."""

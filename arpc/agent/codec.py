@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, Final, Protocol
 
-import msgspec
-
 from arpc.agent.hooks.device_placement import PLACE, Placement, ToCaller
 from arpc.errors import ProtocolError, SerializationError
 from arpc.ids import WorkerInfo
-from arpc.wire.frames import HEADER_BYTES, MAX_BODY_BYTES
+from arpc.wire.frames import MAX_BODY_BYTES
 from arpc.wire.messages import Message
 from arpc.wire.metadata import Metadata, decode_metadata
 from arpc.wire.values.device_staging import Stager
@@ -24,29 +22,11 @@ from arpc.wire.values.pickler import Pickler, Reducer
 from arpc.wire.values.policy import UNRESTRICTED, Policy
 from arpc.wire.values.schemas import PackedTensors, Packer
 
-__all__ = ["Codec", "Content", "Interceptor", "decode_metadata"]
+__all__ = ["Codec", "Interceptor", "decode_metadata"]
 
 _NO_SLOTS: Final[list[Any]] = []
 _NO_METADATA: Final[Metadata] = {}
 _ALL_TO_CALLER: Final = ToCaller({}, moves_host_memory=True)
-
-
-class Content(msgspec.Struct, gc=False):
-    """What a message says, apart from its header. It can be sent any number of times, to any peer."""
-
-    pickle: bytes
-    meta: bytes = b""
-    tensors: PackedTensors | None = None
-
-    def size_bytes(self) -> int:
-        """Bytes it takes on its way."""
-        size = HEADER_BYTES + len(self.pickle) + len(self.meta)
-        tensors = self.tensors
-        if tensors is None:
-            return size
-        if tensors.buffers:
-            size += sum([buffer.nbytes for buffer in tensors.buffers])
-        return size + tensors.schema.inline_bytes
 
 
 class Interceptor(Protocol):
@@ -99,6 +79,8 @@ class Codec:
         self._max_body_bytes = max_body_bytes
         self._packer = Packer(min(inline_tensor_bytes, max_body_bytes // 64))
         self._placement = placement
+        self.knows_devices = placement is not None
+        """There is more than the CPU here: tensors may have to be staged."""
 
     # -- encoding
 
@@ -135,7 +117,8 @@ class Codec:
 
     # -- decoding
 
-    def slots(self, message: Message) -> list[Any]:
+    @staticmethod
+    def slots(message: Message) -> list[Any]:
         """The tensors of a message. Raises `ProtocolError` or `SerializationError`."""
         layout = message.layout
         return _NO_SLOTS if layout is None else layout.build(message.body, message.buffers)
@@ -147,9 +130,9 @@ class Codec:
     def content(self, message: Message, slots: list[Any], sender: WorkerInfo) -> Any:
         """The object in a message, None if there is none. Raises whatever unpickling raises."""
         start, body = message.meta_end, message.body
-        if start == len(body):
-            return None
-        return self.read(memoryview(body)[start:] if start else body, slots, sender)
+        if start:
+            body = memoryview(body)[start:]
+        return self.read(body, slots, sender) if body else None
 
     def function(self, message: Message, sender: WorkerInfo) -> Any:
         """What a peer will call by number. Raises whatever unpickling raises."""

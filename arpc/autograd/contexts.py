@@ -17,7 +17,7 @@ from torch import Tensor
 
 from arpc.autograd.engine.leaf_gradients import summed
 from arpc.autograd.passes.plan import Send
-from arpc.errors import AutogradError
+from arpc.errors import AutogradError, OverloadedError
 from arpc.ids import LOCAL_BITS
 
 __all__ = ["ENDLESS", "NO_GRADIENTS", "AutogradContext", "Container", "Send", "current_context_id"]
@@ -27,6 +27,8 @@ current_context_id: ContextVar[int | None] = ContextVar("arpc.autograd", default
 
 # Messages of a context that has ended may still arrive for a while, and must not bring it to life again
 _TOMBSTONES: Final = 4096
+_MAX_OF_PEER: Final = 65_536
+"""How many contexts one worker may have here that have not ended."""
 
 NO_GRADIENTS: Final[Mapping[Tensor, Tensor]] = MappingProxyType({})
 
@@ -178,10 +180,15 @@ class Container:
         self.callable[context_id] = None
         return context
 
-    def enter(self, context_id: int) -> AutogradContext | None:
-        """The context that a message belongs to; made if it is new here, None if it has ended."""
+    def enter(self, context_id: int, caller: int) -> AutogradContext | None:
+        """The context that a message of a worker belongs to; made if it is new here, None if it has ended.
+
+        Raises `OverloadedError` if there are too many of that worker.
+        """
         context = self.contexts.get(context_id)
         if context is None and context_id not in self._ended and context_id >> LOCAL_BITS != self.worker_id:
+            if len(self.contexts) >= _MAX_OF_PEER:
+                self._check_number(caller)
             context = self.contexts[context_id] = AutogradContext(context_id)
             self.callable[context_id] = None
             if self._failed_early:
@@ -193,6 +200,11 @@ class Container:
                 if context.last_pass != -1:
                     context.last_announced_to = (told,)
         return context
+
+    def _check_number(self, caller: int) -> None:
+        known = sum(caller in context.known_workers for context in self.contexts.values())
+        if known >= _MAX_OF_PEER:
+            raise OverloadedError(f"{known} autograd contexts of its calls have not ended yet")
 
     def try_to_leave(self, context: AutogradContext, pass_id: int, told: int) -> bool:
         """Forget a context, which may be entered again, if this worker has no use for it after a pass.
@@ -248,7 +260,7 @@ class Container:
         """The context of a task that outlives its handler, if this worker has left it with the answer of that."""
         if self._left.get(context_id, (0,))[0] != -1:
             return None
-        context = self.enter(context_id)
+        context = self.enter(context_id, context_id >> LOCAL_BITS)
         if context is not None:
             self.rejoined(context)
         return context

@@ -23,7 +23,9 @@ from arpc.autograd.nodes import RecvRecord, attach_recv, attach_send
 from arpc.autograd.passes.plan import Send
 from arpc.errors import ProtocolError
 from arpc.ids import WorkerInfo
+from arpc.wire.messages import AutogradGradients
 from arpc.wire.values.packing import Slot
+from arpc.wire.values.policy import UNRESTRICTED, Policy
 
 __all__ = ["Recorder"]
 
@@ -48,8 +50,9 @@ class Recorder:
 
     key = "grad"
 
-    def __init__(self, container: Container) -> None:
+    def __init__(self, container: Container, policy: Policy = UNRESTRICTED) -> None:
         self._container = container
+        self._policy = policy
         self._contexts = container.contexts
         self.occasions = container.callable
         """Calls are looked at only while there are contexts."""
@@ -72,7 +75,10 @@ class Recorder:
 
     def request_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
         context_id, message_id, stamp = _checked(meta)
-        context = self._contexts.get(context_id) or self._container.enter(context_id)
+        if self._policy.is_restricted:
+            # a worker that may not send gradients may not end the context either, which would be kept for ever
+            self._policy.check_message(peer, AutogradGradients)
+        context = self._contexts.get(context_id) or self._container.enter(context_id, peer.id)
         if context is None:
             return  # it ended while the call was on its way
         _set_current(context_id)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import Context
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 from torch import Tensor
@@ -45,11 +46,14 @@ from arpc.wire.messages import (
     AutogradRelease,
     Message,
 )
+from arpc.wire.values.policy import UNRESTRICTED, Policy
 
 __all__ = ["AutogradService"]
 
 _AnswerOfHandler: TypeAlias = "PackedParcel | Coroutine[Any, Any, Any] | None"
 
+_new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
+_NOBODY: Final[Mapping[int, bool]] = MappingProxyType({})
 _ABORT_S: Final = 5.0
 """How long a pass that has failed waits for the others to hear of it."""
 _REASON_S: Final = 1.0
@@ -59,10 +63,12 @@ _REASON_S: Final = 1.0
 class AutogradService:
     """The contexts of one worker, what is recorded in them, and the passes over them."""
 
-    def __init__(self, options: RpcOptions, context: Context, rrefs: RRefContext) -> None:
+    def __init__(
+        self, options: RpcOptions, context: Context, rrefs: RRefContext, policy: Policy = UNRESTRICTED
+    ) -> None:
         self.info = WorkerInfo("", -1)
         self.container = Container()
-        self.recorder = Recorder(self.container)
+        self.recorder = Recorder(self.container, policy)
         self.lifetimes = Lifetimes(self.container, options, context)
         self.aborts = Aborts(self.container, self.lifetimes, options)
         self.threads: ThreadPool
@@ -298,7 +304,7 @@ class AutogradService:
             pass_id,
             retain_graph=heading.retain_graph,
             deadline=deadline,
-            engagement=Engagement(caller, heading, context.told_early.get(pass_id, {})),
+            engagement=_new_tuple(Engagement, (caller, heading, context.told_early.get(pass_id, _NOBODY))),
         )
         engaged.activity = self._agent.observers.begin_activity("backward", Kind.BACKWARD)
         engaged.receive(caller, parcel, is_engaging=True)
@@ -343,9 +349,10 @@ class AutogradService:
         self, rref: int, is_created: bool, context_id: int, pass_id: int, retain_graph: bool, failed: list[int]
     ) -> None:
         value = await self._rrefs.value(rref, is_created=is_created)
-        context = self.container.enter(context_id)
+        caller, _ = _caller()
+        context = self.container.enter(context_id, caller)
         if context is not None:
-            context.known_workers.setdefault(_caller()[0], 0)
+            context.known_workers.setdefault(caller, 0)
             self._take_back(context, failed)
             if pass_id in context.aborted_passes:
                 raise AutogradError(f"the backward pass {pass_id} of autograd context {context_id} has failed")

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from arpc import torchstate
-from arpc.agent.client.pending_calls import OutgoingCall
+from arpc.agent.client.pending_calls import Call
 from arpc.agent.client.sender import Prepared
 from arpc.agent.peers.peer import Peer
 from arpc.compat.blocking_client.calls import TAKES_LOOP
@@ -90,7 +90,7 @@ class _Call:
     def _begin(self) -> None:
         agent = self._drop_in.agent
         future: asyncio.Future[Any] = agent.loop.create_future()
-        call = OutgoingCall(
+        call = Call(
             self._peer,
             future,
             self._function,
@@ -98,7 +98,7 @@ class _Call:
             self._kwargs,
             self._timeout,
             is_awaited=self._is_awaited,
-            name=self._name,
+            called=self._name,
         )
         try:
             self._call_id = agent.sender.send(call)
@@ -140,7 +140,7 @@ def call(
     timeout: float,
     name: str = "",
 ) -> Any:
-    """The result of a call. Raises in torch's words. ``name`` is that of `OutgoingCall`."""
+    """The result of a call. Raises in torch's words. ``name`` is `Call.called`."""
     refuse_loop_thread("await arpc.rpc_sync(...)")
     packed = _pack(drop_in, peer, function, args, kwargs)
     try:
@@ -168,7 +168,7 @@ def call_async(
 ) -> torch.futures.Future[Any]:
     """A call that is not waited for: a future of torch, completed where its callbacks may block.
 
-    ``anchor`` lives until it has ended. ``name`` is that of `OutgoingCall`.
+    ``anchor`` lives until it has ended. ``name`` is `Call.called`.
     """
     packed = _pack(drop_in, peer, function, args, kwargs)
     future: torch.futures.Future[Any] = torch.futures.Future()

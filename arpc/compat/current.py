@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
 from threading import get_ident
 from typing import Any
+
+from arpc.private.asyncio import running_loop
 
 __all__ = ["get_agent", "has_agent", "reset_agent", "set_agent", "starting"]
 
@@ -31,7 +32,7 @@ def starting() -> Iterator[None]:
 
 def has_agent() -> bool:
     """Whether there is one, after a start that is under way in another thread."""
-    if not _agents and asyncio._get_running_loop() is None:  # noqa: SLF001 - get_running_loop would raise
+    if not _agents and running_loop() is None:
         for starter, is_over in tuple(_starts):
             if starter != get_ident():
                 is_over.wait()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from arpc.agent.agent import Agent
-from arpc.agent.client.pending_calls import CallSender, OutgoingCall
+from arpc.agent.client.pending_calls import Call, CallSender
 from arpc.agent.server.functions import name_of
 from arpc.errors import RpcTimeoutError
 from arpc.options import Unset
@@ -58,7 +58,7 @@ class Faults:
         self._inner = inner
         return self
 
-    def send(self, call: OutgoingCall) -> int:
+    def send(self, call: Call) -> int:
         """Send a request, now or late, or lose it."""
         if call.flags & RequestFlag.STREAM:
             return self._inner.send(call)  # it is nothing that torch has
@@ -75,7 +75,7 @@ class Faults:
         self._send_late(call, delay_s)
         return 0
 
-    def _is_lost(self, call: OutgoingCall) -> bool:
+    def _is_lost(self, call: Call) -> bool:
         if call.type not in _CONTROL:
             return self._losses > 0  # these are never sent again
         # A message that is sent again has the same items, which come last in it. That a context has ended has no items.
@@ -85,7 +85,7 @@ class Faults:
         self._sends[key] += 1
         return self._sends[key] <= self._losses
 
-    def _send_late(self, call: OutgoingCall, delay_s: float) -> None:
+    def _send_late(self, call: Call, delay_s: float) -> None:
         """The caller's time runs from now on; the request is sent later, whether or not anybody still waits."""
         loop = self._agent.loop
         recipient, timeout = call.recipient, call.timeout

@@ -21,12 +21,12 @@ from arpc.compat.drop_in import DropIn
 from arpc.compat.failures import as_torch_error
 from arpc.compat.loop_thread import Outcome, refuse_loop_thread
 from arpc.errors import ArpcError, BackwardError, CallError, RpcTimeoutError
+from arpc.private.torch import is_profiled
 from arpc.rref.handle import RRef
 
 __all__ = ["run_pass", "run_pass_from"]
 
 _NAME: Final = "torch::distributed::autograd::backward"
-_is_profiled = torch._C._autograd._profiler_enabled  # noqa: SLF001 - torch has no other way to ask
 
 
 class _ServingOutcome(Outcome[None]):
@@ -82,7 +82,7 @@ def _settle(future: asyncio.Future[Any], error: Exception | None) -> None:
 
 def run_pass(drop_in: DropIn, context_id: int, roots: Sequence[Tensor], retain_graph: bool) -> None:
     """`arpc.autograd.backward`, raising in torch's words."""
-    if _is_profiled():
+    if is_profiled():
         with torch.profiler.record_function(_NAME), _sends_shown(drop_in, context_id):
             _run_pass(drop_in, context_id, roots, retain_graph)
     else:

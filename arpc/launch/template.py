@@ -22,7 +22,6 @@ import io
 import json
 import multiprocessing
 import os
-import runpy
 import signal
 import socket
 import sys
@@ -35,6 +34,8 @@ from types import ModuleType, TracebackType
 from typing import Any, Final
 
 import torch
+
+from arpc.private.interpreter import run_module_as_main
 
 __all__ = ["BOOT", "main"]
 
@@ -271,7 +272,7 @@ def _run_module(name: str, arguments: tuple[str, ...]) -> None:
     if not sys.flags.safe_path:
         sys.path.insert(0, str(Path.cwd()))
     sys.argv[:] = ["-m", *arguments]
-    runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # noqa: SLF001 - what `python -m` itself calls
+    run_module_as_main(name)
 
 
 def _run_script(name: str, arguments: tuple[str, ...], module: ModuleType) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from arpc.agent.server.functions import Mode
 from arpc.agent.server.run import Run
 from arpc.ids import WorkerInfo
 from arpc.private.asyncio import awaited_by
+from arpc.private.interpreter import frames_of_threads
 from arpc.wire.messages import Inspect
 
 __all__ = ["AwaitedCall", "CallStack", "HandlerStack", "TaskStack", "WorkerStack", "await_chain", "dump"]
@@ -259,7 +259,7 @@ def _short(path: str) -> str:
 def _frames_by_run() -> dict[int, list[str]]:
     """The stacks of threads that run a plain function, by the request that they run it for."""
     found: dict[int, list[str]] = {}
-    for top in sys._current_frames().values():  # noqa: SLF001 - documented, whatever its name
+    for top in frames_of_threads().values():
         stack: list[str] = []
         for frame in _outwards(top):
             if frame.f_code is Run.work.__code__:

@@ -53,7 +53,7 @@ def create_module(
 
 
 @export
-@named_by(lambda rref, *_: method_name(rref, "forward"))
+@named_by(lambda worker, rref, *_: method_name(worker, rref, "forward"))
 async def call_module(
     rref: int,
     is_created: bool,
@@ -69,7 +69,7 @@ async def call_module(
 
 
 @export
-@named_by(lambda rref, _is_created, function, _args: method_name(rref, name_of(function)))
+@named_by(lambda worker, rref, _is_created, function: method_name(worker, rref, name_of(function)))
 async def do_with_module(rref: int, is_created: bool, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Call one of the functions below with a module."""
     return await run_here(function, await held_value(rref, is_created), *args)

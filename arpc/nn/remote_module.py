@@ -102,7 +102,7 @@ class RemoteModule(RefusingModule, Generic[M_co]):
     ) -> Self:
         """A RemoteModule for a module that somebody has an RRef to. It is on ``device`` already."""
         made = cls.__new__(cls)
-        made._set_up(module_rref, parse_device(device), timeout, "module")  # noqa: SLF001 - its own, in all but name
+        cls._set_up(made, module_rref, parse_device(device), timeout, "module")
         return made
 
     @classmethod
@@ -255,7 +255,7 @@ def _rebuild(
 ) -> RemoteModule[Any]:
     """Another handle to the same module."""
     made = cls.__new__(cls)
-    made._set_up(rref, device, timeout, name)  # noqa: SLF001 - its own, in all but name
+    cls._set_up(made, rref, device, timeout, name)
     made.training = training
     return made
 

@@ -262,6 +262,9 @@ class DistributedOptimizer(Optimizer):
         parts = [(part.owner, part.rref, part.groups, part.parameters) for part in self._parts]
         return _rebuild, (self._optimizer_class, self._args, self._kwargs, self._rules, self._rrefs, parts)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
 
 def _rebuild(
     optimizer_class: Callable[..., Optimizer],
@@ -273,12 +276,16 @@ def _rebuild(
 ) -> DistributedOptimizer:
     """Another handle to the same optimizers of the owners."""
     made = DistributedOptimizer.__new__(DistributedOptimizer)
-    made._optimizer_class = optimizer_class  # noqa: SLF001 - its own, in all but name
-    made._args = args  # noqa: SLF001
-    made._kwargs = kwargs  # noqa: SLF001
-    made._rules = rules  # noqa: SLF001
-    made._rrefs = rrefs  # noqa: SLF001
-    made._parts = [Part(*part) for part in parts]  # noqa: SLF001
+    made.__setstate__(
+        {
+            "_optimizer_class": optimizer_class,
+            "_args": args,
+            "_kwargs": kwargs,
+            "_rules": rules,
+            "_rrefs": rrefs,
+            "_parts": [Part(*part) for part in parts],
+        }
+    )
     return made
 
 

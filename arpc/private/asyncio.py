@@ -11,7 +11,16 @@ from typing import Any, Final
 
 from arpc.private.switch import PUBLIC_ONLY
 
-__all__ = ["ENTERS_TASKS", "WAKES_DIRECTLY", "awaited_by", "enter_task", "leave_task", "mark_awaited", "private_apis"]
+__all__ = [
+    "ENTERS_TASKS",
+    "WAKES_DIRECTLY",
+    "awaited_by",
+    "enter_task",
+    "leave_task",
+    "mark_awaited",
+    "private_apis",
+    "running_loop",
+]
 
 _Switch = Callable[[asyncio.AbstractEventLoop, "asyncio.Task[Any]"], None]
 
@@ -37,14 +46,34 @@ WAKES_DIRECTLY: Final = not PUBLIC_ONLY and hasattr(asyncio.Future, "_asyncio_fu
 """Tasks take any object with this attribute for a future, so one of ours can wake them when it is done."""
 
 
+_peek_running_loop: Callable[[], asyncio.AbstractEventLoop | None] | None = (
+    None if PUBLIC_ONLY else getattr(asyncio, "_get_running_loop", None)
+)
+"""Unlike ``asyncio.get_running_loop`` it raises nothing, which would cost as much as a small call."""
+
+
 def private_apis() -> dict[str, bool]:
     """Which undocumented APIs of asyncio are in use."""
-    return {"enter_task": ENTERS_TASKS, "future_blocking": WAKES_DIRECTLY}
+    return {
+        "enter_task": ENTERS_TASKS,
+        "future_blocking": WAKES_DIRECTLY,
+        "running_loop": _peek_running_loop is not None,
+    }
 
 
 def mark_awaited(future: Any, *, is_awaited: bool) -> None:
     """Set the mark that a coroutine leaves on the future it awaits, and that its task takes away."""
-    future._asyncio_future_blocking = is_awaited  # noqa: SLF001
+    future._asyncio_future_blocking = is_awaited
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The loop that runs in this thread, None if there is none."""
+    if _peek_running_loop is not None:
+        return _peek_running_loop()
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def awaited_by(task: asyncio.Task[Any]) -> object:

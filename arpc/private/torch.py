@@ -1,11 +1,14 @@
-"""Undocumented APIs of torch: each is probed at import, and has a fallback that uses documented APIs only.
+"""Undocumented APIs of torch.
 
-``ARPC_PUBLIC_APIS=1`` in the environment turns them off; `private_apis` says which are on.
+Those that make calls fast are probed at import and have a fallback that uses documented APIs only;
+``ARPC_PUBLIC_APIS=1`` in the environment turns them off, and `private_apis` says which are on. The others are questions
+that torch answers under a private name alone: these stand at the end, and are looked up when they are asked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from math import prod
 from typing import Any, Final
 
@@ -15,7 +18,25 @@ from torch.nn import Parameter
 
 from arpc.private.switch import PUBLIC_ONLY
 
-__all__ = ["fits_like", "fits_nothing", "private_apis"]
+__all__ = [
+    "build_event_tree",
+    "compiled_unit",
+    "create_store",
+    "dynamic_setting",
+    "fits_like",
+    "fits_nothing",
+    "is_mutable",
+    "is_profiled",
+    "is_zero_tensor",
+    "make_subclass",
+    "nested_places",
+    "operator_named",
+    "overload_name",
+    "packet_name",
+    "private_apis",
+    "rebuild_nested",
+    "without_torch_dispatch",
+]
 
 
 def private_apis() -> dict[str, bool]:
@@ -43,7 +64,7 @@ def fits_like(examples: Sequence[Tensor]) -> Callable[..., bool]:
 def _guard(examples: Sequence[Tensor]) -> Callable[..., bool]:
     sizes = [[*example.shape] for example in examples]
     strides = [_contiguous(size) for size in sizes]
-    guards: Any = torch._C._dynamo.guards.TensorGuards  # noqa: SLF001
+    guards: Any = torch._C._dynamo.guards.TensorGuards
     check: Callable[..., bool] = guards(*examples, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     return check
 
@@ -74,7 +95,7 @@ def _guards_are_reliable() -> bool:
                 requiring,
                 Parameter(plain, requires_grad=False),
                 torch._neg_view(plain),
-                torch._efficientzerotensor(2, 2),  # noqa: SLF001
+                torch._efficientzerotensor(2, 2),
                 None,
             )
         ]
@@ -87,3 +108,84 @@ def _guards_are_reliable() -> bool:
 
 
 _uses_guards: Final = not PUBLIC_ONLY and _guards_are_reliable()
+
+
+# -- without a public way
+
+
+def make_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool) -> Tensor:
+    """A tensor of a subclass over the memory of another one, as `Parameter` makes itself."""
+    return Tensor._make_subclass(cls, data, requires_grad)
+
+
+def without_torch_dispatch() -> AbstractContextManager[object]:
+    """Where operators take a tensor of a class with ``__torch_dispatch__`` for what it is in memory."""
+    made: AbstractContextManager[object] = torch._C._DisableTorchDispatch()
+    return made
+
+
+def is_zero_tensor(tensor: Tensor) -> bool:
+    """Whether these are zeros that autograd did not give any memory."""
+    return tensor._is_zerotensor()
+
+
+def rebuild_nested() -> Any:
+    """The function by which a saved nested tensor is made."""
+    return torch._utils._rebuild_nested_tensor
+
+
+def nested_places(tensor: Tensor) -> tuple[list[Any], list[Any], list[Any]]:
+    """Shapes, strides and storage offsets of the parts of a nested tensor."""
+    sizes, strides = tensor._nested_tensor_size(), tensor._nested_tensor_strides()
+    return sizes.tolist(), strides.tolist(), tensor._nested_tensor_storage_offsets().tolist()
+
+
+def operator_named(name: str) -> Callable[..., Any] | None:
+    """The operator that TorchScript has under a name such as ``aten::add``, with all its overloads."""
+    call, _ = torch._C._jit_get_operation(name)
+    found: Callable[..., Any] | None = call
+    return found
+
+
+def packet_name(packet: Any) -> str:
+    """The name under which ``torch.ops`` has a packet of operators."""
+    name: str = packet._qualified_op_name
+    return name
+
+
+def overload_name(overload: Any) -> str:
+    """The name of an operator in its packet."""
+    name: str = overload._overloadname
+    return name
+
+
+def is_mutable(overload: Any) -> bool:
+    """Whether an operator changes some of its arguments."""
+    return bool(overload._schema.is_mutable)
+
+
+def dynamic_setting(context: Any) -> bool | None:
+    """The argument ``dynamic`` of `torch.compile`, of what that made."""
+    setting: bool | None = context._dynamic
+    return setting
+
+
+def compiled_unit() -> Any:
+    """Where TorchScript keeps what this process has compiled."""
+    from torch.jit import _state  # some builds of torch have no torch.jit
+
+    return _state._python_cu
+
+
+is_profiled: Final[Callable[[], bool]] = torch._C._autograd._profiler_enabled
+"""Whether a profiler of torch runs in this thread."""
+
+
+def build_event_tree(events: Any) -> None:
+    """Find the parent of each of the events of a profile, as the profilers of torch do."""
+    events._build_tree()
+
+
+def create_store(options: Any, rank: int) -> Any:
+    """The store of an ``init_method`` for a group whose size is not known, as torch's own ``init_rpc`` opens it."""
+    return torch.distributed._create_store_from_options(options, rank)  # type: ignore[no-untyped-call, attr-defined]

@@ -14,6 +14,7 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from arpc.agent.hooks.observers import Handling, Kind, Observer
 from arpc.errors import ProfilerError
+from arpc.private.torch import build_event_tree
 from arpc.profiler.operators import Operator, OperatorRecorder, RecorderConfig, recorder_of
 from arpc.profiler.service import ProfilerService, current
 from arpc.profiler.sessions import as_function_event
@@ -99,7 +100,7 @@ class server_profile:  # noqa: N801 - used like a function, as torch's own
             events = [as_function_event(operator, self._started_ns, is_legacy=True) for operator in operators]
             self.by_request.append(events)
         self._events = EventList(itertools.chain.from_iterable(self.by_request))  # type: ignore[no-untyped-call]
-        self._events._build_tree()  # type: ignore[no-untyped-call]  # noqa: SLF001 - as torch's profiles do
+        build_event_tree(self._events)
 
     def __enter__(self) -> Self:
         self.start()

@@ -18,6 +18,7 @@ from torch.autograd import profiler_legacy as legacy
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from arpc.agent.scope import current_scope
+from arpc.private.torch import build_event_tree
 from arpc.profiler.keys import REMOTE_OP
 from arpc.profiler.operators import Operator, RecorderConfig, pause_on_thread, resume_on_thread
 
@@ -103,7 +104,7 @@ def _merge(events: list[FunctionEvent], session: Session, origin_ns: int, *, is_
     operators = [as_function_event(operator, origin_ns, is_legacy=is_legacy) for operator in session.operators]
     added = EventList(operators)  # type: ignore[no-untyped-call]
     # its own tree: what ran elsewhere is nobody's child here
-    added._build_tree()  # type: ignore[no-untyped-call]  # noqa: SLF001 - as torch's profiles do
+    build_event_tree(added)
     events.extend(added)
     events.sort(key=lambda event: (event.time_range.start, -event.time_range.end))
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 from torch.autograd.profiler_util import EventList
 
+from arpc.private.torch import build_event_tree
 from arpc.profiler import chrome, timeline
 from arpc.profiler.clocks import HERE, Clock, narrow
 from arpc.profiler.operators import Operator
@@ -93,7 +94,7 @@ class Trace:
             made = Operator(span.name, span.start_ns, span.end_ns, 0, worker.id, is_async=True)
             events.append(as_function_event(made, 0, is_legacy=True))
         made_list = EventList(events)  # type: ignore[no-untyped-call]
-        made_list._build_tree()  # type: ignore[no-untyped-call]  # noqa: SLF001 - as torch's profiles do
+        build_event_tree(made_list)
         return made_list
 
     def key_averages(self, group_by_input_shape: bool = False) -> EventList:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import TYPE_CHECKING, Any, Final
 
 from arpc.agent.scope import current_scope
-from arpc.agent.server.functions import HandOver, named_by
+from arpc.agent.server.functions import HandOver, Mode, named_by, returns_coroutine
 from arpc.agent.server.run import Run
 from arpc.rref.methods import bound, template_of
+from arpc.rref.turns import Turns, takes_turns
 from arpc.rref.values import NOTHING
 from arpc.user_errors import type_name_of
 from arpc.wire.values.allowlist import export
@@ -25,6 +26,8 @@ __all__ = [
     "stream_items",
     "stream_method",
 ]
+
+_YIELDS: Final = (Mode.GENERATOR, Mode.ASYNC_GENERATOR)
 
 
 def _context() -> RRefContext:
@@ -44,36 +47,59 @@ async def run_here(function: Callable[..., Any], *args: Any) -> Any:
     return HandOver(bound(function, template_of(function)), args, {})
 
 
-def method_name(rref: int, name: str) -> str:
-    """What people call a method of a value of this worker: with the class, if the value is there."""
-    held = _context().values.get(rref)
+def method_name(worker: Any, rref: int, name: str) -> str:
+    """What people call a method of a value of a worker: with the class, if the value is there."""
+    held = worker.rref_context.values.get(rref)
     if held is None or held.content is NOTHING:
         return name
     return f"{type_name_of(held.content)}.{name}"
 
 
 @export
-@named_by(lambda rref, _is_created, name, *_: method_name(rref, name))
-async def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs: Any) -> HandOver:
-    """Have a method of a value run, once the value is there."""
-    context = _context()
+@returns_coroutine
+@named_by(lambda worker, rref, _is_created, name: method_name(worker, rref, name))
+def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+    """Have a method of a value run, once the value is there; one marked with `one_at_a_time`, when it is its turn."""
+    run = current_scope.get()
+    assert isinstance(run, Run)  # this is a handler
+    context: RRefContext = run.worker.rref_context
     held = context.values.get(rref)
-    if held is not None and held.is_ready:
+    if held is not None and held.is_ready and run.handling is None:
         value = held.get_nowait()
-    else:
-        value = await context.value(rref, is_created=is_created)
-        run = current_scope.get()
-        if isinstance(run, Run) and run.called == name:
-            run.called = f"{type_name_of(value)}.{name}"
+        method = context.get_method(value, name)
+        template = template_of(method)
+        if (
+            template.mode is Mode.COROUTINE
+            and not template.returns_future
+            and not template.results.are_large
+            and not takes_turns(value, method)
+        ):
+            if run.creation is None:  # whose results stay here
+                run.results = template.results
+            coroutine: Coroutine[Any, Any, Any] = method(*args, **kwargs)
+            return coroutine
+    return _hand_over(context, rref, is_created, name, args, kwargs)
+
+
+async def _hand_over(
+    context: RRefContext, rref: int, is_created: bool, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    value = await context.value(rref, is_created=is_created)
     method = context.get_method(value, name)
-    return HandOver(bound(method, template_of(method)), args, kwargs)
+    function = bound(method, template_of(method))
+    if takes_turns(value, method) and function.mode not in _YIELDS:
+        scope = current_scope.get()
+        assert scope is not None  # this is a handler
+        turns: Turns = scope.worker.keep(Turns)
+        return await turns.run(context.agent.dispatcher, value, function, args, kwargs)
+    return HandOver(function, args, kwargs)
 
 
 @export
-@named_by(lambda rref, _is_created, name, *_: method_name(rref, name))
+@named_by(lambda worker, rref, _is_created, name: method_name(worker, rref, name))
 async def stream_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs: Any) -> Any:
     """Have a method of a value run whose result is iterated over."""
-    return await call_method(rref, is_created, name, *args, **kwargs)
+    return await _hand_over(_context(), rref, is_created, name, args, kwargs)
 
 
 @export

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from arpc.agent.client.pending_calls import OutgoingCall
+from arpc.agent.client.pending_calls import Call
 from arpc.agent.client.sender import as_arguments
 from arpc.agent.peers.peer import Peer
 from arpc.agent.server.functions import name_of
@@ -74,7 +74,7 @@ def start_creation(
     creation = Creation(context, owner, rref, fork, held, numbers, number, anchor)
     creation.makes = function if isinstance(function, type) else None
     label = pack_label(context.incarnation, number, oldest, rref, fork, made or name)
-    call = OutgoingCall(
+    call = Call(
         None,
         creation,
         function,
@@ -84,7 +84,7 @@ def start_creation(
         _CREATE,
         metadata={KEY: label},
         is_held=timeout is UNSET,
-        name=name,
+        called=name,
     )
     try:
         context.agent.create(address_of(to) if isinstance(to, WorkerInfo) else to, call)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from arpc.agent.codec import Content
 from arpc.agent.server.functions import Function
 from arpc.agent.server.remote_exceptions import raisable
 from arpc.agent.server.run import Run
@@ -21,6 +20,7 @@ from arpc.rref.values import NOTHING, Value
 from arpc.torchjit import ScriptModule
 from arpc.user_errors import fresh, is_a
 from arpc.wire.messages import Message, RequestFlag
+from arpc.wire.values.content import Content
 
 if TYPE_CHECKING:
     from arpc.rref.context import RRefContext

@@ -116,7 +116,7 @@ class RRef(Generic[T_co]):
         held: Use | Value,
     ) -> Self:
         made = cls.__new__(cls)
-        made._set_up(context, rref, held)  # noqa: SLF001 - its own, in all but name
+        cls._set_up(made, context, rref, held)
         return made
 
     # -- who and where
@@ -248,15 +248,15 @@ class RRef(Generic[T_co]):
 
     def rpc_async(self, timeout: float | Unset = UNSET) -> AsyncProxy[T_co]:
         """``rref.rpc_async().method(...)`` starts a call of a method of the value, where it is: a `Future`."""
-        return AsyncProxy(self, timeout)
+        return AsyncProxy(self, self._call_method, timeout)
 
     def rpc_sync(self, timeout: float | Unset = UNSET) -> SyncProxy[T_co]:
         """``await rref.rpc_sync().method(...)`` calls a method of the value, where it is."""
-        return SyncProxy(self, timeout)
+        return SyncProxy(self, self._call_method, timeout)
 
     def remote(self, timeout: float | Unset = UNSET) -> RemoteProxy[T_co]:
         """``rref.remote().method(...)`` is an RRef to what a method of the value returns. Nothing is waited for."""
-        return RemoteProxy(self, timeout)
+        return RemoteProxy(self, self._remote_method, timeout)
 
     def stream(self, timeout: float | Unset = UNSET, window: int = 16) -> StreamProxy[T_co]:
         """``async for item in rref.stream().method(...)`` has the items that a method yields, as they are made.
@@ -264,7 +264,7 @@ class RRef(Generic[T_co]):
         ``async for item in rref.stream()`` has those of the value itself, such as a generator that is held remotely.
         That goes on where it was left, but for items that were on their way then: ``window=1`` loses at most one.
         """
-        return StreamProxy(self, timeout, window)
+        return StreamProxy(self, self._stream_method, timeout, window)
 
     def _target(self) -> tuple[int, bool]:
         """How calls name the value to its owner."""

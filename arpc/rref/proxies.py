@@ -33,10 +33,11 @@ R = TypeVar("R")
 class _Proxy(Generic[T_co]):
     """Names of methods to calls of them."""
 
-    __slots__ = ("_rref", "_timeout")
+    __slots__ = ("_rref", "_rref_call", "_timeout")
 
-    def __init__(self, rref: RRef[T_co], timeout: float | Unset) -> None:
+    def __init__(self, rref: RRef[T_co], call: Callable[..., Any], timeout: float | Unset) -> None:
         self._rref = rref
+        self._rref_call = call
         self._timeout = timeout
 
     def __repr__(self) -> str:
@@ -58,7 +59,7 @@ class AsyncProxy(_Proxy[T_co]):
     __slots__ = ()
 
     def __getattr__(self, name: str) -> Callable[..., Future[Any]]:
-        return partial(self._rref._call_method, name, self._timeout)  # noqa: SLF001
+        return partial(self._rref_call, name, self._timeout)
 
     @overload
     def __call__(
@@ -71,7 +72,8 @@ class AsyncProxy(_Proxy[T_co]):
     @overload
     def __call__(self, method: Callable[Concatenate[T_co, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
     def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._rref._call_method(_named(method), self._timeout, *args, **kwargs)  # noqa: SLF001
+        made: Future[Any] = self._rref_call(_named(method), self._timeout, *args, **kwargs)
+        return made
 
 
 class SyncProxy(_Proxy[T_co]):
@@ -80,7 +82,7 @@ class SyncProxy(_Proxy[T_co]):
     __slots__ = ()
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        return partial(self._rref._call_method, name, self._timeout)  # noqa: SLF001
+        return partial(self._rref_call, name, self._timeout)
 
     @overload
     def __call__(
@@ -95,7 +97,8 @@ class SyncProxy(_Proxy[T_co]):
         self, method: Callable[Concatenate[T_co, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Awaitable[R]: ...
     def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Awaitable[Any]:
-        return self._rref._call_method(_named(method), self._timeout, *args, **kwargs)  # noqa: SLF001
+        made: Awaitable[Any] = self._rref_call(_named(method), self._timeout, *args, **kwargs)
+        return made
 
 
 class RemoteProxy(_Proxy[T_co]):
@@ -104,7 +107,7 @@ class RemoteProxy(_Proxy[T_co]):
     __slots__ = ()
 
     def __getattr__(self, name: str) -> Callable[..., RRef[Any]]:
-        return partial(self._rref._remote_method, name, self._timeout)  # noqa: SLF001
+        return partial(self._rref_call, name, self._timeout)
 
     @overload
     def __call__(
@@ -117,7 +120,8 @@ class RemoteProxy(_Proxy[T_co]):
     @overload
     def __call__(self, method: Callable[Concatenate[T_co, P], R], *args: P.args, **kwargs: P.kwargs) -> RRef[R]: ...
     def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> RRef[Any]:
-        return self._rref._remote_method(_named(method), self._timeout, *args, **kwargs)  # noqa: SLF001
+        made: RRef[Any] = self._rref_call(_named(method), self._timeout, *args, **kwargs)
+        return made
 
 
 class StreamProxy(_Proxy[T_co]):
@@ -125,19 +129,20 @@ class StreamProxy(_Proxy[T_co]):
 
     __slots__ = ("_window",)
 
-    def __init__(self, rref: RRef[T_co], timeout: float | Unset, window: int) -> None:
-        super().__init__(rref, timeout)
+    def __init__(self, rref: RRef[T_co], call: Callable[..., Any], timeout: float | Unset, window: int) -> None:
+        super().__init__(rref, call, timeout)
         self._window = window
 
     def __getattr__(self, name: str) -> Callable[..., AsyncIterator[Any]]:
-        return partial(self._rref._stream_method, name, self._timeout, self._window)  # noqa: SLF001
+        return partial(self._rref_call, name, self._timeout, self._window)
 
     @overload
     def __aiter__(self: StreamProxy[AsyncIterable[R]]) -> AsyncIterator[R]: ...
     @overload
     def __aiter__(self: StreamProxy[Iterable[R]]) -> AsyncIterator[R]: ...
     def __aiter__(self) -> AsyncIterator[Any]:
-        return self._rref._stream_method(None, self._timeout, self._window)  # noqa: SLF001
+        items: AsyncIterator[Any] = self._rref_call(None, self._timeout, self._window)
+        return items
 
     @overload
     def __call__(
@@ -148,4 +153,5 @@ class StreamProxy(_Proxy[T_co]):
         self, method: Callable[Concatenate[T_co, P], Iterable[R]], *args: P.args, **kwargs: P.kwargs
     ) -> AsyncIterator[R]: ...
     def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        return self._rref._stream_method(_named(method), self._timeout, self._window, *args, **kwargs)  # noqa: SLF001
+        items: AsyncIterator[Any] = self._rref_call(_named(method), self._timeout, self._window, *args, **kwargs)
+        return items

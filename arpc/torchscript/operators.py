@@ -8,6 +8,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from arpc.errors import SerializationError
+from arpc.private.torch import operator_named, overload_name, packet_name
 from arpc.torchjit import find_builtin
 from arpc.wire.values.pickler import Parcel
 
@@ -25,7 +26,7 @@ class Operator:
     """
 
     def __init__(self, name: str) -> None:
-        call, _ = torch._C._jit_get_operation(name)  # noqa: SLF001 - what torch.ops itself is made of
+        call = operator_named(name)
         if call is None:
             raise SerializationError(f"torch has no operator {name!r} in this process: import what registers it")
         self._call = call
@@ -59,12 +60,12 @@ def builtin_operator(function: Any) -> Operator | None:
 
 def reduce_packet(packet: Any, _: Parcel) -> tuple[Any, ...]:
     """By its name in ``torch.ops``."""
-    return _packet, (packet._qualified_op_name,)  # noqa: SLF001 - the name by which torch.ops has it
+    return _packet, (packet_name(packet),)
 
 
 def reduce_overload(overload: Any, _: Parcel) -> tuple[Any, ...]:
     """By the name of its packet in ``torch.ops``, and its own."""
-    return _overload, (overload.overloadpacket._qualified_op_name, overload._overloadname)  # noqa: SLF001 - the same
+    return _overload, (packet_name(overload.overloadpacket), overload_name(overload))
 
 
 def _packet(name: str) -> OpOverloadPacket[Any, Any]:

@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from arpc.private.torch import dynamic_setting, is_mutable
 from arpc.torchscript.references import named_in_module, place_of
 from arpc.wire.values.pickler import Parcel, importable_name
 
@@ -110,9 +111,7 @@ def _changes_itself(program: ExportedProgram) -> bool:
         return True
     graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, GraphModule)]
     return bool(signature.buffers) and any(
-        isinstance(node.target, OpOverload) and node.target._schema.is_mutable  # noqa: SLF001 - torch has no other name
-        for graph in graphs
-        for node in graph.nodes
+        isinstance(node.target, OpOverload) and is_mutable(node.target) for graph in graphs for node in graph.nodes
     )
 
 
@@ -138,7 +137,7 @@ def reduce_function(function: FunctionType, parcel: Parcel) -> Any:
     if "self" not in variables:
         return NotImplemented  # a version of torch that makes them otherwise
     context = variables["self"].cell_contents
-    return _compiled, (original, _backend_of(context.callback), _is_fullgraph(context), context._dynamic)  # noqa: SLF001 - kept nowhere else
+    return _compiled, (original, _backend_of(context.callback), _is_fullgraph(context), dynamic_setting(context))
 
 
 def _backend_of(callback: Any) -> Any:

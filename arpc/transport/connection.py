@@ -33,6 +33,7 @@ from arpc.wire.frames import HEADER_BYTES, ONE_OFF, frame, pack_header
 from arpc.wire.handshake import Identity
 from arpc.wire.messages import Message, MessageType
 from arpc.wire.protocol import MAX_SCHEMA_BYTES, MAX_SCHEMAS, Protocol, State
+from arpc.wire.values.content import Content
 from arpc.wire.values.schemas import PackedTensors, Schema
 
 __all__ = ["SMALL_MESSAGE_BYTES", "BulkRoute", "BulkSend", "Connection", "Listener", "Receiver", "Transport"]
@@ -129,6 +130,8 @@ class Connection(ABC):
         self.owner: Any = None
         """For whoever receives: what it keeps about this connection."""
         self.carrier: Carrier | None = None
+        self.has_borrowed = False
+        """The carrier has memory of the peer, and may have news after a read."""
         self.doorway: ConnectionLimits | None = None
         """Where it came in, if others made it."""
         self.handshake_s = HANDSHAKE_S
@@ -136,10 +139,8 @@ class Connection(ABC):
         """The peer does not take bytes as fast as they are sent."""
         self.is_full = False
         """The peer does not take bytes of this connection alone, without its bulk route, as fast as they are sent."""
-        self.bytes_received = 0
-        self.writes = 0
-        self.bytes_sent = 0
-        self.frames_sent = 0
+        self.bytes_received = self.bytes_sent = 0
+        self.frames_sent = self.writes = 0
         self._schemas: dict[Schema, int] = {}
         """The numbers of what has been announced to the peer. Threads read it, see `frame_in_thread`."""
         self._schema_bytes = 0
@@ -259,38 +260,26 @@ class Connection(ABC):
         return self.carrier is not None and self.carrier.is_behind
 
     def send_message(
-        self,
-        type_: int,
-        flags: int,
-        id_: int,
-        arg: int,
-        timeout_ms: int,
-        pickle: bytes,
-        meta: bytes = b"",
-        tensors: PackedTensors | None = None,
+        self, type_: int, flags: int, id_: int, arg: int, timeout_ms: int, content: Content
     ) -> BulkSend | None:
         """Send one message of any kind. Of large tensors that go on to be sent, returns the `BulkSend`."""
+        pickle, meta, tensors = content.pickle, content.meta, content.tensors
         if tensors is None:
             length = len(meta) + len(pickle)
             self.send(pack_header(length, type_, flags, 0, id_, arg, timeout_ms, len(meta), 0) + meta + pickle)
             return None
-        buffers = tensors.buffers
-        number = self._schemas.get(tensors.schema) or self._number(tensors.schema)
-        data = frame(
-            type_,
-            flags,
-            id_,
-            arg,
-            timeout_ms,
-            pickle,
-            meta,
-            number,
-            tensors.parts,
-            [buffer.nbytes for buffer in buffers] if buffers else (),
-            tensors.schema.table if number == ONE_OFF else b"",
-        )
-        if buffers:
-            return self.send_bulk(data, buffers)
+        schema, buffers = tensors.schema, tensors.buffers
+        number = self._schemas.get(schema) or self._number(schema)
+        if buffers or number == ONE_OFF:
+            table = schema.table if number == ONE_OFF else b""
+            sizes = [buffer.nbytes for buffer in buffers]
+            data = frame(type_, flags, id_, arg, timeout_ms, pickle, meta, number, tensors.parts, sizes, table)
+            if buffers:
+                return self.send_bulk(data, buffers)
+        else:
+            length = schema.inline_bytes + len(meta) + len(pickle)
+            header = pack_header(length, type_, flags, 0, id_, arg, timeout_ms, len(meta), number)
+            data = b"".join((header, *tensors.parts, meta, pickle))
         self.send(data)
         return None
 
@@ -555,7 +544,7 @@ class Connection(ABC):
                 self._receive_several(messages, size_bytes)
         except Exception as error:  # noqa: BLE001 - told to the receiver
             self._raised(error)
-        if self.protocol.output or (self.carrier is not None and self.carrier.has_news):
+        if self.protocol.output or self.has_borrowed:
             self._add_news()
 
     def _receive_several(self, messages: list[Message], size_bytes: int) -> None:
@@ -578,7 +567,8 @@ class Connection(ABC):
             self._out.append(self.protocol.take_output())
         if self.carrier is not None and self.carrier.has_news:
             self._out.append(self.carrier.take_news())
-        self.flush()
+        if self._out:
+            self.flush()
 
     def _find_portion(self, size_bytes: int) -> None:
         """How many frames go out at once until the next read of several messages, after one of that size."""

@@ -120,11 +120,11 @@ class Message(msgspec.Struct, gc=False):
     id: int
     arg: int
     timeout_ms: int
-    layout: Layout | None
-    meta_start: int
-    meta_end: int
     body: bytearray | memoryview
-    buffers: Sequence[memoryview]
+    layout: Layout | None = None
+    meta_start: int = 0
+    meta_end: int = 0
+    buffers: Sequence[memoryview] = ()
 
     @property
     def meta(self) -> memoryview:

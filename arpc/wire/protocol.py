@@ -45,12 +45,11 @@ _NO_CALLS: Final = (None,) * 256
 _CLASSES: Final = tuple(MESSAGE_CLASSES.get(type_) for type_ in range(256))
 # Nobody sends as many at once: they wait for room before, see RpcOptions.window_bytes
 _MAX_INCOMPLETE: Final = 1 << 17
-_NO_BUFFERS: Final[tuple[memoryview, ...]] = ()
 MAX_SCHEMAS: Final = 1024
 """How many layouts of tensors a peer may announce on one connection."""
 MAX_SCHEMA_BYTES: Final = 1 << 22
 """How much may be announced of all of them."""
-_unpack_header = HEADER.unpack_from
+_unpack = HEADER.unpack_from
 
 
 class State(Enum):
@@ -63,6 +62,7 @@ class State(Enum):
     CLOSED = auto()
 
 
+_CLOSED: Final = State.CLOSED
 _TRANSITIONS: Final = {
     State.HANDSHAKE: {State.OPEN, State.CLOSED},
     State.OPEN: {State.CLOSING, State.CLOSED},
@@ -216,13 +216,28 @@ class Protocol:
         farewell).
         """
         messages: list[Message] = []
-        if self.state is State.CLOSED:
+        if self.state is _CLOSED:
             return messages
         try:
-            if self._target is None:
-                self._parse(self._end + size_bytes, messages)
-            else:
+            if self._target is not None:
                 self._receive_target(size_bytes, messages)
+                return messages
+            start, end = 0, self._end + size_bytes
+            while (body_start := start + HEADER_BYTES) <= end:
+                length, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, schema = _unpack(self.buffer, start)
+                cls = self._calls[type_]
+                stop = body_start + length
+                if cls is None or n_buffers or stop > end or length > self._limits.body_bytes:
+                    start, end, is_whole = self._parse_special(start, end, messages)
+                    if not is_whole:
+                        break
+                    continue
+                body = self.buffer[body_start:stop]
+                if schema or meta_size:
+                    messages.append(self._message(cls, flags, id_, arg, timeout_ms, 0, meta_size, schema, body))
+                else:
+                    messages.append(cls(flags, id_, arg, timeout_ms, body))
+                start = stop
         except HandshakeError as error:
             self._answer(self._handshake.farewell(error))
             self.close()
@@ -230,10 +245,10 @@ class Protocol:
         except BaseException:
             self.close()
             raise
-        if self._end or self._target is not None or self._assemblies:
-            self._next = self._elsewhere()
-        else:
-            self._next = self._view
+        self._end = rest = end - start
+        if rest and start:
+            self._view[:rest] = self._view[start:end]
+        self._next = self._elsewhere() if rest or self._assemblies or self._target is not None else self._view
         return messages
 
     def _receive_target(self, size_bytes: int, messages: list[Message]) -> None:
@@ -244,44 +259,21 @@ class Protocol:
         else:
             self._target = None
             self._finish_target(messages)
+        self._next = self._elsewhere()
 
     def _elsewhere(self) -> memoryview:
-        """Where the next bytes go while something has arrived in part."""
+        """Where the next bytes go, if something may have arrived in part."""
         if self._target is not None:
             return self._target
         if self._end:
             return self._view[self._end :]
+        if not self._assemblies:
+            return self._view
         # While a large tensor is under way, what comes next is most likely a chunk for it: with little more than its
         # header read here, the rest is read where it belongs, and not copied there
         return self._small_view
 
     # -- frames
-
-    def _parse(self, end: int, messages: list[Message]) -> None:
-        """Take the frames that are complete in the buffer, and move the rest to its start."""
-        start = 0
-        buffer = self.buffer
-        limit = self._limits.body_bytes
-        while (body_start := start + HEADER_BYTES) <= end:
-            length, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, schema = _unpack_header(buffer, start)
-            stop = body_start + length
-            cls = self._calls[type_]
-            if cls is None or n_buffers or stop > end or length > limit:
-                start, end, is_whole = self._parse_special(start, end, messages)
-                if not is_whole:
-                    break
-                buffer = self.buffer
-                limit = self._limits.body_bytes
-                continue
-            start = stop
-            body = buffer[body_start:stop]
-            if schema or meta_size:
-                messages.append(self._message(cls, flags, id_, arg, timeout_ms, 0, meta_size, schema, body))
-            else:
-                messages.append(cls(flags, id_, arg, timeout_ms, None, 0, 0, body, _NO_BUFFERS))
-        self._end = rest = end - start
-        if start and rest:
-            self._view[:rest] = self._view[start:end]
 
     def _message(
         self,
@@ -307,14 +299,14 @@ class Protocol:
         meta_end = meta_start + meta_size
         if meta_end > len(body) or meta_size > self._limits.header_bytes:
             raise ProtocolError("the parts of a frame are longer than the frame, or than the limit")
-        return cls(flags, id_, arg, timeout_ms, layout, meta_start, meta_end, body, _NO_BUFFERS)
+        return cls(flags, id_, arg, timeout_ms, body, layout, meta_start, meta_end)
 
     def _parse_special(self, start: int, end: int, messages: list[Message]) -> tuple[int, int, bool]:
         """Take a frame that is no small message of an open connection, or is not complete.
 
         Returns where the next one begins, where the bytes end, and False if what is left is not a whole frame.
         """
-        header = Header._make(_unpack_header(self.buffer, start))
+        header = Header._make(_unpack(self.buffer, start))
         frames.check(header, self._limits)
         body_start = start + HEADER_BYTES
         stop = body_start + header.length
@@ -390,17 +382,9 @@ class Protocol:
         meta_start = 8 * n_buffers + (layout.inline_bytes if layout is not None else 0)
         if meta_start + header.meta_size > len(body) or header.meta_size > self._limits.header_bytes:
             raise ProtocolError("the parts of a frame are longer than the frame, or than the limit")
-        message = MESSAGE_CLASSES[header.type](
-            header.flags,
-            header.id,
-            header.arg,
-            header.timeout_ms,
-            layout,
-            meta_start,
-            meta_start + header.meta_size,
-            body,
-            _NO_BUFFERS,
-        )
+        meta_end = meta_start + header.meta_size
+        cls = MESSAGE_CLASSES[header.type]
+        message = cls(header.flags, header.id, header.arg, header.timeout_ms, body, layout, meta_start, meta_end)
         self._receive_special(message, n_buffers, messages)
 
     # -- large tensors
@@ -448,7 +432,7 @@ class Protocol:
     def _receive_stripe(self, id_: int, length: int, start: int, end: int, messages: list[Message]) -> int:
         """Bytes of a large tensor on a further connection. Returns where they end."""
         assert self._lanes is not None
-        header = Header._make(_unpack_header(self.buffer, start - HEADER_BYTES))
+        header = Header._make(_unpack(self.buffer, start - HEADER_BYTES))
         stripe = self._lanes.stripe(id_, header.arg, header.timeout_ms, length)
         available = min(end - start, length)
         stripe.memory[:available] = self._view[start : start + available]

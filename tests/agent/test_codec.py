@@ -7,12 +7,13 @@ from typing import Any, Final
 import pytest
 import torch
 
-from arpc.agent.codec import Codec, Content
+from arpc.agent.codec import Codec
 from arpc.errors import ProtocolError, SerializationError
 from arpc.ids import WorkerInfo
 from arpc.wire.frames import HEADER_BYTES, ONE_OFF, frame
 from arpc.wire.messages import Message, MessageType
 from arpc.wire.metadata import encode_metadata
+from arpc.wire.values.content import Content
 from tests.wire.connections import feed, opened
 from tests.wire.exchange import assert_same
 

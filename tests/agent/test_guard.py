@@ -306,6 +306,22 @@ async def test_roles_hold_for_the_runtime_s_own_messages():
             await group[1].remote("worker0", first_order).to_here()
 
 
+async def test_roles_hold_for_autograd_contexts_which_their_caller_could_not_end():
+    async with cluster(2, options=ALLOW.replace(roles={"*": ["*.total"]})) as group:
+        async with arpc.autograd.context():
+            with pytest.raises(arpc.NotAllowedError, match="may not call arpc:AutogradGradients"):
+                await arpc.rpc_sync("worker1", total, args=([Order(3)],))
+            assert not group[1].autograd.container.contexts
+        assert await arpc.rpc_sync("worker1", total, args=([Order(3)],)) == 3
+
+
+async def test_roles_that_allow_gradients_allow_contexts():
+    async with cluster(2, options=ALLOW.replace(roles={"*": ["*.total", "arpc:*"]})) as group:
+        async with arpc.autograd.context():
+            assert await arpc.rpc_sync("worker1", total, args=([Order(3)],)) == 3
+        assert not group[1].autograd.container.contexts
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [

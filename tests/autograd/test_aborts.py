@@ -184,7 +184,7 @@ def test_a_pass_that_failed_before_its_context_was_known():
     other = 2 << 48 | 7
     container.fail_early(other, 3)
     container.fail_early(other, 4)
-    made = container.enter(other)
+    made = container.enter(other, 6)
     assert made is not None
     assert made.aborted_passes == {3, 4}
     container.remove(other)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import arpc
+from arpc.autograd import contexts
 from arpc.autograd.contexts import Container
 from arpc.testing import Fault, FaultyTransport, cluster
 from arpc.transport.in_process import MemoryNetwork
@@ -239,23 +240,38 @@ def test_ids_are_of_the_worker_that_makes_them():
     assert first.id != second.id
     assert first.creator == second.creator == 5
     assert container.new_message_id() not in {0, container.new_message_id()}
-    assert container.enter(first.id) is first
+    assert container.enter(first.id, 6) is first
 
 
 def test_what_has_ended_is_not_entered_again():
     container = Container(5)
     foreign = 6 << 48 | 3
-    assert container.enter(foreign) is container.enter(foreign)
+    assert container.enter(foreign, 6) is container.enter(foreign, 6)
     assert container.remove(foreign) is not None
     assert container.remove(foreign) is None
-    assert container.enter(foreign) is None
-    assert container.enter(5 << 48 | 99) is None  # of its own, and it is not there
+    assert container.enter(foreign, 6) is None
+    assert container.enter(5 << 48 | 99, 6) is None  # of its own, and it is not there
+
+
+def test_a_worker_has_so_many_contexts_and_no_more(monkeypatch):
+    monkeypatch.setattr(contexts, "_MAX_OF_PEER", 3)
+    container = Container(5)
+    brought = [container.enter(6 << 48 | number, 6) for number in range(3)]
+    for context in brought:
+        assert context is not None
+        context.known_workers[6] = 0
+    with pytest.raises(arpc.OverloadedError, match="3 autograd contexts"):
+        container.enter(6 << 48 | 3, 6)
+    assert container.enter(6 << 48 | 1, 6) is brought[1]
+    assert container.enter(7 << 48 | 1, 7) is not None  # of another worker
+    container.remove(6 << 48)
+    assert container.enter(6 << 48 | 3, 6) is not None
 
 
 def test_tombstones_are_bounded():
     container = Container(5)
     for number in range(10_000):
-        container.enter(6 << 48 | number)
+        container.enter(6 << 48 | number, 6)
         container.remove(6 << 48 | number)
     assert len(container._ended) <= 4096
 
@@ -263,7 +279,7 @@ def test_tombstones_are_bounded():
 def test_so_is_what_is_remembered_of_contexts_that_were_left_or_asked_for():
     container = Container(5)
     for number in range(10_000):
-        context = container.enter(6 << 48 | number)
+        context = container.enter(6 << 48 | number, 6)
         assert context is not None
         assert container.try_to_leave(context, 1, told=6)
         container.tell_early(7 << 48 | number, 1, 6, has_announced=True)
@@ -273,7 +289,7 @@ def test_so_is_what_is_remembered_of_contexts_that_were_left_or_asked_for():
     told = 7 << 48 | 9_999
     container.tell_early(told, 0, 6, has_announced=True)
     container.tell_early(told, 1, 6, has_announced=True)  # of an earlier pass nobody asks any more
-    again = container.enter(told)
+    again = container.enter(told, 6)
     assert again is not None
     assert again.told_early == {1: {6: True}}
     container.remove(told)

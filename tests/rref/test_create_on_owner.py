@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import arpc
-from arpc.agent.client.pending_calls import OutgoingCall
+from arpc.agent.client.pending_calls import Call
 from arpc.rref.creation_label import KEY, pack_label
 from arpc.rref.events import CreationAbandoned, UserDeleted
 from arpc.testing import Cluster
@@ -143,7 +143,7 @@ async def test_a_creation_that_was_given_up_before_it_came_is_refused(group: Clu
     number, oldest = numbers.take_with_oldest()
     label = pack_label(group[0].rref_context.incarnation, number, oldest, rref, fork, "")
     future = group[0].agent.loop.create_future()
-    call = OutgoingCall(
+    call = Call(
         peer, future, objects.make_number, (1,), timeout=5.0, type=int(MessageType.RREF_CREATE), metadata={KEY: label}
     )
     group[0].agent.sender.send(call)

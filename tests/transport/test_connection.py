@@ -18,6 +18,7 @@ from arpc.wire.frames import CHUNK_BYTES, HEADER, HEADER_BYTES, ONE_OFF, Header,
 from arpc.wire.handshake import Handshake, Role
 from arpc.wire.messages import Message, MessageType
 from arpc.wire.protocol import Protocol, State
+from arpc.wire.values.content import Content
 from arpc.wire.values.schemas import PackedTensors, Packer
 from tests.wire.connections import Spoken, feed, heard
 from tests.wire.connections import opened as wire_opened
@@ -562,7 +563,7 @@ def packed(packer: Packer, *tensors: torch.Tensor) -> PackedTensors:
 
 
 def send_tensors(connection: ListConnection, tensors: PackedTensors, number: int = 1) -> BulkSend | None:
-    return connection.send_message(REQUEST, 2, number, 3, 4, b"pickle", b"meta", tensors)
+    return connection.send_message(REQUEST, 2, number, 3, 4, Content(b"pickle", b"meta", tensors))
 
 
 async def received_by_a_peer(connection: ListConnection) -> list[Message]:
@@ -574,7 +575,7 @@ async def received_by_a_peer(connection: ListConnection) -> list[Message]:
 
 async def test_a_message_without_tensors_is_one_frame():
     connection, _ = await opened()
-    assert connection.send_message(REQUEST, 1, 2, 3, 4, b"pickle", b"meta") is None
+    assert connection.send_message(REQUEST, 1, 2, 3, 4, Content(b"pickle", b"meta")) is None
     (message,) = await received_by_a_peer(connection)
     assert heard(message) == Spoken(MessageType.REQUEST, 1, 2, 3, 4, b"meta", b"pickle")
 

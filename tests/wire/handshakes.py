@@ -26,7 +26,7 @@ def acceptor(secret: bytes | None = SECRET, me: Identity = BOB, **options: objec
 
 def message(type_: int, body: bytes = b"", arg: int = 0, n_buffers: int = 0) -> Message:
     end = 8 * n_buffers
-    return MESSAGE_CLASSES[type_](0, 0, arg, 0, None, end, end, bytearray(body), ())
+    return MESSAGE_CLASSES[type_](0, 0, arg, 0, bytearray(body), None, end, end)
 
 
 def read(data: bytes) -> Message:

@@ -42,7 +42,7 @@ def test_every_class_says_what_it_means(cls):
 
 def request(body: bytes = b"", buffers: tuple[memoryview, ...] = (), ends: tuple[int, int] = (0, 0)) -> Request:
     meta_start, meta_end = ends
-    return Request(0, 1, 2, 3, None, meta_start, meta_end, bytearray(body), buffers)
+    return Request(0, 1, 2, 3, bytearray(body), None, meta_start, meta_end, buffers)
 
 
 def test_parts_are_found_in_the_body():
@@ -65,4 +65,4 @@ def test_messages_are_no_burden_to_the_garbage_collector():
 def test_messages_of_a_type_compare_by_content():
     assert request(b"x") == request(b"x")
     assert request(b"x") != request(b"y")
-    assert request() != Reply(0, 1, 2, 3, None, 0, 0, bytearray(), ())
+    assert request() != Reply(0, 1, 2, 3, bytearray())

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from arpc import torchstate
 from arpc.agent.client.future import Future
-from arpc.agent.client.pending_calls import Call, CallSender, Cancellable, OutgoingCall
+from arpc.agent.client.pending_calls import Call, CallSender, Cancellable
 from arpc.agent.client.sender import Prepared, Sender
 from arpc.agent.client.streams import ItemOrder, Stream
 from arpc.agent.client.timeouts import Timeouts
@@ -35,6 +35,8 @@ from arpc.wire.metadata import WINDOW, pack_window
 __all__ = ["Caller"]
 
 _CREDIT: Final = int(MessageType.CREDIT)
+_NAMELESS: Final = 1
+"""In the place of a function's number, in messages that name no function."""
 
 T = TypeVar("T")
 
@@ -61,6 +63,7 @@ class Caller:
         self._loop = loop
         self._thread = get_ident()
         self._peers = peers
+        self._known_peers = peers.by_key
         self._observers = observers
         self._resolve = resolve
         self.make_waiter = waiter_factory(loop)
@@ -77,13 +80,16 @@ class Caller:
         timeout: float | Unset = UNSET,
     ) -> Any:
         """The result of a call."""
-        peer = self._peers.get(to)
-        if peer is None or peer.must_be_asked_for:
+        try:
+            peer = self._known_peers.get(to)
+        except TypeError:
+            peer = None  # not hashable, so nothing that names a worker
+        if peer is None or (peer.connection is None and peer.must_be_asked_for):
             return await self.call(to, function, args, kwargs, timeout, depth=2)
         waiter = self.make_waiter()
         call_id = 0
         try:
-            call_id = self.sender.send(OutgoingCall(peer, waiter, function, args, kwargs, timeout, is_awaited=True))
+            call_id = self.sender.send(Call(peer, waiter, function, args, kwargs, timeout, is_awaited=True))
             return await waiter
         except asyncio.CancelledError:
             peer.cancel(call_id)
@@ -108,12 +114,12 @@ class Caller:
     ) -> Future[Any]:
         """Start a call; its future can be awaited, chained, cancelled, and waited for by other threads.
 
-        ``name`` is what people call it, see `OutgoingCall`.
+        ``name`` is what people call it, see `Call`.
         """
         if future is None:
             future = Future(loop=self._loop)
         future.made_at(depth)
-        call = OutgoingCall(None, future, function, args, kwargs, timeout, name=name)
+        call = Call(None, future, function, args, kwargs, timeout, called=name)
         if get_ident() != self._thread:
             self._call_from_thread(to, call)
         else:
@@ -132,15 +138,25 @@ class Caller:
     ) -> Future[Any]:
         """Send a feature's own message; the future is for what its handler returns there. Called on the loop.
 
-        ``is_internal``: for no caller, see `OutgoingCall`.
+        ``is_internal``: for no caller, see `Call`.
         """
         if future is None:
             future = Future(loop=self._loop)
-        call = OutgoingCall(None, future, message, args, None, timeout, int(message.type), is_internal=is_internal)
+        call = Call(
+            None,
+            future,
+            message,
+            args,
+            None,
+            timeout,
+            int(message.type),
+            is_internal=is_internal,
+            function_id=_NAMELESS,
+        )
         self._begin(to, call)
         return future
 
-    def create(self, to: str | int | WorkerInfo, call: OutgoingCall) -> None:
+    def create(self, to: str | int | WorkerInfo, call: Call) -> None:
         """Send a feature's own message that names a function, as a call does. Called on the loop."""
         self._begin(to, call)
 
@@ -157,7 +173,7 @@ class Caller:
     ) -> Stream[Any]:
         """Start a call of a generator; its items come as they are made. ``future`` is told of its end.
 
-        ``name`` is what people call it, see `OutgoingCall`.
+        ``name`` is what people call it, see `Call`.
         """
         if self._innermost.is_closed or get_ident() != self._thread:
             self._innermost.refuse(function)
@@ -193,8 +209,8 @@ class Caller:
             sent.append((call, call_id))
 
         metadata = {WINDOW: pack_window(window)}
-        call = OutgoingCall(
-            None, ending, function, args, kwargs, timeout, flags=RequestFlag.STREAM, metadata=metadata, name=name
+        call = Call(
+            None, ending, function, args, kwargs, timeout, flags=RequestFlag.STREAM, metadata=metadata, called=name
         )
         self._begin(to, call, begun)
         ending.add_done_callback(ended)
@@ -205,7 +221,7 @@ class Caller:
     def _begin(
         self,
         to: str | int | WorkerInfo,
-        call: OutgoingCall,
+        call: Call,
         begun: Callable[[Peer, int], None] | None = None,
     ) -> None:
         """Send a call, once it is known whom ``to`` means. Its recipient can be cancelled: it is a `Cancellable`."""
@@ -219,7 +235,7 @@ class Caller:
             self.check_loop()
             raise
 
-    def _send(self, peer: Peer, call: OutgoingCall, begun: Callable[[Peer, int], None] | None) -> None:
+    def _send(self, peer: Peer, call: Call, begun: Callable[[Peer, int], None] | None) -> None:
         future: Cancellable = call.recipient
         call.peer = peer
         future.call_id = call_id = self.sender.send(call)
@@ -227,7 +243,7 @@ class Caller:
         if begun is not None:
             begun(peer, call_id)
 
-    def _defer(self, to: str | int | WorkerInfo, call: OutgoingCall, begun: Callable[[Peer, int], None] | None) -> None:
+    def _defer(self, to: str | int | WorkerInfo, call: Call, begun: Callable[[Peer, int], None] | None) -> None:
         """Ask the group about a worker that is not known yet, or may be another one by now, then call it."""
         if self._innermost.is_closed or self._loop.is_closed():
             self._innermost.refuse(to)
@@ -274,12 +290,12 @@ class Caller:
 
     # -- threads
 
-    def _call_from_thread(self, to: str | int | WorkerInfo, call: OutgoingCall) -> None:
+    def _call_from_thread(self, to: str | int | WorkerInfo, call: Call) -> None:
         context = copy_context()
         state = torchstate.capture()
         if (scope := current_scope.get()) is not None:
             scope.call_comes()
-        self._observers.thread_calls(context, self._peers.name_of(to), call.name or call.function)
+        self._observers.thread_calls(context, self._peers.name_of(to), call.called or call.function)
         future: Future[Any] = call.recipient
 
         def start() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
@@ -12,6 +11,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar, cast
 
 from arpc import torchstate
 from arpc.errors import ShutdownError
+from arpc.private.interpreter import caller_frame
 from arpc.user_errors import is_a, is_coroutine, set_cause, summary_of
 
 __all__ = ["Future", "collect_all", "wait_all"]
@@ -195,7 +195,7 @@ class Future(asyncio.Future[T], Generic[T]):
 
     def made_at(self, depth: int) -> None:
         """Note the line of code ``depth`` frames up as the one that made the call."""
-        frame = sys._getframe(depth)  # noqa: SLF001 - the only way to know the caller that costs nothing
+        frame = caller_frame(depth)
         self._code = frame.f_code
         self._lasti = frame.f_lasti
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
 from typing import Any, Final, Protocol
 
 import msgspec
 
 from arpc.agent.client.deadlines import NEVER, Deadlines
 from arpc.agent.client.streams import ItemOrder
-from arpc.agent.codec import Content
 from arpc.agent.server.functions import name_of
 from arpc.options import UNSET, Unset
 from arpc.transport.connection import BulkSend, Connection
 from arpc.wire.messages import MessageType
 from arpc.wire.metadata import Metadata
+from arpc.wire.values.content import Content
 
-__all__ = ["SEQUENCE_BITS", "Call", "CallSender", "Cancellable", "OutgoingCall", "PendingCalls", "Recipient"]
+__all__ = ["SEQUENCE_BITS", "Call", "CallSender", "Cancellable", "PendingCalls", "Recipient"]
 
 SEQUENCE_BITS: Final = 24
 _MASK: Final = (1 << SEQUENCE_BITS) - 1
@@ -44,8 +43,11 @@ class Cancellable(Recipient, Protocol):
     on_cancel: Callable[[], None] | None
 
 
-class OutgoingCall(msgspec.Struct):
-    """A request that is about to be made: a call, or a message of a feature."""
+class Call(msgspec.Struct, eq=False):
+    """One request of this worker, from the verb that makes it to its end: a call, or a message of a feature.
+
+    The verb fills in the first fields, `Sender.send` the rest.
+    """
 
     peer: Any
     """The `Peer` that it is for."""
@@ -66,36 +68,15 @@ class OutgoingCall(msgspec.Struct):
     """It is sent at the end of this turn of the loop, see `Peer.hold`."""
     is_awaited: bool = False
     """Made by `rpc_sync`, whose caller waits for it at once."""
-    name: str = ""
-    """What people call it, if that is not the name of the function: the method of a remote value."""
-
-
-class CallSender(Protocol):
-    """The one way out for requests. Whoever wants to see or change them wraps it in another one."""
-
-    def send(self, call: OutgoingCall, /) -> int:
-        """Send a request, now or when there is room; returns its id. Raises before anything is sent if it cannot be."""
-
-
-class Call(msgspec.Struct, gc=False):
-    """One call that has not ended.
-
-    Not tracked by the garbage collector: a hundred thousand of them would keep it busy.
-    """
-
-    recipient: Any
-    """A `Recipient`."""
-    function: Any
-    size_bytes: int
-    """What it takes of the window."""
-    type: int
-    flags: int
-    function_id: int
-    timeout_ms: int
-    content: Content | None
-    """What is to be sent; None once it was."""
     called: str = ""
-    """`OutgoingCall.name`."""
+    """What people call it, if that is not the name of the function: the method of a remote value."""
+    function_id: int = 0
+    """The number of the function at the peer; 0 if the function travels with its arguments."""
+    timeout_ms: int = 0
+    size_bytes: int = 0
+    """What it takes of the window."""
+    content: Content | None = None
+    """What is to be sent; None before it is encoded, and once it was sent."""
     connection: Connection | None = None
     """What it was sent on; None while it waits to be sent."""
     bulk: BulkSend | None = None
@@ -110,6 +91,13 @@ class Call(msgspec.Struct, gc=False):
     def name(self) -> str:
         """What people call it."""
         return self.called or name_of(self.function)
+
+
+class CallSender(Protocol):
+    """The one way out for requests. A wrapper that wants to see or change all of them has the same method."""
+
+    def send(self, call: Call, /) -> int:
+        """Send a request, now or when there is room; returns its id. Raises before anything is sent if it cannot be."""
 
 
 class PendingCalls:
@@ -128,7 +116,6 @@ class PendingCalls:
         self._timed_out = timed_out
         self._abandon = abandon
         self._buckets: dict[int, dict[int, Call]] = {}
-        self._next_number = count(1).__next__
         self.made = 0
         """How many there have been."""
 
@@ -136,15 +123,20 @@ class PendingCalls:
         """Keep a call until its end; returns its id."""
         bucket = self._buckets.get(tick)
         if bucket is None:
-            bucket = self._buckets[tick] = {}
-            if tick != NEVER:
-                self._deadlines.watch(tick, self)
-        self.made += 1
-        call_id = tick << SEQUENCE_BITS | self._next_number() & _MASK
+            bucket = self._open_bucket(tick)
+        self.made = number = self.made + 1
+        call_id = tick << SEQUENCE_BITS | number & _MASK
         while call_id in bucket:  # sixteen million calls later, one of them still waits
-            call_id = tick << SEQUENCE_BITS | self._next_number() & _MASK
+            number += 1
+            call_id = tick << SEQUENCE_BITS | number & _MASK
         bucket[call_id] = call
         return call_id
+
+    def _open_bucket(self, tick: int) -> dict[int, Call]:
+        bucket = self._buckets[tick] = {}
+        if tick != NEVER:
+            self._deadlines.watch(tick, self)
+        return bucket
 
     def pop(self, call_id: int) -> Call | None:
         """Take a call out: whoever succeeds ends it."""

@@ -27,17 +27,21 @@ class Receiver:
 
     def on_reply(self, link: Link, message: Message) -> None:
         """A call has returned."""
-        call = link.peer.pop(message.id)
-        if call is None or call.recipient.done():
+        peer = link.peer
+        call = peer.calls.pop(message.id)
+        if call is None:
             return  # it was cancelled, or timed out, and the two crossed on their way
+        if call.connection is not None:  # a lying peer may answer what it was not sent
+            peer.release(call)
+        if call.recipient.done():
+            return
         try:
-            value = self.result(link.peer.info, message) if message.body else None
+            value = self.result(peer.info, message) if message.body else None
         except ProtocolError:
             call.recipient.set_exception(SerializationError(f"the result of {call.name} is malformed"))
             raise
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code
             call.recipient.set_exception(self.unreadable(call.name, error))
-            del call  # this frame is the error's, too, and the garbage collector does not look into a `Call`
         else:
             call.recipient.set_result(value)
 
@@ -54,7 +58,6 @@ class Receiver:
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code
             link.peer.cancel(message.id)
             call.recipient.set_exception(self.unreadable(call.name, error))
-            del call  # this frame is the error's, too, and the garbage collector does not look into a `Call`
         else:
             items.item_arrived(message.arg, value)
 
@@ -67,8 +70,12 @@ class Receiver:
             self._fail(link, message)
 
     def _fail(self, link: Link, message: Message) -> None:
-        call = link.peer.pop(message.id)
-        if call is None or call.recipient.done():
+        call = link.peer.calls.pop(message.id)
+        if call is None:
+            return
+        if call.connection is not None:
+            link.peer.release(call)
+        if call.recipient.done():
             return
         try:
             error = self.failure(link.peer.info, message, call.name)
@@ -82,24 +89,23 @@ class Receiver:
     def result(self, peer: WorkerInfo, message: Message) -> Any:
         """The object in a reply or an item. Raises `ProtocolError`, or whatever unpickling raises."""
         codec = self._codec
-        token = current_scope.set(self._scope)
-        try:
-            slots = codec.slots(message)
-            if message.meta_end > message.meta_start:
-                codec.reply_received(peer, codec.metadata(message), slots)
-            return codec.content(message, slots, peer)
-        finally:
-            current_scope.reset(token)
+        self._enter_scope()
+        slots = codec.slots(message)
+        if message.meta_end > message.meta_start:
+            codec.reply_received(peer, codec.metadata(message), slots)
+        return codec.content(message, slots, peer)
 
     def failure(self, peer: WorkerInfo, message: Message, function: str) -> Exception:
         """The error in a failure. Raises `ProtocolError`, or whatever unpickling raises."""
         codec = self._codec
-        token = current_scope.set(self._scope)
-        try:
-            slots = codec.slots(message)
-            return rebuild_failure(message.flags, message.pickle, slots, peer, function, codec.policy)
-        finally:
-            current_scope.reset(token)
+        self._enter_scope()
+        slots = codec.slots(message)
+        return rebuild_failure(message.flags, message.pickle, slots, peer, function, codec.policy)
+
+    def _enter_scope(self) -> None:
+        # For good: answers are read in a context of the loop's own, of a connection or of a single callback
+        if current_scope.get() is not self._scope:
+            current_scope.set(self._scope)
 
     def unreadable(self, function: str, error: BaseException) -> SerializationError:
         """The error of a call whose result cannot be built here."""
@@ -111,7 +117,14 @@ class Receiver:
         return made
 
     def answer(self, peer: WorkerInfo, message: Message, function: str) -> Any:
-        """The result that an answer holds, for a call that is in no table. Raises the failure it may be."""
+        """The result that an answer holds, for a call of a thread that is in no table. Raises the failure it may be."""
+        token = current_scope.set(self._scope)
+        try:
+            return self._answer(peer, message, function)
+        finally:
+            current_scope.reset(token)
+
+    def _answer(self, peer: WorkerInfo, message: Message, function: str) -> Any:
         if isinstance(message, Reply):
             try:
                 return self.result(peer, message)

@@ -8,15 +8,17 @@ from threading import get_ident
 from typing import Any, Final, NamedTuple, NoReturn
 
 from arpc.agent.client.future import Future
-from arpc.agent.client.pending_calls import Call, OutgoingCall
+from arpc.agent.client.pending_calls import Call
 from arpc.agent.client.timeouts import Timeouts
-from arpc.agent.codec import Codec, Content
+from arpc.agent.codec import Codec
 from arpc.agent.peers.peer import Peer, unsendable
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.server.functions import Preparation, name_of
 from arpc.errors import OverloadedError, SerializationError, ShutdownError, not_run
+from arpc.wire.frames import HEADER_BYTES
 from arpc.wire.messages import RequestFlag
 from arpc.wire.metadata import Metadata, encode_metadata
+from arpc.wire.values.content import Content
 from arpc.wire.values.packing import Slot
 from arpc.wire.values.schemas import PackedTensors
 
@@ -50,10 +52,8 @@ class Sender:
         loop: asyncio.AbstractEventLoop,
         codec: Codec,
         timeouts: Timeouts,
-        nameless: frozenset[int] = frozenset(),
         preparations: Mapping[type, Preparation] | None = None,
     ) -> None:
-        """``nameless`` are the types of messages that name no function."""
         self.is_closed = False
         """The worker shuts down: nothing is sent any more."""
         self._name = name
@@ -64,80 +64,79 @@ class Sender:
         self._interceptors = tuple((interceptor, interceptor.occasions) for interceptor in codec.interceptors)
         self._occasions: tuple[Sized, ...] = tuple(occasions for _, occasions in self._interceptors)
         self._timeouts = timeouts
-        self._nameless = nameless
         self._preparations = dict(preparations or {})
 
-    def send(self, call: OutgoingCall) -> int:
+    def send(self, call: Call) -> int:
         """Send a request, now or when there is room; returns its id. Raises before anything is sent if it cannot be."""
-        function = call.function
         if self.is_closed or get_ident() != self._thread:
-            self.refuse(function)
+            self.refuse(call.function)
         peer: Peer = call.peer
         scope = None if call.is_internal else current_scope.get()
-        if scope.__class__ is WorkerScope:
+        if scope is None or scope.__class__ is WorkerScope:
             scope = None  # of code that runs for no caller, so without a deadline
-        inherited = None if scope is None else scope.deadline
-        tick, timeout_ms = self._timeouts.deadline(call.timeout, inherited, call.name or function)
-        if call.args.__class__ is not tuple and call.args.__class__ is not Prepared:
-            call.args = as_arguments(call.args)
-        if call.kwargs is not None and call.kwargs.__class__ is not dict:
-            call.kwargs = as_keywords(call.kwargs)
-        number = 1 if call.type in self._nameless else self._function_number(call)
-        args, kwargs, flags = call.args, call.kwargs, call.flags
-        pickle, slots, tensors = b"", _NO_SLOTS, None
-        if args or kwargs or not number:
+            tick, call.timeout_ms, _ = self._timeouts.deadline(call.timeout)
+        else:
+            tick, call.timeout_ms, _ = self._timeouts.within(scope.deadline, call.timeout, call.called or call.function)
+        args, kwargs = call.args, call.kwargs
+        if args.__class__ is not tuple and args.__class__ is not Prepared:
+            args = call.args = as_arguments(args)
+        if kwargs is not None and kwargs.__class__ is not dict:
+            kwargs = call.kwargs = as_keywords(kwargs)
+        number: int | None = call.function_id
+        if not number:
+            try:
+                number = peer.function_ids.get(call.function)
+            except TypeError:
+                number = 0  # not hashable, so not a function of a module
+            call.function_id = number = self._define(call) if number is None else number
+        pickle, slots = b"", _NO_SLOTS
+        if args or not number or kwargs:
+            if not number:
+                args, kwargs = call.args, call.kwargs  # which a preparation may have changed
             pickle, slots = self._pickle(peer, number, call.function, args, kwargs)
+            call.args = call.kwargs = None
             if kwargs:
-                flags |= _KWARGS
+                call.flags |= _KWARGS
         metadata = call.metadata
         if not call.is_internal and any(self._occasions):
             metadata = self._intercepted(call, slots)
+        meta = encode_metadata(metadata) if metadata else b""
+        tensors = None
         if slots:
-            tensors = self._codec.pack(slots, len(pickle), self._codec.stager_to(peer.info.name))
-        content = Content(pickle, encode_metadata(metadata) if metadata else b"", tensors)
+            stager = self._codec.stager_to(peer.info.name) if self._codec.knows_devices else None
+            tensors = self._codec.pack(slots, len(pickle), stager)
+        call.content = Content(pickle, meta, tensors)
+        call.size_bytes = HEADER_BYTES + len(pickle) + len(meta) + (0 if tensors is None else tensors.size_bytes)
         if scope is not None:
             scope.call_begun(call.recipient)
-        pending = Call(
-            call.recipient, function, content.size_bytes(), call.type, flags, number, timeout_ms, content, call.name
-        )
-        call_id = peer.calls.add(tick, pending)
-        try:
-            if tensors is not None and tensors.waits:
-                self._submit_when_filled(peer, call_id, pending, tensors)
-            elif call.is_held:
-                peer.hold(call_id, pending)
-            else:
-                peer.submit(call_id, pending)
-        except OverloadedError as error:
-            # The recipient may keep the error, which keeps these frames: the collector cannot look into a `Call`
-            del pending
-            raise error.with_traceback(None) from None
+        call_id = peer.calls.add(tick, call)
+        if tensors is not None and tensors.waits:
+            self._submit_when_filled(peer, call_id, call, tensors)
+        elif call.is_held:
+            peer.hold(call_id, call)
+        else:
+            peer.submit(call_id, call)
         return call_id
 
-    def _function_number(self, call: OutgoingCall) -> int:
-        """The number of a function that the peer knows; 0 if the function travels with its arguments."""
-        function = call.function
-        try:
-            number = call.peer.function_ids.get(function)
-        except TypeError:
-            return 0  # not hashable, so not a function of a module
-        if number is None:
-            number = call.peer.define(function)
-            if not number and call.args.__class__ is not Prepared:
-                self._prepare(call)
-        return int(number)
+    def _define(self, call: Call) -> int:
+        """Number a function that the peer does not know yet; 0 if the function travels with its arguments."""
+        number: int = call.peer.define(call.function)
+        if not number and call.args.__class__ is not Prepared:
+            self._prepare(call)
+        return number
 
-    def _prepare(self, call: OutgoingCall) -> None:
+    def _prepare(self, call: Call) -> None:
         """Put what is sent in the place of something that is no function of Python's own."""
         prepare = self._preparations.get(type(call.function))
         if prepare is None:
             return
+        call.called = call.name
         call.function, call.args = prepare(call.function, tuple(call.args or ()), call.kwargs)
         call.kwargs = None
         if isinstance(call.recipient, Future):
             call.recipient.script_type = getattr(call.function, "returns", None)
 
-    def _intercepted(self, call: OutgoingCall, slots: list[Slot]) -> Metadata:
+    def _intercepted(self, call: Call, slots: list[Slot]) -> Metadata:
         """What is sent along with a request: each interceptor may add to it, and change the tensors."""
         metadata: Metadata = dict(call.metadata or ())
         for interceptor, occasions in self._interceptors:
@@ -161,7 +160,7 @@ class Sender:
                 try:
                     peer.submit(call_id, call)
                 except OverloadedError as error:
-                    call.recipient.set_exception(error.with_traceback(None))  # see `send`
+                    call.recipient.set_exception(error)
 
         self._codec.when_filled(tensors, filled)
 

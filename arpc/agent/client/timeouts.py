@@ -9,13 +9,16 @@ from typing import Any, Final
 from arpc.agent.client.deadlines import NEVER, Deadlines
 from arpc.agent.server.functions import name_of
 from arpc.errors import RpcTimeoutError, not_run
-from arpc.options import Unset
+from arpc.options import UNSET, Unset
 from arpc.wire.frames import MAX_TIMEOUT_MS
 
 __all__ = ["Timeouts"]
 
 _MAX_TIMEOUT_S: Final = MAX_TIMEOUT_MS / 1000  # seven weeks: as good as none
 _MAX_KEPT: Final = 16
+
+Deadline = tuple[int, int, float]
+"""The tick at which a call expires, the milliseconds that the peer is told (0 for none), until when these two hold."""
 
 
 class Timeouts:
@@ -28,7 +31,7 @@ class Timeouts:
         self._are_sent = are_sent
         self._default_s = default_s
         # Calls with the same timeout made at about the same time have the same tick: that is found once for all
-        self._kept: dict[float, tuple[int, int, float]] = {}
+        self._kept: dict[float, Deadline] = {}
 
     @property
     def default_s(self) -> float:
@@ -41,28 +44,33 @@ class Timeouts:
             raise ValueError(f"a timeout is 0 (none) or more seconds, not {timeout_s!r}")
         self._default_s = timeout_s
 
-    def deadline(self, timeout: float | Unset, inherited: float | None, function: Any) -> tuple[int, int]:
-        """The tick at which a call expires, and the milliseconds that the peer is told; 0 for none.
-
-        ``inherited`` is the deadline of the handler that makes the call. Raises `RpcTimeoutError` if that has passed.
-        """
-        timeout_s = self._default_s if isinstance(timeout, Unset) else checked_timeout(timeout)
+    def deadline(self, timeout: float | Unset) -> Deadline:
+        """The deadline of a call that is made for no caller."""
+        timeout_s = self._default_s if timeout is UNSET else checked_timeout(timeout)
         now = self._time()
-        if inherited is not None:
-            left = inherited - now
-            if left <= 0:
-                text = f"no time is left to call {name_of(function)}: the caller's own deadline has passed"
-                raise not_run(RpcTimeoutError(text))
-            return self._find(now, min(timeout_s, left) if timeout_s else left)[:2]
         kept = self._kept.get(timeout_s)
         if kept is None or now >= kept[2]:
             if len(self._kept) > _MAX_KEPT:
                 self._kept.clear()
             kept = self._kept[timeout_s] = self._find(now, timeout_s)
-        return kept[:2]
+        return kept
 
-    def _find(self, now: float, timeout_s: float) -> tuple[int, int, float]:
-        """Tick and milliseconds of a timeout, and until when these hold."""
+    def within(self, inherited: float | None, timeout: float | Unset, function: Any) -> Deadline:
+        """The deadline of a call that a handler makes, which has a deadline of its own, ``inherited``.
+
+        Raises `RpcTimeoutError` if that has passed.
+        """
+        if inherited is None:
+            return self.deadline(timeout)
+        timeout_s = self._default_s if timeout is UNSET else checked_timeout(timeout)
+        now = self._time()
+        left = inherited - now
+        if left <= 0:
+            text = f"no time is left to call {name_of(function)}: the caller's own deadline has passed"
+            raise not_run(RpcTimeoutError(text))
+        return self._find(now, min(timeout_s, left) if timeout_s else left)
+
+    def _find(self, now: float, timeout_s: float) -> Deadline:
         if not timeout_s:
             return NEVER, 0, inf
         timeout_s = min(timeout_s, _MAX_TIMEOUT_S)

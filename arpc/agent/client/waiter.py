@@ -31,20 +31,21 @@ class ReplyWaiter:
 
     __slots__ = ("_asyncio_future_blocking", "_callbacks", "_loop", "_outcome", "_state", "_wakes_directly")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, wakes_directly: bool) -> None:
+    _outcome: Any
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, wakes_directly: bool) -> None:
         self._asyncio_future_blocking = False
         self._loop = loop
         self._wakes_directly = wakes_directly
         self._state = _PENDING
-        self._outcome: Any = None
-        self._callbacks: list[tuple[_Callback, Context | None]] = []
+        self._callbacks: tuple[tuple[_Callback, Context | None], ...] = ()
 
     def __await__(self) -> Generator[Any, None, Any]:
         try:
             if self._state == _PENDING:
                 self._asyncio_future_blocking = True
                 yield self  # a task throws the error of the call in here
-            return self.result()
+            return self._outcome if self._state == _DONE else self.result()
         finally:
             del self  # which keeps the error, whose traceback refers to this frame
 
@@ -86,12 +87,12 @@ class ReplyWaiter:
 
     def add_done_callback(self, callback: _Callback, *, context: Context | None = None) -> None:
         if self._state == _PENDING:
-            self._callbacks.append((callback, context))
+            self._callbacks += ((callback, context),)
         else:
             self._loop.call_soon(callback, self, context=context)
 
     def remove_done_callback(self, callback: _Callback) -> int:
-        kept = [entry for entry in self._callbacks if entry[0] != callback]
+        kept = tuple([entry for entry in self._callbacks if entry[0] != callback])
         removed = len(self._callbacks) - len(kept)
         self._callbacks = kept
         return removed
@@ -111,7 +112,7 @@ class ReplyWaiter:
         if not self._wakes_directly:
             self._schedule()
             return
-        callbacks, self._callbacks = self._callbacks, []
+        callbacks, self._callbacks = self._callbacks, ()
         for callback, context in callbacks:
             try:
                 if context is None:
@@ -128,7 +129,7 @@ class ReplyWaiter:
         self._schedule()
 
     def _schedule(self) -> None:
-        callbacks, self._callbacks = self._callbacks, []
+        callbacks, self._callbacks = self._callbacks, ()
         for callback, context in callbacks:
             self._loop.call_soon(callback, self, context=context)
 
@@ -140,7 +141,7 @@ def waiter_factory(loop: asyncio.AbstractEventLoop) -> Callable[[], Any]:
     """
     if not WAKES_DIRECTLY:
         return loop.create_future
-    return partial(ReplyWaiter, loop, wakes_directly=torchstate.isolates_all_tasks(loop))
+    return partial(ReplyWaiter, loop, torchstate.isolates_all_tasks(loop))
 
 
 def _raise(error: BaseException) -> None:

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from arpc.agent.client.pending_calls import CallSender, OutgoingCall
+from arpc.agent.client.pending_calls import Call, CallSender
 from arpc.agent.scope import current_scope
 from arpc.agent.server.functions import Function, Mode, name_of
 from arpc.agent.server.inbound import Inbound
@@ -239,11 +239,11 @@ class Observers:
         for observer in self.concerned():
             observer.thread_calls(context, peer, function)
 
-    def begin(self, concerned: Iterable[Observer], call: OutgoingCall, send: Callable[[OutgoingCall], int]) -> int:
+    def begin(self, concerned: Iterable[Observer], call: Call, send: Callable[[Call], int]) -> int:
         """Make a request by ``send``, and tell observers of it."""
         peer = call.peer
         kind = kind_of(call.type, call.flags)
-        target = call.name or call.function
+        target = call.called or call.function
         request = Outgoing(peer.info, name_of(target), kind, call.is_awaited, target, began_ns=_now())
         observers = tuple(concerned)
         for observer in observers:
@@ -283,12 +283,13 @@ class Observers:
             observer.request_ends(request)
         request.error = None  # it refers to frames, and they to what they hold
 
-    def answered(self, peer: Any, message: Message) -> None:
-        """An answer has come: note when, and how large it is."""
-        request = self._pending.get((peer, message.id))
-        if request is not None:
-            request.ended_ns = _now()
-            request.received_bytes += HEADER_BYTES + message.size_bytes
+    def answered(self, peer: Any, messages: Iterable[Message]) -> None:
+        """Messages have come: of those that are answers, note when they came and how large they are."""
+        for message in messages:
+            request = self._pending.get((peer, message.id))
+            if request is not None:
+                request.ended_ns = _now()
+                request.received_bytes += HEADER_BYTES + message.size_bytes
 
     # -- headers, as an interceptor
 
@@ -427,7 +428,7 @@ class ObservedSender:
         self._observers = observers
         self._occasions = tuple(observer.occasions for observer in observers.standing)
 
-    def send(self, call: OutgoingCall) -> int:
+    def send(self, call: Call) -> int:
         """Send a request."""
         observers = self._observers
         if observers.installed or any(self._occasions):
@@ -462,7 +463,7 @@ def _watched(function: Function, handling: Handling, steps: Steps | None) -> Fun
         return Stepped(result, steps) if is_coroutine else step_result(steps, result)
 
     watched = function.like(call)
-    watched.is_simple = watched.is_plain = False
+    watched.is_plain = False
     return watched
 
 

@@ -11,7 +11,7 @@ import time
 from functools import partial
 from typing import Any, Protocol
 
-from arpc.agent.client.pending_calls import CallSender, OutgoingCall
+from arpc.agent.client.pending_calls import Call, CallSender
 from arpc.agent.hooks.observers import error_of
 from arpc.agent.server.replies import HandlerMeter
 
@@ -37,10 +37,10 @@ class TimedSender:
         self.inner = inner
         self._meter = meter
 
-    def send(self, call: OutgoingCall) -> int:
+    def send(self, call: Call) -> int:
         """Send a request."""
         began_ns = _now()
-        name, function = call.peer.info.name, call.name or call.function
+        name, function = call.peer.info.name, call.called or call.function
         try:
             call_id = self.inner.send(call)
         except BaseException as error:

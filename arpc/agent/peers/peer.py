@@ -180,10 +180,18 @@ class Peer:
             self.send_held()
         connection = self.connection
         size_bytes = call.size_bytes
-        # small calls pass those that wait for room
-        if connection is not None and (not self.backlog or size_bytes <= _SMALL_BYTES) and self.has_room(size_bytes):
+        is_clear = self.in_flight_bytes + size_bytes <= self._window_bytes and not self._max_in_flight
+        if connection is not None and (
+            (is_clear and not self.backlog and not connection.is_congested)
+            # small calls pass those that wait for room
+            or ((not self.backlog or size_bytes <= _SMALL_BYTES) and self.has_room(size_bytes))
+        ):
             self._send(connection, call_id, call)
-            return
+        else:
+            self._wait(call_id, call)
+
+    def _wait(self, call_id: int, call: Call) -> None:
+        """Keep a call until there is a connection, and room; `OverloadedError` if too many wait already."""
         waiting = len(self.backlog) - self._given_up
         if waiting >= self._max_waiting:
             self.calls.pop(call_id)
@@ -216,8 +224,7 @@ class Peer:
             try:
                 self.submit(call_id, call)
             except OverloadedError as error:
-                # without these frames: the collector cannot look into a `Call`
-                call.recipient.set_exception(error.with_traceback(None))
+                call.recipient.set_exception(error)
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether a call of that size need not wait for others to end."""
@@ -238,28 +245,10 @@ class Peer:
         if self._max_in_flight:
             call.sent_at = self._deadlines.now()
         call.connection = connection
-        call.bulk = connection.send_message(
-            call.type,
-            call.flags,
-            call_id,
-            call.function_id,
-            call.timeout_ms,
-            content.pickle,
-            content.meta,
-            content.tensors,
-        )
-
-    def pop(self, call_id: int) -> Call | None:
-        """The call of a reply; None if it has ended already."""
-        call = self.calls.pop(call_id)
-        if call is not None:
-            self.release(call)
-        return call
+        call.bulk = connection.send_message(call.type, call.flags, call_id, call.function_id, call.timeout_ms, content)
 
     def release(self, call: Call) -> None:
-        """A call has ended: others may be sent in its place."""
-        if call.connection is None:
-            return
+        """A call that was sent has ended: others may be sent in its place."""
         self.in_flight_bytes -= call.size_bytes
         self.in_flight_calls -= 1
         if call.sent_at:

@@ -17,7 +17,7 @@ from arpc.agent.codec import Codec
 from arpc.agent.hooks.observers import Observers
 from arpc.agent.scope import current_scope
 from arpc.agent.server.eager_tasks import EagerTasks
-from arpc.agent.server.functions import Function, HandOver, Mode, Prompt
+from arpc.agent.server.functions import NAMING, Function, HandOver, Mode, Prompt
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.producer import Producer
 from arpc.agent.server.replies import Replies
@@ -42,10 +42,13 @@ __all__ = ["CreationService", "Dispatcher", "HasInbound"]
 _COROUTINE: Final = Mode.COROUTINE
 _THREAD: Final = Mode.THREAD
 _INLINE: Final = Mode.INLINE
+_STREAM: Final = int(RequestFlag.STREAM)
+_KWARGS: Final = int(RequestFlag.KWARGS)
 # A caller keeps to its own window, twice of it for what is small; and its options may not be the same
 _WINDOWS: Final = 16
 # By number, with each connection
 _MAX_FUNCTIONS: Final = 1 << 16
+_NO_SLOTS: Final[list[Any]] = []
 _now_ns = time.perf_counter_ns
 
 
@@ -101,6 +104,8 @@ class Dispatcher:
         self._max_waiting = max_requests_waiting
         self._window_bytes = window_bytes
         self.calls_refused = 0
+        self.is_watched = False
+        """Somebody hears of every request: a meter or observers."""
         self._is_closed = False
 
     @property
@@ -116,19 +121,28 @@ class Dispatcher:
         if message.id == inbound.latest_id:
             return  # it came twice, and runs once
         inbound.latest_id = message.id
+        if self.is_watched:
+            self._note_arrival(inbound, message)
+        function = inbound.functions.get(message.arg)
+        if (
+            function.__class__ is not Function
+            or function.results.are_large
+            or inbound.is_full
+            or inbound.connection.is_congested
+            or message.flags & _STREAM
+        ):
+            self._admit(inbound, message)
+        else:
+            run = Run(self, inbound, function, message.id, message.timeout_ms, self._copy_context(), message)
+            if self.is_watched and self.observers.installed:
+                self.observers.watch(run, message)
+            self._launch(run)
+
+    def _note_arrival(self, inbound: Inbound, message: Message) -> None:
         if self.replies.meter is not None:
             inbound.arrived_ns[message.id] = _now_ns()
         if self.observers.installed:
             self.observers.accepted(inbound, message)
-        function = inbound.functions.get(message.arg)
-        if (
-            function.__class__ is Function
-            and not (function.results.are_large or inbound.is_full or inbound.connection.is_congested)
-            and not message.flags & RequestFlag.STREAM
-        ):
-            self._launch(self._run(inbound, function, message))
-        else:
-            self._admit(inbound, message)
 
     def _admit(self, inbound: Inbound, message: Message) -> None:
         """Take a call that may have to wait, or that is not simply run."""
@@ -150,7 +164,7 @@ class Dispatcher:
     def start(self, inbound: Inbound, message: Message, *, is_counted: bool = False) -> None:
         """Run a call now. ``is_counted``: the reply window has let it go to a thread."""
         function = inbound.functions.get(message.arg)
-        if function.__class__ is not Function or message.flags & RequestFlag.STREAM:
+        if function.__class__ is not Function or message.flags & _STREAM:
             self._start_special(inbound, function, message)
             return
         run = self._run(inbound, function, message)
@@ -161,14 +175,14 @@ class Dispatcher:
 
     def _run(self, inbound: Inbound, function: Function, message: Message) -> Run:
         run = Run(self, inbound, function, message.id, message.timeout_ms, self._copy_context(), message)
-        if self.observers.installed:
+        if self.is_watched and self.observers.installed:
             self.observers.watch(run, message)
         return run
 
     def _start_special(self, inbound: Inbound, function: Function | Exception | None, message: Message) -> None:
         """Run a stream, a function that came with its arguments, or one that is not there."""
         run = self._run(inbound, function if isinstance(function, Function) else _UNKNOWN, message)
-        if message.flags & RequestFlag.STREAM:
+        if message.flags & _STREAM:
             run.is_stream = True
         self._start(run, function, message)
 
@@ -352,14 +366,14 @@ class Dispatcher:
         Runs in the handler's context, because interceptors and user code may look at it.
         """
         codec = self.codec
-        caller = run.inbound.caller
+        layout = message.layout
         try:
             if not message.arg:
                 codec.policy.check_code()
-            slots = codec.slots(message)
+            slots = _NO_SLOTS if layout is None else layout.build(message.body, message.buffers)
             if message.meta_end > message.meta_start:
                 self._receive_metadata(run, message, slots)
-            content = codec.content(message, slots, caller)
+            content = codec.content(message, slots, run.inbound.caller)
             if not message.arg:
                 call, content = content
                 run.function = Function(call)
@@ -371,14 +385,14 @@ class Dispatcher:
                 f"worker {self.name!r} cannot unpack the call: {summary_of(error)}. "
                 f"What is sent by reference must be importable on the callee"
             ) from error
-        if message.flags & RequestFlag.KWARGS:
+        if message.flags & _KWARGS:
             run.args, run.kwargs = content
         else:
             run.args = content
         if run.function.describe is not None:
-            run.called = _described(run)
-        if run.has_prerequisites:
-            run.function = self._after(run.prerequisites, run.function)
+            run.describe = partial(run.function.describe, self.worker, *(run.args or ())[:NAMING])
+        if run.awaited_first is not None:
+            run.function = self._after(run.awaited_first, run.function)
         if run.handling is not None:
             run.function = self.observers.begin_handler(run, message)
 
@@ -458,7 +472,7 @@ class Dispatcher:
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             self.refused(run, error)
             return False
-        if run.has_prerequisites:
+        if run.awaited_first is not None:
             self.tasks.start(run)
             return False
         return True
@@ -495,11 +509,10 @@ class Dispatcher:
 
     def returned(self, run: Run, result: Any) -> None:
         """A function has returned."""
+        function = run.function
         if run.ended:
             close_coroutine(result)
-            return
-        function = run.function
-        if function.returns_future:
+        elif function.returns_future:
             self._await_returned_future(run, result)
         elif type(result) is HandOver:
             self._hand_over(run, result)
@@ -634,15 +647,6 @@ async def _future_of(result: Any, name: str, loop: asyncio.AbstractEventLoop) ->
     result.add_done_callback(completed)
     await done
     return result.result() if is_a(result, concurrent.futures.Future) else result.value()
-
-
-def _described(run: Run) -> str:
-    describe = run.function.describe
-    assert describe is not None
-    try:
-        return str(describe(*(run.args or ())))
-    except Exception:  # noqa: BLE001 - the function itself will say what is wrong with its arguments
-        return ""
 
 
 def _not_a_future(name: str, result: Any) -> TypeError:

@@ -14,6 +14,7 @@ from arpc.torchjit import ScriptFunction
 from arpc.user_errors import is_a, type_name_of
 
 __all__ = [
+    "NAMING",
     "Function",
     "HandOver",
     "Mode",
@@ -23,6 +24,7 @@ __all__ = [
     "inline",
     "name_of",
     "named_by",
+    "returns_coroutine",
     "returns_futures",
 ]
 
@@ -38,7 +40,11 @@ Preparation = Callable[[Any, tuple[Any, ...], Mapping[str, Any] | None], "tuple[
 It returns what is sent in its place, with positional arguments alone, or raises why it cannot be called like that.
 """
 
+NAMING: Final = 3
+"""How many arguments a function has to find the name of a request, see `named_by`."""
+
 _INLINE = "__arpc_inline__"
+_COROUTINE = "__arpc_coroutine__"
 _DESCRIBE = "__arpc_describe__"
 _ASYNC_EXECUTION = "_wrapped_async_rpc_function"
 
@@ -85,7 +91,6 @@ class Function:
         "describe",
         "is_plain",
         "is_service",
-        "is_simple",
         "keeps_modules",
         "mode",
         "name",
@@ -100,11 +105,10 @@ class Function:
         self.call = call
         self.mode = _mode_of(call)
         self.name = name_of(call)
-        # Makes the name of a call out of its arguments, see `named_by`; a user's object may raise when it is asked
+        # Makes the name of a request, see `named_by`; a user's object may raise when it is asked for one
         self.describe = getattr(call, _DESCRIBE, None) if type(call) is FunctionType else None
         self.returns_future = returns_futures(call)
-        # nothing but a coroutine to be awaited, or nothing but a function to be called in a thread
-        self.is_simple = self.mode is Mode.COROUTINE and not self.returns_future and _is_async_def(call)
+        # nothing but a function to be called in a thread
         self.is_plain = self.mode is Mode.THREAD and not self.returns_future
         self.quickness = Quickness()
         self.results = ResultSizes()
@@ -120,7 +124,6 @@ class Function:
         made.mode = self.mode
         made.name = self.name
         made.describe = self.describe
-        made.is_simple = self.is_simple
         made.is_plain = self.is_plain
         made.returns_future = self.returns_future
         made.quickness = self.quickness
@@ -137,7 +140,6 @@ class Function:
         made.mode = Mode.COROUTINE
         made.name = name
         made.describe = None
-        made.is_simple = True
         made.returns_future = made.is_plain = made.is_service = made.keeps_modules = False
         made.quickness = Quickness()
         made.results = results or ResultSizes()
@@ -180,15 +182,9 @@ def _inner(call: Callable[..., Any]) -> Any:
     return inner if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner).__call__
 
 
-def _is_async_def(call: Callable[..., Any]) -> bool:
-    """Whether calling it runs none of its code. One that is only marked as a coroutine function does as it likes."""
-    code = getattr(_inner(call), "__code__", None)
-    return code is not None and bool(code.co_flags & inspect.CO_COROUTINE)
-
-
 def _mode_of(call: Callable[..., Any]) -> Mode:
     inner = _inner(call)
-    if inspect.iscoroutinefunction(inner):
+    if inspect.iscoroutinefunction(inner) or getattr(inner, _COROUTINE, False):
         return Mode.COROUTINE
     if inspect.isasyncgenfunction(inner):
         return Mode.ASYNC_GENERATOR
@@ -205,9 +201,10 @@ def returns_futures(call: Any) -> bool:
 
 
 def named_by(describe: Callable[..., str]) -> Callable[[F], F]:
-    """Let requests for a function of the runtime be known by what they ask for: ``describe`` takes the arguments.
+    """Let requests for a function of the runtime be known by what they ask for.
 
-    It is called on the callee, in the handler's scope.
+    ``describe`` is called on the callee when somebody asks for the name, with the worker and the first `NAMING`
+    arguments of the request.
     """
 
     def mark(function: F) -> F:
@@ -230,6 +227,12 @@ def name_of(call: Any) -> str:
         return str.__str__(str(name)) if name else type_name_of(call)
     except BaseException:  # noqa: BLE001 - attributes of a user's object may raise anything
         return type_name_of(call)
+
+
+def returns_coroutine(function: F) -> F:
+    """Mark a plain function of the runtime whose result is a coroutine, to be run as an ``async def`` is."""
+    setattr(function, _COROUTINE, True)
+    return function
 
 
 def inline(function: F) -> F:

@@ -8,18 +8,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, Protocol
 
-from arpc.agent.codec import Codec, Content
+from arpc.agent.codec import Codec
 from arpc.agent.hooks.observers import Observers
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.remote_exceptions import describe_failure
 from arpc.agent.server.run import NO_CONTEXT, Run
 from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError
 from arpc.log import get_logger
-from arpc.transport.connection import SMALL_MESSAGE_BYTES, Connection
+from arpc.transport.connection import Connection
 from arpc.user_errors import is_a, summary_of, text_of, type_name_of
 from arpc.wire.frames import frame
 from arpc.wire.messages import FailureKind, ItemFlag, MessageType
 from arpc.wire.metadata import encode_metadata
+from arpc.wire.values.content import Content
 
 __all__ = ["HandlerMeter", "Replies"]
 
@@ -81,8 +82,10 @@ class Replies:
         try:
             if type(result) is Content:
                 content = result  # a handler of the runtime has encoded it
+            elif run.meta:
+                content = run.context.run(self.encode, run, result, with_metadata=True)
             else:
-                content = _NOTHING if result is None and not run.meta else self._encode_with_metadata(run, result)
+                content = _NOTHING if result is None else self.encode(run, result)
         except BaseException as error:  # noqa: BLE001 - pickling runs user code; whatever it raises is the caller's
             self.raised(run, error)
         else:
@@ -91,11 +94,6 @@ class Replies:
     def encoded(self, run: Run, content: Content) -> None:
         """Answer a request with a result that its thread has encoded."""
         self._end(run, _REPLY, 0, 0, content)
-
-    def _encode_with_metadata(self, run: Run, result: Any) -> Content:
-        if not run.meta:
-            return self.encode(run, result)
-        return run.context.run(self.encode, run, result, with_metadata=True)
 
     def encode(self, run: Run, result: Any, *, with_metadata: bool = False) -> Content:
         """The content of a reply, or of an item of a stream. In any thread, unless there is metadata."""
@@ -116,7 +114,10 @@ class Replies:
         if with_metadata and run.meta:
             metadata = codec.reply_sent(inbound.caller, run.meta, slots)
             meta = encode_metadata(metadata) if metadata else b""
-        tensors = codec.pack(slots, len(pickle), codec.stager_back(run.meta)) if slots else None
+        tensors = None
+        if slots:
+            stager = codec.stager_back(run.meta) if codec.knows_devices or run.meta else None
+            tensors = codec.pack(slots, len(pickle), stager)
         return Content(pickle, meta, tensors)
 
     # -- streams
@@ -208,36 +209,37 @@ class Replies:
         run.ended = True
         if run.handling is not None:
             self._observers.ended(run, content.size_bytes(), error)
-        run.nested = None  # a timer may keep the run's context for long, and their exceptions keep the handler's frames
+        # A timer may keep the run's context for long: with it the calls it made, whose errors keep the handler's frames
+        run.nested = None
         run.context = NO_CONTEXT
-        run.task = run.args = run.kwargs = None  # it may wait for a thread for a long time still
         self.calls_ended += 1
         if self.meter is not None and (arrived_ns := inbound.arrived_ns.pop(run.id, 0)):
             self.meter.handler_ended(inbound.caller.name, run.name, _now_ns() - arrived_ns)
         if run.is_registered:
-            inbound.forget(run)
-            if inbound.waiting:
-                self._loop.call_soon(self._readmit, inbound)
+            self._forget(run)
         tensors = content.tensors
         if error is None:
             results = run.results or run.function.results
             size_bytes = len(content.pickle) if tensors is None else content.size_bytes()
-            if results.are_large or not results.are_known or size_bytes > SMALL_MESSAGE_BYTES:
+            if size_bytes > results.unsurprising_bytes:
                 results.saw(size_bytes)
         if tensors is not None and tensors.waits:
             self._send_when_filled(inbound, run.id, type_, flags, arg, content)
             return
-        try:  # noqa: SIM105 - `suppress` takes longer than all else here
-            self._send(inbound, run.id, type_, flags, arg, content)
+        try:
+            bulk = inbound.connection.send_message(type_, flags, run.id, arg, 0, content)
         except ConnectionClosedError:
-            pass  # the caller knows: its own end of the connection is closed too
-
-    def _send(self, inbound: Inbound, call_id: int, type_: int, flags: int, arg: int, content: Content) -> None:
-        bulk = inbound.connection.send_message(
-            type_, flags, call_id, arg, 0, content.pickle, content.meta, content.tensors
-        )
+            return  # the caller knows: its own end of the connection is closed too
         if bulk is not None:
-            inbound.reply_leaves(call_id, bulk)
+            inbound.reply_leaves(run.id, bulk)
+
+    def _forget(self, run: Run) -> None:
+        """A request that could be cancelled has ended."""
+        run.task = run.args = run.kwargs = None  # it may wait for a thread for a long time still
+        inbound = run.inbound
+        inbound.forget(run)
+        if inbound.waiting:
+            self._loop.call_soon(self._readmit, inbound)
 
     def _send_when_filled(
         self, inbound: Inbound, call_id: int, type_: int, flags: int, arg: int, content: Content
@@ -249,11 +251,13 @@ class Replies:
                 self.fail(inbound, call_id, FailureKind.RAISED, failure)
                 return
             with suppress(ConnectionClosedError):  # then the caller knows
-                self._send(inbound, call_id, type_, flags, arg, content)
+                bulk = inbound.connection.send_message(type_, flags, call_id, arg, 0, content)
+                if bulk is not None:
+                    inbound.reply_leaves(call_id, bulk)
 
         assert content.tensors is not None
         self._codec.when_filled(content.tensors, filled)
 
 
 def _send(connection: Connection, type_: int, flags: int, call_id: int, arg: int, content: Content) -> None:
-    connection.send_message(type_, flags, call_id, arg, 0, content.pickle, content.meta, content.tensors)
+    connection.send_message(type_, flags, call_id, arg, 0, content)

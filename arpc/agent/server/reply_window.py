@@ -30,13 +30,15 @@ _Start = Callable[[], None]
 class ResultSizes:
     """How large the results of a function have been of late, which is what tells how large the next one will be."""
 
-    __slots__ = ("are_known", "are_large", "expected_bytes")
+    __slots__ = ("are_known", "are_large", "expected_bytes", "unsurprising_bytes")
 
     def __init__(self) -> None:
         self.expected_bytes = 0
         self.are_large = False
         self.are_known = False
         """There was one. If it was small enough for a thread to send it, nobody has looked."""
+        self.unsurprising_bytes = -1
+        """A result of at most that size tells nothing new."""
 
     def saw(self, size_bytes: int) -> bool:
         """Count a result; True if that has changed `are_large`."""
@@ -46,6 +48,7 @@ class ResultSizes:
             size_bytes = expected_bytes - max(1, (expected_bytes - size_bytes) // _WEIGHT)
         self.expected_bytes = size_bytes
         were_large, self.are_large = self.are_large, size_bytes > SMALL_MESSAGE_BYTES
+        self.unsurprising_bytes = -1 if self.are_large else SMALL_MESSAGE_BYTES
         return were_large is not self.are_large
 
 

@@ -11,7 +11,6 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from arpc import torchstate
-from arpc.agent.codec import Content
 from arpc.agent.scope import current_scope
 from arpc.agent.server.functions import Function
 from arpc.agent.server.inbound import Inbound
@@ -23,6 +22,7 @@ from arpc.ids import WorkerInfo
 from arpc.user_errors import close_coroutine
 from arpc.wire.messages import Message
 from arpc.wire.metadata import Metadata
+from arpc.wire.values.content import Content
 
 __all__ = ["NO_CONTEXT", "Creation", "Run", "RunHost"]
 
@@ -115,12 +115,13 @@ class Run(msgspec.Struct):
     """Keeps the result, of a request that is to leave it here."""
     is_counted: bool = False
     """The reply window has let it go to a thread, and is to hear when it leaves that."""
-    called: str = ""
-    """What it asks for, if that is not its function: the method of a value."""
+    describe: Callable[[], str] | None = None
+    """Finds the name of what it asks for, if that is not its function: the method of a value."""
     handling: Any = None
     """What observers know of it, an `observers.Handling`; None if nobody observes."""
+    awaited_first: list[Awaitable[object]] | None = None
+    """What it waits for before it starts, if anything: see `prerequisites`."""
     _deadline: float | None = None
-    _prerequisites: list[Awaitable[object]] | None = None
 
     @property
     def deadline(self) -> float | None:
@@ -139,7 +140,12 @@ class Run(msgspec.Struct):
     @property
     def name(self) -> str:
         """What people call it."""
-        return self.called or self.function.name
+        if self.describe is not None:
+            try:
+                return str(self.describe())
+            except Exception:  # noqa: BLE001, S110 - the function itself says what is wrong with its arguments
+                pass
+        return self.function.name
 
     @property
     def worker(self) -> Any:
@@ -151,18 +157,14 @@ class Run(msgspec.Struct):
 
     @property
     def prerequisites(self) -> list[Awaitable[object]]:
-        if self._prerequisites is None:
-            self._prerequisites = []
-        return self._prerequisites
-
-    @property
-    def has_prerequisites(self) -> bool:
-        """Looking at `prerequisites` would make an empty list."""
-        return self._prerequisites is not None
+        if self.awaited_first is None:
+            self.awaited_first = []
+        return self.awaited_first
 
     # -- on the loop
 
     def first_step(self) -> Any:
+        """Make the coroutine of the function, and send it None."""
         self.coroutine = coroutine = self.begin()
         return coroutine.send(None)
 
@@ -179,11 +181,10 @@ class Run(msgspec.Struct):
             except BaseException:
                 self.is_refused = True
                 raise
-        args, kwargs = self.args, self.kwargs
+        args, kwargs = self.args or (), self.kwargs
+        # not kept: the code that runs may keep its scope, which is this, for as long as it likes
         self.args = self.kwargs = None
-        if kwargs:
-            return self.function.call(*(args or ()), **kwargs)
-        return self.function.call(*args) if args else self.function.call()
+        return self.function.call(*args, **kwargs) if kwargs else self.function.call(*args)
 
     def suspended(self) -> None:
         self.inbound.register(self)

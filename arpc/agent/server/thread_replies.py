@@ -24,13 +24,13 @@ from typing import Any, Final, Protocol
 import torch
 from torch._C import _len_torch_function_stack as _count_function_modes
 
-from arpc.agent.codec import Content
 from arpc.agent.server.thread_pool import Outbox
 from arpc.errors import ConnectionClosedError
 from arpc.transport.connection import Connection
 from arpc.transport.write_lock import WriteLock
 from arpc.user_errors import is_coroutine
 from arpc.wire.messages import MessageType
+from arpc.wire.values.content import Content
 
 __all__ = ["ThreadReplies"]
 

@@ -81,7 +81,7 @@ class BlockingCalls:
     ) -> Any:
         """The result of a call, or `TAKES_LOOP`. Raises what the call raises.
 
-        ``packed`` is what `Agent.prepare` has made of its arguments. ``name`` is that of `OutgoingCall`.
+        ``packed`` is what `Agent.prepare` has made of its arguments. ``name`` is `Call.called`.
         """
         agent = self._agent
         lines = _lines_of(peer)

@@ -47,6 +47,7 @@ from arpc.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptio
 from arpc.compat.rpc.server_process_global_profiler import _server_process_global_profile
 from arpc.compat.workers import WorkerInfo
 from arpc.log import get_logger
+from arpc.private.torch import create_store
 
 __all__ = [
     "_DEFAULT_INIT_METHOD",
@@ -139,7 +140,7 @@ def _backend_of(chosen: Any) -> Any:
 
 def _open_store(chosen: RpcBackendOptions, rank: int, world_size: int | None) -> Any:
     if not world_size:
-        store = dist._create_store_from_options(chosen, rank)  # type: ignore[no-untyped-call, attr-defined]  # noqa: SLF001
+        store = create_store(chosen, rank)
     else:
         meeting = dist.rendezvous(chosen.init_method, rank=rank, world_size=world_size)  # type: ignore[attr-defined]
         _rendezvous[:] = [meeting]

@@ -254,6 +254,7 @@ class Channel:
             return
         answer = _encode(_Mapped(os.getpid(), borrowed.held()))
         self._borrowed = borrowed
+        connection.has_borrowed = True
         borrowed.on_ended = self._tell
         self._answer(ArenaFlag.MAPPED, answer)
 

@@ -145,7 +145,7 @@ def _fill_lists() -> None:
     kinds: list[tuple[str, str, Any]] = [("builtins", name, value) for name, value in vars(builtins).items()]
     kinds += [(errors.__name__, name, value) for name, value in vars(errors).items()]
     kinds += [("torch", "OutOfMemoryError", torch.OutOfMemoryError)]
-    kinds += [("torch._C", "_LinAlgError", torch._C._LinAlgError)]  # type: ignore[attr-defined] # noqa: SLF001
+    kinds += [("torch._C", "_LinAlgError", torch.linalg.LinAlgError)]  # type: ignore[attr-defined] # documented
     for module, name, value in kinds:
         if isinstance(value, type) and issubclass(value, Exception) and value.__module__ == module:
             maker = _maker(value)
@@ -160,4 +160,4 @@ _LOST: Final = Check(
 )
 
 _fill_lists()
-trust(_LOST, TEXT, TEXT)(errors._rebuild_worker_lost)  # noqa: SLF001 - what its class names in pickles
+trust(_LOST, TEXT, TEXT)(errors.rebuild_worker_lost)

@@ -195,9 +195,9 @@ def _fill_lists() -> None:
         (reducing.__name__, "_fill_subclass"): Trusted(
             "tensor of a subclass", _fill_subclass, _TENSOR_CLASS, TENSOR, _GRADIENT, ANYTHING
         ),
-        (reducing.__name__, "_fill_wrapper"): Trusted(
+        (reducing.__name__, "fill_wrapper"): Trusted(
             "tensor of a subclass",
-            reducing._fill_wrapper,  # noqa: SLF001
+            reducing.fill_wrapper,
             _WRAPPER_CLASS,
             _INNER,
             ANYTHING,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from arpc.errors import SerializationError
+from arpc.private.torch import is_zero_tensor
 from arpc.wire.frames import ALIGNMENT, MAX_BUFFERS, PADDING
 from arpc.wire.values.device_staging import Stager
 from arpc.wire.values.raw_memory import MEMORY, allocate, view_of
@@ -349,7 +350,7 @@ def _unrepeated(indices: Tensor) -> Tensor:
 def _undecorated(tensor: Tensor) -> Tensor:
     """The memory of a tensor without the lazy conjugate and negative bits, which travel as flags."""
     plain = tensor.detach()
-    if plain._is_zerotensor():  # noqa: SLF001 - zeros that autograd did not give any memory
+    if is_zero_tensor(plain):
         return torch.zeros(plain.shape, dtype=plain.dtype, device=plain.device)
     if plain.is_conj():
         plain = torch._conj(plain)

@@ -25,6 +25,7 @@ from torch.nn import Parameter
 
 from arpc.errors import SerializationError
 from arpc.ids import WorkerInfo
+from arpc.private.torch import make_subclass, without_torch_dispatch
 from arpc.wire.values.packing import Slot
 
 __all__ = [
@@ -69,8 +70,6 @@ MAIN_NAMES: Final = ("__main__", "__mp_main__")
 # It is writable because pickle marks read-only memory, and would then look into what fills the hole for memory.
 HOLE: Final = PickleBuffer(bytearray())
 """What stands in a pickle for something that travels beside it. Any number of them may be the same object."""
-
-_make_subclass = Tensor._make_subclass  # noqa: SLF001 - what Parameter uses itself, for lack of a public way
 
 
 def _fill(slot: Any, dtype: str = "", shape: tuple[int, ...] = ()) -> Any:
@@ -238,7 +237,7 @@ def reduce_tensor_subclass(obj: Tensor, add_slot: Callable[[Tensor], None]) -> A
     if hasattr(cls, "__tensor_flatten__"):
         names, context = obj.__tensor_flatten__()  # type: ignore[attr-defined]
         inner = {name: getattr(obj, name) for name in names}
-        return _fill_wrapper, (cls, inner, context, tuple(obj.shape), tuple(obj.stride()), obj.requires_grad)
+        return fill_wrapper, (cls, inner, context, tuple(obj.shape), tuple(obj.stride()), obj.requires_grad)
     if _has_no_memory(obj):
         return NotImplemented  # all there is of it are its attributes, and torch knows how to make it again
     # as what it is in memory, whatever it does where an operator of torch is called with it
@@ -280,8 +279,7 @@ def _without_dispatch(cls: type[Tensor]) -> AbstractContextManager[object]:
     """Where operators of torch take a tensor of a class for what it is in memory."""
     if cls.__torch_dispatch__ is Tensor.__torch_dispatch__:
         return _AS_EVER
-    made: AbstractContextManager[object] = torch._C._DisableTorchDispatch()  # noqa: SLF001 - for lack of a public way
-    return made
+    return without_torch_dispatch()
 
 
 _AS_EVER: Final = nullcontext()
@@ -292,7 +290,7 @@ _AS_EVER: Final = nullcontext()
 
 def _fill_parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
     # one that was recorded for autograd has a history here, and a parameter cannot
-    return tensor if tensor.grad_fn is not None else _make_subclass(Parameter, tensor, requires_grad)
+    return tensor if tensor.grad_fn is not None else make_subclass(Parameter, tensor, requires_grad)
 
 
 FILL_PARAMETER: Final = _fill_parameter
@@ -301,7 +299,7 @@ FILL_PARAMETER: Final = _fill_parameter
 
 def as_subclass(cls: type[Tensor], tensor: Tensor, requires_grad: bool) -> Tensor:
     """A tensor that came with a message, as one of a subclass. It keeps the history it may have here."""
-    return _make_subclass(cls, tensor, requires_grad) if tensor.grad_fn is None else tensor.as_subclass(cls)
+    return make_subclass(cls, tensor, requires_grad) if tensor.grad_fn is None else tensor.as_subclass(cls)
 
 
 def _fill_subclass(cls: type[Tensor], tensor: Tensor, requires_grad: bool, state: Any) -> Tensor:
@@ -336,7 +334,7 @@ class MainName:
         return _from_main, (self.qualname,)
 
 
-def _fill_wrapper(
+def fill_wrapper(
     cls: Any,
     inner: dict[str, Tensor],
     context: Any,

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from arpc.errors import NotAllowedError
+from arpc.private.interpreter import PythonUnpickler
 from arpc.wire.values import harmless
 from arpc.wire.values import reducers as reducing
 from arpc.wire.values.allowlist import (
@@ -111,15 +112,13 @@ _OPCODES: Final = (
     b"hjqr\x94"  # the memo
     b"\x93R\x81\x92b"  # names, calls, and the state of what was made
 )
-# Both readers have it; that of Python is not documented, and has been the same since there is protocol 5
-_Base: Any = pickle._Unpickler  # noqa: SLF001
 _Step = Callable[["_CarefulUnpickler"], None]
 
 
-class _CarefulUnpickler(_Base):  # type: ignore[misc]
+class _CarefulUnpickler(PythonUnpickler):  # type: ignore[misc]
     stack: list[Any]
     metastack: list[list[Any]]
-    dispatch: ClassVar[dict[int, _Step]] = {opcode: _Base.dispatch[opcode] for opcode in _OPCODES}
+    dispatch: ClassVar[dict[int, _Step]] = {opcode: PythonUnpickler.dispatch[opcode] for opcode in _OPCODES}
 
     def __init__(self, file: io.BytesIO, slots: list[Any], permit: Permit) -> None:
         super().__init__(file, buffers=slots)
@@ -202,24 +201,24 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
         self._note_nesting()
 
     def load_tuple(self) -> None:
-        _Base.load_tuple(self)
+        PythonUnpickler.load_tuple(self)
         self._note_nesting()
 
     def load_tuple1(self) -> None:
-        _Base.load_tuple1(self)
+        PythonUnpickler.load_tuple1(self)
         self._note_nesting()
 
     def load_tuple2(self) -> None:
-        _Base.load_tuple2(self)
+        PythonUnpickler.load_tuple2(self)
         self._note_nesting()
 
     def load_tuple3(self) -> None:
-        _Base.load_tuple3(self)
+        PythonUnpickler.load_tuple3(self)
         self._note_nesting()
 
     def load_frozenset(self) -> None:
         self._note_keys(self.stack, self.stack)  # which is the list of the items, and ends here
-        _Base.load_frozenset(self)
+        PythonUnpickler.load_frozenset(self)
         self._note_nesting()
 
     def load_long4(self) -> None:
@@ -277,28 +276,28 @@ class _CarefulUnpickler(_Base):  # type: ignore[misc]
 
     def load_append(self) -> None:
         check_container(self.stack[-2], list, deque)
-        _Base.load_append(self)
+        PythonUnpickler.load_append(self)
 
     def load_appends(self) -> None:
         check_container(self.metastack[-1][-1], list, deque)
-        _Base.load_appends(self)
+        PythonUnpickler.load_appends(self)
 
     def load_setitem(self) -> None:
         check_container(self.stack[-3], *_DICTS)
         self._note_keys(self.stack[-3], [self.stack[-2]])
-        _Base.load_setitem(self)
+        PythonUnpickler.load_setitem(self)
 
     def load_setitems(self) -> None:
         container = self.metastack[-1][-1]
         check_container(container, *_DICTS)
         self._note_keys(container, self.stack[::2])
-        _Base.load_setitems(self)
+        PythonUnpickler.load_setitems(self)
 
     def load_additems(self) -> None:
         container = self.metastack[-1][-1]
         check_container(container, set)
         self._note_keys(container, self.stack)
-        _Base.load_additems(self)
+        PythonUnpickler.load_additems(self)
 
     dispatch.update(
         {

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from arpc.errors import ProtocolError
+from arpc.private.torch import nested_places, rebuild_nested
 from arpc.wire.values.extents import check_strided
 
 __all__ = ["load_saved"]
@@ -37,7 +38,7 @@ def load_saved(memory: memoryview) -> Tensor:
 
 
 def _load(file: io.BytesIO) -> object:
-    rebuild: Any = torch._utils._rebuild_nested_tensor  # noqa: SLF001 - torch has no public name
+    rebuild: Any = rebuild_nested()
     # torch 2.15 no longer takes it for safe, because it trusts the sizes that it reads: these are checked afterwards
     if rebuild in torch.serialization.get_safe_globals():
         return torch.load(file, weights_only=True)
@@ -58,10 +59,5 @@ def _check_nested(tensor: Tensor) -> None:
     """Torch's operators take for granted that each of the tensors lies in the memory of all."""
     memory = tensor.values()
     item_bytes = memory.dtype.itemsize
-    places = (
-        tensor._nested_tensor_size().tolist(),  # noqa: SLF001 - there is no other way to ask
-        tensor._nested_tensor_strides().tolist(),  # noqa: SLF001
-        tensor._nested_tensor_storage_offsets().tolist(),  # noqa: SLF001
-    )
-    for shape, strides, offset in zip(*places, strict=True):
+    for shape, strides, offset in zip(*nested_places(tensor), strict=True):
         check_strided(shape, strides, item_bytes, memory.nbytes, offset * item_bytes)

@@ -69,6 +69,11 @@ class Schema:
         self.places: Sequence[_Place] = ()
         """Of each tensor, if all are plain: how to take its memory."""
 
+    def bases_of(self, slots: Sequence[Any], addresses: Sequence[int]) -> list[int]:
+        """Where the storages of plain tensors begin, given where the tensors do."""
+        offsets = [*map(_offset_of, slots)]
+        return [address - offset * place[1] for address, offset, place in zip(addresses, offsets, self.places)]  # noqa: B905 - `strict` takes long
+
     def memory_of(self, slots: Sequence[Any], memories: Sequence[memoryview | None]) -> _Memory | None:
         """Inline parts and buffers of plain tensors, and of other objects of which the memory is given.
 
@@ -109,6 +114,12 @@ class PackedTensors(msgspec.Struct):
     """Large tensors, sent from their own memory."""
     waits: Sequence[Callable[[], None]] = ()
     """To be called, in a thread, before the buffers are read: they are being filled from devices."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes they take on their way."""
+        size = self.schema.inline_bytes
+        return size + sum([buffer.nbytes for buffer in self.buffers]) if self.buffers else size
 
 
 class Packer:
@@ -155,19 +166,14 @@ class Packer:
             if schema is None:
                 return None
         # tensors of one storage have one base, and that of a storage without memory is 0
-        offsets = [*map(_offset_of, slots)]
-        bases = addresses
-        if any(offsets):
-            bases = [address - offset * place[1] for address, offset, place in zip(addresses, offsets, schema.places)]  # noqa: B905 - `strict` takes long
+        bases = schema.bases_of(slots, addresses) if any(map(_offset_of, slots)) else addresses
         if 0 in bases or (count > 1 and len(set(bases)) < count):
             return self._pack_mixed(slots)
         parts: list[bytes] = []
         buffers: list[memoryview] = []
         for slot, address, (size, _, padding, is_inline) in zip(slots, addresses, schema.places):  # noqa: B905
             if is_inline:
-                parts.append(MEMORY[address : address + size])
-                if padding:
-                    parts.append(padding)
+                parts += (MEMORY[address : address + size], padding)
             else:
                 buffers.append(view_of(slot.untyped_storage(), address, size))
         schema.uses += 1

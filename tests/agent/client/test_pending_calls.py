@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from itertools import count
 
 import pytest
 
 from arpc.agent.client.deadlines import NEVER, Deadlines
-from arpc.agent.client.pending_calls import SEQUENCE_BITS, Call, OutgoingCall, PendingCalls
+from arpc.agent.client.pending_calls import SEQUENCE_BITS, Call, PendingCalls
 from arpc.options import UNSET
 from arpc.wire.messages import MessageType
 from tests.agent.leftovers import assert_nothing_left, until
@@ -47,12 +46,12 @@ def a_call() -> Iterator[Call]:
 
 
 def make_call(loop: asyncio.AbstractEventLoop) -> Call:
-    return Call(loop.create_future(), echo, 10, int(MessageType.REQUEST), 0, 1, 0, None)
+    return Call(None, loop.create_future(), echo, size_bytes=10, function_id=1)
 
 
 def leave_numbers(calls: PendingCalls, left: int) -> None:
     """As if all but so many of the numbers of this round had been taken."""
-    calls._next_number = count(LAST_NUMBER + 1 - left).__next__
+    calls.made = LAST_NUMBER - left
 
 
 def test_ids_are_unique_and_found_again(table, a_call):
@@ -77,8 +76,8 @@ def test_an_id_names_the_tick_of_its_deadline(table, a_call):
 def test_an_id_still_in_use_is_not_given_out_again(table, a_call):
     calls = table.calls
     first = calls.add(NEVER, a_call)
-    calls._next_number = iter([first, first, 7]).__next__
-    assert calls.add(NEVER, a_call) == 7
+    calls.made = first - 1
+    assert calls.add(NEVER, a_call) == first + 1
 
 
 @pytest.mark.parametrize("tick", [NEVER, TICK])
@@ -167,8 +166,8 @@ def test_a_call_is_named_after_its_function(a_call):
     assert a_call.name == "echo"
 
 
-def test_an_outgoing_call_is_an_ordinary_request_unless_it_says_otherwise():
-    call = OutgoingCall("a peer", "a recipient", echo)
+def test_a_call_is_an_ordinary_request_unless_it_says_otherwise():
+    call = Call("a peer", "a recipient", echo)
     assert call.type == MessageType.REQUEST
     assert call.timeout is UNSET
     assert not any((call.flags, call.metadata, call.is_internal, call.is_held, call.is_awaited))

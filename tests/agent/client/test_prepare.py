@@ -8,7 +8,7 @@ import threading
 import pytest
 
 import arpc
-from arpc.agent.client.pending_calls import OutgoingCall
+from arpc.agent.client.pending_calls import Call
 from arpc.agent.client.sender import Prepared
 from arpc.errors import RpcTimeoutError, SerializationError
 from arpc.testing import cluster
@@ -53,7 +53,7 @@ async def test_arguments_are_packed_in_a_thread_and_sent_on_the_loop() -> None:
             packed = await asyncio.to_thread(agent.prepare, peer, function, args, kwargs)
             future = asyncio.get_running_loop().create_future()
             called, named = (packed.function, packed.kwargs) if packed else (function, None)
-            agent.sender.send(OutgoingCall(peer, future, called, packed, named))
+            agent.sender.send(Call(peer, future, called, packed, named))
             assert await future == expected
 
 
@@ -71,7 +71,7 @@ async def test_what_was_packed_for_a_peer_that_has_changed_is_packed_again() -> 
         packed = agent.prepare(peer, add, (1, 2), None)
         assert isinstance(packed, Prepared)
         future = asyncio.get_running_loop().create_future()
-        agent.sender.send(OutgoingCall(peer, future, add, packed._replace(is_named=False, pickle=b"?")))
+        agent.sender.send(Call(peer, future, add, packed._replace(is_named=False, pickle=b"?")))
         assert await future == 3
 
 

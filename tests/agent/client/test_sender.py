@@ -14,7 +14,7 @@ import torch
 
 from arpc.agent.client.deadlines import NEVER, Deadlines
 from arpc.agent.client.future import Future
-from arpc.agent.client.pending_calls import SEQUENCE_BITS, Call, OutgoingCall, PendingCalls
+from arpc.agent.client.pending_calls import SEQUENCE_BITS, Call, PendingCalls
 from arpc.agent.client.sender import Prepared, Sender, as_arguments, as_keywords
 from arpc.agent.client.timeouts import Timeouts
 from arpc.agent.codec import Codec
@@ -103,7 +103,6 @@ class Desk:
             loop=self.loop,
             codec=self.codec,
             timeouts=Timeouts(self.deadlines, 60, are_sent=True),
-            nameless=frozenset([FEATURE]),
             **options,
         )
         self.peer = FakePeer(self.deadlines)
@@ -111,7 +110,7 @@ class Desk:
     def send(self, function: Any, *args: Any, **fields: Any) -> Call:
         """Send a call, and return what waits for its reply."""
         recipient = fields.pop("recipient", None) or Recipient()
-        call_id = self.sender.send(OutgoingCall(self.peer, recipient, function, args, **fields))
+        call_id = self.sender.send(Call(self.peer, recipient, function, args, **fields))
         call = self.peer.calls.get(call_id)
         assert call is not None
         return call
@@ -165,7 +164,7 @@ async def test_a_function_without_a_name_travels_with_its_arguments(desk):
 
 
 async def test_the_message_of_a_feature_names_no_function(desk):
-    call = desk.send(Recipient, "question", type=FEATURE)
+    call = desk.send(Recipient, "question", type=FEATURE, function_id=1)
     assert (call.type, call.function_id) == (FEATURE, 1)
     assert pickle.loads(call.content.pickle) == ("question",)
 
@@ -263,7 +262,7 @@ def assert_nothing_sent(desk: Desk) -> None:
 @pytest.mark.parametrize("args", ["text", 1, {"a": 1}, torch.ones(2)])
 async def test_what_is_no_tuple_of_arguments(desk, args):
     with pytest.raises(TypeError, match=r"args must be a tuple of arguments, .*: write args="):
-        desk.sender.send(OutgoingCall(desk.peer, Recipient(), echo, args))
+        desk.sender.send(Call(desk.peer, Recipient(), echo, args))
     assert_nothing_sent(desk)
 
 
@@ -329,7 +328,7 @@ async def test_another_thread(desk):
 async def test_prepared_arguments_are_sent_as_they_are(desk):
     prepared = desk.sender.prepare(desk.peer, echo, (1, 2), {"a": 3}, lambda work: work())
     assert isinstance(prepared, Prepared)
-    call_id = desk.sender.send(OutgoingCall(desk.peer, Recipient(), prepared.function, prepared, prepared.kwargs))
+    call_id = desk.sender.send(Call(desk.peer, Recipient(), prepared.function, prepared, prepared.kwargs))
     call = desk.peer.calls.get(call_id)
     assert call.content.pickle is prepared.pickle
     assert call.flags == RequestFlag.KWARGS
@@ -340,7 +339,7 @@ async def test_what_was_prepared_for_another_start_of_the_peer_is_pickled_again(
     prepared = desk.sender.prepare(desk.peer, echo, (1, 2), None, lambda work: work())
     del desk.peer.function_ids[echo]
     desk.peer.define = lambda _: 0
-    call_id = desk.sender.send(OutgoingCall(desk.peer, Recipient(), echo, prepared))
+    call_id = desk.sender.send(Call(desk.peer, Recipient(), echo, prepared))
     assert pickle.loads(desk.peer.calls.get(call_id).content.pickle) == (echo, (1, 2))
 
 

@@ -33,7 +33,7 @@ class Clock:
 
     def left(self, timeout: Any = UNSET, inherited: float | None = None) -> tuple[float, int]:
         """How many seconds a call has, and the milliseconds that the peer is told."""
-        tick, timeout_ms = self.timeouts.deadline(timeout, inherited, echo)
+        tick, timeout_ms, _ = self.timeouts.within(inherited, timeout, echo)
         assert tick != NEVER
         return Deadlines.time_of(tick) - self.now, timeout_ms
 
@@ -54,7 +54,7 @@ def test_another_default_is_that_of_the_next_call(clock):
     clock.timeouts.default_s = 10
     assert clock.left()[1] == 10_000
     clock.timeouts.default_s = 0
-    assert clock.timeouts.deadline(UNSET, None, echo) == (NEVER, 0)
+    assert clock.timeouts.deadline(UNSET)[:2] == (NEVER, 0)
     assert clock.timeouts.default_s == 0
 
 
@@ -67,7 +67,7 @@ def test_a_default_below_zero_is_refused(clock, timeout):
 
 @pytest.mark.parametrize("timeout", [0, 0.0, False])
 def test_zero_is_no_deadline(clock, timeout):
-    assert clock.timeouts.deadline(timeout, None, echo) == (NEVER, 0)
+    assert clock.timeouts.deadline(timeout)[:2] == (NEVER, 0)
 
 
 @pytest.mark.parametrize("timeout", [inf, 1e300, MAX_TIMEOUT_MS])
@@ -100,10 +100,10 @@ def test_no_call_has_less_time_than_it_says_whatever_is_remembered(calls):
 
 
 def test_calls_of_about_the_same_time_share_a_tick(clock):
-    ticks = {clock.timeouts.deadline(60, None, echo)[0]}
+    ticks = {clock.timeouts.deadline(60)[0]}
     for _ in range(100):
         clock.now += 0.001
-        ticks.add(clock.timeouts.deadline(60, None, echo)[0])
+        ticks.add(clock.timeouts.deadline(60)[0])
     assert len(ticks) <= 2
 
 
@@ -130,7 +130,7 @@ def test_a_call_may_have_less(clock):
 @pytest.mark.parametrize("late_s", [0.0, 1.0])
 def test_when_nothing_is_left_no_call_is_made(clock, late_s):
     with pytest.raises(RpcTimeoutError, match="no time is left to call echo") as caught:
-        clock.timeouts.deadline(UNSET, clock.now - late_s, echo)
+        clock.timeouts.within(clock.now - late_s, UNSET, echo)
     assert not caught.value.may_have_run
 
 
@@ -145,7 +145,7 @@ def test_what_is_inherited_is_not_remembered_for_others(clock):
 @pytest.fixture(params=[checked_timeout, "deadline"])
 def check(request: pytest.FixtureRequest, clock: Clock) -> Iterator[Any]:
     if request.param == "deadline":
-        return lambda timeout: clock.timeouts.deadline(timeout, None, echo)
+        return clock.timeouts.deadline
     return request.param
 
 

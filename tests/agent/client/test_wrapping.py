@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import arpc
-from arpc.agent.client.pending_calls import CallSender, OutgoingCall
+from arpc.agent.client.pending_calls import Call, CallSender
 from arpc.testing import Cluster, cluster
 from arpc.wire.messages import MessageType, RequestFlag
 from tests.agent.leftovers import assert_nothing_left, until
@@ -22,11 +22,14 @@ class Watch:
 
     def __init__(self, inner: CallSender) -> None:
         self.inner = inner
-        self.calls: list[OutgoingCall] = []
+        self.calls: list[Call] = []
+        self.arguments: list[Any] = []
+        """Of each call args and kwargs, which it does not keep once they are packed."""
 
-    def send(self, call: OutgoingCall) -> int:
+    def send(self, call: Call) -> int:
         assert call.peer is not None, "whom it is for is known"
         self.calls.append(call)
+        self.arguments.append((call.args, call.kwargs))
         return self.inner.send(call)
 
     @property
@@ -53,7 +56,7 @@ class Watched:
         """What the first worker sends."""
         return self.watches[0]
 
-    async def until_sent(self, message_type: MessageType) -> OutgoingCall:
+    async def until_sent(self, message_type: MessageType) -> Call:
         await until(lambda: message_type in self.seen.types, lambda: self.seen.types)
         return self.seen.calls[self.seen.types.index(message_type)]
 
@@ -95,14 +98,16 @@ async def scaled(x: torch.Tensor) -> torch.Tensor:
 async def test_a_call_that_is_awaited(watched):
     assert await watched.here.rpc_sync("worker1", echo, args=(1,)) == 1
     (call,) = watched.seen.calls
-    assert (call.type, call.function, call.args, call.is_awaited) == (MessageType.REQUEST, echo, (1,), True)
+    assert (call.type, call.function, call.is_awaited) == (MessageType.REQUEST, echo, True)
+    assert watched.seen.arguments == [((1,), None)]
     assert call.peer.info == watched.there.info
 
 
 async def test_a_call_whose_future_is_handed_out(watched):
     assert await watched.here.rpc_async("worker1", echo, kwargs={"value": 2}) == 2
     (call,) = watched.seen.calls
-    assert (call.type, call.function, call.kwargs, call.is_awaited) == (MessageType.REQUEST, echo, {"value": 2}, False)
+    assert (call.type, call.function, call.is_awaited) == (MessageType.REQUEST, echo, False)
+    assert watched.seen.arguments == [((), {"value": 2})]
 
 
 async def test_a_stream(watched):
@@ -126,15 +131,15 @@ async def test_a_call_of_a_handler_on_the_loop_or_in_a_thread(watched, function)
 async def test_a_call_of_a_thread_of_the_users(watched):
     assert await asyncio.to_thread(lambda: watched.here.rpc_async("worker1", echo, args=(4,)).wait()) == 4
     (call,) = watched.seen.calls
-    assert (call.function, call.args) == (echo, (4,))
+    assert (call.function, watched.seen.arguments) == (echo, [((4,), None)])
 
 
 async def test_a_call_to_a_worker_that_is_asked_for_first():
     async with cluster(1, elastic=True) as group:
-        seen: list[OutgoingCall] = []
+        seen: list[Call] = []
 
         class Note(Watch):
-            def send(self, call: OutgoingCall) -> int:
+            def send(self, call: Call) -> int:
                 seen.append(call)
                 return super().send(call)
 
@@ -200,7 +205,7 @@ async def test_messages_of_a_backward_pass(watched):
 
 async def test_a_wrapper_may_refuse_a_request(watched):
     class Refuse(Watch):
-        def send(self, call: OutgoingCall) -> int:
+        def send(self, call: Call) -> int:
             if call.function is echo_in_thread:
                 raise LookupError("refused by a wrapper")
             return super().send(call)
@@ -217,7 +222,7 @@ async def test_a_wrapper_may_refuse_a_request(watched):
 
 async def test_a_wrapper_may_change_a_request(watched):
     class Double(Watch):
-        def send(self, call: OutgoingCall) -> int:
+        def send(self, call: Call) -> int:
             call.args = tuple(2 * value for value in call.args or ())
             return super().send(call)
 
@@ -231,7 +236,7 @@ async def test_wrappers_are_put_around_each_other_and_stay(watched):
 
     def named(name: str) -> Any:
         class Named(Watch):
-            def send(self, call: OutgoingCall) -> int:
+            def send(self, call: Call) -> int:
                 log.append(name)
                 return super().send(call)
 

@@ -10,13 +10,14 @@ import pytest
 
 from arpc.agent.client.deadlines import NEVER, Deadlines
 from arpc.agent.client.pending_calls import Call
-from arpc.agent.codec import Codec, Content
+from arpc.agent.codec import Codec
 from arpc.agent.peers.peer import Peer, PeerState
 from arpc.errors import OverloadedError, RpcTimeoutError, ShutdownError, WorkerLostError
 from arpc.ids import WorkerInfo
 from arpc.options import RpcOptions
 from arpc.wire.frames import HEADER
 from arpc.wire.messages import MessageType
+from arpc.wire.values.content import Content
 from tests.agent.stage import echo
 
 REQUEST = int(MessageType.REQUEST)
@@ -71,7 +72,9 @@ class Bench:
 
     def call(self, size_bytes: int = 10, tick: int = NEVER) -> tuple[int, Call]:
         """A call that is in the table and has not been sent."""
-        call = Call(self.loop.create_future(), echo, size_bytes, REQUEST, 0, 1, 0, Content(b""))
+        call = Call(
+            self.peer, self.loop.create_future(), echo, size_bytes=size_bytes, function_id=1, content=Content(b"")
+        )
         return self.peer.calls.add(tick, call), call
 
 
@@ -119,7 +122,7 @@ async def test_what_is_changed_while_a_call_is_held_is_sent(bench):
     sent: list[Any] = []
     bench.peer.connection.send_message = lambda *fields: sent.append(fields[5])
     await asyncio.sleep(0)
-    assert sent == [changed.pickle]
+    assert sent == [changed]
 
 
 async def test_without_a_connection_nothing_is_held(bench):
@@ -247,15 +250,17 @@ async def test_a_call_that_is_cancelled_is_cancelled_there(bench):
     bench.peer.cancel(call_id)
     assert connection.others == [(CANCEL, call_id)]
     assert bench.peer.in_flight_bytes == bench.peer.in_flight_calls == 0
-    assert bench.peer.pop(call_id) is None, "a reply that comes late finds nobody"
+    assert bench.peer.calls.pop(call_id) is None, "a reply that comes late finds nobody"
 
 
 async def test_a_reply_finds_its_call_once(bench):
     bench.open()
     call_id, call = bench.call()
     bench.peer.submit(call_id, call)
-    assert bench.peer.pop(call_id) is call
-    assert bench.peer.pop(call_id) is None
+    assert bench.peer.calls.pop(call_id) is call
+    bench.peer.release(call)
+    assert bench.peer.calls.pop(call_id) is None
+    assert bench.peer.in_flight_bytes == bench.peer.in_flight_calls == 0
     assert bench.peer.is_at_rest is False, "it is connected"
     assert bench.peer.calls_made == 1
     assert bench.peer.calls_in_flight == 0

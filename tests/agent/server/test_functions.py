@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import operator
 import re
 import threading
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 import arpc
-from arpc.agent.server.functions import Function, Mode, name_of
+from arpc.agent.server.functions import Function, Mode, name_of, returns_coroutine
 from arpc.functions import async_execution, inline
 from arpc.wire.messages import MessageType
 from tests.agent.stage import echo, echo_in_thread
@@ -344,22 +343,26 @@ def test_async_execution_needs_something_to_mark():
         async_execution(max)
 
 
-@pytest.mark.skipif(not hasattr(inspect, "markcoroutinefunction"), reason="functions can be marked since Python 3.12")
-def test_a_function_that_is_marked_as_a_coroutine_function_may_run_code_when_it_is_called():
+def test_what_returns_a_coroutine_may_be_marked_to_run_as_one():
+    @returns_coroutine
     def call() -> Any:
         return where_a_coroutine_runs()
 
-    marked = Function(inspect.markcoroutinefunction(call))
-    assert marked.mode is Mode.COROUTINE
-    assert not marked.is_simple
+    assert Function(call).mode is Mode.COROUTINE
+    assert Function(where_it_runs).mode is Mode.THREAD
 
 
-def test_a_coroutine_function_runs_no_code_when_it_is_called():
+@pytest.mark.parametrize("kind", ["async def", "partial", "object", "method"])
+def test_what_is_an_async_def_runs_as_a_coroutine(kind):
     class Callable:
         async def __call__(self) -> None: ...
 
         async def method(self) -> None: ...
 
-    for function in (where_a_coroutine_runs, functools.partial(join_in_coroutine, 1), Callable(), Callable().method):
-        assert Function(function).is_simple
-    assert not Function(where_it_runs).is_simple
+    kinds = {
+        "async def": where_a_coroutine_runs,
+        "partial": functools.partial(join_in_coroutine, 1),
+        "object": Callable(),
+        "method": Callable().method,
+    }
+    assert Function(kinds[kind]).mode is Mode.COROUTINE

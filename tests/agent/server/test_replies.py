@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from arpc.agent.client.deadlines import Deadlines
-from arpc.agent.codec import Codec, Content
+from arpc.agent.codec import Codec
 from arpc.agent.hooks.observers import Observers
 from arpc.agent.server.functions import Function
 from arpc.agent.server.inbound import Inbound
@@ -23,6 +23,7 @@ from arpc.errors import ConnectionClosedError, OverloadedError, ProtocolError
 from arpc.ids import WorkerInfo
 from arpc.wire.frames import HEADER
 from arpc.wire.messages import FailureKind, ItemFlag, MessageType
+from arpc.wire.values.content import Content
 from arpc.wire.values.pickler import loads
 from tests.agent.stage import echo
 
@@ -38,13 +39,11 @@ class FakeConnection:
         self.is_closed = False
         self.dropped: list[Any] = []
 
-    def send_message(
-        self, type_: int, flags: int, id_: int, arg: int, timeout_ms: int, pickle: bytes, *rest: Any
-    ) -> Any:
+    def send_message(self, type_: int, flags: int, id_: int, arg: int, timeout_ms: int, content: Content) -> Any:
         if self.is_closed:
             raise ConnectionClosedError("on purpose")
-        self.sent.append((type_, flags, id_, arg, pickle))
-        tensors = rest[1]
+        self.sent.append((type_, flags, id_, arg, content.pickle))
+        tensors = content.tensors
         return SimpleNamespace(is_sent=False) if tensors is not None and tensors.buffers else None
 
     def send(self, data: bytes) -> None:

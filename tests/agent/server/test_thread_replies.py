@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 import arpc
 from arpc.agent.client.deadlines import Deadlines
-from arpc.agent.codec import Content
 from arpc.agent.server.functions import Function
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.run import Run
@@ -27,6 +26,7 @@ from arpc.options import RpcOptions
 from arpc.testing import Cluster, cluster
 from arpc.transport.sockets import TcpTransport, UnixTransport
 from arpc.wire.frames import frame
+from arpc.wire.values.content import Content
 from tests.agent.leftovers import assert_both_alive, assert_nothing_left, until
 from tests.agent.stage import call_on_in_thread, echo, echo_in_thread, hold_in_thread
 

@@ -394,7 +394,7 @@ async def test_what_was_given_back_over_an_older_connection_is_not_taken_back_tw
         del dropped
         await both.freed(used_blocks=2)
         # it may have been told over the older one just before, and be read only now
-        old.connection.carrier.message_received(Freed(0, 0, 0, 0, 0, 0, 0, bytearray(struct.pack("<Q", offset)), ()))
+        old.connection.carrier.message_received(Freed(0, 0, 0, 0, bytearray(struct.pack("<Q", offset))))
         assert (kept, more) == ([b"k" * MIB], b"m" * MIB)
 
 
@@ -405,7 +405,7 @@ async def test_memory_that_was_lent_over_an_older_connection_is_not_used():
         both.near, both.far = await both.endpoints.pair()
         (kept,) = await both.send(b"k" * MIB)
         with pytest.raises(ProtocolError, match="another one has replaced"):
-            old.connection.carrier.borrow(Lent(0, 0, 0, 0, 0, 0, 0, bytearray(struct.pack("<Q", 1 << 16)), ()), [MIB])
+            old.connection.carrier.borrow(Lent(0, 0, 0, 0, bytearray(struct.pack("<Q", 1 << 16))), [MIB])
         assert kept == b"k" * MIB
 
 

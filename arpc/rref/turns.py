@@ -1,0 +1,131 @@
+"""Calls of one object that run one at a time: `one_at_a_time`, and the queues behind it on the object's owner."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+
+from arpc.agent.server.dispatcher import Dispatcher
+from arpc.agent.server.functions import Function, Mode, name_of
+
+__all__ = ["Turns", "one_at_a_time", "takes_turns"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MARK: Final = "__arpc_one_at_a_time__"
+
+
+def one_at_a_time(target: F) -> F:
+    """Let remote calls of a class's methods, or of one method, run one at a time, in the order in which they arrive.
+
+    ::
+
+        @arpc.one_at_a_time
+        class Counter:
+            total = 0
+
+            def add(self, number):  # without the decorator, two calls may read the same total
+                self.total = self.total + number
+
+    It is about calls through RRefs. Each object has one queue, whoever calls and through whichever RRef. In a marked
+    class all methods use it, those of base classes and of subclasses too; in any other class the marked methods alone.
+    ``async def`` keeps its turn while it awaits, and plain ``def`` until its thread has ended, even if the caller has
+    been cancelled. A call that fails, or is cancelled while it waits, makes way for the next.
+
+    What takes no turn: calls of the object in its own process, methods that yield, and the forward passes of an
+    `arpc.nn.RemoteModule`. A method that awaits a remote call of its own object waits for itself, until the timeout.
+    """
+    if inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target):
+        raise TypeError(
+            f"{name_of(target)} yields, and a stream may take as long as its reader likes: other calls cannot wait for "
+            f"it. Use an asyncio.Lock around the parts that must not meet other calls"
+        )
+    if not inspect.isclass(target) and not inspect.isfunction(target):
+        kind = type(target).__name__
+        raise TypeError(f"one_at_a_time is for classes and for methods of the kind def or async def, not for a {kind}")
+    setattr(target, _MARK, True)
+    return target
+
+
+def takes_turns(value: Any, method: Callable[..., Any]) -> bool:
+    """Whether calls of a method of a value are to run one at a time."""
+    return getattr(type(value), _MARK, False) is True or getattr(method, _MARK, False) is True
+
+
+class _Queue:
+    """Those that use one object, or wait for it."""
+
+    __slots__ = ("lock", "users", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value  # kept: another object could have its id otherwise
+        self.lock = asyncio.Lock()
+        self.users = 0
+
+
+class Turns:
+    """The queues of one worker, by object. There are none while nobody calls."""
+
+    def __init__(self) -> None:
+        self._queues: dict[int, _Queue] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._queues
+
+    async def run(
+        self, dispatcher: Dispatcher, value: Any, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What a method returns, called when all earlier calls of its object have ended."""
+        queue = self._queues.get(id(value))
+        if queue is None:
+            queue = self._queues[id(value)] = _Queue(value)
+        queue.users += 1
+        try:
+            await queue.lock.acquire()
+        except BaseException:
+            self._leave(queue)
+            raise
+        over: concurrent.futures.Future[None] = concurrent.futures.Future()
+        if function.mode is Mode.THREAD:
+            function = function.like(_telling(function.call, over))
+        else:
+            over.set_result(None)
+        try:
+            return await dispatcher.call(function, args, kwargs)
+        finally:
+            if over.done():
+                self._end(queue)
+            else:
+                # the caller has been cancelled, and the thread cannot be: the object is in use until it ends
+                over.add_done_callback(lambda _: _soon(dispatcher.loop, self._end, queue))
+
+    def _end(self, queue: _Queue) -> None:
+        queue.lock.release()
+        self._leave(queue)
+
+    def _leave(self, queue: _Queue) -> None:
+        queue.users -= 1
+        if not queue.users:
+            del self._queues[id(queue.value)]
+
+
+def _telling(call: Callable[..., Any], over: concurrent.futures.Future[None]) -> Callable[..., Any]:
+    """A function that tells when its thread is done with it."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        finally:
+            over.set_result(None)
+
+    return run
+
+
+def _soon(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> None:
+    with suppress(RuntimeError):  # the loop is closed, and with it all queues
+        loop.call_soon_threadsafe(function, *args)

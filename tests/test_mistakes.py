@@ -158,7 +158,7 @@ MISTAKES: dict[str, tuple[Callable[[arpc.RRef[Counter]], Any], type[BaseExceptio
     "the result for the function": (
         lambda _: arpc.rpc_sync("worker1", add(1)),
         TypeError,
-        "function should be callable, and int is not: pass the function itself, not its name or its call",
+        "function should be callable, and int is not: pass the function itself, not its call or its name",
     ),
     "the name for the function": (call("add"), TypeError, "function should be callable, and str is not"),
     "too many arguments": (

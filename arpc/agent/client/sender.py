@@ -221,8 +221,8 @@ class Sender:
     ) -> tuple[bytes, list[Slot]]:
         if not callable(function):
             raise TypeError(
-                f"function should be callable, and {type(function).__qualname__} is not: pass the function itself, not "
-                f"its name or its call, and its arguments as args=(...)"
+                f"function should be callable, and {type(function).__qualname__} is not: pass the function itself, "
+                f"not its call or its name, and its arguments as args=(...)"
             )
         by_value, to = peer.main_by_value, peer.info
         try:

@@ -141,7 +141,7 @@ class Worker:
 
     @property
     def http_address(self) -> str | None:
-        """Where this worker serves the dashboard, such as ``http://127.0.0.1:8265``; None if it does not."""
+        """Where this worker serves the dashboard, such as ``http://127.0.0.1:27720``; None if it does not."""
         return None if self.http is None else self.http.url
 
     # -- calls

@@ -31,7 +31,8 @@ class Receiver:
         call = peer.calls.pop(message.id)
         if call is None:
             return  # it was cancelled, or timed out, and the two crossed on their way
-        peer.release(call)
+        if call.connection is not None:  # a lying peer may answer what it was not sent
+            peer.release(call)
         if call.recipient.done():
             return
         try:
@@ -72,7 +73,8 @@ class Receiver:
         call = link.peer.calls.pop(message.id)
         if call is None:
             return
-        link.peer.release(call)
+        if call.connection is not None:
+            link.peer.release(call)
         if call.recipient.done():
             return
         try:
@@ -115,7 +117,14 @@ class Receiver:
         return made
 
     def answer(self, peer: WorkerInfo, message: Message, function: str) -> Any:
-        """The result that an answer holds, for a call that is in no table. Raises the failure it may be."""
+        """The result that an answer holds, for a call of a thread that is in no table. Raises the failure it may be."""
+        token = current_scope.set(self._scope)
+        try:
+            return self._answer(peer, message, function)
+        finally:
+            current_scope.reset(token)
+
+    def _answer(self, peer: WorkerInfo, message: Message, function: str) -> Any:
         if isinstance(message, Reply):
             try:
                 return self.result(peer, message)

@@ -10,6 +10,8 @@ TEST_PROCESSES ?= 2
 BENCH_ARGS ?=
 # Handed to the conformance run, for example --sample.
 CONFORMANCE_ARGS ?=
+# Handed to the comparison of clients, for example --repeat 3 -k torchrl.
+CLIENTS_ARGS ?=
 # Handed to the fuzzer, for example --runs 10000 pickles.
 FUZZ_ARGS ?=
 # Handed to the soak, for example --seconds 600 --seed 7.
@@ -19,15 +21,20 @@ MATRIX_ARGS ?=
 # What arpc is compared with. It goes into an environment of its own: none of it is needed to work on arpc.
 PEERS_VENV ?= .venv-peers
 PEERS := ray grpcio xoscar torchmonarch distributed rpyc
+# Libraries that use torch.distributed.rpc, in an environment of their own as well.
+CLIENTS_VENV ?= .venv-clients
+CLIENTS := tensordict torchrl torch_geometric
 
 python := $(VENV)/bin/python
 installed := $(VENV)/.installed
 peers_python := $(PEERS_VENV)/bin/python
 peers_installed := $(PEERS_VENV)/.installed
+clients_python := $(CLIENTS_VENV)/bin/python
+clients_installed := $(CLIENTS_VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check matrix bench bench-peers figures conformance fuzz soak docs wheel format clean
+.PHONY: help demo test check matrix bench bench-peers figures conformance clients fuzz soak docs wheel format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +68,9 @@ figures: $(peers_installed) ## measure what the README shows, and write its pict
 conformance: $(installed) ## run torch's own RPC tests on arpc.compat, and show what passes
 	$(python) -m scripts.conformance $(CONFORMANCE_ARGS)
 
+clients: $(clients_installed) ## run TorchRL, PyTorch Geometric, tensordict and others on torch and on arpc, and compare
+	$(clients_python) -m scripts.clients $(CLIENTS_ARGS)
+
 fuzz: $(installed) ## feed the wire, the handshake and the restricted unpickler a million bad inputs each
 	$(python) -m pip install -q $(INSTALL_ARGS) -c constraints.txt -e '.[fuzz]'
 	$(python) scripts/fuzz.py $(FUZZ_ARGS)
@@ -74,12 +84,13 @@ wheel: $(installed) ## build the distributions and try the wheel in an environme
 docs: $(installed) ## build the pages into build/site
 	$(python) -m pip install --quiet $(INSTALL_ARGS) -c constraints.txt -e '.[docs]'
 	$(python) -m mkdocs build --strict --config-file scripts/mkdocs.yml
+	$(python) -m scripts.check_links build/site
 
 format: $(installed) ## format the code and apply the safe fixes
 	$(python) -m ruff check --fix-only .
 	$(python) -m ruff format .
 
-clean: ## remove caches and build products; .venv and .venv-peers stay
+clean: ## remove caches and build products; .venv, .venv-peers and .venv-clients stay
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
@@ -97,4 +108,11 @@ $(peers_installed): pyproject.toml constraints.txt
 	@for peer in $(PEERS); do \
 	  $(peers_python) -m pip install $(INSTALL_ARGS) -c constraints.txt $$peer || echo "$$peer: not installed"; \
 	done
+	@touch $@
+
+# torch first: the clients ask for any torch, and must find the pinned one.
+$(clients_installed): pyproject.toml constraints.txt
+	test -x $(clients_python) || $(PYTHON) -m venv $(CLIENTS_VENV)
+	$(clients_python) -m pip install $(INSTALL_ARGS) -c constraints.txt -e .
+	$(clients_python) -m pip install $(INSTALL_ARGS) -c constraints.txt $(CLIENTS)
 	@touch $@

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from arpc.errors import ConfigurationError
 
-__all__ = ["FIELDS", "configure_from_environment", "get_logger", "set_source"]
+__all__ = ["FIELDS", "Tap", "configure_from_environment", "get_logger", "set_source", "tap"]
 
 FIELDS: Final = ("worker", "peer", "call_id")
 _NONE: Final[Mapping[str, Any]] = dict.fromkeys(FIELDS)
@@ -61,6 +61,48 @@ class _FieldsFilter(logging.Filter):
             if not hasattr(record, name):
                 setattr(record, name, None)
         return True
+
+
+Tap = Callable[[logging.LogRecord, Mapping[str, Any]], None]
+"""Is told each record and the `FIELDS` of the code that logs, in the thread that logs. Must not raise, nor log."""
+
+
+class _Taps:
+    """Where records are made: `logging` has one place for that in a process, and taps share it.
+
+    A handler at the root would do it too, but programs and `logging.basicConfig` take its presence for a setup of
+    logging, and Python then does not print warnings by itself any more.
+    """
+
+    taps: tuple[Tap, ...] = ()
+    before: Callable[..., logging.LogRecord] | None = None
+
+
+def tap(told: Tap) -> Callable[[], None]:
+    """Hear of every record that is made in this process; call what is returned to hear of no more."""
+    _Taps.taps += (told,)
+    if _Taps.before is None:
+        _Taps.before = logging.getLogRecordFactory()
+        logging.setLogRecordFactory(_make_record)
+
+    def untap() -> None:
+        _Taps.taps = tuple(one for one in _Taps.taps if one is not told)
+        # a program that has wrapped this in the meantime keeps what it has
+        if not _Taps.taps and _Taps.before is not None and logging.getLogRecordFactory() is _make_record:
+            logging.setLogRecordFactory(_Taps.before)
+            _Taps.before = None
+
+    return untap
+
+
+def _make_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+    assert _Taps.before is not None
+    record = _Taps.before(*args, **kwargs)
+    if _Taps.taps:
+        fields = _Source.read()
+        for told in _Taps.taps:
+            told(record, fields)
+    return record
 
 
 def configure_from_environment() -> None:

@@ -80,8 +80,8 @@ def _env_flag(name: str) -> bool:
 def split_host_port(address: str) -> tuple[str, int]:
     """Host and port of ``host:port``, or of ``[host]:port`` for IPv6. Raises `ConfigurationError`.
 
-    >>> split_host_port("[::1]:8265")
-    ('::1', 8265)
+    >>> split_host_port("[::1]:27720")
+    ('::1', 27720)
     """
     host, colon, port = address.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
@@ -89,7 +89,7 @@ def split_host_port(address: str) -> tuple[str, int]:
     elif ":" in host:
         colon = ""
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ConfigurationError(f"{address!r} is not an address like 127.0.0.1:8265 or [::1]:8265")
+        raise ConfigurationError(f"{address!r} is not an address like 127.0.0.1:27720 or [::1]:27720")
     return host, int(port)
 
 
@@ -255,7 +255,7 @@ class RpcOptions:
 
     http: str = field(default_factory=lambda: _env("ARPC_HTTP") or "")
     """Where this worker serves the dashboard, ``/metrics`` and the API of the whole group, such as
-    ``"127.0.0.1:8265"``; port 0 lets the system choose, see `Worker.http_address`. Beyond loopback it takes a secret.
+    ``"127.0.0.1:27720"``; port 0 lets the system choose, see `Worker.http_address`. Beyond loopback it takes a secret.
     Empty: nowhere. ``ARPC_HTTP``"""
 
     busy_poll: float = field(default_factory=lambda: _env_float("ARPC_BUSY_POLL", 0.0002))
@@ -324,7 +324,7 @@ class RpcOptions:
         if isinstance(self.listen, str):
             raise ConfigurationError(f"listen must be a tuple of addresses, not the string {self.listen!r}")
         if not isinstance(self.http, str):
-            raise ConfigurationError(f"http must be an address such as '127.0.0.1:8265', not {self.http!r}")
+            raise ConfigurationError(f"http must be an address such as '127.0.0.1:27720', not {self.http!r}")
         if self.http:
             split_host_port(self.http)
         if self.secret is not None and not isinstance(self.secret, bytes):

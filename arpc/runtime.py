@@ -15,6 +15,7 @@ from torch import Tensor
 from arpc.agent.agent import Agent
 from arpc.agent.client.future import Future
 from arpc.agent.client.streams import Stream
+from arpc.agent.loop_watch import unwatch_loop
 from arpc.agent.membership_watch import MembershipWatch
 from arpc.agent.peers.peer import PeerState
 from arpc.agent.scope import current_scope, find_scope, is_forked, worker_ended
@@ -140,7 +141,7 @@ class Worker:
 
     @property
     def http_address(self) -> str | None:
-        """Where this worker serves the dashboard, such as ``http://127.0.0.1:8265``; None if it does not."""
+        """Where this worker serves the dashboard, such as ``http://127.0.0.1:27720``; None if it does not."""
         return None if self.http is None else self.http.url
 
     # -- calls
@@ -472,6 +473,7 @@ class Worker:
 
     async def _close(self, *, graceful: bool) -> None:
         worker_ended(self, self.agent.loop)
+        unwatch_loop(self)
         self.lookout.close()
         if self.attach_file is not None:
             self.attach_file.remove()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import random
 import tempfile
 import time
@@ -17,7 +18,9 @@ import torch
 from torch import nn
 
 import arpc
+from arpc.log import get_logger
 
+logger = get_logger("busy")
 NAMES: Final = ("ps", "trainer0", "trainer1", "trainer2", "logger")
 
 
@@ -53,11 +56,13 @@ async def log(name: str, step: int) -> None:
     """Waits for a disk that it does not have."""
     await asyncio.sleep(random.expovariate(200))
     if random.random() < 0.01:
+        logger.warning("step %d of %s is there already", step, name)
         raise ValueError(f"{name} reports step {step} twice")
 
 
 async def evaluate(step: int) -> int:
     """A handler that calls on."""
+    logger.info("evaluates step %d", step)
     await asyncio.sleep(random.uniform(0.5, 2.5))
     found: int = await arpc.rpc_sync("logger", lookup, args=([step],))
     return found
@@ -113,13 +118,15 @@ async def main(rank: int, place: str, http: str) -> None:
 def start(rank: int, place: str, http: str) -> None:
     """One process."""
     torch.set_num_threads(1)
+    logging.getLogger("busy").setLevel(logging.INFO)
+    logging.getLogger("busy").addHandler(logging.NullHandler())  # what is logged is for the dashboard
     with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):
         arpc.run(main(rank, place, http))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--http", default="127.0.0.1:8265")
+    parser.add_argument("--http", default="127.0.0.1:27720")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(KeyboardInterrupt):
         place = f"file://{folder}/group"

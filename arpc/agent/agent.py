@@ -332,18 +332,15 @@ class Agent:
 
     def dispatch(self, connection: Connection, messages: list[Message]) -> None:
         """Give each message to its handler."""
+        if not self._tasks_are_isolated and not torchstate.is_pristine():
+            # the loop is between two steps of a task that has switched something off for itself
+            torchstate.run_with(torchstate.DEFAULTS, self.dispatch, connection, messages)
+            return
         link: Link = connection.owner
-        # The loop may be between two steps of a task that has switched something off for itself, unless tasks are
-        # isolated
-        outer = None if self._tasks_are_isolated or torchstate.is_pristine() else torchstate.save_and_reset()
-        try:
-            if self.observers.installed:
-                self.observers.answered(link.peer, messages)
-            for message in messages:
-                self._handlers[message.__class__](link, message)
-        finally:
-            if outer is not None:
-                torchstate.restore(outer)
+        if self.observers.installed:
+            self.observers.answered(link.peer, messages)
+        for message in messages:
+            self._handlers[message.__class__](link, message)
 
     def inspection_received(self, connection: Connection, messages: list[Message]) -> None:
         """Messages of somebody who only looks, and so may say nothing else."""

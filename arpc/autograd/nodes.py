@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -52,6 +53,8 @@ class RecvRecord:
     """The pass that went through here and freed the graph."""
     is_hooked = False
     """A hook was registered at the node or at one of its tensors: the node must see whole gradients, and execute."""
+    tensors: Sequence[ref[Tensor]] = ()
+    """The tensors that came with it, as long as somebody has them."""
 
     def __init__(self, message_id: int, sender: int, count: int, stamp: int = 0) -> None:
         self.message_id = message_id
@@ -61,6 +64,15 @@ class RecvRecord:
         """How many tensors came with it that require grad."""
         self.stamp = stamp
         """The clock of the sender when it sent the message."""
+
+    @property
+    def retains_grad(self) -> bool:
+        """Whether `torch.Tensor.retain_grad` was called for one of its tensors, which torch's engine has to see to."""
+        for reference in self.tensors:
+            tensor = reference()
+            if tensor is not None and tensor.retains_grad:
+                return True
+        return False
 
 
 # -- where tensors leave
@@ -154,6 +166,7 @@ def attach_recv(tensors: Sequence[Tensor], record: RecvRecord) -> tuple[Tensor, 
     They are neither views nor leaves, so they may be changed in place. Each counts its own versions if it did before.
     """
     attached: tuple[Tensor, ...] = _apply_recv(ANCHOR, (record, *tensors))
+    record.tensors = tuple(map(ref, attached))
     return attached
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final
@@ -11,14 +12,16 @@ import msgspec
 from aiohttp import web
 
 from arpc._version import __version__
-from arpc.errors import OverloadedError, UnsupportedError
+from arpc.errors import ConfigurationError, OverloadedError, UnsupportedError
 from arpc.http.address import is_open_to_all
 from arpc.http.exposition import expose
 from arpc.http.feed import Feed
 from arpc.http.guard import COOKIE, SESSION_S, Guard
 from arpc.http.guesses import Guesses
 from arpc.log import get_logger
+from arpc.metrics.journal import MAX_LINES
 from arpc.metrics.service import MetricsService
+from arpc.metrics.summary import join_histories
 from arpc.options import RpcOptions, split_host_port
 from arpc.transport.forked_children import close_port_in_children, leave_port_to_children
 
@@ -40,6 +43,15 @@ _HEADERS: Final = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+_TRACE_HEADERS: Final = {
+    **_HEADERS,
+    # a timeline is one file with its script inside, so it gets an origin of its own, which can ask this server nothing
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+        "frame-ancestors 'none'; base-uri 'none'; sandbox allow-scripts"
+    ),
+}
+_KEEP_TRACE_S: Final = 600.0
 _OPEN_PATHS: Final = frozenset({"/healthz", "/login", "/style.css", "/login.js", "/favicon.svg"})
 """What those may have who have not logged in yet."""
 _LOGIN_DELAY_S: Final = 0.5
@@ -63,6 +75,9 @@ class HttpServer:
         self._feed = Feed(metrics)
         self._guesses = Guesses()
         self._streams: set[asyncio.Task[Any]] = set()
+        self._kept_trace: tuple[str, bytes] | None = None
+        """The last timeline that was recorded to be opened, and the name it has."""
+        self._forget_trace: asyncio.TimerHandle | None = None
         app = web.Application(middlewares=[self._admit], client_max_size=_MAX_FORM_BYTES)
         app.add_routes(
             [
@@ -76,7 +91,11 @@ class HttpServer:
                 web.get("/api/group", self._group),
                 web.get("/api/events", self._events, allow_head=False),
                 web.get("/api/stack", self._stack),
+                web.get("/api/logs", self._logs),
+                web.get("/api/errors", self._errors),
+                web.get("/api/history", self._history),
                 web.post("/api/trace", self._trace),
+                web.get("/traces/{name}", self._timeline),
                 web.get("/api/workers/{name}", self._worker),
             ]
         )
@@ -99,6 +118,7 @@ class HttpServer:
     async def aclose(self) -> None:
         for task in list(self._streams):
             task.cancel()
+        self._drop_trace()
         await self._feed.aclose()
         await self._runner.cleanup()
         if self._port is not None:
@@ -127,7 +147,8 @@ class HttpServer:
             except web.HTTPException as error:
                 response = _json({"error": error.reason}, status=error.status)
         if not response.prepared:
-            response.headers.update(_HEADERS)
+            for name, value in _HEADERS.items():
+                response.headers.setdefault(name, value)
         return response
 
     async def _login(self, request: web.Request) -> web.StreamResponse:
@@ -201,15 +222,64 @@ class HttpServer:
     async def _stack(self, _: web.Request) -> web.StreamResponse:
         return _json(await self._metrics.stacks())
 
-    async def _trace(self, request: web.Request) -> web.StreamResponse:
-        form = request.query.get("form", "json")
+    async def _logs(self, request: web.Request) -> web.StreamResponse:
+        query = request.query
         try:
+            limit = int(query.get("limit", "200"))
+        except ValueError:
+            return _json({"error": "limit must be a number of lines"}, status=400)
+        limit = max(1, min(limit, MAX_LINES))
+        told = await self._metrics.group_logs(
+            query.get("level", ""), query.get("search", ""), limit, query.get("worker", "")
+        )
+        lines = sorted(((line.time_s, one.worker, line) for one in told for line in one.lines), key=lambda row: row[:2])
+        return _json([{"worker": worker, **msgspec.to_builtins(line)} for _, worker, line in lines[-limit:]])
+
+    async def _errors(self, request: web.Request) -> web.StreamResponse:
+        told = await self._metrics.group_errors(request.query.get("worker", ""))
+        rows = [{"worker": one.worker, **msgspec.to_builtins(entry)} for one in told for entry in one.errors]
+        return _json(sorted(rows, key=lambda row: -row["last_s"]))
+
+    async def _history(self, request: web.Request) -> web.StreamResponse:
+        told = await self._metrics.group_history(request.query.get("worker", ""))
+        return _json({"step_s": 10, "history": join_histories(one.history for one in told)})
+
+    async def _timeline(self, request: web.Request) -> web.StreamResponse:
+        name, body = self._kept_trace or ("", b"")
+        if not name or not secrets.compare_digest(request.match_info["name"].encode(), name.encode()):
+            return _json({"error": "this trace is not kept any more: record another"}, status=404)
+        response = web.Response(body=body, content_type="text/html", charset="utf-8")
+        response.headers.update(_TRACE_HEADERS)
+        return response
+
+    def _keep_trace(self, body: bytes) -> str:
+        """Keep a timeline for a while, in place of the one before; the path at which it is."""
+        self._drop_trace()
+        name = secrets.token_hex(16)
+        self._kept_trace = (name, body)
+        self._forget_trace = asyncio.get_running_loop().call_later(_KEEP_TRACE_S, self._drop_trace)
+        return f"traces/{name}"
+
+    def _drop_trace(self) -> None:
+        self._kept_trace = None
+        if self._forget_trace is not None:
+            self._forget_trace.cancel()
+            self._forget_trace = None
+
+    async def _trace(self, request: web.Request) -> web.StreamResponse:
+        keep = request.query.get("keep") == "1"
+        form = request.query.get("form", "html" if keep else "json")
+        try:
+            if keep and form != "html":
+                raise ConfigurationError("a trace that is kept is a page: form=html")
             body = await self._metrics.trace(float(request.query.get("seconds", "5")), form)
         except ValueError as error:
             status = 501 if isinstance(error, UnsupportedError) else 400
             return _json({"error": str(error)}, status=status)
         except OverloadedError as error:
             return _json({"error": str(error)}, status=409, headers={"Retry-After": "5"})
+        if keep:
+            return _json({"path": self._keep_trace(body)}, status=201)
         kind = "application/json" if form == "json" else "text/html"
         headers = {"Content-Disposition": f'attachment; filename="arpc-trace.{form}"'}
         return web.Response(body=body, content_type=kind, headers=headers)

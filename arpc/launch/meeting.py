@@ -15,7 +15,7 @@ from arpc.errors import ConfigurationError
 __all__ = ["StoreServer", "answers", "choose_http", "write_secret"]
 
 BACKLOG: Final = 4096
-HTTP_PORT: Final = 8265
+HTTP_PORT: Final = 27720
 LOOPBACK: Final = "127.0.0.1"
 
 

@@ -47,12 +47,19 @@ class GroupView(Generic[T]):
     """The answers of all workers to one question."""
 
     def __init__(
-        self, agent: Agent, question: tuple[Any, ...], decode: Callable[[bytes], T], meet: Callable[[], Awaitable[None]]
+        self,
+        agent: Agent,
+        question: tuple[Any, ...],
+        decode: Callable[[bytes], T],
+        meet: Callable[[], Awaitable[None]],
+        only: str = "",
     ) -> None:
+        """``only`` asks the worker of that name, and nobody else."""
         self._agent = agent
         self._question = question
         self._decode = decode
         self._meet = meet
+        self._only = only
         self.answers: dict[str, Answer[T]] = {}
         self.questions_asked = 0
         self._asked: dict[str, Future[Any]] = {}
@@ -67,7 +74,7 @@ class GroupView(Generic[T]):
         await self._meet()
         agent = self._agent
         now = agent.loop.time()
-        present = {peer.info.name: peer.info for peer in agent.peers}
+        present = {peer.info.name: peer.info for peer in agent.peers if self._only in {"", peer.info.name}}
         for name in list(self.answers):
             answer = self.answers[name]
             is_forgotten = answer.failing_since is not None and now - answer.failing_since > _FORGET_S

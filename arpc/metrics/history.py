@@ -1,4 +1,4 @@
-"""The last minute, second by second."""
+"""The last minute, second by second, or a longer time in longer steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SECONDS: Final = 60
 
 
 class History:
-    """A ring of seconds for each of a set of named values.
+    """A ring of seconds, or of other steps, for each of a set of named values.
 
     Totals become rates: `sample` is told how much there has been so far, and keeps how much came since. Levels, such as
     what is in flight, are kept as they are.

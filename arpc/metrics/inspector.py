@@ -146,6 +146,7 @@ class Inspector:
         return {
             "in_flight": float(sum(peer.calls_in_flight for peer in agent.peers)),
             "handlers": float(sum(len(link.inbound.running) for link in self._peer_links())),
+            "memory_bytes": float(_resident_bytes()),
         }
 
     def _peer_links(self) -> list[Link]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -48,8 +49,10 @@ class Series:
 class Recorder:
     """The series of one worker: a `Meter` of its agent. Belongs to the loop."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, told: Callable[[str, str, BaseException], None] | None = None) -> None:
+        """``told`` hears of each handler that failed: its caller, its name and the error."""
         self.since = now
+        self._told = told
         self.calls: dict[tuple[str, str], Series] = {}
         """Made by this worker, by peer and function."""
         self.handlers: dict[tuple[str, str], Series] = {}
@@ -83,6 +86,8 @@ class Recorder:
         if function != _INSPECT:
             series = self.handlers.get((caller, function)) or self._add(self.handlers, caller, function)
             _count_error(series, error)
+            if self._told is not None:
+                self._told(caller, function, error)
 
     def _find(self, peer: str, function: Any) -> Series:
         name = name_of(function)

@@ -1,4 +1,4 @@
-"""A timer that measures how late it is, and remembers the last minute."""
+"""A timer that measures how late it is, and remembers the last minute and the last hour."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ __all__ = ["Sampler"]
 _PROBE_S: Final = 0.1
 _PROBES_PER_SECOND: Final = 10
 _LAG_PROBES: Final = 100
-_TOTALS: Final = ("calls", "handled", "errors", "sent_bytes", "received_bytes")
-_LEVELS: Final = ("in_flight", "handlers", "lag_s")
+_TOTALS: Final = ("calls", "handled", "errors", "sent_bytes", "received_bytes", "cpu_s")
+_LEVELS: Final = ("in_flight", "handlers", "lag_s", "memory_bytes")
+_HOUR_STEP_S: Final = 10
+_HOUR_STEPS: Final = 360
 
 
 class Sampler:
@@ -24,13 +26,16 @@ class Sampler:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, read: Callable[[], dict[str, float]]) -> None:
         self.history = History(_TOTALS, _LEVELS)
+        self.hour = History(_TOTALS, _LEVELS, _HOUR_STEPS)
+        """In steps of ten seconds: rates are means, levels those at the end of a step, and the lag is the worst."""
         self.lag_s = 0.0
         self._loop = loop
         self._read = read
         self._recent: deque[float] = deque(maxlen=_LAG_PROBES)
         self._expected = 0.0
         self._probes = 0
-        self._sampled_at = time.monotonic()
+        self._sampled_at = self._hour_sampled_at = time.monotonic()
+        self._hour_lag_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._arm()
 
@@ -56,6 +61,11 @@ class Sampler:
         self._probes += 1
         if self._probes % _PROBES_PER_SECOND == 0:
             worst_s = max(list(self._recent)[-_PROBES_PER_SECOND:])
-            self.history.sample({**self._read(), "lag_s": worst_s}, now - self._sampled_at)
+            values = {**self._read(), "lag_s": worst_s}
+            self.history.sample(values, now - self._sampled_at)
             self._sampled_at = now
+            self._hour_lag_s = max(self._hour_lag_s, worst_s)
+            if self._probes % (_PROBES_PER_SECOND * _HOUR_STEP_S) == 0:
+                self.hour.sample({**values, "lag_s": self._hour_lag_s}, now - self._hour_sampled_at)
+                self._hour_sampled_at, self._hour_lag_s = now, 0.0
         self._arm()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -20,16 +21,19 @@ from arpc.group.membership import WorkerRecord
 from arpc.ids import WorkerInfo
 from arpc.metrics.group import GroupView
 from arpc.metrics.inspector import Inspector, loop_tasks
+from arpc.metrics.journal import Journal, WorkerErrors, WorkerLogs
 from arpc.metrics.limits import MAX_TRACE_S, TRACE_FORMS
 from arpc.metrics.recorder import Recorder
 from arpc.metrics.sampler import Sampler
-from arpc.metrics.snapshots import LoopSnapshot, WorkerSnapshot
+from arpc.metrics.snapshots import LoopSnapshot, WorkerHistory, WorkerSnapshot
 from arpc.metrics.stacks import WorkerStack, dump
 from arpc.metrics.summary import GroupSummary, summarize
 from arpc.options import RpcOptions
 from arpc.wire.messages import Inspect, Message
 
 __all__ = ["MetricsService", "RecordTrace"]
+
+T = TypeVar("T")
 
 RecordTrace = Callable[[float, str], Awaitable[bytes]]
 """Seconds, and one of `TRACE_FORMS`."""
@@ -40,6 +44,9 @@ _MEET_S: Final = 5.0
 _encode = msgspec.msgpack.Encoder().encode
 _decode_snapshot = msgspec.msgpack.Decoder(WorkerSnapshot).decode
 _decode_stack = msgspec.msgpack.Decoder(WorkerStack).decode
+_decode_logs = msgspec.msgpack.Decoder(WorkerLogs).decode
+_decode_errors = msgspec.msgpack.Decoder(WorkerErrors).decode
+_decode_history = msgspec.msgpack.Decoder(WorkerHistory).decode
 
 
 class MetricsService:
@@ -60,10 +67,11 @@ class MetricsService:
         self._options = options
         self._agent: Agent
         self._recorder: Recorder | None = None
+        self._journal: Journal | None = None
         self._sampler: Sampler | None = None
         self._lease: asyncio.TimerHandle | None = None
         self._snapshots: GroupView[WorkerSnapshot]
-        self._stack_questions = 0
+        self._other_questions = 0
         self._answers_given = 0
         self._met_at = float("-inf")
         self._is_closed = False
@@ -82,6 +90,8 @@ class MetricsService:
 
     def identify(self, info: WorkerInfo) -> None:
         self.inspector.info = info
+        if self._journal is not None:
+            self._journal.worker = info.name
 
     def close(self) -> None:
         self._is_closed = True
@@ -91,7 +101,7 @@ class MetricsService:
     @property
     def traffic(self) -> tuple[int, int]:
         """Questions asked and answered by this service, which are no work: a group may shut down while they go on."""
-        return self._snapshots.questions_asked + self._stack_questions, self._answers_given
+        return self._snapshots.questions_asked + self._other_questions, self._answers_given
 
     # -- counting
 
@@ -103,7 +113,8 @@ class MetricsService:
         """Count from now on."""
         if self._recorder is not None or self._is_closed:
             return
-        self._recorder = Recorder(self._agent.loop.time())
+        self._journal = Journal(self.inspector.info.name)
+        self._recorder = Recorder(self._agent.loop.time(), self._journal.failed)
         self._agent.set_meter(self._recorder)
         self._sampler = Sampler(self._agent.loop, self._read)
 
@@ -118,6 +129,9 @@ class MetricsService:
         if self._recorder is not None:
             self._agent.set_meter(None)
             self._recorder = None
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
 
     def _read(self) -> dict[str, float]:
         recorder = self._recorder
@@ -129,6 +143,7 @@ class MetricsService:
         return {
             **recorder.totals(),
             **levels,
+            "cpu_s": time.process_time(),
             "sent_bytes": float(sent),
             "received_bytes": float(received),
         }
@@ -152,6 +167,15 @@ class MetricsService:
             return _encode(self.snapshot())
         if what == "stack":
             return _encode(self.stack())
+        if what == "logs":
+            self._renew()
+            return _encode(self.logs(*arguments))
+        if what == "errors":
+            self._renew()
+            return _encode(self.errors())
+        if what == "history":
+            self._renew()
+            return _encode(self.history())
         if what == "group":
             return self._answer_summary(*arguments)
         if what == "group_stack":
@@ -173,6 +197,21 @@ class MetricsService:
         """What waits on this worker now."""
         return dump(self._agent, self.inspector.info, os.getpid())
 
+    def logs(self, level: str = "", search: str = "", limit: int = 200) -> WorkerLogs:
+        """What this worker has logged lately, while it counted."""
+        if self._journal is None:
+            return WorkerLogs(self.inspector.info.name, [])
+        return self._journal.logs(level, search, limit)
+
+    def errors(self) -> WorkerErrors:
+        """Which handlers of this worker have failed, while it counted."""
+        return WorkerErrors(self.inspector.info.name, []) if self._journal is None else self._journal.errors()
+
+    def history(self) -> WorkerHistory:
+        """The last hour of this worker, or as much of it as it counted."""
+        sampler = self._sampler
+        return WorkerHistory(self.inspector.info.name, {} if sampler is None else sampler.hour.rows())
+
     async def _answer_summary(self, patience_s: float) -> bytes:
         return _encode(await self.summary(patience_s))
 
@@ -193,12 +232,31 @@ class MetricsService:
 
     async def stacks(self, patience_s: float = 2.0) -> list[WorkerStack]:
         """What waits on all workers that answer in time."""
-        view = GroupView(self._agent, ("stack",), _decode_stack, self._meet)
+        return await self._ask(("stack",), _decode_stack, patience_s)
+
+    async def group_logs(
+        self, level: str = "", search: str = "", limit: int = 200, worker: str = "", patience_s: float = 2.0
+    ) -> list[WorkerLogs]:
+        """The last lines of all workers that answer in time, or of one."""
+        return await self._ask(("logs", level, search, limit), _decode_logs, patience_s, worker)
+
+    async def group_errors(self, worker: str = "", patience_s: float = 2.0) -> list[WorkerErrors]:
+        """The failed handlers of all workers that answer in time, or of one."""
+        return await self._ask(("errors",), _decode_errors, patience_s, worker)
+
+    async def group_history(self, worker: str = "", patience_s: float = 2.0) -> list[WorkerHistory]:
+        """The last hour of all workers that answer in time, or of one."""
+        return await self._ask(("history",), _decode_history, patience_s, worker)
+
+    async def _ask(
+        self, question: tuple[Any, ...], decode: Callable[[bytes], T], patience_s: float, worker: str = ""
+    ) -> list[T]:
+        view = GroupView(self._agent, question, decode, self._meet, only=worker)
         try:
             answers = await view.refresh(patience_s)
             return [answer.value for _, answer in sorted(answers.items()) if answer.value is not None]
         finally:
-            self._stack_questions += view.questions_asked
+            self._other_questions += view.questions_asked
             view.close()
 
     async def trace(self, seconds: float, form: str = "json") -> bytes:

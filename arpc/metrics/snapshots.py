@@ -13,6 +13,7 @@ __all__ = [
     "PeerSnapshot",
     "RRefGroup",
     "SeriesSnapshot",
+    "WorkerHistory",
     "WorkerSnapshot",
 ]
 
@@ -96,6 +97,13 @@ class ContextSnapshot(msgspec.Struct, frozen=True):
     recvs: int
     gradients: int
     is_running: bool
+
+
+class WorkerHistory(msgspec.Struct, frozen=True):
+    """The last hour of one worker in steps of ten seconds, the oldest first."""
+
+    worker: str
+    history: dict[str, list[float]]
 
 
 class WorkerSnapshot(msgspec.Struct, frozen=True):

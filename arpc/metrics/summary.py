@@ -12,9 +12,20 @@ from arpc.metrics.group import Answer
 from arpc.metrics.histogram import SparseCounts, merged, quantile
 from arpc.metrics.snapshots import SeriesSnapshot, WorkerSnapshot
 
-__all__ = ["ContextRow", "GroupSummary", "Latency", "RRefTableRow", "SeriesRow", "WorkerRow", "summarize"]
+__all__ = [
+    "ContextRow",
+    "GroupSummary",
+    "Latency",
+    "RRefTableRow",
+    "SeriesRow",
+    "WorkerRow",
+    "join_histories",
+    "summarize",
+]
 
-_SUMMED: Final = ("calls", "handled", "errors", "sent_bytes", "received_bytes", "in_flight", "handlers")
+_SUMMED: Final = frozenset(
+    ("calls", "handled", "errors", "sent_bytes", "received_bytes", "in_flight", "handlers", "cpu_s", "memory_bytes")
+)
 
 
 class Latency(msgspec.Struct, frozen=True):
@@ -77,6 +88,8 @@ class WorkerRow(msgspec.Struct, frozen=True):
     lag_max_s: float = 0.0
     tasks: int = 0
     memory_bytes: int = 0
+    cpus: float = 0.0
+    """How many CPUs its process keeps busy."""
     rrefs_owned: int = 0
     rrefs_used: int = 0
     contexts: int = 0
@@ -162,7 +175,7 @@ def summarize(answers: Mapping[str, Answer[WorkerSnapshot]], now: float, served_
     alive = [answer.value for answer in ordered if answer.value is not None and not answer.error]
     workers = [_worker_row(answer, now) for answer in ordered]
     series = [(worker.name, one) for worker in alive for one in worker.calls]
-    history = _joined_history(alive)
+    history = join_histories(worker.history for worker in alive)
     return GroupSummary(
         served_by=served_by,
         version=__version__,
@@ -218,6 +231,7 @@ def _worker_row(answer: Answer[WorkerSnapshot], now: float) -> WorkerRow:
         lag_max_s=worker.loop.lag_max_s,
         tasks=worker.loop.tasks,
         memory_bytes=worker.memory_bytes,
+        cpus=_last(history, "cpu_s"),
         rrefs_owned=sum(group.count for group in worker.rrefs if group.role == "owner"),
         rrefs_used=sum(group.count for group in worker.rrefs if group.role == "user"),
         contexts=len(worker.contexts),
@@ -235,11 +249,11 @@ def _last(history: Mapping[str, list[float]], name: str) -> float:
     return values[-1] if values else 0.0
 
 
-def _joined_history(alive: Iterable[WorkerSnapshot]) -> dict[str, list[float]]:
-    """The last minute of the group: sums, and the worst lag. Workers may have begun to count at different times."""
+def join_histories(histories: Iterable[Mapping[str, list[float]]]) -> dict[str, list[float]]:
+    """That of the group: sums, and the worst lag. Workers may have begun to count at different times."""
     joined: dict[str, list[float]] = {}
-    for worker in alive:
-        for name, values in worker.history.items():
+    for history in histories:
+        for name, values in history.items():
             known = joined.get(name, [])
             size = max(len(known), len(values))
             padded = [0.0] * (size - len(known)) + known, [0.0] * (size - len(values)) + values

@@ -10,8 +10,8 @@ from arpc.http import guard as module
 from arpc.http.guard import SESSION_S, Guard, derive_token
 
 SECRET = b"swordfish"
-LOCAL = {"Host": "127.0.0.1:8265"}
-FAR = {"Host": "gpu7.example:8265"}
+LOCAL = {"Host": "127.0.0.1:27720"}
+FAR = {"Host": "gpu7.example:27720"}
 
 
 class Clock:
@@ -25,13 +25,13 @@ def test_the_examples_of_the_module_hold():
     assert doctest.testmod(module).failed == 0
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:8265", "localhost:1", "[::1]:8265", "127.9.9.9", "LOCALHOST:80"])
+@pytest.mark.parametrize("host", ["127.0.0.1:27720", "localhost:1", "[::1]:27720", "127.9.9.9", "LOCALHOST:80"])
 def test_on_loopback_whoever_is_here_may_look(host):
     assert Guard(None, needs_secret=False).judge("GET", {"Host": host}, None).status == 200
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "127.0.0.1.evil.example:8265", "10.0.0.1", "", "[::1", "localhost.evil"]
+    "host", ["evil.example", "127.0.0.1.evil.example:27720", "10.0.0.1", "", "[::1", "localhost.evil"]
 )
 def test_on_loopback_a_name_that_somebody_made_to_mean_it_is_refused(host):
     assert Guard(SECRET, needs_secret=False).judge("GET", {"Host": host}, None).status == 403
@@ -41,7 +41,7 @@ def test_on_loopback_a_name_that_somebody_made_to_mean_it_is_refused(host):
     ("headers", "status"),
     [
         ({}, 200),
-        ({"Origin": "http://127.0.0.1:8265"}, 200),
+        ({"Origin": "http://127.0.0.1:27720"}, 200),
         ({"Origin": "http://evil.example"}, 403),
         ({"Origin": "http://127.0.0.1:9999"}, 403),
         ({"Origin": "null"}, 403),

@@ -14,6 +14,7 @@ import arpc
 from arpc.errors import ConfigurationError
 from arpc.http.guard import COOKIE, derive_token
 from arpc.http.server import serve
+from arpc.log import get_logger
 from arpc.metrics.service import MetricsService
 from arpc.testing import cluster
 from arpc.testing.endpoints import turns_until
@@ -39,7 +40,12 @@ def patience(monkeypatch):
     snapshots = MetricsService.snapshots
     monkeypatch.setattr("arpc.http.feed._PATIENCE_S", 30.0)
     monkeypatch.setattr(MetricsService, "snapshots", lambda service: snapshots(service, 30.0))
-    monkeypatch.setattr(MetricsService.stacks, "__defaults__", (30.0,))
+    ask = MetricsService._ask
+    monkeypatch.setattr(
+        MetricsService,
+        "_ask",
+        lambda service, question, decode, _, worker="": ask(service, question, decode, 30.0, worker),
+    )
 
 
 @pytest.fixture
@@ -107,13 +113,13 @@ async def test_a_worker_that_fails_to_start_serves_nothing(browser, monkeypatch)
         await browser.get(found[0])
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:80", "gpu7:8265"])
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:80", "gpu7:27720"])
 async def test_beyond_loopback_it_takes_a_secret(address):
     with pytest.raises(ConfigurationError, match="no secret"):
         await arpc.init_rpc("worker0", rank=0, world_size=1, store=HashStore(), options=options(http=address))
 
 
-@pytest.mark.parametrize("address", ["8265", "127.0.0.1", "::1:80", "localhost:", "localhost:99999", ":80", "[]:1"])
+@pytest.mark.parametrize("address", ["27720", "127.0.0.1", "::1:80", "localhost:", "localhost:99999", ":80", "[]:1"])
 def test_an_address_that_is_none_is_refused(address):
     with pytest.raises(ConfigurationError, match="address like"):
         arpc.RpcOptions(http=address)
@@ -152,6 +158,124 @@ async def test_the_stack_as_json(group, browser):
         told = {worker["name"]: worker for worker in await response.json()}
     assert [handler["function"] for handler in told["worker1"]["handlers"]] == ["for_ever"]
     future.cancel()
+
+
+async def fails(word):
+    raise ValueError(f"no {word}")
+
+
+async def logs(level, text):
+    get_logger("test.handler").log(level, text)
+
+
+async def test_the_logs_of_the_group(group, browser, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("test.handler"), "level", logging.DEBUG)
+    await arpc.rpc_sync("worker1", logs, args=(logging.INFO, "a spade"))
+    await arpc.rpc_sync("worker1", logs, args=(logging.WARNING, "a club"))
+    await arpc.rpc_sync("worker0", logs, args=(logging.ERROR, "a heart"))
+    address = f"{group[0].http_address}/api/logs"
+
+    async def told(**query):
+        async with browser.get(address, params={"search": "a ", **query}) as response:
+            assert response.status == 200
+            return [(row["worker"], row["level"], row["message"]) for row in await response.json()]
+
+    spade, club, heart = [
+        ("worker1", "INFO", "a spade"),
+        ("worker1", "WARNING", "a club"),
+        ("worker0", "ERROR", "a heart"),
+    ]
+    assert await told() == [spade, club, heart]
+    assert await told(level="warning") == [club, heart]
+    assert await told(search="SPADE") == [spade]
+    assert await told(worker="worker0") == [heart]
+    assert await told(limit="2") == [club, heart]
+    assert await told(worker="nobody") == []
+    async with browser.get(address, params={"limit": "many"}) as response:
+        assert response.status == 400
+
+
+async def test_errors_with_their_tracebacks(group, browser):
+    for word in ("luck", "time"):
+        with pytest.raises(ValueError, match=word):
+            await arpc.rpc_sync("worker1", fails, args=(word,))
+    async with browser.get(f"{group[0].http_address}/api/errors") as response:
+        (row,) = await response.json()
+    assert (row["worker"], row["function"], row["caller"]) == ("worker1", "fails", "worker0")
+    assert (row["error"], row["count"]) == ("ValueError", 2)
+    assert row["message"] == "no luck"  # the second came within a second of it
+    assert row["traceback"].startswith("Traceback (most recent call last):\n")
+    assert 'raise ValueError(f"no {word}")' in row["traceback"]
+    assert "arpc/agent" not in row["traceback"]
+    async with browser.get(f"{group[0].http_address}/api/errors?worker=worker0") as response:
+        assert await response.json() == []
+
+
+async def test_the_last_hour(group, browser):
+    for worker, calls in zip(group, (10.0, 20.0), strict=True):
+        hour = worker.metrics._sampler.hour
+        values = dict.fromkeys(hour.rows(), 0.0)
+        hour.sample(values, 10.0)
+        hour.sample({**values, "calls": calls, "lag_s": calls}, 10.0)
+    async with browser.get(f"{group[0].http_address}/api/history") as response:
+        told = await response.json()
+    assert told["step_s"] == 10
+    assert told["history"]["calls"] == [0.0, 3.0]  # of both, per second
+    assert told["history"]["lag_s"] == [0.0, 20.0]  # the worst
+    assert {"cpu_s", "memory_bytes"} <= told["history"].keys()
+    async with browser.get(f"{group[0].http_address}/api/history?worker=worker1") as response:
+        assert (await response.json())["history"]["calls"] == [0.0, 2.0]
+
+
+async def test_cpu_and_memory_of_each_worker(group, browser):
+    for worker in group:
+        sampler = worker.metrics._sampler
+        sampler.history.sample({**worker.metrics._read(), "lag_s": 0.0})
+    async with browser.get(f"{group[0].http_address}/api/group") as response:
+        rows = (await response.json())["workers"]
+    assert all(row["cpus"] >= 0 and row["memory_bytes"] > 1e6 for row in rows)
+    assert all(row["history"]["memory_bytes"][-1] > 1e6 for row in rows)
+
+
+async def test_a_trace_is_kept_to_be_opened(group, browser):
+    async def record_trace(seconds, form):
+        return f"<p>{seconds:g} s of {form}".encode()
+
+    group[0].metrics.record_trace = record_trace
+    address = group[0].http_address
+    async with browser.post(f"{address}/api/trace?seconds=2&keep=1") as response:
+        assert response.status == 201
+        first = (await response.json())["path"]
+    async with browser.get(f"{address}/{first}") as response:
+        assert await response.text() == "<p>2 s of html"
+        assert "sandbox allow-scripts" in response.headers["Content-Security-Policy"]
+        assert response.content_type == "text/html"
+    async with browser.post(f"{address}/api/trace?seconds=1&keep=1") as response:
+        second = (await response.json())["path"]
+    for path, status in ((first, 404), (second, 200), ("traces/other", 404)):
+        async with browser.get(f"{address}/{path}") as response:
+            assert response.status == status
+    async with browser.post(f"{address}/api/trace?keep=1&form=json") as response:
+        assert response.status == 400
+    group[0].http._drop_trace()  # as after ten minutes
+    async with browser.get(f"{address}/{second}") as response:
+        assert response.status == 404
+
+
+@pytest.mark.parametrize(
+    "path", ["/api/logs", "/api/errors", "/api/history", "/traces/any", "/worker.html", "/worker.js", "/logs.js"]
+)
+async def test_what_workers_say_is_guarded_like_the_rest(guarded, browser, path):
+    address = guarded[0].http_address
+    async with browser.get(address + path) as response:
+        assert response.status == 401
+    async with browser.get(address + path, headers={"Authorization": f"Bearer {derive_token(SECRET)}"}) as response:
+        assert response.status == (404 if path == "/traces/any" else 200)
+
+
+async def test_no_page_of_another_origin_reads_the_logs(group, browser):
+    async with browser.get(f"{group[0].http_address}/api/logs", headers={"Host": "evil.example"}) as response:
+        assert response.status == 403
 
 
 async def test_metrics_of_the_group_or_of_the_worker_alone(group, browser):

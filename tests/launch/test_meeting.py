@@ -24,10 +24,10 @@ def test_a_dashboard_goes_elsewhere_if_the_usual_port_is_taken(monkeypatch: pyte
         assert host == "127.0.0.1"
         assert int(chosen) != port
     assert choose_http("") == f"127.0.0.1:{port}"
-    assert HTTP_PORT == 8265
+    assert HTTP_PORT == 27720
 
 
-@pytest.mark.parametrize("wish", ["8265", "localhost:", "localhost:http", ":1"])
+@pytest.mark.parametrize("wish", ["27720", "localhost:", "localhost:http", ":1"])
 def test_what_is_no_address(wish: str):
     with pytest.raises(ConfigurationError, match="HOST:PORT"):
         choose_http(wish)

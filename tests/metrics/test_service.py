@@ -211,6 +211,8 @@ async def test_the_last_minute_and_the_lag_are_kept():
             "in_flight",
             "handlers",
             "lag_s",
+            "cpu_s",
+            "memory_bytes",
         }
         assert all(len(values) == 2 for values in snapshot.history.values())
         assert snapshot.loop.lag_max_s >= snapshot.loop.lag_s >= 0

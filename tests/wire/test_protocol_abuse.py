@@ -211,7 +211,7 @@ def test_a_truncated_stream_waits_for_more(cut):
 @in_every_state
 def test_an_http_request_ends_the_connection(make):
     protocol = make()
-    error = endings(protocol, b"GET /metrics HTTP/1.1\r\nHost: localhost:8265\r\nAccept: */*\r\n\r\n" * 6000)
+    error = endings(protocol, b"GET /metrics HTTP/1.1\r\nHost: localhost:27720\r\nAccept: */*\r\n\r\n" * 6000)
 
     assert isinstance(error, ProtocolError)
 

@@ -31,7 +31,8 @@ class Receiver:
         call = peer.calls.pop(message.id)
         if call is None:
             return  # it was cancelled, or timed out, and the two crossed on their way
-        peer.release(call)
+        if call.connection is not None:  # a lying peer may answer what it was not sent
+            peer.release(call)
         if call.recipient.done():
             return
         try:
@@ -72,11 +73,12 @@ class Receiver:
         call = link.peer.calls.pop(message.id)
         if call is None:
             return
-        link.peer.release(call)
+        if call.connection is not None:
+            link.peer.release(call)
         if call.recipient.done():
             return
         try:
-            error = self.failure(link.peer.info, message, call.name)
+            error = self.failure(link.peer.info, message, call.name, call.timeout_ms / 1000)
         except Exception as reason:
             call.recipient.set_exception(SerializationError(f"the failure of {call.name} is malformed"))
             raise ProtocolError(f"a malformed failure: {text_of(reason)}") from reason
@@ -93,12 +95,12 @@ class Receiver:
             codec.reply_received(peer, codec.metadata(message), slots)
         return codec.content(message, slots, peer)
 
-    def failure(self, peer: WorkerInfo, message: Message, function: str) -> Exception:
+    def failure(self, peer: WorkerInfo, message: Message, function: str, timeout_s: float = 0.0) -> Exception:
         """The error in a failure. Raises `ProtocolError`, or whatever unpickling raises."""
         codec = self._codec
         self._enter_scope()
         slots = codec.slots(message)
-        return rebuild_failure(message.flags, message.pickle, slots, peer, function, codec.policy)
+        return rebuild_failure(message.flags, message.pickle, slots, peer, function, codec.policy, timeout_s)
 
     def _enter_scope(self) -> None:
         # For good: answers are read in a context of the loop's own, of a connection or of a single callback
@@ -115,7 +117,14 @@ class Receiver:
         return made
 
     def answer(self, peer: WorkerInfo, message: Message, function: str) -> Any:
-        """The result that an answer holds, for a call that is in no table. Raises the failure it may be."""
+        """The result that an answer holds, for a call of a thread that is in no table. Raises the failure it may be."""
+        token = current_scope.set(self._scope)
+        try:
+            return self._answer(peer, message, function)
+        finally:
+            current_scope.reset(token)
+
+    def _answer(self, peer: WorkerInfo, message: Message, function: str) -> Any:
         if isinstance(message, Reply):
             try:
                 return self.result(peer, message)

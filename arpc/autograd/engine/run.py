@@ -14,11 +14,12 @@ from arpc.autograd.engine.pausing import check_pausing, find_border, run_up_to
 from arpc.autograd.engine.run_policy import Extent
 from arpc.autograd.nodes import ANCHOR, LeafNode, RecvCollector, edge_into, run_backward
 from arpc.autograd.passes.plan import Edge, Region
-from arpc.autograd.passes.protocol import Run
+from arpc.autograd.passes.protocol import Captured, Run
 
 __all__ = ["Engine"]
 
 _leaf_class: Any = LeafNode
+_new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
 _is_anomaly_enabled: Final = torch._C.is_anomaly_enabled
 
 
@@ -34,14 +35,14 @@ class Engine:
         self._leaves = leaves
         self._retain_graph = retain_graph
 
-    def run(self, run: Run) -> list[tuple[Edge, Tensor]]:
+    def run(self, run: Run) -> Captured:
         """Run each node of some regions once; the gradients that leave them, see `PassProtocol.ran`."""
         if _is_anomaly_enabled():
             with self._watched():
                 return self._run(run)
         return self._run(run)
 
-    def _run(self, run: Run) -> list[tuple[Edge, Tensor]]:
+    def _run(self, run: Run) -> Captured:
         if run.may_cross:
             border = find_border(run, self._owners)
             if border.edges:
@@ -56,11 +57,13 @@ class Engine:
         for _, gradient in run.entering:
             elements += gradient.numel()
         for region in regions:
-            count += region.size + len(region.targets)
-            for node, _ in region.targets:
-                if node in leaves:
-                    elements += leaves[node].numel()
-        return Extent(count, elements, partial(self._nodes_of, regions))
+            targets = region.targets
+            count += region.size + len(targets)
+            if leaves:
+                for node, _ in targets:
+                    if node in leaves:
+                        elements += leaves[node].numel()
+        return _new_tuple(Extent, (count, elements, partial(self._nodes_of, regions)))  # type: ignore[no-any-return]
 
     def _nodes_of(self, regions: Sequence[Region]) -> Iterator[Any]:
         running = set(regions)
@@ -83,26 +86,26 @@ class Engine:
         return note
 
 
-def _run_whole(run: Run, *, retain_graph: bool) -> list[tuple[Edge, Tensor]]:
+def _run_whole(run: Run, *, retain_graph: bool) -> Captured:
     """Run regions that no edge leaves but to targets."""
-    regions = run.regions
+    regions, entering, _ = run
     targets = regions[0].targets
     if len(regions) > 1:
         targets = {edge: None for region in regions for edge in region.targets}
-    roots = tuple([edge_into((node, place, None)) for (node, place), _ in run.entering])
-    gradients = tuple([gradient for _, gradient in run.entering])
-    if run.executes_recvs:
-        return _run_recvs(run, roots, gradients, targets, retain_graph)
+    roots = tuple([edge_into((node, place, None)) for (node, place), _ in entering])
+    gradients = tuple([gradient for _, gradient in entering])
+    for region in regions:
+        if region.has_hooked_recvs:
+            return _run_recvs(run, roots, gradients, targets, retain_graph)
     if not targets:
-        return []  # all leaves were frozen since; asked for nothing, torch would write to `.grad`
+        return ()  # all leaves were frozen since; asked for nothing, torch would write to `.grad`
     inputs = tuple([edge_into((node, place, None)) for node, place in targets])
-    found = run_backward(roots, gradients, retain_graph, False, inputs, True, False)
-    return [(edge, gradient) for edge, gradient in zip(targets, found, strict=True) if gradient is not None]
+    return zip(targets, run_backward(roots, gradients, retain_graph, False, inputs, True, False), strict=True)
 
 
 def _run_recvs(
     run: Run, roots: tuple[Any, ...], gradients: tuple[Tensor, ...], targets: Iterable[Edge], retain_graph: bool
-) -> list[tuple[Edge, Tensor]]:
+) -> Captured:
     """Run regions with recv nodes that have hooks: the engine executes these, and so it does all other recv nodes."""
     leaves = [edge for edge in targets if edge[0].__class__ is _leaf_class]
     inputs = (*[edge_into((node, place, None)) for node, place in leaves], ANCHOR)
@@ -111,5 +114,4 @@ def _run_recvs(
         found = run_backward(roots, gradients, retain_graph, False, inputs, True, False)
     finally:
         collector.close()
-    captured = [(edge, gradient) for edge, gradient in zip(leaves, found, strict=False) if gradient is not None]
-    return captured + collector.captured
+    return [*zip(leaves, found, strict=False), *collector.captured]

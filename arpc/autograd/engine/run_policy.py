@@ -50,10 +50,10 @@ class RunPolicy:
 
     def is_short(self, extent: Extent) -> bool:
         """Whether a run is to happen on the loop."""
-        count, elements, nodes = extent
-        key = count, elements
+        key = extent[:2]
         if key in self._short:
             return True
+        count, elements, nodes = extent
         seconds = self._seconds.get(key)
         if seconds is not None:
             is_short = seconds <= SHORT_S

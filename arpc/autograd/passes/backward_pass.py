@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -23,14 +24,17 @@ from arpc.autograd.engine.leaf_gradients import LeafGradients
 from arpc.autograd.engine.run import Engine
 from arpc.autograd.engine.run_policy import RunPolicy
 from arpc.autograd.failure import node_failure, peer_failure
-from arpc.autograd.passes.messages import PackedParcel, Parcel, PassHeading, unpack_parcel
+from arpc.autograd.passes.messages import PackedParcel, Parcel, PassHeading, leaving, unpack_parcel
 from arpc.autograd.passes.plan import Edge, Plan, Planner, Send
-from arpc.autograd.passes.protocol import PassProtocol
+from arpc.autograd.passes.protocol import Captured, PassProtocol
 from arpc.errors import AutogradError, ProtocolError, RpcTimeoutError
 from arpc.ids import WorkerInfo
 
 __all__ = ["BackwardPass", "Engagement", "Host", "Threads"]
 
+_NOBODY: Final[Mapping[int, bool]] = MappingProxyType({})
+_NO_LEAVES: Final = LeafGradients()
+"""Those of a pass that is over."""
 WALK_NODES: Final = 2000
 """After as many, which take about a millisecond, walking goes on in a thread."""
 
@@ -103,6 +107,11 @@ class BackwardPass:
     _is_accumulated = False
     _for_parent: Parcel | None = None
     """What the answer to the parent will carry, while hooks run at the very end."""
+    _roots: Sequence[Edge] = ()
+    _entering: Sequence[Tensor] = ()
+    """The gradients of the roots."""
+    _inbox: Sequence[tuple[int, Parcel]] = ()
+    """Parcels that wait until a thread is back."""
 
     def __init__(
         self,
@@ -125,11 +134,11 @@ class BackwardPass:
         self._host = host
         self._threads = threads or host.threads
         self._engagement = engagement
-        # Before a thread comes to it, people may do something to the roots, and to the list of them
-        self._roots: list[Edge] = [(root.grad_fn, root.output_nr) for root in roots]
-        self._entering = list(map(torch.ones_like, roots))
+        if roots:
+            # Before a thread comes to it, people may do something to the roots, and to the list of them
+            self._roots = [(root.grad_fn, root.output_nr) for root in roots]
+            self._entering = list(map(torch.ones_like, roots))
         self._leaves = LeafGradients()
-        self._inbox: list[tuple[int, Parcel]] = []
         self._outstanding: dict[Answer, int] = {}
         """Parcels that were not answered, and the workers they went to."""
         self._unwatched: list[Answer] | None = []
@@ -176,7 +185,7 @@ class BackwardPass:
         """
         if is_engaging:
             self._may_leave = parcel.leaves
-        self._inbox.append((sender, parcel))
+        self._inbox = (*self._inbox, (sender, parcel))
         return self._advance(None if is_engaging else sender)
 
     @property
@@ -187,32 +196,32 @@ class BackwardPass:
     async def wait(self) -> None:
         """Until it is over here. Raises why it failed."""
         while not self.is_over:
-            unwatched, self._unwatched = self._unwatched or (), None
-            if len(unwatched) == len(self._outstanding) == 1 and not self._is_busy:
-                await self._take_answer(unwatched[0])
+            unwatched = self._unwatched or ()
+            if len(unwatched) == 1 and len(self._outstanding) == 1 and not self._is_busy:
+                # The only answer there is to wait for is taken here, and not in a turn of the loop of its own
+                future = unwatched[0]
+                self._unwatched = None
+                cancelled_before = _count_cancellations()
+                try:
+                    await future
+                except (Exception, asyncio.CancelledError):
+                    # the future of a pass that fails meanwhile may be cancelled, which is not to cancel whoever waits
+                    if not future.done() or _count_cancellations() > cancelled_before:
+                        raise
+                finally:
+                    self._unwatched = []
+                try:
+                    self._answered(future)
+                finally:
+                    del future, unwatched  # its error has this frame in its traceback, which would be in a cycle
                 continue
+            self._unwatched = None
             for future in unwatched:
                 future.add_done_callback(self._answered)
                 del future
             self._over = asyncio.get_running_loop().create_future()
             await self._over
         self.raise_failure()
-
-    async def _take_answer(self, future: Answer) -> None:
-        """Take the only answer there is to wait for, and not in a turn of the loop of its own."""
-        cancelled_before = _count_cancellations()
-        try:
-            await future
-        except (Exception, asyncio.CancelledError):
-            # the future of a pass that fails meanwhile may be cancelled, which is not to cancel whoever waits
-            if not future.done() or _count_cancellations() > cancelled_before:
-                raise
-        finally:
-            self._unwatched = []
-        try:
-            self._answered(future)
-        finally:
-            del future  # whose error has this frame in its traceback: the whole graph would be in a cycle
 
     def raise_failure(self) -> None:
         """Raise why it failed, if it has. Only once: whoever began the pass here is told, in whichever way it ends."""
@@ -271,15 +280,18 @@ class BackwardPass:
                 self._run_in_thread(self._walk_on)
                 return False
             protocol = self._make_protocol()
-        engine, policy = self._engine, self._host.run_policy
+        policy = self._host.run_policy
         while True:
             if self._inbox:
                 self._open_inbox(protocol)
             run = protocol.next_run()
             if run is None:
                 return True
+            engine = self._engine
             extent = engine.extent(run)
-            job = partial(engine.run, run) if self.activity is None else self.activity.step(partial(engine.run, run))
+            job: Callable[[], Captured] = partial(engine.run, run)
+            if self.activity is not None:
+                job = self.activity.step(job)
             if not policy.is_short(extent):
                 self._run_in_thread(partial(policy.run, job, extent), partial(protocol.ran, run))
                 return False
@@ -292,7 +304,7 @@ class BackwardPass:
     def _make_protocol(self) -> PassProtocol:
         plan = self._plan = self._planner.plan()
         self._engine = Engine(plan.owners, plan.leaves, retain_graph=self.retain_graph)
-        exchanged = {} if self._engagement is None else self._engagement.exchanged
+        exchanged = _NOBODY if self._engagement is None else self._engagement.exchanged
         protocol = self._protocol = PassProtocol(
             self._host.info.id,
             plan,
@@ -300,16 +312,15 @@ class BackwardPass:
             self.id,
             retain_graph=self.retain_graph,
             told=exchanged,
-            heard=[worker for worker, has_announced in exchanged.items() if has_announced],
+            heard=[worker for worker, has_announced in exchanged.items() if has_announced] if exchanged else (),
         )
-        if self._engagement is None:
+        if self._roots:
             protocol.enter_roots(self._roots, self._entering)
-            self._roots = []
-            self._entering = []
+            self._roots = self._entering = ()
         return protocol
 
     def _open_inbox(self, protocol: PassProtocol) -> None:
-        inbox, self._inbox = self._inbox, []
+        inbox, self._inbox = self._inbox, ()
         for sender, parcel in inbox:
             try:
                 protocol.received(sender, parcel)
@@ -349,8 +360,9 @@ class BackwardPass:
         if to not in self._calls_before:
             self._calls_before[to] = context.calls_made
         # a call of this worker that is under way may need what the other would forget
-        is_calm = context.calls_made == context.calls_answered
-        future = self._host.send(self, to, parcel._replace(leaves=True) if is_calm else parcel)
+        if context.calls_made == context.calls_answered:
+            parcel = leaving(parcel)
+        future = self._host.send(self, to, parcel)
         self._outstanding[future] = to
         if self._unwatched is not None:
             self._unwatched.append(future)
@@ -377,7 +389,7 @@ class BackwardPass:
                 return
             if parcel.leaves and self.context.calls_made == self._calls_before[peer]:
                 self.context.known_workers.pop(peer, None)  # it need not hear of the context any more, nor of its end
-            self._inbox.append((peer, parcel))
+            self._inbox = (*self._inbox, (peer, parcel))
         _call_pristine(self._advance)
 
     # -- threads
@@ -441,12 +453,13 @@ class BackwardPass:
 
     def _finish(self, for_parent: Parcel | None) -> None:
         """Nothing is left to be run, told or waited for, but for hooks that wait for the very end."""
-        accumulated = [leaf for leaf in self._plan.accumulated.values() if leaf in self._leaves]
-        if accumulated and not self._is_accumulated:
-            self._is_accumulated = True
-            self._for_parent = for_parent
-            self._run_in_thread(partial(accumulate_with_hooks, accumulated, self._leaves))
-            return
+        if self._plan.accumulated and not self._is_accumulated:
+            accumulated = [leaf for leaf in self._plan.accumulated.values() if leaf in self._leaves]
+            if accumulated:
+                self._is_accumulated = True
+                self._for_parent = for_parent
+                self._run_in_thread(partial(accumulate_with_hooks, accumulated, self._leaves))
+                return
         for_parent = for_parent or self._for_parent
         gradients = self._leaves.take()  # first: what a peer has sent for them may be no gradients
         assert self._protocol is not None  # it has decided that this is the end
@@ -455,7 +468,7 @@ class BackwardPass:
         self._end()
         if self.parent is not None:
             has_left = self._may_leave and self._host.container.try_to_leave(self.context, self.id, self.parent)
-            self.answer = (for_parent or Parcel())._replace(leaves=True) if has_left else for_parent
+            self.answer = leaving(for_parent or Parcel()) if has_left else for_parent
 
     def _end(self) -> None:
         self.is_over = True
@@ -472,7 +485,8 @@ class BackwardPass:
             # an error's traceback leads here, and may be kept for long: forget the graph
             del self._protocol, self._engine, self._plan
         del self._planner
-        self._roots, self._entering, self._inbox, self._leaves = [], [], [], LeafGradients()
+        self._roots = self._entering = self._inbox = ()
+        self._leaves = _NO_LEAVES
         if self._timer is not None:
             self._timer.cancel()
         context.active_pass = None

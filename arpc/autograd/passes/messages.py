@@ -11,11 +11,12 @@ from torch import Tensor
 
 from arpc.errors import ProtocolError
 
-__all__ = ["NOTHING_LIVE", "PackedParcel", "Parcel", "PassHeading", "pack_parcel", "unpack_parcel"]
+__all__ = ["NOTHING_LIVE", "PackedParcel", "Parcel", "PassHeading", "leaving", "pack_parcel", "unpack_parcel"]
 
 PackedParcel: TypeAlias = list[Any]
 """A parcel as it travels: bytes with all numbers, then the gradients. It is flat, so that it pickles quickly."""
 
+_strided: Final = torch.strided
 _SMALL: Final = 1024
 """Elements that are copied in less time than their strides are packed and unpacked."""
 
@@ -50,21 +51,19 @@ NOTHING_LIVE: Final = Parcel(is_first=True)
 """What a worker says where no gradient can go."""
 
 
-class _Numbers(msgspec.Struct, array_like=True, gc=False):
-    """All of a parcel but its gradients."""
+_Numbers: TypeAlias = tuple[list[tuple[int, int]], bool, list[int], tuple[int, int] | None, bool, PassHeading | None]
+"""All of a parcel but its gradients: ids of the messages that have some, and how many; then what `Parcel` has.
 
-    sends: list[tuple[int, int]]
-    """Message ids of the gradients, and how many tensors there are for each."""
-    is_first: bool
-    ids: list[int]
-    asks: tuple[int, int] | None
-    leaves: bool
-    heading: PassHeading | None = None
-    """That of a request; answers have none."""
-
-
+Requests have a heading, answers have none.
+"""
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(_Numbers).decode
+_new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
+
+
+def leaving(parcel: Parcel) -> Parcel:
+    """A parcel with `Parcel.leaves` set."""
+    return _new_tuple(Parcel, (*parcel[:4], True))  # type: ignore[no-any-return]
 
 
 def pack_parcel(parcel: Parcel, heading: PassHeading | None = None) -> PackedParcel:
@@ -75,7 +74,7 @@ def pack_parcel(parcel: Parcel, heading: PassHeading | None = None) -> PackedPar
     for send, tensors in gradients:
         sends.append((send, len(tensors)))
         packed += map(_compact, tensors)
-    packed[0] = _encode(_Numbers(sends, is_first, ids, asks, leaves, heading))  # type: ignore[arg-type]
+    packed[0] = _encode((sends, is_first, ids, asks, leaves, heading))
     return packed
 
 
@@ -87,24 +86,24 @@ def unpack_parcel(packed: PackedParcel) -> tuple[Parcel, PassHeading | None]:
     try:
         head, *tensors = packed
         packed.clear()
-        numbers = _decode(head)
+        sends, is_first, ids, asks, leaves, heading = _decode(head)
         gradients: list[tuple[int, Sequence[Any]]] = []
         place = 0
-        for send, count in numbers.sends:
+        for send, count in sends:
             gradients.append((send, tensors[place : place + count]))
             place += count
         if place != len(tensors):
             raise ValueError(f"{len(tensors)} gradients, and {place} were announced")
     except (msgspec.MsgspecError, AttributeError, TypeError, ValueError) as error:
         raise ProtocolError(f"a malformed parcel of gradients: {error}") from error
-    return Parcel(gradients, numbers.is_first, numbers.ids, numbers.asks, numbers.leaves), numbers.heading
+    return _new_tuple(Parcel, (gradients, is_first, ids, asks, leaves)), heading
 
 
 def _compact(gradient: Any) -> Any:
     """Lay out a small gradient contiguously. Of a large one that was expanded little travels as it is."""
     if (
-        isinstance(gradient, Tensor)
-        and gradient.layout is torch.strided
+        gradient.__class__ is Tensor
+        and gradient.layout is _strided
         and not gradient.is_contiguous()
         and gradient.numel() <= _SMALL
     ):

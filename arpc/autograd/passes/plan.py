@@ -14,7 +14,8 @@ Nothing here computes with tensors: the tests use nodes of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Set as AbstractSet
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from arpc.autograd.nodes import LeafNode, RecvNode, RecvRecord
 
@@ -23,6 +24,7 @@ __all__ = ["Edge", "Plan", "Planner", "Region", "Send"]
 Edge: TypeAlias = tuple[Any, int]
 """A node, and the number of one of its inputs. A node has ``next_functions``, the edges that it leads to."""
 HasHooks: TypeAlias = Callable[[Any, Any], bool]
+_new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
 
 
 class Send(NamedTuple):
@@ -38,21 +40,19 @@ class Send(NamedTuple):
     """The clock of the context when it was sent: larger than that of any message it depends on."""
 
 
+_NONE: Final[frozenset[Any]] = frozenset()
+
+
 class Region:
     """The nodes that a send reaches and no earlier one does; or those that only the roots reach."""
 
-    __slots__ = (
-        "entering",
-        "has_hooked_recvs",
-        "is_over",
-        "message_id",
-        "recvs",
-        "send",
-        "size",
-        "targets",
-        "touches",
-        "waits",
-    )
+    touches: AbstractSet[Region] = _NONE
+    """Regions of earlier sends that its nodes lead into."""
+    has_hooked_recvs = False
+    """Some of its recvs have hooks, so that the engine has to execute their nodes."""
+    size = 0
+    """How many nodes it has."""
+    is_over = False
 
     def __init__(self, message_id: int, send: Send | None) -> None:
         self.message_id = message_id
@@ -62,43 +62,44 @@ class Region:
         """Edges to leaves, and to recv nodes without hooks: what the engine is asked for."""
         self.recvs: dict[RecvRecord, None] = {}
         """The messages whose tensors it can give gradients to."""
-        self.has_hooked_recvs = False
-        """Some of them have hooks, so that the engine has to execute their nodes."""
-        self.touches: set[Region] = set()
-        """Regions of earlier sends that its nodes lead into."""
         self.waits = 0 if send is None else 1
         """How many things it waits for: its own send, and the regions that lead into it."""
         self.entering: list[tuple[Edge, Any]] = []
         """Gradients that have come for its nodes."""
-        self.size = 0
-        """How many nodes it has."""
-        self.is_over = False
+
+    def touch(self, other: Region) -> None:
+        """A node of this region leads into another one, which has to wait for it."""
+        if other is self or other in self.touches:
+            return
+        if self.touches is _NONE:
+            self.touches = set()
+        self.touches.add(other)  # type: ignore[attr-defined]  # it is a set now
+        other.waits += 1
 
 
-class Plan:
+class Plan(NamedTuple):
     """The regions of one worker's graph for one pass, in the order of their sends, that of the roots last."""
 
-    def __init__(
-        self,
-        regions: Sequence[Region],
-        owners: Mapping[Any, Region],
-        leaves: Mapping[Any, Any],
-        accumulated: Mapping[Any, Any],
-        cutoff: int,
-    ) -> None:
-        self.regions = regions
-        self.owners = owners
-        """The region of each node that belongs to one."""
-        self.leaves = leaves
-        """The nodes of leaves without hooks, and the tensors that these are."""
-        self.accumulated = accumulated
-        """Leaves whose gradients torch itself has to accumulate in the end, with hooks, by their nodes."""
-        self.cutoff = cutoff
-        """The latest stamp of a message that the roots depend on: no later send gets gradients."""
+    regions: Sequence[Region]
+    owners: Mapping[Any, Region]
+    """The region of each node that belongs to one."""
+    leaves: Mapping[Any, Any]
+    """The nodes of leaves without hooks, and the tensors that these are."""
+    accumulated: Mapping[Any, Any]
+    """Leaves whose gradients torch itself has to accumulate in the end, with hooks, by their nodes."""
+    cutoff: int
+    """The latest stamp of a message that the roots depend on: no later send gets gradients."""
 
 
 class Planner:
     """Walks a graph once, as many nodes at a time as it is told: a large one is better walked in a thread."""
+
+    _region: Region | None = None
+    """The one that is being walked."""
+    _begun = 0
+    """How many sends have been looked at."""
+    _owned_before = 0
+    """How many nodes belonged to regions when the last one was begun."""
 
     def __init__(
         self,
@@ -111,20 +112,12 @@ class Planner:
         recv_class: type = RecvNode,
     ) -> None:
         """``sends``: those of the context, by message id, in their order. ``cutoff`` counts if there are no roots."""
+        self._sends = list(sends.items())
         self._roots = roots
         self._cutoff = cutoff
         self._has_accumulate_hooks = has_accumulate_hooks
-        self._recv_class: Any = recv_class
-        self._ends = frozenset((leaf_class, recv_class))
-        self._regions = [
-            Region(message_id, send) for message_id, send in sends.items() if roots is not None or send.stamp <= cutoff
-        ]
-        if roots is not None:
-            self._regions.append(Region(-1, None))
-        self._begun = 0
-        """How many regions have been begun."""
-        self._owned_before = 0
-        """How many nodes belonged to regions when the last one was begun."""
+        self._classes = leaf_class, recv_class
+        self._regions: list[Region] = []
         self._stack: list[Edge] = []
         self._owners: dict[Any, Region] = {}
         self._leaves: dict[Any, Any] = {}
@@ -133,18 +126,35 @@ class Planner:
     def walk(self, limit: int) -> bool:
         """Visit up to about ``limit`` further nodes; True if all have been visited."""
         # This loop is what a node costs outside of torch's engine, so it does no more than it must
-        ends, owners, stack, regions = self._ends, self._owners, self._stack, self._regions
-        region: Any = regions[self._begun - 1] if self._begun else None
+        owners, stack, leaves = self._owners, self._stack, self._leaves
+        leaf_class: Any
+        recv_class: Any
+        leaf_class, recv_class = self._classes
+        region: Any = self._region
         while True:
             while stack:
                 edge = stack.pop()
-                node = edge[0]
-                while node is not None:
-                    if node.__class__ in ends and self._is_end(region, edge):
+                while (node := edge[0]) is not None:
+                    kind = node.__class__
+                    if kind is recv_class:
+                        record = node.record
+                        if record.is_hooked:
+                            self._visit_hooked_recv(region, node)
+                        else:
+                            region.recvs[record] = None
+                            region.targets[edge] = None
+                        break
+                    if kind is leaf_class and (node in leaves or self._is_plain_leaf(node)):
+                        region.targets[edge] = None
                         break
                     if node in owners:
                         if owners[node] is not region:
-                            region.touches.add(owners[node])
+                            region.touch(owners[node])
+                        break
+                    if kind is leaf_class:
+                        if node.variable.requires_grad:  # or it was frozen since, and gets none
+                            region.targets[edge] = None
+                            owners[node] = region
                         break
                     owners[node] = region
                     edges = node.next_functions
@@ -157,38 +167,40 @@ class Planner:
                     if not limit:
                         stack.append(edge)
                         return False
-                    node = edge[0]
             if region is not None:
                 region.size = len(owners) - self._owned_before
-                self._owned_before = len(owners)
-            if self._begun == len(regions):
+                self._owned_before += region.size
+            region = self._region = self._next_region()
+            if region is None:
                 return True
-            region = regions[self._begun]
-            self._begun += 1
-            stack += self._roots or () if region.send is None else region.send.edges
 
-    def _is_end(self, region: Region, edge: Edge) -> bool:
-        """Take note of a leaf or a recv that a region leads to; False if it is a node like any other."""
-        node = edge[0]
-        if node.__class__ is self._recv_class:
-            record: RecvRecord = node.record
-            if not record.is_hooked:
-                region.recvs[record] = None
-                region.targets[edge] = None
-                return True
-            if node not in self._owners:
-                region.recvs[record] = None
-                region.has_hooked_recvs = True
-                self._owners[node] = region
-                return True  # not on to `ANCHOR`
-        elif node in self._leaves or self._is_plain_leaf(node):
-            region.targets[edge] = None
-            return True
-        elif not node.variable.requires_grad:
-            return True  # it was frozen since, and gets none
-        elif node not in self._owners:
-            region.targets[edge] = None
-        return False
+    def _next_region(self) -> Region | None:
+        """Begin the next region; None if there is none."""
+        while self._begun < len(self._sends):
+            message_id, send = self._sends[self._begun]
+            self._begun += 1
+            if self._roots is not None or send.stamp <= self._cutoff:
+                region = Region(message_id, send)
+                self._regions.append(region)
+                self._stack += send.edges
+                return region
+        if self._roots is None or self._begun > len(self._sends):
+            return None
+        self._begun += 1
+        region = Region(-1, None)
+        self._regions.append(region)
+        self._stack += self._roots
+        return region
+
+    def _visit_hooked_recv(self, region: Region, node: Any) -> None:
+        """A recv node that must see whole gradients is owned, like any other node. It leads on to `ANCHOR` alone."""
+        owner = self._owners.get(node)
+        if owner is not None:
+            region.touch(owner)
+            return
+        self._owners[node] = region
+        region.recvs[node.record] = None
+        region.has_hooked_recvs = True
 
     def _is_plain_leaf(self, node: Any) -> bool:
         """Whether the node of a leaf, seen for the first time or with hooks, needs to see no whole gradients."""
@@ -204,16 +216,14 @@ class Planner:
 
     def plan(self) -> Plan:
         """The plan, once all has been visited."""
-        for region in self._regions:
-            for other in region.touches:
-                other.waits += 1
-        if self._roots is not None:
-            self._cutoff = _latest_stamp(self._regions[-1])
-        return Plan(self._regions, self._owners, self._leaves, self._accumulated, self._cutoff)
+        cutoff = self._cutoff if self._roots is None else _latest_stamp(self._regions[-1])
+        return _new_tuple(Plan, (self._regions, self._owners, self._leaves, self._accumulated, cutoff))  # type: ignore[no-any-return]
 
 
 def _latest_stamp(roots: Region) -> int:
     """The latest stamp of the messages that the region of the roots leads to, through whatever other regions."""
+    if not roots.touches:
+        return max([record.stamp for record in roots.recvs], default=-1)
     latest = -1
     seen = {roots}
     todo = [roots]

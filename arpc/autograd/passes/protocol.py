@@ -33,9 +33,10 @@ from arpc.errors import AutogradError
 __all__ = ["Captured", "LeafSums", "PassProtocol", "Run"]
 
 Captured: TypeAlias = "Iterable[tuple[Edge, Any]]"
-"""Gradients that a run computed, by the edges where they were caught."""
+"""Gradients that a run computed, by the edges where they were caught; None where there is none."""
 _Letter: TypeAlias = "tuple[list[tuple[int, Sequence[Any]]], list[int]]"
 """What waits to be told to a worker: gradients of its sends, and sends that get none."""
+_new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
 _FREED: Final = (
     "Trying to backward through the graph a second time, and the first pass has freed it. Pass retain_graph=True to "
     "the first `arpc.autograd.backward`"
@@ -56,14 +57,15 @@ class Run(NamedTuple):
     may_cross: bool
     """Edges may lead from these regions into others that must not run yet."""
 
-    @property
-    def executes_recvs(self) -> bool:
-        """Some of the regions have recv nodes with hooks."""
-        return any(region.has_hooked_recvs for region in self.regions)
-
 
 class PassProtocol:
     """One pass on one worker. Gradients and nodes are opaque: gradients can be added, nodes are keys."""
+
+    _late: Sequence[Region] = ()
+    """Regions that could run, and wait for the first of the regions that they lead into."""
+    _asked_by: Sequence[int] = ()
+    """Workers that have asked, and are to be told at once what is open here."""
+    _unacknowledged = 0
 
     def __init__(
         self,
@@ -91,18 +93,12 @@ class PassProtocol:
         """The sends that got gradients."""
         self._heard = set(heard)
         self._ready: list[Region] = []
-        self._late: list[Region] = []
-        """Regions that could run, and wait for the first of the regions that they lead into."""
         self._unresolved: dict[int, dict[int, Region]] = {}
         """Sends that wait, by the worker they went to and by message id."""
         self._counts: dict[RecvRecord, int] = {}
         """For each recv that may get gradients, how many regions lead to it that have not run."""
         self._gradients: dict[RecvRecord, list[Any]] = {}
-        self._open: dict[int, dict[int, None]] = {}
-        """The message ids of these recvs, by sender."""
         self._outbox: dict[int, _Letter] = {}
-        self._asked_by: set[int] = set()
-        self._unacknowledged = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -122,17 +118,18 @@ class PassProtocol:
                 unresolved[send.to] = {region.message_id: region}
         for region in dead:
             self._settle_dead(region)
-        for record in counts:
-            if record.sender in self._open:
-                self._open[record.sender][record.message_id] = None
-            else:
-                self._open[record.sender] = {record.message_id: None}
-        self._strangers = unresolved.keys() - self._heard - self.told
+        self._strangers = set(unresolved)
         """Workers that sends wait for, and that were neither heard from nor written to."""
+        if self.told or self._heard:
+            self._strangers -= self.told | self._heard
         if (mine := unresolved.get(self._me)) is not None:
             self._strangers.discard(self._me)
-            live = self._open.get(self._me, ())
+            live = set(self._open(self._me))
             self._resolve_none(self._me, [message_id for message_id in mine if message_id not in live])
+
+    def _open(self, sender: int) -> list[int]:
+        """The messages of a worker whose tensors may still get gradients from here."""
+        return [record.message_id for record in self._counts if record.sender == sender]
 
     def _settle_dead(self, region: Region) -> None:
         """Nothing ever enters a region: it is over before anything is announced."""
@@ -162,42 +159,42 @@ class PassProtocol:
         gradients, is_first, ids, asks, _ = parcel
         if asks is not None and sender not in self.told:
             count, last = asks
-            if sum([message_id <= last for message_id in self._open.get(sender, ())]) != count:
-                self._asked_by.add(sender)
+            if sum([message_id <= last for message_id in self._open(sender)]) != count:
+                self._asked_by = (*self._asked_by, sender)
+        if is_first:
+            self._heard.add(sender)
+            self._strangers.discard(sender)
         waiting = self._unresolved.get(sender)
         if waiting is None:
             if gradients:
                 raise KeyError(gradients[0][0])
-            self._note_heard(sender, is_first=is_first)
             return
         for message_id, tensors in gradients:
             self._resolve(waiting.pop(message_id), tensors)
+        if not waiting:
+            return
         if is_first:
             alive = set(ids)
             ids = [message_id for message_id in waiting if message_id not in alive]
-        self._note_heard(sender, is_first=is_first)
-        self._resolve_none(sender, ids)
-
-    def _note_heard(self, sender: int, *, is_first: bool) -> None:
-        if is_first:
-            self._heard.add(sender)
-            self._strangers.discard(sender)
+        if ids:
+            self._resolve_none(sender, ids)
 
     def ran(self, run: Run, captured: Captured) -> None:
         """Regions have run."""
-        owners = self._owners
-        leaf_class = self._leaf_class
+        owners, leaf_class, add_for_recv = self._owners, self._leaf_class, self._add_for_recv
         for region in run.regions:
             region.is_over = True
         for edge, gradient in captured:
-            node = edge[0]
+            if gradient is None:
+                continue
+            node, place = edge
             owner = owners.get(node)
             if owner is not None and not owner.is_over:
                 owner.entering.append((edge, gradient))
             elif node.__class__ is leaf_class:
                 self._leaves.add(node.variable, gradient)
             else:
-                self._add_for_recv(node.record, edge[1], gradient)
+                add_for_recv(node.record, place, gradient)
         self._close(run.regions)
 
     def acknowledged(self) -> None:
@@ -208,32 +205,38 @@ class PassProtocol:
 
     def next_run(self) -> Run | None:
         """What can run now; None if nothing can before something else happens."""
-        while self._ready:
-            regions = self._late
-            self._late = []
-            for region in self._ready:  # which grows meanwhile
-                regions.append(region)
-                for other in region.touches:
-                    other.waits -= 1
-                    if not other.waits:
-                        self._ready.append(other)
+        while ready := self._ready:
             self._ready = []
             may_cross = False
-            if len(regions) > 1 or regions[0].touches:
-                regions = self._without_late(regions)
-                running = set(regions)
-                may_cross = any(not (other.is_over or other in running) for one in regions for other in one.touches)
+            if len(ready) == 1 and not ready[0].touches and not self._late:
+                regions: Sequence[Region] = ready  # as most are
+            else:
+                regions, may_cross = self._gather(ready)
             entering: list[tuple[Edge, Any]] = []
             for region in regions:
                 if region.entering:
                     entering += region.entering
                     region.entering = []
             if entering:
-                return Run(regions, entering, may_cross)
+                return _new_tuple(Run, (regions, entering, may_cross))  # type: ignore[no-any-return]
             for region in regions:
                 region.is_over = True
             self._close(regions)
         return None
+
+    def _gather(self, ready: list[Region]) -> tuple[Sequence[Region], bool]:
+        """The regions that run together, and whether some of their edges may lead into others."""
+        regions = list(self._late)
+        self._late = ()
+        for region in ready:  # which grows meanwhile
+            regions.append(region)
+            for other in region.touches:
+                other.waits -= 1
+                if not other.waits:
+                    ready.append(other)
+        regions = self._without_late(regions)
+        running = set(regions)
+        return regions, any(not (other.is_over or other in running) for one in regions for other in one.touches)
 
     def _without_late(self, regions: list[Region]) -> list[Region]:
         """Keep back regions that no other worker waits for, until one of the regions they lead into runs.
@@ -250,7 +253,7 @@ class PassProtocol:
             if not late:
                 return regions if len(running) == len(regions) else [one for one in regions if one in running]
             running.difference_update(late)
-            self._late += late
+            self._late = [*self._late, *late]
 
     def post(self) -> list[tuple[int, Parcel]]:
         """What is to be told now, and to whom. Each parcel counts as unacknowledged, see `ride`.
@@ -260,20 +263,22 @@ class PassProtocol:
         for peer in self._asked_by:
             if peer not in self.told:
                 self._letter(peer)
-        self._asked_by.clear()
+        self._asked_by = ()
         for peer in self._strangers:
             self._letter(peer)
         if not self._outbox:
             return []
         outbox, self._outbox = self._outbox, {}
+        told = self.told
         posted: list[tuple[int, Parcel]] = []
         for peer, (gradients, nones) in outbox.items():
-            if peer in self.told:
-                posted.append((peer, Parcel(gradients, False, nones)))
+            if peer in told:
+                parcel = _new_tuple(Parcel, (gradients, False, nones, None, False))
             else:
-                self.told.add(peer)
+                told.add(peer)
                 self._strangers.discard(peer)
-                posted.append((peer, Parcel(gradients, True, list(self._open.get(peer, ())), self._asks(peer))))
+                parcel = _new_tuple(Parcel, (gradients, True, self._open(peer), self._asks(peer), False))
+            posted.append((peer, parcel))
         self._unacknowledged += len(posted)
         return posted
 
@@ -303,15 +308,17 @@ class PassProtocol:
         assert send is not None  # the roots are no send
         if gradients is not None:
             self.used.append(region.message_id)
+            feed = self._feed
             for edge, gradient in zip(send.edges, gradients, strict=True):
                 if gradient is not None:
-                    self._feed(region, edge, gradient)
+                    feed(region, edge, gradient)
         region.waits -= 1
         if not region.waits:
             self._ready.append(region)
-        if not self._unresolved[send.to]:
-            del self._unresolved[send.to]
-            self._strangers.discard(send.to)
+        to = send.to
+        if not self._unresolved[to]:
+            del self._unresolved[to]
+            self._strangers.discard(to)
 
     def _resolve_none(self, peer: int, message_ids: Iterable[int]) -> None:
         # The forward may go on meanwhile: nothing is known here, nor needed, of sends made since the pass began
@@ -324,49 +331,51 @@ class PassProtocol:
 
     def _feed(self, region: Region, edge: Edge, gradient: Any) -> None:
         """A gradient enters at an edge of the send of a region."""
-        node = edge[0]
+        node, place = edge
         owner = self._owners.get(node)
         if owner is not None:
             owner.entering.append((edge, gradient))
         elif node.__class__ is self._leaf_class:
             self._leaves.add(node.variable, gradient)
+        elif node.record.retains_grad:
+            region.entering.append((edge, gradient))  # the engine writes it to `.grad` where it captures it
         else:
-            region.entering.append((edge, gradient))  # a recv: the engine runs what torch does where it captures
+            self._add_for_recv(node.record, place, gradient)
 
     def _add_for_recv(self, record: RecvRecord, place: int, gradient: Any) -> None:
-        if record.spent_by is not None and record.spent_by != self._pass_id:
-            raise AutogradError(_FREED)
         gradients = self._gradients.get(record)
         if gradients is None:
+            if record.spent_by is not None and record.spent_by != self._pass_id:
+                raise AutogradError(_FREED)
             gradients = self._gradients[record] = [None] * record.count
         before = gradients[place]
         gradients[place] = gradient if before is None else before + gradient
 
     def _close(self, regions: Iterable[Region]) -> None:
         """Regions are over: answer for recvs that no other region leads to."""
+        counts = self._counts
         for region in regions:
             for record in region.recvs:
-                left = self._counts[record] - 1
+                left = counts[record] - 1
                 if left:
-                    self._counts[record] = left
+                    counts[record] = left
                 else:
-                    del self._counts[record]
+                    del counts[record]
                     self._answer_for(record)
 
     def _answer_for(self, record: RecvRecord) -> None:
         sender, message_id = record.sender, record.message_id
-        del self._open[sender][message_id]
         gradients = self._gradients.pop(record, None)
-        if gradients is not None and not self._retain_graph:
-            record.spent_by = self._pass_id
-        if sender == self._me:
-            waiting = self._unresolved.get(sender, {})
-            if gradients is None:
+        if gradients is None:
+            if sender == self._me:
                 self._resolve_none(sender, (message_id,))
             else:
-                self._resolve(waiting.pop(message_id), gradients)
-        elif gradients is None:
-            self._letter(sender)[1].append(message_id)
+                self._letter(sender)[1].append(message_id)
+            return
+        if not self._retain_graph:
+            record.spent_by = self._pass_id
+        if sender == self._me:
+            self._resolve(self._unresolved[sender].pop(message_id), gradients)
         else:
             self._letter(sender)[0].append((message_id, gradients))
 

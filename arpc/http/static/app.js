@@ -1,17 +1,21 @@
 // The page: takes a summary of the group each second, and shows it.
-import { sparkline } from "./chart.js";
+import { asked } from "./ask.js";
 import { byId, html } from "./dom.js";
+import { listen, say } from "./feed.js";
 import { age, bytes, count, duration, rate } from "./format.js";
 import { Graph } from "./graph.js";
+import { Errors, Logs, workerPage } from "./logs.js";
 import { renderStacks } from "./stack.js";
 import { Table } from "./table.js";
+import { Tiles } from "./tiles.js";
+import "./trace.js";
 
 const latencies = [
   { key: "p50", title: "p50", value: (row) => row.latency.p50_s, cell: (row) => duration(row.latency.p50_s) },
   { key: "p90", title: "p90", value: (row) => row.latency.p90_s, cell: (row) => duration(row.latency.p90_s) },
   { key: "p99", title: "p99", value: (row) => row.latency.p99_s, cell: (row) => duration(row.latency.p99_s) },
 ];
-const total = { key: "count", title: "Total", about: "since counting began", value: (row) => row.count, cell: (row) => count(row.count) };
+const totalCalls = { key: "count", title: "Total", about: "since counting began", value: (row) => row.count, cell: (row) => count(row.count) };
 const errors = {
   key: "errors", title: "Errors", value: (row) => row.errors, tone: (row) => (row.errors ? "bad" : ""),
   cell: (row) => html("span", { title: Object.entries(row.error_types ?? {}).map(([name, times]) => `${name}: ${times}`).join("\n") || null }, count(row.errors)),
@@ -22,8 +26,8 @@ const busy = { key: "busy", title: "Load", about: "how many are under way on ave
 const name = (key, title) => ({ key, title, text: true, value: (row) => row[key], cell: (row) => html("code", {}, row[key]) });
 
 const CALLS = {
-  functions: { sort: "per_s", columns: [name("function", "Function"), perSecond, ...latencies, busy, inFlight, total, errors] },
-  series: { sort: "per_s", columns: [name("function", "Function"), name("caller", "Caller"), name("callee", "Callee"), perSecond, ...latencies, inFlight, total, errors] },
+  functions: { sort: "per_s", columns: [name("function", "Function"), perSecond, ...latencies, busy, inFlight, totalCalls, errors] },
+  series: { sort: "per_s", columns: [name("function", "Function"), name("caller", "Caller"), name("callee", "Callee"), perSecond, ...latencies, inFlight, totalCalls, errors] },
   pairs: {
     sort: "per_s",
     columns: [
@@ -34,13 +38,13 @@ const CALLS = {
       { key: "sent_bytes", title: "Sent", value: (row) => row.sent_bytes, cell: (row) => bytes(row.sent_bytes) },
       { key: "received_bytes", title: "Received", value: (row) => row.received_bytes, cell: (row) => bytes(row.received_bytes) },
       { key: "reconnects", title: "Reconnects", value: (row) => row.reconnects, tone: (row) => (row.reconnects ? "warn" : "") },
-      total, errors,
+      totalCalls, errors,
     ],
   },
 };
 
 const WORKERS = [
-  { key: "id", title: "Worker", text: true, value: (row) => row.id, cell: (row) => html("code", {}, row.name) },
+  { key: "id", title: "Worker", text: true, value: (row) => row.id, cell: (row) => html("a", { href: workerPage(row.name), title: "logs, errors and history of this worker" }, html("code", {}, row.name)) },
   { key: "state", title: "State", text: true, value: (row) => row.state, cell: (row) => html("span", { class: `state ${row.state}`, title: row.error || `${row.host}, process ${row.pid}, arpc ${row.version}` }, row.state) },
   { key: "handled_per_s", title: "In/s", about: "calls handled per second", value: (row) => row.handled_per_s, cell: (row) => rate(row.handled_per_s) },
   { key: "calls_per_s", title: "Out/s", about: "calls made per second", value: (row) => row.calls_per_s, cell: (row) => rate(row.calls_per_s) },
@@ -51,6 +55,7 @@ const WORKERS = [
   { key: "threads", title: "Threads", about: "busy of those started", value: (row) => row.threads_busy, cell: (row) => `${row.threads_busy}/${row.threads}` },
   { key: "lag", title: "Lag", about: "how late the loop was at worst in ten seconds", value: (row) => row.lag_max_s, cell: (row) => duration(row.lag_max_s), tone: (row) => (row.lag_max_s > 0.25 ? "bad" : row.lag_max_s > 0.05 ? "warn" : "") },
   { key: "sent", title: "Out", about: "bytes sent per second", value: (row) => row.sent_bytes_per_s, cell: (row) => `${bytes(row.sent_bytes_per_s)}/s` },
+  { key: "cpu", title: "CPU", about: "of one CPU; more than 100% is more than one", value: (row) => row.cpus, cell: (row) => `${Math.round(100 * row.cpus)}%` },
   { key: "memory", title: "Memory", value: (row) => row.memory_bytes, cell: (row) => bytes(row.memory_bytes) },
   { key: "rrefs", title: "RRefs", about: "owned / used", value: (row) => row.rrefs_owned + row.rrefs_used, cell: (row) => `${count(row.rrefs_owned)}/${count(row.rrefs_used)}` },
   { key: "uptime", title: "Up", value: (row) => row.uptime_s, cell: (row) => age(row.uptime_s) },
@@ -98,7 +103,7 @@ function show() {
   document.title = troubled.length ? `(!) arpc · ${troubled.length} ${troubled[0].state}` : "arpc";
   byId("footer").textContent = `arpc ${latest.version} · served by ${latest.served_by} · counting for ${age(latest.counting_s)}`;
   byId("workers-hint").textContent = Object.entries(states).map(([state, list]) => `${list.length} ${state}`).join(" · ");
-  tiles(history);
+  tiles.render(latest, history);
   workers.render(latest.workers);
   graph.render(latest.workers, latest.pairs, selected);
   byId("graph-hint").textContent = selected ? `${selected} only: choose it again for all` : "width: calls per second";
@@ -119,25 +124,25 @@ function showCalls() {
   calls.render(rows);
 }
 
+const total = (group, key) => group.workers.reduce((sum, worker) => sum + (worker.error ? 0 : worker[key]), 0);
 const TILES = [
   { key: "calls", title: "Calls per second", value: (group) => rate(group.calls_per_s), history: "calls" },
-  { key: "latency", title: "Latency p50 · p99", value: (group) => `${duration(group.latency.p50_s)} · ${duration(group.latency.p99_s)}` },
+  { key: "latency", title: "Latency p50 · p99", value: (group) => `${duration(group.latency.p50_s)} · ${duration(group.latency.p99_s)}`, drawn: latencyBars },
   { key: "in_flight", title: "In flight", value: (group) => count(group.in_flight), history: "in_flight" },
   { key: "errors", title: "Errors per second", value: (group) => rate(group.errors_per_s), history: "errors", tone: (group) => (group.errors_per_s ? "bad" : "") },
   { key: "bytes", title: "Bytes per second", value: (group) => bytes(group.sent_bytes_per_s), history: "sent_bytes" },
+  { key: "cpu", title: "CPUs in use", value: (group) => count(Math.round(10 * total(group, "cpus")) / 10), history: "cpu_s" },
+  { key: "memory", title: "Memory", value: (group) => bytes(total(group, "memory_bytes")), history: "memory_bytes" },
   { key: "lag", title: "Worst loop lag", value: (group) => duration(group.lag_max_s), history: "lag_s", tone: (group) => (group.lag_max_s > 0.25 ? "bad" : group.lag_max_s > 0.05 ? "warn" : "") },
 ];
 
-function tiles(history) {
-  byId("tiles").replaceChildren(...TILES.map((tile) =>
-    html("div", { class: `tile ${tile.tone?.(latest) ?? ""}`, "data-tile": tile.key },
-      html("p", { class: "label" }, tile.title),
-      html("p", { class: "value" }, tile.value(latest)),
-      tile.history ? sparkline(history[tile.history] ?? [], `${tile.title}, last minute`) : latencyBars())));
-}
+const tiles = new Tiles(byId("tiles"), byId("range"), TILES);
+const stands = { isPaused: () => isPaused };
+new Logs(byId("logs"), { search: byId("log-search"), level: byId("log-level"), ...stands });
+new Errors(byId("errors"), { hint: byId("errors-hint"), ...stands });
 
-function latencyBars() {
-  const { p50_s: low, p90_s: middle, p99_s: high } = latest.latency;
+function latencyBars(group) {
+  const { p50_s: low, p90_s: middle, p99_s: high } = group.latency;
   const scale = (value) => (value == null ? 0 : Math.max(4, (100 * Math.log10(1 + value / 1e-6)) / 7));
   return html("div", { class: "bars" }, ...[["p50", low], ["p90", middle], ["p99", high]].map(([label, value]) => {
     const bar = html("span", { class: "bar-fill" });
@@ -203,9 +208,7 @@ byId("stack-button").addEventListener("click", async (event) => {
   const button = event.currentTarget;
   button.disabled = true;
   try {
-    const response = await fetch("api/stack");
-    if (!response.ok) throw new Error(`the worker answered ${response.status}`);
-    renderStacks(byId("stack"), await response.json());
+    renderStacks(byId("stack"), await asked("api/stack"));
   } catch (error) {
     byId("stack").replaceChildren(html("p", { class: "error" }, `Nothing could be learnt: ${error.message}`));
   } finally {
@@ -213,30 +216,10 @@ byId("stack-button").addEventListener("click", async (event) => {
   }
 });
 
-// -- the feed
-
-function say(state) {
-  const words = { live: "live", paused: "paused", lost: "connection lost, trying again", connecting: "connecting" };
-  byId("live").dataset.state = state;
-  if (byId("live-text").textContent !== words[state]) byId("live-text").textContent = words[state];
-}
-
-function listen() {
-  const feed = new EventSource("api/events");
-  feed.onmessage = (event) => {
-    latest = JSON.parse(event.data);
-    if (isPaused) return;
-    say("live");
-    show();
-  };
-  feed.onerror = async () => {
-    say("lost");
-    if (feed.readyState !== EventSource.CLOSED) return; // it tries again by itself
-    const answer = await fetch("api/group").catch(() => null);
-    if (answer?.status === 401) location.assign("login");
-    else setTimeout(listen, 2000);
-  };
-}
-
 byId("logout").hidden = ["localhost", "127.0.0.1", "[::1]"].includes(location.hostname);
-listen();
+listen((summary) => {
+  latest = summary;
+  if (isPaused) return;
+  say("live");
+  show();
+});

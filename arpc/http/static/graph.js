@@ -21,13 +21,19 @@ export class Graph {
     const most = Math.max(...pairs.map((pair) => pair.per_s), 1e-9);
     const few = workers.length <= 6;
     const edges = pairs.filter((pair) => places.has(pair.caller) && places.has(pair.callee) && (pair.count || pair.in_flight));
-    for (const pair of edges) drawn.append(edge(pair, places, most, selected, few));
-    for (const worker of workers) drawn.append(this.node(worker, places.get(worker.name), workers.length, selected));
+    const labels = new Labels();
+    for (const place of places.values()) labels.block(place.x - place.size, place.y - place.size, 2 * place.size, 2 * place.size);
+    const nodes = workers.map((worker) => this.node(worker, places.get(worker.name), workers.length, selected, labels));
+    // the busiest first: where there is no room for all, theirs are shown
+    const busiest = [...edges].sort((a, b) => b.per_s - a.per_s);
+    const texts = new Map(few ? busiest.map((pair) => [pair, rateLabel(pair, places, labels)]) : []);
+    for (const pair of edges) drawn.append(edge(pair, places, most, selected, texts.get(pair)));
+    drawn.append(...nodes);
     this.element.replaceChildren(drawn);
     if (focused) drawn.querySelector(`[data-worker="${CSS.escape(focused)}"]`)?.focus();
   }
 
-  node(worker, place, total, selected) {
+  node(worker, place, total, selected, labels) {
     const radius = total > 24 ? 7 : total > 12 ? 11 : 17;
     const away = radius + (total > 12 ? 8 : 12);
     const anchor = Math.abs(place.dx) < 0.3 ? "middle" : place.dx > 0 ? "start" : "end";
@@ -42,8 +48,47 @@ export class Graph {
       svg("title", {}, about),
       svg("circle", { cx: place.x, cy: place.y, r: radius }),
       total <= 24 ? svg("text", { class: "id", x: place.x, y: place.y, dy: "0.35em", "text-anchor": "middle" }, String(worker.id)) : null,
-      total <= 40 ? svg("text", { x: place.x + place.dx * away, y: place.y + place.dy * away, dy: place.dy > 0.3 ? "0.8em" : place.dy < -0.3 ? "0" : "0.35em", "text-anchor": anchor }, worker.name) : null);
+      nameLabel(worker.name, place, away, anchor, labels));
   }
+}
+
+// Where texts are, so that none is put over another or over a worker. Widths are estimated: the page is not laid out yet.
+class Labels {
+  constructor() {
+    this.taken = [];
+  }
+
+  block(x, y, width, height) {
+    this.taken.push({ x, y, width, height });
+  }
+
+  place(text, x, y, size, anchor) {
+    const width = text.length * size * 0.62 + 4;
+    const box = { x: x - width * { start: 0, middle: 0.5, end: 1 }[anchor], y: y - size * 0.65, width, height: size * 1.3 };
+    const isInside = box.x >= -30 && box.x + width <= SIZE + 30;
+    const isFree = this.taken.every((other) => box.x + box.width <= other.x || other.x + other.width <= box.x
+      || box.y + box.height <= other.y || other.y + other.height <= box.y);
+    if (isInside && isFree) this.taken.push(box);
+    return isInside && isFree;
+  }
+}
+
+function nameLabel(name, place, away, anchor, labels) {
+  const shown = name.length > 16 ? `${name.slice(0, 15)}…` : name;
+  const x = place.x + place.dx * away;
+  const y = place.y + place.dy * (away + (Math.abs(place.dy) > 0.3 ? 6 : 0));
+  if (!labels.place(shown, x, y, 12.5, anchor)) return null; // its title tells the name
+  return svg("text", { class: "name", x, y, dy: "0.35em", "text-anchor": anchor }, shown);
+}
+
+function rateLabel(pair, places, labels) {
+  if (pair.per_s <= 0.05) return null;
+  const text = `${rate(pair.per_s)}/s`;
+  const [from, to] = [places.get(pair.caller), places.get(pair.callee)];
+  // nearer to where it comes from: in the middle of the circle all of them meet
+  const spots = from === to ? [loop(from).middle] : [0.3, 0.38, 0.22, 0.46, 0.54, 0.62].flatMap((part) => [8, 14].map((off) => curve(from, to).at(part, off)));
+  const spot = spots.find(({ x, y }) => labels.place(text, x, y, 10.5, "middle"));
+  return spot ? svg("text", { class: "rate", x: spot.x, y: spot.y, dy: "0.35em", "text-anchor": "middle" }, text) : null;
 }
 
 function layout(workers) {
@@ -55,7 +100,7 @@ function layout(workers) {
   }));
 }
 
-function edge(pair, places, most, selected, few) {
+function edge(pair, places, most, selected, label) {
   const from = places.get(pair.caller);
   const to = places.get(pair.callee);
   const strength = Math.sqrt(pair.per_s / most);
@@ -63,12 +108,12 @@ function edge(pair, places, most, selected, few) {
   if (selected) state.push(pair.caller === selected || pair.callee === selected ? "chosen" : "dimmed");
   const about = `${pair.caller} → ${pair.callee}: ${rate(pair.per_s)}/s, p50 ${duration(pair.latency.p50_s)}, p99 ${duration(pair.latency.p99_s)}, ${pair.in_flight} in flight, ${pair.errors} errors`;
   const width = 1 + 4 * strength;
-  const { path, middle, end, toward } = from === to ? loop(from) : curve(from, to);
+  const { path, end, toward } = from === to ? loop(from) : curve(from, to);
   return svg("g", { class: state.join(" ").trim() },
     svg("title", {}, about),
     svg("path", { d: path, "stroke-width": width.toFixed(2) }),
     svg("path", { d: tip(end, toward, width), class: "tip" }),
-    few && pair.per_s > 0.05 ? svg("text", { x: middle.x, y: middle.y, dy: "0.35em", "text-anchor": "middle" }, `${rate(pair.per_s)}/s`) : null);
+    label ?? null);
 }
 
 function curve(from, to) {
@@ -80,10 +125,9 @@ function curve(from, to) {
   const toward = direction(control, to);
   const end = shorten(control, to, to.size + 12);
   const start = shorten(control, from, from.size + 2);
-  // nearer to where it comes from: in the middle of the circle all of them meet
-  const at = (part) => ["x", "y"].map((axis) => (1 - part) ** 2 * start[axis] + 2 * part * (1 - part) * control[axis] + part ** 2 * end[axis]);
-  const [x, y] = at(0.3);
-  return { path: `M${point(start)} Q${point(control)} ${point(end)}`, middle: { x: x - uy * 8, y: y + ux * 8 }, end, toward };
+  const along = (part, axis) => (1 - part) ** 2 * start[axis] + 2 * part * (1 - part) * control[axis] + part ** 2 * end[axis];
+  const at = (part, off) => ({ x: along(part, "x") - uy * off, y: along(part, "y") + ux * off });
+  return { path: `M${point(start)} Q${point(control)} ${point(end)}`, at, end, toward };
 }
 
 function loop(place) {

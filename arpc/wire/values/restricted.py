@@ -65,13 +65,33 @@ class _QuickUnpickler(pickle.Unpickler):
         return found
 
 
+class _Whole:
+    """A pickle as a file whose first read gives all of it, however much was asked for.
+
+    Pickle's reader in C goes on in what it has got. From a file that gives as much as is asked for it gets a frame at a
+    time, and drops what is left of one when a value goes beyond its end: it would then read other opcodes than those
+    that were looked over.
+    """
+
+    __slots__ = ("_data",)
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def read(self, _size_bytes: int = -1) -> bytes:
+        data, self._data = self._data, b""
+        return data
+
+    readline = read
+
+
 def restricted_loads(payload: bytes | bytearray | memoryview, slots: list[Any], permit: Permit) -> Any:
     """`pickling.loads`, within the lists. Raises `NotAllowedError`, or whatever reading a bad pickle raises."""
     data = spelled_out(payload)
     check_proportion(data)
     if not takes_care(data, has_slots=bool(slots)):
         try:
-            return _QuickUnpickler(io.BytesIO(data), buffers=slots).load()
+            return _QuickUnpickler(_Whole(data), buffers=slots).load()
         except _BeyondHarmlessError:
             pass
     return _CarefulUnpickler(io.BytesIO(data), slots, permit).load()

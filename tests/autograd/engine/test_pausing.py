@@ -35,8 +35,7 @@ class LocalPart:
         planner = Planner(sends, edges)
         while not planner.walk(4):
             pass
-        self.plan = plan = planner.plan()
-        plan.cutoff = 1 << 30  # gradients of all sends may come
+        self.plan = plan = planner.plan()._replace(cutoff=1 << 30)  # gradients of all sends may come
         self.leaves = LeafGradients()
         self.protocol = PassProtocol(0, plan, self.leaves, pass_id, retain_graph=retain_graph)
         self.engine = Engine(plan.owners, plan.leaves, retain_graph=retain_graph)

@@ -289,6 +289,35 @@ def test_extension_codes_are_refused_even_where_they_are_in_use():
         copyreg.remove_extension("posix", "system", 77)
 
 
+def _framed(size_bytes, opcodes):
+    return b"\x80\x05\x95" + size_bytes.to_bytes(8, "little") + opcodes
+
+
+@pytest.mark.parametrize("size_bytes", range(6))
+def test_a_value_that_goes_beyond_its_frame_is_read_as_it_is_looked_over(size_bytes):
+    attack = _framed(size_bytes, b"J\x01\x00\x00\x00.\x00\x00\x00\x00")
+    assert restricted_loads(attack, [], permit) == pickle.loads(attack) == 1
+
+
+def test_a_frame_hides_no_extension_code(monkeypatch):
+    monkeypatch.setitem(copyreg._extension_cache, 77, os.system)
+    copyreg.add_extension("posix", "system", 77)
+    try:
+        # what is left of the frame, one byte, was dropped: then the bytes begin with the code and not before it
+        attack = _framed(2, b"J\x00\x00\x00\x00C\x82\x4d." + bytes(128) + b".")
+        assert restricted_loads(attack, [], permit) == b"\x4d." + bytes(128)
+    finally:
+        copyreg.remove_extension("posix", "system", 77)
+
+
+@pytest.mark.parametrize(
+    "extent", [b"", b"\x00", b"\x8c", b"\x8c\x05abc", b"\x96" + bytes(6), b"I12", b"B\xff\x00\x00\x00ab"]
+)
+def test_a_pickle_that_ends_too_early_is_an_error(extent):
+    with pytest.raises((EOFError, pickle.UnpicklingError, NotAllowedError)):
+        restricted_loads(b"\x80\x05" + extent, [], permit)
+
+
 def test_names_of_functions():
     payload, _ = Pickler().dumps(add)
     assert read_name(payload) == (__name__, "add")

@@ -17,6 +17,7 @@ import msgspec
 from arpc.agent.agent import Agent
 from arpc.agent.hooks.context_propagation import ContextPropagation
 from arpc.agent.hooks.device_placement import Placement, find_backends
+from arpc.agent.loop_watch import watch_loop
 from arpc.agent.membership_watch import MembershipWatch
 from arpc.agent.scope import WorkerScope, current_scope, worker_began
 from arpc.autograd.service import AutogradService
@@ -209,6 +210,7 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
         raise
     _tune_process(options, agent.loop)
     worker_began(worker, agent.loop)
+    watch_loop(worker)
     return worker
 
 

@@ -126,4 +126,5 @@ TARGETS: Final[tuple[Target, ...]] = (
     Target("profiler off, tracing off: share of a small call", "profiler/off/share", "itself", at_most=0.02),
     Target("per-call cost with 64 workers, of that with 2", "workers/growth", "floor", at_most=1.25),
     *(Target(row.title, row.key, "torch", at_least=speedup) for row, speedup in shapes.goals()),
+    *(Target(row.title, row.key, "floor", at_most=times) for row, times in shapes.floors()),
 )

@@ -7,10 +7,10 @@ from typing import Final
 
 from arpc.bench.functions import Flavour
 from arpc.bench.placement import Placement
-from arpc.bench.row import PINNED, SUBJECT, Cell, Row, spoken, workload
+from arpc.bench.row import FLOOR, PINNED, SUBJECT, Cell, Row, spoken, workload
 from arpc.bench.shapes import FAMILIES, Family, Shape
 
-__all__ = ["SECTION", "goals", "rows"]
+__all__ = ["SECTION", "floors", "goals", "rows"]
 
 SECTION: Final = "Shapes of calls, processes started apart, worst first"
 IN_FLIGHT: Final = 64
@@ -26,6 +26,16 @@ def rows() -> Iterator[Row]:
 def goals() -> Iterator[tuple[Row, float]]:
     """Each row with the speed-up over torch that it must reach."""
     yield from _rows_and_goals()
+
+
+def floors() -> Iterator[tuple[Row, float]]:
+    """Each row that is compared with the floor of its payload, with how many times that it may take."""
+    for family in FAMILIES:
+        if family.of_floor is not None:
+            for shape in family.shapes:
+                for flavour in shape.flavours:
+                    for placement in PINNED:
+                        yield _latency_row(family, shape, flavour, placement), family.of_floor
 
 
 def _rows_and_goals() -> Iterator[tuple[Row, float]]:
@@ -51,6 +61,7 @@ def _latency_row(family: Family, shape: Shape, flavour: Flavour, placement: Plac
         cells={
             SUBJECT: Cell("arpc-apart", work[flavour], placement, _SESSION),
             "torch": Cell("torch-apart", work["def"], session=_SESSION),
+            **({FLOOR: Cell("floor-apart", work["def"], placement, _SESSION)} if family.of_floor is not None else {}),
         },
         in_quick=family.name == "call" and (flavour, placement) == ("async", "same"),
     )

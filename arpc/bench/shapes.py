@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 from arpc.bench.functions import Flavour
 
-__all__ = ["BY_NAME", "FAMILIES", "Family", "Shape", "Use"]
+__all__ = ["BY_NAME", "FAMILIES", "SPREAD", "SPREAD_AT_MOST", "Family", "Shape", "Use"]
 
 Use = Literal["call", "method", "remote", "context", "chain", "side by side"]
 """How a function is used.
@@ -211,6 +211,10 @@ GRADIENTS: Final = (
     Shape("100 in a row", "mul", _leaves, use="chain", count=100, flavours=("async",)),
     Shape("100 side by side", "mul", _leaves, use="side by side", count=100, flavours=("async",)),
 )
+
+SPREAD: Final = ("an int", "a text", "dict of lists, text, floats", "16-float tensor", "16-float numpy array")
+"""Calls with one small argument, which are compared with the one that has none."""
+SPREAD_AT_MOST: Final = 2.0
 
 FAMILIES: Final = (
     Family("call", 6, 10, CALLS, at_once=12, of_floor=1.6),

@@ -10,7 +10,7 @@ import pytest
 
 from arpc.bench.floor import floor_arguments
 from arpc.bench.rows import shapes
-from arpc.bench.shapes import BY_NAME, FAMILIES, Shape
+from arpc.bench.shapes import BY_NAME, FAMILIES, SPREAD, Shape
 from arpc.bench.targets import TARGETS
 
 
@@ -52,3 +52,11 @@ def test_the_floor_takes_every_payload(name: str) -> None:
     positional, keywords = sent[1]
     BY_NAME[name].called("def")(*positional, **keywords)
     assert len(positional) == len(BY_NAME[name].arguments())
+
+
+def test_one_small_argument_is_compared_with_none() -> None:
+    judged = {target.row: target.at_most for target in TARGETS}
+    for row in shapes.spread():
+        assert judged[row.key] == 2
+        assert row.cells["floor"].system == row.cells["arpc"].system
+    assert all(f"call/{name}" in BY_NAME for name in SPREAD)

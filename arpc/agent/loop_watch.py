@@ -7,7 +7,6 @@ nothing of that shows where it happens. The loop pays for a timer twice a second
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 import time
 import weakref
@@ -16,6 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from arpc.log import get_logger
+from arpc.private.interpreter import frames_of_threads
 
 __all__ = ["LoopWatch", "unwatch_loop", "watch_loop"]
 
@@ -57,7 +57,7 @@ class LoopWatch:
         seen_s = self._seen_s
         if time.monotonic() - seen_s < self._limit_s + self._interval_s or seen_s == told_s:
             return told_s
-        frame = sys._current_frames().get(self._thread_id)  # noqa: SLF001 - the only way to see another thread
+        frame = frames_of_threads().get(self._thread_id)
         if frame is None or (found := _blocking(frame)) is None:
             return told_s
         handler, place = found

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from arpc.errors import AutogradError
+from arpc.private import torch as private
 
 __all__ = [
     "ANCHOR",
@@ -32,7 +33,7 @@ __all__ = [
     "run_backward",
 ]
 
-run_backward: Final = torch.autograd.Variable._execution_engine.run_backward  # noqa: SLF001 - autograd.grad's own
+run_backward: Final = private.run_backward
 SEND_NAME: Final = "torch::distributed::autograd::SendRpcBackward"
 
 edge_into: Final[Callable[[tuple[Any, int, None]], GradientEdge]] = partial(tuple.__new__, GradientEdge)
@@ -93,7 +94,7 @@ _SendRpc: Any = type(
 )
 _PLAIN: Final = frozenset((Tensor, Parameter))
 # The node that torch uses for `once_differentiable`: it must not be run either, and is the cheapest node there is
-_delayed_error: Final[Any] = torch._C._functions.DelayedError  # noqa: SLF001
+_delayed_error: Final[Any] = private.DelayedError
 _FEW: Final = 16
 _delayed_errors: Final = tuple(_delayed_error("a send node was run", 1 + count) for count in range(_FEW))
 

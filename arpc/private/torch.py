@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from math import prod
+from operator import attrgetter, methodcaller
 from typing import Any, Final
 
 import torch
@@ -19,9 +20,12 @@ from torch.nn import Parameter
 from arpc.private.switch import PUBLIC_ONLY
 
 __all__ = [
+    "DelayedError",
+    "backward_hooks",
     "build_event_tree",
     "compiled_unit",
     "create_store",
+    "current_engine_run",
     "dynamic_setting",
     "fits_like",
     "fits_nothing",
@@ -33,8 +37,12 @@ __all__ = [
     "operator_named",
     "overload_name",
     "packet_name",
+    "post_accumulate_hooks",
     "private_apis",
     "rebuild_nested",
+    "run_backward",
+    "sequence_number",
+    "set_sequence_number",
     "without_torch_dispatch",
 ]
 
@@ -189,3 +197,32 @@ def build_event_tree(events: Any) -> None:
 def create_store(options: Any, rank: int) -> Any:
     """The store of an ``init_method`` for a group whose size is not known, as torch's own ``init_rpc`` opens it."""
     return torch.distributed._create_store_from_options(options, rank)  # type: ignore[no-untyped-call, attr-defined]
+
+
+# -- autograd, likewise without a public way: `arpc.autograd.engine.pausing` tries on a small graph whether it works
+
+run_backward: Final[Callable[..., Any]] = torch.autograd.Variable._execution_engine.run_backward
+"""What ``torch.autograd.grad`` and ``backward`` call."""
+
+DelayedError: Final[Any] = torch._C._functions.DelayedError
+"""Makes nodes of a graph that raise an error when they are run backwards."""
+
+backward_hooks: Final = attrgetter("_backward_hooks")
+"""The hooks of a tensor that see its gradient, by their number; None if there are none."""
+
+post_accumulate_hooks: Final = attrgetter("_post_accumulate_grad_hooks")
+"""The hooks of a leaf that run after its gradient was accumulated, by their number; None if there are none."""
+
+sequence_number: Final = methodcaller("_sequence_nr")
+"""The place of a node in the order in which the engine runs those that are ready: the highest number first."""
+
+
+def set_sequence_number(node: Any, number: int) -> None:
+    """Move a node in the order of the engine."""
+    node._set_sequence_nr(number)
+
+
+def current_engine_run() -> int:
+    """The number of the engine's run that this thread is in, -1 outside of any."""
+    run: int = torch._C._current_graph_task_id()
+    return run

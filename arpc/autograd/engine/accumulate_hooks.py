@@ -21,6 +21,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from arpc.autograd.engine.leaf_gradients import LeafGradients
 from arpc.autograd.nodes import SCALAR, run_backward
 from arpc.errors import AutogradError
+from arpc.private.torch import backward_hooks, post_accumulate_hooks
 
 __all__ = ["accumulate_with_hooks", "has_accumulate_hooks", "has_node_hooks", "heed_accumulate_hooks"]
 
@@ -71,7 +72,7 @@ def heed_accumulate_hooks(parameters: Iterable[Tensor]) -> None:
 def has_accumulate_hooks(_: Any, leaf: Any) -> bool:
     """Whether hooks at the accumulation of a leaf's gradient are to run."""
     # `data`: how many there are, without asking which of them are still alive
-    return bool(leaf._post_accumulate_grad_hooks or (_groups.data and leaf in _groups))  # noqa: SLF001
+    return bool(post_accumulate_hooks(leaf) or (_groups.data and leaf in _groups))
 
 
 def has_node_hooks(node: Any, leaf: Any) -> bool:
@@ -116,7 +117,7 @@ def _accumulate_apart(
     all_leaves = [*leaves, *others]
     before = [leaf.grad for leaf in all_leaves]
     # their own hooks have had a look at these gradients already
-    silenced = [(hooks, dict(hooks)) for leaf in leaves if (hooks := leaf._backward_hooks)]  # noqa: SLF001
+    silenced = [(hooks, dict(hooks)) for leaf in leaves if (hooks := backward_hooks(leaf))]
     try:
         for leaf in all_leaves:
             leaf.grad = None

@@ -32,6 +32,7 @@ from arpc.autograd.nodes import (
 from arpc.autograd.passes.plan import Edge, Planner, Region, Send
 from arpc.autograd.passes.protocol import Run
 from arpc.errors import AutogradError
+from arpc.private.torch import current_engine_run, sequence_number, set_sequence_number
 
 __all__ = ["Border", "check_pausing", "find_border", "run_up_to"]
 
@@ -53,7 +54,7 @@ class PauseSignal(BaseException):
 
 def _current_run() -> int:
     """Within a node or a hook: which call of the engine runs it. Others may be under way in other threads."""
-    run: int = torch._C._current_graph_task_id()  # noqa: SLF001 - as in torch's own hooks over several tensors
+    run: int = current_engine_run()
     return run
 
 
@@ -85,9 +86,9 @@ def find_border(run: Run, owners: Mapping[Any, Region]) -> Border:
             continue
         if kind is _recv_class:
             continue
-        if node._sequence_nr() == 0:  # noqa: SLF001 - the engine's own order
+        if sequence_number(node) == 0:
             # The very first node of a thread is as low in the engine's queue as a barrier
-            node._set_sequence_nr(1)  # noqa: SLF001
+            set_sequence_number(node, 1)
         caught: list[tuple[int, Edge]] = []
         for place, edge in enumerate(node.next_functions):
             child = edge[0]
@@ -119,7 +120,7 @@ def run_up_to(
         assert send is not None  # no send leads into the region of the roots
         barriers[send.node] = None
     for barrier in barriers:
-        barrier._set_sequence_nr(0)  # noqa: SLF001 - last in the engine's queue
+        set_sequence_number(barrier, 0)  # last in the engine's queue
         handles.append(barrier.register_prehook(_pause))
     at_targets: list[tuple[Edge, Tensor]] = []
     roots: list[Any] = []

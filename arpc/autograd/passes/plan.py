@@ -18,6 +18,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from arpc.autograd.nodes import LeafNode, RecvNode, RecvRecord
+from arpc.private.torch import backward_hooks
 
 __all__ = ["Edge", "Plan", "Planner", "Region", "Send"]
 
@@ -209,7 +210,7 @@ class Planner:
             return False
         if self._has_accumulate_hooks(node, leaf):
             self._accumulated[node] = leaf
-        if leaf._backward_hooks:  # noqa: SLF001 - torch has no other way to ask
+        if backward_hooks(leaf):
             return False
         self._leaves[node] = leaf
         return True

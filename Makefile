@@ -84,6 +84,7 @@ wheel: $(installed) ## build the distributions and try the wheel in an environme
 docs: $(installed) ## build the pages into build/site
 	$(python) -m pip install --quiet $(INSTALL_ARGS) -c constraints.txt -e '.[docs]'
 	$(python) -m mkdocs build --strict --config-file scripts/mkdocs.yml
+	$(python) -m scripts.check_links build/site
 
 format: $(installed) ## format the code and apply the safe fixes
 	$(python) -m ruff check --fix-only .

@@ -13,8 +13,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_two_counts_of_a_call_agree() -> None:
-    first, second = [bytecodes.run("call/no arguments", "async") for _ in range(2)]
-    assert first == second
+    runs = [bytecodes.run("call/no arguments", "async") for _ in range(2)]
+    first, second = [{(each.name, each.place): each.bytecodes for each in counted} for counted in runs]
+    assert first == pytest.approx(second, abs=1)  # a call that begins in a new tick of the clock does a little more
 
 
 def test_caller_callee_and_the_function_are_counted() -> None:

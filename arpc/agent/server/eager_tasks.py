@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
+from types import CoroutineType
 from types import coroutine as generator_coroutine
 from typing import Any, Final, Protocol
 
@@ -267,6 +268,9 @@ class EagerTasks:
             self._more()
 
     async def _finish(self, job: Job, waits_for: Any, coroutine: Any) -> None:
+        if job.task is not None and type(coroutine) is CoroutineType:
+            # `python -m asyncio ps` sees frames of the Task, and none of the coroutine that is stepped by hand
+            job.task.set_name(coroutine.__qualname__)
         try:
             result = await _drive(job, waits_for, coroutine)
         except BaseException as error:  # noqa: BLE001 - thrown in by the Task, for the coroutine

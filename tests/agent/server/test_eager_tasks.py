@@ -55,6 +55,20 @@ async def stays_the_same() -> bool:
     return asyncio.current_task() is before
 
 
+async def name_after_a_wait() -> str:
+    task = asyncio.current_task()
+    assert task is not None
+    await asyncio.sleep(0)
+    return task.get_name()
+
+
+@pytest.mark.parametrize("is_warm", [True, False])
+async def test_the_task_of_a_handler_that_waits_has_its_name(pair, is_warm):
+    if is_warm:
+        await warm_up(pair)  # an idle task is there: the handler begins on behalf of it
+    assert await pair[0].rpc_sync("worker1", name_after_a_wait) == "name_after_a_wait"
+
+
 async def test_concurrent_handlers_have_tasks_of_their_own(pair):
     await warm_up(pair)
     tasks = await asyncio.gather(*(pair[0].rpc_sync("worker1", number_of_the_task) for _ in range(40)))

@@ -82,7 +82,7 @@ async def compare(trainers: list[str], steps: int, lock: bool) -> Result:
             for name, share in zip(trainers, shares, strict=True)
         ]
         while not all(one.done() for one in training):
-            await asyncio.wait(training, timeout=0.5)
+            await asyncio.wait(training, timeout=0.1)
             losses.append(await look())
             print(f"{way}   loss {losses[-1]:.4f}", flush=True)
     return Result(losses, time.perf_counter() - started)

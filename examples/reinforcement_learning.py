@@ -195,7 +195,7 @@ def draw(lengths: list[float], environment: str, path: Path) -> None:
         title=f"A pole on a cart, balanced by many actors and one learner ({environment})",
         xlabel="updates of the policy",
         ylabel=f"steps until it falls, {LONGEST} at most",
-        ylim=(0, LONGEST),
+        ylim=(0, 1.05 * LONGEST),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

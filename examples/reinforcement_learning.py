@@ -153,7 +153,7 @@ class Learner:
         gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
         loss = -(gain * alive).sum() / alive.sum()
         self.optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         return alive.sum(dim=0).mean().item()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -57,6 +57,20 @@ class WorkerStart:
 
     def __await__(self) -> Generator[Any, None, Worker]:
         return self._start().__await__()
+
+    if not TYPE_CHECKING:  # a type checker says so before
+
+        def __enter__(self) -> NoReturn:
+            raise TypeError("a worker starts on the event loop: use `async with arpc.init_rpc(...)`")
+
+        def __exit__(self, *_: object) -> None:
+            pass  # Python looks for it before it enters
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"the worker has not started, and has no {name!r} yet: write `worker = await arpc.init_rpc(...)`, or "
+                f"`async with arpc.init_rpc(...) as worker:`"
+            )
 
     async def __aenter__(self) -> Worker:
         self._worker = await self

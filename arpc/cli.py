@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from arpc._version import __version__
-from arpc.commands import bench, certs, launch, stack, top, trace
+from arpc.commands import bench, certs, launch, ps, stack, top, trace
+from arpc.commands.fish_completion import fish_completion
 from arpc.extras import install_command
 
 __all__ = ["COMMANDS", "Command", "main"]
@@ -48,6 +49,7 @@ COMMANDS: Final = (
         certs.add_arguments,
         certs.run,
     ),
+    Command("ps", "list the groups of this user that run on this host", ps.add_arguments, ps.run),
     Command("top", "watch a running group: its workers, calls, connections and RRefs", top.add_arguments, top.run),
     Command(
         "stack",
@@ -74,6 +76,9 @@ class _PrintCompletion(argparse.Action):
         values: str | Sequence[object] | None,
         option_string: str | None = None,
     ) -> None:
+        if values == "fish":
+            print(fish_completion(parser))  # noqa: T201 - that is what it is for
+            parser.exit()
         try:
             import shtab
         except ImportError:
@@ -88,9 +93,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"arpc {__version__}")
     parser.add_argument(
         "--print-completion",
-        choices=("bash", "zsh", "tcsh"),
+        choices=("bash", "zsh", "tcsh", "fish"),
         action=_PrintCompletion,
-        help="print what makes the shell complete commands and options; takes shtab",
+        help="print what makes the shell complete commands and options; takes shtab, but for fish",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in COMMANDS:

@@ -15,6 +15,7 @@ from torch import Tensor
 from arpc.agent.agent import Agent
 from arpc.agent.client.future import Future
 from arpc.agent.client.streams import Stream
+from arpc.agent.loop_watch import unwatch_loop
 from arpc.agent.membership_watch import MembershipWatch
 from arpc.agent.peers.peer import PeerState
 from arpc.agent.scope import current_scope, find_scope, is_forked, worker_ended
@@ -472,6 +473,7 @@ class Worker:
 
     async def _close(self, *, graceful: bool) -> None:
         worker_ended(self, self.agent.loop)
+        unwatch_loop(self)
         self.lookout.close()
         if self.attach_file is not None:
             self.attach_file.remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import sys
 import time
@@ -17,6 +18,7 @@ import msgspec
 from arpc.agent.agent import Agent
 from arpc.agent.hooks.context_propagation import ContextPropagation
 from arpc.agent.hooks.device_placement import Placement, find_backends
+from arpc.agent.loop_watch import watch_loop
 from arpc.agent.membership_watch import MembershipWatch
 from arpc.agent.scope import WorkerScope, current_scope, worker_began
 from arpc.autograd.service import AutogradService
@@ -197,7 +199,8 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
         lookout.start()
         if options.http:
             worker.http = await context.run(_serve_http, options, metrics)
-        worker.attach_file = AttachFile.write(worker.info, listening, worker.http_address, options, time.time())
+        place = _meeting_place(init_method, is_given=store is not None)
+        worker.attach_file = AttachFile.write(worker.info, listening, worker.http_address, options, time.time(), place)
     except BaseException as error:
         if worker.http is not None:
             await worker.http.aclose()
@@ -209,6 +212,7 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
         raise
     _tune_process(options, agent.loop)
     worker_began(worker, agent.loop)
+    watch_loop(worker)
     return worker
 
 
@@ -239,6 +243,15 @@ async def _record_trace(worker: Worker, seconds: float, form: str) -> bytes:
     """What the group does for some time, for those who look from outside."""
     trace = await record_group(worker, seconds)
     return trace.as_html().encode() if form == "html" else msgspec.json.encode(trace.as_chrome_trace())
+
+
+def _meeting_place(init_method: str, *, is_given: bool) -> str:
+    """Where a group meets, in words that are the same for all of its workers on a host."""
+    if is_given:
+        return f"of process {os.getpid()}"
+    if init_method == "env://":
+        return f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    return init_method.removeprefix("tcp://").partition("?")[0]
 
 
 async def _meet_members(rendezvous: Rendezvous, record: WorkerRecord, agent: Agent) -> None:

@@ -98,7 +98,7 @@ def table(kept: dict[str, Any]) -> str:
     """The Markdown between the two markers of the README."""
     rows = kept["rows"]
     lines = [
-        "| two processes on one host, one CPU each | arpc | torch.distributed.rpc | arpc is faster by |",
+        "| two processes on one host, one CPU each | arpc | torch.distributed.rpc | speed-up |",
         "| --- | --- | --- | --- |",
     ]
     for key, label in SHOWN.items():
@@ -111,15 +111,15 @@ def table(kept: dict[str, Any]) -> str:
     lines += [
         "",
         (
-            f"Over all {len(ratios)} shapes of calls that the bench measures, arpc is {ratios[worst]:.1f} to"
-            f" {max(ratios.values()):.0f} times as fast, {statistics.median(ratios.values()):.0f} times in the median."
-            f" The worst one is *{without_placement(rows[worst]['title'])}*."
+            f"The bench measures {len(ratios)} kinds of calls. arpc is {ratios[worst]:.1f} to"
+            f" {max(ratios.values()):.0f} times as fast as torch, and {statistics.median(ratios.values()):.0f} times"
+            f" in the median. It is slowest, compared with torch, at *{without_placement(rows[worst]['title'])}*."
         ),
         "",
         (
             f"Measured by `make figures` at commit {kept['commit']}, {kept['rounds']} rounds, on {machine['cpus']} CPUs"
-            f" ({machine['cpu']}), Python {machine['python']}, torch {machine['versions']['torch']}. torch has three"
-            " worker threads, which suits it best, and is not pinned."
+            f" ({machine['cpu']}), Python {machine['python']}, torch {machine['versions']['torch']}. torch runs with"
+            " three worker threads, its fastest setting, and may use both CPUs."
         ),
     ]
     if is_disturbed(kept):
@@ -241,9 +241,7 @@ def _draw_shapes(axes: Axes, kept: dict[str, Any]) -> None:
     ticks = [tick for tick in TICKS if tick <= max(ratios.values())]
     axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
     axes.set_xticks([], minor=True)
-    axes.set_title(
-        f"{len(ratios)} shapes of calls, against torch.distributed.rpc", size=10.5, weight="bold", loc="left"
-    )
+    axes.set_title(f"{len(ratios)} kinds of calls, against torch.distributed.rpc", size=10.5, weight="bold", loc="left")
     axes.grid(visible=True, axis="x", color=FAINT, lw=0.6)
     _strip(axes)
 

@@ -88,7 +88,7 @@ def test_a_command_returns_the_exit_status(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.splitlines() == ["peers/call", "peers/rate", "peers/send"]
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh", "fish"])
 def test_shells_complete_commands_and_options(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         cli.main(["--print-completion", shell])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Coroutine, Sequence
 from contextvars import Token
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
@@ -46,6 +46,14 @@ class context:  # noqa: N801 - used like a function, as torch's own
     _service: AutogradService | None = None
     _context_id = -1
     _token: Token[int | None] | None = None
+
+    if not TYPE_CHECKING:  # a type checker says so before
+
+        def __enter__(self) -> NoReturn:
+            raise TypeError("it takes other workers to begin and to end it: use `async with arpc.autograd.context()`")
+
+        def __exit__(self, *_: object) -> None:
+            pass  # Python looks for it before it enters
 
     async def __aenter__(self) -> int:
         service = _service()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -86,6 +87,14 @@ def choose(workers: list[Attachable], name: str | None, pid: int | None) -> Atta
     raise ConfigurationError(f"no such worker on this host; there are {known}")
 
 
+def several(taken: Attachable, groups: int) -> str:
+    """What somebody is told who did not say which of several groups is meant."""
+    return (
+        f"{groups} groups run on this host. This is the newest, of worker {taken.name!r} (process {taken.pid}), which "
+        f"met at {taken.group}: `arpc ps` lists them all, and --worker or --pid chooses another"
+    )
+
+
 @asynccontextmanager
 async def attach(arguments: argparse.Namespace) -> AsyncIterator[Attachment]:
     """A group, as the arguments name it."""
@@ -93,7 +102,11 @@ async def attach(arguments: argparse.Namespace) -> AsyncIterator[Attachment]:
     secret_file: Path | None = arguments.secret_file
     options = RpcOptions()
     if address is None:
-        found = choose(attachable(), arguments.worker, arguments.pid)
+        workers = attachable()
+        found = choose(workers, arguments.worker, arguments.pid)
+        groups = len({one.group for one in workers})
+        if groups > 1 and arguments.worker is None and arguments.pid is None:
+            sys.stderr.write(several(found, groups) + "\n")
         address = min(found.addresses, key=lambda one: not one.startswith("unix://"))
         if secret_file is None and options.secret is None and found.secret_file is not None:
             secret_file = Path(found.secret_file)

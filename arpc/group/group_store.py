@@ -334,12 +334,13 @@ class GroupStore:
     async def run(self, function: Callable[[KeyValues], T], *, limit_s: float | None = None) -> T:
         """Work on the store in its thread. `RendezvousError` if the store fails or does not answer in time."""
         limit_s = limit_s or OPERATION_LIMIT_S
+        key_values, access = self._key_values, self.access
         try:
-            return await self._thread.run(partial(function, self._key_values), limit_s=limit_s)
+            return await self._thread.run(partial(function, key_values), limit_s=limit_s)
         except TimeoutError:
-            self.give_up_nowait()
+            key_values.is_lost = True  # await hazard: another store may have been found since
             raise RendezvousError(
-                f"the store {self.access.description} has not answered for {limit_s:g} s: "
+                f"the store {access.description} has not answered for {limit_s:g} s: "
                 "its host is stopped, or cannot be reached any more"
             ) from None
 
@@ -357,10 +358,6 @@ class GroupStore:
             await asyncio.sleep(min(delay_s, remaining_s))
             delay_s = min(delay_s * 1.5, longest_delay_s)
         return found
-
-    def give_up_nowait(self) -> None:
-        """Count the store as lost, whatever it says; `reopen` may find another."""
-        self._key_values.is_lost = True
 
     async def reopen(self, deadline: float) -> bool:
         """Go again to where the lost store was, and wait for one; False if this kind of store has no other to find."""

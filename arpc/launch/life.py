@@ -131,6 +131,8 @@ class GroupLife:
         """How often the group, or a worker of an elastic one, was started again."""
         self.alive: set[int] = set()
         self.failure: Failure | None = None
+        self.restarted_for: Failure | None = None
+        """Why the group was started again, the last time."""
         """The one that ends, or has ended, this incarnation."""
         self._size = size
         self._max_restarts = max_restarts
@@ -196,7 +198,7 @@ class GroupLife:
 
     def _begin(self) -> list[Decision]:
         self._phase = _Phase.RUNNING
-        self.failure = None
+        self.restarted_for, self.failure = self.failure, None
         self.alive = set(range(self._size))
         return [Start(self.incarnation)]
 

@@ -14,8 +14,20 @@ from pathlib import Path
 from typing import Any, Final, TextIO, TypeAlias, TypeVar, assert_never, overload
 
 from arpc.errors import ConfigurationError, LaunchError
+from arpc.launch.breakpoints import HOOK
 from arpc.launch.keeping import Exited, Keeper, KeeperLost, News, NotForked, Started
-from arpc.launch.life import Arm, Decision, Ended, GroupLife, Kill, Outcome, Restart, Start, Terminate, describe_exit
+from arpc.launch.life import (
+    Arm,
+    Decision,
+    Ended,
+    GroupLife,
+    Kill,
+    Outcome,
+    Restart,
+    Start,
+    Terminate,
+    describe_exit,
+)
 from arpc.launch.meeting import StoreServer, answers, write_secret
 from arpc.launch.output import LineSplitter, Screen, Stream, Tail, lost_another, reading
 from arpc.launch.plan import Group, Meeting, Slot, as_group, check_environment, environment_of
@@ -235,6 +247,7 @@ class LocalGroup:
         environment = {
             **extend_path(os.environ),
             **environment_of(slot, meeting, os.environ),
+            "PYTHONBREAKPOINT": os.environ.get("PYTHONBREAKPOINT", HOOK),
             **self._settings.environment,
         }
         if self._settings.http is not None and slot.rank == 0:
@@ -287,7 +300,13 @@ class LocalGroup:
         self._server = self._serving = None
 
     def _say_restart(self, incarnation: int) -> None:
-        self._screen.say(f"starting the group again ({incarnation} of {self._settings.max_restarts})")
+        reason = ""
+        failure = self.life.restarted_for
+        if failure is not None:
+            slot = self._slots[failure.rank]
+            last = self.tails[slot.rank].traceback.rpartition("\n")[2]
+            reason = f"worker {slot.name!r} {describe_exit(failure.exit_code)}{f' ({last})' if last else ''}: "
+        self._screen.say(f"{reason}starting the group again ({incarnation} of {self._settings.max_restarts})")
 
     async def _tick(self) -> None:
         while True:

@@ -54,6 +54,18 @@ def _engine() -> Any:
     return engine
 
 
+def check_room(engine: Any, workers: int, resources: Mapping[str, float]) -> None:
+    """Raise `LaunchError` at once for what the whole cluster does not have, even when nothing else runs there."""
+    there = engine.cluster_resources()
+    missing = [
+        f"{workers * amount:g} {name} ({workers} x {amount:g}), and the cluster has {there.get(name, 0):g}"
+        for name, amount in resources.items()
+        if workers * amount > there.get(name, 0)
+    ]
+    if missing:
+        raise LaunchError(f"{workers} workers do not fit into this Ray cluster: they take {'; '.join(missing)}")
+
+
 class RayGroup:
     """Carries out what `GroupLife` decides with actors: one launch, from its start to its end."""
 
@@ -85,6 +97,7 @@ class RayGroup:
 
         self._environment = dict(environment)
         self._http = http
+        check_room(engine, len(self._slots), resources)
         place = placement_group([dict(resources) for _ in self._slots], strategy=strategy)
         try:
             await self._wait_for_room(place, resources)

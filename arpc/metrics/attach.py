@@ -38,6 +38,8 @@ class Attachable(msgspec.Struct, frozen=True):
     addresses: tuple[str, ...]
     http: str | None = None
     secret_file: str | None = None
+    group: str = "?"
+    """Where its group meets, which tells one group of this host from another."""
 
 
 class AttachFile:
@@ -48,7 +50,13 @@ class AttachFile:
 
     @classmethod
     def write(
-        cls, info: WorkerInfo, addresses: Iterable[str], http: str | None, options: RpcOptions, now_s: float
+        cls,
+        info: WorkerInfo,
+        addresses: Iterable[str],
+        http: str | None,
+        options: RpcOptions,
+        now_s: float,
+        group: str = "?",
     ) -> AttachFile | None:
         """None where it cannot be, or nobody could come by the addresses: nothing but looking needs it."""
         reachable = tuple(address for address in addresses if address.startswith(("unix://", "tcp://")))
@@ -56,9 +64,8 @@ class AttachFile:
             return None
         # the secret may have been given in another way, although there is such a file
         named = os.environ.get("ARPC_SECRET_FILE") if not os.environ.get("ARPC_SECRET") else None
-        found = Attachable(
-            info.name, info.id, os.getpid(), now_s, reachable, http, named if options.secret is not None else None
-        )
+        secret_file = named if options.secret is not None else None
+        found = Attachable(info.name, info.id, os.getpid(), now_s, reachable, http, secret_file, group)
         try:
             content = msgspec.json.encode(found)
             directory = socket_directory()

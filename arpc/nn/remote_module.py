@@ -79,7 +79,7 @@ class RemoteModule(RefusingModule, Generic[M_co]):
         *,
         timeout: float | Unset = UNSET,
     ) -> None:
-        if not callable(module_cls):
+        if isinstance(module_cls, nn.Module) or not callable(module_cls):
             raise ConfigurationError(
                 f"a RemoteModule is made of a class, or of a function that returns a module, not of {module_cls!r}"
             )

@@ -6,7 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.errors import CallError, ProfilerError, ShutdownError, UnknownWorkerError
@@ -65,6 +65,14 @@ class profile:  # noqa: N801 - used like a function, as torch's own
         self._trace: Trace | None = None
 
     # -- the block
+
+    if not TYPE_CHECKING:  # a type checker says so before
+
+        def __enter__(self) -> NoReturn:
+            raise TypeError("it takes other workers to begin and to end it: use `async with arpc.profiler.profile()`")
+
+        def __exit__(self, *_: object) -> None:
+            pass  # Python looks for it before it enters
 
     async def __aenter__(self) -> Self:
         if self._tracer is not None:

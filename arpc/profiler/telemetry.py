@@ -16,7 +16,6 @@ from arpc.agent.agent import Agent
 from arpc.agent.hooks.observers import Handling, Kind, Observer, Outcome, Outgoing
 from arpc.errors import ConfigurationError
 from arpc.extras import install_command
-from arpc.profiler.keys import call_key
 from arpc.user_errors import is_a, summary_of
 
 __all__ = ["Telemetry", "TraceContextRelay", "is_configured"]
@@ -82,7 +81,7 @@ class Telemetry(Observer):
         if request.kind is Kind.CONTROL:
             return
         span = self._spans[request] = self._tracer.start_span(
-            call_key(request, self._agent.info.name),
+            request.function,  # few names, however many workers there are: who called whom is in the attributes
             kind=self._trace.SpanKind.CLIENT,
             attributes=self._attributes(request),
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import traceback
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from functools import partial
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Final, Generic, NoReturn, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Self, TypeVar, cast
 
 from arpc.agent.client.future import Future
 from arpc.agent.client.streams import Stream
@@ -157,6 +158,41 @@ class RRef(Generic[T_co]):
         if self._use is None:
             return f"OwnerRRef({GloballyUniqueId.from_int(self._rref)})"
         return str(self._use)
+
+    if not TYPE_CHECKING:  # a type checker says so before
+
+        def __getattr__(self, name: str) -> NoReturn:
+            # not only for people: copying, pickling and notebooks ask for what begins with an underscore
+            if name.startswith("_"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise AttributeError(
+                f"{self._summary} has no attribute {name!r}. The value is on worker {self.owner_name()!r}: call its "
+                f"method there with `await rref.rpc_sync().{name}(...)`, or fetch a copy with `(await rref).{name}`"
+            )
+
+    @property
+    def _summary(self) -> str:
+        """Class, owner and state, for people: ``RRef[Counter] on 'ps' (confirmed)``."""
+        known = self._known_type()
+        held = "" if known is None else f"[{name_of_class(known)}]"
+        return f"RRef{held} on {self.owner_name()!r} ({self._state()})"
+
+    def _state(self) -> str:
+        if self._is_released:
+            return "released"
+        if self.failure is not None:
+            return f"failed: {type(self.failure).__name__}"
+        if self._use is None:
+            return "owned here" if self._value is not None and self._value.is_ready else "being made"
+        return "confirmed" if self._use.is_confirmed else "pending"
+
+    def _repr_pretty_(self, printer: Any, _is_cycle: bool) -> None:
+        """How IPython shows it."""
+        printer.text(self._summary)
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows it."""
+        return f"<code>{html.escape(self._summary)}</code>"
 
     # -- the value
 

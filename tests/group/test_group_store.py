@@ -179,6 +179,27 @@ async def test_a_store_that_does_not_answer_counts_as_lost(monkeypatch, caplog):
     assert not thread.is_alive(), "it ends as soon as the call comes back"
 
 
+async def test_a_step_on_a_lost_store_that_ends_late_does_not_lose_the_next_one():
+    gate = threading.Event()
+    following = KeyValues(HashStore(), "the next store")
+
+    async def reopen(_: float) -> tuple[KeyValues, Access]:
+        return following, Access("the next store")
+
+    first = KeyValues(HashStore(), "the store")
+    group = GroupStore(first, Access("the store"), rank=None, world_size=None, reopen=reopen)
+    reopening = asyncio.create_task(group.reopen(float("inf")))
+    await asyncio.sleep(0)
+    late = asyncio.create_task(group.run(lambda _: gate.wait(60), limit_s=0.2))
+    assert await reopening
+    with pytest.raises(RendezvousError, match="the store the store has not answered"):
+        await late
+    gate.set()
+    assert not group.is_lost
+    assert await group.run(lambda kv: kv.peek("anything")) is None
+    await group.aclose()
+
+
 async def test_an_error_of_the_work_itself_is_raised_as_it_is():
     group = wrap(HashStore())
     with pytest.raises(ZeroDivisionError):

@@ -213,7 +213,22 @@ async def test_a_failed_group_is_started_again_at_another_place(script: MakeScri
     assert launched.restarts == 2
     lines = [line.split() for line in launch.out.getvalue().splitlines() if line.startswith("[worker0]")]
     assert [line[1:3] for line in lines] == [["0", "0"], ["1", "1"], ["2", "2"]]
-    assert launch.err.getvalue().count("starting the group again") == 2
+    assert launch.err.getvalue().count("worker 'worker0' ended with exit code 1: starting the group again") == 2
+
+
+async def test_a_breakpoint_says_how_a_worker_can_be_debugged(script: MakeScript, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
+    launch = Launch(script("breakpoint()"), workers=1)
+    assert (await launch.fails()).exit_code == 1
+    assert "breakpoint() was called in worker 'worker0', which `arpc launch` started" in launch.err.getvalue()
+
+
+async def test_a_restart_says_what_a_worker_raised(script: MakeScript):
+    path = script("assert os.environ['ARPC_INCARNATION'] != '0', 'not at first'")
+    launch = Launch(path, workers=1, max_restarts=1)
+    await launch.result()
+    reason = "worker 'worker0' ended with exit code 1 (AssertionError: not at first): starting the group again (1 of 1)"
+    assert reason in launch.err.getvalue()
 
 
 async def test_a_worker_of_an_elastic_group_comes_back_to_the_others(script: MakeScript, tmp_path: Path):

@@ -360,5 +360,9 @@ class Caller:
             await asyncio.wait(self.deferred)
 
 
+# By which Python warns of a coroutine that nobody awaits: the name that people know
+Caller.call_and_wait.__qualname__ = "arpc.rpc_sync"
+
+
 def _ignore(_: object) -> None:
     """For callbacks whose result means nothing."""

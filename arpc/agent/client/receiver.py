@@ -78,7 +78,7 @@ class Receiver:
         if call.recipient.done():
             return
         try:
-            error = self.failure(link.peer.info, message, call.name)
+            error = self.failure(link.peer.info, message, call.name, call.timeout_ms / 1000)
         except Exception as reason:
             call.recipient.set_exception(SerializationError(f"the failure of {call.name} is malformed"))
             raise ProtocolError(f"a malformed failure: {text_of(reason)}") from reason
@@ -95,12 +95,12 @@ class Receiver:
             codec.reply_received(peer, codec.metadata(message), slots)
         return codec.content(message, slots, peer)
 
-    def failure(self, peer: WorkerInfo, message: Message, function: str) -> Exception:
+    def failure(self, peer: WorkerInfo, message: Message, function: str, timeout_s: float = 0.0) -> Exception:
         """The error in a failure. Raises `ProtocolError`, or whatever unpickling raises."""
         codec = self._codec
         self._enter_scope()
         slots = codec.slots(message)
-        return rebuild_failure(message.flags, message.pickle, slots, peer, function, codec.policy)
+        return rebuild_failure(message.flags, message.pickle, slots, peer, function, codec.policy, timeout_s)
 
     def _enter_scope(self) -> None:
         # For good: answers are read in a context of the loop's own, of a connection or of a single callback

@@ -220,8 +220,10 @@ class Sender:
         self, peer: Peer, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> tuple[bytes, list[Slot]]:
         if not callable(function):
-            hint = ": pass the function itself, not its call" if asyncio.iscoroutine(function) else ""
-            raise TypeError(f"function should be callable, and {type(function).__qualname__} is not{hint}")
+            raise TypeError(
+                f"function should be callable, and {type(function).__qualname__} is not: pass the function itself, "
+                f"not its call or its name, and its arguments as args=(...)"
+            )
         by_value, to = peer.main_by_value, peer.info
         try:
             return self._pickler.dumps((function, (args, kwargs) if kwargs else args), main_by_value=by_value, to=to)

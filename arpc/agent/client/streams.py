@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Self, TypeVar
 
 __all__ = ["ItemOrder", "Stream"]
 
@@ -104,6 +104,14 @@ class Stream(AsyncIterator[T], Generic[T]):
 
     def __aiter__(self) -> Self:
         return self
+
+    if not TYPE_CHECKING:  # a type checker says so before
+
+        def __iter__(self) -> NoReturn:
+            raise TypeError("the items of a stream come from another worker: use `async for item in arpc.stream(...)`")
+
+        def __await__(self) -> NoReturn:
+            raise TypeError("a stream is not awaited: use `async for item in arpc.stream(...)`")
 
     async def __anext__(self) -> T:
         while not self._items:

@@ -82,7 +82,7 @@ class _Incoming:
         self._connector.opened(connection, is_mine=False)
 
     def connection_lost(self, connection: Connection, error: Exception | None) -> None:
-        self._connector.lost(connection, error)
+        self._connector.lost(connection, error, is_mine=False)
 
 
 class _Outgoing(_Incoming):
@@ -90,6 +90,9 @@ class _Outgoing(_Incoming):
 
     def connection_opened(self, connection: Connection) -> None:
         self._connector.opened(connection, is_mine=True)
+
+    def connection_lost(self, connection: Connection, error: Exception | None) -> None:
+        self._connector.lost(connection, error, is_mine=True)
 
 
 class Connector:
@@ -231,14 +234,15 @@ class Connector:
         if self.agent.is_closing:
             connection.abort(WireError("this worker is shutting down"))
 
-    def lost(self, connection: Connection, error: Exception | None) -> None:
+    def lost(self, connection: Connection, error: Exception | None, *, is_mine: bool) -> None:
         self._lanes.lost(connection)
         link = self._links.pop(connection, None)
         if link is None:
-            self.refused += 1
-            level = logging.DEBUG if isinstance(error, Refused) else logging.WARNING
-            if error is not None and connection not in self.dialler.handshaking:
-                self._complaints.log(level, "a connection from %s was refused: %s", connection.address, error)
+            if not is_mine:  # the caller of this worker's own attempt hears of its end, or has given it up
+                self.refused += 1
+                level = logging.DEBUG if isinstance(error, Refused) else logging.WARNING
+                if error is not None:
+                    self._complaints.log(level, "a connection from %s was refused: %s", connection.address, error)
             return
         if isinstance(error, ProtocolError):
             name = link.peer.info.name

@@ -43,8 +43,6 @@ class Dialer:
         self.transports = dict(transports)
         self.host = ""
         """What this machine is called in records."""
-        self.handshaking: set[Connection] = set()
-        """Connections that this worker makes, until they have opened: who waits for one hears what becomes of it."""
         self._context = context
         self._make_receiver = make_receiver
         self._read_layout = read_layout
@@ -85,7 +83,14 @@ class Dialer:
 
     async def start(self, address: str, protocol: wire.Protocol) -> Connection:
         """A connection whose handshake has begun."""
-        return await self._context.run(self._start, address, protocol)
+        started = self._context.run(self._start, address, protocol)
+        try:
+            return await started
+        except asyncio.CancelledError:
+            # it may have been made in the very moment when it was given up
+            if started.done() and not started.cancelled() and started.exception() is None:
+                started.result().abort(_given_up())
+            raise
 
     def _start(self, address: str, protocol: wire.Protocol) -> asyncio.Task[Connection]:
         # a task, so that uvloop runs the connection's callbacks in this worker's context
@@ -95,7 +100,6 @@ class Dialer:
     async def open(self, address: str, protocol: wire.Protocol) -> Connection:
         """A connection that is open."""
         connection = await self.start(address, protocol)
-        self.handshaking.add(connection)
         try:
             await connection.wait_opened()
         except (OSError, WireError):
@@ -104,10 +108,8 @@ class Dialer:
             # One that has opened meanwhile carries calls: a loop that was busy may run the timer of the attempt
             # before it wakes who waits for the connection
             if not connection.is_open:
-                connection.abort(WireError("the attempt was given up"))
+                connection.abort(_given_up())
             raise
-        finally:
-            self.handshaking.discard(connection)
         return connection
 
     async def is_alive(self, record: WorkerRecord) -> bool:
@@ -129,6 +131,10 @@ class Dialer:
             except (OSError, ArpcError):
                 pass  # what counts is who was found before
         return record.incarnation in found
+
+
+def _given_up() -> WireError:
+    return WireError("the attempt was given up")
 
 
 def only(expected: WorkerRecord | Identity) -> Callable[[Identity], None]:

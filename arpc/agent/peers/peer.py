@@ -341,7 +341,9 @@ class Peer:
         if not call.recipient.done():
             was_sent = call.connection is not None
             where = "was sent to" if was_sent else "could not be sent to"
-            error = RpcTimeoutError(f"{call.name} {where} worker {self.info.name!r} and did not end within its timeout")
+            seconds = f" of {call.timeout_ms / 1000:g} s" if call.timeout_ms else ""
+            text = f"{call.name} {where} worker {self.info.name!r} and did not end within its timeout{seconds}"
+            error = RpcTimeoutError(text)
             call.recipient.set_exception(error if was_sent else not_run(error))
 
     # -- the connection

@@ -20,6 +20,7 @@ from arpc.agent.server.eager_tasks import EagerTasks
 from arpc.agent.server.functions import NAMING, Function, HandOver, Mode, Prompt
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.producer import Producer
+from arpc.agent.server.remote_exceptions import NOT_THERE
 from arpc.agent.server.replies import Replies
 from arpc.agent.server.reply_window import ReplyWindow, ResultSizes
 from arpc.agent.server.run import Creation, Run
@@ -427,7 +428,7 @@ class Dispatcher:
             functions[number] = error
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             made = SerializationError(
-                f"the function is not on worker {self.name!r}: {summary_of(error)}. "
+                f"{NOT_THERE}{self.name!r}: {summary_of(error)}. "
                 f"It must be importable there, or be passed as a lambda or closure, which travel by value"
             )
             made.__cause__ = error

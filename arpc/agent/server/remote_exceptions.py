@@ -17,6 +17,7 @@ from arpc.errors import (
     RemoteError,
     RemoteTraceback,
     RpcTimeoutError,
+    SerializationError,
     ShutdownError,
     WorkerLostError,
     not_run,
@@ -41,7 +42,10 @@ from arpc.wire.values.packing import Slot
 from arpc.wire.values.pickler import Pickler
 from arpc.wire.values.policy import Policy
 
-__all__ = ["describe_failure", "is_of_handler", "raisable", "rebuild_failure"]
+__all__ = ["NOT_THERE", "describe_failure", "is_of_handler", "raisable", "rebuild_failure"]
+
+NOT_THERE: Final = "the function is not on worker "
+"""How the error of a callee begins that does not have what it is to call."""
 
 _RUNTIME: Final = ("arpc.agent.", "arpc.rref.", "arpc.torchstate.")
 
@@ -93,6 +97,7 @@ def rebuild_failure(
     sender: WorkerInfo,
     function: str,
     policy: Policy,
+    timeout_s: float = 0.0,
 ) -> Exception:
     """The exception a caller sees. Raises `ProtocolError`, or what unpickling raises, if it is not one of ours."""
     worker = sender.name
@@ -100,7 +105,8 @@ def rebuild_failure(
     if not all(type(part) is str for part in (type_name, text, stack)):
         raise ProtocolError("a failure that is not described by texts")
     if kind == FailureKind.TIMEOUT:
-        text = f"{function} on worker {worker!r} ran past its deadline"
+        after = f" after {timeout_s:g} s" if timeout_s else ""
+        text = f"{function} on worker {worker!r} ran past its deadline{after}"
         return _caused(RpcTimeoutError(text), worker, stack, is_of_handler=False)
     if kind == FailureKind.CANCELLED:
         text = f"{function} was cancelled on worker {worker!r}"
@@ -121,10 +127,19 @@ def rebuild_failure(
         if is_a(error, Exception) and can_be_raised(error) and not is_a(error, _NOT_TO_BE_RAISED):
             # What it says of a call that the handler made says nothing of the call of the handler.
             set_may_have_run(error, may_have_run)
+            if not may_have_run and type(error) is SerializationError:
+                error = not_run(SerializationError(_naming(function, str(error))))
             return _caused(error, worker, stack)
     unknown = RemoteError(type_name, text, stack, worker)
     unknown.may_have_run = may_have_run
     return _caused(unknown, worker, stack)
+
+
+def _naming(function: str, text: str) -> str:
+    """What a callee says of a call that it could not read, and whose function it could not name."""
+    if text.startswith(NOT_THERE):
+        return f"{function} {text.removeprefix('the function ')}"
+    return text.replace("cannot unpack the call:", f"cannot unpack the call of {function}:", 1)
 
 
 def is_of_handler(error: BaseException) -> bool:

@@ -40,5 +40,4 @@ async def test_an_attempt_that_is_given_up_leaves_nothing():
         with pytest.raises(asyncio.CancelledError):
             await attempt
         assert not agent.connector.attempts.ids
-        assert not agent.connector.dialler.handshaking
         await assert_both_alive(group)

@@ -91,21 +91,27 @@ def test_every_plot_has_a_title_and_names_its_axes():
             assert len(re.findall(rf"\b{name}", source)) >= plots
 
 
-@pytest.mark.parametrize("environment", ["own", "gymnasium"])
-def test_the_pole_stays_up_longer(environment):
+@pytest.fixture
+def cart_pole():
+    """The example as a module, with one thread as it has: on a busy machine several wait for each other all the time."""
     spec = importlib.util.spec_from_file_location("reinforcement_learning", EXAMPLES / "reinforcement_learning.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    learner = example.Learner()
-    lengths = [learner.learn(example.play(environment, learner.weights, 16, seed)) for seed in range(15)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield example
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("environment", ["own", "gymnasium"])
+def test_the_pole_stays_up_longer(cart_pole, environment):
+    learner = cart_pole.Learner()
+    lengths = [learner.learn(cart_pole.play(environment, learner.weights, 16, seed)) for seed in range(15)]
     assert sum(lengths[-3:]) > 1.3 * sum(lengths[:3])
 
 
-def test_our_own_cart_pole_follows_the_rules_of_gymnasiums():
-    spec = importlib.util.spec_from_file_location("reinforcement_learning", EXAMPLES / "reinforcement_learning.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    theirs, ours = example.GymnasiumCartPole(4, 0), example.OwnCartPole(4, 0)
+def test_our_own_cart_pole_follows_the_rules_of_gymnasiums(cart_pole):
+    theirs, ours = cart_pole.GymnasiumCartPole(4, 0), cart_pole.OwnCartPole(4, 0)
     ours.state = theirs.look().clone()
     moves = torch.tensor([0, 1, 0, 1])
     for step in range(6):

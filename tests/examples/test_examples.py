@@ -93,7 +93,7 @@ def test_every_plot_has_a_title_and_names_its_axes():
 
 @pytest.fixture
 def cart_pole():
-    """The example as a module, with one thread as it has: on a busy machine several wait for each other all the time."""
+    """The example as a module, with one thread as it has: on a busy machine several wait for each other."""
     spec = importlib.util.spec_from_file_location("reinforcement_learning", EXAMPLES / "reinforcement_learning.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)

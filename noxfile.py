@@ -6,6 +6,7 @@ Which these are is read from pyproject.toml and constraints.txt. A Python that i
     make matrix                                               # everything
     make matrix MATRIX_ARGS="--list"                          # what there is
     make matrix MATRIX_ARGS="-k oldest -- tests/wire -x"      # a part of it; what follows -- is for pytest
+    make matrix MATRIX_ARGS="-s fallbacks"                    # what is installed, without undocumented APIs
 """
 
 from __future__ import annotations
@@ -33,6 +34,13 @@ nox.options.stop_on_first_error = False
 pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
 kept = [str(folder) for version in PYTHONS for folder in sorted(pyenv.glob(f"{version}.*/bin"), reverse=True)]
 os.environ["PATH"] = os.pathsep.join([*kept, os.environ.get("PATH", "")])
+
+
+@nox.session(venv_backend="none")
+def fallbacks(session: nox.Session) -> None:
+    """Run the tests without the undocumented APIs of asyncio and torch, in the environment that nox is installed in."""
+    environment = {"ARPC_PUBLIC_APIS": "1"}
+    session.run("python", "-m", "pytest", "--dist", "loadfile", *(session.posargs or ("-n", "2")), env=environment)
 
 
 @nox.session

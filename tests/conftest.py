@@ -14,6 +14,7 @@ import hypothesis
 import psutil
 import pytest
 
+from arpc.private.switch import PUBLIC_ONLY
 from tests import remains, timeouts
 
 # -- hypothesis -------------------------------------------------------------------------------------------------------
@@ -55,6 +56,13 @@ def pytest_asyncio_loop_factories(
 
 
 # -- hooks with a subject of their own ---------------------------------------------------------------------------------
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if PUBLIC_ONLY:
+        left_out = [item for item in items if item.get_closest_marker("private_apis") is not None]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_configure(config: pytest.Config) -> None:

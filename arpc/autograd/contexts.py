@@ -155,6 +155,8 @@ class Container:
         """Contexts that calls may be made in: those, and those that were left with an answer. See `rejoin`."""
         self.rejoined: Callable[[AutogradContext], None] = _ignore
         """Told of a context that this worker had left, and makes a call in again."""
+        self.leaves_unused = True
+        """Whether a context that nothing was recorded in is left with the answer to a call."""
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._failed_early: OrderedDict[int, frozenset[int]] = OrderedDict()
         self._told_early: OrderedDict[int, dict[int, dict[int, bool]]] = OrderedDict()
@@ -233,7 +235,8 @@ class Container:
         ``told``, whose calls these were, hears of that by the answer that is on its way.
         """
         if (
-            context.sends
+            not self.leaves_unused
+            or context.sends
             or context.recvs
             or context.calls_made
             or context.handlers_begun != context.handlers_answered

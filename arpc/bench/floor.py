@@ -24,10 +24,12 @@ import numpy as np
 import uvloop
 
 from arpc.bench import payloads
-from arpc.bench.asyncio_caller import AsyncioCaller, Call
+from arpc.bench.asyncio_caller import AsyncioCaller, Call, latency_figures
 from arpc.bench.crowd import crowd
 from arpc.bench.functions import FUNCTIONS
 from arpc.bench.meeting import leave_address, read_address
+from arpc.bench.shapes import BY_NAME, Shape
+from arpc.bench.systems import WARM_UP_SHARE, Measurement
 
 __all__ = ["Floor", "system"]
 
@@ -110,7 +112,10 @@ class Server(Messages):
 
     def message(self, call_id: int, content: Any, array: Array | None) -> None:
         name, arguments = content
-        if array is None:
+        if array is None and name in BY_NAME:
+            positional, keywords = arguments
+            self.send(call_id, BY_NAME[name].called("def")(*positional, **keywords))
+        elif array is None:
             self.send(call_id, FUNCTIONS["def"][name](*arguments))
         else:
             result = FUNCTIONS["def"][name](array)
@@ -146,6 +151,13 @@ class FloorCaller(AsyncioCaller):
         return partial(self._client.call, function, payloads.array_arguments(payload))
 
     prepare_started = prepare
+
+    async def shape(self, *, name: str, flavour: str, budget_s: float) -> Measurement:
+        """One call with the payload of a shape after another: ``p50_us``. Tensors travel as numpy arrays."""
+        shape = BY_NAME[name]
+        call = partial(self._client.call, name, floor_arguments(shape), None)
+        await self._one_by_one(call, budget_s * WARM_UP_SHARE)
+        return latency_figures(await self._one_by_one(call, budget_s))
 
     def prepare_to(self, peer: int) -> Call:
         return partial(self._clients[peer].call, "noop", ())
@@ -216,6 +228,19 @@ def _run_member(stay: Callable[[], None], place: Path, name: str) -> None:
         server.close()
 
     uvloop.run(serve())
+
+
+def floor_arguments(shape: Shape) -> tuple[object, ...]:
+    """Positional and keyword arguments of a shape, with a numpy array for each tensor."""
+    return _as_arrays(shape.arguments()), dict(shape.keywords)
+
+
+def _as_arrays(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_arrays(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_as_arrays(item) for item in value)
+    return value.numpy() if hasattr(value, "numpy") else value
 
 
 def freeze_imports() -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 from arpc.bench.functions import Flavour
 
-__all__ = ["BY_NAME", "FAMILIES", "Family", "Shape", "Use"]
+__all__ = ["BY_NAME", "FAMILIES", "SPREAD", "SPREAD_AT_MOST", "Family", "Shape", "Use"]
 
 Use = Literal["call", "method", "remote", "context", "chain", "side by side"]
 """How a function is used.
@@ -147,6 +147,8 @@ class Family:
     shapes: tuple[Shape, ...]
     at_once: float | None = None
     """The goal with 64 calls in flight, in calls a second; None where that is not measured."""
+    of_floor: float | None = None
+    """At most how many times the floor of the same payload a call may take; None where there is no such floor."""
 
 
 def _tensor(*sizes: int, requires_grad: bool = False) -> Any:
@@ -205,13 +207,18 @@ RREFS: Final = (
 GRADIENTS: Final = (
     Shape("context, nothing requires grad", "echo", lambda: (_tensor(16),), use="context"),
     *(Shape(f"{n} in a row", "mul", _leaves, use="chain", count=n) for n in (1, 2, 3, 5, 10)),
-    *(Shape(f"{n} side by side", "mul", _leaves, use="side by side", count=n) for n in (2, 10)),
+    *(Shape(f"{n} side by side", "mul", _leaves, use="side by side", count=n) for n in (2, 3, 5, 10)),
     Shape("100 in a row", "mul", _leaves, use="chain", count=100, flavours=("async",)),
+    Shape("100 side by side", "mul", _leaves, use="side by side", count=100, flavours=("async",)),
 )
 
+SPREAD: Final = ("an int", "a text", "dict of lists, text, floats", "16-float tensor", "16-float numpy array")
+"""Calls with one small argument, which are compared with the one that has none."""
+SPREAD_AT_MOST: Final = 2.0
+
 FAMILIES: Final = (
-    Family("call", 6, 10, CALLS, at_once=12),
-    Family("containers", 5, 5, CONTAINERS),
+    Family("call", 6, 10, CALLS, at_once=12, of_floor=1.6),
+    Family("containers", 5, 5, CONTAINERS, at_once=12),
     Family("rref", 5, 8, RREFS),
     Family("autograd", 3, 4, GRADIENTS),
 )

@@ -195,6 +195,11 @@ REGISTRY: Final[Mapping[str, Configuration]] = {
     "floor-unix": _FLOOR(
         about="a minimal uvloop protocol with C pickle and nothing else, unix socket", settings={"transport": "unix"}
     ),
+    "floor-apart": _FLOOR(
+        about="the minimal uvloop protocol with C pickle, unix socket, processes started apart",
+        settings={"transport": "unix"},
+        forks=False,
+    ),
     "floor-tcp": _FLOOR(about="the same over TCP", settings={"transport": "tcp"}),
     "raw-unix": _RAW(about="blocking sockets and nothing else, unix", settings={"transport": "unix"}),
     "raw-tcp": _RAW(about="the same over TCP", settings={"transport": "tcp"}),

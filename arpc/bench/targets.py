@@ -9,6 +9,7 @@ from typing import Final, Literal
 from arpc.bench.rounds import Results
 from arpc.bench.row import SUBJECT
 from arpc.bench.rows import shapes
+from arpc.bench.shapes import SPREAD_AT_MOST
 
 __all__ = ["TARGETS", "Target", "Verdict", "judge"]
 
@@ -126,4 +127,6 @@ TARGETS: Final[tuple[Target, ...]] = (
     Target("profiler off, tracing off: share of a small call", "profiler/off/share", "itself", at_most=0.02),
     Target("per-call cost with 64 workers, of that with 2", "workers/growth", "floor", at_most=1.25),
     *(Target(row.title, row.key, "torch", at_least=speedup) for row, speedup in shapes.goals()),
+    *(Target(row.title, row.key, "floor", at_most=times) for row, times in shapes.floors()),
+    *(Target(f"spread: {row.title}", row.key, "floor", at_most=SPREAD_AT_MOST) for row in shapes.spread()),
 )

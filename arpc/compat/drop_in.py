@@ -52,6 +52,7 @@ class DropIn:
         thread.call(self._set_up)
         worker.autograd.run_policy = ThreadsOnly()
         worker.autograd.has_accumulate_hooks = has_node_hooks
+        worker.autograd.container.leaves_unused = False  # in torch each worker that was called keeps it to its end
         self._process = os.getpid()
         atexit.register(self._leave)
         # a process that multiprocessing has forked runs none of those that are registered there

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from arpc import Worker
+from arpc.private.asyncio import ENTERS_TASKS
 from tests.agent.stage import echo, echo_later
 
 
@@ -55,7 +56,12 @@ async def assert_both_alive(group: Sequence[Worker]) -> None:
 
 
 async def warm_up(group: Sequence[Worker]) -> None:
-    """Have idle carriers ready at worker1, so that a handler's first step runs at once."""
+    """Let worker1 take the first step of the next handler at once, where it can do that."""
     for _ in range(3):
         await group[0].rpc_sync("worker1", echo_later)
-    await until(lambda: bool(group[1].agent.dispatcher.tasks.idle))
+    await until_ready(group[1])
+
+
+async def until_ready(worker: Worker) -> None:
+    """Wait until a worker can take the first step of the next handler at once, if it ever can."""
+    await until(lambda: bool(worker.agent.dispatcher.tasks.idle) or not ENTERS_TASKS)

@@ -429,3 +429,13 @@ async def test_and_is_told_of_the_end_even_if_that_has_come_before(group):
     await tasks[0]
     await until(lambda: not knows(group, 1, ctx_id) and not knows(group, 2, ctx_id))
     assert not group[1].autograd.container.callable
+
+
+async def test_a_worker_that_keeps_unused_contexts_is_told_of_the_end(group, released):
+    group[1].autograd.container.leaves_unused = False  # as the drop-in does
+    async with arpc.autograd.context() as ctx_id:
+        await arpc.rpc_sync("worker1", triple, (torch.ones(3),))
+        assert knows(group, 1, ctx_id)
+        assert 1 in group[0].autograd.container.find(ctx_id).known_workers
+    await until(lambda: not knows(group, 1, ctx_id))
+    assert released == [("worker0", 1)]

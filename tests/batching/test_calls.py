@@ -46,8 +46,8 @@ async def test_calls_gather_while_another_batch_runs(group, sizes, gate):
     await gate.reached.wait()
     others = [arpc.rpc_async("worker1", functions.held, (number,)) for number in range(1, 40)]
     links = group[1].agent.connector.links
-    # all have arrived, and taken their first step
     await turns_until(lambda: sum(len(link.inbound.running) for link in links) == 40)
+    await asyncio.sleep(0)  # all have arrived, and take their first step in this turn of the loop at the latest
     gate.opened.set()
     assert await first == 0
     assert await asyncio.gather(*others) == list(range(1, 40))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections import Counter
 
 import pytest
 
+from arpc.bench.floor import floor_arguments
 from arpc.bench.rows import shapes
-from arpc.bench.shapes import BY_NAME, FAMILIES, Shape
+from arpc.bench.shapes import BY_NAME, FAMILIES, SPREAD, Shape
 from arpc.bench.targets import TARGETS
 
 
@@ -29,7 +31,32 @@ def test_what_is_called_takes_its_arguments(name: str) -> None:
 
 
 def test_every_shape_has_a_goal_on_one_cpu_and_on_two() -> None:
-    judged = Counter(target.row for target in TARGETS)
+    judged = Counter(target.row for target in TARGETS if target.against == "torch")
     for row, speedup in shapes.goals():
         assert judged[row.key] == 1
         assert speedup >= 3
+
+
+def test_calls_are_compared_with_the_floor_of_the_same_payload() -> None:
+    judged = {target.row: target.at_most for target in TARGETS if target.against == "floor"}
+    rows = list(shapes.floors())
+    assert rows
+    for row, times in rows:
+        assert judged[row.key] == times
+        assert "floor" in row.cells
+
+
+@pytest.mark.parametrize("name", [name for name in BY_NAME if name.startswith("call/")])
+def test_the_floor_takes_every_payload(name: str) -> None:
+    sent = pickle.loads(pickle.dumps((name, floor_arguments(BY_NAME[name])), 5))
+    positional, keywords = sent[1]
+    BY_NAME[name].called("def")(*positional, **keywords)
+    assert len(positional) == len(BY_NAME[name].arguments())
+
+
+def test_one_small_argument_is_compared_with_none() -> None:
+    judged = {target.row: target.at_most for target in TARGETS}
+    for row in shapes.spread():
+        assert judged[row.key] == 2
+        assert row.cells["floor"].system == row.cells["arpc"].system
+    assert all(f"call/{name}" in BY_NAME for name in SPREAD)

@@ -1,12 +1,33 @@
 from __future__ import annotations
 
+import asyncio
+import os
+import subprocess
+import sys
+
 import pytest
 
 from arpc.private import asyncio as private
 
-pytestmark = pytest.mark.skipif(private.PUBLIC_ONLY, reason="the private APIs are turned off")
 
-
+@pytest.mark.private_apis
 def test_private_apis_are_on():
     # or handlers cost a task each, and answers a turn of the loop: a Python that has them no more must be seen here
     assert private.private_apis() == {"enter_task": True, "future_blocking": True, "running_loop": True}
+
+
+def test_an_environment_variable_turns_them_off():
+    program = "from arpc.private.asyncio import private_apis; print(*private_apis().values())"
+    environment = {**os.environ, "ARPC_PUBLIC_APIS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60, env=environment
+    )
+    assert set(done.stdout.split()) == {"False"}
+
+
+@pytest.mark.parametrize("is_public", [False, True])
+async def test_the_running_loop_is_found(monkeypatch, is_public):
+    if is_public:
+        monkeypatch.setattr(private, "_peek_running_loop", None)
+    assert private.running_loop() is asyncio.get_running_loop()
+    assert await asyncio.to_thread(private.running_loop) is None

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from arpc.private import torch as private
 from arpc.private.torch import fits_like, fits_nothing, private_apis
 
-pytestmark = pytest.mark.skipif(private.PUBLIC_ONLY, reason="the private APIs are turned off")
+pytestmark = pytest.mark.private_apis
 
 
 def test_private_apis_are_on():

@@ -7,7 +7,8 @@ takes them one after another. So a request whose function has returned large res
 Of plain functions no more are handed to the thread pool than that has threads: a small function that comes later finds
 at most so many in front of it, and not all that wait for room.
 
-What has begun is never counted in advance: handlers may wait for each other, and must be able to begin together.
+What has begun is never counted in advance: handlers may wait for each other, and must be able to begin together. What
+begins in this turn of the loop is counted until its end.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class ReplyWindow:
         self._for_threads: deque[tuple[ResultSizes, _Start]] = deque()
         self._begun_in_threads = 0
         self._about_to_begin_bytes = 0
-        """What coroutines are going to return that were let go on and have not had their turn yet."""
+        """What coroutines are going to return that were let go on, or started, and have not had their turn yet."""
         self._will_admit = False
 
     @property
@@ -81,12 +82,26 @@ class ReplyWindow:
         """Start what there is room for."""
         waiting = self._for_loop
         while waiting and self._has_room(waiting[0][0]):
-            waiting.popleft()[1]()
+            self._start_on_loop(*waiting.popleft())
         waiting = self._for_threads
         while waiting and self._begun_in_threads < self._threads and self._has_room(waiting[0][0]):
             self._begun_in_threads += 1
             waiting.popleft()[1]()
         self._connection.bulk_left = self.admit_soon if self.is_waited_for else None
+
+    def _start_on_loop(self, results: ResultSizes, start: _Start) -> None:
+        """Start a coroutine. Its result counts until the end of this turn if its first step may come only then."""
+        connection = self._connection
+        held_bytes = connection.held_bytes
+        start()
+        if connection.held_bytes == held_bytes:
+            self._about_to_begin_bytes += results.expected_bytes
+            connection.loop.call_soon(self._has_begun, results.expected_bytes)
+
+    def _has_begun(self, expected_bytes: int) -> None:
+        self._about_to_begin_bytes -= expected_bytes
+        if self.is_waited_for:
+            self.admit_soon()
 
     def _has_room(self, results: ResultSizes) -> bool:
         connection = self._connection

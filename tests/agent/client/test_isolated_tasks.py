@@ -309,6 +309,7 @@ def is_in_a_read() -> bool:
     return Connection._received.__name__ in {frame.function for frame in frames}
 
 
+@pytest.mark.private_apis
 def test_who_waits_for_one_goes_on_in_the_read_that_brings_it():
     color = contextvars.ContextVar("color", default="none")
 
@@ -331,6 +332,7 @@ def test_who_waits_for_one_goes_on_in_the_read_that_brings_it():
     run(main)
 
 
+@pytest.mark.private_apis
 def test_all_that_come_in_one_read_go_on_in_it():
     async def call(here: Any, function: Any) -> Any:
         result = await here.rpc_sync("worker1", function)
@@ -390,6 +392,7 @@ def test_one_that_goes_on_may_end_the_connection():
     run(main)
 
 
+@pytest.mark.private_apis
 def test_what_must_end_the_loop_does_so_from_a_read_too():
     async def leave(here: Any) -> None:
         await here.rpc_sync("worker1", nothing)

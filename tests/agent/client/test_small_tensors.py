@@ -153,6 +153,7 @@ async def give_after_a_while(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+@pytest.mark.private_apis
 def test_who_waits_for_one_goes_on_in_the_read_that_brings_it():
     color = contextvars.ContextVar("color", default="none")
     seen: list[Any] = []
@@ -178,6 +179,7 @@ def test_who_waits_for_one_goes_on_in_the_read_that_brings_it():
     assert seen == [(True, "red", False)] * 3
 
 
+@pytest.mark.private_apis
 def test_of_several_that_come_at_once_each_goes_on_with_its_own():
     seen: list[bool] = []
 

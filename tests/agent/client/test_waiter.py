@@ -16,7 +16,6 @@ import pytest
 import arpc
 from arpc import torchstate
 from arpc.agent.client.waiter import ReplyWaiter, waiter_factory
-from arpc.private.asyncio import WAKES_DIRECTLY
 
 color: ContextVar[str] = ContextVar("color", default="none")
 
@@ -437,7 +436,7 @@ async def shielded(waiter: ReplyWaiter) -> Any:
 # -- which kind a worker uses
 
 
-@pytest.mark.skipif(not WAKES_DIRECTLY, reason="the documented APIs of asyncio know nothing of it")
+@pytest.mark.private_apis
 async def test_tasks_that_share_torch_state_are_woken_in_turns_of_their_own():
     assert not torchstate.isolates_all_tasks(asyncio.get_running_loop())
     waiter = waiter_factory(asyncio.get_running_loop())()
@@ -445,7 +444,7 @@ async def test_tasks_that_share_torch_state_are_woken_in_turns_of_their_own():
     assert not waiter._wakes_directly
 
 
-@pytest.mark.skipif(not WAKES_DIRECTLY, reason="the documented APIs of asyncio know nothing of it")
+@pytest.mark.private_apis
 def test_isolated_tasks_are_woken_directly():
     async def main() -> bool:
         return bool(waiter_factory(asyncio.get_running_loop())()._wakes_directly)

@@ -25,8 +25,14 @@ variable: ContextVar[str] = ContextVar("variable", default="untouched")
 
 async def test_a_handler_finds_itself_in_a_task(pair, wait_first):
     await warm_up(pair)
-    before = pair[1].agent.dispatcher.tasks.steps_without_wait
     assert await pair[0].rpc_sync("worker1", look_at_the_task, args=(wait_first,)) == "ok"
+
+
+@pytest.mark.private_apis
+async def test_a_handler_that_does_not_wait_takes_no_task_of_its_own(pair, wait_first):
+    await warm_up(pair)
+    before = pair[1].agent.dispatcher.tasks.steps_without_wait
+    assert await pair[0].rpc_sync("worker1", echo if not wait_first else echo_later, args=(1,)) == 1
     assert pair[1].agent.dispatcher.tasks.steps_without_wait == before + (not wait_first)
 
 
@@ -329,6 +335,7 @@ async def start(tasks: EagerTasks, job: Job) -> None:
     await done.wait()
 
 
+@pytest.mark.private_apis
 async def test_the_first_job_runs_in_a_task_and_later_ones_at_once(tasks):
     first = Recorded(echo, 1)
     await start(tasks, first)
@@ -342,6 +349,7 @@ async def test_the_first_job_runs_in_a_task_and_later_ones_at_once(tasks):
     assert tasks.statistics() == {"handlers_waiting": 0, "handlers_without_wait": 1, "handlers_carried": 1}
 
 
+@pytest.mark.private_apis
 async def test_a_job_started_from_within_a_task_runs_too(tasks):
     await test_the_first_job_runs_in_a_task_and_later_ones_at_once(tasks)
     job = Recorded(echo, 3)

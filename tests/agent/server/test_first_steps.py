@@ -13,7 +13,7 @@ from arpc.agent.scope import current_scope
 from arpc.errors import SerializationError, WorkerLostError
 from arpc.wire.frames import ONE_OFF, frame
 from arpc.wire.messages import MessageType
-from tests.agent.leftovers import assert_nothing_left, until
+from tests.agent.leftovers import assert_nothing_left, until, until_ready
 from tests.agent.stage import echo
 
 KEPT: list[weakref.ref[object]] = []
@@ -76,9 +76,9 @@ async def twice(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 async def warm(pair):
-    """A pair whose callee has an idle task, so that handlers begin within the read."""
+    """A pair whose callee lets handlers begin within the read, where it can."""
     await pair[0].rpc_sync("worker1", nothing)
-    await until(lambda: bool(pair[1].agent.dispatcher.tasks.idle))
+    await until_ready(pair[1])
     return pair
 
 
@@ -91,7 +91,7 @@ async def test_what_waits_after_what_ended_and_what_ended_after_what_failed(warm
         assert await call("worker1", wait_once) == "waited"
         with pytest.raises(LookupError, match="in a later step"):
             await call("worker1", fail_later)
-        await until(lambda: bool(warm[1].agent.dispatcher.tasks.idle))
+        await until_ready(warm[1])
     statistics = warm[1].agent.dispatcher.statistics()
     assert statistics["calls_handled"] == 2 + 3 * 4
     assert statistics["calls_failed"] == 6

@@ -25,32 +25,35 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import arpc
 
-CLASSES, WIDTH = 4, 16
+TEST_IMAGES = 400
 
 
 def make_model() -> nn.Module:
-    """From a point to a score for each class."""
-    return nn.Sequential(nn.Linear(WIDTH, 128), nn.ReLU(), nn.Linear(128, CLASSES))
+    """From the 64 pixels of an image to a score for each digit."""
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
-def draw_batch(size: int, dice: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Points, and their class: which fourth of their coordinates has the largest product."""
-    points = torch.randn(size, WIDTH, generator=dice)
-    return points, points.reshape(size, CLASSES, -1)[:, :, :2].prod(dim=2).argmax(dim=1)
+def load_digits() -> tuple[Tensor, Tensor]:
+    """1,797 images of handwritten digits, which come with scikit-learn, shuffled; and which digit each of them is."""
+    from sklearn import datasets  # type: ignore[import-untyped]
+
+    digits = datasets.load_digits()
+    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+    return torch.from_numpy(digits.data).float()[order] / 16, torch.from_numpy(digits.target)[order]
 
 
 # -- the trainers -----------------------------------------------------------------------------------------------------
 
 
-async def train(seed: int, first: int, steps: int) -> None:
-    """Compute gradients for these steps, and hand them in one by one."""
+async def train(images: Tensor, digits: Tensor, first: int, steps: int) -> None:
+    """Compute gradients for these steps on a share of the images, and hand them in one by one."""
     model, name = make_model(), arpc.get_worker_info().name
-    dice = torch.Generator().manual_seed(seed * 1_000_000 + first)
+    dice = torch.Generator().manual_seed(first)
     weights = await arpc.rpc_sync("server", pull)
     for _ in range(first, steps):
         vector_to_parameters(weights, model.parameters())
-        points, classes = draw_batch(64, dice)
-        loss = cross_entropy(model(points), classes)
+        batch = torch.randint(len(images), (64,), generator=dice)
+        loss = cross_entropy(model(images[batch]), digits[batch])
         gradient = parameters_to_vector(torch.autograd.grad(loss, list(model.parameters())))
         weights = await arpc.rpc_sync("server", push, (name, gradient))
 
@@ -65,10 +68,10 @@ async def be_trainer(name: str, place: str) -> None:
 
 
 class Trainer:
-    """One place for a trainer, and whichever process fills it."""
+    """One place for a trainer with its share of the images, and whichever process fills it."""
 
-    def __init__(self, number: int) -> None:
-        self.number, self.name = number, f"trainer{number}"
+    def __init__(self, name: str, images: Tensor, digits: Tensor) -> None:
+        self.name, self.images, self.digits = name, images, digits
         self.pushes = 0
         self.deaths = 0
         self.process: asyncio.subprocess.Process | None = None
@@ -85,7 +88,10 @@ class Server:
         self.published = self.weights.detach().clone()
         self.place, self.steps = place, steps
         self.pushed = asyncio.Event()
-        self.trainers = {trainer.name: trainer for trainer in map(Trainer, range(trainers))}
+        images, digits = load_digits()
+        self.test_images, self.test_digits = images[:TEST_IMAGES], digits[:TEST_IMAGES]  # no trainer sees these
+        shares = zip(images[TEST_IMAGES:].chunk(trainers), digits[TEST_IMAGES:].chunk(trainers), strict=True)
+        self.trainers = {f"trainer{n}": Trainer(f"trainer{n}", *share) for n, share in enumerate(shares)}
 
     @property
     def pushes(self) -> int:
@@ -104,11 +110,10 @@ class Server:
 
     @torch.no_grad()
     def accuracy(self) -> float:
-        """The share of points that the parameters get right, of points that no trainer has seen."""
+        """The share of images that the parameters get right, of images that no trainer has seen."""
         model = make_model()
         vector_to_parameters(self.published, model.parameters())
-        points, classes = draw_batch(2000, torch.Generator().manual_seed(0))
-        return float((model(points).argmax(dim=1) == classes).double().mean())
+        return float((model(self.test_images).argmax(dim=1) == self.test_digits).double().mean())
 
     async def keep_training(self, trainer: Trainer) -> None:
         """See to it that all gradients of one trainer are computed, by as many processes as that takes."""
@@ -120,7 +125,8 @@ class Server:
             try:
                 await trainer.joined.wait()
                 print(f"{trainer.name} is process {process.pid}, and starts at step {trainer.pushes}", flush=True)
-                await arpc.rpc_sync(trainer.name, train, (trainer.number, trainer.pushes, self.steps), timeout=0)
+                share = (trainer.images, trainer.digits)
+                await arpc.rpc_sync(trainer.name, train, (*share, trainer.pushes, self.steps), timeout=0)
                 trainer.may_leave.set()
                 await process.wait()
             except arpc.WorkerLostError as error:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -37,7 +38,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import arpc
+from arpc.log import get_logger
 
+logger = get_logger("parameter_server")  # the dashboard shows what is logged, and on which worker
 MODES = ("sync", "async", "batch")
 DRIVER, SERVER = "driver0", "server0"  # the ranks 0 and 1; all others are trainers
 
@@ -143,6 +146,7 @@ async def train(
 ) -> None:
     """What the driver asks every trainer to do, with its share of the images."""
     model, name = make_model(), arpc.get_worker_info().name
+    logger.info("trains with %d images, from step %d to %d", len(images), first, steps)
     dice = torch.Generator().manual_seed(first)
     weights = await server.rpc_sync().pull()
     for number in range(first, steps):
@@ -249,6 +253,7 @@ class Driver:
                 await arpc.rpc_sync(trainer.name, train, arguments, timeout=0)
             except arpc.WorkerLostError as error:
                 trainer.pid = 0
+                logger.warning("%s", error)
                 self.console.print(f"[red]WorkerLostError[/]: {error}", soft_wrap=True, highlight=False)
 
     async def show(
@@ -408,6 +413,8 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.kill_mode = "async" if arguments.mode == "all" else arguments.mode
     torch.set_num_threads(1)
+    logging.getLogger("parameter_server").setLevel(logging.INFO)
+    logging.getLogger("parameter_server").addHandler(logging.NullHandler())  # nothing of it is printed
     if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
         arpc.run(work(arguments))
         return

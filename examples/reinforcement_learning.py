@@ -1,18 +1,24 @@
-"""Reinforcement learning with many actors and one learner: a paddle learns to catch what falls.
+"""Reinforcement learning with many actors and one learner: a cart learns to balance a pole.
 
     arpc launch --role learner=1,actor=3 examples/reinforcement_learning.py
 
 Every actor plays a batch of games with the policy it was sent, and returns what it saw. The learner keeps one call to
 each actor under way: whichever ends first is learnt from, and that actor goes on with the newest policy while others
 still play. Nobody waits for the slowest.
+
+The environment is gymnasium's CartPole-v1 where that package is installed. Else, or with --environment own, it is the
+same cart and pole, with the same rules, written in torch below.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
+import math
 import time
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,73 +27,102 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import arpc
 
 LEARNER = "learner0"  # the launcher numbers the workers of each role
-HEIGHT, WIDTH = 8, 7
-MOVES = 3  # left, stay, right
+LONGEST = 200  # steps of a game
+MOVES = 2  # to push the cart to the left, or to the right
 
 
 def make_policy() -> nn.Sequential:
-    """From where ball and paddle are to a score for each move."""
-    return nn.Sequential(nn.Linear(HEIGHT + 2 * WIDTH + 3, 64), nn.Tanh(), nn.Linear(64, MOVES))
+    """From the place and speed of the cart and the angle and speed of the pole to a score for each move."""
+    return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, MOVES))
 
 
-class Catch:
-    """Many games side by side: a ball falls through a grid, and the paddle on the ground is to be below it."""
+# -- the environment --------------------------------------------------------------------------------------------------
 
-    def __init__(self, games: int, dice: torch.Generator) -> None:
-        self.row = 0
-        self.ball = torch.randint(WIDTH, (games,), generator=dice)
-        self.drift = torch.randint(-1, 2, (games,), generator=dice)
-        self.paddle = torch.full((games,), WIDTH // 2)
+
+class Environment(Protocol):
+    """Many games side by side."""
 
     def look(self) -> Tensor:
-        """What a player sees: a one for the ball's row, its column, where it drifts, and the paddle's column."""
-        row = torch.zeros(len(self.ball), HEIGHT)
-        row[:, self.row] = 1
-        columns = nn.functional.one_hot(torch.cat((self.ball, self.paddle)), WIDTH).float().chunk(2)
-        drift = nn.functional.one_hot(self.drift + 1, 3).float()
-        return torch.cat((row, drift, *columns), dim=1)
+        """What the players see."""
 
-    def move(self, moves: Tensor) -> None:
-        """One step of time."""
-        self.row += 1
-        self.ball = (self.ball + self.drift).clamp(0, WIDTH - 1)
-        self.paddle = (self.paddle + moves - 1).clamp(0, WIDTH - 1)
+    def move(self, moves: Tensor) -> Tensor:
+        """One step of time; which games are over with it."""
 
-    @property
-    def caught(self) -> Tensor:
-        """At the end: 1 for each game that was won, -1 for each that was lost."""
-        return (self.ball == self.paddle).float() * 2 - 1
+
+class OwnCartPole:
+    """A pole on a cart that is pushed to the left or to the right, as Barto, Sutton and Anderson described it."""
+
+    def __init__(self, games: int, seed: int) -> None:
+        dice = torch.Generator().manual_seed(seed)
+        self.state = torch.rand(games, 4, generator=dice) * 0.1 - 0.05
+
+    def look(self) -> Tensor:
+        return self.state
+
+    def move(self, moves: Tensor) -> Tensor:
+        place, speed, angle, turning = self.state.unbind(dim=1)
+        force = 20.0 * moves - 10.0
+        push = (force + 0.05 * turning**2 * angle.sin()) / 1.1
+        turn = (9.8 * angle.sin() - angle.cos() * push) / (0.5 * (4 / 3 - 0.1 * angle.cos() ** 2 / 1.1))
+        accelerate = push - 0.05 * turn * angle.cos() / 1.1
+        step_s = 0.02
+        self.state = torch.stack(
+            (place + step_s * speed, speed + step_s * accelerate, angle + step_s * turning, turning + step_s * turn),
+            dim=1,
+        )
+        return (self.state[:, 0].abs() > 2.4) | (self.state[:, 2].abs() > 12 * math.pi / 180)
+
+
+class GymnasiumCartPole:
+    """CartPole-v1 of the package gymnasium."""
+
+    def __init__(self, games: int, seed: int) -> None:
+        import gymnasium
+
+        self._games = gymnasium.make_vec("CartPole-v1", num_envs=games, vectorization_mode="sync")
+        self._seen, _ = self._games.reset(seed=seed)
+
+    def look(self) -> Tensor:
+        return torch.as_tensor(self._seen).float()
+
+    def move(self, moves: Tensor) -> Tensor:
+        self._seen, _, is_fallen, _, _ = self._games.step(moves.numpy())
+        return torch.as_tensor(is_fallen)
+
+
+ENVIRONMENTS: dict[str, type[OwnCartPole | GymnasiumCartPole]] = {
+    "own": OwnCartPole,
+    "gymnasium": GymnasiumCartPole,
+}
 
 
 # -- the actors -------------------------------------------------------------------------------------------------------
 
 
 class Games(NamedTuple):
-    """What an actor saw and did, step by step, how likely that was, and how each game ended."""
+    """What an actor saw and did, step by step, how likely that was, and which of the games still went on."""
 
     seen: Tensor
     moves: Tensor
     log_chances: Tensor
-    rewards: Tensor
+    is_alive: Tensor
 
 
 @torch.no_grad()
-def play(weights: Tensor, games: int, seed: int) -> Games:
+def play(environment: str, weights: Tensor, games: int, seed: int) -> Games:
     """Play a batch of games. A plain function: it runs in a thread of the actor, whose loop goes on serving."""
     policy, dice = make_policy(), torch.Generator().manual_seed(seed)
     vector_to_parameters(weights, policy.parameters())
-    catch = Catch(games, dice)
-    seen: list[Tensor] = []
-    moves: list[Tensor] = []
-    log_chances: list[Tensor] = []
-    for _ in range(HEIGHT - 1):
-        seen.append(catch.look())
-        scores = policy(seen[-1]).log_softmax(dim=1)
+    world: Environment = ENVIRONMENTS[environment](games, seed)
+    steps: list[tuple[Tensor, ...]] = []
+    is_alive = torch.ones(games, dtype=torch.bool)
+    while is_alive.any() and len(steps) < LONGEST:
+        seen = world.look()
+        scores = policy(seen).log_softmax(dim=1)
         move = torch.multinomial(scores.exp(), 1, generator=dice)
-        moves.append(move[:, 0])
-        log_chances.append(scores.gather(1, move)[:, 0])
-        catch.move(moves[-1])
-    return Games(torch.stack(seen), torch.stack(moves), torch.stack(log_chances), catch.caught)
+        steps.append((seen, move[:, 0], scores.gather(1, move)[:, 0], is_alive))
+        is_alive = is_alive & ~world.move(move[:, 0])
+    return Games(*(torch.stack(part) for part in zip(*steps, strict=True)))
 
 
 # -- the learner ------------------------------------------------------------------------------------------------------
@@ -97,9 +132,9 @@ class Learner:
     """The policy, and how it gets better."""
 
     def __init__(self) -> None:
+        torch.manual_seed(0)
         self.policy = make_policy()
-        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=0.01)
-        self.baseline = 0.0
+        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=0.02)
 
     @property
     def weights(self) -> Tensor:
@@ -107,52 +142,62 @@ class Learner:
         return parameters_to_vector(self.policy.parameters()).detach().clone()
 
     def learn(self, games: Games) -> float:
-        """Make moves of games that went better than usual more likely; the share of games that were won."""
-        reward = games.rewards.mean().item()
+        """Make moves after which the pole stayed up longer than usual more likely; the mean length of the games."""
+        alive = games.is_alive.float()
+        left = alive.flip(0).cumsum(0).flip(0)  # how many steps each game still had to go
+        usual = (left * alive).sum(dim=1, keepdim=True) / alive.sum(dim=1, keepdim=True).clamp(min=1)
+        advantage = (left - usual) / left.std()
         scores = self.policy(games.seen).log_softmax(dim=2)
-        entropy = -(scores.exp() * scores).sum(dim=2).mean()
-        advantage = games.rewards - self.baseline
         # the actor played with a policy that is some updates old: weigh by how likely its moves are now, within bounds
         ratio = (scores.gather(2, games.moves[..., None])[..., 0] - games.log_chances).exp()
         gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-        loss = -gain.mean() - 0.05 * entropy
+        loss = -(gain * alive).sum() / alive.sum()
         self.optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
-        self.baseline += 0.1 * (reward - self.baseline)
-        return (reward + 1) / 2
+        return alive.sum(dim=0).mean().item()
 
 
-async def learn(actors: list[str], updates: int, games: int) -> list[float]:
-    """Let the actors play until the policy was improved so many times; how well it did each time."""
-    learner, won = Learner(), list[float]()
+async def learn(actors: list[str], environment: str, updates: int, games: int) -> list[float]:
+    """Let the actors play until the policy was improved so many times; how long the pole stayed up each time."""
+    learner, lengths = Learner(), list[float]()
     playing: dict[asyncio.Future[Games], str] = {}
     seeds = iter(range(updates + len(actors)))
+
+    def start(actor: str) -> None:
+        playing[arpc.rpc_async(actor, play, (environment, learner.weights, games, next(seeds)))] = actor
+
     try:
         for actor in actors:
-            playing[arpc.rpc_async(actor, play, (learner.weights, games, next(seeds)))] = actor
-        while len(won) < updates:
+            start(actor)
+        while len(lengths) < updates:
             ended, _ = await asyncio.wait(playing, return_when=asyncio.FIRST_COMPLETED)
             for one in ended:
                 actor = playing.pop(one)
-                won.append(learner.learn(one.result()))
-                if len(won) % max(1, updates // 10) == 0:
-                    print(f"{len(won):5} updates   {won[-1]:6.1%} of the games of {actor} won", flush=True)
-                if len(won) + len(playing) < updates:
-                    playing[arpc.rpc_async(actor, play, (learner.weights, games, next(seeds)))] = actor
+                lengths.append(learner.learn(one.result()))
+                if len(lengths) % max(1, updates // 10) == 0:
+                    print(f"{len(lengths):5} updates   {actor} balanced for {lengths[-1]:5.0f} steps", flush=True)
+                if len(lengths) + len(playing) < updates:
+                    start(actor)
     finally:
         for one in playing:
             one.cancel()  # over there, too
-    return won
+    return lengths
 
 
-def draw(won: list[float], path: str) -> None:
+def draw(lengths: list[float], environment: str, path: Path) -> None:
     """A picture of how it went."""
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    axes.plot(won)
-    axes.set(xlabel="updates of the policy", ylabel="share of games won", ylim=(0, 1))
+    axes.plot(lengths)
+    axes.set(
+        title=f"A pole on a cart, balanced by many actors and one learner ({environment})",
+        xlabel="updates of the policy",
+        ylabel=f"steps until it falls, {LONGEST} at most",
+        ylim=(0, 1.05 * LONGEST),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
@@ -162,20 +207,27 @@ async def main(arguments: argparse.Namespace) -> None:
         if worker.name != LEARNER:
             return  # leaving the block waits for the whole group, and serves it meanwhile
         actors = [peer.name for peer in worker.get_worker_infos() if peer.name != LEARNER]
+        environment = arguments.environment
+        print(f"the environment is {'CartPole-v1 of gymnasium' if environment == 'gymnasium' else 'our own cart-pole'}")
         started = time.perf_counter()
-        won = await learn(actors, arguments.updates, arguments.games)
+        lengths = await learn(actors, environment, arguments.updates, arguments.games)
         seconds = time.perf_counter() - started
-    steps = len(won) * arguments.games * (HEIGHT - 1)
-    print(f"won {won[0]:.1%} -> {won[-1]:.1%} of the games; {steps / seconds:,.0f} steps/s by {len(actors)} actors")
+    rate = sum(lengths) * arguments.games / seconds
+    last = sum(lengths[-5:]) / len(lengths[-5:])
+    print(
+        f"balanced for {lengths[0]:.0f} -> {last:.0f} of {LONGEST} steps; {rate:,.0f} steps/s by {len(actors)} actors"
+    )
     if arguments.plot:
-        draw(won, arguments.plot)
+        draw(lengths, environment, arguments.plot)
         print(f"the picture is {arguments.plot}")
 
 
 if __name__ == "__main__":
+    usual = "gymnasium" if importlib.util.find_spec("gymnasium") else "own"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=200, help="how often the policy is improved (200)")
-    parser.add_argument("--games", type=int, default=512, help="how many games an actor plays at once (512)")
-    parser.add_argument("--plot", metavar="FILE", help="where to draw how it went, such as rl.png")
+    parser.add_argument("--updates", type=int, default=100, help="how often the policy is improved (100)")
+    parser.add_argument("--games", type=int, default=32, help="how many games an actor plays at once (32)")
+    parser.add_argument("--environment", choices=ENVIRONMENTS, default=usual, help=f"whose cart-pole it is ({usual})")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="where to draw how it went, such as build/rl.png")
     torch.set_num_threads(1)
     arpc.run(main(parser.parse_args()))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -100,13 +101,14 @@ async def train(steps: int) -> tuple[list[float], float]:
     return losses, right
 
 
-def draw(losses: list[float], path: str) -> None:
+def draw(losses: list[float], path: Path) -> None:
     """A picture of how it went."""
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     axes.plot(losses)
-    axes.set(xlabel="steps", ylabel="loss", yscale="log")
+    axes.set(title="A transformer on two workers learns to sort", xlabel="steps", ylabel="cross-entropy", yscale="log")
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
@@ -128,6 +130,6 @@ async def main(arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400, help="how many batches to learn from (400)")
-    parser.add_argument("--plot", metavar="FILE", help="where to draw the loss, such as loss.png")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="where to draw the loss, such as build/loss.png")
     torch.set_num_threads(1)
     arpc.run(main(parser.parse_args()))

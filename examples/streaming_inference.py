@@ -2,17 +2,20 @@
 
     arpc launch --role reader=1,server=1 examples/streaming_inference.py
 
-The server first learns a short text by heart. Then readers stream from it: several at once, each with its own
-beginning; one that leaves in the middle, at which the server stops working on it; and a slow one, which the server does
-not run ahead of by more than the window.
+The server first learns to write like a page of this project's documentation, letter by letter. Then readers stream from
+it: several at once, each with its own beginning; one that leaves in the middle, at which the server stops working for
+it; and a slow one, which the server does not run ahead of by more than the window.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
+import re
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +24,17 @@ from torch.nn.functional import cross_entropy
 import arpc
 
 SERVER = "server0"  # the launcher numbers the workers of each role
-TEXT = (
-    "every call is a coroutine. a stream is a call that answers many times, and whoever reads it sets the pace. "
-    "when the reader leaves, the writer is told, and stops. nothing is computed that nobody wants. "
-)
-LETTERS = sorted(set(TEXT))
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "calls.md"
+LETTERS = " abcdefghijklmnopqrstuvwxyz.,:;'-()"
 NUMBER = {letter: number for number, letter in enumerate(LETTERS)}
+BEGINNINGS = ("a call ", "the worker ", "if the ", "when a ")
+
+
+def read_prose(page: Path) -> str:
+    """What a page says in sentences: without code, tables and headings, in small letters."""
+    text = re.sub(r"```.*?```", " ", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    lines = [line for line in text.splitlines() if not line.startswith(("#", "|", "!", "<"))]
+    return re.sub(f"[^{re.escape(LETTERS)}]+", " ", " ".join(lines).lower())
 
 
 class Model(nn.Module):
@@ -44,19 +52,22 @@ class Model(nn.Module):
         return self.score(out), state
 
 
-def learn_text(steps: int) -> Model:
-    """A model that knows the text."""
+def learn_text(prose: str, steps: int) -> tuple[Model, float]:
+    """A model that writes like the text, and how many bits it lacked to guess a letter at the end."""
     torch.manual_seed(0)
-    model, text = Model(), torch.tensor([NUMBER[letter] for letter in TEXT])
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    ring = torch.cat((text, text[:1]))
+    model, text = Model(), torch.tensor([NUMBER[letter] for letter in prose])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
+    bits = math.log2(len(LETTERS))
     for _ in range(steps):
-        scores, _ = model(ring[None, :-1])
-        loss = cross_entropy(scores[0], ring[1:])
+        starts = torch.randint(len(text) - 65, (16, 1))
+        windows = text[starts + torch.arange(65)]
+        scores, _ = model(windows[:, :-1])
+        loss = cross_entropy(scores.flatten(0, 1), windows[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    return model.eval()
+        bits = loss.item() / math.log(2)
+    return model.eval(), bits
 
 
 # -- the server -------------------------------------------------------------------------------------------------------
@@ -65,19 +76,21 @@ model: Model  # there is one in the server's process only; the functions below r
 computed: dict[str, int] = {}  # how many letters were computed for whom
 
 
-async def prepare(steps: int) -> None:
+async def prepare(prose: str, steps: int) -> float:
     """Learn the text. It takes some seconds, in a thread: the server could serve others meanwhile."""
-    global model  # noqa: PLW0603 - one process, one model
-    model = await asyncio.to_thread(learn_text, steps)
+    global model
+    model, bits = await asyncio.to_thread(learn_text, prose, steps)
+    return bits
 
 
 async def write(reader: str, beginning: str, length: int) -> AsyncIterator[str]:
-    """How the text goes on after a beginning, letter by letter."""
+    """How the text may go on after a beginning, letter by letter."""
     computed[reader] = 0
+    dice = torch.Generator().manual_seed(0)
     with arpc.no_grad():  # unlike torch's own, it may be held across a yield
         scores, state = model(torch.tensor([[NUMBER[letter] for letter in beginning]]))
         for _ in range(length):
-            number = scores[0, -1].argmax()
+            number = torch.multinomial((scores[0, -1] / 0.6).softmax(dim=0), 1, generator=dice)
             computed[reader] += 1
             yield LETTERS[int(number)]
             scores, state = model(number.reshape(1, 1), state)
@@ -106,16 +119,17 @@ async def read(
 
 async def show(arguments: argparse.Namespace) -> None:
     """What streams can do."""
-    print("the server learns its text ...", flush=True)
-    await arpc.rpc_sync(SERVER, prepare, (arguments.steps,), timeout=0)
-    beginnings = ["every call", "a stream is", "when the reader", "nothing is"]
+    prose = read_prose(arguments.page)
+    print(f"the server learns {arguments.page.name}, {len(prose):,} letters of it ...", flush=True)
+    bits = await arpc.rpc_sync(SERVER, prepare, (prose, arguments.steps), timeout=0)
+    print(f"it lacks {bits:.2f} bits to guess a letter, and lacked {math.log2(len(LETTERS)):.2f} before")
     together = await asyncio.gather(
-        *(read(f"reader{number}", beginning, arguments.length) for number, beginning in enumerate(beginnings))
+        *(read(f"reader{number}", beginning, arguments.length) for number, beginning in enumerate(BEGINNINGS))
     )
-    for beginning, (text, times) in zip(beginnings, together, strict=True):
+    for beginning, (text, times) in zip(BEGINNINGS, together, strict=True):
         print(f"{beginning}|{text[:60]}...   first letter {1e3 * times[0]:.1f} ms, all {1e3 * times[-1]:.0f} ms")
-    text, _ = await read("leaver", "a stream is", 100_000, leave=lambda text: len(text) == 60)
-    slow = arpc.stream(SERVER, write, ("slow", "every call", 100_000), window=4)
+    text, _ = await read("leaver", BEGINNINGS[0], 100_000, leave=lambda text: len(text) == 60)
+    slow = arpc.stream(SERVER, write, ("slow", BEGINNINGS[0], 100_000), window=4)
     first = await anext(slow)  # reads one letter, and no more
     done = await arpc.rpc_sync(SERVER, letters_computed)
     print(f"left after {len(text)} letters: the server computed {done['leaver']} of 100,000")
@@ -132,7 +146,8 @@ async def main(arguments: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150, help="how long the server learns (150)")
+    parser.add_argument("--page", type=Path, default=PAGE, help="what the server learns (docs/calls.md)")
+    parser.add_argument("--steps", type=int, default=400, help="how long the server learns (400)")
     parser.add_argument("--length", type=int, default=200, help="how many letters are read (200)")
     torch.set_num_threads(1)
     arpc.run(main(parser.parse_args()))

@@ -4,7 +4,7 @@
 
 A network is cut in two stages, each on a worker of its own. A third worker, the trainer, sends a batch through both in
 two halves, runs a backward pass over all three and lets an optimizer take its step. The last of a few steps is recorded
-and written to ``trace.html``, which any browser opens, and to ``trace.json``, for https://ui.perfetto.dev.
+and written to ``build/trace.html``, which any browser opens, and ``build/trace.json``, for https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -118,13 +118,16 @@ async def serve(place: str) -> None:
 def main() -> None:
     """Read the command line, and run the trainer or one of the stages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--to", type=Path, default=Path(), help="the folder that the trace is written to (here)")
+    parser.add_argument(
+        "--to", type=Path, default=Path("build"), help="the folder that the trace is written to (build)"
+    )
     parser.add_argument("--worker", metavar="PLACE", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.worker:
         arpc.run(serve(arguments.worker))
         return
+    arguments.to.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         arpc.run(drive(f"file://{folder}/group", arguments.to))
 

@@ -11,7 +11,20 @@ from torch import Tensor
 
 import arpc
 from arpc.bench.asyncio_caller import AsyncioCaller, latency_figures
-from arpc.bench.gradients import CONTEXTS, FAN_OUT, deepen, leaves, mul_async, pass_on_async, timed_engine
+from arpc.bench.gradients import (
+    BLOCKS,
+    CONTEXTS,
+    FAN_OUT,
+    arithmetic_s,
+    deepen,
+    leaves,
+    mul_async,
+    pass_on_async,
+    run_block,
+    run_block_async,
+    sequences,
+    timed_engine,
+)
 from arpc.bench.systems import WARM_UP_SHARE, Measurement, callee_name
 
 __all__ = ["ArpcGradients"]
@@ -64,6 +77,22 @@ class ArpcGradients(AsyncioCaller):
             await self._one_by_one(step, budget_s * WARM_UP_SHARE)
             figures[name] = latency_figures(await self._one_by_one(step, budget_s))["p50_us"]
         return figures
+
+    async def autograd_transformer(self, *, budget_s: float) -> Measurement:
+        """A step of a transformer over two workers: ``p50_us``, and the share of it that the ``arithmetic`` takes."""
+        x = sequences()
+
+        async def step() -> None:
+            async with arpc.autograd.context() as ctx_id:
+                y = x
+                for number in range(0, BLOCKS, 2):
+                    y = await arpc.rpc_sync(callee_name(0), run_block_async, (number + 1, run_block(number, y)))
+                await arpc.autograd.backward(ctx_id, [y.sum()])
+                assert arpc.autograd.get_gradients(ctx_id)
+
+        await self._one_by_one(step, budget_s * WARM_UP_SHARE)
+        figures = latency_figures(await self._one_by_one(step, budget_s))
+        return figures | {"arithmetic": 1e6 * arithmetic_s() / figures["p50_us"]}
 
     async def autograd_outside(self, *, nodes: int, budget_s: float) -> Measurement:
         """A pass over so many nodes of this worker: ``share`` of its time of the CPU that torch's engine does not take.

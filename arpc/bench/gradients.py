@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+import functools
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import arpc
 from arpc.autograd.engine import pausing, run
 
-__all__ = ["CONTEXTS", "FAN_OUT", "SIZE", "EngineClock", "deepen", "mul", "mul_async", "pass_on_async", "timed_engine"]
+__all__ = [
+    "BLOCKS",
+    "CONTEXTS",
+    "FAN_OUT",
+    "SIZE",
+    "EngineClock",
+    "arithmetic_s",
+    "block",
+    "deepen",
+    "mul",
+    "mul_async",
+    "pass_on_async",
+    "run_block",
+    "run_block_async",
+    "sequences",
+    "timed_engine",
+]
 
 SIZE: Final = 16
 """Elements of each tensor: what is measured is not the arithmetic."""
 CONTEXTS: Final = 8
+BLOCKS: Final = 4
+"""Those of a transformer: the caller has the first and the third, the callee the others."""
+_WIDTH: Final = 64
+_SAMPLES: Final = 20
 FAN_OUT: Final = 8
 
 
@@ -80,3 +102,40 @@ def timed_engine() -> Iterator[EngineClock]:
 def leaves() -> tuple[Tensor, Tensor]:
     """What gradients are asked for."""
     return torch.ones(SIZE, requires_grad=True), torch.ones(SIZE, requires_grad=True)
+
+
+@functools.cache
+def block(number: int) -> nn.Module:
+    """One block of a transformer, the same in every process."""
+    torch.manual_seed(number)
+    return nn.TransformerEncoderLayer(_WIDTH, 4, 2 * _WIDTH, dropout=0.0, batch_first=True)
+
+
+def sequences() -> Tensor:
+    """A batch that a transformer takes."""
+    return torch.ones(8, 32, _WIDTH)
+
+
+def run_block(number: int, x: Tensor) -> Tensor:
+    """Run one block."""
+    result: Tensor = block(number)(x)
+    return result
+
+
+async def run_block_async(number: int, x: Tensor) -> Tensor:
+    """Run one block, as a coroutine."""
+    return run_block(number, x)
+
+
+def arithmetic_s() -> float:
+    """The seconds that a step of the transformer takes in one process, without any call: the median of some."""
+    x, taken = sequences(), []
+    parameters = [parameter for number in range(BLOCKS) for parameter in block(number).parameters()]
+    for _ in range(_SAMPLES):
+        begun = time.perf_counter()
+        y = x
+        for number in range(BLOCKS):
+            y = run_block(number, y)
+        torch.autograd.grad(y.sum(), parameters)
+        taken.append(time.perf_counter() - begun)
+    return statistics.median(taken)

@@ -11,7 +11,7 @@ from torch.distributed import rpc
 
 from arpc.bench.asyncio_caller import latency_figures
 from arpc.bench.blocking_caller import MINIMUM_WARM_UP_S, BlockingCall, BlockingCaller, one_by_one
-from arpc.bench.gradients import CONTEXTS, FAN_OUT, leaves, mul
+from arpc.bench.gradients import BLOCKS, CONTEXTS, FAN_OUT, arithmetic_s, leaves, mul, run_block, sequences
 from arpc.bench.systems import WARM_UP_SHARE, Measurement, callee_name
 
 __all__ = ["TorchGradients"]
@@ -35,6 +35,20 @@ class TorchGradients(BlockingCaller):
                     done.result()
 
             return latency_figures(_measured(step, budget_s))
+
+    async def autograd_transformer(self, *, budget_s: float) -> Measurement:
+        x = sequences()
+
+        def step() -> None:
+            with autograd.context() as ctx_id:
+                y = x
+                for number in range(0, BLOCKS, 2):
+                    y = cast("Tensor", rpc.rpc_sync(callee_name(0), run_block, (number + 1, run_block(number, y))))
+                autograd.backward(ctx_id, [y.sum()])
+                assert autograd.get_gradients(ctx_id)
+
+        figures = latency_figures(_measured(step, budget_s))
+        return figures | {"arithmetic": 1e6 * arithmetic_s() / figures["p50_us"]}
 
     async def autograd_group(self, *, budget_s: float) -> Measurement:
         x, y = leaves()

@@ -22,7 +22,7 @@ from arpc.user_errors import can_be_raised, cause_of, repr_of, set_cause, text_o
 __all__ = ["as_torch_error", "creation_error", "packing_error", "timeout_error"]
 
 _NO_SCHEMA: Final = "Overloaded torch operator invoked from Python failed to match any schema"
-_NOT_ON_CALLEE: Final = "the function is not on worker"
+_NOT_ON_CALLEE: Final = " is not on worker "
 
 
 def timeout_error(timeout_s: float) -> RuntimeError:

@@ -18,8 +18,8 @@ logger = get_logger("arpc.http")
 
 _PERIOD_S: Final = 1.0
 _PATIENCE_S: Final = 0.5
-_IDLE_PERIOD_S: Final = 30.0
-"""How often the group is asked while nobody looks, so that it goes on counting."""
+_IDLE_PERIOD_S: Final = 10.0
+"""How often the group is asked while nobody looks, so that it goes on counting, and workers that join begin to."""
 _encode = msgspec.json.Encoder().encode
 
 

@@ -72,7 +72,7 @@ def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs:
             template.mode is Mode.COROUTINE
             and not template.returns_future
             and not template.results.are_large
-            and not takes_turns(value, method)
+            and not takes_turns(type(value), name)
         ):
             if run.creation is None:  # whose results stay here
                 run.results = template.results
@@ -87,7 +87,7 @@ async def _hand_over(
     value = await context.value(rref, is_created=is_created)
     method = context.get_method(value, name)
     function = bound(method, template_of(method))
-    if takes_turns(value, method) and function.mode not in _YIELDS:
+    if takes_turns(type(value), name) and function.mode not in _YIELDS:
         scope = current_scope.get()
         assert scope is not None  # this is a handler
         turns: Turns = scope.worker.keep(Turns)

@@ -7,6 +7,7 @@ import concurrent.futures
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, Final, TypeVar
 
 from arpc.agent.server.dispatcher import Dispatcher
@@ -51,9 +52,12 @@ def one_at_a_time(target: F) -> F:
     return target
 
 
-def takes_turns(value: Any, method: Callable[..., Any]) -> bool:
-    """Whether calls of a method of a value are to run one at a time."""
-    return getattr(type(value), _MARK, False) is True or getattr(method, _MARK, False) is True
+def _takes_turns(kind: type, name: str) -> bool:
+    return getattr(kind, _MARK, False) is True or getattr(getattr(kind, name, None), _MARK, False) is True
+
+
+takes_turns: Callable[[type, str], bool] = lru_cache(maxsize=1024)(_takes_turns)
+"""Whether calls of a method of a class are to run one at a time. Remembered: every call of a method asks."""
 
 
 class _Queue:

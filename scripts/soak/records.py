@@ -20,6 +20,9 @@ RREF_METHODS = ("rref-use", "rref-use-chain", "rref-use-untimed", "rref-method-c
 IN_THREADS = ("nested-in-thread",)
 """Calls that a thread waits for. A process that is told to end (SIGTERM) does not wait for its threads."""
 
+_STARVED = 0.5
+"""A worker that got no CPU for more than this part of the time of a call may be the reason why it did not end."""
+
 
 @dataclass(slots=True)
 class Call:
@@ -87,9 +90,23 @@ class Records:
         found = [f"wrong result: {text}" for text in self.wrong]
         for token, call in self.calls.items():
             problem = _problem(token, call, killed | terminated if call.kind in IN_THREADS else killed)
-            if problem:
+            if problem and not (call.outcome == "hung" and self.is_starved(token, call)):
                 found.append(f"{describe_call(token, call)} {problem}")
         return found
+
+    def is_starved(self, token: str, call: Call) -> bool:
+        """Whether a worker that a call depends on got no CPU for most of its time: nobody can say if it hung."""
+        involved = {worker_of(caller_of(token)), call.to, *call.others}
+        return any(self.starved_s(worker, call.sent_at, call.ended_at) > _STARVED * call.seconds for worker in involved)
+
+    def starved_s(self, worker: str, begin: float, end: float) -> float:
+        """How long the loop of a worker stood still between two times without computing anything."""
+        waited_s = 0.0
+        for stall in self.stalls:
+            overlap_s = min(stall.end, end) - max(stall.begin, begin)
+            if overlap_s > 0 and worker_of(stall.process) == worker:
+                waited_s += overlap_s - min(overlap_s, stall.cpu_s)
+        return waited_s
 
     def outcomes(self) -> dict[str, Counter[str]]:
         """How calls of each kind ended. ``not-run`` is added to errors that say that the call did not run."""

@@ -27,6 +27,8 @@ _ASKED_FOR: Final = {
 _DELIBERATE: Final = "DeliberateError"
 _EXPECTED_CODES: Final = {"leave": 0, "SIGTERM": -15}
 _SHORT_STALL_S: Final = 1.0
+_STARVED: Final = 0.25
+"""Memory is not judged if the loop got no CPU for more than this part of the time. Faults alone come to a tenth."""
 NOTICE_S: Final = 2.0
 """A death has to show within this time. Silence shows after the heartbeat time, of 3 s, only."""
 
@@ -71,7 +73,7 @@ class Report:
             "memory": [
                 f"{trend.process} grew from {trend.begin_bytes / MIB:.0f} to {trend.end_bytes / MIB:.0f} MiB"
                 for trend in self.memory
-                if not trend.is_flat
+                if not trend.is_flat and not self._is_starved(trend)
             ],
             "sockets": [f"a socket is left: {path}" for path in self.sockets],
             "processes": [f"{findings.orphans} children of handlers did not end"] if findings.orphans else [],
@@ -136,6 +138,27 @@ class Report:
         """Of each process that lived long enough."""
         trends = [trend_of(process, samples) for process, samples in self.findings.memory.items()]
         return [trend for trend in trends if trend is not None]
+
+    def _is_starved(self, trend: MemoryTrend) -> bool:
+        """Whether a process got so little CPU that its memory shows what has piled up, and not what stays."""
+        end = self.findings.memory[trend.process][-1][0]
+        starved_s = self.records.starved_s(worker_of(trend.process), end - trend.seconds, end)
+        return starved_s > _STARVED * trend.seconds
+
+    def _not_judged(self) -> Iterator[str]:
+        """What a machine with too much to do has kept from being judged."""
+        calls = sum(
+            call.outcome == "hung" and self.records.is_starved(token, call)
+            for token, call in self.records.calls.items()
+        )
+        if calls:
+            yield f"not judged: {calls} calls that did not end in time on workers that got no CPU for most of it"
+        for trend in self.memory:
+            if not trend.is_flat and self._is_starved(trend):
+                yield (
+                    f"not judged: the memory of {trend.process}, {trend.begin_bytes / MIB:.0f} to "
+                    f"{trend.end_bytes / MIB:.0f} MiB, which got too little CPU"
+                )
 
     @cached_property
     def worst_s(self) -> dict[str, float]:
@@ -235,6 +258,7 @@ class Report:
                 f"event loops stood still {len(self.records.stalls)} times, {longest.process} longest: "
                 f"{longest.end - longest.begin:.1f} s, of which it computed {longest.cpu_s:.1f} s"
             )
+        lines += self._not_judged()
         for promise, problems in self.complaints.items():
             lines += ["", f"{promise}: {len(problems)}", *(f"  {problem[:600]}" for problem in problems[:_SHOWN])]
         lines += ["", "complaints: see above" if self.complaints else "everything is as promised", self.summary]

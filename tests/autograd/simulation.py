@@ -53,6 +53,7 @@ class Part:
         try:
             while (run := protocol.next_run()) is not None:
                 worker.net.runs += 1
+                worker.net.running = self.heading.pass_id
                 protocol.ran(run, self.engine.run(run))
         except Exception as error:  # noqa: BLE001 - a hook of the program
             self.fail(f"{worker.number}: {error}", answering)
@@ -183,8 +184,8 @@ class Worker:
 class Net:
     """The network: messages in a queue by the time they arrive."""
 
-    def __init__(self, workers: int, seed: int) -> None:
-        self.random = random.Random(seed)
+    def __init__(self, workers: int, dice: random.Random) -> None:
+        self.random = dice
         self.workers = [Worker(self, number) for number in range(workers)]
         self.message_ids = itertools.count(1)
         self.calls = itertools.count(1)
@@ -192,6 +193,8 @@ class Net:
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.now = 0.0
         self.pass_id = 0
+        self.running = 0
+        """The pass whose nodes ran last: a worker that has not heard that one has failed may still run it."""
         self.retains = False
         self.ended: list[str | None] = []
         self.runs = self.messages = 0
@@ -262,10 +265,11 @@ Pair = tuple[Tensor, Tensor]
 class Program:
     """Values that are computed, sent and received at random, with hooks that are not linear, and a pass over them."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, dice: random.Random | None = None) -> None:
+        """``dice``: what decides, if not the seed."""
         self.seed = seed
-        dice = self.dice = random.Random(seed)
-        self.net = Net(dice.randint(2, 5), seed)
+        self.dice = dice = dice or random.Random(seed)
+        self.net = Net(dice.randint(2, 5), random.Random(dice.getrandbits(32)))
         self.count = len(self.net.workers)
         steps = dice.choice((5, 12, 30, 60))
         self.is_in_place = dice.random() < 0.25
@@ -303,7 +307,7 @@ class Program:
         for side, tensor in enumerate(pair):
 
             def run(gradient: Tensor | None, side: int = side) -> Tensor | None:
-                self.runs[key][side] += gradient is not None  # torch calls hooks of unused outputs with None
+                self.ran(key, side, gradient is not None)  # torch calls hooks of unused outputs with None
                 if self.raising == key and side == 0:
                     raise ValueError("boom")
                 return None if gradient is None else torch.tanh(gradient) + 0.1
@@ -316,9 +320,14 @@ class Program:
         for side, tensor in enumerate(pair):
 
             def run(_: Any, __: Any, side: int = side) -> None:
-                self.runs[key][side] += 1
+                self.ran(key, side)
 
             tensor.grad_fn.register_hook(run)
+
+    def ran(self, key: int, side: int, is_counted: bool = True) -> None:
+        """Count a run, but for those of a pass that has failed meanwhile."""
+        if side == 1 or self.net.running == self.net.pass_id:
+            self.runs[key][side] += is_counted
 
     def put(self, worker: int, pair: Pair) -> None:
         self.count_runs(pair)
@@ -328,7 +337,7 @@ class Program:
     def recent(self, worker: int) -> Pair:
         have, dice = self.values[worker], self.dice
         if dice.random() < 0.8:
-            return have[-1 - min(int(dice.expovariate(0.5)), len(have) - 1)]
+            return have[-1 - int(min(dice.expovariate(0.5), len(have) - 1))]
         return dice.choice(have)
 
     def act(self) -> None:
@@ -388,7 +397,7 @@ class Program:
         """From the last values of worker 0."""
         have = self.values[0]
         for _ in range(self.dice.choice((1, 1, 2))):
-            mine, other = have[-1 - min(int(self.dice.expovariate(0.4)), len(have) - 1)]
+            mine, other = have[-1 - int(min(self.dice.expovariate(0.4), len(have) - 1))]
             if self.is_in_place:
                 self.roots.append(((mine * 3).sum(), (other * 3).sum()))
             else:

@@ -130,6 +130,30 @@ async def test_names_are_those_torch_users_know(group):
     )
 
 
+async def test_a_notebook_shows_class_owner_and_state(group):
+    class Printer:
+        def __init__(self) -> None:
+            self.texts: list[str] = []
+
+        def text(self, text: str) -> None:
+            self.texts.append(text)
+
+    printer = Printer()
+    rref = arpc.remote("worker1", dict)
+    await rref.to_here()
+    rref._repr_pretty_(printer, False)
+    own = arpc.RRef(1)
+    own._repr_pretty_(printer, False)
+    assert own._repr_html_() == "<code>RRef[int] on &#x27;worker0&#x27; (owned here)</code>"
+    await rref.release()
+    rref._repr_pretty_(printer, False)
+    assert printer.texts == [
+        "RRef[dict] on 'worker1' (confirmed)",
+        "RRef[int] on 'worker0' (owned here)",
+        "RRef[dict] on 'worker1' (released)",
+    ]
+
+
 # -- on the way
 
 

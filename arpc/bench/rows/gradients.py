@@ -55,6 +55,25 @@ def rows() -> Iterator[Row]:
             max_rounds=3,
             in_quick=False,
         )
+    transformer = workload("autograd_transformer")
+    for placement in PINNED:
+        for key, metric, unit, title in (
+            ("transformer", "p50_us", "us", "a step of a transformer of 4 blocks over two workers, p50"),
+            ("arithmetic", "arithmetic", "of a step", "the arithmetic's share of that step"),
+        ):
+            yield Row(
+                key=f"autograd/{key}/{placement}",
+                section=_SECTION,
+                title=f"{title}, {placement}",
+                metric=metric,
+                unit=unit,
+                better="lower" if metric == "p50_us" else "higher",
+                cells={
+                    SUBJECT: Cell("arpc-unix", transformer, placement),
+                    "torch": Cell("torch", transformer, placement),
+                },
+                in_quick=False,
+            )
     for nodes in (100, 1000, 10_000):
         yield Row(
             key=f"autograd/outside/{nodes}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -68,12 +69,23 @@ async def fetch_for(token: str, path: list[str], box: Box) -> Any:
         return await rref.to_here(timeout=0)
 
 
+def _begin_creation(
+    client: Client, kind: str, owner: str, function: Callable[..., Any], *args: Any
+) -> tuple[str, arpc.RRef[Any]]:
+    """The token of a creation and its RRef; the caller logs the end. A worker that shuts down begins none."""
+    token = client.ledger.begin(kind, owner)
+    try:
+        return token, client.worker.remote(owner, function, args=(token, *args), timeout=TIMEOUT_S)
+    except BaseException as error:
+        client.ledger.end(token, error)
+        raise
+
+
 async def create_for(token: str, owner: str) -> Box:
     """Create an object on a third worker, and return the RRef before that has confirmed it."""
     client = here()
     client.ledger.ran(token)
-    inner = client.ledger.begin("rref-create-for", owner)
-    total: arpc.RRef[Total] = client.worker.remote(owner, Total, args=(inner,), timeout=TIMEOUT_S)
+    inner, total = _begin_creation(client, "rref-create-for", owner, Total)
     created = total._get_future()  # noqa: SLF001 - torch's name for it
     assert created is not None
     created.add_done_callback(partial(client.log_end, inner))
@@ -118,8 +130,7 @@ async def _hand_on(client: Client) -> None:
     owner, *path = client.path(3)
     timeout_s = client.random.choice((0.0, TIMEOUT_S))
     me, number = client.worker.name, client.random.randrange(1, 100)
-    creation = client.ledger.begin("rref-create-handed-on", owner)
-    total: arpc.RRef[Total] = client.worker.remote(owner, Total, args=(creation,), timeout=TIMEOUT_S)
+    creation, total = _begin_creation(client, "rref-create-handed-on", owner, Total)
     created = asyncio.ensure_future(_created(total))
     created.add_done_callback(partial(client.log_end, creation))
     try:
@@ -136,8 +147,7 @@ async def _hand_on_and_fetch(client: Client) -> None:
     """Let a fourth worker fetch the value of an RRef that it got on the way, without any timeout."""
     owner, *path = client.path(3)
     me, number = client.worker.name, client.random.randrange(1000)
-    creation = client.ledger.begin("rref-create-handed-on", owner)
-    rref = client.worker.remote(owner, answer, args=(creation, number), timeout=TIMEOUT_S)
+    creation, rref = _begin_creation(client, "rref-create-handed-on", owner, answer, number)
     created = asyncio.ensure_future(_created(rref))
     created.add_done_callback(partial(client.log_end, creation))
     try:

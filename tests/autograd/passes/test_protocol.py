@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from arpc.autograd.nodes import RecvRecord
 from arpc.autograd.passes.messages import NOTHING_LIVE, Parcel
@@ -12,7 +15,7 @@ from arpc.autograd.passes.plan import Planner, Send
 from arpc.autograd.passes.protocol import PassProtocol, Run
 from arpc.errors import AutogradError
 from tests.autograd.passes.test_plan import Leaf, Node, Recv
-from tests.autograd.simulation import check_programs
+from tests.autograd.simulation import Program, check_programs
 
 
 class Sums:
@@ -201,3 +204,11 @@ def test_records_are_told_apart_by_identity():
 def test_random_programs_equal_one_process(first):
     results = check_programs(150, first)
     assert results.total() == 150
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.randoms(use_true_random=False))
+def test_programs_made_step_by_step_equal_one_process(dice):
+    """Hypothesis decides each step, so it finds a small program where one fails."""
+    torch.manual_seed(0)
+    assert Program(-1, dice).check()

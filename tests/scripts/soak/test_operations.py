@@ -13,6 +13,7 @@ import arpc.testing
 from scripts.soak.ledger import Ledger
 from scripts.soak.operations import FAMILIES
 from scripts.soak.operations.base import Client, Operation, set_client
+from scripts.soak.operations.rrefs import create_for
 from scripts.soak.records import read_records
 from scripts.soak.remains import EMPTY_TABLES, remains, table
 
@@ -33,6 +34,17 @@ async def test_an_operation_keeps_all_promises(tmp_path: Path, operation: Operat
     records = read_records(tmp_path)
     assert len(records.calls) >= 4
     assert records.complaints(set()) == []
+
+
+async def test_a_creation_that_a_worker_refuses_to_begin_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    client = Client(Ledger(tmp_path, "worker0", 1), "creation")
+    set_client(client)
+    async with arpc.testing.cluster(2) as workers:
+        worker = workers[0]
+    monkeypatch.setattr(Client, "worker", worker)
+    with pytest.raises(arpc.ShutdownError):
+        await create_for("token", "worker1")
+    assert [text for text in read_records(tmp_path).complaints(set()) if "has no end" in text] == []
 
 
 def test_every_operation_has_a_name_of_its_own():

@@ -47,6 +47,9 @@ def complaints_of(report: Report) -> list[str]:
         pytest.param([SENT, "X a.1.0", "E a.1.0 WorkerLostError np c 11.0"], "may_have_run=False", id="passed-on"),
         pytest.param([SENT, "E a.1.0 WorkerLostError p c 11.0"], None, id="passed-on-may-have-run"),
         pytest.param([SENT, "X a.1.0", "E a.1.0 hung - - 40.0"], "hung", id="hung"),
+        pytest.param([SENT, "E a.1.0 hung - - 40.0", "P 10.0 22.0 0.1", "P 22.0 34.0 0.1"], None, id="starved"),
+        pytest.param([SENT, "E a.1.0 hung - - 40.0", "P 10.0 18.0 0.0"], "hung", id="hung-and-stopped-for-a-while"),
+        pytest.param([SENT, "E a.1.0 hung - - 40.0", "P 10.0 39.0 28.0"], "hung", id="hung-in-a-loop-that-computes"),
         pytest.param(["X a.1.0"], "never sent", id="never-sent"),
         pytest.param([SENT, "X a.1.0", OK, "W 5 instead of 3"], "wrong result: 5 instead of 3", id="wrong"),
         pytest.param([SENT, "X a.1.0", "E a.1.0 RRefError - - 100.0"], None, id="explained"),
@@ -166,3 +169,17 @@ def test_the_report_has_count_outcomes_and_worst_latency_of_each_kind(tmp_path: 
     assert "| call | 2 | 2 | 0 | 0 | 0 | 0.50 s |" in report.text()
     assert figures["summary"] in report.text()
     assert "3 calls" in figures["summary"]
+
+
+@pytest.mark.parametrize(("stalled_s", "is_judged"), [(20.0, True), (80.0, False)])
+def test_memory_is_judged_unless_the_worker_got_no_cpu(tmp_path: Path, stalled_s: float, is_judged: bool):
+    findings = Findings(memory={"a.1": [(float(second), (200 << 20) + (second << 20)) for second in range(300)]})
+    report = report_of(tmp_path, [f"P 150.0 {150.0 + stalled_s} 0.1"], findings)
+    assert list(report.complaints) == (["memory"] if is_judged else [])
+    assert ("not judged: the memory of a.1" in report.text()) is not is_judged
+
+
+def test_calls_that_could_not_be_judged_are_counted(tmp_path: Path):
+    report = report_of(tmp_path, [SENT, "E a.1.0 hung - - 40.0", "P 10.0 39.0 0.1"])
+    assert not report.complaints
+    assert "not judged: 1 calls" in report.text()

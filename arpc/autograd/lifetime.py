@@ -153,7 +153,11 @@ class Lifetimes:
         if context is None:
             return None
         others = context.known_workers.keys() - {self._container.worker_id, teller}
-        return self.tell_all(others, context_id) if others else None
+        if not others:
+            return None
+        # Not in the handler, which may be cancelled before its first step: nobody else knows of these workers any more
+        telling = self.own(self.tell_all(others, context_id))
+        return _wait_for(telling)
 
     def rejoined(self, context: AutogradContext) -> None:
         """This worker had left a context and has entered it again by itself: its creator does not know, and is told."""
@@ -256,6 +260,11 @@ class Lifetimes:
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
+
+
+async def _wait_for(task: asyncio.Task[None]) -> None:
+    """Wait for a task that goes on if the wait is cancelled."""
+    await asyncio.wait([task])
 
 
 def _look_at(future: asyncio.Future[Any]) -> None:

@@ -76,6 +76,16 @@ async def test_being_cancelled_while_leaving_does_not_keep_it(group):
     await until(lambda: not has_contexts(group))
 
 
+async def test_a_release_that_nobody_waits_for_any_more_reaches_all(group):
+    async with arpc.autograd.context() as ctx_id:
+        await arpc.rpc_sync("worker1", functions.nested, (leaf(), "worker2"))
+        handler = group[1].autograd.lifetimes.on_release(ctx_id, group[0].info.id)
+        assert handler is not None
+        handler.close()  # as if it were cancelled before its first step
+        await until(lambda: not any(ctx_id in worker.autograd.container.contexts for worker in group[1:]))
+    assert_nothing_is_left(group)
+
+
 async def test_being_cancelled_while_leaving_waits_for_nobody():
     transport = FaultyTransport(MemoryNetwork())
     async with cluster(3, options=OPTIONS, transports={"memory": transport}) as group:

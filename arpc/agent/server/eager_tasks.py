@@ -12,7 +12,7 @@ contextvars are its own because every step runs in a Context made for it. (Pytho
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import Context
 from types import CoroutineType
 from types import coroutine as generator_coroutine
@@ -80,7 +80,10 @@ def _step(job: Job, step: Callable[[Any], Any], value: Any) -> Any:
 
 @generator_coroutine
 def _drive(job: Job, waits_for: Any, coroutine: Any) -> Generator[Any, Any, Any]:
-    """Carry on with a coroutine that waits for something; what it waits for goes to the Task."""
+    """Carry on with a coroutine that waits for something; what it waits for goes to the Task.
+
+    Nobody else may keep that: a future that fails keeps its error, and the error the frames that it has passed.
+    """
     step: Callable[[Any], Any]
     while True:
         try:
@@ -223,9 +226,10 @@ class EagerTasks:
             return
         if cancelled is not None:
             # cancelled between its first step and now: what it waits for is told, and then the handler
-            waits_for = idle_task.waits_for
-            idle_task.waits_for = self._cancelled_wait(waits_for)
-        await self._finish(job, idle_task.waits_for, job.coroutine)
+            idle_task.waits_for = self._cancelled_wait(idle_task.waits_for)
+        steps = _drive(job, idle_task.waits_for, job.coroutine)
+        idle_task.waits_for = None  # see `_drive`
+        await self._finish(job, steps)
 
     def _cancelled_wait(self, waits_for: Any) -> Any:
         if waits_for is not None:
@@ -251,7 +255,9 @@ class EagerTasks:
                 _tell(job.failed, error)
                 return
             else:
-                await self._finish(job, waits_for, job.coroutine)
+                steps = _drive(job, waits_for, job.coroutine)
+                del waits_for  # see `_drive`
+                await self._finish(job, steps)
                 return
             # not above: what cannot be sent must not be told of with all of the result that the exception shows
             _tell(job.finished, result)
@@ -267,12 +273,13 @@ class EagerTasks:
         if not self.idle:
             self._more()
 
-    async def _finish(self, job: Job, waits_for: Any, coroutine: Any) -> None:
+    async def _finish(self, job: Job, steps: Awaitable[Any]) -> None:
+        coroutine = job.coroutine
         if job.task is not None and type(coroutine) is CoroutineType:
             # `python -m asyncio ps` sees frames of the Task, and none of the coroutine that is stepped by hand
             job.task.set_name(coroutine.__qualname__)
         try:
-            result = await _drive(job, waits_for, coroutine)
+            result = await steps
         except BaseException as error:  # noqa: BLE001 - thrown in by the Task, for the coroutine
             _tell(job.failed, error)
         else:

@@ -104,6 +104,7 @@ import asyncio, arpc
 from arpc.testing import cluster
 kept = []
 async def main():
+    asyncio.get_running_loop().slow_callback_duration = 60  # on a busy machine, the start of a worker is slow
     async with cluster(2):
         kept.append(arpc.remote("worker1", list))
         kept.append(arpc.RRef(kept))

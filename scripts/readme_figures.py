@@ -12,6 +12,7 @@ import json
 import re
 import statistics
 import subprocess
+import textwrap
 from pathlib import Path
 from typing import Any, Final
 
@@ -224,9 +225,9 @@ def _draw_shapes(axes: Axes, kept: dict[str, Any]) -> None:
         axes.text(middle, place - 0.4, times(middle), ha="center", va="bottom", size=8.5, color=INK, weight="bold")
         if worst in ours:
             axes.annotate(
-                f"worst: {ratios[worst]:.1f}x\n{without_placement(kept['rows'][worst]['title'])}",
+                textwrap.fill(f"worst, {ratios[worst]:.1f}x: {without_placement(kept['rows'][worst]['title'])}", 20),
                 (ratios[worst], place + offsets[list(ours).index(worst)]),
-                xytext=(max(ratios[worst] * 1.5, 1.2), place + 0.72),
+                xytext=(1.06, place),  # nothing else is to the left of the worst
                 textcoords="data",
                 arrowprops={"arrowstyle": "-", "color": "#57606a", "lw": 0.8},
                 size=8,

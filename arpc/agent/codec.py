@@ -90,7 +90,7 @@ class Codec:
         Raises `SerializationError` for what cannot travel, or if there is more of it than a peer takes.
         """
         packed = self._packer.pack(slots, stager)
-        if packed.schema.inline_bytes + len(packed.schema.table) + pickle_bytes > self._max_body_bytes:
+        if packed.schema.body_bytes + pickle_bytes > self._max_body_bytes:
             packed = self._packer.pack(slots, stager, 0)  # so many small ones follow as large ones do
             if len(packed.schema.table) + 8 * len(packed.buffers) + pickle_bytes > self._max_body_bytes:
                 raise SerializationError(

@@ -139,6 +139,8 @@ class Protocol:
         # A stranger is worth just the memory of a handshake; see `_open`
         self._set_buffer(bytearray(HEADER_BYTES + MAX_HANDSHAKE_BYTES))
         self._end = 0
+        self._has_rest = False
+        """The next bytes are not the beginning of a frame at the beginning of the buffer, or come after the end."""
         # Where the next bytes go instead of the buffer: the rest of a large body, or of a chunk for a tensor
         self._target: memoryview | None = None
         self.get_buffer: Callable[[int], memoryview] = partial(getattr, self, "_next")
@@ -208,6 +210,7 @@ class Protocol:
         self._stripe = None
         self._lanes = None
         self._end = 0
+        self._has_rest = True
 
     def receive(self, size_bytes: int) -> list[Message]:
         """Take bytes that were put where `get_buffer` said; returns the messages they complete.
@@ -216,13 +219,10 @@ class Protocol:
         farewell).
         """
         messages: list[Message] = []
-        if self.state is _CLOSED:
-            return messages
+        start, end = 0, size_bytes
         try:
-            if self._target is not None:
-                self._receive_target(size_bytes, messages)
-                return messages
-            start, end = 0, self._end + size_bytes
+            if self._has_rest:
+                end = self._receive_rest(size_bytes, messages)
             while (body_start := start + HEADER_BYTES) <= end:
                 length, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, schema = _unpack(self.buffer, start)
                 cls = self._calls[type_]
@@ -245,11 +245,26 @@ class Protocol:
         except BaseException:
             self.close()
             raise
+        if start < end or self._has_rest:
+            self._keep_rest(start, end)
+        return messages
+
+    def _receive_rest(self, size_bytes: int, messages: list[Message]) -> int:
+        """Take bytes that continue what came before; returns how many there are in the buffer now."""
+        if self.state is _CLOSED:
+            return 0
+        if self._target is None:
+            return self._end + size_bytes
+        self._receive_target(size_bytes, messages)
+        return 0
+
+    def _keep_rest(self, start: int, end: int) -> None:
+        """Keep what is not a whole frame yet, and say where the next bytes go."""
         self._end = rest = end - start
         if rest and start:
             self._view[:rest] = self._view[start:end]
-        self._next = self._elsewhere() if rest or self._assemblies or self._target is not None else self._view
-        return messages
+        self._next = self._elsewhere()
+        self._has_rest = self._next is not self._view or self.state is _CLOSED
 
     def _receive_target(self, size_bytes: int, messages: list[Message]) -> None:
         target = self._target
@@ -259,7 +274,6 @@ class Protocol:
         else:
             self._target = None
             self._finish_target(messages)
-        self._next = self._elsewhere()
 
     def _elsewhere(self) -> memoryview:
         """Where the next bytes go, if something may have arrived in part."""
@@ -306,6 +320,7 @@ class Protocol:
 
         Returns where the next one begins, where the bytes end, and False if what is left is not a whole frame.
         """
+        self._has_rest = True  # perhaps: `_keep_rest` finds out
         header = Header._make(_unpack(self.buffer, start))
         frames.check(header, self._limits)
         body_start = start + HEADER_BYTES

@@ -89,7 +89,9 @@ class Receiver:
     def result(self, peer: WorkerInfo, message: Message) -> Any:
         """The object in a reply or an item. Raises `ProtocolError`, or whatever unpickling raises."""
         codec = self._codec
-        self._enter_scope()
+        # For good: answers are read in a context of the loop's own, of a connection or of a single callback
+        if current_scope.get() is not self._scope:
+            current_scope.set(self._scope)
         slots = codec.slots(message)
         if message.meta_end > message.meta_start:
             codec.reply_received(peer, codec.metadata(message), slots)
@@ -98,14 +100,9 @@ class Receiver:
     def failure(self, peer: WorkerInfo, message: Message, function: str, timeout_s: float = 0.0) -> Exception:
         """The error in a failure. Raises `ProtocolError`, or whatever unpickling raises."""
         codec = self._codec
-        self._enter_scope()
+        current_scope.set(self._scope)  # as for a result
         slots = codec.slots(message)
         return rebuild_failure(message.flags, message.pickle, slots, peer, function, codec.policy, timeout_s)
-
-    def _enter_scope(self) -> None:
-        # For good: answers are read in a context of the loop's own, of a connection or of a single callback
-        if current_scope.get() is not self._scope:
-            current_scope.set(self._scope)
 
     def unreadable(self, function: str, error: BaseException) -> SerializationError:
         """The error of a call whose result cannot be built here."""

@@ -78,10 +78,8 @@ class Sender:
         else:
             tick, call.timeout_ms, _ = self._timeouts.within(scope.deadline, call.timeout, call.called or call.function)
         args, kwargs = call.args, call.kwargs
-        if args.__class__ is not tuple and args.__class__ is not Prepared:
-            args = call.args = as_arguments(args)
-        if kwargs is not None and kwargs.__class__ is not dict:
-            kwargs = call.kwargs = as_keywords(kwargs)
+        if args.__class__ is not tuple or (kwargs is not None and kwargs.__class__ is not dict):
+            args, kwargs = _check_arguments(call)
         number: int | None = call.function_id
         if not number:
             try:
@@ -89,7 +87,7 @@ class Sender:
             except TypeError:
                 number = 0  # not hashable, so not a function of a module
             call.function_id = number = self._define(call) if number is None else number
-        pickle, slots = b"", _NO_SLOTS
+        pickle, slots, meta, tensors = b"", _NO_SLOTS, b"", None
         if args or not number or kwargs:
             if not number:
                 args, kwargs = call.args, call.kwargs  # which a preparation may have changed
@@ -100,13 +98,16 @@ class Sender:
         metadata = call.metadata
         if not call.is_internal and any(self._occasions):
             metadata = self._intercepted(call, slots)
-        meta = encode_metadata(metadata) if metadata else b""
-        tensors = None
+        size_bytes = HEADER_BYTES + len(pickle)
+        if metadata:
+            meta = encode_metadata(metadata)
+            size_bytes += len(meta)
         if slots:
             stager = self._codec.stager_to(peer.info.name) if self._codec.knows_devices else None
             tensors = self._codec.pack(slots, len(pickle), stager)
+            size_bytes += tensors.size_bytes
         call.content = Content(pickle, meta, tensors)
-        call.size_bytes = HEADER_BYTES + len(pickle) + len(meta) + (0 if tensors is None else tensors.size_bytes)
+        call.size_bytes = size_bytes
         if scope is not None:
             scope.call_begun(call.recipient)
         call_id = peer.calls.add(tick, call)
@@ -179,6 +180,7 @@ class Sender:
         Raises what cannot travel at once, where the call is made, and leaves the loop to others meanwhile.
         """
         arguments = as_arguments(args)
+        keywords = as_keywords(kwargs) if kwargs else None
         try:
             number = peer.function_ids.get(function)
         except TypeError:
@@ -186,12 +188,12 @@ class Sender:
         if number is None:
             number = on_loop(lambda: peer.define(function))
             if not number and (prepare := self._preparations.get(type(function))) is not None:
-                function, arguments = prepare(function, arguments, kwargs)
-                kwargs = None
-        if number and not arguments and not kwargs:
+                function, arguments = prepare(function, arguments, keywords)
+                keywords = None
+        if number and not arguments and not keywords:
             return ()
-        pickle, slots = self._pickle(peer, number, function, arguments, kwargs)
-        return Prepared(pickle, slots, bool(number), function, arguments, kwargs)
+        pickle, slots = self._pickle(peer, number, function, arguments, keywords)
+        return Prepared(pickle, slots, bool(number), function, arguments, keywords)
 
     def _pickle(
         self, peer: Peer, number: int, function: Any, args: Any, kwargs: Mapping[str, Any] | None
@@ -201,12 +203,12 @@ class Sender:
                 return args.pickle, list(args.slots)
             # Since it was prepared the peer may have come back as another, to which functions travel in another way
             args = args.args if args.__class__ is Prepared else as_arguments(args)
-        keywords = as_keywords(kwargs) if kwargs else None
-        by_value, to = peer.main_by_value, peer.info
         if number:
-            pickle, slots = self._pickler.dumps_call(function, args, keywords, main_by_value=by_value, to=to)
+            pickle, slots = self._pickler.dumps_call(
+                function, args, kwargs, main_by_value=peer.main_by_value, to=peer.info
+            )
         else:
-            pickle, slots = self._pickle_with_function(peer, function, args, keywords)
+            pickle, slots = self._pickle_with_function(peer, function, args, kwargs)
         if len(pickle) > self._codec.max_pickle_bytes:
             text = (
                 f"the arguments of {name_of(function)} make a pickle of {len(pickle)} bytes, and at most "
@@ -217,7 +219,7 @@ class Sender:
         return pickle, slots
 
     def _pickle_with_function(
-        self, peer: Peer, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+        self, peer: Peer, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
     ) -> tuple[bytes, list[Slot]]:
         if not callable(function):
             raise TypeError(
@@ -262,6 +264,15 @@ def as_arguments(args: Any) -> tuple[Any, ...]:
     if isinstance(args, tuple | list):
         return tuple(args)
     raise TypeError(f"args must be a tuple of arguments, not {type(args).__qualname__}: write args=(value,)")
+
+
+def _check_arguments(call: Call) -> tuple[Any, Mapping[str, Any] | None]:
+    """The arguments of a call as they are sent. Raises `TypeError` for what is none."""
+    if call.args.__class__ is not Prepared:
+        call.args = as_arguments(call.args)
+    if call.kwargs is not None and call.kwargs.__class__ is not dict:
+        call.kwargs = as_keywords(call.kwargs)
+    return call.args, call.kwargs
 
 
 def as_keywords(kwargs: Mapping[str, Any]) -> dict[str, Any]:

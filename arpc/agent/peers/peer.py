@@ -92,6 +92,7 @@ class Peer:
         """Functions the peer knows on this connection, by identity."""
         self.in_flight_bytes = 0
         self.in_flight_calls = 0
+        """Counted if calls in flight are limited."""
         self.calls = PendingCalls(deadlines, self._timed_out, self._abandon if options.timeouts_travel else self._leave)
         self.backlog: deque[tuple[int, Call]] = deque()
         """Calls that wait for a connection, or for room in the window."""
@@ -241,8 +242,8 @@ class Peer:
         content, call.content = call.content, None
         assert content is not None  # it is sent once
         self.in_flight_bytes += call.size_bytes
-        self.in_flight_calls += 1
         if self._max_in_flight:
+            self.in_flight_calls += 1
             call.sent_at = self._deadlines.now()
         call.connection = connection
         call.bulk = connection.send_message(call.type, call.flags, call_id, call.function_id, call.timeout_ms, content)
@@ -250,8 +251,8 @@ class Peer:
     def release(self, call: Call) -> None:
         """A call that was sent has ended: others may be sent in its place."""
         self.in_flight_bytes -= call.size_bytes
-        self.in_flight_calls -= 1
         if call.sent_at:
+            self.in_flight_calls -= 1
             self._answer_s += _ANSWER_WEIGHT * (self._deadlines.now() - call.sent_at - self._answer_s)
         if self.backlog:
             self.drain()
@@ -439,7 +440,8 @@ class Peer:
         for call_id, call in sent:
             self.calls.pop(call_id)
             self.in_flight_bytes -= call.size_bytes
-            self.in_flight_calls -= 1
+            if call.sent_at:
+                self.in_flight_calls -= 1
             if not call.recipient.done():
                 call.recipient.set_exception(self._lost_error(text, error, call.name))
         if self.backlog and self.connection is None:

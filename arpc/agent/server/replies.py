@@ -220,7 +220,7 @@ class Replies:
         tensors = content.tensors
         if error is None:
             results = run.results or run.function.results
-            size_bytes = len(content.pickle) if tensors is None else content.size_bytes()
+            size_bytes = len(content.pickle) + (0 if tensors is None else tensors.size_bytes)
             if size_bytes > results.unsurprising_bytes:
                 results.saw(size_bytes)
         if tensors is not None and tensors.waits:

@@ -55,13 +55,15 @@ _Memory: TypeAlias = "tuple[list[bytes], list[memoryview]]"
 class Schema:
     """What the tensors of a message are, but for their bytes. Two schemas of one packer have different tables."""
 
-    __slots__ = ("__weakref__", "fits", "inline_bytes", "places", "table", "uses")
+    __slots__ = ("__weakref__", "body_bytes", "fits", "inline_bytes", "places", "table", "uses")
 
     def __init__(self, table: bytes, inline_bytes: int) -> None:
         self.table: Final = table
         """What the peer needs to know, see `wire.values.table`."""
         self.inline_bytes: Final = inline_bytes
         """The size of the inline tensors, each padded: the first bytes of a body."""
+        self.body_bytes: Final = inline_bytes + len(table)
+        """The most that tensors take of a body: with the table."""
         self.uses = 0
         """How many messages were packed by it."""
         self.fits: Callable[..., bool] = fits_nothing

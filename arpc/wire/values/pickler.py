@@ -54,7 +54,7 @@ __all__ = ["SCALARS", "Parcel", "Pickler", "Reducer", "importable_name", "loads"
 
 SCALARS: Final = frozenset((int, float, bool, str, bytes, complex, type(None)))
 """Objects of just these types take up no slots, and to pickle them runs no code but the pickler's own."""
-_ONLY_TENSORS: Final = {Tensor}
+_FLAT: Final = SCALARS | {Tensor}
 _dumps = pickle.dumps
 _A_TENSOR: Final = _dumps(HOLE, protocol=5, buffer_callback=not_)
 """The pickle of a result that is a tensor."""
@@ -75,11 +75,27 @@ _HEAP_TYPE: Final = 1 << 9
 
 @lru_cache(_MAX_CONSTANT)
 def _pickle_of_tensors(count: int) -> bytes:
-    """The pickle of so many arguments that are tensors, each another one."""
+    """The pickle of a tuple of so many tensors, each another one."""
     return _dumps((HOLE,) * count, protocol=5, buffer_callback=not_)
 
 
-_ONE_TENSOR: Final = _pickle_of_tensors(1)
+def _dumps_flat(values: tuple[Any, ...]) -> tuple[bytes, list[Slot]] | None:
+    """Pickle and slots of a tuple of scalars and plain tensors, each another one; None for anything else.
+
+    It needs no pickler of arpc's own, because nothing in the tuple holds other objects.
+    """
+    kinds = set(map(type, values))
+    if not kinds <= _FLAT:
+        return None
+    if Tensor not in kinds:
+        return _dumps(values, protocol=5), []
+    slots: list[Slot] = [*values] if len(kinds) == 1 else [value for value in values if type(value) is Tensor]
+    if len(slots) > _MAX_CONSTANT or len(set(map(id, slots))) != len(slots):
+        return None
+    if len(slots) == len(values):
+        return _pickle_of_tensors(len(slots)), slots
+    pickled = tuple([HOLE if type(value) is Tensor else value for value in values])
+    return _dumps(pickled, protocol=5, buffer_callback=not_), slots
 
 
 class Pickler:
@@ -173,14 +189,8 @@ class Pickler:
 
         Raises `SerializationError`, which names the argument that cannot travel.
         """
-        if not kwargs:
-            if len(args) == 1 and type(args[0]) is Tensor:
-                return _ONE_TENSOR, [args[0]]
-            kinds = set(map(type, args))
-            if kinds <= SCALARS:
-                return _dumps(args, protocol=5), []
-            if kinds == _ONLY_TENSORS and len(args) <= _MAX_CONSTANT and len(set(map(id, args))) == len(args):
-                return _pickle_of_tensors(len(args)), [*args]
+        if not kwargs and (flat := _dumps_flat(args)) is not None:
+            return flat
         try:
             return self.dumps((args, kwargs) if kwargs else args, main_by_value=main_by_value, to=to)
         except (RRefError, WorkerLostError):
@@ -199,6 +209,8 @@ class Pickler:
             return _A_TENSOR, [value]
         if kind in SCALARS:
             return _dumps(value, protocol=5), []
+        if kind is tuple and (flat := _dumps_flat(value)) is not None:
+            return flat
         return self.dumps(value, main_by_value=main_by_value, to=to)
 
     def explained(

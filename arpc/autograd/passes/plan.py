@@ -13,7 +13,7 @@ Nothing here computes with tensors: the tests use nodes of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -47,13 +47,18 @@ _NONE: Final[frozenset[Any]] = frozenset()
 class Region:
     """The nodes that a send reaches and no earlier one does; or those that only the roots reach."""
 
-    touches: AbstractSet[Region] = _NONE
-    """Regions of earlier sends that its nodes lead into."""
-    has_hooked_recvs = False
-    """Some of its recvs have hooks, so that the engine has to execute their nodes."""
-    size = 0
-    """How many nodes it has."""
-    is_over = False
+    __slots__ = (
+        "entering",
+        "has_hooked_recvs",
+        "is_over",
+        "message_id",
+        "recvs",
+        "send",
+        "size",
+        "targets",
+        "touches",
+        "waits",
+    )
 
     def __init__(self, message_id: int, send: Send | None) -> None:
         self.message_id = message_id
@@ -63,10 +68,17 @@ class Region:
         """Edges to leaves, and to recv nodes without hooks: what the engine is asked for."""
         self.recvs: dict[RecvRecord, None] = {}
         """The messages whose tensors it can give gradients to."""
+        self.has_hooked_recvs = False
+        """Some of its recvs have hooks, so that the engine has to execute their nodes."""
+        self.touches: AbstractSet[Region] = _NONE
+        """Regions of earlier sends that its nodes lead into."""
         self.waits = 0 if send is None else 1
         """How many things it waits for: its own send, and the regions that lead into it."""
         self.entering: list[tuple[Edge, Any]] = []
         """Gradients that have come for its nodes."""
+        self.size = 0
+        """How many nodes it has."""
+        self.is_over = False
 
     def touch(self, other: Region) -> None:
         """A node of this region leads into another one, which has to wait for it."""
@@ -93,14 +105,7 @@ class Plan(NamedTuple):
 
 
 class Planner:
-    """Walks a graph once, as many nodes at a time as it is told: a large one is better walked in a thread."""
-
-    _region: Region | None = None
-    """The one that is being walked."""
-    _begun = 0
-    """How many sends have been looked at."""
-    _owned_before = 0
-    """How many nodes belonged to regions when the last one was begun."""
+    """Walks a graph once, as many nodes at a time as the caller allows: a large one is better walked in a thread."""
 
     def __init__(
         self,
@@ -113,26 +118,34 @@ class Planner:
         recv_class: type = RecvNode,
     ) -> None:
         """``sends``: those of the context, by message id, in their order. ``cutoff`` counts if there are no roots."""
-        self._sends = list(sends.items())
-        self._roots = roots
         self._cutoff = cutoff
+        self._has_roots = roots is not None
         self._has_accumulate_hooks = has_accumulate_hooks
-        self._classes = leaf_class, recv_class
-        self._regions: list[Region] = []
-        self._stack: list[Edge] = []
+        if roots is None:
+            parts = [(Region(id_, send), send.edges) for id_, send in sends.items() if send.stamp <= cutoff]
+        else:
+            parts = [(Region(id_, send), send.edges) for id_, send in sends.items()]
+            parts.append((Region(-1, None), roots))
+        self._regions = [region for region, _ in parts]
         self._owners: dict[Any, Region] = {}
         self._leaves: dict[Any, Any] = {}
         self._accumulated: dict[Any, Any] = {}
+        self._limit = 0
+        self._steps = self._walk(parts, leaf_class, recv_class)
 
     def walk(self, limit: int) -> bool:
         """Visit up to about ``limit`` further nodes; True if all have been visited."""
+        self._limit = limit
+        return next(self._steps, True)
+
+    def _walk(
+        self, parts: Sequence[tuple[Region, Sequence[Edge]]], leaf_class: Any, recv_class: Any
+    ) -> Generator[bool, None, None]:
+        """Visit the nodes of one region after the other. Yields False at each limit of `walk`."""
         # This loop is what a node costs outside of torch's engine, so it does no more than it must
-        owners, stack, leaves = self._owners, self._stack, self._leaves
-        leaf_class: Any
-        recv_class: Any
-        leaf_class, recv_class = self._classes
-        region: Any = self._region
-        while True:
+        owners, leaves, limit, size = self._owners, self._leaves, self._limit, 0
+        for region, entrances in parts:
+            stack = [*entrances]
             while stack:
                 edge = stack.pop()
                 while (node := edge[0]) is not None:
@@ -166,32 +179,9 @@ class Planner:
                     edge = edges[0]  # most of a graph is chains
                     limit -= 1
                     if not limit:
-                        stack.append(edge)
-                        return False
-            if region is not None:
-                region.size = len(owners) - self._owned_before
-                self._owned_before += region.size
-            region = self._region = self._next_region()
-            if region is None:
-                return True
-
-    def _next_region(self) -> Region | None:
-        """Begin the next region; None if there is none."""
-        while self._begun < len(self._sends):
-            message_id, send = self._sends[self._begun]
-            self._begun += 1
-            if self._roots is not None or send.stamp <= self._cutoff:
-                region = Region(message_id, send)
-                self._regions.append(region)
-                self._stack += send.edges
-                return region
-        if self._roots is None or self._begun > len(self._sends):
-            return None
-        self._begun += 1
-        region = Region(-1, None)
-        self._regions.append(region)
-        self._stack += self._roots
-        return region
+                        yield False
+                        limit = self._limit
+            region.size, size = len(owners) - size, len(owners)
 
     def _visit_hooked_recv(self, region: Region, node: Any) -> None:
         """A recv node that must see whole gradients is owned, like any other node. It leads on to `ANCHOR` alone."""
@@ -217,7 +207,7 @@ class Planner:
 
     def plan(self) -> Plan:
         """The plan, once all has been visited."""
-        cutoff = self._cutoff if self._roots is None else _latest_stamp(self._regions[-1])
+        cutoff = _latest_stamp(self._regions[-1]) if self._has_roots else self._cutoff
         return _new_tuple(Plan, (self._regions, self._owners, self._leaves, self._accumulated, cutoff))  # type: ignore[no-any-return]
 
 

@@ -32,7 +32,9 @@ def is_available() -> bool:
 
 
 def _init(worker_id: int) -> None:
-    """A worker of arpc brings distributed autograd with it."""
+    """A worker of arpc brings distributed autograd with it. Raises torch's `RuntimeError` for an id that cannot be."""
+    if not 0 <= worker_id < 1 << 16:
+        raise RuntimeError(f"worker_id needs to be in the range [0, 65535], not {worker_id}: pass rank to init_rpc")
 
 
 def _drop_in() -> DropIn:

@@ -58,6 +58,13 @@ def call_on(x: torch.Tensor) -> torch.Tensor:
     return CallOn.apply(x)
 
 
+@pytest.mark.parametrize("rank", [-1, 1 << 16])
+def test_a_rank_that_no_worker_can_have(rank: int) -> None:
+    # -1 is what init_rpc gets if it is not given a rank, although env:// then finds one for the store
+    with pytest.raises(RuntimeError, match=rf"worker_id needs to be in the range \[0, 65535\], not {rank}: pass rank"):
+        dist_autograd._init(rank)
+
+
 def test_a_pass(alone):
     x = leaf()
     with dist_autograd.context() as context_id:

@@ -293,10 +293,21 @@ def _framed(size_bytes, opcodes):
     return b"\x80\x05\x95" + size_bytes.to_bytes(8, "little") + opcodes
 
 
+def _read_or_refused(load):
+    """What a pickle holds, or None: late releases of Python 3.13 and 3.14 refuse a value that goes beyond its frame."""
+    try:
+        return load()
+    except pickle.UnpicklingError as error:
+        assert str(error) == "pickle exhausted before end of frame"  # noqa: PT017 - reading it is right, too
+        return None
+
+
 @pytest.mark.parametrize("size_bytes", range(6))
 def test_a_value_that_goes_beyond_its_frame_is_read_as_it_is_looked_over(size_bytes):
     attack = _framed(size_bytes, b"J\x01\x00\x00\x00.\x00\x00\x00\x00")
-    assert restricted_loads(attack, [], permit) == pickle.loads(attack) == 1
+    found = _read_or_refused(lambda: restricted_loads(attack, [], permit))
+    assert found == _read_or_refused(lambda: pickle.loads(attack))
+    assert found == 1 or (found is None and 1 < size_bytes < 5)
 
 
 def test_a_frame_hides_no_extension_code(monkeypatch):
@@ -305,7 +316,7 @@ def test_a_frame_hides_no_extension_code(monkeypatch):
     try:
         # what is left of the frame, one byte, was dropped: then the bytes begin with the code and not before it
         attack = _framed(2, b"J\x00\x00\x00\x00C\x82\x4d." + bytes(128) + b".")
-        assert restricted_loads(attack, [], permit) == b"\x4d." + bytes(128)
+        assert _read_or_refused(lambda: restricted_loads(attack, [], permit)) in {b"\x4d." + bytes(128), None}
     finally:
         copyreg.remove_extension("posix", "system", 77)
 

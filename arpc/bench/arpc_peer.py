@@ -65,6 +65,11 @@ class ArpcCaller(ArpcGradients):
         await self._window(call, in_flight, max(SHAPE_WARM_UP_S, budget_s * WARM_UP_SHARE))
         return {"calls_per_s": await self._window(call, in_flight, budget_s)}
 
+    async def growth(self, *, few: str, many: str, more: int, budget_s: float) -> Measurement:
+        """Two shapes in turn, of which one has ``more`` of something: ``each_us`` is what each of these adds."""
+        medians = [(await self.shape(name=name, flavour="async", budget_s=budget_s))["p50_us"] for name in (few, many)]
+        return {"each_us": (medians[1] - medians[0]) / more}
+
     async def overload(self, *, times: int, in_flight: int, callee_pid: int, budget_s: float) -> Measurement:
         """Calls that take a while: as many as can be taken, and then `times` as many a second, whatever comes back."""
 

@@ -10,7 +10,7 @@ from torch.distributed import autograd as untyped_autograd
 from torch.distributed import rpc
 
 from arpc.bench.asyncio_caller import latency_figures
-from arpc.bench.blocking_caller import MINIMUM_WARM_UP_S, BlockingCall, BlockingCaller, one_by_one
+from arpc.bench.blocking_caller import MINIMUM_WARM_UP_S, BlockingCall, RpcCaller, one_by_one
 from arpc.bench.gradients import BLOCKS, CONTEXTS, FAN_OUT, arithmetic_s, leaves, mul, run_block, sequences, total
 from arpc.bench.systems import WARM_UP_SHARE, Measurement, callee_name
 
@@ -19,7 +19,7 @@ __all__ = ["TorchGradients"]
 autograd = cast("Any", untyped_autograd)  # torch has no types for it
 
 
-class TorchGradients(BlockingCaller):
+class TorchGradients(RpcCaller):
     """The measurements of autograd."""
 
     async def autograd_op(self, *, budget_s: float) -> Measurement:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import os
 import time
@@ -18,11 +17,15 @@ from typing import Any, Final, cast
 from torch.distributed import rpc
 
 from arpc.bench import memory, payloads, torch_shapes
-from arpc.bench.asyncio_caller import bulk_figures, latency_figures, start_memory_watch, stop_for_a_while
+from arpc.bench.asyncio_caller import (
+    bulk_figures,
+    latency_figures,
+    left_in_memory,
+    start_memory_watch,
+    stop_for_a_while,
+)
 from arpc.bench.blocking_caller import (
     MINIMUM_WARM_UP_S,
-    BlockingCall,
-    StartedCall,
     in_threads,
     one_by_one,
     window,
@@ -42,15 +45,6 @@ BLOCKED_THREADS: Final = 16
 
 class TorchCaller(TorchGradients):
     """The measurements with torch's calls."""
-
-    def prepare(self, function: str, payload: str) -> BlockingCall:
-        return partial(rpc.rpc_sync, CALLEE, FUNCTIONS["def"][function], payloads.tensor_arguments(payload))
-
-    def prepare_started(self, function: str, payload: str) -> StartedCall:
-        return partial(rpc.rpc_async, CALLEE, FUNCTIONS["def"][function], payloads.tensor_arguments(payload))
-
-    def prepare_bulk(self, function: str, size_bytes: int) -> BlockingCall:
-        return partial(rpc.rpc_sync, CALLEE, FUNCTIONS["def"][function], (payloads.bulk_tensor(size_bytes),))
 
     async def shape(self, *, name: str, flavour: str, budget_s: float) -> Measurement:
         call = torch_shapes.call_of(BY_NAME[name])
@@ -142,7 +136,7 @@ class TorchCaller(TorchGradients):
     async def soak(self, *, calls: int, in_flight: int, callee_pid: int, budget_s: float) -> Measurement:
         start = partial(rpc.rpc_async, CALLEE, FUNCTIONS["def"]["noop"])
         window(start, in_flight, max(1.0, budget_s))
-        caller_before, callee_before = start_memory_watch(callee_pid)
+        before = start_memory_watch(callee_pid)
         started = time.perf_counter()
         under_way: deque[Any] = deque()
         for _ in range(calls):
@@ -152,12 +146,7 @@ class TorchCaller(TorchGradients):
         while under_way:
             under_way.popleft().wait()
         elapsed_s = time.perf_counter() - started
-        gc.collect()
-        return {
-            "calls_per_s": calls / elapsed_s,
-            "caller_growth_mb": (memory.resident_bytes(os.getpid()) - caller_before) / 1e6,
-            "callee_growth_mb": (memory.resident_bytes(callee_pid) - callee_before) / 1e6,
-        }
+        return {"calls_per_s": calls / elapsed_s} | left_in_memory(callee_pid, before)
 
 
 class TorchRpc:
@@ -186,7 +175,7 @@ class TorchRpc:
     @asynccontextmanager
     async def caller(self, place: Path) -> AsyncIterator[TorchCaller]:
         start_worker("caller", 0, place, self._peers, self._settings)
-        yield TorchCaller()
+        yield TorchCaller(rpc)
         rpc.shutdown()
 
 

@@ -39,8 +39,8 @@ from arpc.bench.torch_gradients import TorchGradients
 __all__ = ["TorchRpc", "system"]
 
 
-BLOCKED_THREADS: Final = 16
-"""Threads that wait for results where torch has no future to wait for. With 64 of them it answers no more calls."""
+FEWER_THREADS: Final = 16
+"""Where torch has no future to wait for, threads wait: as many as calls in flight, or these if they get more done."""
 
 
 class TorchCaller(TorchGradients):
@@ -52,14 +52,14 @@ class TorchCaller(TorchGradients):
         return latency_figures(one_by_one(call, budget_s))
 
     async def shape_rate(self, *, name: str, flavour: str, in_flight: int, budget_s: float) -> Measurement:
+        warm_up_s = max(MINIMUM_WARM_UP_S, budget_s * WARM_UP_SHARE)
         start = torch_shapes.started_call_of(BY_NAME[name])
-        measure = (
-            partial(window, start, in_flight)
-            if start is not None
-            else partial(in_threads, torch_shapes.call_of(BY_NAME[name]), min(in_flight, BLOCKED_THREADS))
-        )
-        measure(max(MINIMUM_WARM_UP_S, budget_s * WARM_UP_SHARE))
-        return {"calls_per_s": measure(budget_s)}
+        if start is not None:
+            window(start, in_flight, warm_up_s)
+            return {"calls_per_s": window(start, in_flight, budget_s)}
+        call = torch_shapes.call_of(BY_NAME[name])
+        in_threads(call, FEWER_THREADS, warm_up_s)
+        return {"calls_per_s": max(in_threads(call, threads, budget_s) for threads in (FEWER_THREADS, in_flight))}
 
     async def in_turn(self, *, peers: int, in_flight: int, budget_s: float) -> Measurement:
         callees = [callee_name(peer) for peer in range(peers)]

@@ -68,7 +68,7 @@ async def test_all_processes_of_a_system_that_spins_are_stopped_in_between() -> 
     finally:
         await pair.kill()
         await nursery.aclose()
-    assert not any(map(is_running, everybody))
+    await turns_until(lambda: not any(map(is_running, everybody)))  # a killed process takes a moment to end
 
 
 async def test_what_went_wrong_is_told_from_the_other_process(pair: Pair) -> None:

@@ -24,6 +24,7 @@ from arpc.bench.gradients import (
     run_block_async,
     sequences,
     timed_engine,
+    total,
 )
 from arpc.bench.systems import WARM_UP_SHARE, Measurement, callee_name
 
@@ -80,14 +81,17 @@ class ArpcGradients(AsyncioCaller):
 
     async def autograd_transformer(self, *, budget_s: float) -> Measurement:
         """A step of a transformer over two workers: ``p50_us``, and the share of it that the ``arithmetic`` takes."""
-        x = sequences()
 
         async def step() -> None:
             async with arpc.autograd.context() as ctx_id:
-                y = x
+                values = sequences()
                 for number in range(0, BLOCKS, 2):
-                    y = await arpc.rpc_sync(callee_name(0), run_block_async, (number + 1, run_block(number, y)))
-                await arpc.autograd.backward(ctx_id, [y.sum()])
+                    calls = [
+                        arpc.rpc_async(callee_name(0), run_block_async, (number + 1, run_block(number, value)))
+                        for value in values
+                    ]
+                    values = [await call for call in calls]
+                await arpc.autograd.backward(ctx_id, [total(values)])
                 assert arpc.autograd.get_gradients(ctx_id)
 
         await self._one_by_one(step, budget_s * WARM_UP_SHARE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import statistics
 import time
@@ -16,7 +15,7 @@ from typing import cast
 import arpc
 from arpc.bench import arpc_shapes, memory, payloads
 from arpc.bench.arpc_gradients import ArpcGradients
-from arpc.bench.asyncio_caller import Call, bulk_figures, latency_figures, start_memory_watch
+from arpc.bench.asyncio_caller import Call, bulk_figures, latency_figures, left_in_memory, start_memory_watch
 from arpc.bench.crowd import crowd
 from arpc.bench.functions import FUNCTIONS, Flavour, big, chained_async, nap, new_tensor, new_tensor_async
 from arpc.bench.overload import Attempt, open_loop
@@ -64,6 +63,11 @@ class ArpcCaller(ArpcGradients):
         call = arpc_shapes.call_of(BY_NAME[name], cast("Flavour", flavour))
         await self._window(call, in_flight, max(SHAPE_WARM_UP_S, budget_s * WARM_UP_SHARE))
         return {"calls_per_s": await self._window(call, in_flight, budget_s)}
+
+    async def growth(self, *, few: str, many: str, more: int, budget_s: float) -> Measurement:
+        """Two shapes in turn, of which one has ``more`` of something: ``each_us`` is what each of these adds."""
+        medians = [(await self.shape(name=name, flavour="async", budget_s=budget_s))["p50_us"] for name in (few, many)]
+        return {"each_us": (medians[1] - medians[0]) / more}
 
     async def overload(self, *, times: int, in_flight: int, callee_pid: int, budget_s: float) -> Measurement:
         """Calls that take a while: as many as can be taken, and then `times` as many a second, whatever comes back."""
@@ -145,16 +149,11 @@ class ArpcCaller(ArpcGradients):
         """Makes many RRefs, sends each to its owner and back, and drops them all: the rate, and what memory is left."""
         echo = FUNCTIONS["async"]["echo"]
         await self._churn(1000, echo)
-        caller_before, callee_before = start_memory_watch(callee_pid)
+        before = start_memory_watch(callee_pid)
         started = time.perf_counter()
         await self._churn(rrefs, echo)
         elapsed_s = time.perf_counter() - started
-        gc.collect()
-        return {
-            "rrefs_per_s": rrefs / elapsed_s,
-            "caller_growth_mb": (memory.resident_bytes(os.getpid()) - caller_before) / 1e6,
-            "callee_growth_mb": (memory.resident_bytes(callee_pid) - callee_before) / 1e6,
-        }
+        return {"rrefs_per_s": rrefs / elapsed_s} | left_in_memory(callee_pid, before)
 
     async def profiling_off(self, *, budget_s: float) -> Measurement:
         """A small call as it is, and one that does not even look whether somebody observes, in turns: ``share``.

@@ -24,6 +24,7 @@ __all__ = [
     "Call",
     "bulk_figures",
     "latency_figures",
+    "left_in_memory",
     "start_memory_watch",
     "stop_for_a_while",
 ]
@@ -161,7 +162,7 @@ class AsyncioCaller(abc.ABC):
         """Many calls through a window: what they leave behind in resident memory, on both sides."""
         call = self.prepare("noop", "async", "none")
         await self._window(call, in_flight, max(1.0, budget_s))
-        caller_before, callee_before = start_memory_watch(callee_pid)
+        before = start_memory_watch(callee_pid)
 
         async def some_calls() -> None:
             for _ in range(calls // in_flight):
@@ -170,12 +171,7 @@ class AsyncioCaller(abc.ABC):
         started = time.perf_counter()
         await asyncio.gather(*(some_calls() for _ in range(in_flight)))
         elapsed_s = time.perf_counter() - started
-        gc.collect()
-        return {
-            "calls_per_s": calls / elapsed_s,
-            "caller_growth_mb": (memory.resident_bytes(os.getpid()) - caller_before) / 1e6,
-            "callee_growth_mb": (memory.resident_bytes(callee_pid) - callee_before) / 1e6,
-        }
+        return {"calls_per_s": calls / elapsed_s} | left_in_memory(callee_pid, before)
 
     async def slow_reader(
         self, *, replies: int, size_bytes: int, stopped_s: float, callee_pid: int, budget_s: float
@@ -271,6 +267,15 @@ def start_memory_watch(callee_pid: int) -> tuple[int, int]:
     for pid in (os.getpid(), callee_pid):
         memory.forget_peak(pid)
     return memory.resident_bytes(os.getpid()), memory.resident_bytes(callee_pid)
+
+
+def left_in_memory(callee_pid: int, before: tuple[int, int]) -> Measurement:
+    """How much more caller and callee hold now than `start_memory_watch` has seen."""
+    gc.collect()
+    return {
+        f"{role}_growth_mb": (memory.resident_bytes(pid) - resident_bytes) / 1e6
+        for role, pid, resident_bytes in zip(("caller", "callee"), (os.getpid(), callee_pid), before, strict=True)
+    }
 
 
 def stop_for_a_while(duration_s: float) -> None:

@@ -7,16 +7,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, Protocol
+from functools import partial
+from typing import Any, Final, Protocol
 
 from arpc.bench import payloads
 from arpc.bench.asyncio_caller import bulk_figures, latency_figures
-from arpc.bench.systems import BULK_MINIMUM_CALLS, WARM_UP_SHARE, Measurement, bulk_warm_up_calls
+from arpc.bench.functions import FUNCTIONS
+from arpc.bench.systems import BULK_MINIMUM_CALLS, CALLEE, WARM_UP_SHARE, Measurement, bulk_warm_up_calls
 
 __all__ = [
     "MINIMUM_WARM_UP_S",
     "BlockingCall",
     "BlockingCaller",
+    "RpcCaller",
     "StartedCall",
     "Waitable",
     "in_threads",
@@ -81,6 +84,23 @@ class BlockingCaller(abc.ABC):
         samples = one_by_one(call, budget_s, minimum=BULK_MINIMUM_CALLS)
         self.prepare("forget", "none")()
         return bulk_figures(samples, size_bytes)
+
+
+class RpcCaller(BlockingCaller):
+    """Calls with the functions of torch.distributed.rpc, which the drop-in has too."""
+
+    def __init__(self, rpc: Any) -> None:
+        """``rpc`` is the module that has these functions."""
+        self.rpc = rpc
+
+    def prepare(self, function: str, payload: str) -> BlockingCall:
+        return partial(self.rpc.rpc_sync, CALLEE, FUNCTIONS["def"][function], payloads.tensor_arguments(payload))
+
+    def prepare_started(self, function: str, payload: str) -> StartedCall:
+        return partial(self.rpc.rpc_async, CALLEE, FUNCTIONS["def"][function], payloads.tensor_arguments(payload))
+
+    def prepare_bulk(self, function: str, size_bytes: int) -> BlockingCall:
+        return partial(self.rpc.rpc_sync, CALLEE, FUNCTIONS["def"][function], (payloads.bulk_tensor(size_bytes),))
 
 
 def one_by_one(call: BlockingCall, duration_s: float, minimum: int = 1) -> list[float]:

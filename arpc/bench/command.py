@@ -24,8 +24,7 @@ from arpc.extras import install_command
 
 __all__ = ["choose_systems", "measure", "run"]
 
-DEFAULT_BUDGET_S = 0.15
-QUICK_BUDGET_S = 0.1
+BUDGET_S = 0.1
 QUICK_REPEAT_S = 5.0
 
 
@@ -48,9 +47,9 @@ def run(options: argparse.Namespace) -> int:
         print(f"no row has {options.rows!r}; --list prints them all", file=sys.stderr)
         return 2
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else DEFAULT_ROUNDS)
-    schedule = Schedule(rounds=rounds, budget_s=DEFAULT_BUDGET_S)
+    schedule = Schedule(rounds=rounds, budget_s=BUDGET_S)
     if options.quick:
-        schedule = Schedule(rounds=rounds, budget_s=QUICK_BUDGET_S, repeat_s=QUICK_REPEAT_S)
+        schedule = Schedule(rounds=rounds, budget_s=BUDGET_S, repeat_s=QUICK_REPEAT_S)
     wanted, absent = choose_systems(rows, [part for part in options.systems.split(",") if part])
     started = time.perf_counter()
     try:

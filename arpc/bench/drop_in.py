@@ -5,30 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 
-from arpc.bench import payloads
-from arpc.bench.blocking_caller import BlockingCall, BlockingCaller, StartedCall
-from arpc.bench.functions import FUNCTIONS
+from arpc.bench.blocking_caller import RpcCaller
+from arpc.bench.systems import CALLEE
 from arpc.compat import rpc
 
 __all__ = ["DropInRpc", "system"]
 
-CALLEE = "callee"
 
-
-class DropInCaller(BlockingCaller):
+class DropInCaller(RpcCaller):
     """The measurements with calls of the drop-in."""
-
-    def prepare(self, function: str, payload: str) -> BlockingCall:
-        return partial(rpc.rpc_sync, CALLEE, FUNCTIONS["def"][function], payloads.tensor_arguments(payload))
-
-    def prepare_started(self, function: str, payload: str) -> StartedCall:
-        return partial(rpc.rpc_async, CALLEE, FUNCTIONS["def"][function], payloads.tensor_arguments(payload))
-
-    def prepare_bulk(self, function: str, size_bytes: int) -> BlockingCall:
-        return partial(rpc.rpc_sync, CALLEE, FUNCTIONS["def"][function], (payloads.bulk_tensor(size_bytes),))
 
 
 class DropInRpc:
@@ -46,7 +33,7 @@ class DropInRpc:
     @asynccontextmanager
     async def caller(self, place: Path) -> AsyncIterator[DropInCaller]:
         _start_worker("caller", 0, place)
-        yield DropInCaller()
+        yield DropInCaller(rpc)
         rpc.shutdown()
 
 

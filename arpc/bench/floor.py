@@ -14,11 +14,11 @@ import itertools
 import pickle
 import struct
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 import uvloop
@@ -38,6 +38,14 @@ Array = np.ndarray[Any, Any]
 HEADER = struct.Struct("<IIQ")  # bytes of the pickle, call id, bytes of the raw array after it
 HEADER_BYTES = HEADER.size
 RECEIVE_BYTES = 256 * 1024
+
+
+_SHAPES: Final[Mapping[str, Callable[..., object]]] = {
+    name: shape.called("def")().add if shape.use == "method" else shape.called("def")
+    for name, shape in BY_NAME.items()
+    if shape.has_floor
+}
+"""What is called for each shape; where it is a method, that of the one object that there is."""
 
 
 class Messages(asyncio.BufferedProtocol):
@@ -112,9 +120,9 @@ class Server(Messages):
 
     def message(self, call_id: int, content: Any, array: Array | None) -> None:
         name, arguments = content
-        if array is None and name in BY_NAME:
+        if array is None and name in _SHAPES:
             positional, keywords = arguments
-            self.send(call_id, BY_NAME[name].called("def")(*positional, **keywords))
+            self.send(call_id, _SHAPES[name](*positional, **keywords))
         elif array is None:
             self.send(call_id, FUNCTIONS["def"][name](*arguments))
         else:

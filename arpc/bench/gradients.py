@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ __all__ = [
     "BLOCKS",
     "CONTEXTS",
     "FAN_OUT",
+    "MICROBATCHES",
     "SIZE",
     "EngineClock",
     "arithmetic_s",
@@ -31,6 +32,7 @@ __all__ = [
     "run_block_async",
     "sequences",
     "timed_engine",
+    "total",
 ]
 
 SIZE: Final = 16
@@ -38,8 +40,10 @@ SIZE: Final = 16
 CONTEXTS: Final = 8
 BLOCKS: Final = 4
 """Those of a transformer: the caller has the first and the third, the callee the others."""
+MICROBATCHES: Final = 25
+"""Each is sent and comes back twice in a step, so that 100 tensors travel forward, and as many gradients back."""
 _WIDTH: Final = 64
-_SAMPLES: Final = 20
+_SAMPLES: Final = 5
 FAN_OUT: Final = 8
 
 
@@ -111,9 +115,14 @@ def block(number: int) -> nn.Module:
     return nn.TransformerEncoderLayer(_WIDTH, 4, 2 * _WIDTH, dropout=0.0, batch_first=True)
 
 
-def sequences() -> Tensor:
-    """A batch that a transformer takes."""
-    return torch.ones(8, 32, _WIDTH)
+def sequences() -> list[Tensor]:
+    """The microbatches of one step, each a sequence that a transformer takes."""
+    return [torch.full((1, 32, _WIDTH), 1.0 + number) for number in range(MICROBATCHES)]
+
+
+def total(values: Sequence[Tensor]) -> Tensor:
+    """What the gradients of a step are asked for."""
+    return torch.cat(list(values)).sum()
 
 
 def run_block(number: int, x: Tensor) -> Tensor:
@@ -129,13 +138,13 @@ async def run_block_async(number: int, x: Tensor) -> Tensor:
 
 def arithmetic_s() -> float:
     """The seconds that a step of the transformer takes in one process, without any call: the median of some."""
-    x, taken = sequences(), []
+    taken: list[float] = []
     parameters = [parameter for number in range(BLOCKS) for parameter in block(number).parameters()]
     for _ in range(_SAMPLES):
         begun = time.perf_counter()
-        y = x
+        values = sequences()
         for number in range(BLOCKS):
-            y = run_block(number, y)
-        torch.autograd.grad(y.sum(), parameters)
+            values = [run_block(number, value) for value in values]
+        torch.autograd.grad(total(values), parameters)
         taken.append(time.perf_counter() - begun)
     return statistics.median(taken)

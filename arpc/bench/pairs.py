@@ -8,12 +8,13 @@ import os
 import shutil
 import signal
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from arpc.bench.nursery import Nursery, Offspring
 from arpc.bench.placement import Placement, place
-from arpc.bench.processes import kill_family
+from arpc.bench.processes import family, kill_family
 from arpc.bench.systems import REGISTRY, Measurement
 
 __all__ = ["MeasurementFailedError", "Pair"]
@@ -151,9 +152,10 @@ class Pair:
             self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
-        for process in self._processes.values():
-            if process.returncode is None:
-                os.kill(process.pid, number)
+        # With all that they have started: the callees of a group are processes of the first one
+        for pid in family(process.pid for process in self._processes.values() if process.returncode is None):
+            with suppress(ProcessLookupError):  # it has ended since it was listed
+                os.kill(pid, number)
 
     def _log_tail(self) -> str:
         if self._directory is None:

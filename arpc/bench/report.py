@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,8 @@ def print_results(results: Results) -> None:
 
 
 def print_targets(verdicts: Iterable[Verdict]) -> None:
-    """Every target with its bar, what was measured and the verdict."""
+    """Every target with its bar, what was measured and the verdict: first those that were missed, by how far."""
+    ordered = sorted(verdicts, key=lambda verdict: verdict.reached if verdict.outcome == "miss" else math.inf)
     lines: list[tuple[str, ...]] = [
         (
             verdict.target.what,
@@ -53,9 +55,11 @@ def print_targets(verdicts: Iterable[Verdict]) -> None:
             verdict.outcome,
             "disturbed" if verdict.disturbed else "",
         )
-        for verdict in verdicts
+        for verdict in ordered
     ]
-    _print_table(Table("Targets", ("target", "bar", "measured", "", ""), lines))
+    _print_table(Table("Targets, missed ones first", ("target", "bar", "measured", "", ""), lines))
+    counts = Counter(verdict.outcome for verdict in ordered)
+    print("Targets: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
 
 
 def print_warnings(results: Results, absent: dict[str, str]) -> None:

@@ -4,13 +4,10 @@ A file of rows is a function that makes them::
 
     def rows() -> Iterator[Row]:
         work = workload("latency", function="noop", payload="none", flavour="async")
-        yield Row(
+        yield LatencyRow(
             key="call/mine",
             section="Small calls",
             title="my call",
-            metric="p50_us",
-            unit="us",
-            better="lower",
             cells={SUBJECT: Cell("arpc-unix", work, "same"), "torch": Cell("torch", work)},
         )
 """
@@ -18,7 +15,8 @@ A file of rows is a function that makes them::
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Final, Literal
 
 from arpc.bench.functions import Flavour
@@ -32,8 +30,12 @@ __all__ = [
     "PINNED",
     "SUBJECT",
     "TRANSPORTS",
+    "BulkRow",
     "Cell",
+    "LatencyRow",
+    "Metric",
     "Point",
+    "RateRow",
     "Row",
     "Transport",
     "Workload",
@@ -90,7 +92,7 @@ class Point:
     x: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """One line of the table: a figure, and the cells that it is read from."""
 
@@ -102,6 +104,7 @@ class Row:
     better: Literal["lower", "higher"]
     cells: Mapping[str, Cell]
     """By column: `SUBJECT`, `FLOOR` (compared as a plain quotient) and opponents (compared by speed)."""
+    _: KW_ONLY
     max_rounds: int | None = None
     in_quick: bool = True
     long: bool = False
@@ -111,6 +114,17 @@ class Row:
     @property
     def session(self) -> str:
         return next(iter(self.cells.values())).session
+
+
+LatencyRow: Final = partial(Row, metric="p50_us", unit="us", better="lower")
+"""A row that shows the median time of a call."""
+RateRow: Final = partial(Row, metric="calls_per_s", unit="/s", better="higher")
+"""A row that shows calls per second."""
+BulkRow: Final = partial(Row, metric="gib_per_s", unit="GiB/s", better="higher")
+"""A row that shows how fast large tensors travel."""
+
+Metric = tuple[str, str, str, Literal["lower", "higher"]]
+"""A figure of a measurement that has several: name, unit, what it tells, and which way is better."""
 
 
 def workload(measure: str, **settings: Setting) -> Workload:

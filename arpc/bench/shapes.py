@@ -7,13 +7,14 @@ Torch is imported when arguments are made, so that the process that compares can
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from arpc.bench.functions import Flavour
+from arpc.bench.systems import callee_name
 
-__all__ = ["BY_NAME", "FAMILIES", "SPREAD", "SPREAD_AT_MOST", "Family", "Shape", "Use"]
+__all__ = ["BY_NAME", "FAMILIES", "GROWTH", "SPREAD", "SPREAD_AT_MOST", "Family", "Growth", "Shape", "Use"]
 
 Use = Literal["call", "method", "remote", "context", "chain", "side by side"]
 """How a function is used.
@@ -21,7 +22,7 @@ Use = Literal["call", "method", "remote", "context", "chain", "side by side"]
 ``call``: it is called, and its result awaited. ``method``: the method ``add`` of a remote object, of a class instead of
 a function. ``remote``: `remote`, then `to_here`. ``context``: a call in an autograd context. ``chain`` and ``side by
 side``: ``count`` calls in an autograd context, each with the result before or all with the same arguments, and a
-backward pass.
+backward pass. Where there are several workers, these calls go to them in turn.
 """
 
 
@@ -130,7 +131,18 @@ class Shape:
     keywords: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     use: Use = "call"
     count: int = 1
+    workers: int = 1
     flavours: tuple[Flavour, ...] = ("async", "def")
+
+    @property
+    def has_floor(self) -> bool:
+        """Whether it is one request and one answer, which is all that the floor can do."""
+        return self.use in {"call", "method"}
+
+    @property
+    def callees(self) -> tuple[str, ...]:
+        """The worker that each of its calls goes to."""
+        return tuple(callee_name(number % self.workers) for number in range(self.count))
 
     def called(self, flavour: Flavour) -> Any:
         """The function or class, plain or of coroutines."""
@@ -145,10 +157,21 @@ class Family:
     same: float
     split: float
     shapes: tuple[Shape, ...]
-    at_once: float | None = None
-    """The goal with 64 calls in flight, in calls a second; None where that is not measured."""
     of_floor: float | None = None
-    """At most how many times the floor of the same payload a call may take; None where there is no such floor."""
+    """At most how many times the floor of the same payload a shape with a floor may take; None: nothing is asked."""
+    at_once: float = 12
+    """The goal with 64 calls in flight, in calls a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Two shapes, of which one has ``more`` of something, and how many microseconds each of these may add."""
+
+    name: str
+    few: str
+    many: str
+    more: int
+    at_most_us: float
 
 
 def _tensor(*sizes: int, requires_grad: bool = False) -> Any:
@@ -167,6 +190,11 @@ def _dict_of(count: int, size: int) -> tuple[dict[str, Any]]:
 
 def _leaves() -> tuple[Any, Any]:
     return _tensor(64, requires_grad=True), _tensor(64, requires_grad=True)
+
+
+def _flavours(count: int) -> tuple[Flavour, ...]:
+    """Plain functions in all steps but the longest, which take too much of a run."""
+    return ("async", "def") if count < 100 else ("async",)
 
 
 _RECORD: Final = {"a": [1, 2, 3], "b": "text", "c": 1.5}
@@ -197,6 +225,7 @@ CONTAINERS: Final = (
     Shape("list of 1,000 tensors", "echo", lambda: _list_of(1000, 16), flavours=("async",)),
     Shape("dict of 10 tensors", "echo", lambda: _dict_of(10, 64)),
     Shape("dict of 50 tensors of 4 KB", "echo", lambda: _dict_of(50, 1024)),
+    Shape("dict of 1,000 tensors", "echo", lambda: _dict_of(1000, 16), flavours=("async",)),
 )
 RREFS: Final = (
     Shape("method", "counter", lambda: (1,), use="method"),
@@ -204,25 +233,37 @@ RREFS: Final = (
     Shape("tensor, remote() and to_here()", "echo", lambda: (_tensor(16),), use="remote"),
     Shape("remote(Class) and to_here()", "counter", use="remote", flavours=("def",)),
 )
+_COUNTS: Final = (1, 2, 3, 5, 10, 100)
 GRADIENTS: Final = (
     Shape("context, nothing requires grad", "echo", lambda: (_tensor(16),), use="context"),
-    *(Shape(f"{n} in a row", "mul", _leaves, use="chain", count=n) for n in (1, 2, 3, 5, 10)),
-    *(Shape(f"{n} side by side", "mul", _leaves, use="side by side", count=n) for n in (2, 3, 5, 10)),
-    Shape("100 in a row", "mul", _leaves, use="chain", count=100, flavours=("async",)),
-    Shape("100 side by side", "mul", _leaves, use="side by side", count=100, flavours=("async",)),
+    *(Shape(f"{n} in a row", "mul", _leaves, use="chain", count=n, flavours=_flavours(n)) for n in _COUNTS),
+    *(Shape(f"{n} side by side", "mul", _leaves, use="side by side", count=n, flavours=_flavours(n)) for n in _COUNTS),
+)
+THREE_WORKERS: Final = tuple(
+    replace(shape, workers=3, flavours=("async",)) for shape in GRADIENTS if shape.use != "context"
 )
 
-SPREAD: Final = ("an int", "a text", "dict of lists, text, floats", "16-float tensor", "16-float numpy array")
-"""Calls with one small argument, which are compared with the one that has none."""
-SPREAD_AT_MOST: Final = 2.0
-
 FAMILIES: Final = (
-    Family("call", 6, 10, CALLS, at_once=12, of_floor=1.6),
-    Family("containers", 5, 5, CONTAINERS, at_once=12),
-    Family("rref", 5, 8, RREFS),
+    Family("call", 6, 10, CALLS, of_floor=1.6),
+    Family("containers", 5, 5, CONTAINERS),
+    Family("rref", 5, 8, RREFS, of_floor=1.6),
     Family("autograd", 3, 4, GRADIENTS),
+    Family("autograd on three workers", 3, 4, THREE_WORKERS),
 )
 BY_NAME: Final[Mapping[str, Shape]] = {
     f"{family.name}/{shape.name}": shape for family in FAMILIES for shape in family.shapes
 }
 """By the name of their family and their own."""
+
+SPREAD: Final = ("an int", "a text", "dict of lists, text, floats", "16-float tensor", "16-float numpy array")
+"""Calls with one small argument, which are compared with the one that has none."""
+SPREAD_AT_MOST: Final = 2.0
+
+GROWTH: Final = (
+    Growth("a further tensor, of 10", "call/16-float tensor", "containers/list of 10 tensors", 9, 5),
+    Growth("a further tensor, of 100", "call/16-float tensor", "containers/list of 100 tensors", 99, 5),
+    Growth("a further tensor, of 1,000", "call/16-float tensor", "containers/list of 1,000 tensors", 999, 5),
+    Growth("a further chained call, of 10", "autograd/1 in a row", "autograd/10 in a row", 9, 300),
+    Growth("a further chained call, of 100", "autograd/1 in a row", "autograd/100 in a row", 99, 300),
+)
+"""What grows with a message and with a step, and how much it may."""

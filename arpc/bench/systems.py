@@ -217,6 +217,11 @@ REGISTRY: Final[Mapping[str, Configuration]] = {
     "arpc-apart": _ARPC(
         about="arpc, unix socket, processes started apart", settings={"listen": "unix://"}, forks=False
     ),
+    "arpc-three": _ARPC(
+        about="arpc, unix socket, a caller and three callees, started apart",
+        settings={"listen": "unix://", "peers": 3},
+        forks=False,
+    ),
     "arpc-compat": Configuration(
         module="arpc.bench.drop_in",
         requires=("arpc", "torch"),
@@ -230,6 +235,12 @@ REGISTRY: Final[Mapping[str, Configuration]] = {
     "torch-apart": _TORCH(
         about=f"torch.distributed.rpc, {TORCH_THREADS_APART} worker threads, processes started apart",
         settings={"threads": TORCH_THREADS_APART},
+        spins_when_idle=True,
+        forks=False,
+    ),
+    "torch-three": _TORCH(
+        about=f"torch.distributed.rpc, {TORCH_THREADS_APART} worker threads, a caller and three callees, started apart",
+        settings={"threads": TORCH_THREADS_APART, "peers": 3},
         spins_when_idle=True,
         forks=False,
     ),

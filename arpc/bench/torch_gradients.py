@@ -10,8 +10,8 @@ from torch.distributed import autograd as untyped_autograd
 from torch.distributed import rpc
 
 from arpc.bench.asyncio_caller import latency_figures
-from arpc.bench.blocking_caller import MINIMUM_WARM_UP_S, BlockingCall, BlockingCaller, one_by_one
-from arpc.bench.gradients import BLOCKS, CONTEXTS, FAN_OUT, arithmetic_s, leaves, mul, run_block, sequences
+from arpc.bench.blocking_caller import MINIMUM_WARM_UP_S, BlockingCall, RpcCaller, one_by_one
+from arpc.bench.gradients import BLOCKS, CONTEXTS, FAN_OUT, arithmetic_s, leaves, mul, run_block, sequences, total
 from arpc.bench.systems import WARM_UP_SHARE, Measurement, callee_name
 
 __all__ = ["TorchGradients"]
@@ -19,7 +19,7 @@ __all__ = ["TorchGradients"]
 autograd = cast("Any", untyped_autograd)  # torch has no types for it
 
 
-class TorchGradients(BlockingCaller):
+class TorchGradients(RpcCaller):
     """The measurements of autograd."""
 
     async def autograd_op(self, *, budget_s: float) -> Measurement:
@@ -37,14 +37,16 @@ class TorchGradients(BlockingCaller):
             return latency_figures(_measured(step, budget_s))
 
     async def autograd_transformer(self, *, budget_s: float) -> Measurement:
-        x = sequences()
-
         def step() -> None:
             with autograd.context() as ctx_id:
-                y = x
+                values = sequences()
                 for number in range(0, BLOCKS, 2):
-                    y = cast("Tensor", rpc.rpc_sync(callee_name(0), run_block, (number + 1, run_block(number, y))))
-                autograd.backward(ctx_id, [y.sum()])
+                    calls = [
+                        rpc.rpc_async(callee_name(0), run_block, (number + 1, run_block(number, value)))
+                        for value in values
+                    ]
+                    values = [cast("Tensor", call.wait()) for call in calls]
+                autograd.backward(ctx_id, [total(values)])
                 assert autograd.get_gradients(ctx_id)
 
         figures = latency_figures(_measured(step, budget_s))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import os
 import time
@@ -13,16 +12,21 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from torch.distributed import rpc
 
 from arpc.bench import memory, payloads, torch_shapes
-from arpc.bench.asyncio_caller import bulk_figures, latency_figures, start_memory_watch, stop_for_a_while
+from arpc.bench.asyncio_caller import (
+    bulk_figures,
+    latency_figures,
+    left_in_memory,
+    start_memory_watch,
+    stop_for_a_while,
+)
 from arpc.bench.blocking_caller import (
     MINIMUM_WARM_UP_S,
-    BlockingCall,
-    StartedCall,
+    in_threads,
     one_by_one,
     window,
 )
@@ -35,17 +39,12 @@ from arpc.bench.torch_gradients import TorchGradients
 __all__ = ["TorchRpc", "system"]
 
 
+FEWER_THREADS: Final = 16
+"""Where torch has no future to wait for, threads wait: as many as calls in flight, or these if they get more done."""
+
+
 class TorchCaller(TorchGradients):
     """The measurements with torch's calls."""
-
-    def prepare(self, function: str, payload: str) -> BlockingCall:
-        return partial(rpc.rpc_sync, CALLEE, FUNCTIONS["def"][function], payloads.tensor_arguments(payload))
-
-    def prepare_started(self, function: str, payload: str) -> StartedCall:
-        return partial(rpc.rpc_async, CALLEE, FUNCTIONS["def"][function], payloads.tensor_arguments(payload))
-
-    def prepare_bulk(self, function: str, size_bytes: int) -> BlockingCall:
-        return partial(rpc.rpc_sync, CALLEE, FUNCTIONS["def"][function], (payloads.bulk_tensor(size_bytes),))
 
     async def shape(self, *, name: str, flavour: str, budget_s: float) -> Measurement:
         call = torch_shapes.call_of(BY_NAME[name])
@@ -53,9 +52,14 @@ class TorchCaller(TorchGradients):
         return latency_figures(one_by_one(call, budget_s))
 
     async def shape_rate(self, *, name: str, flavour: str, in_flight: int, budget_s: float) -> Measurement:
+        warm_up_s = max(MINIMUM_WARM_UP_S, budget_s * WARM_UP_SHARE)
         start = torch_shapes.started_call_of(BY_NAME[name])
-        window(start, in_flight, max(MINIMUM_WARM_UP_S, budget_s * WARM_UP_SHARE))
-        return {"calls_per_s": window(start, in_flight, budget_s)}
+        if start is not None:
+            window(start, in_flight, warm_up_s)
+            return {"calls_per_s": window(start, in_flight, budget_s)}
+        call = torch_shapes.call_of(BY_NAME[name])
+        in_threads(call, FEWER_THREADS, warm_up_s)
+        return {"calls_per_s": max(in_threads(call, threads, budget_s) for threads in (FEWER_THREADS, in_flight))}
 
     async def in_turn(self, *, peers: int, in_flight: int, budget_s: float) -> Measurement:
         callees = [callee_name(peer) for peer in range(peers)]
@@ -132,7 +136,7 @@ class TorchCaller(TorchGradients):
     async def soak(self, *, calls: int, in_flight: int, callee_pid: int, budget_s: float) -> Measurement:
         start = partial(rpc.rpc_async, CALLEE, FUNCTIONS["def"]["noop"])
         window(start, in_flight, max(1.0, budget_s))
-        caller_before, callee_before = start_memory_watch(callee_pid)
+        before = start_memory_watch(callee_pid)
         started = time.perf_counter()
         under_way: deque[Any] = deque()
         for _ in range(calls):
@@ -142,12 +146,7 @@ class TorchCaller(TorchGradients):
         while under_way:
             under_way.popleft().wait()
         elapsed_s = time.perf_counter() - started
-        gc.collect()
-        return {
-            "calls_per_s": calls / elapsed_s,
-            "caller_growth_mb": (memory.resident_bytes(os.getpid()) - caller_before) / 1e6,
-            "callee_growth_mb": (memory.resident_bytes(callee_pid) - callee_before) / 1e6,
-        }
+        return {"calls_per_s": calls / elapsed_s} | left_in_memory(callee_pid, before)
 
 
 class TorchRpc:
@@ -176,7 +175,7 @@ class TorchRpc:
     @asynccontextmanager
     async def caller(self, place: Path) -> AsyncIterator[TorchCaller]:
         start_worker("caller", 0, place, self._peers, self._settings)
-        yield TorchCaller()
+        yield TorchCaller(rpc)
         rpc.shutdown()
 
 

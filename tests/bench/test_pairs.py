@@ -10,6 +10,8 @@ import pytest
 
 from arpc.bench.nursery import Nursery
 from arpc.bench.pairs import MeasurementFailedError, Pair
+from arpc.bench.processes import family
+from arpc.testing.endpoints import turns_until
 
 CALL = {"function": "noop", "flavour": "def", "payload": "none", "budget_s": 0.01}
 
@@ -46,6 +48,27 @@ async def test_one_that_hangs_is_killed_and_can_be_started_again(pair: Pair) -> 
     assert not any(map(is_running, pids))
     await pair.start()
     assert (await pair.measure("latency", dict(CALL), "free", timeout_s=30))["p50_us"] > 0
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+async def test_all_processes_of_a_system_that_spins_are_stopped_in_between() -> None:
+    nursery = await Nursery.open()
+    pair = Pair("torch-three", nursery)
+    try:
+        await pair.start()
+        everybody = family(pair.pids)
+        assert len(everybody) == 4, "a caller and three callees"
+        await turns_until(lambda: {state_of(pid) for pid in everybody} == {"T"})
+        settings = {"name": "autograd on three workers/3 in a row", "flavour": "def", "budget_s": 0.01}
+        assert (await pair.measure("shape", settings, "free", timeout_s=60))["p50_us"] > 0
+        await turns_until(lambda: {state_of(pid) for pid in everybody} == {"T"})
+    finally:
+        await pair.kill()
+        await nursery.aclose()
+    await turns_until(lambda: not any(map(is_running, everybody)))  # a killed process takes a moment to end
 
 
 async def test_what_went_wrong_is_told_from_the_other_process(pair: Pair) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from arpc.bench import report
-from arpc.bench.targets import judge
+from arpc.bench.targets import Target, Verdict, judge
 from tests.bench.results import SCHEDULE, make_results
 
 
@@ -47,6 +47,16 @@ def test_systems_side_by_side_have_a_line_each(capsys: pytest.CaptureFixture[str
         (line,) = [line for line in lines if line.strip("│ ").startswith(f"{system} ")]
         assert "GiB/s" in line
     assert not [line for line in lines if "dask" in line]
+
+
+def test_missed_targets_come_first_and_the_worst_of_them_at_the_top(capsys: pytest.CaptureFixture[str]) -> None:
+    far = Target("far off", "far", "torch", at_least=10)
+    near = Target("nearly there", "near", "floor", at_most=1.5)
+    good = Target("good", "good", "torch", at_least=1)
+    report.print_targets([Verdict(good, 2, "pass"), Verdict(near, 1.6, "miss"), Verdict(far, 2, "miss")])
+    printed = capsys.readouterr().out
+    assert printed.index("far off") < printed.index("nearly there") < printed.index("good")
+    assert "Targets: 2 miss, 1 pass" in printed
 
 
 def test_a_row_without_figures_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:

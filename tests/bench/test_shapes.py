@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 
-from arpc.bench.floor import floor_arguments
+from arpc.bench.floor import Server, floor_arguments
 from arpc.bench.rows import shapes
-from arpc.bench.shapes import BY_NAME, FAMILIES, SPREAD, Shape
+from arpc.bench.shapes import BY_NAME, FAMILIES, GROWTH, SPREAD, Shape
 from arpc.bench.targets import TARGETS
 
 
@@ -46,12 +46,26 @@ def test_calls_are_compared_with_the_floor_of_the_same_payload() -> None:
         assert "floor" in row.cells
 
 
-@pytest.mark.parametrize("name", [name for name in BY_NAME if name.startswith("call/")])
+@pytest.mark.parametrize("name", [name for name, shape in BY_NAME.items() if shape.has_floor])
 def test_the_floor_takes_every_payload(name: str) -> None:
-    sent = pickle.loads(pickle.dumps((name, floor_arguments(BY_NAME[name])), 5))
-    positional, keywords = sent[1]
-    BY_NAME[name].called("def")(*positional, **keywords)
-    assert len(positional) == len(BY_NAME[name].arguments())
+    server, sent = Server(), []
+    server.send = lambda call_id, content, array=None: sent.append(content)  # type: ignore[method-assign]
+    server.message(1, pickle.loads(pickle.dumps((name, floor_arguments(BY_NAME[name])), 5)), None)
+    assert len(sent) == 1
+
+
+def test_calls_go_to_the_workers_in_turn() -> None:
+    assert BY_NAME["autograd on three workers/5 in a row"].callees == (
+        *("callee", "callee1", "callee2"),
+        *("callee", "callee1"),
+    )
+
+
+def test_growth_compares_shapes_that_there_are() -> None:
+    judged = {target.row: target.at_most for target in TARGETS if target.against == "itself"}
+    for one, (row, limit_us) in zip(GROWTH, shapes.growth(), strict=True):
+        assert {one.few, one.many} <= BY_NAME.keys()
+        assert judged[row.key] == limit_us == one.at_most_us
 
 
 def test_one_small_argument_is_compared_with_none() -> None:

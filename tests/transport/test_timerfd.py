@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from arpc.errors import RpcTimeoutError
 from arpc.testing import cluster
 from arpc.transport.timerfd import Alarms, alarms_of
 from tests.agent.stage import echo
+from tests.descriptors import open_descriptors
 
 uvloop = pytest.importorskip("uvloop")
 
@@ -195,14 +195,14 @@ def test_what_has_come_by_then_is_read_first():
 def test_closing_forgets_them_all():
     async def main() -> None:
         loop, alarms = asyncio.get_running_loop(), made()
-        descriptors = set(Path("/proc/self/fd").iterdir())
+        descriptors = open_descriptors()
         again = made()
         rang: list[str] = []
         again.call_at(loop.time() + 0.01, lambda: rang.append("closed"))
         again.close()
         again.close()
         again.call_at(loop.time(), lambda: rang.append("set after the end"))
-        assert set(Path("/proc/self/fd").iterdir()) == descriptors
+        assert open_descriptors() == descriptors
         last = asyncio.Event()
         alarms.call_at(loop.time() + 0.03, last.set)
         await last.wait()

@@ -1,30 +1,55 @@
-"""What the awaitable peers have in common."""
+"""What all peers with awaitable calls share: three measurements, and a system that starts its own processes."""
 
 from __future__ import annotations
 
-import abc
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+from arpc.bench import payloads
 from arpc.bench.asyncio_caller import AsyncioCaller, Call
 
-__all__ = ["PeerCaller"]
+__all__ = ["ActorSystem", "PeerCaller"]
 
 
 class PeerCaller(AsyncioCaller):
-    """Three figures: small call, rate, and a large send. The functions are ``noop``, ``drop`` and ``forget``."""
+    """Measures a small call, a rate, and a large send, with two functions of a peer."""
 
-    @abc.abstractmethod
-    def prepare_noop(self) -> Call:
-        """A call without arguments or result."""
-
-    @abc.abstractmethod
-    def prepare_send(self, size_bytes: int) -> Call:
-        """A call that sends one array and has no result."""
+    def __init__(
+        self,
+        noop: Call,
+        drop: Callable[[Any], Awaitable[object]],
+        make_payload: Callable[[int], object] = payloads.bulk_array,
+    ) -> None:
+        """``noop`` calls a function without arguments, ``drop`` sends it a payload that ``make_payload`` has made."""
+        self._noop = noop
+        self._drop = drop
+        self._make_payload = make_payload
 
     def prepare(self, function: str, flavour: str, payload: str) -> Call:
-        return self.prepare_noop()
+        return self._noop
 
-    def prepare_started(self, function: str, flavour: str, payload: str) -> Call:
-        return self.prepare_noop()
+    prepare_started = prepare
 
     def prepare_bulk(self, function: str, size_bytes: int) -> Call:
-        return self.prepare_send(size_bytes)
+        return partial(self._drop, self._make_payload(size_bytes))
+
+
+class ActorSystem:
+    """A peer whose caller starts the process that it calls, so that the callee of the pair has nothing to do."""
+
+    def __init__(self, open_caller: Callable[[Path], AbstractAsyncContextManager[PeerCaller]]) -> None:
+        self._open_caller = open_caller
+
+    def run(self, main: Coroutine[object, object, None]) -> None:
+        asyncio.run(main)
+
+    @asynccontextmanager
+    async def callee(self, place: Path) -> AsyncIterator[None]:
+        yield
+
+    def caller(self, place: Path) -> AbstractAsyncContextManager[PeerCaller]:
+        return self._open_caller(place)

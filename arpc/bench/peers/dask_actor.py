@@ -2,78 +2,44 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from distributed import Client, LocalCluster
 
-from arpc.bench import payloads
-from arpc.bench.asyncio_caller import Call
-from arpc.bench.peers.caller import PeerCaller
+from arpc.bench.peers.caller import ActorSystem, PeerCaller
 
-__all__ = ["Dask", "system"]
+__all__ = ["system"]
 
 
 class Callee:
     """The actor."""
 
     def noop(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def drop(self, value: object) -> None:
-        """Receives something and lets go of it."""
+        """Receive something and let go of it."""
 
 
-class DaskCaller(PeerCaller):
-    """The measurements, with Dask's calls."""
-
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-
-    def prepare_noop(self) -> Call:
-        method = self._actor.noop
-
-        async def call() -> object:
-            return await method()
-
-        return call
-
-    def prepare_send(self, size_bytes: int) -> Call:
-        method, array = self._actor.drop, payloads.bulk_array(size_bytes)
-
-        async def call() -> object:
-            return await method(array)
-
-        return call
+@asynccontextmanager
+async def open_caller(place: Path) -> AsyncIterator[PeerCaller]:
+    """Start a local cluster with one worker."""
+    cluster = LocalCluster(
+        n_workers=1,
+        threads_per_worker=1,
+        processes=True,
+        dashboard_address=None,
+        asynchronous=True,
+        local_directory=str(place),
+    )
+    async with cluster, Client(cluster, asynchronous=True) as client:
+        actor: Any = await client.submit(Callee, actor=True)
+        yield PeerCaller(actor.noop, actor.drop)
 
 
-class Dask:
-    """A local cluster of the caller's own, with one worker."""
-
-    def run(self, main: Coroutine[object, object, None]) -> None:
-        asyncio.run(main)
-
-    @asynccontextmanager
-    async def callee(self, place: Path) -> AsyncIterator[None]:
-        yield
-
-    @asynccontextmanager
-    async def caller(self, place: Path) -> AsyncIterator[DaskCaller]:
-        cluster = LocalCluster(
-            n_workers=1,
-            threads_per_worker=1,
-            processes=True,
-            dashboard_address=None,
-            asynchronous=True,
-            local_directory=str(place),
-        )
-        async with cluster, Client(cluster, asynchronous=True) as client:
-            yield DaskCaller(await client.submit(Callee, actor=True))
-
-
-def system() -> Dask:
+def system() -> ActorSystem:
     """Dask as it comes, without its dashboard."""
-    return Dask()
+    return ActorSystem(open_caller)

@@ -11,8 +11,6 @@ from typing import Any
 import grpc
 import numpy as np
 
-from arpc.bench import payloads
-from arpc.bench.asyncio_caller import Call
 from arpc.bench.meeting import leave_address, read_address
 from arpc.bench.peers.caller import PeerCaller
 
@@ -31,28 +29,6 @@ async def drop(request: bytes, _context: Any) -> bytes:
     """Takes an array, which can use the bytes as they are."""
     np.frombuffer(request, dtype=np.float32)
     return b""
-
-
-class GrpcCaller(PeerCaller):
-    """The measurements, with grpc's calls."""
-
-    def __init__(self, channel: Any) -> None:
-        self._noop = channel.unary_unary(f"/{SERVICE}/noop")
-        self._drop = channel.unary_unary(f"/{SERVICE}/drop")
-
-    def prepare_noop(self) -> Call:
-        async def call() -> object:
-            return await self._noop(b"")
-
-        return call
-
-    def prepare_send(self, size_bytes: int) -> Call:
-        array = payloads.bulk_array(size_bytes)
-
-        async def call() -> object:
-            return await self._drop(array.tobytes())
-
-        return call
 
 
 class GrpcAio:
@@ -76,9 +52,10 @@ class GrpcAio:
             await server.stop(0)
 
     @asynccontextmanager
-    async def caller(self, place: Path) -> AsyncIterator[GrpcCaller]:
+    async def caller(self, place: Path) -> AsyncIterator[PeerCaller]:
         async with grpc.aio.insecure_channel(await read_address(place), options=UNLIMITED) as channel:
-            yield GrpcCaller(channel)
+            call_noop, call_drop = (channel.unary_unary(f"/{SERVICE}/{one.__name__}") for one in (noop, drop))
+            yield PeerCaller(lambda: call_noop(b""), lambda array: call_drop(array.tobytes()))
 
 
 def system() -> GrpcAio:

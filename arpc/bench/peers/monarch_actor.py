@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,9 @@ from typing import Any
 from monarch.actor import Actor, endpoint, this_host
 
 from arpc.bench import payloads
-from arpc.bench.asyncio_caller import Call
-from arpc.bench.peers.caller import PeerCaller
+from arpc.bench.peers.caller import ActorSystem, PeerCaller
 
-__all__ = ["Monarch", "system"]
+__all__ = ["system"]
 
 
 class Callee(Actor):
@@ -22,57 +20,25 @@ class Callee(Actor):
 
     @endpoint
     async def noop(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     @endpoint
     async def drop(self, value: object) -> None:
-        """Receives something and lets go of it."""
+        """Receive something and let go of it."""
 
 
-class MonarchCaller(PeerCaller):
-    """The measurements, with Monarch's calls."""
-
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-
-    def prepare_noop(self) -> Call:
-        method = self._actor.noop
-
-        async def call() -> object:
-            return await method.call_one()
-
-        return call
-
-    def prepare_send(self, size_bytes: int) -> Call:
-        method, tensor = self._actor.drop, payloads.bulk_tensor(size_bytes)
-
-        async def call() -> object:
-            return await method.call_one(tensor)
-
-        return call
+@asynccontextmanager
+async def open_caller(_place: Path) -> AsyncIterator[PeerCaller]:
+    """Spawn one process on this host."""
+    processes = this_host().spawn_procs(per_host={"gpus": 1})
+    actor: Any = processes.spawn("callee", Callee)
+    await actor.noop.call_one()
+    try:
+        yield PeerCaller(actor.noop.call_one, actor.drop.call_one, payloads.bulk_tensor)
+    finally:
+        await processes.stop()
 
 
-class Monarch:
-    """One process on this host."""
-
-    def run(self, main: Coroutine[object, object, None]) -> None:
-        asyncio.run(main)
-
-    @asynccontextmanager
-    async def callee(self, place: Path) -> AsyncIterator[None]:
-        yield
-
-    @asynccontextmanager
-    async def caller(self, place: Path) -> AsyncIterator[MonarchCaller]:
-        processes = this_host().spawn_procs(per_host={"gpus": 1})
-        actor: Any = processes.spawn("callee", Callee)
-        await actor.noop.call_one()
-        try:
-            yield MonarchCaller(actor)
-        finally:
-            await processes.stop()
-
-
-def system() -> Monarch:
+def system() -> ActorSystem:
     """Monarch as it comes."""
-    return Monarch()
+    return ActorSystem(open_caller)

@@ -6,21 +6,18 @@ tensor would be pickled whole.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from arpc.bench import payloads
-from arpc.bench.asyncio_caller import Call
-from arpc.bench.peers.caller import PeerCaller
+from arpc.bench.peers.caller import ActorSystem, PeerCaller
 
-__all__ = ["Ray", "system"]
+__all__ = ["system"]
 
 IN_FLIGHT = 1000
 
@@ -29,63 +26,31 @@ class Callee:
     """The actor."""
 
     async def noop(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     async def drop(self, value: object) -> None:
-        """Receives something and lets go of it."""
+        """Receive something and let go of it."""
 
 
-class RayCaller(PeerCaller):
-    """The measurements, with Ray's calls."""
-
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-
-    def prepare_noop(self) -> Call:
-        method = self._actor.noop
-
-        async def call() -> object:
-            return await method.remote()
-
-        return call
-
-    def prepare_send(self, size_bytes: int) -> Call:
-        method, array = self._actor.drop, payloads.bulk_array(size_bytes)
-
-        async def call() -> object:
-            return await method.remote(array)
-
-        return call
+@asynccontextmanager
+async def open_caller(place: Path) -> AsyncIterator[PeerCaller]:
+    """Start a local cluster; the actor runs in one of its processes."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+        _temp_dir=str(place / "ray"),
+    )
+    try:
+        actor: Any = ray.remote(max_concurrency=IN_FLIGHT)(Callee).remote()
+        await actor.noop.remote()
+        yield PeerCaller(actor.noop.remote, actor.drop.remote)
+    finally:
+        ray.shutdown()
 
 
-class Ray:
-    """A local cluster of the caller's own; the actor runs in one of its processes."""
-
-    def run(self, main: Coroutine[object, object, None]) -> None:
-        asyncio.run(main)
-
-    @asynccontextmanager
-    async def callee(self, place: Path) -> AsyncIterator[None]:
-        yield
-
-    @asynccontextmanager
-    async def caller(self, place: Path) -> AsyncIterator[RayCaller]:
-        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-            _temp_dir=str(place / "ray"),
-        )
-        try:
-            actor: Any = ray.remote(max_concurrency=IN_FLIGHT)(Callee).remote()
-            await actor.noop.remote()
-            yield RayCaller(actor)
-        finally:
-            ray.shutdown()
-
-
-def system() -> Ray:
+def system() -> ActorSystem:
     """Ray as it comes, without its dashboard."""
-    return Ray()
+    return ActorSystem(open_caller)

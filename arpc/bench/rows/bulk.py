@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final, Literal
+from typing import Final
 
 from arpc.bench.row import (
     FLOOR,
     MB,
     SUBJECT,
     TRANSPORTS,
+    BulkRow,
     Cell,
+    Metric,
     Point,
     Row,
     Transport,
@@ -23,15 +25,14 @@ __all__ = ["SECTION", "rows"]
 
 SECTION: Final = "Large tensors, one after another, unpinned"
 SIZES_MB: Final = (1, 4, 16, 64, 256)
-SMALL_SIZES: Final = {"64 B": 64, "1 KB": 1_000, "16 KB": 16_000, "256 KB": 256_000}
-IN_QUICK: Final = {
-    "send/1MB/unix",
-    "send/16MB/unix",
-    "send/64MB/unix",
-    "send-cold/64MB/unix",
-}
+SMALL_SIZES: Final = {"64 B": 64, "1 KB": 1_000, "16 KB": 16_000, "64 KB": 64_000, "256 KB": 256_000}
+IN_QUICK: Final = {"send/1MB/unix", "send/16MB/unix", "send/64MB/unix", "send-cold/64MB/unix"}
 
-_AMONG_RESULTS: Final[tuple[tuple[str, str, str, Literal["lower", "higher"]], ...]] = (
+_LOADED: Final[tuple[Metric, ...]] = (
+    ("p50_us", "us", "small call p50 while 64 MB transfers run", "lower"),
+    ("times_idle", "x idle", "small call p50 while 64 MB transfers run, in multiples of the idle one", "lower"),
+)
+_AMONG_RESULTS: Final[tuple[Metric, ...]] = (
     ("p50_us", "us", "p50", "lower"),
     ("p99_us", "us", "p99", "lower"),
     ("unanswered_percent", "%", "large ones that are still out when the first is answered", "higher"),
@@ -58,32 +59,14 @@ def rows() -> Iterator[Row]:
     for transport in TRANSPORTS:
         yield _row(f"send-cold/64MB/{transport}", "send 64 MB, cold", "keep", 64 * MB, transport)
     loaded = by_flavour("latency_under_load", size_bytes=64 * MB)
-    for metric, unit, title in (
-        ("p50_us", "us", "small call p50 while 64 MB transfers run"),
-        ("times_idle", "x idle", "the same, in multiples of the idle one"),
-    ):
-        yield Row(
-            key=f"loaded/{metric}",
-            section=SECTION,
-            title=title,
-            metric=metric,
-            unit=unit,
-            better="lower",
-            cells={SUBJECT: Cell("arpc-unix", loaded["async"]), "torch": Cell("torch-default", loaded["def"])},
-        )
+    for metric, unit, title, better in _LOADED:
+        cells = {SUBJECT: Cell("arpc-unix", loaded["async"]), "torch": Cell("torch-default", loaded["def"])}
+        yield Row(f"loaded/{metric}", SECTION, title, metric, unit, better, cells)
     among = by_flavour("latency_among_results", size_bytes=4 * MB, calls=1000)
-    for metric, unit, title, better in _AMONG_RESULTS:
-        yield Row(
-            key=f"loaded/results/{metric}",
-            section=SECTION,
-            title=f"small def call while 1,000 results of 4 MB come back: {title}",
-            metric=metric,
-            unit=unit,
-            better=better,
-            cells={SUBJECT: Cell("arpc-unix", among["def"]), "tcp": Cell("arpc-tcp", among["def"])},
-            max_rounds=3,
-            in_quick=False,
-        )
+    cells = {SUBJECT: Cell("arpc-unix", among["def"]), "tcp": Cell("arpc-tcp", among["def"])}
+    for metric, unit, what, better in _AMONG_RESULTS:
+        title = f"small def call while 1,000 results of 4 MB come back: {what}"
+        yield Row(f"loaded/results/{metric}", SECTION, title, metric, unit, better, cells, max_rounds=3, in_quick=False)
 
 
 def _row(
@@ -97,13 +80,10 @@ def _row(
     }
     if transport == "tcp":
         cells["torch-tcp"] = Cell("torch-tcp", transfer)
-    return Row(
+    return BulkRow(
         key=key,
         section=SECTION,
         title=f"{title}, {transport}",
-        metric="gib_per_s",
-        unit="GiB/s",
-        better="higher",
         cells=cells,
         max_rounds=max_rounds,
         in_quick=key in IN_QUICK,

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
-from arpc.bench.row import SUBJECT, Cell, Row, workload
+from arpc.bench.placement import Placement
+from arpc.bench.row import SUBJECT, Cell, LatencyRow, RateRow, Row, Workload, workload
 
 __all__ = ["rows"]
 
-_SECTION = "Blocking calls through arpc.compat"
+_SECTION: Final = "Blocking calls through arpc.compat"
+_PLACEMENTS: Final[tuple[Placement, ...]] = ("same", "free")
 
 
 def rows() -> Iterator[Row]:
     """One thread that calls, and sixteen."""
     latency = workload("latency", flavour="def", function="noop", payload="none")
-    for placement in ("same", "free"):
-        yield Row(
-            key=f"drop-in/call/{placement}",
-            section=_SECTION,
-            title=f"rpc_sync, def, {placement}",
-            metric="p50_us",
-            unit="us",
-            better="lower",
-            cells={SUBJECT: Cell("arpc-compat", latency, placement), "torch": Cell("torch", latency)},
+    for placement in _PLACEMENTS:
+        yield LatencyRow(
+            f"drop-in/call/{placement}", _SECTION, f"rpc_sync, def, {placement}", cells=_cells(latency, placement)
         )
     threads = workload("many_threads", flavour="def", function="noop", payload="none", threads=16)
-    yield Row(
-        key="drop-in/rate/threads",
-        section=_SECTION,
-        title="rpc_sync, def, 16 threads, calls/s",
-        metric="calls_per_s",
-        unit="/s",
-        better="higher",
-        cells={SUBJECT: Cell("arpc-compat", threads), "torch": Cell("torch", threads)},
-    )
+    yield RateRow("drop-in/rate/threads", _SECTION, "rpc_sync, def, 16 threads, calls/s", cells=_cells(threads, "free"))
+
+
+def _cells(work: Workload, placement: Placement) -> dict[str, Cell]:
+    return {SUBJECT: Cell("arpc-compat", work, placement), "torch": Cell("torch", work)}

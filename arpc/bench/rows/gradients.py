@@ -1,87 +1,56 @@
-"""Distributed autograd."""
+"""Distributed autograd: what the lists of shapes cannot say."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Final
 
-from arpc.bench.row import PINNED, SUBJECT, Cell, Row, workload
+from arpc.bench.row import PINNED, SUBJECT, Cell, LatencyRow, Metric, Row, workload
 from arpc.bench.systems import GRADIENTS_GROUP
 
 __all__ = ["rows"]
 
 _SECTION: Final = "Distributed autograd: a step forward and backward, and the end of its context"
+_GROUP: Final = (("chain", "chain_us", "a chain of 3 workers"), ("fan-out", "fan_out_us", "a fan-out to 8 workers"))
+_TRANSFORMER: Final[tuple[Metric, ...]] = (
+    ("p50_us", "us", "a transformer of 4 blocks over two workers, 100 tensors in flight: a step", "lower"),
+    ("arithmetic", "of a step", "the share of arithmetic in that step", "higher"),
+)
 
 
 def rows() -> Iterator[Row]:
-    """One operation, more contexts, more workers; and what a pass is beside torch's own engine."""
+    """One operation, more contexts, more workers, a model; and what a pass is beside torch's own engine."""
     op = workload("autograd_op")
     for placement in PINNED:
-        yield Row(
-            key=f"autograd/op/{placement}",
-            section=_SECTION,
-            title=f"one remote operation, p50, {placement}",
-            metric="p50_us",
-            unit="us",
-            better="lower",
+        yield LatencyRow(
+            f"autograd/op/{placement}",
+            _SECTION,
+            f"one remote operation, p50, {placement}",
             cells={SUBJECT: Cell("arpc-unix", op, placement), "torch": Cell("torch", op)},
         )
     contexts = workload("autograd_contexts")
-    yield Row(
-        key="autograd/contexts/same",
-        section=_SECTION,
-        title="the same in 8 contexts at once, p50, same",
-        metric="p50_us",
-        unit="us",
-        better="lower",
+    yield LatencyRow(
+        "autograd/contexts/same",
+        _SECTION,
+        "one remote operation in each of 8 contexts at once, p50, same",
         cells={SUBJECT: Cell("arpc-unix", contexts, "same"), "torch": Cell("torch", contexts)},
     )
     group = workload("autograd_group")
-    for key, metric, title in (
-        ("chain", "chain_us", "a chain of 3 workers"),
-        ("fan-out", "fan_out_us", "a fan-out to 8 workers"),
-    ):
-        yield Row(
-            key=f"autograd/{key}/same",
-            section=_SECTION,
-            title=f"{title}, p50, same",
-            metric=metric,
-            unit="us",
-            better="lower",
-            cells={
-                SUBJECT: Cell(f"arpc-group-{GRADIENTS_GROUP}", group, "same"),
-                "torch": Cell(f"torch-group-{GRADIENTS_GROUP}", group),
-            },
-            max_rounds=3,
-            in_quick=False,
-        )
+    members = {
+        SUBJECT: Cell(f"arpc-group-{GRADIENTS_GROUP}", group, "same"),
+        "torch": Cell(f"torch-group-{GRADIENTS_GROUP}", group),
+    }
+    for key, metric, title in _GROUP:
+        name = f"autograd/{key}/same"
+        yield Row(name, _SECTION, f"{title}, p50, same", metric, "us", "lower", members, max_rounds=3, in_quick=False)
     transformer = workload("autograd_transformer")
     for placement in PINNED:
-        for key, metric, unit, title in (
-            ("transformer", "p50_us", "us", "a step of a transformer of 4 blocks over two workers, p50"),
-            ("arithmetic", "arithmetic", "of a step", "the arithmetic's share of that step"),
-        ):
-            yield Row(
-                key=f"autograd/{key}/{placement}",
-                section=_SECTION,
-                title=f"{title}, {placement}",
-                metric=metric,
-                unit=unit,
-                better="lower" if metric == "p50_us" else "higher",
-                cells={
-                    SUBJECT: Cell("arpc-unix", transformer, placement),
-                    "torch": Cell("torch", transformer, placement),
-                },
-                in_quick=False,
-            )
+        step = {SUBJECT: Cell("arpc-unix", transformer, placement), "torch": Cell("torch", transformer, placement)}
+        for metric, unit, title, better in _TRANSFORMER:
+            key = f"autograd/transformer/{metric}/{placement}"
+            yield Row(key, _SECTION, f"{title}, {placement}", metric, unit, better, step, max_rounds=5, in_quick=False)
     for nodes in (100, 1000, 10_000):
-        yield Row(
-            key=f"autograd/outside/{nodes}",
-            section=_SECTION,
-            title=f"a pass over {nodes:,} nodes: what is not torch's own engine, as a part of it",
-            metric="share",
-            unit="of a pass",
-            better="lower",
-            cells={SUBJECT: Cell("arpc-unix", workload("autograd_outside", nodes=nodes), "same")},
-            in_quick=False,
-        )
+        title = f"a pass over {nodes:,} nodes: what is not torch's own engine, as a part of it"
+        outside = {SUBJECT: Cell("arpc-unix", workload("autograd_outside", nodes=nodes), "same")}
+        key = f"autograd/outside/{nodes}"
+        yield Row(key, _SECTION, title, "share", "of a pass", "lower", outside, in_quick=False)

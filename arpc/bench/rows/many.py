@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, Literal
+from typing import Final
 
-from arpc.bench.row import FLOOR, MB, SUBJECT, Cell, Point, Row, fresh_workload
+from arpc.bench.row import FLOOR, MB, SUBJECT, Cell, Metric, Point, Row, fresh_workload
 
 __all__ = ["rows"]
-
-Metric = tuple[str, str, str, Literal["lower", "higher"]]
-"""Name, unit, what it tells, and which way is better."""
 
 CALLS_AT_ONCE: Final = 100_000
 
@@ -50,13 +47,13 @@ def rows() -> Iterator[Row]:
             if name == "slow-reader":
                 del systems[FLOOR]  # it has no bounds to show
             yield Row(
-                key=f"{name}/{metric}",
-                section="Many calls",
-                title=f"{title}: {what}",
-                metric=metric,
-                unit=unit,
-                better=better,
-                cells={column: Cell(system, work) for column, system in systems.items()},
+                f"{name}/{metric}",
+                "Many calls",
+                f"{title}: {what}",
+                metric,
+                unit,
+                better,
+                {column: Cell(system, work) for column, system in systems.items()},
                 max_rounds=1 if name == "soak" else 3,
                 in_quick=False,
                 long=name == "soak",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from arpc.bench.row import MB, SUBJECT, Cell, Row, workload
+from arpc.bench.row import MB, SUBJECT, BulkRow, Cell, LatencyRow, RateRow, Row, Workload, by_flavour, workload
 from arpc.bench.systems import PEERS
 
 __all__ = ["SECTION", "rows"]
@@ -18,38 +18,35 @@ _SESSION: Final = "peers"
 
 def rows() -> Iterator[Row]:
     """Three figures of each. Only arpc is pinned, to two CPUs: its slower placement."""
-    for name, title, metric, unit, measure, settings in (
-        ("call", "small call, p50", "p50_us", "us", "latency", {}),
-        ("rate", "calls/s, 64 in flight", "calls_per_s", "/s", "throughput", {"in_flight": 64}),
-    ):
-        ours = workload(measure, function="noop", payload="none", flavour="async", **settings)
-        theirs = workload(measure, function="noop", payload="none", flavour="def", **settings)
-        yield Row(
-            key=f"peers/{name}",
-            section=SECTION,
-            title=title,
-            metric=metric,
-            unit=unit,
-            better="lower" if metric == "p50_us" else "higher",
-            cells={
-                SUBJECT: Cell("arpc-unix", ours, "split", _SESSION),
-                "torch": Cell("torch", theirs, session=_SESSION),
-                **{peer: Cell(peer, ours, session=_SESSION) for peer in PEERS},
-            },
-            in_quick=False,
-        )
+    latency = by_flavour("latency", function="noop", payload="none")
+    rate = by_flavour("throughput", function="noop", payload="none", in_flight=64)
     send = workload("bulk", function="drop", size_bytes=64 * MB)
-    yield Row(
-        key="peers/send",
-        section=SECTION,
-        title="64 MB tensor sent, warm",
-        metric="gib_per_s",
-        unit="GiB/s",
-        better="higher",
-        cells={
-            SUBJECT: Cell("arpc-unix", send, session=_SESSION),
-            "torch": Cell("torch-default", send, session=_SESSION),
-            **{peer: Cell(peer, send, session=_SESSION) for peer in PEERS},
-        },
+    yield LatencyRow(
+        "peers/call",
+        SECTION,
+        "small call, p50",
+        cells=_cells(Cell("arpc-unix", latency["async"], "split", _SESSION), "torch", latency["def"]),
         in_quick=False,
     )
+    yield RateRow(
+        "peers/rate",
+        SECTION,
+        "calls/s, 64 in flight",
+        cells=_cells(Cell("arpc-unix", rate["async"], "split", _SESSION), "torch", rate["def"]),
+        in_quick=False,
+    )
+    yield BulkRow(
+        "peers/send",
+        SECTION,
+        "64 MB tensor sent, warm",
+        cells=_cells(Cell("arpc-unix", send, session=_SESSION), "torch-default", send),
+        in_quick=False,
+    )
+
+
+def _cells(ours: Cell, torch: str, of_torch: Workload) -> dict[str, Cell]:
+    return {
+        SUBJECT: ours,
+        "torch": Cell(torch, of_torch, session=_SESSION),
+        **{peer: Cell(peer, ours.workload, session=_SESSION) for peer in PEERS},
+    }

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -19,6 +18,7 @@ from arpc.transport.shm import Arena, open_arena
 from arpc.transport.shm import arena as arena_module
 from arpc.transport.shm.borrowing import Borrowings
 from arpc.transport.shm.mapping import ArenaFile, Offer, is_supported
+from tests.descriptors import open_descriptors
 from tests.transport.shm.sharing import KIB, MIB, sharing
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="only Linux has files in memory without a name")
@@ -109,10 +109,10 @@ async def test_a_borrower_that_comes_back_is_not_written_off(arena):
 
 
 async def test_a_borrower_without_loans_leaves_nothing(arena):
-    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    descriptors = open_descriptors()
     arena.borrower_connected(7, "seven", os.getpid(), [], LINK)
     arena.borrower_disconnected(7, LINK)
-    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+    assert open_descriptors() == descriptors
 
 
 async def test_shared_memory_lives_until_the_last_has_let_go():

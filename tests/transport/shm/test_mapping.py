@@ -7,13 +7,13 @@ import mmap
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from arpc.transport.shm.blocks import PAGE_BYTES
 from arpc.transport.shm.mapping import ArenaFile, MappedArena, Offer, UnmappableError, is_supported
 from arpc.wire.values.raw_memory import view_of
+from tests.descriptors import open_descriptors
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="only Linux has files in memory without a name")
 
@@ -109,10 +109,10 @@ def test_an_arena_that_cannot_be_mapped(file, monkeypatch):
     def refuse(*_):
         raise OSError(12, "Cannot allocate memory")
 
-    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    descriptors = open_descriptors()
     monkeypatch.setattr(mmap, "mmap", refuse)
     with pytest.raises(UnmappableError, match="cannot be mapped"):
         MappedArena(file.offer)
     with pytest.raises(OSError, match="Cannot allocate"):
         ArenaFile(MIB)
-    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+    assert open_descriptors() == descriptors

@@ -16,7 +16,7 @@ import numpy as np
 
 from arpc.wire.values.raw_memory import address_of, allocate, view_of
 
-__all__ = ["WarmMemory"]
+__all__ = ["BufferPool"]
 
 _FROM_BYTES: Final = 1 << 20
 """Less than this the C library keeps warm itself."""
@@ -42,7 +42,7 @@ class _Use:
 
     __slots__ = ("_memory", "_piece")
 
-    def __init__(self, memory: WarmMemory, piece: _Piece) -> None:
+    def __init__(self, memory: BufferPool, piece: _Piece) -> None:
         self._memory = memory
         self._piece = piece
 
@@ -50,7 +50,7 @@ class _Use:
         self._memory.use_ended(self._piece)
 
 
-class WarmMemory:
+class BufferPool:
     """Keeps up to ``idle_bytes`` that nobody uses, for ten seconds. Belongs to the loop."""
 
     def __init__(self, idle_bytes: int) -> None:

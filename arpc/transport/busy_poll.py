@@ -68,7 +68,7 @@ class Watched(Neighbour, Protocol):
     loop: asyncio.AbstractEventLoop
     bytes_received: int
 
-    def stay_awake(self, vigil: BusyPoll | None) -> None:
+    def stay_awake(self, busy_poll: BusyPoll | None) -> None:
         """Tell a vigil of each read from now on, or none."""
 
 

@@ -123,6 +123,11 @@ class Carrier(TypingProtocol):
 class Connection(ABC):
     """One connection, not tied to how bytes move. Belongs to the loop it was made on."""
 
+    _write: Callable[[bytes], None]
+    """Hands bytes to the operating system, or keeps them until it takes them. Each kind of connection has its own."""
+    _write_pieces: Callable[[tuple[bytes, memoryview]], None]
+    """Hands on a header and a piece of a tensor, which must not be copied. Each kind of connection has its own."""
+
     def __init__(self, protocol: Protocol, receiver: Receiver) -> None:
         self.loop = asyncio.get_running_loop()
         self.protocol = protocol
@@ -132,7 +137,7 @@ class Connection(ABC):
         self.carrier: Carrier | None = None
         self.has_borrowed = False
         """The carrier has memory of the peer, and may have news after a read."""
-        self.doorway: ConnectionLimits | None = None
+        self.limits: ConnectionLimits | None = None
         """Where it came in, if others made it."""
         self.handshake_s = HANDSHAKE_S
         self.is_congested = False
@@ -177,14 +182,6 @@ class Connection(ABC):
         self._error: Exception | None = None
 
     # -- what a kind of connection provides
-
-    @abstractmethod
-    def _write(self, data: bytes) -> None:
-        """Hand bytes to the operating system, or keep them until it takes them."""
-
-    @abstractmethod
-    def _write_chunk(self, header: bytes, chunk: memoryview) -> None:
-        """Hand a piece of a tensor to the operating system. It must not be copied."""
 
     @abstractmethod
     def _unsent_bytes(self) -> int:
@@ -485,7 +482,7 @@ class Connection(ABC):
         """Write a piece of a tensor now."""
         self.bytes_sent += chunk.nbytes + HEADER_BYTES
         self.writes += 1
-        self._write_chunk(header, chunk)
+        self._write_pieces((header, chunk))
 
     def bulk_written(self, size_bytes: int) -> None:
         """So much of what is unsent here has gone another way."""
@@ -606,8 +603,8 @@ class Connection(ABC):
                 self._out.append(welcome)
             self._opened.set_result(None)
             self._stop_watching()
-            if self.doorway is not None:
-                self.doorway.opened(self)
+            if self.limits is not None:
+                self.limits.opened(self)
             if self.carrier is not None:
                 self.carrier.opened()
             self.receiver.connection_opened(self)
@@ -724,8 +721,8 @@ class Connection(ABC):
         self._forget_bulk()
         if self.carrier is not None:
             self.carrier.closed()
-        if self.doorway is not None:
-            self.doorway.left(self)
+        if self.limits is not None:
+            self.limits.left(self)
         error = self._error or (None if is_on_purpose else error or self._without_goodbye())
         if self.bulk_route is not None:
             self.bulk_route.close(on_purpose=error is None)
@@ -780,9 +777,9 @@ C = TypeVar("C", bound=Connection)
 class Listener(ABC):
     """Something others can connect to."""
 
-    def __init__(self, accept: Accept, doorway: ConnectionLimits | None = None) -> None:
+    def __init__(self, accept: Accept, limits: ConnectionLimits | None = None) -> None:
         self._accept = accept
-        self._doorway = doorway
+        self._limits = limits
         self._accepted: weakref.WeakSet[Connection] = weakref.WeakSet()
 
     @property
@@ -799,9 +796,9 @@ class Listener(ABC):
     def _track(self, connection: C) -> C:
         """Remember a connection that came in."""
         self._accepted.add(connection)
-        if self._doorway is not None:
-            connection.doorway = self._doorway
-            self._doorway.came(connection)
+        if self._limits is not None:
+            connection.limits = self._limits
+            self._limits.came(connection)
         return connection
 
     def _abort_handshakes(self) -> None:

@@ -12,7 +12,7 @@ from arpc.transport.busy_poll import BusyPoll, Watched
 from arpc.transport.connection import Transport
 from arpc.transport.in_process import MemoryNetwork
 from arpc.transport.shm.mapping import is_supported
-from arpc.transport.sockets import TcpTransport, UnixTransport
+from arpc.transport.sockets import Resources, TcpTransport, UnixTransport
 from arpc.transport.tls import TlsTransport
 from tests.certificates import tls_for
 from tests.conftest import LOOP_FACTORIES
@@ -38,8 +38,8 @@ TRANSPORTS: dict[str, tuple[Callable[[], Transport], str]] = {
     "tcp": (TcpTransport, "tcp://127.0.0.1:0"),
     "tls": (lambda: TlsTransport(tls_for("*")), "tcp://127.0.0.1:0"),
     "unix": (UnixTransport, "unix://"),
-    "unix, restless": (lambda: UnixTransport(vigil=Restless(0.001)), "unix://"),
-    "tls, restless": (lambda: TlsTransport(tls_for("*"), vigil=Restless(0.001)), "tcp://127.0.0.1:0"),
+    "unix, restless": (lambda: UnixTransport(Resources(busy_poll=Restless(0.001))), "unix://"),
+    "tls, restless": (lambda: TlsTransport(tls_for("*"), Resources(busy_poll=Restless(0.001))), "tcp://127.0.0.1:0"),
 }
 
 

@@ -56,7 +56,8 @@ class ListConnection(Connection):
         if self.room_bytes <= 0:
             self._congested()
 
-    def _write_chunk(self, header, chunk):
+    def _write_pieces(self, pieces):
+        header, chunk = pieces
         self.written.append(header)
         self._write(chunk)
 

@@ -15,14 +15,14 @@ import pytest
 from arpc.errors import HandshakeError
 from arpc.testing.endpoints import Endpoints, small_frame, turns_until
 from arpc.transport.connection_limits import ConnectionLimits
-from arpc.transport.sockets import TcpTransport, UnixTransport, split_tcp, split_unix
+from arpc.transport.sockets import Resources, TcpTransport, UnixTransport, split_tcp, split_unix
 from arpc.transport.tls import TlsTransport
 from tests.certificates import tls_for
 
 KINDS = {
-    "tcp": (lambda door: TcpTransport(None, door), "tcp://127.0.0.1:0"),
-    "unix": (lambda door: UnixTransport(None, None, door), "unix://"),
-    "tls": (lambda door: TlsTransport(tls_for("*"), None, door), "tcp://127.0.0.1:0"),
+    "tcp": (lambda door: TcpTransport(Resources(limits=door)), "tcp://127.0.0.1:0"),
+    "unix": (lambda door: UnixTransport(Resources(limits=door)), "unix://"),
+    "tls": (lambda door: TlsTransport(tls_for("*"), Resources(limits=door)), "tcp://127.0.0.1:0"),
 }
 
 

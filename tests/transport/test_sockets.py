@@ -54,7 +54,7 @@ async def shake_hands(sock: socket.socket) -> None:
     assert len(await loop.sock_recv(sock, 4096)) == 32  # WELCOME
 
 
-# -- vigils
+# -- busy polling
 
 
 @pytest.mark.parametrize(("transport", "address"), [(TcpTransport, TCP), (UnixTransport, "unix://")])
@@ -65,7 +65,7 @@ async def test_where_the_other_end_is_is_found_out_once(
         near, far = await endpoints.pair()
         for end in (near, far):
             assert end.connection.is_local
-        monkeypatch.setattr(stream, "split_tcp", None)  # a vigil asks all connections again and again
+        monkeypatch.setattr(stream, "split_tcp", None)  # a busy_poll asks all connections again and again
         for end in (near, far):
             assert end.connection.is_local
 

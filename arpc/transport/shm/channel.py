@@ -140,7 +140,7 @@ class Channel:
 
     def _offer(self) -> None:
         self._state = _State.OFFERED
-        self._connection.send(frame(_ARENA, ArenaFlag.OFFER, 0, 0, 0, _encode(self._arena.offer)))
+        self._connection.send(frame(_ARENA, ArenaFlag.OFFER, 0, 0, 0, _encode(self._arena.file.offer)))
 
     def _answered(self) -> None:
         """What waits for the answer to the offer need not wait any longer."""
@@ -176,7 +176,7 @@ class Channel:
             self._copied(data, bulk, placement, error)
         else:
             self._unread_bytes -= bulk.size_bytes
-            placement.drop()
+            self._arena.drop(placement)
         if was_behind and not self.is_behind:
             self._connection.carrier_caught_up()
 
@@ -185,10 +185,10 @@ class Channel:
             if error is not None:
                 logger.warning("no shared memory for %d bytes: %s", bulk.size_bytes, error)
             self._unread_bytes -= bulk.size_bytes
-            placement.drop(is_broken=error is not None)
+            self._arena.drop(placement, is_broken=error is not None)
             self._connection.send_in_chunks(data, bulk)
             return
-        placement.lend(self._borrower)
+        self._arena.lend(self._borrower, placement)
         self._unread.append(bulk.size_bytes)
         offsets = struct.pack(f"<{len(placement.offsets)}Q", *placement.offsets)
         self._connection.send_with_reference(data, bulk, lambda number: frame(_LENT, 0, number, 0, 0, offsets))

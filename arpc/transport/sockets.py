@@ -111,7 +111,7 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
             self.abort(HandshakeError(f"a process of another user ({stranger}) is at the other end of {self.address}"))
             return
         if self._arena is not None and sock.family == socket.AF_UNIX:
-            self.carrier = self.protocol.lender = Channel(self, self._arena)
+            self.shared_memory = self.protocol.lender = Channel(self, self._arena)
         self._begin(transport)
 
     def _begin(self, transport: asyncio.Transport) -> None:

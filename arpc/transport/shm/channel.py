@@ -178,7 +178,7 @@ class Channel:
             self._unread_bytes -= bulk.size_bytes
             self._arena.drop(placement)
         if was_behind and not self.is_behind:
-            self._connection.carrier_caught_up()
+            self._connection.tell_drained()
 
     def _copied(self, data: bytes, bulk: BulkSend, placement: Placement, error: BaseException | None) -> None:
         if error is not None or not self._arena.serves(self._borrower, self):
@@ -230,7 +230,7 @@ class Channel:
         for _ in range(message.arg):
             self._unread_bytes -= self._unread.popleft()
         if message.arg:
-            self._connection.carrier_was_read()
+            self._connection.tell_bulk_left()
         if not self._arena.serves(self._borrower, self):
             return  # a newer connection has told what is still held, and the rest was taken back then
         try:

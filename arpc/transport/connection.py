@@ -227,9 +227,9 @@ class Connection(ABC):
         schema, buffers = tensors.schema, tensors.buffers
         number = self._schemas.get(schema) or self._number(schema)
         if buffers or number == ONE_OFF:
-            table = schema.table if number == ONE_OFF else b""
+            layout = schema.table if number == ONE_OFF else number
             sizes = [buffer.nbytes for buffer in buffers]
-            data = frame(type_, flags, id_, arg, timeout_ms, pickle, meta, number, tensors.parts, sizes, table)
+            data = frame(type_, flags, id_, arg, timeout_ms, pickle, meta, layout, tensors.parts, sizes)
             if buffers:
                 return self.send_bulk(data, buffers)
         else:
@@ -251,7 +251,7 @@ class Connection(ABC):
             return frame(type_, 0, id_, 0, 0, pickle, b"", number, tensors.parts)
         if self._is_worth_announcing(schema):
             return None  # the loop announces it
-        return frame(type_, 0, id_, 0, 0, pickle, b"", ONE_OFF, tensors.parts, (), schema.table)
+        return frame(type_, 0, id_, 0, 0, pickle, b"", schema.table, tensors.parts)
 
     def _number(self, schema: Schema) -> int:
         """The number of a schema, which is announced if it is used again and again."""

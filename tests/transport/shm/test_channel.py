@@ -486,7 +486,7 @@ async def test_nonsense_closes_the_connection_and_no_more(said):
 async def test_a_forged_reference_closes_the_connection(offsets, size):
     async with sharing() as both:
         await both.send(b"x" * MIB)
-        header = frame(MessageType.REQUEST, 0, 9, 0, 0, b"", table=b"\x90", buffer_sizes=(size,))
+        header = frame(MessageType.REQUEST, 0, 9, 0, 0, b"", buffer_sizes=(size,))
         both.near.connection.send(header + lent(*offsets, number=1))
         assert isinstance(await both.far.ended(), ProtocolError)
         assert both.far.messages == []

@@ -99,7 +99,7 @@ def key_of(obj: Any) -> Key:
         )
     if not isinstance(module, str) or not isinstance(name, str) or "<" in name or isinstance(obj, MethodType):
         raise ConfigurationError(f"{obj!r} has no name by which others could call it: define it in a module")
-    return ("__main__" if module in MAIN_NAMES else module), name
+    return _shared_module(module), name
 
 
 def export(function: T) -> T:
@@ -188,12 +188,15 @@ def may_call_method(cls: type, name: str) -> bool:
         return _is_exported_class(cls)
     for base in cls.__mro__:
         if name in vars(base):
-            module = "__main__" if base.__module__ in MAIN_NAMES else base.__module__
-            is_public = not name.startswith("_")
-            return (module, f"{base.__qualname__}.{name}") in _exported or (is_public and _is_exported_class(base))
+            key = _shared_module(base.__module__), f"{base.__qualname__}.{name}"
+            return key in _exported or (not name.startswith("_") and _is_exported_class(base))
     return False
 
 
 def _is_exported_class(cls: type) -> bool:
-    module = "__main__" if cls.__module__ in MAIN_NAMES else cls.__module__
-    return _exported.get((module, cls.__qualname__)) is cls
+    return _exported.get((_shared_module(cls.__module__), cls.__qualname__)) is cls
+
+
+def _shared_module(module: str) -> str:
+    """What pickles call a module: the script has one name, whether or not multiprocessing has started it."""
+    return "__main__" if module in MAIN_NAMES else module

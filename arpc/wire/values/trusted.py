@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from arpc.errors import NotAllowedError
+from arpc.wire.values.table import MAX_DIMENSIONS
 
 __all__ = [
     "ANYTHING",
     "FLAG",
-    "MAX_DIMENSIONS",
     "NUMBER",
+    "SCALARS",
     "SIZES",
     "TENSOR",
     "TEXT",
@@ -30,10 +31,12 @@ __all__ = [
     "all_of",
     "exactly",
     "integer",
+    "is_plain",
     "kind_of",
 ]
 
-MAX_DIMENSIONS: Final = 64
+SCALARS: Final = frozenset((int, float, complex, bool, str, bytes, type(None)))
+_MAX_PLAIN_ITEMS: Final = 1000
 
 
 class Check(NamedTuple):
@@ -97,6 +100,13 @@ def kind_of(obj: Any) -> str:
     return f"the class {obj.__qualname__}" if isinstance(obj, type) else f"a {type(obj).__qualname__}"
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text, None, or a short tuple of these."""
+    if type(value) is tuple:
+        return len(value) <= _MAX_PLAIN_ITEMS and all(type(item) in SCALARS for item in value)
+    return type(value) in SCALARS
+
+
 # -- checks
 
 
@@ -117,10 +127,7 @@ def all_of(container: type[list[Any] | tuple[Any, ...]], item: Check, limit: int
     def holds(value: Any) -> bool:
         return type(value) is container and len(value) <= limit and all(item.holds(each) for each in value)
 
-    return Check(
-        f"a {container.__name__} of at most {limit} items, each {item.what}",
-        holds,
-    )
+    return Check(f"a {container.__name__} of at most {limit} items, each {item.what}", holds)
 
 
 ANYTHING: Final = Check("anything that may travel", lambda _: True)

@@ -13,7 +13,7 @@ from arpc.transport.shm.blocks import HEADER_BYTES
 from arpc.transport.shm.mapping import MappedArena, Offer
 from arpc.transport.shm.processes import ProcessWatch
 from arpc.wire.frames import ALIGNMENT
-from arpc.wire.values.extents import check_range
+from arpc.wire.values.bounds import check_range
 from arpc.wire.values.raw_memory import view_of
 
 __all__ = ["BorrowedArena", "Borrowings"]

@@ -14,8 +14,8 @@ import torch
 
 from arpc import errors
 from arpc.errors import NotAllowedError
-from arpc.wire.values.allowlist import add_maker, trust
-from arpc.wire.values.trusted import ANYTHING, SCALARS, TEXT, Check, Trusted, is_plain
+from arpc.wire.values.allowlist import add_maker, allow_function
+from arpc.wire.values.checked_functions import ANYTHING, SCALARS, TEXT, Check, Checked, is_plain
 
 __all__ = ["EXCEPTIONS", "check_arguments", "check_exception", "set_native_attribute"]
 
@@ -116,7 +116,7 @@ def set_native_attribute(made: BaseException, name: str, value: Any) -> bool:
 # -- what is in the lists from the start
 
 
-def _maker(cls: type[BaseException]) -> Trusted:
+def _maker(cls: type[BaseException]) -> Checked:
     def make(*args: Any) -> BaseException:
         check_arguments(cls, args)
         try:
@@ -127,7 +127,7 @@ def _maker(cls: type[BaseException]) -> Trusted:
         return made
 
     is_ours = cls.__module__ == errors.__name__ and not issubclass(cls, BaseExceptionGroup)
-    return Trusted(cls.__qualname__, make, rest=_PLAIN if is_ours else ANYTHING)
+    return Checked(cls.__qualname__, make, rest=_PLAIN if is_ours else ANYTHING)
 
 
 _PLAIN: Final = Check("a number, a text, or a tuple of these", is_plain)
@@ -152,4 +152,4 @@ _LOST: Final = Check(
 )
 
 _fill_lists()
-trust(_LOST, TEXT, TEXT)(errors.rebuild_worker_lost)
+allow_function(_LOST, TEXT, TEXT)(errors.rebuild_worker_lost)

@@ -3,9 +3,9 @@
 Extension codes, which name objects of Python's registry, are refused, but for the one that every pickle begins with: a
 name replaces it before anything else is done.
 
-Two readers. Nearly all pickles have nothing in them but data, holes for tensors and a few harmless names: these are
+Two readers. Nearly all pickles have nothing in them but data, holes for tensors and a few names: these are
 read by pickle's own, in C, which finds `QUICK` names alone. It makes nothing that has a state, and calls nothing but
-`Trusted` functions. For a pickle with other names, such as those of registered classes, it gives up; then pickle's
+`Checked` functions. For a pickle with other names, such as those of registered classes, it gives up; then pickle's
 other reader takes over, the one in Python, in which every step that does something is looked at: what is called must
 be on the lists, what is changed must be an instance, never a class, and items are added to containers alone.
 
@@ -24,14 +24,14 @@ import numpy as np
 
 from arpc.errors import NotAllowedError
 from arpc.private.interpreter import PythonUnpickler
-from arpc.wire.values import harmless
+from arpc.wire.values import allowed_values
 from arpc.wire.values import reducers as reducing
 from arpc.wire.values.allowlist import (
     CLASSES,
+    FUNCTIONS,
     MAKERS,
     QUICK,
     TENSOR_CLASSES,
-    TRUSTED,
     VALUES,
     Key,
     callable_named,
@@ -39,21 +39,21 @@ from arpc.wire.values.allowlist import (
     shown,
 )
 from arpc.wire.values.arrays import set_array_state, set_dtype_state
-from arpc.wire.values.instances import check_container, construct, make_bare, set_state
+from arpc.wire.values.checked_functions import Checked, kind_of
 from arpc.wire.values.key_costs import KeyCosts
 from arpc.wire.values.reducers import spelled_out
-from arpc.wire.values.scanning import MAX_INTEGER_BYTES, check_proportion, takes_care
-from arpc.wire.values.trusted import Trusted, kind_of
+from arpc.wire.values.registered_classes import check_container, construct, make_bare, set_state
+from arpc.wire.values.scanning import MAX_INTEGER_BYTES, check_proportion, needs_careful_reader
 
 __all__ = ["read_name", "restricted_loads"]
 
-assert harmless is not None  # it fills the lists
+assert allowed_values is not None  # it fills the lists
 
 Permit = Callable[[Key], None]
 """Raises `NotAllowedError` for an exported function that may not be named by whoever sent a pickle."""
 
 
-class _BeyondHarmlessError(Exception):
+class _NotQuickError(Exception):
     """There is a name that takes the careful reader."""
 
 
@@ -61,7 +61,7 @@ class _QuickUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         found = QUICK.get((module_name, global_name))
         if found is None:
-            raise _BeyondHarmlessError
+            raise _NotQuickError
         return found
 
 
@@ -89,10 +89,10 @@ def restricted_loads(payload: bytes | bytearray | memoryview, slots: list[Any], 
     """`pickling.loads`, within the lists. Raises `NotAllowedError`, or whatever reading a bad pickle raises."""
     data = spelled_out(payload)
     check_proportion(data)
-    if not takes_care(data, has_slots=bool(slots)):
+    if not needs_careful_reader(data, has_slots=bool(slots)):
         try:
             return _QuickUnpickler(_Whole(data), buffers=slots).load()
-        except _BeyondHarmlessError:
+        except _NotQuickError:
             pass
     return _CarefulUnpickler(io.BytesIO(data), slots, permit).load()
 
@@ -171,7 +171,7 @@ class _CarefulUnpickler(PythonUnpickler):  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> Any:
         key = module, name
-        for names in (QUICK, TRUSTED, CLASSES, TENSOR_CLASSES, VALUES):
+        for names in (QUICK, FUNCTIONS, CLASSES, TENSOR_CLASSES, VALUES):
             if (found := names.get(key)) is not None:
                 return found
         if key == _FROM_MAIN:
@@ -192,7 +192,7 @@ class _CarefulUnpickler(PythonUnpickler):  # type: ignore[misc]
             raise NotAllowedError("a message that calls something with arguments that are no tuple")
         if called is _NEW and args:
             return self._make(args[0], args[1:], {})
-        if type(called) is Trusted or type(called) is _OfMain or _is_immutable(called):
+        if type(called) is Checked or type(called) is _OfMain or _is_immutable(called):
             return called(*args)
         if (maker := MAKERS.get(id(called))) is not None:
             return maker(*args)

@@ -1,6 +1,6 @@
 """Functions that a pickle may call while it is read, each with checks of all that it may be handed.
 
-A restricted reader calls nothing that is not a registered class or a `Trusted`. A `Trusted` says of every argument what
+A restricted reader calls nothing that is not a registered class or a `Checked`. A `Checked` says of every argument what
 it must be, and looks at all of them before it calls anything, so that no function of the runtime meets a value whose
 type it does not expect. Checks go by the exact type: a subclass may bring code of its own.
 """
@@ -27,7 +27,7 @@ __all__ = [
     "WORKER_ID",
     "WORKER_NAME",
     "Check",
-    "Trusted",
+    "Checked",
     "all_of",
     "exactly",
     "integer",
@@ -46,7 +46,7 @@ class Check(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-class Trusted:
+class Checked:
     """A callable of the runtime in a form that a pickle can call, and do nothing else to: it has no attributes.
 
     ``checks`` are for the arguments in their order, of which the first ``required`` must be there. ``rest``, if given,
@@ -92,7 +92,7 @@ class Trusted:
         raise AttributeError(f"{name!r} cannot be set")
 
     def __repr__(self) -> str:
-        return f"Trusted({self._name!r})"
+        return f"Checked({self._name!r})"
 
 
 def kind_of(obj: Any) -> str:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from arpc.errors import NotAllowedError
 from arpc.wire.values.allowlist import CLASSES, TENSOR_CLASSES
+from arpc.wire.values.checked_functions import is_plain, kind_of
 from arpc.wire.values.exceptions import EXCEPTIONS, check_arguments, check_exception, set_native_attribute
-from arpc.wire.values.trusted import is_plain, kind_of
 
 __all__ = ["check_container", "check_made", "construct", "make_bare", "set_state", "set_tensor_state"]
 

@@ -116,16 +116,15 @@ def frame(
 
     Raises `SerializationError` if it would be larger than a frame can be.
     """
+    table = b""
+    if isinstance(schema, bytes):
+        table, schema = schema + _SIZE.pack(len(schema)), ONE_OFF
     length = len(meta) + len(pickle)
     try:
         if not schema and not buffer_sizes:
             return pack_header(length, type_, flags, 0, id_, arg, timeout_ms, len(meta), 0) + meta + pickle
         n_buffers = len(buffer_sizes)
-        length += 8 * n_buffers + sum(map(len, inline))
-        table = b""
-        if isinstance(schema, bytes):
-            table, schema = schema + _SIZE.pack(len(schema)), ONE_OFF
-            length += len(table)
+        length += 8 * n_buffers + sum(map(len, inline)) + len(table)
         sizes = struct.pack(f"<{n_buffers}Q", *buffer_sizes) if n_buffers else b""
         header = pack_header(length, type_, flags, n_buffers, id_, arg, timeout_ms, len(meta), schema)
         return b"".join((header, *inline, sizes, meta, pickle, table))

@@ -165,7 +165,7 @@ def test_a_malformed_table_is_refused(table):
     [
         frame(MessageType.SCHEMA, 0, 0, 1, 0, table_of(0), b"meta"),
         frame(MessageType.SCHEMA, 0, 0, 1, 0, table_of(0), buffer_sizes=(8,)),
-        frame(MessageType.SCHEMA, 0, 0, 1, 0, table_of(0), b"", table_of(0, ())),
+        frame(MessageType.SCHEMA, 0, 0, 1, 0, table_of(0), b"", table_of(0)),
     ],
     ids=["metadata", "buffers", "layout"],
 )

@@ -217,7 +217,7 @@ async def main():
         placement = arena.place([memoryview(b"x" * size)])
         placement.copy()
         print(placement.offsets[0])
-    print(msgspec.json.encode(arena.offer).decode(), flush=True)
+    print(msgspec.json.encode(arena.file.offer).decode(), flush=True)
     sys.stdin.read()
 asyncio.run(main())
 """

@@ -737,7 +737,7 @@ class Listener(ABC):
         self._accepted.add(connection)
         if self._limits is not None:
             connection.limits = self._limits
-            self._limits.came(connection)
+            self._limits.accepted(connection)
         return connection
 
     def _abort_handshakes(self) -> None:

@@ -488,7 +488,7 @@ def _tidied(directory: Path) -> Path:
     """A directory, without the sockets of processes that were killed before they could remove them."""
     for path in directory.glob("*.sock"):
         pid = path.name.partition("-")[0]
-        if not pid.isdecimal() or _is_running(int(pid)):
+        if not pid.isdecimal() or is_running(int(pid)):
             continue
         # It may run in another PID namespace: only a socket nobody listens on is dead for sure
         with contextlib.suppress(OSError):
@@ -497,7 +497,8 @@ def _tidied(directory: Path) -> Path:
     return directory
 
 
-def _is_running(pid: int) -> bool:
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, of any user."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

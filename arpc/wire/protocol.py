@@ -173,8 +173,7 @@ class Protocol:
     def join(self, main: Protocol) -> None:
         """Become a lane of an open connection to the same peer; see `wire.striping`."""
         if main._lanes is None:
-            main._lanes = LaneInbox(lambda size_bytes: _allocated(main.allocate, size_bytes))
-            main._lanes.frames_before(main._assembly_count)
+            main._lanes = LaneInbox(lambda size_bytes: _allocated(main.allocate, size_bytes), main._assembly_count)
         self._lanes = main._lanes
         self._is_lane = True
         # what is under way there is what comes here

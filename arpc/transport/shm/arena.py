@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right, insort
 from collections.abc import Sequence
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Final
 
@@ -68,14 +69,13 @@ class Placement:
             self._file.copy(buffer, offset, is_warm=is_warm)
 
 
+@dataclass(slots=True, eq=False)
 class _Borrower:
-    """A peer that has mapped the arena."""
+    """A peer that has mapped the arena. ``link`` is what it is connected by."""
 
-    def __init__(self, name: str, watch: ProcessWatch) -> None:
-        self.name = name
-        self.watch = watch
-        self.link: object = None
-        """What it is connected by."""
+    name: str
+    watch: ProcessWatch
+    link: object = None
 
 
 class Arena:

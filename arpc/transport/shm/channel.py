@@ -90,10 +90,8 @@ class Channel:
         """Sizes of the messages that were lent and that the peer has not read yet."""
         self._unread_bytes = 0
         """Their sum, and that of the messages that are being copied."""
-        self._copying_bytes = 0
-        """Those of messages that a thread copies: they are parked meanwhile, and count as unsent."""
-        self._copying = 0
-        """How many they are."""
+        self._copying = self._copying_bytes = 0
+        """Messages that a thread copies: they are parked meanwhile, and count as unsent."""
         self._borrowed: BorrowedArena | None = None
         self._lender = 0
         self._read_count = 0
@@ -119,8 +117,7 @@ class Channel:
         if self._state is _State.READY:
             self._arena.borrower_disconnected(self._borrower, self)
         self._state = _State.CLOSED
-        # unless a newer connection has come before the end of this one was noticed
-        if self._borrowed is not None and self._borrowed.on_ended == self._tell:
+        if self._borrowed is not None and self._is_current:
             self._arena.borrowings.release(self._lender, self._borrowed)
         self._borrowed = None
 
@@ -274,7 +271,7 @@ class Channel:
 
     @property
     def _is_current(self) -> bool:
-        """No newer connection to the lender has taken over what was borrowed."""
+        """No newer connection to the lender, made before the end of this one was noticed, has what was borrowed."""
         return self._borrowed is not None and self._borrowed.on_ended == self._tell
 
     @property

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BusyPoll", "Pool", "can_run_at_once"]
 
-_CONSIDER_S: Final = 0.05
+_CHECK_S: Final = 0.05
 """How often connections are checked for whether to poll them, while something goes on."""
 _SELDOM_S: Final = 0.5
 _SILENT: Final = 100
@@ -47,7 +47,7 @@ _SHARED_S: Final = 0.00002
 _PRICE_OF_SHARING: Final = 10
 """What a poll costs in which the CPU was away for longer than the poll would have lasted."""
 _LONGEST_PAUSE: Final = 16
-"""Between two attempts when the credit is used up, in `_CONSIDER_S`."""
+"""Between two attempts when the credit is used up, in `_CHECK_S`."""
 _BUSY_SHARE: Final = 0.1
 """Of the time, that other threads of this process have had of a CPU: then they are busy."""
 
@@ -89,19 +89,19 @@ class BusyPoll:
         self._connections: dict[StreamConnection, None] = {}
         self._context = Context()
         self._timer: Alarm | None = None
-        self._is_looking = False
-        self._will_look = False
+        self._is_polling = False
+        self._is_scheduled = False
         self._has_news = False
         self._until = 0.0
         self._last = -_TALK_S
         self._credit = _FIRST_CREDIT
         self._pause = 1
         self._is_crowded = False
-        self._is_anyone_awake = False
+        self._is_any_polled = False
         self._silent = 0
         self._bytes = 0
         self._others_s = 0.0
-        self._considered = 0.0
+        self._checked_at = 0.0
 
     # -- connections
 
@@ -109,10 +109,10 @@ class BusyPoll:
         """Poll for a connection, where that is worth it, until it leaves."""
         self._connections[connection] = None
         self._silent = 0
-        self._is_anyone_awake |= self._decide(connection, _own_cpus())
+        self._is_any_polled |= self._decide(connection, _own_cpus())
         if self._timer is None:
-            self._considered, self._others_s = self._clock(), self._strangers_s()
-            self._consider_in(_CONSIDER_S, connection.loop)
+            self._checked_at, self._others_s = self._clock(), self._strangers_s()
+            self._check_in(_CHECK_S, connection.loop)
 
     def leave(self, connection: StreamConnection) -> None:
         self._connections.pop(connection, None)
@@ -122,42 +122,42 @@ class BusyPoll:
     def close(self) -> None:
         """Poll no more."""
         for connection in self._connections:
-            connection.stay_awake(None)
+            connection.set_busy_poll(None)
         self._connections.clear()
         self._end()
 
     def _end(self) -> None:
-        self._is_looking = False
+        self._is_polling = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     # -- polling
 
-    def seen(self, loop: asyncio.AbstractEventLoop) -> None:
+    def received(self, loop: asyncio.AbstractEventLoop) -> None:
         """Something has come."""
         self._has_news = True
-        if self._is_looking:
+        if self._is_polling:
             return
         now = self._clock()
         is_talk = now - self._last < _TALK_S
         self._last = now
         if is_talk and self._credit > 0:
-            self._is_looking = True
+            self._is_polling = True
             self._has_news = False
             self._until = now + self.longest_s
             self.kept += 1
-            self._look_again(loop)
+            self._schedule(loop)
 
-    def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
-        if not self._will_look:
-            self._will_look = True
-            loop.call_soon(self._look, loop, context=self._context)
+    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            loop.call_soon(self._poll, loop, context=self._context)
 
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _poll(self, loop: asyncio.AbstractEventLoop) -> None:
         """Between two turns of the loop, which does not wait as long as this is scheduled again."""
-        self._will_look = False
-        if not self._is_looking:
+        self._is_scheduled = False
+        if not self._is_polling:
             return
         if self._has_news:
             self._has_news = False
@@ -166,9 +166,9 @@ class BusyPoll:
             self._pause = 1
             if self._credit < _CREDIT:
                 self._credit += 1
-            if now - self._considered > _CONSIDER_S:
-                self._consider_all(now)
-                if not self._is_looking:
+            if now - self._checked_at > _CHECK_S:
+                self._check_all(now)
+                if not self._is_polling:
                     return
         else:
             begun = self._clock()
@@ -177,23 +177,23 @@ class BusyPoll:
                 if not pool.is_asleep:
                     is_asleep = False
                     if pool.is_in_slow_job:
-                        self._is_looking = False
+                        self._is_polling = False
                         return
             if begun >= self._until:
                 if is_asleep:
-                    self._end_in_vain(1)
+                    self._end_without_news(1)
                 else:
-                    self._is_looking = False  # the peer was not late: it has no answer yet
+                    self._is_polling = False  # the peer was not late: it has no answer yet
                 return
             self._give_way()
             # While a thread is at work it is the one that has the CPU meanwhile
             if is_asleep and (away_s := self._clock() - begun) > _SHARED_S:
-                self._end_in_vain(1 if away_s < self.longest_s else _PRICE_OF_SHARING)
+                self._end_without_news(1 if away_s < self.longest_s else _PRICE_OF_SHARING)
                 return
-        self._look_again(loop)
+        self._schedule(loop)
 
-    def _end_in_vain(self, price: int) -> None:
-        self._is_looking = False
+    def _end_without_news(self, price: int) -> None:
+        self._is_polling = False
         self.in_vain += 1
         self._credit = max(0, self._credit - price)
         if not self._credit:
@@ -201,31 +201,31 @@ class BusyPoll:
 
     # -- which connections are worth it
 
-    def _consider_in(self, delay_s: float, loop: asyncio.AbstractEventLoop) -> None:
+    def _check_in(self, delay_s: float, loop: asyncio.AbstractEventLoop) -> None:
         call_at = self.call_at or loop.call_at
-        self._timer = call_at(loop.time() + delay_s, partial(self._consider, loop))
+        self._timer = call_at(loop.time() + delay_s, partial(self._check, loop))
 
-    def _consider(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _check(self, loop: asyncio.AbstractEventLoop) -> None:
         """Check whether connections that are not polled should be."""
         received = sum([connection.bytes_received for connection in self._connections])
         self._silent = 0 if received != self._bytes else self._silent + 1
         self._bytes = received
-        self._consider_all(self._clock())
+        self._check_all(self._clock())
         if not self._credit:
             self._credit = _FIRST_CREDIT  # it may have become worth it
-        is_rare = self._silent >= _SILENT or self._is_anyone_awake
-        self._consider_in(_SELDOM_S if is_rare and self._pause == 1 else _CONSIDER_S * self._pause, loop)
+        is_rare = self._silent >= _SILENT or self._is_any_polled
+        self._check_in(_SELDOM_S if is_rare and self._pause == 1 else _CHECK_S * self._pause, loop)
 
-    def _consider_all(self, now: float) -> None:
+    def _check_all(self, now: float) -> None:
         others_s = self._strangers_s()
-        self._is_crowded = others_s - self._others_s > _BUSY_SHARE * (now - self._considered)
-        self._considered, self._others_s = now, others_s
+        self._is_crowded = others_s - self._others_s > _BUSY_SHARE * (now - self._checked_at)
+        self._checked_at, self._others_s = now, others_s
         cpus = _own_cpus()
         is_worth_it = False
         for connection in self._connections:
             is_worth_it |= self._decide(connection, cpus)
-        self._is_anyone_awake = is_worth_it
-        self._is_looking &= is_worth_it
+        self._is_any_polled = is_worth_it
+        self._is_polling &= is_worth_it
 
     def _strangers_s(self) -> float:
         """CPU time of the threads of this process that are not the worker's own."""
@@ -233,7 +233,7 @@ class BusyPoll:
 
     def _decide(self, connection: StreamConnection, cpus: set[int]) -> bool:
         is_worth_it = not self._is_crowded and (len(cpus) > 1 or _is_elsewhere(connection, cpus))
-        connection.stay_awake(self if is_worth_it else None)
+        connection.set_busy_poll(self if is_worth_it else None)
         return is_worth_it
 
     def statistics(self) -> dict[str, int]:

@@ -70,7 +70,7 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
         if resources.memory is not None:
             protocol.allocate = resources.memory.allocate
         self._write_lock: WriteLock | None = None
-        self._awake_for: BusyPoll | None = None
+        self._active_poll: BusyPoll | None = None
         self._address = "?"
         self._is_made = False
         self._has_eof = False
@@ -89,7 +89,7 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
     @property
     def buffer_updated(self) -> Callable[[int], None]:
         """Called with the number of bytes that were read. Never raises: uvloop would drop the connection silently."""
-        return self._received if self._awake_for is None else self._received_awake
+        return self._received if self._active_poll is None else self._received_while_polled
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are of no common class, only of the same shape
@@ -151,19 +151,19 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
         address = self._address
         return address.startswith("unix://") or (address.startswith("tcp://") and is_loopback(split_tcp(address)[0]))
 
-    def stay_awake(self, busy_poll: BusyPoll | None) -> None:
-        if busy_poll is self._awake_for or not self.is_open:
+    def set_busy_poll(self, busy_poll: BusyPoll | None) -> None:
+        if busy_poll is self._active_poll or not self.is_open:
             return
-        self._awake_for = busy_poll
+        self._active_poll = busy_poll
         self._set_protocol(self)  # uvloop looks `buffer_updated` up now
 
-    def _received_awake(self, size_bytes: int) -> None:
+    def _received_while_polled(self, size_bytes: int) -> None:
         self._received(size_bytes)
         self._tell_busy_poll()
 
     def _tell_busy_poll(self) -> None:
-        if self._awake_for is not None:
-            self._awake_for.seen(self.loop)
+        if self._active_poll is not None:
+            self._active_poll.received(self.loop)
 
     # -- threads
 

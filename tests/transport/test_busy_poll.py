@@ -65,13 +65,13 @@ class Connection:
         self.peer_process = process
         self.busy_poll: BusyPoll | None = None
 
-    def stay_awake(self, busy_poll: BusyPoll | None) -> None:
+    def set_busy_poll(self, busy_poll: BusyPoll | None) -> None:
         self.busy_poll = busy_poll
 
     def read(self) -> None:
         self.bytes_received += 32
         if self.busy_poll is not None:
-            self.busy_poll.seen(self.loop)
+            self.busy_poll.received(self.loop)
 
 
 class Pool:
@@ -179,7 +179,7 @@ def test_a_single_message_is_no_reason(scene: Scene) -> None:
 def test_one_chain_of_looks_at_a_time(scene: Scene) -> None:
     scene.join()
     scene.talk()
-    scene.busy_poll._is_looking = False
+    scene.busy_poll._is_polling = False
     scene.talk()
     assert len(scene.loop.ready) == 1
     assert scene.loop.turn()
@@ -200,7 +200,7 @@ def test_polls_in_vain_become_rare(scene: Scene) -> None:
             scene.in_vain()
         assert scene.busy_poll.kept == before + module._FIRST_CREDIT
     assert pauses_s == sorted(pauses_s)
-    assert pauses_s[-1] == module._LONGEST_PAUSE * module._CONSIDER_S
+    assert pauses_s[-1] == module._LONGEST_PAUSE * module._CHECK_S
 
 
 def test_success_brings_them_back(scene: Scene) -> None:
@@ -349,19 +349,19 @@ def test_it_is_considered_seldom_when_nothing_comes_or_all_is_well(scene: Scene)
     scene.cpus = scene.peer_cpus = {0}
     connection.read()
     scene.considered()
-    assert scene.loop.later[-1][0] == module._CONSIDER_S
+    assert scene.loop.later[-1][0] == module._CHECK_S
     scene.considered(module._SILENT)
     assert scene.loop.later[-1][0] == module._SELDOM_S
     connection.read()
     scene.considered()
-    assert scene.loop.later[-1][0] == module._CONSIDER_S
+    assert scene.loop.later[-1][0] == module._CHECK_S
 
 
 def test_who_is_moved_in_the_middle_of_a_conversation_is_noticed(scene: Scene) -> None:
     connection = scene.join()
     scene.talk()
     scene.cpus = scene.peer_cpus = {1}
-    scene.clock.now += 1.01 * module._CONSIDER_S
+    scene.clock.now += 1.01 * module._CHECK_S
     connection.read()
     scene.loop.turn()
     assert connection.busy_poll is None
@@ -398,12 +398,12 @@ async def test_on_a_real_loop() -> None:
     def count() -> None:
         nonlocal turns
         turns += 1
-        if busy_poll._is_looking:
+        if busy_poll._is_polling:
             loop.call_soon(count)
 
-    busy_poll.seen(loop)
-    busy_poll.seen(loop)
+    busy_poll.received(loop)
+    busy_poll.received(loop)
     count()
-    await turns_until(lambda: not busy_poll._is_looking)
+    await turns_until(lambda: not busy_poll._is_polling)
     assert turns > 0
     assert busy_poll.in_vain == 1

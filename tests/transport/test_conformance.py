@@ -24,13 +24,13 @@ class Restless(BusyPoll):
 
     def join(self, connection: Watched) -> None:
         super().join(connection)
-        connection.stay_awake(self)
+        connection.set_busy_poll(self)
 
-    def seen(self, loop: asyncio.AbstractEventLoop) -> None:
-        super().seen(loop)
+    def received(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().received(loop)
         for connection in self._connections:
-            loop.call_soon(connection.stay_awake, None)
-            loop.call_soon(connection.stay_awake, self)
+            loop.call_soon(connection.set_busy_poll, None)
+            loop.call_soon(connection.set_busy_poll, self)
 
 
 TRANSPORTS: dict[str, tuple[Callable[[], Transport], str]] = {

@@ -311,10 +311,6 @@ class Connection(ABC):
         """
         return None
 
-    def gather(self) -> None:
-        """More is about to be sent in this turn of the loop: let all of it go out in one write."""
-        self.direct_left = 0
-
     def write_with_others(self) -> None:
         """Write no frame on its own any more, so that all go through `send` and `send_bulk`."""
         self.direct_left = self._direct_frames = 0

@@ -105,10 +105,10 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
         self._address = _describe(sock)
         _tune(sock)
         self._set_protocol = transport.set_protocol
-        self.peer_process = _process_of(sock)
-        stranger = _other_user(sock)
-        if stranger is not None:
-            self.abort(HandshakeError(f"a process of another user ({stranger}) is at the other end of {self.address}"))
+        try:
+            self.peer_process = _process_at(sock, self.address)
+        except HandshakeError as error:
+            self.abort(error)
             return
         if self._arena is not None and sock.family == socket.AF_UNIX:
             self.shared_memory = self.protocol.lender = Channel(self, self._arena)
@@ -259,31 +259,27 @@ def _tune(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _other_user(sock: socket.socket) -> int | None:
-    """Who is there, if not this user or root. A unix socket may go without a secret because of this."""
-    if not _can_ask(sock):
-        return None  # elsewhere the 0700 directory stands guard alone
+def _process_at(sock: socket.socket, address: str) -> int | None:
+    """The process at the other end of a unix socket, the one which listened or connected, if that is known.
+
+    Raises `HandshakeError` if it is neither of this user nor of root: a unix socket may go without a secret because of
+    this. Where the system does not tell, the 0700 directory stands guard alone.
+    """
+    if sock.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
+        return None
     try:
-        _, uid = _process_and_user(sock)
+        process, uid = _credentials(sock)
     except OSError:
-        return -1  # who cannot be asked is not trusted
-    return None if uid in {os.getuid(), 0} else uid
+        process, uid = 0, -1  # a peer that cannot be asked is not trusted
+    if uid not in {os.getuid(), 0}:
+        raise HandshakeError(f"a process of another user ({uid}) is at the other end of {address}")
+    return process or None
 
 
-def _process_of(sock: socket.socket) -> int | None:
-    """The process at the other end, if that is known: the one which listened or connected."""
-    with contextlib.suppress(OSError):
-        return _process_and_user(sock)[0] or None if _can_ask(sock) else None
-    return None
-
-
-def _can_ask(sock: socket.socket) -> bool:
-    return sock.family == socket.AF_UNIX and hasattr(socket, "SO_PEERCRED")
-
-
-def _process_and_user(sock: socket.socket) -> tuple[int, int]:
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    process, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
+def _credentials(sock: socket.socket) -> tuple[int, int]:
+    process, uid, _ = _PEER_CREDENTIALS.unpack(
+        sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    )
     return process, uid
 
 
@@ -408,9 +404,7 @@ async def connect_socket(address: str) -> socket.socket:
         try:
             sock.setblocking(False)
             await loop.sock_connect(sock, target)
-            stranger = _other_user(sock)
-            if stranger is not None:
-                raise HandshakeError(f"a process of another user ({stranger}) is at the other end of {address}")
+            _process_at(sock, address)
         except OSError as error:
             sock.close()
             failure = error

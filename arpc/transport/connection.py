@@ -509,7 +509,7 @@ class Connection(ABC):
                 self.direct_left = self._direct_frames
 
     def _add_news(self) -> None:
-        """Write what the protocol and the shared_memory have to say."""
+        """Write what the protocol and shared memory have to tell the peer."""
         if self.protocol.output:
             self._out.append(self.protocol.take_output())
         if self.shared_memory is not None and self.shared_memory.has_news:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from arpc.testing.conformance import TransportConformance
-from arpc.transport.busy_poll import BusyPoll, Watched
+from arpc.transport.busy_poll import BusyPoll
 from arpc.transport.connection import Transport
 from arpc.transport.in_process import MemoryNetwork
 from arpc.transport.shm.mapping import is_supported
-from arpc.transport.sockets import Resources, TcpTransport, UnixTransport
+from arpc.transport.sockets import Resources, StreamConnection, TcpTransport, UnixTransport
 from arpc.transport.tls import TlsTransport
 from tests.certificates import tls_for
 from tests.conftest import LOOP_FACTORIES
@@ -20,9 +20,9 @@ from tests.transport.shm.sharing import SharingTransport
 
 
 class Restless(BusyPoll):
-    """Changes its mind with all that comes, as to who shall stay awake."""
+    """Changes its mind with all that comes, as to whether to poll."""
 
-    def join(self, connection: Watched) -> None:
+    def join(self, connection: StreamConnection) -> None:
         super().join(connection)
         connection.set_busy_poll(self)
 

@@ -50,12 +50,12 @@ from arpc.rref.report import (
     rref_rows,
     rref_statistics,
 )
-from arpc.transport.buffer_pool import WarmMemory
+from arpc.transport.buffer_pool import BufferPool
 from arpc.transport.busy_poll import BusyPoll
 from arpc.transport.connection import Transport
 from arpc.transport.connection_limits import ConnectionLimits
 from arpc.transport.shm import Arena, empty_shared, open_arena, shared
-from arpc.transport.sockets import TcpTransport, UnixTransport
+from arpc.transport.sockets import Resources, TcpTransport, UnixTransport
 from arpc.transport.tls import TlsTransport
 
 __all__ = ["Worker", "current"]
@@ -118,7 +118,7 @@ class Worker:
         """After a graceful shutdown: values of this worker that others still held when nothing was under way."""
         self.arena: Arena | None = None
         """Memory that others of this host can see; None if there is none."""
-        self.receive_memory: WarmMemory | None = None
+        self.receive_memory: BufferPool | None = None
         self.doorway: ConnectionLimits | None = None
         self.vigil: BusyPoll | None = None
         self._kept: dict[type, Any] = {}
@@ -387,7 +387,7 @@ class Worker:
     def open_transports(self) -> dict[str, Transport]:
         """The ways to other processes, with the memory that they use."""
         self.arena = open_arena(self.options)
-        memory = self.receive_memory = WarmMemory(_WARM_BYTES)
+        memory = self.receive_memory = BufferPool(_WARM_BYTES)
         options = self.options
         door = self.doorway = ConnectionLimits(
             max_connections=options.max_connections,
@@ -396,9 +396,10 @@ class Worker:
         )
         vigil = self.vigil = BusyPoll(options.busy_poll) if options.busy_poll else None
         tls = options.tls
+        resources = Resources(memory, self.arena, door, vigil)
         return {
-            "tcp": TcpTransport(memory, door, vigil) if tls is None else TlsTransport(tls, memory, door, vigil),
-            "unix": UnixTransport(memory, self.arena, door, vigil),
+            "tcp": TcpTransport(resources) if tls is None else TlsTransport(tls, resources),
+            "unix": UnixTransport(resources),
         }
 
     async def close_transports(self) -> None:

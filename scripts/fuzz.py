@@ -129,7 +129,7 @@ def frame_seeds() -> Iterable[bytes]:
     """Messages as workers send them."""
     import torch
 
-    from arpc.wire.frames import ONE_OFF, frame
+    from arpc.wire.frames import frame
     from arpc.wire.messages import MessageType
     from arpc.wire.metadata import encode_metadata
     from arpc.wire.values.schemas import Packer
@@ -143,7 +143,7 @@ def frame_seeds() -> Iterable[bytes]:
         announcement = frame(MessageType.SCHEMA, 0, 0, 1, 0, table)
         by_number = frame(MessageType.REQUEST, 0, 1, 1, 0, b"pickle", meta, 1, packed.parts)
         yield b"\xff" + announcement + by_number + by_number
-        yield b"\x03" + frame(MessageType.REPLY, 0, 1, 0, 0, b"pickle", b"", ONE_OFF, packed.parts, (), table)
+        yield b"\x03" + frame(MessageType.REPLY, 0, 1, 0, 0, b"pickle", b"", table, packed.parts)
     bulk = frame(MessageType.REQUEST, 0, 1, 1, 0, b"pay", meta, buffer_sizes=(8, 4))
     data = struct.pack("<IBBHQIIII", 8, MessageType.DATA, 0, 0, 0, 0, 0, 0, 0) + bytes(8)
     yield b"\x04" + bulk + data + data

@@ -19,7 +19,7 @@ from arpc.errors import ConfigurationError, WireError
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
 from arpc.options import RpcOptions
-from arpc.transport.sockets import socket_directory
+from arpc.transport.sockets import is_running, socket_directory
 
 __all__ = ["AttachFile", "Attachable", "attachable"]
 
@@ -94,7 +94,7 @@ def attachable() -> list[Attachable]:
         raise ConfigurationError(f"the workers of this host cannot be found: {error}. Give --address") from error
     found = []
     for path, one in _files(directory):
-        if _is_running(one.pid):
+        if is_running(one.pid):
             found.append(one)
         else:
             path.unlink(missing_ok=True)
@@ -116,15 +116,5 @@ def _tidy(directory: Path) -> None:
     """
     for path, one in _files(directory):
         sockets = [address.removeprefix("unix://") for address in one.addresses if address.startswith("unix://")]
-        if sockets and not _is_running(one.pid) and not any(map(os.path.exists, sockets)):
+        if sockets and not is_running(one.pid) and not any(map(os.path.exists, sockets)):
             path.unlink(missing_ok=True)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

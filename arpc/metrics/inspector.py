@@ -29,7 +29,7 @@ from arpc.metrics.snapshots import (
 )
 from arpc.rref.context import RRefContext
 from arpc.rref.report import rref_rows
-from arpc.transport.buffer_pool import WarmMemory
+from arpc.transport.buffer_pool import BufferPool
 from arpc.transport.shm import Arena
 from arpc.wire.messages import Inspect
 
@@ -88,7 +88,7 @@ class Inspector:
         rrefs: RRefContext,
         autograd: AutogradService,
         arena: Arena | None = None,
-        receive_memory: WarmMemory | None = None,
+        receive_memory: BufferPool | None = None,
     ) -> None:
         self.agent: Agent
         self.info = WorkerInfo("", -1)

@@ -10,9 +10,9 @@ from arpc.ids import WorkerInfo, creator_of
 from arpc.rref.context import RRefContext
 from arpc.rref.handle import RRef
 from arpc.rref.states import OwnerState
-from arpc.wire.values.allowlist import trust
+from arpc.wire.values.allowlist import allow_function
+from arpc.wire.values.checked_functions import FLAG, NUMBER, WORKER_ID, WORKER_NAME
 from arpc.wire.values.pickler import Parcel
-from arpc.wire.values.trusted import FLAG, NUMBER, WORKER_ID, WORKER_NAME
 
 __all__ = ["bare", "reduce_rref"]
 
@@ -48,7 +48,7 @@ def reduce_rref(context: RRefContext, rref: RRef[Any], parcel: Parcel) -> tuple[
     return _rebuild, (owner.name, owner.id, number, fork, context.info.name, is_created)
 
 
-@trust(WORKER_NAME, WORKER_ID, NUMBER, NUMBER, WORKER_NAME, FLAG)
+@allow_function(WORKER_NAME, WORKER_ID, NUMBER, NUMBER, WORKER_NAME, FLAG)
 def _rebuild(owner_name: str, owner_id: int, rref: int, fork: int, parent: str, is_created: bool) -> Any:
     """Unpack an RRef, in the context of the worker that received it."""
     scope = current_scope.get()

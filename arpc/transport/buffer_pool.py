@@ -1,27 +1,24 @@
 """Memory for large tensors that come through a socket, used again while its pages are warm.
 
-Fresh pages have to be found and cleared by the kernel, which takes longer than to read a tensor into them. So what was
-received into, and is not used any more, is kept for a while for the next tensor of about that size.
+The kernel takes longer to find and clear fresh pages than to read a tensor into them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import deque
-from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
 
+from arpc.transport.release_queue import Lease, ReleaseQueue
 from arpc.wire.values.raw_memory import address_of, allocate, view_of
 
-__all__ = ["WarmMemory"]
+__all__ = ["BufferPool"]
 
 _FROM_BYTES: Final = 1 << 20
 """Less than this the C library keeps warm itself."""
 _IDLE_S: Final = 10.0
-_getpid = os.getpid
 
 
 class _Piece:
@@ -37,20 +34,7 @@ class _Piece:
         self.free_since = 0.0
 
 
-class _Use:
-    """A piece in use. Its end, in whatever thread that happens, brings the piece back."""
-
-    __slots__ = ("_memory", "_piece")
-
-    def __init__(self, memory: WarmMemory, piece: _Piece) -> None:
-        self._memory = memory
-        self._piece = piece
-
-    def __del__(self) -> None:
-        self._memory.use_ended(self._piece)
-
-
-class WarmMemory:
+class BufferPool:
     """Keeps up to ``idle_bytes`` that nobody uses, for ten seconds. Belongs to the loop."""
 
     def __init__(self, idle_bytes: int) -> None:
@@ -59,11 +43,9 @@ class WarmMemory:
         self._idle_bytes = 0
         # By size; the end of a list was used last
         self._free: dict[int, deque[_Piece]] = {}
-        self._ended: deque[_Piece] = deque()
-        self._is_scheduled = False
+        self._released: ReleaseQueue[_Piece] = ReleaseQueue(self._loop, self._collect)
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
-        self._pid = os.getpid()
         self.reuses = 0
 
     def allocate(self, size_bytes: int) -> memoryview:
@@ -79,29 +61,13 @@ class WarmMemory:
             self.reuses += 1
         else:
             piece = _Piece(piece_bytes)
-        return view_of(_Use(self, piece), piece.address, size_bytes)
-
-    def use_ended(self, piece: _Piece) -> None:
-        # In any thread, within any other step, in a garbage collection: nothing is done here but to take note
-        if self._is_closed:
-            return
-        self._ended.append(piece)
-        if not self._is_scheduled and self._pid == _getpid():
-            self._is_scheduled = True
-            with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._take_ended)
-
-    def _take_ended(self) -> None:
-        # first this: what ends from now on is told anew
-        self._is_scheduled = False
-        self._collect()
+        return view_of(Lease(self._released, piece), piece.address, size_bytes)
 
     def _collect(self) -> None:
-        """Keep what was brought back, as far as there is room for it."""
+        """Keep what was released, as far as there is room for it."""
         now = self._loop.time()
-        while self._ended:
-            piece = self._ended.popleft()
-            if self._idle_bytes + piece.size_bytes > self._limit or self._is_closed:
+        for piece in self._released.take():
+            if self._idle_bytes + piece.size_bytes > self._limit:
                 continue
             piece.free_since = now
             self._free.setdefault(piece.size_bytes, deque()).append(piece)
@@ -124,7 +90,7 @@ class WarmMemory:
         if self._timer is not None:
             self._timer.cancel()
         self._free.clear()
-        self._ended.clear()
+        self._released.close()
         self._idle_bytes = 0
 
     def statistics(self) -> dict[str, int]:

@@ -1,19 +1,18 @@
-"""Staying awake for the next message, where it is likely to come soon.
+"""Polling for the next message where it is likely to come soon.
 
 A CPU that has nothing to do falls asleep, and takes much longer to wake up than a worker takes to answer: across two
-CPUs most of a round trip is that. So a worker that has just read something looks for more for a short while, turn by
-turn of its loop, before it lets the loop wait. Both sides of a conversation do, and neither sleeps in the middle of it.
+CPUs most of a round trip is that. So a worker that has just read something polls for a short while, turn by turn of its
+loop, before it lets the loop wait. Both sides of a conversation do, and neither sleeps in the middle of it.
 
 It must never cost others what it gains here:
 
-- Each look gives the CPU away first, if another program can use it; if one does, this is not the time for vigils. On
-  the one CPU that both sides of a conversation have, nobody looks at all: there, to wait is how the other gets to run.
-- Only a conversation is a reason to look, in which one message follows another: not a single sign of life.
-- Vigils in vain are paid for by those that were not. When most are in vain, one every now and then remains, to see
-  whether that has changed, and more and more seldom if not.
-- While threads of this process are busy, nobody looks: they need the CPU, or the interpreter's lock. Those of the
-  worker's own that have something quick to do are given way to, and then looked with again: what they answer is what
-  the next message comes after.
+- Each poll gives the CPU away first. If another program takes it, polling stops. Where both sides share one CPU,
+  nobody polls: there, waiting is how the other side gets to run.
+- Only a conversation, in which one message follows another, is a reason to poll. A single message is none.
+- Polls that find nothing use up a credit that successful ones refill. Without credit one is tried now and then, and
+  less and less often.
+- While threads of this process are busy, nobody polls: they need the CPU, or the interpreter's lock. The worker's own
+  threads that have something quick to do are given way to, since the next message comes after their answer.
 """
 
 from __future__ import annotations
@@ -24,52 +23,33 @@ from collections.abc import Callable
 from contextvars import Context
 from functools import partial
 from time import perf_counter, process_time, thread_time
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from arpc.transport.timerfd import Alarm, CallAt
 
-__all__ = ["BusyPoll", "Pool", "Watched", "can_run_at_once"]
+if TYPE_CHECKING:
+    from arpc.transport.sockets import StreamConnection
 
-_CONSIDER_S: Final = 0.05
-"""How often it is considered who is worth a vigil, while something goes on."""
+__all__ = ["BusyPoll", "Pool", "can_run_at_once"]
+
+_CHECK_S: Final = 0.05
+"""How often connections are checked for whether to poll them, while something goes on."""
 _SELDOM_S: Final = 0.5
 _SILENT: Final = 100
-"""So many times nothing had come in between: then it is considered seldom."""
+"""After so many checks between which nothing came, they are made seldom."""
 _TALK_S: Final = 0.002
-"""What comes within so long of what came before is part of a conversation. Anything else is no reason to look."""
+"""A message that comes within so long of another is part of a conversation."""
 _FIRST_CREDIT: Final = 3
 _CREDIT: Final = 50
-"""How many vigils may be in vain after a time in which none was."""
+"""How many polls may find nothing after a time in which all found something."""
 _SHARED_S: Final = 0.00002
 """It takes so long to give way if there is another program that wants this CPU."""
 _PRICE_OF_SHARING: Final = 10
-"""What a vigil costs in which the CPU was away for longer than it would have lasted."""
+"""What a poll costs in which the CPU was away for longer than the poll would have lasted."""
 _LONGEST_PAUSE: Final = 16
-"""Between two attempts when the credit is used up, in times of considering."""
+"""Between two attempts when the credit is used up, in `_CHECK_S`."""
 _BUSY_SHARE: Final = 0.1
 """Of the time, that other threads of this process have had of a CPU: then they are busy."""
-
-
-class Neighbour(Protocol):
-    """A connection, as far as it tells who is at its other end."""
-
-    @property
-    def peer_process(self) -> int | None:
-        """The process at the other end, if it is on this host and that is known."""
-
-    @property
-    def is_local(self) -> bool:
-        """The other end is on this host."""
-
-
-class Watched(Neighbour, Protocol):
-    """A connection, as far as it is looked after here."""
-
-    loop: asyncio.AbstractEventLoop
-    bytes_received: int
-
-    def stay_awake(self, vigil: BusyPoll | None) -> None:
-        """Tell a vigil of each read from now on, or none."""
 
 
 class Pool(Protocol):
@@ -85,11 +65,11 @@ class Pool(Protocol):
 
     @property
     def cpu_s(self) -> float:
-        """The time of a CPU that they have had."""
+        """CPU time that they have used."""
 
 
 class BusyPoll:
-    """That of one worker, over all its connections. Each look takes at most ``longest_s`` since something came."""
+    """That of one worker, over all its connections. A poll ends ``longest_s`` after something came."""
 
     def __init__(
         self,
@@ -100,84 +80,84 @@ class BusyPoll:
         self.longest_s = longest_s
         self._give_way = give_way or _yield_cpu
         self.pools: tuple[Pool, ...] = ()
-        """Asked at each look. What their threads do is not taken for that of strangers."""
+        """Threads of the worker's own. Their work does not count as that of others."""
         self.call_at: CallAt | None = None
         """For the timer, which is always set; None: as the loop does."""
         self.kept = 0
         self.in_vain = 0
         self._clock = clock
-        self._connections: dict[Watched, None] = {}
+        self._connections: dict[StreamConnection, None] = {}
         self._context = Context()
         self._timer: Alarm | None = None
-        self._is_looking = False
-        self._will_look = False
+        self._is_polling = False
+        self._is_scheduled = False
         self._has_news = False
         self._until = 0.0
         self._last = -_TALK_S
         self._credit = _FIRST_CREDIT
         self._pause = 1
         self._is_crowded = False
-        self._is_anyone_awake = False
+        self._is_any_polled = False
         self._silent = 0
         self._bytes = 0
         self._others_s = 0.0
-        self._considered = 0.0
+        self._checked_at = 0.0
 
     # -- connections
 
-    def join(self, connection: Watched) -> None:
-        """Look after a connection until it leaves."""
+    def join(self, connection: StreamConnection) -> None:
+        """Poll for a connection, where that is worth it, until it leaves."""
         self._connections[connection] = None
         self._silent = 0
-        self._is_anyone_awake |= self._decide(connection, _own_cpus())
+        self._is_any_polled |= self._decide(connection, _own_cpus())
         if self._timer is None:
-            self._considered, self._others_s = self._clock(), self._strangers_s()
-            self._consider_in(_CONSIDER_S, connection.loop)
+            self._checked_at, self._others_s = self._clock(), self._strangers_s()
+            self._check_in(_CHECK_S, connection.loop)
 
-    def leave(self, connection: Watched) -> None:
+    def leave(self, connection: StreamConnection) -> None:
         self._connections.pop(connection, None)
         if not self._connections:
             self._end()
 
     def close(self) -> None:
-        """Nobody stays awake any more."""
+        """Poll no more."""
         for connection in self._connections:
-            connection.stay_awake(None)
+            connection.set_busy_poll(None)
         self._connections.clear()
         self._end()
 
     def _end(self) -> None:
-        self._is_looking = False
+        self._is_polling = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    # -- looking
+    # -- polling
 
-    def seen(self, loop: asyncio.AbstractEventLoop) -> None:
+    def received(self, loop: asyncio.AbstractEventLoop) -> None:
         """Something has come."""
         self._has_news = True
-        if self._is_looking:
+        if self._is_polling:
             return
         now = self._clock()
         is_talk = now - self._last < _TALK_S
         self._last = now
         if is_talk and self._credit > 0:
-            self._is_looking = True
+            self._is_polling = True
             self._has_news = False
             self._until = now + self.longest_s
             self.kept += 1
-            self._look_again(loop)
+            self._schedule(loop)
 
-    def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
-        if not self._will_look:
-            self._will_look = True
-            loop.call_soon(self._look, loop, context=self._context)
+    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            loop.call_soon(self._poll, loop, context=self._context)
 
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Between two turns of the loop: it takes what has come, and does not wait for more as long as this goes on."""
-        self._will_look = False
-        if not self._is_looking:
+    def _poll(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Between two turns of the loop, which does not wait as long as this is scheduled again."""
+        self._is_scheduled = False
+        if not self._is_polling:
             return
         if self._has_news:
             self._has_news = False
@@ -186,9 +166,9 @@ class BusyPoll:
             self._pause = 1
             if self._credit < _CREDIT:
                 self._credit += 1
-            if now - self._considered > _CONSIDER_S:
-                self._consider_all(now)
-                if not self._is_looking:
+            if now - self._checked_at > _CHECK_S:
+                self._check_all(now)
+                if not self._is_polling:
                     return
         else:
             begun = self._clock()
@@ -197,78 +177,78 @@ class BusyPoll:
                 if not pool.is_asleep:
                     is_asleep = False
                     if pool.is_in_slow_job:
-                        self._is_looking = False
+                        self._is_polling = False
                         return
             if begun >= self._until:
                 if is_asleep:
-                    self._end_in_vain(1)
+                    self._end_without_news(1)
                 else:
-                    self._is_looking = False  # the peer was not late: it has no answer yet
+                    self._is_polling = False  # the peer was not late: it has no answer yet
                 return
             self._give_way()
             # While a thread is at work it is the one that has the CPU meanwhile
             if is_asleep and (away_s := self._clock() - begun) > _SHARED_S:
-                self._end_in_vain(1 if away_s < self.longest_s else _PRICE_OF_SHARING)
+                self._end_without_news(1 if away_s < self.longest_s else _PRICE_OF_SHARING)
                 return
-        self._look_again(loop)
+        self._schedule(loop)
 
-    def _end_in_vain(self, price: int) -> None:
-        self._is_looking = False
+    def _end_without_news(self, price: int) -> None:
+        self._is_polling = False
         self.in_vain += 1
         self._credit = max(0, self._credit - price)
         if not self._credit:
             self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
 
-    # -- who is worth it
+    # -- which connections are worth it
 
-    def _consider_in(self, delay_s: float, loop: asyncio.AbstractEventLoop) -> None:
+    def _check_in(self, delay_s: float, loop: asyncio.AbstractEventLoop) -> None:
         call_at = self.call_at or loop.call_at
-        self._timer = call_at(loop.time() + delay_s, partial(self._consider, loop))
+        self._timer = call_at(loop.time() + delay_s, partial(self._check, loop))
 
-    def _consider(self, loop: asyncio.AbstractEventLoop) -> None:
-        """What nobody who looks considers: whether those who do not look should."""
+    def _check(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Check whether connections that are not polled should be."""
         received = sum([connection.bytes_received for connection in self._connections])
         self._silent = 0 if received != self._bytes else self._silent + 1
         self._bytes = received
-        self._consider_all(self._clock())
+        self._check_all(self._clock())
         if not self._credit:
             self._credit = _FIRST_CREDIT  # it may have become worth it
-        is_rare = self._silent >= _SILENT or self._is_anyone_awake
-        self._consider_in(_SELDOM_S if is_rare and self._pause == 1 else _CONSIDER_S * self._pause, loop)
+        is_rare = self._silent >= _SILENT or self._is_any_polled
+        self._check_in(_SELDOM_S if is_rare and self._pause == 1 else _CHECK_S * self._pause, loop)
 
-    def _consider_all(self, now: float) -> None:
+    def _check_all(self, now: float) -> None:
         others_s = self._strangers_s()
-        self._is_crowded = others_s - self._others_s > _BUSY_SHARE * (now - self._considered)
-        self._considered, self._others_s = now, others_s
+        self._is_crowded = others_s - self._others_s > _BUSY_SHARE * (now - self._checked_at)
+        self._checked_at, self._others_s = now, others_s
         cpus = _own_cpus()
         is_worth_it = False
         for connection in self._connections:
             is_worth_it |= self._decide(connection, cpus)
-        self._is_anyone_awake = is_worth_it
-        self._is_looking &= is_worth_it
+        self._is_any_polled = is_worth_it
+        self._is_polling &= is_worth_it
 
     def _strangers_s(self) -> float:
-        """The time of a CPU that threads of this process have had which are not the worker's."""
+        """CPU time of the threads of this process that are not the worker's own."""
         return _others_s() - sum([pool.cpu_s for pool in self.pools])
 
-    def _decide(self, connection: Watched, cpus: set[int]) -> bool:
+    def _decide(self, connection: StreamConnection, cpus: set[int]) -> bool:
         is_worth_it = not self._is_crowded and (len(cpus) > 1 or _is_elsewhere(connection, cpus))
-        connection.stay_awake(self if is_worth_it else None)
+        connection.set_busy_poll(self if is_worth_it else None)
         return is_worth_it
 
     def statistics(self) -> dict[str, int]:
-        """Vigils, and those in which nothing came; connections that are looked after, worth a vigil now or not."""
+        """Polls, those in which nothing came, and connections, polled now or not."""
         return {"kept": self.kept, "in_vain": self.in_vain, "connections": len(self._connections)}
 
 
-def can_run_at_once(connection: Neighbour) -> bool:
+def can_run_at_once(connection: StreamConnection) -> bool:
     """Whether this process and the one at the other end need not share a CPU, so that both can be at work."""
     cpus = _own_cpus()
     return len(cpus) > 1 or _is_elsewhere(connection, cpus)
 
 
-def _is_elsewhere(connection: Neighbour, cpus: set[int]) -> bool:
-    """Whether the other side can run while this one, which has one CPU only, looks."""
+def _is_elsewhere(connection: StreamConnection, cpus: set[int]) -> bool:
+    """Whether the other side can run while this one, which has one CPU only, polls."""
     if not connection.is_local:
         return True
     process = connection.peer_process
@@ -287,7 +267,7 @@ def _own_cpus() -> set[int]:
 
 
 def _others_s() -> float:
-    """The time of a CPU that the other threads of this process have had."""
+    """CPU time of the other threads of this process."""
     return process_time() - thread_time()
 
 

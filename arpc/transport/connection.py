@@ -21,7 +21,7 @@ import asyncio
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from typing import Protocol as TypingProtocol
 
 from arpc.errors import ConnectionClosedError, HandshakeError, WireError
@@ -36,7 +36,11 @@ from arpc.wire.protocol import MAX_SCHEMA_BYTES, MAX_SCHEMAS, Protocol, State
 from arpc.wire.values.content import Content
 from arpc.wire.values.schemas import PackedTensors, Schema
 
-__all__ = ["SMALL_MESSAGE_BYTES", "BulkRoute", "BulkSend", "Connection", "Listener", "Receiver", "Transport"]
+if TYPE_CHECKING:
+    from arpc.transport.shm import Channel
+    from arpc.transport.striping import Lanes
+
+__all__ = ["SMALL_MESSAGE_BYTES", "BulkSend", "Connection", "Listener", "Receiver", "Transport"]
 
 logger = get_logger("arpc.transport")
 
@@ -74,54 +78,13 @@ class Receiver(TypingProtocol):
         """There is room again, after `Connection.is_congested` or `Connection.is_behind` was true."""
 
 
-class BulkRoute(TypingProtocol):
-    """Another way for large tensors than the connection itself; see `transport.striping`."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Something has not been written yet."""
-
-    @property
-    def is_full(self) -> bool:
-        """It cannot be written now: `Connection.look_for_room` is called when that changes."""
-
-    def take(self, bulk: BulkSend) -> bool: ...
-    def drop(self, bulk: BulkSend) -> bool: ...
-    def pump(self) -> None: ...
-    def close(self, *, on_purpose: bool) -> None: ...
-    def statistics(self) -> dict[str, int]: ...
-
-
-class Carrier(TypingProtocol):
-    """Another way for large tensors than the bytes of the connection; see `transport.shm`."""
-
-    @property
-    def has_news(self) -> bool:
-        """Something is to be told to the peer. Looked at after each read, so that it joins what is written then."""
-
-    @property
-    def unread_bytes(self) -> int:
-        """What it has carried and the peer has not read yet."""
-
-    @property
-    def is_behind(self) -> bool:
-        """It has enough to do for now; it calls `Connection.carrier_caught_up` when that changes."""
-
-    def opened(self) -> None: ...
-
-    def closing(self) -> None:
-        """`Connection.close` was called: what waits for the peer to say something must not wait any longer."""
-
-    def closed(self) -> None: ...
-
-    def carry(self, data: bytes, bulk: BulkSend) -> bool:
-        """Take a message over, now or later; False if the connection itself must send it."""
-
-    def take_news(self) -> bytes: ...
-
-
 class Connection(ABC):
     """One connection, not tied to how bytes move. Belongs to the loop it was made on."""
+
+    _write: Callable[[bytes], None]
+    """Hands bytes to the operating system, or keeps them until it takes them. Each kind of connection has its own."""
+    _write_pieces: Callable[[tuple[bytes, memoryview]], None]
+    """Hands on a header and a piece of a tensor, which must not be copied. Each kind of connection has its own."""
 
     def __init__(self, protocol: Protocol, receiver: Receiver) -> None:
         self.loop = asyncio.get_running_loop()
@@ -129,16 +92,17 @@ class Connection(ABC):
         self.receiver = receiver
         self.owner: Any = None
         """For whoever receives: what it keeps about this connection."""
-        self.carrier: Carrier | None = None
+        self.shared_memory: Channel | None = None
+        """For large tensors, if both sides can share memory."""
         self.has_borrowed = False
-        """The carrier has memory of the peer, and may have news after a read."""
-        self.doorway: ConnectionLimits | None = None
+        """Memory of the peer is used here, so there may be something to tell the peer after a read."""
+        self.limits: ConnectionLimits | None = None
         """Where it came in, if others made it."""
         self.handshake_s = HANDSHAKE_S
         self.is_congested = False
         """The peer does not take bytes as fast as they are sent."""
         self.is_full = False
-        """The peer does not take bytes of this connection alone, without its bulk route, as fast as they are sent."""
+        """The peer does not take bytes of this connection alone, without its lanes, as fast as they are sent."""
         self.bytes_received = self.bytes_sent = 0
         self.frames_sent = self.writes = 0
         self._schemas: dict[Schema, int] = {}
@@ -156,8 +120,8 @@ class Connection(ABC):
         """Called whenever `held_bytes` may have become less: something was written, or read by the peer."""
         self._bulk_count = 0
         self._parked: set[BulkSend] = set()
-        """Messages that wait with the carrier."""
-        self.bulk_route: BulkRoute | None = None
+        """Messages that wait for the peer to map shared memory, or for a copy."""
+        self.lanes: Lanes | None = None
         self.is_reading = False
         """What comes now is one of several messages of a read."""
         self._is_closed = False
@@ -177,14 +141,6 @@ class Connection(ABC):
         self._error: Exception | None = None
 
     # -- what a kind of connection provides
-
-    @abstractmethod
-    def _write(self, data: bytes) -> None:
-        """Hand bytes to the operating system, or keep them until it takes them."""
-
-    @abstractmethod
-    def _write_chunk(self, header: bytes, chunk: memoryview) -> None:
-        """Hand a piece of a tensor to the operating system. It must not be copied."""
 
     @abstractmethod
     def _unsent_bytes(self) -> int:
@@ -251,13 +207,13 @@ class Connection(ABC):
 
     @property
     def held_bytes(self) -> int:
-        """`unsent_bytes`, and what the carrier has for a peer that does not read."""
-        return self.unsent_bytes + (self.carrier.unread_bytes if self.carrier is not None else 0)
+        """`unsent_bytes`, and what lies in shared memory for a peer that does not read."""
+        return self.unsent_bytes + (self.shared_memory.unread_bytes if self.shared_memory is not None else 0)
 
     @property
     def is_behind(self) -> bool:
-        """The carrier has enough to do: more large tensors would only pile up. `Receiver.output_drained` comes."""
-        return self.carrier is not None and self.carrier.is_behind
+        """More large tensors would only pile up before they are copied. `Receiver.output_drained` comes."""
+        return self.shared_memory is not None and self.shared_memory.is_behind
 
     def send_message(
         self, type_: int, flags: int, id_: int, arg: int, timeout_ms: int, content: Content
@@ -271,9 +227,9 @@ class Connection(ABC):
         schema, buffers = tensors.schema, tensors.buffers
         number = self._schemas.get(schema) or self._number(schema)
         if buffers or number == ONE_OFF:
-            table = schema.table if number == ONE_OFF else b""
+            layout = schema.table if number == ONE_OFF else number
             sizes = [buffer.nbytes for buffer in buffers]
-            data = frame(type_, flags, id_, arg, timeout_ms, pickle, meta, number, tensors.parts, sizes, table)
+            data = frame(type_, flags, id_, arg, timeout_ms, pickle, meta, layout, tensors.parts, sizes)
             if buffers:
                 return self.send_bulk(data, buffers)
         else:
@@ -295,7 +251,7 @@ class Connection(ABC):
             return frame(type_, 0, id_, 0, 0, pickle, b"", number, tensors.parts)
         if self._is_worth_announcing(schema):
             return None  # the loop announces it
-        return frame(type_, 0, id_, 0, 0, pickle, b"", ONE_OFF, tensors.parts, (), schema.table)
+        return frame(type_, 0, id_, 0, 0, pickle, b"", schema.table, tensors.parts)
 
     def _number(self, schema: Schema) -> int:
         """The number of a schema, which is announced if it is used again and again."""
@@ -355,10 +311,6 @@ class Connection(ABC):
         """
         return None
 
-    def gather(self) -> None:
-        """More is about to be sent in this turn of the loop: let all of it go out in one write."""
-        self.direct_left = 0
-
     def write_with_others(self) -> None:
         """Write no frame on its own any more, so that all go through `send` and `send_bulk`."""
         self.direct_left = self._direct_frames = 0
@@ -377,15 +329,15 @@ class Connection(ABC):
         bulk = BulkSend(buffers)
         if self._is_mute:
             self.send(data)  # raises, unless it was aborted and nobody has heard of it yet
-        elif self.carrier is None or not self.carrier.carry(data, bulk):
+        elif self.shared_memory is None or not self.shared_memory.carry(data, bulk):
             self.send_in_chunks(data, bulk)
         return bulk
 
     def send_in_chunks(self, data: bytes, bulk: BulkSend) -> None:
-        """Send a message and its large tensors as bytes, without the carrier."""
+        """Send a message and its large tensors as bytes, without shared memory."""
         self._begin_bulk(data, bulk)
         self._bulk_bytes += bulk.size_bytes
-        if self.bulk_route is not None and self.bulk_route.take(bulk):
+        if self.lanes is not None and self.lanes.take(bulk):
             return
         self._bulk.append(bulk)
         if not self._out and not self.is_reading:
@@ -400,13 +352,13 @@ class Connection(ABC):
         bulk.id = self._bulk_count
         self._bulk_count += 1
 
-    # -- for the carrier
+    # -- for shared memory
 
     def send_with_reference(self, data: bytes, bulk: BulkSend, reference: Callable[[int], bytes]) -> None:
         """Send a message, and a frame that tells where its large tensors are: it is made of the message's number."""
         self._begin_bulk(data + reference(self._bulk_count), bulk)
         bulk.buffers = []  # whoever remembers the message need not keep their memory
-        self._end_if_last()
+        self.end_if_last()
 
     def park(self, bulk: BulkSend) -> None:
         """A message has to wait. It counts as unsent, and may be dropped."""
@@ -421,25 +373,22 @@ class Connection(ABC):
         self._bulk_bytes -= bulk.size_bytes
         return True
 
-    def carrier_was_read(self) -> None:
-        """The peer has read some of what the carrier has for it."""
-        self._tell_bulk_left()
-
-    def _tell_bulk_left(self) -> None:
+    def tell_bulk_left(self) -> None:
+        """`held_bytes` may have become less."""
         if self.bulk_left is not None:
             self.bulk_left()
 
     def drop_bulk(self, bulk: BulkSend) -> bool:
         """Stop sending tensors nobody wants any more. False if all of them have gone out already."""
         if self.unpark(bulk):
-            self._tell_bulk_left()
+            self.tell_bulk_left()
             return True  # nobody has heard of it
         if self._is_mute:
             return False
-        if not self._bulk.remove(bulk) and (self.bulk_route is None or not self.bulk_route.drop(bulk)):
+        if not self._bulk.remove(bulk) and (self.lanes is None or not self.lanes.drop(bulk)):
             return False
         self._bulk_bytes -= bulk.unsent_bytes
-        self._tell_bulk_left()
+        self.tell_bulk_left()
         self.send(frame(_DROP_DATA, 0, bulk.id, 0, 0, b""))
         return True
 
@@ -458,8 +407,8 @@ class Connection(ABC):
             self._write(data)
         if self._bulk and not self.is_full:
             self._pump()
-        elif self.bulk_left is not None:
-            self.bulk_left()
+        else:
+            self.tell_bulk_left()
 
     def _pump(self) -> None:
         """Write chunks of the messages under way, in turns, until the peer is full."""
@@ -468,33 +417,30 @@ class Connection(ABC):
             size = chunk.nbytes
             self._bulk_bytes -= size
             self.write_chunk(pack_header(size, _DATA, 0, 0, number, 0, 0, 0, 0), chunk)
-        self._tell_bulk_left()
-        self._end_if_last()
+        self.tell_bulk_left()
+        self.end_if_last()
 
-    def _end_if_last(self) -> None:
+    def end_if_last(self) -> None:
+        """Large tensors have gone out: end if `close` was called, and they were the last."""
         if self._is_mute and not self._has_bulk and not self._is_closed:
-            self._end_writing()  # that was the last of what was sent before `close`
+            self._end_writing()
 
     @property
     def _has_bulk(self) -> bool:
-        return bool(self._bulk or self._parked) or (self.bulk_route is not None and self.bulk_route.is_busy)
+        return bool(self._bulk or self._parked) or (self.lanes is not None and self.lanes.is_busy)
 
-    # -- for the bulk route, and the connections it is made of
+    # -- for lanes
 
     def write_chunk(self, header: bytes, chunk: memoryview) -> None:
         """Write a piece of a tensor now."""
         self.bytes_sent += chunk.nbytes + HEADER_BYTES
         self.writes += 1
-        self._write_chunk(header, chunk)
+        self._write_pieces((header, chunk))
 
     def bulk_written(self, size_bytes: int) -> None:
         """So much of what is unsent here has gone another way."""
         self._bulk_bytes -= size_bytes
-        self._tell_bulk_left()
-
-    def route_emptied(self) -> None:
-        """All large tensors have gone another way."""
-        self._end_if_last()
+        self.tell_bulk_left()
 
     def _congested(self) -> None:
         self.is_full = self.is_congested = True
@@ -502,22 +448,19 @@ class Connection(ABC):
     def _drained(self) -> None:
         self.is_full = False
         self.flush()
-        if self.bulk_route is not None:
-            self.bulk_route.pump()
+        if self.lanes is not None:
+            self.lanes.pump()
         self.look_for_room()
 
     def look_for_room(self) -> None:
         """Tell the receiver if the peer takes bytes again."""
         was_congested = self.is_congested
-        self.is_congested = self.is_full or (self.bulk_route is not None and self.bulk_route.is_full)
+        self.is_congested = self.is_full or (self.lanes is not None and self.lanes.is_full)
         if was_congested and not self.is_congested:
-            self._tell_drained()
+            self.tell_drained()
 
-    def carrier_caught_up(self) -> None:
-        """`is_behind` was true and is no longer."""
-        self._tell_drained()
-
-    def _tell_drained(self) -> None:
+    def tell_drained(self) -> None:
+        """`is_congested` or `is_behind` was true and is no longer."""
         if self._is_closed:
             return
         try:
@@ -543,7 +486,7 @@ class Connection(ABC):
             else:
                 self._receive_several(messages, size_bytes)
         except Exception as error:  # noqa: BLE001 - told to the receiver
-            self._raised(error)
+            self._failed(error)
         if self.protocol.output or self.has_borrowed:
             self._add_news()
 
@@ -552,8 +495,12 @@ class Connection(ABC):
         self.is_reading = True
         self.direct_left = 0
         self._find_portion(size_bytes)
+        state = self.protocol.state
         try:
-            self._hand_over(messages)
+            if not self._is_greeted and state in {State.OPEN, State.CLOSING}:
+                self._greeted()
+            if messages and state is not State.CLOSED:  # it was refused or aborted: what still comes is for nobody
+                self._messages_received(self, messages)
         finally:
             self.is_reading = False
             if self._out:
@@ -562,11 +509,11 @@ class Connection(ABC):
                 self.direct_left = self._direct_frames
 
     def _add_news(self) -> None:
-        """Write what the protocol and the carrier have to say."""
+        """Write what the protocol and shared memory have to tell the peer."""
         if self.protocol.output:
             self._out.append(self.protocol.take_output())
-        if self.carrier is not None and self.carrier.has_news:
-            self._out.append(self.carrier.take_news())
+        if self.shared_memory is not None and self.shared_memory.has_news:
+            self._out.append(self.shared_memory.take_news())
         if self._out:
             self.flush()
 
@@ -583,21 +530,6 @@ class Connection(ABC):
             half = size_bytes // (2 * HEADER_BYTES)
             self._frames_a_write = half if _FEWEST_A_WRITE <= half < _MOST_A_WRITE else _MOST_A_WRITE
 
-    def _raised(self, error: Exception) -> None:
-        if not isinstance(error, WireError | OSError):
-            logger.error("an internal error on the connection to %s closes it", self.address, exc_info=error)
-        self._failed(error)
-
-    def _hand_over(self, messages: list[Message]) -> None:
-        """Tell the receiver what a read has brought."""
-        protocol = self.protocol
-        if protocol.state is State.CLOSED:
-            return  # it was refused or aborted: what still comes is for nobody
-        if not self._is_greeted and protocol.state is not State.HANDSHAKE:
-            self._greeted()
-        if messages:
-            self._messages_received(self, messages)
-
     def _greeted(self) -> None:
         self._is_greeted = True
         if not self._opened.done():
@@ -606,13 +538,15 @@ class Connection(ABC):
                 self._out.append(welcome)
             self._opened.set_result(None)
             self._stop_watching()
-            if self.doorway is not None:
-                self.doorway.opened(self)
-            if self.carrier is not None:
-                self.carrier.opened()
+            if self.limits is not None:
+                self.limits.opened(self)
+            if self.shared_memory is not None:
+                self.shared_memory.opened()
             self.receiver.connection_opened(self)
 
     def _failed(self, error: Exception) -> None:
+        if not isinstance(error, WireError | OSError):
+            logger.error("an internal error on the connection to %s closes it", self.address, exc_info=error)
         if not isinstance(error, HandshakeError):
             self.abort(error)
             return
@@ -648,8 +582,8 @@ class Connection(ABC):
         """Say goodbye, send what is still to be sent, and close when the other side does, or does nothing any more."""
         if self._is_mute or self.protocol.state is State.CLOSED:
             return
-        if self.carrier is not None:
-            self.carrier.closing()
+        if self.shared_memory is not None:
+            self.shared_memory.closing()
         was_open = self.protocol.state is not State.HANDSHAKE
         goodbye = self.protocol.say_goodbye(reason)
         if goodbye:
@@ -669,13 +603,13 @@ class Connection(ABC):
             self._error = self._error or error
             self._fall_silent()
             self._is_aborted = True
-            self._out.clear()
-            self._counted_frames = self._counted_bytes = 0
-            self._forget_bulk()
+            self._forget_output()
             self.protocol.close()
             self._abort()
 
-    def _forget_bulk(self) -> None:
+    def _forget_output(self) -> None:
+        self._out.clear()
+        self._counted_frames = self._counted_bytes = 0
         self._bulk.clear()
         self._parked.clear()
         self._bulk_bytes = 0
@@ -719,16 +653,14 @@ class Connection(ABC):
         self._stop_watching()
         self._fall_silent()
         self.protocol.close()
-        self._out.clear()
-        self._counted_frames = self._counted_bytes = 0
-        self._forget_bulk()
-        if self.carrier is not None:
-            self.carrier.closed()
-        if self.doorway is not None:
-            self.doorway.left(self)
+        self._forget_output()
+        if self.shared_memory is not None:
+            self.shared_memory.closed()
+        if self.limits is not None:
+            self.limits.left(self)
         error = self._error or (None if is_on_purpose else error or self._without_goodbye())
-        if self.bulk_route is not None:
-            self.bulk_route.close(on_purpose=error is None)
+        if self.lanes is not None:
+            self.lanes.close(on_purpose=error is None)
         if not self._opened.done():
             self._opened.set_exception(error or ConnectionClosedError("the connection was closed in its handshake"))
         if not self._closed.done():
@@ -762,7 +694,7 @@ class Connection(ABC):
             "frames_sent": self.frames_sent,
             "writes": self.writes,
             "unsent_bytes": 0 if self._is_closed else self.unsent_bytes,
-            **({} if self.bulk_route is None else self.bulk_route.statistics()),
+            **({} if self.lanes is None else self.lanes.statistics()),
         }
 
 
@@ -780,9 +712,9 @@ C = TypeVar("C", bound=Connection)
 class Listener(ABC):
     """Something others can connect to."""
 
-    def __init__(self, accept: Accept, doorway: ConnectionLimits | None = None) -> None:
+    def __init__(self, accept: Accept, limits: ConnectionLimits | None = None) -> None:
         self._accept = accept
-        self._doorway = doorway
+        self._limits = limits
         self._accepted: weakref.WeakSet[Connection] = weakref.WeakSet()
 
     @property
@@ -799,9 +731,9 @@ class Listener(ABC):
     def _track(self, connection: C) -> C:
         """Remember a connection that came in."""
         self._accepted.add(connection)
-        if self._doorway is not None:
-            connection.doorway = self._doorway
-            self._doorway.came(connection)
+        if self._limits is not None:
+            connection.limits = self._limits
+            self._limits.accepted(connection)
         return connection
 
     def _abort_handshakes(self) -> None:

@@ -99,7 +99,8 @@ class MemoryConnection(Connection):
         if self._outgoing.is_full:
             self._congested()
 
-    def _write_chunk(self, header: bytes, chunk: memoryview) -> None:
+    def _write_pieces(self, pieces: tuple[bytes, memoryview]) -> None:
+        header, chunk = pieces
         self._outgoing.write(header)
         self._write(chunk)
 

@@ -13,16 +13,16 @@ import stat
 import struct
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from fcntl import ioctl
 from functools import cached_property, partial
 from pathlib import Path
 from termios import TIOCOUTQ
-from typing import Any, Final, Self, cast
+from typing import Any, Final, NamedTuple, Self, cast
 from urllib.parse import urlsplit
 
 from arpc.errors import ConfigurationError, HandshakeError, WireError
-from arpc.transport.buffer_pool import WarmMemory
+from arpc.transport.buffer_pool import BufferPool
 from arpc.transport.busy_poll import BusyPoll, can_run_at_once
 from arpc.transport.connection import Accept, Connection, Listener, Receiver, Transport
 from arpc.transport.connection_limits import ConnectionLimits
@@ -31,7 +31,7 @@ from arpc.transport.shm import Arena, Channel
 from arpc.transport.write_lock import WriteLock, write_pieces
 from arpc.wire.protocol import Protocol
 
-__all__ = ["StreamConnection", "TcpTransport", "UnixTransport", "connect_socket"]
+__all__ = ["NO_RESOURCES", "Resources", "StreamConnection", "TcpTransport", "UnixTransport", "connect_socket"]
 
 # Measured: what waits in the socket is what a small frame waits for, and more of it makes large ones no faster
 _SOCKET_BUFFER: Final = 1 << 17
@@ -42,31 +42,36 @@ _PEER_CREDENTIALS: Final = struct.Struct("iII")
 _INT: Final = struct.Struct("i")
 
 
+class Resources(NamedTuple):
+    """What the socket connections of one worker have in common."""
+
+    memory: BufferPool | None = None
+    """Large tensors are read into it."""
+    arena: Arena | None = None
+    """Large tensors go through it, between processes of one host that are connected by a unix socket."""
+    limits: ConnectionLimits | None = None
+    busy_poll: BusyPoll | None = None
+
+
+NO_RESOURCES: Final = Resources()
+
+
 class StreamConnection(asyncio.BufferedProtocol, Connection):
     """A connection over an asyncio transport, uvloop's or the standard library's."""
 
     _transport: asyncio.Transport | WriteLock
-    _turn: WriteLock | None = None
     _set_protocol: Callable[[asyncio.BaseProtocol], None]
-    _awake_for: BusyPoll | None = None
     peer_process: int | None = None
-    _write_pieces: Callable[[Iterable[bytes | memoryview]], None]
 
-    def __init__(
-        self,
-        protocol: Protocol,
-        receiver: Receiver,
-        memory: WarmMemory | None = None,
-        arena: Arena | None = None,
-        vigil: BusyPoll | None = None,
-    ) -> None:
+    def __init__(self, protocol: Protocol, receiver: Receiver, resources: Resources) -> None:
         Connection.__init__(self, protocol, receiver)
-        self._arena = arena
-        self._vigil = vigil
-        if memory is not None:
-            protocol.allocate = memory.allocate
+        self._arena = resources.arena
+        self._busy_poll = resources.busy_poll
+        if resources.memory is not None:
+            protocol.allocate = resources.memory.allocate
+        self._write_lock: WriteLock | None = None
+        self._active_poll: BusyPoll | None = None
         self._address = "?"
-        self.get_buffer = protocol.get_buffer  # type: ignore[method-assign, assignment] # no call of ours for a read
         self._is_made = False
         self._has_eof = False
 
@@ -74,7 +79,17 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
     def address(self) -> str:
         return self._address
 
-    # -- called by asyncio
+    # -- called by asyncio, which does not look up the first two again after `set_protocol` if it is uvloop's
+
+    @property
+    def get_buffer(self) -> Callable[[int], memoryview]:
+        """Given any number, returns where the next bytes go."""
+        return self.protocol.get_buffer
+
+    @property
+    def buffer_updated(self) -> Callable[[int], None]:
+        """Called with the number of bytes that were read. Never raises: uvloop would drop the connection silently."""
+        return self._received if self._active_poll is None else self._received_while_polled
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are of no common class, only of the same shape
@@ -90,27 +105,25 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
         self._address = _describe(sock)
         _tune(sock)
         self._set_protocol = transport.set_protocol
-        self.peer_process = _process_of(sock)
-        stranger = _other_user(sock)
-        if stranger is not None:
-            self.abort(HandshakeError(f"a process of another user ({stranger}) is at the other end of {self.address}"))
+        try:
+            self.peer_process = _process_at(sock, self.address)
+        except HandshakeError as error:
+            self.abort(error)
             return
         if self._arena is not None and sock.family == socket.AF_UNIX:
-            self.carrier = self.protocol.lender = Channel(self, self._arena)
+            self.shared_memory = self.protocol.lender = Channel(self, self._arena)
         self._begin(transport)
 
     def _begin(self, transport: asyncio.Transport) -> None:
         """There is somebody at the other end."""
-        self._write = transport.write  # type: ignore[method-assign] # one call less for every write
+        self._write = transport.write
         self._write_pieces = partial(write_pieces, transport)
         self.start()
 
-    buffer_updated = Connection._received  # type: ignore[assignment] # noqa: SLF001 - the same but for a name
-
     def _greeted(self) -> None:
         super()._greeted()
-        if self._vigil is not None and self.is_open:
-            self._vigil.join(self)
+        if self._busy_poll is not None and self.is_open:
+            self._busy_poll.join(self)
 
     def eof_received(self) -> bool:
         self._has_eof = True
@@ -124,34 +137,33 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
         self._drained()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._vigil is not None:
-            self._vigil.leave(self)
-        if self._turn is not None:
-            self._turn.end()
+        if self._busy_poll is not None:
+            self._busy_poll.leave(self)
+        if self._write_lock is not None:
+            self._write_lock.end()
         self._ended(exc)
 
-    # -- told by a vigil
+    # -- called by the busy poll
 
     @cached_property
     def is_local(self) -> bool:
-        # kept, as a vigil asks all connections again and again
+        # cached: the busy poll asks again and again
         address = self._address
         return address.startswith("unix://") or (address.startswith("tcp://") and is_loopback(split_tcp(address)[0]))
 
-    def stay_awake(self, vigil: BusyPoll | None) -> None:
-        if vigil is self._awake_for or not self.is_open:
+    def set_busy_poll(self, busy_poll: BusyPoll | None) -> None:
+        if busy_poll is self._active_poll or not self.is_open:
             return
-        self._awake_for = vigil
-        if vigil is None:
-            del self.buffer_updated  # that of the class again
-        else:
-            self.buffer_updated = self._updated_awake  # type: ignore[method-assign, assignment]
-        self._set_protocol(self)  # it is looked up once only
+        self._active_poll = busy_poll
+        self._set_protocol(self)  # uvloop looks `buffer_updated` up now
 
-    def _updated_awake(self, nbytes: int) -> None:
-        type(self).buffer_updated(self, nbytes)
-        if self._awake_for is not None:
-            self._awake_for.seen(self.loop)
+    def _received_while_polled(self, size_bytes: int) -> None:
+        self._received(size_bytes)
+        self._tell_busy_poll()
+
+    def _tell_busy_poll(self) -> None:
+        if self._active_poll is not None:
+            self._active_poll.received(self.loop)
 
     # -- threads
 
@@ -160,43 +172,37 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
         return can_run_at_once(self)
 
     def share_writing(self) -> WriteLock | None:
-        if self._turn is None and self.is_open and not self._is_mute:
+        if self._write_lock is None and self.is_open and not self._is_mute:
             transport = cast("asyncio.Transport", self._transport)
             try:
                 sock = _duplicate(transport.get_extra_info("socket"))
             except OSError:
                 return None  # no descriptor is left
-            self._turn = WriteLock(transport, sock, self, self.loop.call_soon_threadsafe)
-            self._transport = self._turn
-            self._write = self._turn.write  # type: ignore[method-assign]
-            self._write_pieces = self._turn.writelines
-        return self._turn
+            self._write_lock = WriteLock(transport, sock, self, self.loop.call_soon_threadsafe)
+            self._transport = self._write_lock
+            self._write = self._write_lock.write
+            self._write_pieces = self._write_lock.writelines
+        return self._write_lock
 
     def close(self, reason: str = "") -> None:
-        if self._turn is not None:
-            self._turn.shut()  # nothing comes after a goodbye
+        if self._write_lock is not None:
+            self._write_lock.shut()  # nothing comes after a goodbye
         super().close(reason)
 
     def abort(self, error: Exception | None = None) -> None:
-        if self._turn is not None:
-            self._turn.shut()
+        if self._write_lock is not None:
+            self._write_lock.shut()
         super().abort(error)
 
     def count_sent(self) -> int:
-        if self._turn is not None:
-            frames, size_bytes, writes = self._turn.take_counts()
+        if self._write_lock is not None:
+            frames, size_bytes, writes = self._write_lock.take_counts()
             self.frames_sent += frames
             self.bytes_sent += size_bytes
             self.writes += writes
         return self.bytes_sent
 
     # -- called by Connection
-
-    def _write(self, data: bytes) -> None:
-        self._transport.write(data)
-
-    def _write_chunk(self, header: bytes, chunk: memoryview) -> None:
-        self._write_pieces((header, chunk))
 
     def _unsent_bytes(self) -> int:
         return self._transport.get_write_buffer_size()
@@ -253,31 +259,27 @@ def _tune(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _other_user(sock: socket.socket) -> int | None:
-    """Who is there, if not this user or root. A unix socket may go without a secret because of this."""
-    if not _can_ask(sock):
-        return None  # elsewhere the 0700 directory stands guard alone
+def _process_at(sock: socket.socket, address: str) -> int | None:
+    """The process at the other end of a unix socket, the one which listened or connected, if that is known.
+
+    Raises `HandshakeError` if it is neither of this user nor of root: a unix socket may go without a secret because of
+    this. Where the system does not tell, the 0700 directory stands guard alone.
+    """
+    if sock.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
+        return None
     try:
-        _, uid = _process_and_user(sock)
+        process, uid = _credentials(sock)
     except OSError:
-        return -1  # who cannot be asked is not trusted
-    return None if uid in {os.getuid(), 0} else uid
+        process, uid = 0, -1  # a peer that cannot be asked is not trusted
+    if uid not in {os.getuid(), 0}:
+        raise HandshakeError(f"a process of another user ({uid}) is at the other end of {address}")
+    return process or None
 
 
-def _process_of(sock: socket.socket) -> int | None:
-    """The process at the other end, if that is known: the one which listened or connected."""
-    with contextlib.suppress(OSError):
-        return _process_and_user(sock)[0] or None if _can_ask(sock) else None
-    return None
-
-
-def _can_ask(sock: socket.socket) -> bool:
-    return sock.family == socket.AF_UNIX and hasattr(socket, "SO_PEERCRED")
-
-
-def _process_and_user(sock: socket.socket) -> tuple[int, int]:
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    process, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
+def _credentials(sock: socket.socket) -> tuple[int, int]:
+    process, uid, _ = _PEER_CREDENTIALS.unpack(
+        sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    )
     return process, uid
 
 
@@ -290,8 +292,8 @@ Make = Callable[[Protocol, Receiver], StreamConnection]
 
 
 class _StreamListener(Listener):
-    def __init__(self, accept: Accept, make: Make, doorway: ConnectionLimits | None) -> None:
-        super().__init__(accept, doorway)
+    def __init__(self, accept: Accept, make: Make, limits: ConnectionLimits | None) -> None:
+        super().__init__(accept, limits)
         self._make = make
         self._server: asyncio.AbstractServer
         self._address = ""
@@ -328,21 +330,22 @@ def _remove_socket(path: str, process_id: int) -> None:
             Path(path).unlink()
 
 
-class TcpTransport(Transport):
-    """``tcp://host:port``; port 0 lets the system choose. Large tensors are read into ``memory``, if given."""
-
-    def __init__(
-        self, memory: WarmMemory | None = None, doorway: ConnectionLimits | None = None, vigil: BusyPoll | None = None
-    ) -> None:
-        self._memory = memory
-        self._doorway = doorway
-        self._vigil = vigil
+class _StreamTransport(Transport):
+    def __init__(self, resources: Resources = NO_RESOURCES) -> None:
+        self._resources = resources
 
     def _make(self, protocol: Protocol, receiver: Receiver) -> StreamConnection:
-        return StreamConnection(protocol, receiver, self._memory, vigil=self._vigil)
+        return StreamConnection(protocol, receiver, self._resources)
 
     def _make_accepted(self, protocol: Protocol, receiver: Receiver) -> StreamConnection:
         return self._make(protocol, receiver)
+
+    def _listener(self, accept: Accept) -> _StreamListener:
+        return _StreamListener(accept, self._make_accepted, self._resources.limits)
+
+
+class TcpTransport(_StreamTransport):
+    """``tcp://host:port``; port 0 lets the system choose."""
 
     async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
         host, port = split_tcp(address)
@@ -353,33 +356,14 @@ class TcpTransport(Transport):
     async def listen(self, address: str, accept: Accept) -> Listener:
         host, port = split_tcp(address)
         loop = asyncio.get_running_loop()
-        listener = _StreamListener(accept, self._make_accepted, self._doorway)
+        listener = self._listener(accept)
         server = await loop.create_server(listener.accept, host, port, backlog=_BACKLOG)
         port = server.sockets[0].getsockname()[1]
         return listener.opened(server, f"tcp://{_bracket(host)}:{port}")
 
 
-class UnixTransport(Transport):
-    """``unix:///path``; ``unix://`` alone lets us choose a path in a directory only this user can enter.
-
-    With an arena, large tensors go through shared memory where the peer can map it. Those that do not are read into
-    ``memory``, if given.
-    """
-
-    def __init__(
-        self,
-        memory: WarmMemory | None = None,
-        arena: Arena | None = None,
-        doorway: ConnectionLimits | None = None,
-        vigil: BusyPoll | None = None,
-    ) -> None:
-        self._memory = memory
-        self._arena = arena
-        self._doorway = doorway
-        self._vigil = vigil
-
-    def _make(self, protocol: Protocol, receiver: Receiver) -> StreamConnection:
-        return StreamConnection(protocol, receiver, self._memory, self._arena, self._vigil)
+class UnixTransport(_StreamTransport):
+    """``unix:///path``; ``unix://`` alone lets us choose a path in a directory only this user can enter."""
 
     async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
         path = split_unix(address)
@@ -394,7 +378,7 @@ class UnixTransport(Transport):
             path = split_unix(address)
         sock = _bind_unix(path)
         loop = asyncio.get_running_loop()
-        listener = _StreamListener(accept, self._make, self._doorway)
+        listener = self._listener(accept)
         try:
             server = await loop.create_unix_server(listener.accept, sock=sock, backlog=_BACKLOG)
         except BaseException:
@@ -420,9 +404,7 @@ async def connect_socket(address: str) -> socket.socket:
         try:
             sock.setblocking(False)
             await loop.sock_connect(sock, target)
-            stranger = _other_user(sock)
-            if stranger is not None:
-                raise HandshakeError(f"a process of another user ({stranger}) is at the other end of {address}")
+            _process_at(sock, address)
         except OSError as error:
             sock.close()
             failure = error
@@ -500,7 +482,7 @@ def _tidied(directory: Path) -> Path:
     """A directory, without the sockets of processes that were killed before they could remove them."""
     for path in directory.glob("*.sock"):
         pid = path.name.partition("-")[0]
-        if not pid.isdecimal() or _is_running(int(pid)):
+        if not pid.isdecimal() or is_running(int(pid)):
             continue
         # It may run in another PID namespace: only a socket nobody listens on is dead for sure
         with contextlib.suppress(OSError):
@@ -509,7 +491,8 @@ def _tidied(directory: Path) -> Path:
     return directory
 
 
-def _is_running(pid: int) -> bool:
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, of any user."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -26,7 +26,7 @@ _FROM_BYTES: Final = 2 * CHUNK_BYTES
 
 
 class Lanes:
-    """The lanes of one main connection: its `base.BulkRoute`, and the receiver of each of them."""
+    """The lanes of one main connection, and the receiver of each of them."""
 
     def __init__(self, main: Connection) -> None:
         self._main = main
@@ -91,7 +91,7 @@ class Lanes:
         if self._main.is_congested != self.is_full:
             self._main.look_for_room()
         if not self._bulk:
-            self._main.route_emptied()
+            self._main.end_if_last()
 
     def _free_lane(self) -> Connection | None:
         lanes = self._lanes

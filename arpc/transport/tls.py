@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable
 from typing import Final, cast
 
 from arpc.errors import AuthenticationError, HandshakeError
 from arpc.tls import TLS, CertifiedNames
-from arpc.transport.buffer_pool import WarmMemory
-from arpc.transport.busy_poll import BusyPoll
 from arpc.transport.connection import Receiver
-from arpc.transport.connection_limits import ConnectionLimits
-from arpc.transport.sockets import StreamConnection, TcpTransport
+from arpc.transport.sockets import NO_RESOURCES, Resources, StreamConnection, TcpTransport
 from arpc.wire.protocol import Protocol
 
 __all__ = ["SecureConnection", "TlsTransport"]
@@ -35,35 +33,41 @@ class SecureConnection(StreamConnection):
         self,
         protocol: Protocol,
         receiver: Receiver,
-        memory: WarmMemory | None,
+        resources: Resources,
         context: ssl.SSLContext,
         *,
         server_side: bool,
-        vigil: BusyPoll | None = None,
     ) -> None:
-        super().__init__(protocol, receiver, memory, vigil=vigil)
+        super().__init__(protocol, receiver, resources)
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
         self._is_secure = False
         self._ciphertext = memoryview(bytearray(_STRANGERS_BYTES))
-        self.get_buffer = self._get_ciphertext  # type: ignore[method-assign, assignment]
+
+    # -- called by asyncio
+
+    @property
+    def get_buffer(self) -> Callable[[int], memoryview]:
+        return self._get_ciphertext
 
     def _get_ciphertext(self, _: int) -> memoryview:
         return self._ciphertext
 
-    # -- called by asyncio
+    @property
+    def buffer_updated(self) -> Callable[[int], None]:
+        return self._ciphertext_received
 
     def _begin(self, transport: asyncio.Transport) -> None:
         # the time of both handshakes counts from here
         self._expect_handshake()
         self._advance()
 
-    def buffer_updated(self, nbytes: int) -> None:
-        """Never raises: uvloop would drop the connection without a word."""
-        self._incoming.write(self._ciphertext[:nbytes])
+    def _ciphertext_received(self, size_bytes: int) -> None:
+        self._incoming.write(self._ciphertext[:size_bytes])
         if self._is_secure or self._advance():
             self._decrypt()
+        self._tell_busy_poll()
 
     def _advance(self) -> bool:
         """Take the handshake of TLS a step further; whether it is done."""
@@ -119,9 +123,9 @@ class SecureConnection(StreamConnection):
         self._encrypt(memoryview(data))
         self._send_ciphertext()
 
-    def _write_chunk(self, header: bytes, chunk: memoryview) -> None:
-        self._encrypt(memoryview(header))
-        self._encrypt(chunk)
+    def _write_pieces(self, pieces: tuple[bytes, memoryview]) -> None:
+        for piece in pieces:
+            self._encrypt(memoryview(piece))
         self._send_ciphertext()
 
     def _encrypt(self, data: memoryview) -> None:
@@ -140,23 +144,15 @@ class SecureConnection(StreamConnection):
 class TlsTransport(TcpTransport):
     """``tcp://host:port`` where all that is said there is said in TLS, by both sides with a certificate."""
 
-    def __init__(
-        self,
-        tls: TLS,
-        memory: WarmMemory | None = None,
-        doorway: ConnectionLimits | None = None,
-        vigil: BusyPoll | None = None,
-    ) -> None:
-        super().__init__(memory, doorway, vigil)
+    def __init__(self, tls: TLS, resources: Resources = NO_RESOURCES) -> None:
+        super().__init__(resources)
         self._tls = tls
 
     def _make(self, protocol: Protocol, receiver: Receiver) -> SecureConnection:
-        context = self._tls.client_context
-        return SecureConnection(protocol, receiver, self._memory, context, server_side=False, vigil=self._vigil)
+        return SecureConnection(protocol, receiver, self._resources, self._tls.client_context, server_side=False)
 
     def _make_accepted(self, protocol: Protocol, receiver: Receiver) -> SecureConnection:
-        context = self._tls.server_context
-        return SecureConnection(protocol, receiver, self._memory, context, server_side=True, vigil=self._vigil)
+        return SecureConnection(protocol, receiver, self._resources, self._tls.server_context, server_side=True)
 
 
 def _explained(address: str, error: ssl.SSLError) -> HandshakeError:

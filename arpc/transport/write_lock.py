@@ -1,12 +1,12 @@
-"""One socket, written by the loop and by threads, a turn each.
+"""One socket, written by the loop and by threads.
 
 The transport of a loop is for that loop alone. But a thread that has an answer need not wake the loop to get it sent:
-the system takes bytes from any thread. What must hold is that nobody writes in the middle of what another writes. So
-who writes has the *turn*, a lock. The loop waits for it, which takes as long as a system call that does not block. A
-thread that has it may send only if the transport holds nothing back. Bytes that the system did not take then are the
-*rest*: the loop writes them before anything else, and until then no thread sends.
+the system takes bytes from any thread. A lock keeps one from writing in the middle of what another writes. The loop
+waits for it, which takes as long as a system call that does not block. A thread that has it may send only if the
+transport holds nothing back. Bytes that the system did not take then are the *rest*: the loop writes them before
+anything else, and until then no thread sends.
 
-A connection has a turn from when a thread first wants to send on it. Before, it costs nothing.
+A connection has a lock from when a thread first wants to send on it. Before, it costs nothing.
 """
 
 from __future__ import annotations
@@ -17,18 +17,15 @@ import errno
 import socket
 from collections.abc import Callable, Iterable
 from threading import RLock
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from arpc.transport.connection import Connection
 
 __all__ = ["WriteLock", "write_pieces"]
 
 _FOR_NOW: Final = frozenset((errno.ENOBUFS, errno.ENOMEM))
 """The system has no memory, which does not end a connection."""
-
-
-class _Writable(Protocol):
-    @property
-    def is_full(self) -> bool:
-        """The transport holds bytes that the system did not take."""
 
 
 def write_pieces(transport: asyncio.Transport, pieces: Iterable[bytes | memoryview]) -> None:
@@ -51,7 +48,7 @@ class WriteLock:
         self,
         transport: asyncio.Transport,
         sock: socket.socket,
-        connection: _Writable,
+        connection: Connection,
         call_loop: Callable[[Callable[[], None]], Any],
     ) -> None:
         # A lock that its holder may take again: whatever a transport calls back in the middle of a write, the loop

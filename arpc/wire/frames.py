@@ -41,7 +41,6 @@ __all__ = [
     "Header",
     "Limits",
     "buffer_sizes_of",
-    "check",
     "frame",
     "pack_header",
     "split_table",
@@ -88,12 +87,6 @@ class Limits(NamedTuple):
     """The sizes of large tensors and the metadata of one message: many objects are made of few bytes."""
 
 
-def check(header: Header, limits: Limits) -> None:
-    """Raise `ProtocolError` for a frame that is over the limits."""
-    if header.length > limits.body_bytes:
-        raise ProtocolError(f"a frame of {header.length} bytes is over the limit of {limits.body_bytes}")
-
-
 def buffer_sizes_of(body: bytearray | memoryview, start: int, n_buffers: int, limits: Limits) -> tuple[int, ...]:
     """The sizes of the large tensors that follow a frame. Raises `ProtocolError` if they cannot be."""
     sizes = struct.unpack_from(f"<{n_buffers}Q", body, start)
@@ -105,7 +98,7 @@ def buffer_sizes_of(body: bytearray | memoryview, start: int, n_buffers: int, li
     return sizes
 
 
-def frame(  # noqa: PLR0913, PLR0917 - the fields of a header, and the parts of a body
+def frame(
     type_: int,
     flags: int,
     id_: int,
@@ -113,26 +106,25 @@ def frame(  # noqa: PLR0913, PLR0917 - the fields of a header, and the parts of 
     timeout_ms: int,
     pickle: bytes,
     meta: bytes = b"",
-    schema: int = 0,
+    schema: int | bytes = 0,
     inline: Sequence[bytes] = (),
     buffer_sizes: Sequence[int] = (),
-    table: bytes = b"",
 ) -> bytes:
     """One frame. ``inline`` are the small tensors; what belongs to ``buffer_sizes`` follows in DATA frames.
 
-    ``table`` is for a ``schema`` of `ONE_OFF`.
+    ``schema`` is the number under which the layout of the tensors was announced, or the table itself.
 
     Raises `SerializationError` if it would be larger than a frame can be.
     """
+    table = b""
+    if isinstance(schema, bytes):
+        table, schema = schema + _SIZE.pack(len(schema)), ONE_OFF
     length = len(meta) + len(pickle)
     try:
         if not schema and not buffer_sizes:
             return pack_header(length, type_, flags, 0, id_, arg, timeout_ms, len(meta), 0) + meta + pickle
         n_buffers = len(buffer_sizes)
-        length += 8 * n_buffers + sum(map(len, inline))
-        if schema == ONE_OFF:
-            length += len(table) + _SIZE.size
-            table += _SIZE.pack(len(table))
+        length += 8 * n_buffers + sum(map(len, inline)) + len(table)
         sizes = struct.pack(f"<{n_buffers}Q", *buffer_sizes) if n_buffers else b""
         header = pack_header(length, type_, flags, n_buffers, id_, arg, timeout_ms, len(meta), schema)
         return b"".join((header, *inline, sizes, meta, pickle, table))
@@ -145,7 +137,7 @@ def frame(  # noqa: PLR0913, PLR0917 - the fields of a header, and the parts of 
         ) from None
 
 
-def split_table(body: bytearray) -> tuple[bytes, int]:
+def split_table(body: bytearray | memoryview) -> tuple[bytes, int]:
     """The table that a body ends with, and where it begins. Raises `ProtocolError`."""
     end = len(body) - _SIZE.size
     if end < 0 or (size := _SIZE.unpack_from(body, end)[0]) > end:

@@ -6,6 +6,7 @@ ping), one number ``arg`` and the packed content. Each class says what it means 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from types import MappingProxyType
@@ -105,9 +106,12 @@ class MessageType(IntEnum):
     INSPECT = 56
 
 
+_WORDS: Final = re.compile(r"(?<=[a-z])(?=[A-Z])")
+
+
 # Nothing that a message refers to can refer back to it, so the garbage collector need not follow them: many may wait.
 class Message(msgspec.Struct, gc=False):
-    """The common shape; see the class docstrings for what ``id`` and ``arg`` mean.
+    """The common shape; see the class docstrings for what ``id`` and ``arg`` mean. A class is named as its type is.
 
     ``body`` is what follows the header: small tensors, then metadata from ``meta_start``, then the pickle from
     ``meta_end`` on. ``layout`` says how the tensors are laid out, None if there are none. ``buffers`` holds the large
@@ -115,6 +119,10 @@ class Message(msgspec.Struct, gc=False):
     """
 
     type: ClassVar[MessageType]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.type = MessageType[_WORDS.sub("_", cls.__name__).upper()]
 
     flags: int
     id: int
@@ -151,31 +159,21 @@ class Message(msgspec.Struct, gc=False):
 class Hello(Message):
     """The side that connected says who it is. ``arg``: the newest protocol version it speaks."""
 
-    type = MessageType.HELLO
-
 
 class Challenge(Message):
     """The other side says who it is, and proves itself. ``arg``: the version both will speak."""
-
-    type = MessageType.CHALLENGE
 
 
 class Proof(Message):
     """The side that connected proves itself."""
 
-    type = MessageType.PROOF
-
 
 class Welcome(Message):
     """The connection is open."""
 
-    type = MessageType.WELCOME
-
 
 class Refuse(Message):
     """The connection will not be; the body is the reason, ``arg`` a `Refusal`."""
-
-    type = MessageType.REFUSE
 
 
 # -- the connection itself
@@ -184,31 +182,21 @@ class Refuse(Message):
 class Data(Message):
     """Bytes for the next buffer of an earlier frame. ``id``: which frame, counted from 0."""
 
-    type = MessageType.DATA
-
 
 class DropData(Message):
     """No more bytes will come for frame ``id``; forget it."""
-
-    type = MessageType.DROP_DATA
 
 
 class Ping(Message):
     """Are you there? To be answered with the same ``id``."""
 
-    type = MessageType.PING
-
 
 class Pong(Message):
     """Yes."""
 
-    type = MessageType.PONG
-
 
 class Goodbye(Message):
     """The sender closes on purpose; the body says why."""
-
-    type = MessageType.GOODBYE
 
 
 # -- shared memory, see transport.shm
@@ -217,19 +205,13 @@ class Goodbye(Message):
 class Arena(Message):
     """Where the sender's shared memory is, or what became of the receiver's; ``flags`` is an `ArenaFlag`."""
 
-    type = MessageType.ARENA
-
 
 class Lent(Message):
     """The large tensors of frame ``id`` lie in the sender's shared memory, at the offsets in the body."""
 
-    type = MessageType.LENT
-
 
 class Freed(Message):
     """``arg`` more LENT messages were read, and the loans at the offsets in the body have ended."""
-
-    type = MessageType.FREED
 
 
 # -- calls
@@ -238,19 +220,13 @@ class Freed(Message):
 class Function(Message):
     """From now on ``arg`` means the function in the payload."""
 
-    type = MessageType.FUNCTION
-
 
 class Request(Message):
     """Run function ``arg`` (0: the one in the payload) as call ``id`` within ``timeout_ms`` (0: no limit)."""
 
-    type = MessageType.REQUEST
-
 
 class Reply(Message):
     """Call ``id`` returned what is in the payload, or None if that is empty."""
-
-    type = MessageType.REPLY
 
 
 class Failure(Message):
@@ -259,19 +235,13 @@ class Failure(Message):
     ``arg``: how many items a stream had before.
     """
 
-    type = MessageType.FAILURE
-
 
 class Cancel(Message):
     """The caller no longer wants call ``id``."""
 
-    type = MessageType.CANCEL
-
 
 class Schema(Message):
     """From now on ``arg`` means the layout of tensors in the body, see `wire.values.schemas`."""
-
-    type = MessageType.SCHEMA
 
 
 class Item(Message):
@@ -280,13 +250,9 @@ class Item(Message):
     ``arg``: its place, counted from 0, because one with large tensors is overtaken by others.
     """
 
-    type = MessageType.ITEM
-
 
 class Credit(Message):
     """Stream ``id`` may send ``arg`` more items."""
-
-    type = MessageType.CREDIT
 
 
 # -- remote references: requests of their own, answered like calls; see rref.context for what is in them
@@ -298,49 +264,33 @@ class RRefCreate(Message):
     The metadata has it, see `rref.creation_label`.
     """
 
-    type = MessageType.RREF_CREATE
-
 
 class RRefFetch(Message):
     """Send the value of an RRef, once it is there."""
-
-    type = MessageType.RREF_FETCH
 
 
 class RRefForkRequest(Message):
     """To an owner, from users that received forks of its RRefs from other users: count us."""
 
-    type = MessageType.RREF_FORK_REQUEST
-
 
 class RRefChildAccept(Message):
     """To the worker that sent forks: their owners count them, you need not keep yours for them any longer."""
-
-    type = MessageType.RREF_CHILD_ACCEPT
 
 
 class RRefUserDelete(Message):
     """To an owner: these forks have ended."""
 
-    type = MessageType.RREF_USER_DELETE
-
 
 class RRefForkQuery(Message):
     """To a worker that forks were sent to, and that is silent since: did they arrive? If not, they never shall."""
-
-    type = MessageType.RREF_FORK_QUERY
 
 
 class RRefCreationFailed(Message):
     """To an owner, from the worker that wanted values created: their creations were given up. Run none that is late."""
 
-    type = MessageType.RREF_CREATION_FAILED
-
 
 class RRefCreationQuery(Message):
     """To a worker whose creations are awaited by others, and do not arrive: say which are not on their way."""
-
-    type = MessageType.RREF_CREATION_QUERY
 
 
 # -- distributed autograd: requests of their own, answered like calls; see autograd.service for what is in them
@@ -349,31 +299,21 @@ class RRefCreationQuery(Message):
 class AutogradGradients(Message):
     """Gradients of tensors that the receiver sent in a context's forward, for one backward pass."""
 
-    type = MessageType.AUTOGRAD_GRADIENTS
-
 
 class AutogradAbort(Message):
     """A backward pass has failed: forget what it computed, and tell those you know."""
-
-    type = MessageType.AUTOGRAD_ABORT
 
 
 class AutogradRelease(Message):
     """A context has ended: forget it, and tell those you know."""
 
-    type = MessageType.AUTOGRAD_RELEASE
-
 
 class AutogradQuery(Message):
     """To the creator of contexts, from a worker that may have missed their end: tell which have ended."""
 
-    type = MessageType.AUTOGRAD_QUERY
-
 
 class AutogradBackward(Message):
     """To the owner of an RRef: run a backward pass from its value."""
-
-    type = MessageType.AUTOGRAD_BACKWARD
 
 
 # -- profiling: a request of its own, answered like a call; see profiler.tracer for what is in it
@@ -382,16 +322,12 @@ class AutogradBackward(Message):
 class ProfilerControl(Message):
     """Record, tell the time, or hand over what was recorded."""
 
-    type = MessageType.PROFILER_CONTROL
-
 
 # -- looking at workers: a call each
 
 
 class Inspect(Message):
     """Tell what this worker does, or what the group does: counters, or what waits."""
-
-    type = MessageType.INSPECT
 
 
 class ArenaFlag:

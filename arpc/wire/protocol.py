@@ -42,7 +42,6 @@ _CALLS: Final = tuple(
 )
 """By type: the messages of an open connection that are handed on as they are."""
 _NO_CALLS: Final = (None,) * 256
-_CLASSES: Final = tuple(MESSAGE_CLASSES.get(type_) for type_ in range(256))
 # Nobody sends as many at once: they wait for room before, see RpcOptions.window_bytes
 _MAX_INCOMPLETE: Final = 1 << 17
 MAX_SCHEMAS: Final = 1024
@@ -148,14 +147,13 @@ class Protocol:
 
         A getattr whose default is the size hint that asyncio passes: no line of Python runs for it.
         """
-        self._large_frame: tuple[Header, bytearray] | None = None
-        self._chunk_of: _Assembly | None = None
+        self._target_filled: Callable[[list[Message]], None] | None = None
+        self._large_body_bytes = 0
         self._assemblies: dict[int, _Assembly] = {}
         self._assembly_count = 0
         self._lanes: LaneInbox | None = None
         """If this is a main connection that has lanes, or one of its lanes."""
         self._is_lane = False
-        self._stripe: Stripe | None = None
         self.output: list[bytes] = []
         if handshake.role is Role.CONNECTOR:
             self.output.append(handshake.start())
@@ -163,7 +161,7 @@ class Protocol:
     @property
     def is_between_frames(self) -> bool:
         """Whether nothing has arrived in part."""
-        return not (self._assemblies or self._end or self._large_frame is not None)
+        return not (self._assemblies or self._end or self._large_body_bytes)
 
     @property
     def peer(self) -> Identity | None:
@@ -177,8 +175,7 @@ class Protocol:
     def join(self, main: Protocol) -> None:
         """Become a lane of an open connection to the same peer; see `wire.striping`."""
         if main._lanes is None:
-            main._lanes = LaneInbox(lambda size_bytes: _allocated(main.allocate, size_bytes))
-            main._lanes.frames_before(main._assembly_count)
+            main._lanes = LaneInbox(lambda size_bytes: _allocated(main.allocate, size_bytes), main._assembly_count)
         self._lanes = main._lanes
         self._is_lane = True
         # what is under way there is what comes here
@@ -205,9 +202,8 @@ class Protocol:
         self._assemblies.clear()
         self._target = None
         self._next = self._view
-        self._large_frame = None
-        self._chunk_of = None
-        self._stripe = None
+        self._target_filled = None
+        self._large_body_bytes = 0
         self._lanes = None
         self._end = 0
         self._has_rest = True
@@ -267,13 +263,14 @@ class Protocol:
         self._has_rest = self._next is not self._view or self.state is _CLOSED
 
     def _receive_target(self, size_bytes: int, messages: list[Message]) -> None:
-        target = self._target
+        target, filled = self._target, self._target_filled
         assert target is not None
+        assert filled is not None
         if size_bytes < target.nbytes:
             self._target = target[size_bytes:]
         else:
-            self._target = None
-            self._finish_target(messages)
+            self._target = self._target_filled = None
+            filled(messages)
 
     def _elsewhere(self) -> memoryview:
         """Where the next bytes go, if something may have arrived in part."""
@@ -299,7 +296,7 @@ class Protocol:
         n_buffers: int,
         meta_size: int,
         schema: int,
-        body: bytearray,
+        body: bytearray | memoryview,
     ) -> Message:
         """A message with tensors or metadata. The memory of its large tensors comes later."""
         layout: Layout | None = None
@@ -307,8 +304,7 @@ class Protocol:
         if schema:
             layout = self._layouts.get(schema)
             if layout is None:
-                layout, table_start = self._one_off_layout(schema, body)
-                del body[table_start:]
+                layout, body = self._split_one_off(schema, body)
             meta_start += layout.inline_bytes
         meta_end = meta_start + meta_size
         if meta_end > len(body) or meta_size > self._limits.header_bytes:
@@ -322,36 +318,40 @@ class Protocol:
         """
         self._has_rest = True  # perhaps: `_keep_rest` finds out
         header = Header._make(_unpack(self.buffer, start))
-        frames.check(header, self._limits)
+        if header.length > self._limits.body_bytes:
+            raise ProtocolError(f"a frame of {header.length} bytes is over the limit of {self._limits.body_bytes}")
         body_start = start + HEADER_BYTES
         stop = body_start + header.length
         if header.type == _DATA:
-            start = self._receive_data(header.id, header.length, body_start, end, messages)
+            start = self._receive_data(header, body_start, end, messages)
             return (start, end, True) if self._target is None else (0, 0, False)
-        cls = _CLASSES[header.type]
-        if cls is None:
+        if header.type not in MESSAGE_CLASSES:
             raise ProtocolError(f"a message of the unknown type {header.type}")
         if stop > end:
             if stop - start <= self._view.nbytes:
                 return start, end, False
             self._begin_large_body(header, body_start, end)
             return 0, 0, False
-        _, _, flags, n_buffers, id_, arg, timeout_ms, meta_size, schema = header
-        body = self.buffer[body_start:stop]
+        self._receive_frame(header, self.buffer[body_start:stop], messages)
+        return stop, end, True
+
+    def _receive_frame(self, header: Header, body: bytearray, messages: list[Message]) -> None:
+        """Take a whole frame of any type but DATA."""
+        _, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, schema = header
+        cls = MESSAGE_CLASSES[type_]
         message = self._message(cls, flags, id_, arg, timeout_ms, n_buffers, meta_size, schema, body)
         self._receive_special(message, n_buffers, messages)
-        return stop, end, True
 
     # -- schemas
 
-    def _one_off_layout(self, schema: int, body: bytearray) -> tuple[Layout, int]:
-        """How the tensors of a message are laid out that brings its own table, and where in its body that begins."""
+    def _split_one_off(self, schema: int, body: bytearray | memoryview) -> tuple[Layout, memoryview]:
+        """How the tensors of a message are laid out that brings its own table, and its body without that."""
         if self.state is State.HANDSHAKE:
             raise ProtocolError("a message with tensors is out of place in a handshake")
         if schema != ONE_OFF:
             raise ProtocolError(f"a message with tensors of the schema {schema}, which was not announced")
         table, start = frames.split_table(body)
-        return self._read_layout(table), start
+        return self._read_layout(table), memoryview(body)[:start]
 
     def _receive_schema(self, message: Message, n_buffers: int) -> None:
         """The peer announces how the tensors of later messages are laid out."""
@@ -373,34 +373,12 @@ class Protocol:
         available = end - body_start
         view[:available] = self._view[body_start:end]
         self._target = view[available:]
-        self._large_frame = header, body
+        self._target_filled = partial(self._finish_large_body, header, body)
+        self._large_body_bytes = header.length
 
-    def _finish_target(self, messages: list[Message]) -> None:
-        if self._chunk_of is not None:
-            assembly, self._chunk_of = self._chunk_of, None
-            self._finish_chunk(assembly, messages)
-            return
-        if self._stripe is not None:
-            stripe, self._stripe = self._stripe, None
-            self._finish_stripe(stripe, messages)
-            return
-        assert self._large_frame is not None
-        header, memory = self._large_frame
-        self._large_frame = None
-        layout: Layout | None = None
-        body: bytearray | memoryview = memory
-        if header.schema and (layout := self._layouts.get(header.schema)) is None:
-            layout, table_start = self._one_off_layout(header.schema, memory)
-            # the transport may still have a view of it, so it cannot be made smaller
-            body = memoryview(memory)[:table_start]
-        n_buffers = header.n_buffers
-        meta_start = 8 * n_buffers + (layout.inline_bytes if layout is not None else 0)
-        if meta_start + header.meta_size > len(body) or header.meta_size > self._limits.header_bytes:
-            raise ProtocolError("the parts of a frame are longer than the frame, or than the limit")
-        meta_end = meta_start + header.meta_size
-        cls = MESSAGE_CLASSES[header.type]
-        message = cls(header.flags, header.id, header.arg, header.timeout_ms, body, layout, meta_start, meta_end)
-        self._receive_special(message, n_buffers, messages)
+    def _finish_large_body(self, header: Header, body: bytearray, messages: list[Message]) -> None:
+        self._large_body_bytes = 0
+        self._receive_frame(header, body, messages)
 
     # -- large tensors
 
@@ -415,25 +393,29 @@ class Protocol:
         if self._lanes is not None and (buffers := self._lanes.begun(number, sizes)) is not None:
             self._finish_striped(number, buffers, messages)
 
-    def _receive_data(self, id_: int, length: int, start: int, end: int, messages: list[Message]) -> int:
+    def _receive_data(self, header: Header, start: int, end: int, messages: list[Message]) -> int:
         """Bytes of a large tensor: copy what has come, have the rest read where it belongs. Returns where they end."""
+        length, id_ = header.length, header.id
+        filled: Callable[[list[Message]], None]
         if self.state is State.HANDSHAKE:
             raise ProtocolError("DATA is out of place in a handshake")
         if not length:
             raise ProtocolError("an empty DATA frame")
         if self._is_lane:
-            return self._receive_stripe(id_, length, start, end, messages)
-        assembly = self._assemblies.get(id_)
-        if assembly is None:
-            raise ProtocolError(f"DATA for frame {id_}, which waits for none")
-        chunk = assembly.next_chunk(length, self.allocate)
-        available = min(end - start, length)
-        chunk[:available] = self._view[start : start + available]
-        if available == length:
-            self._finish_chunk(assembly, messages)
+            assert self._lanes is not None
+            stripe = self._lanes.stripe(id_, header.arg, header.timeout_ms, length)
+            memory, filled = stripe.memory, partial(self._finish_stripe, stripe)
         else:
-            self._target = chunk[available:]
-            self._chunk_of = assembly
+            assembly = self._assemblies.get(id_)
+            if assembly is None:
+                raise ProtocolError(f"DATA for frame {id_}, which waits for none")
+            memory, filled = assembly.next_chunk(length, self.allocate), partial(self._finish_chunk, assembly)
+        available = min(end - start, length)
+        memory[:available] = self._view[start : start + available]
+        if available == length:
+            filled(messages)
+        else:
+            self._target, self._target_filled = memory[available:], filled
         return start + available
 
     def _finish_chunk(self, assembly: _Assembly, messages: list[Message]) -> None:
@@ -443,20 +425,6 @@ class Protocol:
                 self._lanes.forget(assembly.id)
             assembly.message.buffers = assembly.buffers
             messages.append(assembly.message)
-
-    def _receive_stripe(self, id_: int, length: int, start: int, end: int, messages: list[Message]) -> int:
-        """Bytes of a large tensor on a further connection. Returns where they end."""
-        assert self._lanes is not None
-        header = Header._make(_unpack(self.buffer, start - HEADER_BYTES))
-        stripe = self._lanes.stripe(id_, header.arg, header.timeout_ms, length)
-        available = min(end - start, length)
-        stripe.memory[:available] = self._view[start : start + available]
-        if available == length:
-            self._finish_stripe(stripe, messages)
-        else:
-            self._target = stripe.memory[available:]
-            self._stripe = stripe
-        return start + available
 
     def _finish_stripe(self, stripe: Stripe, messages: list[Message]) -> None:
         assert self._lanes is not None
@@ -542,9 +510,9 @@ class Protocol:
         """What is kept for messages that have not arrived in full."""
         assemblies = self._assemblies.values()
         return {
-            "messages_incomplete": len(assemblies) + (self._large_frame is not None),
+            "messages_incomplete": len(assemblies) + bool(self._large_body_bytes),
             "bytes_incomplete": sum(buffer.nbytes for assembly in assemblies for buffer in assembly.buffers)
-            + (len(self._large_frame[1]) if self._large_frame is not None else 0),
+            + self._large_body_bytes,
         }
 
 

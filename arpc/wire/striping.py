@@ -8,29 +8,26 @@ in it. The frame that owns it comes over the main connection, and a chunk may ev
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from arpc.errors import ProtocolError
 from arpc.wire.frames import CHUNK_BYTES
 
 __all__ = ["LaneInbox", "Stripe"]
 
-# A sender stops before its frames are held up for long, see transport.lanes
+# A sender stops before its frames are held up for long, see transport.striping
 _MAX_EARLY_BYTES: Final = 1 << 30
 
 
-class Stripe:
+class Stripe(NamedTuple):
     """A chunk on a lane, and the memory that its bytes are read into."""
 
-    __slots__ = ("id", "index", "is_in_place", "memory", "number")
-
-    def __init__(self, id_: int, index: int, number: int, memory: memoryview, *, is_in_place: bool) -> None:
-        self.id = id_
-        self.index = index
-        self.number = number
-        self.memory = memory
-        self.is_in_place = is_in_place
-        """Else it has overtaken its frame, and nobody knows yet where its place is."""
+    id: int
+    buffer_index: int
+    number: int
+    memory: memoryview
+    is_in_place: bool
+    """Else it has overtaken its frame, and nobody knows yet where its place is."""
 
 
 class _Message:
@@ -64,23 +61,20 @@ class _Message:
 class LaneInbox:
     """Puts together what comes over the lanes of one main connection."""
 
-    def __init__(self, allocate: Callable[[int], memoryview]) -> None:
+    def __init__(self, allocate: Callable[[int], memoryview], frames: int = 0) -> None:
+        """``frames`` with buffers the main connection has brought before there were lanes."""
         self._allocate = allocate
         self._messages: dict[int, _Message] = {}
         self._early: dict[int, list[Stripe]] = {}
         self._early_bytes = 0
-        self._frames = 0
-
-    def frames_before(self, count: int) -> None:
-        """How many frames with buffers the main connection has brought before there were lanes."""
-        self._frames = count
+        self._frames = frames
 
     def begun(self, id_: int, sizes: Sequence[int]) -> list[memoryview] | None:
         """A frame with buffers came over the main connection. Returns them if all has overtaken it."""
         self._frames = id_ + 1
         self._messages[id_] = message = _Message(sizes, self._allocate)
         for stripe in self._no_longer_early(id_):
-            message.place(stripe.index, stripe.number, stripe.memory.nbytes)[:] = stripe.memory
+            message.place(stripe.buffer_index, stripe.number, stripe.memory.nbytes)[:] = stripe.memory
             message.missing_bytes -= stripe.memory.nbytes
         return self._buffers_if_complete(id_)
 
@@ -99,9 +93,9 @@ class LaneInbox:
         if not 0 < length <= CHUNK_BYTES:
             raise ProtocolError(f"DATA of {length} bytes on a lane")
         message = self._messages.get(id_)
-        if message is not None:
-            return Stripe(id_, index, number, message.place(index, number, length), is_in_place=True)
-        return Stripe(id_, index, number, memoryview(bytearray(length)), is_in_place=False)
+        is_in_place = message is not None
+        memory = message.place(index, number, length) if message is not None else memoryview(bytearray(length))
+        return Stripe(id_, index, number, memory, is_in_place)
 
     def arrived(self, stripe: Stripe) -> list[memoryview] | None:
         """A chunk has arrived in full. Returns the buffers of its message if that is now complete."""
@@ -115,7 +109,7 @@ class LaneInbox:
             return None  # else its message was dropped
         size_bytes = stripe.memory.nbytes
         if not stripe.is_in_place:
-            message.place(stripe.index, stripe.number, size_bytes)[:] = stripe.memory
+            message.place(stripe.buffer_index, stripe.number, size_bytes)[:] = stripe.memory
         message.missing_bytes -= size_bytes
         return self._buffers_if_complete(stripe.id)
 

@@ -11,7 +11,7 @@ import torch
 import arpc
 from arpc.options import RpcOptions
 from arpc.testing import cluster
-from arpc.wire.frames import ONE_OFF, frame
+from arpc.wire.frames import frame
 from arpc.wire.messages import MessageType
 from arpc.wire.values.table import Code, encode_table
 from tests.wire.lying_peers import exploit
@@ -29,7 +29,7 @@ async def main(allow: str) -> None:
         connection = group[0].agent.known_peer("worker1").connection
         payload = pickle.dumps((1,), protocol=5)
         for type_ in (MessageType.REQUEST, MessageType.REPLY, MessageType.RREF_CREATE):
-            connection.send(frame(type_, 0, 1 << 40, 1, 0, payload, b"", ONE_OFF, (bytes(64),), (), table))
+            connection.send(frame(type_, 0, 1 << 40, 1, 0, payload, b"", table, (bytes(64),)))
             assert await group[0].rpc_sync("worker1", echo, args=(7,)) == 7
         arrived = await group[0].rpc_sync("worker1", echo, args=(torch.ones(3),))
         assert arrived.tolist() == [1.0, 1.0, 1.0]

@@ -10,7 +10,7 @@ import torch
 from arpc.agent.codec import Codec
 from arpc.errors import ProtocolError, SerializationError
 from arpc.ids import WorkerInfo
-from arpc.wire.frames import HEADER_BYTES, ONE_OFF, frame
+from arpc.wire.frames import HEADER_BYTES, frame
 from arpc.wire.messages import Message, MessageType
 from arpc.wire.metadata import encode_metadata
 from arpc.wire.values.content import Content
@@ -38,7 +38,7 @@ def received(content: Content) -> Message:
     else:
         assert not content.tensors.buffers
         parts, table = content.tensors.parts, content.tensors.schema.table
-        data = frame(MessageType.REPLY, 0, 7, 0, 0, content.pickle, content.meta, ONE_OFF, parts, (), table)
+        data = frame(MessageType.REPLY, 0, 7, 0, 0, content.pickle, content.meta, table, parts)
     (message,) = feed(opened(), data)
     return message
 

@@ -16,7 +16,7 @@ from arpc.options import RpcOptions
 from arpc.rref.creation_label import KEY, pack_label
 from arpc.testing import cluster
 from arpc.wire import messages
-from arpc.wire.frames import ONE_OFF, frame
+from arpc.wire.frames import frame
 from arpc.wire.messages import MESSAGE_CLASSES, Message
 from arpc.wire.metadata import encode_metadata
 from arpc.wire.values.policy import AllowList
@@ -143,7 +143,7 @@ def with_pickle(kind, id_, payload, form, meta=b""):
     packed = pack([torch.ones(2)])
     assert not packed.buffers
     if form == "own layout":
-        return frame(type_, 0, id_, arg, 0, payload, meta, ONE_OFF, packed.parts, (), packed.schema.table)
+        return frame(type_, 0, id_, arg, 0, payload, meta, packed.schema.table, packed.parts)
     announced = frame(int(messages.Schema.type), 0, 0, SCHEMA, 0, packed.schema.table)
     return announced + frame(type_, 0, id_, arg, 0, payload, meta, SCHEMA, packed.parts)
 

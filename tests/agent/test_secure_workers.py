@@ -44,7 +44,7 @@ async def test_lanes():
         large = torch.arange(2 * MIB)
         assert torch.equal(await group[1].rpc_sync("worker0", echo, args=(large,)), large)
         assert group[0].statistics()["peers"]["worker1"]["lane_bytes_sent"] > large.nbytes
-        route = group[0].agent.known_peer("worker1").connection.bulk_route
+        route = group[0].agent.known_peer("worker1").connection.lanes
         assert isinstance(route, Lanes)
         assert all(isinstance(lane, SecureConnection) for lane in route.connections)
 

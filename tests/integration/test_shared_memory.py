@@ -127,7 +127,7 @@ async def test_those_who_do_not_share(processes: Processes, who: str):
     async with processes.group("other", main=functions.serve, options=options) as worker:
         if worker.arena is not None:
             # the other looks for a process of that number, and finds somebody else
-            worker.arena.file.offer = msgspec.structs.replace(worker.arena.offer, pid=1)
+            worker.arena.file.offer = msgspec.structs.replace(worker.arena.file.offer, pid=1)
         value = torch.randn(MIB)
         assert torch.equal(await worker.rpc_sync("other", functions.echo, args=(value,)), value)
         assert worker.statistics()["shared_memory"].get("sends", 0) == 0

@@ -10,8 +10,8 @@ import pytest
 
 from arpc.testing.endpoints import Endpoints, bulk_frame, turns_until
 from arpc.transport import buffer_pool as warm
-from arpc.transport.buffer_pool import WarmMemory
-from arpc.transport.sockets import TcpTransport
+from arpc.transport.buffer_pool import BufferPool
+from arpc.transport.sockets import Resources, TcpTransport
 from arpc.wire.values.raw_memory import address_of
 
 MIB = 1 << 20
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 async def memory():
-    made = WarmMemory(16 * MIB)
+    made = BufferPool(16 * MIB)
     yield made
     made.close()
 
@@ -86,7 +86,7 @@ async def test_memory_comes_back_from_other_threads(memory):
 
 
 async def test_the_end():
-    memory = WarmMemory(16 * MIB)
+    memory = BufferPool(16 * MIB)
     view = memory.allocate(MIB)
     assert memory.allocate(2 * MIB)
     memory.close()
@@ -101,7 +101,7 @@ async def test_the_end():
 
 
 async def test_what_comes_through_a_socket_lands_in_it(memory):
-    async with Endpoints(TcpTransport(memory), "tcp://127.0.0.1:0") as endpoints:
+    async with Endpoints(TcpTransport(Resources(memory)), "tcp://127.0.0.1:0") as endpoints:
         near, far = await endpoints.pair()
         for number in range(3):
             buffers = [memoryview(bytes([number]) * 2 * MIB)]

@@ -63,15 +63,15 @@ class Connection:
         self.bytes_received = 0
         self.is_local = is_local
         self.peer_process = process
-        self.vigil: BusyPoll | None = None
+        self.busy_poll: BusyPoll | None = None
 
-    def stay_awake(self, vigil: BusyPoll | None) -> None:
-        self.vigil = vigil
+    def set_busy_poll(self, busy_poll: BusyPoll | None) -> None:
+        self.busy_poll = busy_poll
 
     def read(self) -> None:
         self.bytes_received += 32
-        if self.vigil is not None:
-            self.vigil.seen(self.loop)
+        if self.busy_poll is not None:
+            self.busy_poll.received(self.loop)
 
 
 class Pool:
@@ -90,7 +90,7 @@ class Clock:
 
 
 class Scene:
-    """A vigil over one connection, on a machine with some CPUs, whose others are this busy."""
+    """A busy_poll over one connection, on a machine with some CPUs, whose others are this busy."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = Clock()
@@ -102,16 +102,16 @@ class Scene:
         monkeypatch.setattr(module, "_own_cpus", lambda: self.cpus)
         monkeypatch.setattr(module, "_others_s", lambda: self.others_s)
         monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: self.peer_cpus, raising=False)
-        self.vigil = BusyPoll(LONGEST_S, self.clock, self._give_way)
+        self.busy_poll = BusyPoll(LONGEST_S, self.clock, self._give_way)
         self.pool = Pool()
-        self.vigil.pools = Pool(), self.pool
+        self.busy_poll.pools = Pool(), self.pool
         self.connection = Connection(self.loop, process=1)
 
     def _give_way(self) -> None:
         self.clock.now += self.yields_s
 
     def join(self) -> Connection:
-        self.vigil.join(self.connection)
+        self.busy_poll.join(self.connection)
         return self.connection
 
     def in_vain(self) -> None:
@@ -150,7 +150,7 @@ def test_the_loop_does_not_wait_until_nothing_has_come_for_a_while(scene: Scene)
     scene.clock.now += 1.01 * LONGEST_S
     assert scene.loop.turn()
     assert not scene.loop.turn()
-    assert scene.vigil.statistics() == {"kept": 1, "in_vain": 1, "connections": 1}
+    assert scene.busy_poll.statistics() == {"kept": 1, "in_vain": 1, "connections": 1}
 
 
 def test_news_prolong_it(scene: Scene) -> None:
@@ -161,7 +161,7 @@ def test_news_prolong_it(scene: Scene) -> None:
         scene.clock.now += 0.9 * LONGEST_S
         connection.read()
     assert scene.loop.turn()
-    assert (scene.vigil.kept, scene.vigil.in_vain) == (1, 0)
+    assert (scene.busy_poll.kept, scene.busy_poll.in_vain) == (1, 0)
 
 
 def test_a_single_message_is_no_reason(scene: Scene) -> None:
@@ -179,28 +179,28 @@ def test_a_single_message_is_no_reason(scene: Scene) -> None:
 def test_one_chain_of_looks_at_a_time(scene: Scene) -> None:
     scene.join()
     scene.talk()
-    scene.vigil._is_looking = False
+    scene.busy_poll._is_polling = False
     scene.talk()
     assert len(scene.loop.ready) == 1
     assert scene.loop.turn()
     assert len(scene.loop.ready) == 1
 
 
-def test_vigils_in_vain_become_rare(scene: Scene) -> None:
+def test_polls_in_vain_become_rare(scene: Scene) -> None:
     scene.join()
     for _ in range(200):
         scene.in_vain()
-    assert scene.vigil.kept == module._FIRST_CREDIT
+    assert scene.busy_poll.kept == module._FIRST_CREDIT
     # then a few at a time, after longer and longer pauses
     pauses_s = []
     for _ in range(20):
         pauses_s.append(scene.considered())
-        before = scene.vigil.kept
+        before = scene.busy_poll.kept
         for _ in range(10):
             scene.in_vain()
-        assert scene.vigil.kept == before + module._FIRST_CREDIT
+        assert scene.busy_poll.kept == before + module._FIRST_CREDIT
     assert pauses_s == sorted(pauses_s)
-    assert pauses_s[-1] == module._LONGEST_PAUSE * module._CONSIDER_S
+    assert pauses_s[-1] == module._LONGEST_PAUSE * module._CHECK_S
 
 
 def test_success_brings_them_back(scene: Scene) -> None:
@@ -213,10 +213,10 @@ def test_success_brings_them_back(scene: Scene) -> None:
         scene.loop.turn()
         connection.read()
     scene.fall_asleep()
-    before = scene.vigil.kept
+    before = scene.busy_poll.kept
     for _ in range(30):
         scene.in_vain()
-    assert scene.vigil.kept == before + 30
+    assert scene.busy_poll.kept == before + 30
 
 
 def test_it_ends_for_long_when_another_program_takes_the_cpu(scene: Scene) -> None:
@@ -230,7 +230,7 @@ def test_it_ends_for_long_when_another_program_takes_the_cpu(scene: Scene) -> No
         scene.talk()
         while scene.loop.turn():
             pass
-    assert scene.vigil.in_vain == module._CREDIT // module._PRICE_OF_SHARING
+    assert scene.busy_poll.in_vain == module._CREDIT // module._PRICE_OF_SHARING
     scene.yields_s = 0.0
     scene.talk()
     assert not scene.loop.turn()
@@ -245,7 +245,7 @@ def test_it_ends_when_another_program_has_a_use_for_the_cpu(scene: Scene) -> Non
     scene.talk()
     assert scene.loop.turn()
     assert not scene.loop.turn()
-    assert scene.vigil.in_vain == 1
+    assert scene.busy_poll.in_vain == 1
 
 
 def test_it_ends_while_threads_of_the_worker_are_busy(scene: Scene) -> None:
@@ -255,7 +255,7 @@ def test_it_ends_while_threads_of_the_worker_are_busy(scene: Scene) -> None:
     scene.talk()
     scene.loop.turn()
     assert not scene.loop.turn()
-    assert scene.vigil.in_vain == 0
+    assert scene.busy_poll.in_vain == 0
     scene.pool.is_asleep = True
     scene.pool.is_in_slow_job = False
     connection.read()
@@ -275,7 +275,7 @@ def test_it_gives_way_to_threads_that_are_quick_and_goes_on(scene: Scene) -> Non
     connection.read()
     assert scene.loop.turn()
     assert scene.loop.turn()
-    assert (scene.vigil.kept, scene.vigil.in_vain) == (1, 0)
+    assert (scene.busy_poll.kept, scene.busy_poll.in_vain) == (1, 0)
 
 
 def test_one_that_ends_while_a_quick_thread_is_at_work_was_not_in_vain(scene: Scene) -> None:
@@ -284,21 +284,21 @@ def test_one_that_ends_while_a_quick_thread_is_at_work_was_not_in_vain(scene: Sc
     for _ in range(20):
         scene.in_vain()
         assert not scene.loop.ready
-    assert (scene.vigil.kept, scene.vigil.in_vain) == (20, 0)
+    assert (scene.busy_poll.kept, scene.busy_poll.in_vain) == (20, 0)
 
 
 def test_there_is_none_while_other_threads_are_busy(scene: Scene) -> None:
     connection = scene.join()
     scene.others_s += 0.02
     scene.considered()
-    assert connection.vigil is None
+    assert connection.busy_poll is None
     scene.considered()
-    assert connection.vigil is scene.vigil
+    assert connection.busy_poll is scene.busy_poll
     # those of the worker's own are asked at each look
     scene.others_s += 0.04
     scene.pool.cpu_s += 0.04
     scene.considered()
-    assert connection.vigil is scene.vigil
+    assert connection.busy_poll is scene.busy_poll
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_both_on_one_cpu_never_stay_awake(
 ) -> None:
     scene.cpus, scene.peer_cpus = own, peers
     scene.connection = Connection(scene.loop, is_local=is_local, process=process)
-    assert (scene.join().vigil is not None) is is_awake
+    assert (scene.join().busy_poll is not None) is is_awake
     assert can_run_at_once(scene.connection) is is_awake
 
 
@@ -328,17 +328,17 @@ def test_a_process_that_is_gone_is_on_no_cpu(scene: Scene, monkeypatch: pytest.M
 
     scene.cpus = {0}
     monkeypatch.setattr(module.os, "sched_getaffinity", gone, raising=False)
-    assert scene.join().vigil is None
+    assert scene.join().busy_poll is None
 
 
 def test_who_is_moved_to_the_same_cpu_is_noticed(scene: Scene) -> None:
     connection = scene.join()
     scene.cpus = scene.peer_cpus = {1}
     scene.considered()
-    assert connection.vigil is None
+    assert connection.busy_poll is None
     scene.peer_cpus = {0}
     scene.considered()
-    assert connection.vigil is scene.vigil
+    assert connection.busy_poll is scene.busy_poll
 
 
 def test_it_is_considered_seldom_when_nothing_comes_or_all_is_well(scene: Scene) -> None:
@@ -349,29 +349,29 @@ def test_it_is_considered_seldom_when_nothing_comes_or_all_is_well(scene: Scene)
     scene.cpus = scene.peer_cpus = {0}
     connection.read()
     scene.considered()
-    assert scene.loop.later[-1][0] == module._CONSIDER_S
+    assert scene.loop.later[-1][0] == module._CHECK_S
     scene.considered(module._SILENT)
     assert scene.loop.later[-1][0] == module._SELDOM_S
     connection.read()
     scene.considered()
-    assert scene.loop.later[-1][0] == module._CONSIDER_S
+    assert scene.loop.later[-1][0] == module._CHECK_S
 
 
 def test_who_is_moved_in_the_middle_of_a_conversation_is_noticed(scene: Scene) -> None:
     connection = scene.join()
     scene.talk()
     scene.cpus = scene.peer_cpus = {1}
-    scene.clock.now += 1.01 * module._CONSIDER_S
+    scene.clock.now += 1.01 * module._CHECK_S
     connection.read()
     scene.loop.turn()
-    assert connection.vigil is None
+    assert connection.busy_poll is None
     assert not scene.loop.turn()
 
 
 def test_nothing_goes_on_without_connections(scene: Scene) -> None:
     connection = scene.join()
     scene.talk()
-    scene.vigil.leave(connection)
+    scene.busy_poll.leave(connection)
     assert scene.loop.later[-1][-1].is_cancelled
     scene.loop.turn()
     assert not scene.loop.turn()
@@ -382,8 +382,8 @@ def test_nothing_goes_on_without_connections(scene: Scene) -> None:
 def test_close_ends_it(scene: Scene) -> None:
     connection = scene.join()
     scene.talk()
-    scene.vigil.close()
-    assert connection.vigil is None
+    scene.busy_poll.close()
+    assert connection.busy_poll is None
     assert scene.loop.later[-1][-1].is_cancelled
     scene.loop.turn()
     assert not scene.loop.turn()
@@ -391,19 +391,19 @@ def test_close_ends_it(scene: Scene) -> None:
 
 async def test_on_a_real_loop() -> None:
     """It lets others run, and ends."""
-    vigil = BusyPoll(LONGEST_S)
+    busy_poll = BusyPoll(LONGEST_S)
     loop = asyncio.get_running_loop()
     turns = 0
 
     def count() -> None:
         nonlocal turns
         turns += 1
-        if vigil._is_looking:
+        if busy_poll._is_polling:
             loop.call_soon(count)
 
-    vigil.seen(loop)
-    vigil.seen(loop)
+    busy_poll.received(loop)
+    busy_poll.received(loop)
     count()
-    await turns_until(lambda: not vigil._is_looking)
+    await turns_until(lambda: not busy_poll._is_polling)
     assert turns > 0
-    assert vigil.in_vain == 1
+    assert busy_poll.in_vain == 1

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from arpc.testing.conformance import TransportConformance
-from arpc.transport.busy_poll import BusyPoll, Watched
+from arpc.transport.busy_poll import BusyPoll
 from arpc.transport.connection import Transport
 from arpc.transport.in_process import MemoryNetwork
 from arpc.transport.shm.mapping import is_supported
-from arpc.transport.sockets import TcpTransport, UnixTransport
+from arpc.transport.sockets import Resources, StreamConnection, TcpTransport, UnixTransport
 from arpc.transport.tls import TlsTransport
 from tests.certificates import tls_for
 from tests.conftest import LOOP_FACTORIES
@@ -20,17 +20,17 @@ from tests.transport.shm.sharing import SharingTransport
 
 
 class Restless(BusyPoll):
-    """Changes its mind with all that comes, as to who shall stay awake."""
+    """Changes its mind with all that comes, as to whether to poll."""
 
-    def join(self, connection: Watched) -> None:
+    def join(self, connection: StreamConnection) -> None:
         super().join(connection)
-        connection.stay_awake(self)
+        connection.set_busy_poll(self)
 
-    def seen(self, loop: asyncio.AbstractEventLoop) -> None:
-        super().seen(loop)
+    def received(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().received(loop)
         for connection in self._connections:
-            loop.call_soon(connection.stay_awake, None)
-            loop.call_soon(connection.stay_awake, self)
+            loop.call_soon(connection.set_busy_poll, None)
+            loop.call_soon(connection.set_busy_poll, self)
 
 
 TRANSPORTS: dict[str, tuple[Callable[[], Transport], str]] = {
@@ -38,8 +38,8 @@ TRANSPORTS: dict[str, tuple[Callable[[], Transport], str]] = {
     "tcp": (TcpTransport, "tcp://127.0.0.1:0"),
     "tls": (lambda: TlsTransport(tls_for("*")), "tcp://127.0.0.1:0"),
     "unix": (UnixTransport, "unix://"),
-    "unix, restless": (lambda: UnixTransport(vigil=Restless(0.001)), "unix://"),
-    "tls, restless": (lambda: TlsTransport(tls_for("*"), vigil=Restless(0.001)), "tcp://127.0.0.1:0"),
+    "unix, restless": (lambda: UnixTransport(Resources(busy_poll=Restless(0.001))), "unix://"),
+    "tls, restless": (lambda: TlsTransport(tls_for("*"), Resources(busy_poll=Restless(0.001))), "tcp://127.0.0.1:0"),
 }
 
 

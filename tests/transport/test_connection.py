@@ -56,7 +56,8 @@ class ListConnection(Connection):
         if self.room_bytes <= 0:
             self._congested()
 
-    def _write_chunk(self, header, chunk):
+    def _write_pieces(self, pieces):
+        header, chunk = pieces
         self.written.append(header)
         self._write(chunk)
 
@@ -165,7 +166,7 @@ async def test_what_is_sent_while_reading_goes_out_at_the_end_of_the_read():
 async def test_a_read_lets_nothing_overtake_what_waits_to_be_written():
     """The peer counts the frames that have buffers: one that came before its turn would get the buffers of another."""
     connection, endpoint = await opened()
-    connection.gather()
+    connection.direct_left = 0
     connection.send(small_frame(1))
     assert not connection.written
     connection.feed(small_frame(5))
@@ -534,7 +535,7 @@ async def test_every_frame_is_counted():
     connection, _ = await opened()
     before = connection.frames_sent, connection.bytes_sent
     connection.send(small_frame(1))
-    connection.gather()
+    connection.direct_left = 0
     connection.send(small_frame(2, b"four"))
     await asyncio.sleep(0)
     assert connection.frames_sent == before[0] + 2
@@ -587,7 +588,7 @@ async def test_a_schema_is_announced_when_it_is_used_again(is_busy):
     values = [torch.full((3, 5), float(number)) for number in range(4)]
     for number, value in enumerate(values):
         if is_busy:
-            connection.gather()
+            connection.direct_left = 0
         send_tensors(connection, packed(packer, value), number)
     messages = await received_by_a_peer(connection)
     assert [message.layout.build(message.body, message.buffers)[0].tolist() for message in messages] == [
@@ -670,7 +671,7 @@ async def test_a_thread_uses_no_number_that_was_not_written():
 
     seen: list[bytes | None] = []
     connection.on_write = lambda data: seen.append(connection.frame_in_thread(REPLY, 3, b"x", tensors))
-    connection.gather()
+    connection.direct_left = 0
     connection.send(small_frame(1))  # waits to be written, as does what is sent next
     send_tensors(connection, tensors)
     # at each write, the announcement's own included, the number was not known to threads

@@ -15,14 +15,14 @@ import pytest
 from arpc.errors import HandshakeError
 from arpc.testing.endpoints import Endpoints, small_frame, turns_until
 from arpc.transport.connection_limits import ConnectionLimits
-from arpc.transport.sockets import TcpTransport, UnixTransport, split_tcp, split_unix
+from arpc.transport.sockets import Resources, TcpTransport, UnixTransport, split_tcp, split_unix
 from arpc.transport.tls import TlsTransport
 from tests.certificates import tls_for
 
 KINDS = {
-    "tcp": (lambda door: TcpTransport(None, door), "tcp://127.0.0.1:0"),
-    "unix": (lambda door: UnixTransport(None, None, door), "unix://"),
-    "tls": (lambda door: TlsTransport(tls_for("*"), None, door), "tcp://127.0.0.1:0"),
+    "tcp": (lambda door: TcpTransport(Resources(limits=door)), "tcp://127.0.0.1:0"),
+    "unix": (lambda door: UnixTransport(Resources(limits=door)), "unix://"),
+    "tls": (lambda door: TlsTransport(tls_for("*"), Resources(limits=door)), "tcp://127.0.0.1:0"),
 }
 
 
@@ -60,7 +60,7 @@ def test_the_one_that_takes_longest_makes_room():
     door = ConnectionLimits(max_strangers=2, handshake_s=3)
     first, second, third = visitors = [Visitor() for _ in range(3)]
     for visitor in visitors:
-        door.came(visitor)
+        door.accepted(visitor)
     assert isinstance(first.ended, HandshakeError)
     assert second.ended is third.ended is None
     assert {visitor.handshake_s for visitor in visitors} == {3}
@@ -71,25 +71,25 @@ def test_members_are_never_sent_away():
     door = ConnectionLimits(max_connections=2, max_strangers=5)
     members = [Visitor(), Visitor()]
     for member in members:
-        door.came(member)
+        door.accepted(member)
         door.opened(member)
     late = Visitor()
-    door.came(late)
+    door.accepted(late)
     assert "max_connections" in str(late.ended)
     assert not any(member.ended for member in members)
     door.left(members[0])
     another = Visitor()
-    door.came(another)
+    door.accepted(another)
     assert another.ended is None
     third = Visitor()
-    door.came(third)
+    door.accepted(third)
     assert another.ended is not None, "a stranger makes room for a newcomer"
 
 
 def test_who_has_left_is_forgotten():
     door = ConnectionLimits()
     visitor = Visitor()
-    door.came(visitor)
+    door.accepted(visitor)
     door.left(visitor)
     door.opened(visitor)  # the two may cross
     door.left(visitor)

@@ -54,7 +54,7 @@ async def shake_hands(sock: socket.socket) -> None:
     assert len(await loop.sock_recv(sock, 4096)) == 32  # WELCOME
 
 
-# -- vigils
+# -- busy polling
 
 
 @pytest.mark.parametrize(("transport", "address"), [(TcpTransport, TCP), (UnixTransport, "unix://")])
@@ -65,7 +65,7 @@ async def test_where_the_other_end_is_is_found_out_once(
         near, far = await endpoints.pair()
         for end in (near, far):
             assert end.connection.is_local
-        monkeypatch.setattr(stream, "split_tcp", None)  # a vigil asks all connections again and again
+        monkeypatch.setattr(stream, "split_tcp", None)  # a busy_poll asks all connections again and again
         for end in (near, far):
             assert end.connection.is_local
 
@@ -275,13 +275,17 @@ class SocketOf:
     ("uid", "stranger"),
     [(os.getuid(), None), (0, None), (os.getuid() + 1, os.getuid() + 1), (2**32 - 2, 2**32 - 2), (None, -1)],
 )
-def test_who_is_a_stranger(uid, stranger):
-    assert stream._other_user(SocketOf(uid)) == stranger
+def test_a_peer_of_another_user_is_refused(uid, stranger):
+    if stranger is None:
+        assert stream._process_at(SocketOf(uid), "here") == 1234
+        return
+    with pytest.raises(HandshakeError, match=rf"another user \({stranger}\) is at the other end of here"):
+        stream._process_at(SocketOf(uid), "here")
 
 
 def test_over_tcp_everybody_is_a_stranger_already():
     with socket.socket() as sock:
-        assert stream._other_user(sock) is None  # secrets and TLS are for that
+        assert stream._process_at(sock, "here") is None  # secrets and TLS are for that
 
 
 async def test_the_process_at_the_other_end_is_known():
@@ -297,7 +301,7 @@ async def test_the_process_at_the_other_end_is_known():
 
 async def test_a_process_of_another_user_is_refused(monkeypatch):
     async with Endpoints(UnixTransport(), "unix://") as endpoints:
-        monkeypatch.setattr(stream, "_other_user", lambda _: 4711)
+        monkeypatch.setattr(stream, "_credentials", lambda _: (1234, 4711))
         near = await endpoints.start()
         with pytest.raises(HandshakeError, match=r"a process of another user \(4711\)"):
             await near.connection.wait_opened()

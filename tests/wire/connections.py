@@ -109,7 +109,9 @@ class Spoken(NamedTuple):
 
     def frame(self, schema: int = ONE_OFF) -> bytes:
         """The bytes of it, without its buffers. ``schema``: the number under which its layout was announced."""
-        has_layout = self.inline is not None
+        layout: int | bytes = 0
+        if self.inline is not None:
+            layout = table_of(len(self.inline)) if schema == ONE_OFF else schema
         return frame(
             self.type,
             self.flags,
@@ -118,10 +120,9 @@ class Spoken(NamedTuple):
             self.timeout_ms,
             self.pickle,
             self.meta,
-            schema if has_layout else 0,
+            layout,
             (self.inline,) if self.inline is not None else (),
             tuple(map(len, self.buffers)),
-            table_of(len(self.inline)) if self.inline is not None and schema == ONE_OFF else b"",
         )
 
 

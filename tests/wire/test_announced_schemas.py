@@ -29,10 +29,10 @@ def packed(*tensors: torch.Tensor, inline_limit: int = 1 << 20) -> PackedTensors
 
 def request(tensors: PackedTensors, schema: int, pickle: bytes = b"pickle", **changed: bytes) -> bytes:
     """A request with tensors, its layout announced under a number or its own."""
-    table = changed.get("table", tensors.schema.table) if schema == ONE_OFF else b""
+    layout = changed.get("table", tensors.schema.table) if schema == ONE_OFF else schema
     parts = [changed["inline"]] if "inline" in changed else tensors.parts
     sizes = [buffer.nbytes for buffer in tensors.buffers]
-    return frame(MessageType.REQUEST, 0, 1, 2, 3, pickle, b"meta", schema, parts, sizes, table)
+    return frame(MessageType.REQUEST, 0, 1, 2, 3, pickle, b"meta", layout, parts, sizes)
 
 
 def complaint_of(data: bytes, protocol: Protocol | None = None) -> str:
@@ -157,7 +157,7 @@ def test_no_more_is_kept_of_announcements_than_the_limit_says(monkeypatch):
 )
 def test_a_malformed_table_is_refused(table):
     complaint_of(schema_frame(1, table))
-    complaint_of(frame(MessageType.REQUEST, 0, 1, 2, 3, b"", b"", ONE_OFF, (), (), table))
+    complaint_of(frame(MessageType.REQUEST, 0, 1, 2, 3, b"", b"", table, ()))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_malformed_table_is_refused(table):
     [
         frame(MessageType.SCHEMA, 0, 0, 1, 0, table_of(0), b"meta"),
         frame(MessageType.SCHEMA, 0, 0, 1, 0, table_of(0), buffer_sizes=(8,)),
-        frame(MessageType.SCHEMA, 0, 0, 1, 0, table_of(0), b"", ONE_OFF, (), (), table_of(0)),
+        frame(MessageType.SCHEMA, 0, 0, 1, 0, table_of(0), b"", table_of(0)),
     ],
     ids=["metadata", "buffers", "layout"],
 )
@@ -186,7 +186,7 @@ def test_a_table_longer_than_its_message_is_refused(size, content):
 def test_inline_tensors_longer_than_their_message_are_refused(schema, inline_bytes):
     table = table_of(inline_bytes)
     announcement = b"" if schema == ONE_OFF else schema_frame(schema, table)
-    data = frame(MessageType.REQUEST, 0, 1, 2, 3, bytes(8), b"", schema, [bytes(8)], (), table * (schema == ONE_OFF))
+    data = frame(MessageType.REQUEST, 0, 1, 2, 3, bytes(8), b"", table if schema == ONE_OFF else schema, [bytes(8)])
     assert "longer than the frame" in complaint_of(announcement + data)
 
 

@@ -107,9 +107,9 @@ class BulkConnections:
         if not main.is_open:
             connection.abort(WireError("the connection that it belongs to has ended"))
             return True
-        if not isinstance(main.bulk_route, Lanes):
-            main.bulk_route = Lanes(main)
-        main.bulk_route.attach(connection)
+        if main.lanes is None:
+            main.lanes = Lanes(main)
+        main.lanes.attach(connection)
         return True
 
     def lost(self, connection: Connection) -> None:
@@ -118,7 +118,7 @@ class BulkConnections:
 
 def lanes_of(main: Connection) -> list[Connection]:
     """The lanes that a connection has."""
-    return main.bulk_route.connections if isinstance(main.bulk_route, Lanes) else []
+    return main.lanes.connections if main.lanes is not None else []
 
 
 def _feature(identity: Identity, name: str) -> str | None:

@@ -94,8 +94,8 @@ class Line:
         if number == ONE_OFF and schema.uses > 1 and len(self._schemas) < _MAX_SCHEMAS:
             number = self._schemas[schema] = len(self._schemas) + 1
             announcement = frame(_SCHEMA, 0, 0, number, 0, schema.table)
-        table = schema.table if number == ONE_OFF else b""
-        return announcement + frame(type_, flags, id_, arg, timeout_ms, pickle, b"", number, tensors.parts, (), table)
+        layout = schema.table if number == ONE_OFF else number
+        return announcement + frame(type_, flags, id_, arg, timeout_ms, pickle, b"", layout, tensors.parts)
 
     def request(self, data: bytes, id_: int, timeout_s: float) -> Message:
         """Send a request and wait for the answer, a `Reply` or a `Failure`.

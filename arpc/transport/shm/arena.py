@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from bisect import bisect_right, insort
-from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Final
 
 from arpc.log import get_logger
 from arpc.options import RpcOptions
+from arpc.transport.release_queue import Lease, ReleaseQueue
 from arpc.transport.shm.blocks import Block, BlockPool
 from arpc.transport.shm.borrowing import Borrowings
 from arpc.transport.shm.ledger import Ledger
-from arpc.transport.shm.mapping import ArenaFile, Offer, is_supported
+from arpc.transport.shm.mapping import ArenaFile, is_supported
 from arpc.transport.shm.processes import ProcessWatch
 from arpc.transport.shm.threads import Done, MemoryThreads
 from arpc.wire.frames import ALIGNMENT
@@ -35,16 +34,15 @@ _GROUP_BYTES: Final = 1 << 20
 _GROUP_ALIGNMENT: Final = 64
 _IDLE_S: Final = 10.0
 """Memory that nobody has used for so long goes back to the system."""
-_getpid = os.getpid
 
 
 class Placement:
     """The buffers of one message, each with its place in the arena. Holds their blocks until it is lent or dropped."""
 
-    __slots__ = ("_arena", "_copies", "blocks", "cold_blocks", "cost_bytes", "offsets", "sizes")
+    __slots__ = ("_copies", "_file", "blocks", "cold_blocks", "cost_bytes", "offsets", "sizes")
 
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
+    def __init__(self, file: ArenaFile) -> None:
+        self._file = file
         self._copies: list[tuple[memoryview, int, bool]] = []
         self.offsets: list[int] = []
         self.sizes: list[int] = []
@@ -66,42 +64,18 @@ class Placement:
 
     def copy(self) -> None:
         """Fill the blocks; in any thread. Raises `OSError` when the system has no memory."""
-        file = self._arena.file
         copies, self._copies = self._copies, []
         for buffer, offset, is_warm in copies:
-            file.copy(buffer, offset, is_warm=is_warm)
-
-    def lend(self, borrower: int) -> None:
-        """The borrower is told now."""
-        self._arena.lend(borrower, self)
-
-    def drop(self, *, is_broken: bool = False) -> None:
-        """Nobody will be told. ``is_broken``: the system had no memory for it."""
-        self._arena.drop(self, is_broken=is_broken)
+            self._file.copy(buffer, offset, is_warm=is_warm)
 
 
-class _Owned:
-    """A block that a tensor of this worker lies in, for as long as that lives."""
-
-    __slots__ = ("_arena", "_block", "_file")
-
-    def __init__(self, arena: Arena, block: Block) -> None:
-        self._arena = arena
-        self._block = block
-        self._file = arena.file  # stays mapped even when the worker is gone
-
-    def __del__(self) -> None:
-        self._arena.owned_ended(self._block)
-
-
+@dataclass(slots=True, eq=False)
 class _Borrower:
-    """A peer that has mapped the arena."""
+    """A peer that has mapped the arena. ``link`` is what it is connected by."""
 
-    def __init__(self, name: str, watch: ProcessWatch) -> None:
-        self.name = name
-        self.watch = watch
-        self.link: object = None
-        """What it is connected by."""
+    name: str
+    watch: ProcessWatch
+    link: object = None
 
 
 class Arena:
@@ -126,15 +100,11 @@ class Arena:
         self._lock = Lock()
         self._owned: dict[int, Block] = {}
         self._owned_offsets: list[int] = []
-        self._ended: deque[Block] = deque()
-        self._pid = os.getpid()
+        # A tensor refers to it by its lease, and so to this arena: the file stays mapped even when the worker is gone
+        self._ended: ReleaseQueue[Block] = ReleaseQueue(self.loop, self._free_owned)
         self._threads = MemoryThreads()
         self._trimming: asyncio.TimerHandle | None = None
         self._is_closed = False
-
-    @property
-    def offer(self) -> Offer:
-        return self.file.offer
 
     # -- sending
 
@@ -149,11 +119,11 @@ class Arena:
 
     def place(self, buffers: Sequence[memoryview]) -> Placement | None:
         """Find a place for each buffer of a message; None if there is no room for all of them."""
-        placement = Placement(self)
+        placement = Placement(self.file)
         with self._lock:
             if self._place_all(placement, buffers):
                 return placement
-        placement.drop()
+        self.drop(placement)
         self.fallbacks += 1
         if sum(buffer.nbytes for buffer in buffers) <= self._pool.capacity_bytes:
             self._trim_soon(0.0)  # what lies idle in blocks of other sizes may be what is missing
@@ -206,13 +176,15 @@ class Arena:
         self._threads.run(placement.copy, done)
 
     def lend(self, borrower: int, placement: Placement) -> None:
+        """The borrower is told now."""
         with self._lock:
             for offset, size_bytes, block in zip(placement.offsets, placement.sizes, placement.blocks, strict=True):
                 self._ledger.lend(borrower, offset, size_bytes, block)
         self.sends += 1
         self.sent_bytes += sum(placement.sizes)
 
-    def drop(self, placement: Placement, *, is_broken: bool) -> None:
+    def drop(self, placement: Placement, *, is_broken: bool = False) -> None:
+        """Nobody will be told. ``is_broken``: the system had no memory for it."""
         with self._lock:
             for block in placement.cold_blocks if is_broken else ():
                 self._pool.cool(block)
@@ -279,7 +251,7 @@ class Arena:
             self._ledger.hold(block)
             self._owned[block.offset] = block
             insort(self._owned_offsets, block.offset)
-        view = view_of(_Owned(self, block), self.file.address + block.offset, size_bytes)
+        view = view_of(Lease(self._ended, block), self.file.address + block.offset, size_bytes)
         try:
             if not block.is_warm:
                 self.file.reserve(block.offset, size_bytes)
@@ -291,17 +263,9 @@ class Arena:
             return None
         return view
 
-    def owned_ended(self, block: Block) -> None:
-        # In any thread, within any other step, in a garbage collection: nothing is done here but to take note
-        self._ended.append(block)
-        if not self._is_closed and self._pid == _getpid():
-            with suppress(RuntimeError):  # the loop is closed
-                self.loop.call_soon_threadsafe(self._take_ended)
-
-    def _take_ended(self) -> None:
+    def _free_owned(self) -> None:
         with self._lock:
-            while self._ended:
-                block = self._ended.popleft()
+            for block in self._ended.take():
                 if self._owned.pop(block.offset, None) is not None:
                     self._owned_offsets.remove(block.offset)
                     self._free(self._ledger.let_go(block))
@@ -351,6 +315,7 @@ class Arena:
     async def aclose(self) -> None:
         """Take part no more. Memory that is still used, here or at a peer, stays."""
         self._is_closed = True
+        self._ended.close()
         if self._trimming is not None:
             self._trimming.cancel()
         await self._threads.aclose()

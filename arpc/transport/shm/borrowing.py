@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Final
 
 from arpc.errors import ProtocolError
+from arpc.transport.release_queue import Lease, ReleaseQueue
 from arpc.transport.shm.blocks import HEADER_BYTES
 from arpc.transport.shm.mapping import MappedArena, Offer
 from arpc.transport.shm.processes import ProcessWatch
 from arpc.wire.frames import ALIGNMENT
-from arpc.wire.values.extents import check_range
+from arpc.wire.values.bounds import check_range
 from arpc.wire.values.raw_memory import view_of
 
 __all__ = ["BorrowedArena", "Borrowings"]
-
-_getpid = os.getpid
-
-
-class _Lease:
-    """Owns the memory of one buffer. Its end is the end of the loan, in whatever thread that happens."""
-
-    __slots__ = ("_arena", "_offset")
-
-    def __init__(self, arena: BorrowedArena, offset: int) -> None:
-        self._arena = arena
-        self._offset = offset
-
-    def __del__(self) -> None:
-        self._arena.lease_ended(self._offset)
 
 
 class BorrowedArena:
@@ -43,15 +27,12 @@ class BorrowedArena:
         self.mapping: Final = MappedArena(offer)
         self.watch: Final = ProcessWatch(offer.pid, loop)
         """Of its owner."""
-        self.on_ended: Callable[[], None] | None = None
+        self.on_ended: Callable[[], object] | None = None
         """Called on the loop when loans have ended."""
         self._loans: Counter[int] = Counter()
         """By offset, what is held and not given back, as the owner knows it."""
         self._sizes: dict[int, int] = {}
-        self._ended: deque[int] = deque()
-        self._is_scheduled = False
-        self._loop = loop
-        self._pid = os.getpid()
+        self._ended: ReleaseQueue[int] = ReleaseQueue(loop, self._notify)
 
     def borrow(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
         """The memory that was lent. Raises `ProtocolError` if it cannot have been.
@@ -59,7 +40,7 @@ class BorrowedArena:
         Whoever asks will soon, in this step of the loop, ask for `take_ended` too.
         """
         mapping = self.mapping
-        self._is_scheduled = True
+        self._ended.is_notified = True
         views: list[memoryview] = []
         for offset, size_bytes in zip(offsets, sizes, strict=True):
             if offset < HEADER_BYTES or offset % ALIGNMENT:
@@ -67,19 +48,11 @@ class BorrowedArena:
             check_range(offset, size_bytes, mapping.size_bytes)
             self._loans[offset] += 1
             self._sizes[offset] = max(size_bytes, self._sizes.get(offset, 0))
-            views.append(view_of(_Lease(self, offset), mapping.address + offset, size_bytes))
+            views.append(view_of(Lease(self._ended, offset), mapping.address + offset, size_bytes))
         return views
 
-    def lease_ended(self, offset: int) -> None:
-        # In any thread, within any other step, in a garbage collection: nothing is done here but to take note
-        self._ended.append(offset)
-        if not self._is_scheduled and self.on_ended is not None and self._pid == _getpid():
-            self._is_scheduled = True
-            with suppress(RuntimeError):  # the loop is closed, and nobody is left to tell
-                self._loop.call_soon_threadsafe(self._tell)
-
-    def _tell(self) -> None:
-        self._is_scheduled = False
+    def _notify(self) -> None:
+        self._ended.is_notified = False
         if self.on_ended is not None and self._ended:
             self.on_ended()
 
@@ -89,10 +62,7 @@ class BorrowedArena:
 
     def take_ended(self) -> list[int]:
         """The loans that have ended since this was asked last."""
-        self._is_scheduled = False  # first: what ends from now on is told anew
-        ended: list[int] = []
-        while self._ended:
-            ended.append(self._ended.popleft())
+        ended = self._ended.take()
         for offset in ended:
             self._loans[offset] -= 1
             if not self._loans[offset]:
@@ -134,12 +104,9 @@ class Borrowings:
 
     def release(self, lender: int, arena: BorrowedArena) -> None:
         """The connection is gone. The next one may bring the lender back, who then has to hear what is still held."""
-        arena.on_ended = lambda: self._lease_ended(lender, arena)
+        arena.on_ended = lambda: self._forget_unused(lender, arena)
         if not self._forget_unused(lender, arena):
             arena.watch.call_at_end(lambda: self._lender_died(lender, arena))
-
-    def _lease_ended(self, lender: int, arena: BorrowedArena) -> None:
-        self._forget_unused(lender, arena)
 
     def _forget_unused(self, lender: int, arena: BorrowedArena) -> bool:
         if arena.held():

@@ -90,10 +90,8 @@ class Channel:
         """Sizes of the messages that were lent and that the peer has not read yet."""
         self._unread_bytes = 0
         """Their sum, and that of the messages that are being copied."""
-        self._copying_bytes = 0
-        """Those of messages that a thread copies: they are parked meanwhile, and count as unsent."""
-        self._copying = 0
-        """How many they are."""
+        self._copying = self._copying_bytes = 0
+        """Messages that a thread copies: they are parked meanwhile, and count as unsent."""
         self._borrowed: BorrowedArena | None = None
         self._lender = 0
         self._read_count = 0
@@ -119,8 +117,7 @@ class Channel:
         if self._state is _State.READY:
             self._arena.borrower_disconnected(self._borrower, self)
         self._state = _State.CLOSED
-        # unless a newer connection has come before the end of this one was noticed
-        if self._borrowed is not None and self._borrowed.on_ended == self._tell:
+        if self._borrowed is not None and self._is_current:
             self._arena.borrowings.release(self._lender, self._borrowed)
         self._borrowed = None
 
@@ -140,7 +137,7 @@ class Channel:
 
     def _offer(self) -> None:
         self._state = _State.OFFERED
-        self._connection.send(frame(_ARENA, ArenaFlag.OFFER, 0, 0, 0, _encode(self._arena.offer)))
+        self._connection.send(frame(_ARENA, ArenaFlag.OFFER, 0, 0, 0, _encode(self._arena.file.offer)))
 
     def _answered(self) -> None:
         """What waits for the answer to the offer need not wait any longer."""
@@ -176,19 +173,19 @@ class Channel:
             self._copied(data, bulk, placement, error)
         else:
             self._unread_bytes -= bulk.size_bytes
-            placement.drop()
+            self._arena.drop(placement)
         if was_behind and not self.is_behind:
-            self._connection.carrier_caught_up()
+            self._connection.tell_drained()
 
     def _copied(self, data: bytes, bulk: BulkSend, placement: Placement, error: BaseException | None) -> None:
         if error is not None or not self._arena.serves(self._borrower, self):
             if error is not None:
                 logger.warning("no shared memory for %d bytes: %s", bulk.size_bytes, error)
             self._unread_bytes -= bulk.size_bytes
-            placement.drop(is_broken=error is not None)
+            self._arena.drop(placement, is_broken=error is not None)
             self._connection.send_in_chunks(data, bulk)
             return
-        placement.lend(self._borrower)
+        self._arena.lend(self._borrower, placement)
         self._unread.append(bulk.size_bytes)
         offsets = struct.pack(f"<{len(placement.offsets)}Q", *placement.offsets)
         self._connection.send_with_reference(data, bulk, lambda number: frame(_LENT, 0, number, 0, 0, offsets))
@@ -230,7 +227,7 @@ class Channel:
         for _ in range(message.arg):
             self._unread_bytes -= self._unread.popleft()
         if message.arg:
-            self._connection.carrier_was_read()
+            self._connection.tell_bulk_left()
         if not self._arena.serves(self._borrower, self):
             return  # a newer connection has told what is still held, and the rest was taken back then
         try:
@@ -274,7 +271,7 @@ class Channel:
 
     @property
     def _is_current(self) -> bool:
-        """No newer connection to the lender has taken over what was borrowed."""
+        """No newer connection to the lender, made before the end of this one was noticed, has what was borrowed."""
         return self._borrowed is not None and self._borrowed.on_ended == self._tell
 
     @property

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from arpc.transport.shm.blocks import Block
 
 __all__ = ["Ledger"]
 
 
+@dataclass(slots=True, eq=False)
 class _Loan:
-    __slots__ = ("block", "count", "size_bytes")
-
-    def __init__(self, block: Block, size_bytes: int) -> None:
-        self.block = block
-        self.size_bytes = size_bytes
-        self.count = 0
+    block: Block
+    size_bytes: int = 0
+    count: int = 0
 
 
 class Ledger:
@@ -42,7 +41,7 @@ class Ledger:
         loans = self._loans.setdefault(borrower, {})
         loan = loans.get(offset)
         if loan is None:
-            loan = loans[offset] = _Loan(block, 0)
+            loan = loans[offset] = _Loan(block)
         loan.count += 1
         loan.size_bytes = max(loan.size_bytes, size_bytes)
 

@@ -2,7 +2,7 @@
 
 A pickle is a program: it names functions and classes of any module, and calls them. In allow-list mode it names what
 is in the lists of this module and nothing else. No module is imported for it and no attribute looked up.
-`wire.values.harmless`, `wire.values.arrays` and `wire.values.exceptions` put in what is there from the start;
+`wire.values.allowed_values`, `wire.values.arrays` and `wire.values.exceptions` put in what is there from the start;
 `wire.values.restricted` reads pickles by the lists.
 """
 
@@ -18,18 +18,19 @@ from torch import Tensor
 
 from arpc.errors import ConfigurationError, NotAllowedError
 from arpc.torchjit import ScriptFunction, ScriptMethod
+from arpc.wire.values.checked_functions import Check, Checked
 from arpc.wire.values.reducers import MAIN_NAMES, importable_name
-from arpc.wire.values.trusted import Check, Trusted
 
 __all__ = [
     "CLASSES",
+    "FUNCTIONS",
     "MAKERS",
     "QUICK",
     "TENSOR_CLASSES",
-    "TRUSTED",
     "VALUES",
     "Key",
     "add_maker",
+    "allow_function",
     "callable_named",
     "export",
     "is_exported",
@@ -37,7 +38,6 @@ __all__ = [
     "may_call_method",
     "register_type",
     "shown",
-    "trust",
 ]
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -67,16 +67,16 @@ class Names:
 # These are declarations about code, made where the code is; not state of a worker.
 _exported: dict[Key, Callable[..., Any]] = {}
 QUICK: Final = Names()
-"""What pickle's own reader in C may find: `Trusted` functions whose results have no state, and immutable objects."""
-TRUSTED: Final = Names()
-"""`Trusted` functions for the careful reader, which looks at every step."""
+"""What pickle's own reader in C may find: `Checked` functions whose results have no state, and immutable objects."""
+FUNCTIONS: Final = Names()
+"""`Checked` functions for the careful reader, which looks at every step."""
 CLASSES: Final = Names()
-"""Registered classes: the careful reader makes instances of them, see `wire.values.instances`."""
+"""Registered classes: the careful reader makes instances of them, see `wire.values.registered_classes`."""
 TENSOR_CLASSES: Final = Names()
 """Registered subclasses of Tensor. A pickle names one and does not call it: that would give it memory of others."""
 VALUES: Final = Names()
 """What a pickle may name and not call."""
-MAKERS: Final[dict[int, Trusted]] = {}
+MAKERS: Final[dict[int, Checked]] = {}
 """By the id of a class among the values: what makes an instance when a pickle calls the class."""
 
 _MAX_SHOWN: Final = 200
@@ -99,7 +99,7 @@ def key_of(obj: Any) -> Key:
         )
     if not isinstance(module, str) or not isinstance(name, str) or "<" in name or isinstance(obj, MethodType):
         raise ConfigurationError(f"{obj!r} has no name by which others could call it: define it in a module")
-    return ("__main__" if module in MAIN_NAMES else module), name
+    return _shared_module(module), name
 
 
 def export(function: T) -> T:
@@ -139,17 +139,17 @@ def register_type(cls: C) -> C:
     return cls
 
 
-def trust(*checks: Check, required: int | None = None) -> Callable[[T], T]:
+def allow_function(*checks: Check, required: int | None = None) -> Callable[[T], T]:
     """Let pickles call a function of the runtime while they are read, with arguments that pass these checks."""
 
     def add(function: T) -> T:
-        TRUSTED.add(key_of(function), Trusted(function.__qualname__, function, *checks, required=required))
+        FUNCTIONS.add(key_of(function), Checked(function.__qualname__, function, *checks, required=required))
         return function
 
     return add
 
 
-def add_maker(key: Key, cls: type, maker: Trusted) -> None:
+def add_maker(key: Key, cls: type, maker: Checked) -> None:
     """Let pickles name a class that is not registered, and have its instances made by something that checks."""
     VALUES.add(key, cls)
     MAKERS[id(cls)] = maker
@@ -188,12 +188,15 @@ def may_call_method(cls: type, name: str) -> bool:
         return _is_exported_class(cls)
     for base in cls.__mro__:
         if name in vars(base):
-            module = "__main__" if base.__module__ in MAIN_NAMES else base.__module__
-            is_public = not name.startswith("_")
-            return (module, f"{base.__qualname__}.{name}") in _exported or (is_public and _is_exported_class(base))
+            key = _shared_module(base.__module__), f"{base.__qualname__}.{name}"
+            return key in _exported or (not name.startswith("_") and _is_exported_class(base))
     return False
 
 
 def _is_exported_class(cls: type) -> bool:
-    module = "__main__" if cls.__module__ in MAIN_NAMES else cls.__module__
-    return _exported.get((module, cls.__qualname__)) is cls
+    return _exported.get((_shared_module(cls.__module__), cls.__qualname__)) is cls
+
+
+def _shared_module(module: str) -> str:
+    """What pickles call a module: the script has one name, whether or not multiprocessing has started it."""
+    return "__main__" if module in MAIN_NAMES else module

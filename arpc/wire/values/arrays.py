@@ -15,8 +15,8 @@ import numpy as np
 
 from arpc.errors import NotAllowedError
 from arpc.wire.values import reducers as reducing
-from arpc.wire.values.allowlist import QUICK, TRUSTED, VALUES
-from arpc.wire.values.trusted import ANYTHING, FLAG, SIZES, Check, Trusted, exactly, kind_of
+from arpc.wire.values.allowlist import FUNCTIONS, QUICK, VALUES
+from arpc.wire.values.checked_functions import ANYTHING, FLAG, SIZES, Check, Checked, exactly, kind_of
 
 __all__ = ["set_array_state", "set_dtype_state"]
 
@@ -121,14 +121,14 @@ _ARRAY_CLASS: Final = Check("numpy.ndarray", lambda value: value is np.ndarray)
 
 
 def _fill_lists() -> None:
-    TRUSTED.add(("numpy", "dtype"), Trusted("numpy.dtype", _dtype, _DTYPE_NAME, FLAG, FLAG, required=1))
+    FUNCTIONS.add(("numpy", "dtype"), Checked("numpy.dtype", _dtype, _DTYPE_NAME, FLAG, FLAG, required=1))
     VALUES.add(("numpy", "ndarray"), np.ndarray)
     # "QUICK": memory comes in a slot, and a pickle with slots that changes something is read with care
-    QUICK.add((reducing.__name__, "_fill"), Trusted("tensor", _fill, ANYTHING, _DTYPE_NAME, SIZES, required=1))
+    QUICK.add((reducing.__name__, "_fill"), Checked("tensor", _fill, ANYTHING, _DTYPE_NAME, SIZES, required=1))
     for package in ("numpy._core", "numpy.core"):
-        TRUSTED.add(
+        FUNCTIONS.add(
             (f"{package}.numeric", "_frombuffer"),
-            Trusted(
+            Checked(
                 "numpy array",
                 _from_buffer,
                 exactly(bytes, bytearray, memoryview, PickleBuffer),
@@ -139,11 +139,11 @@ def _fill_lists() -> None:
                 required=4,
             ),
         )
-        TRUSTED.add(
+        FUNCTIONS.add(
             (f"{package}.multiarray", "_reconstruct"),
-            Trusted("numpy array", _empty_array, _ARRAY_CLASS, _EMPTY, ANYTHING),
+            Checked("numpy array", _empty_array, _ARRAY_CLASS, _EMPTY, ANYTHING),
         )
-        TRUSTED.add((f"{package}.multiarray", "scalar"), Trusted("number of numpy", _scalar, _DTYPE, exactly(bytes)))
+        FUNCTIONS.add((f"{package}.multiarray", "scalar"), Checked("number of numpy", _scalar, _DTYPE, exactly(bytes)))
 
 
 _fill_lists()

@@ -8,7 +8,7 @@ starts a copy, and what blocks is handed back, or is for a thread to call.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -88,16 +88,13 @@ class AcceleratorBackend:
         return stream
 
 
-class Staged:
+class Staged(NamedTuple):
     """A tensor on its way out: its bytes in host memory, once ``wait`` has returned, and where they belong."""
 
-    __slots__ = ("device", "host", "wait")
-
-    def __init__(self, host: Tensor, device: str, wait: Callable[[], None] | None) -> None:
-        self.host = host
-        self.device = device
-        """Empty: in host memory."""
-        self.wait = wait
+    host: Tensor
+    device: str
+    """Empty: in host memory."""
+    wait: Callable[[], None] | None
 
 
 class Stager(Protocol):

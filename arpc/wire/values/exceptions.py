@@ -14,16 +14,14 @@ import torch
 
 from arpc import errors
 from arpc.errors import NotAllowedError
-from arpc.wire.values.allowlist import add_maker, trust
-from arpc.wire.values.trusted import ANYTHING, TEXT, Check, Trusted
+from arpc.wire.values.allowlist import add_maker, allow_function
+from arpc.wire.values.checked_functions import ANYTHING, SCALARS, TEXT, Check, Checked, is_plain
 
 __all__ = ["EXCEPTIONS", "check_arguments", "check_exception", "set_native_attribute"]
 
-_SCALARS: Final = frozenset((int, float, bool, str, bytes, type(None)))
 _MAX_COLUMN: Final = 1 << 20
 """Of a SyntaxError: its text has so many characters at most, and as many are printed below it to mark a place."""
 _MAX_MEMBERS: Final = 100_000
-_MAX_DETAILS: Final = 1000
 _SYNTAX_NUMBERS: Final = ("lineno", "offset", "end_lineno", "end_offset")
 _SYNTAX_TEXTS: Final = ("msg", "filename", "text")
 _NATIVE: Final[dict[type, tuple[str, ...]]] = {
@@ -41,14 +39,8 @@ def check_arguments(cls: type[BaseException], args: tuple[Any, ...]) -> None:
     """What a constructor in native code is handed: it would make a tuple of any iterable, however long that is."""
     if issubclass(cls, BaseExceptionGroup):
         _check_group(args)
-    elif issubclass(cls, UnicodeError | SyntaxError | OSError) and not all(map(_is_plain, args)):
+    elif issubclass(cls, UnicodeError | SyntaxError | OSError) and not all(map(is_plain, args)):
         raise NotAllowedError(f"a message with a {cls.__qualname__} that is not made of numbers and texts")
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) is tuple:
-        return len(value) <= _MAX_DETAILS and all(type(item) in _SCALARS for item in value)
-    return type(value) in _SCALARS
 
 
 def _check_group(args: tuple[Any, ...]) -> None:
@@ -66,7 +58,7 @@ def check_exception(made: BaseException) -> None:
     elif isinstance(made, SyntaxError):
         _check_syntax(made)
     elif isinstance(made, OSError):
-        if not all(type(value) in _SCALARS for value in (*made.args, made.errno, made.filename, made.filename2)):
+        if not all(type(value) in SCALARS for value in (*made.args, made.errno, made.filename, made.filename2)):
             raise _refused(made)
     elif isinstance(made, BaseExceptionGroup) and type(made.message) is not str:
         raise _refused(made)
@@ -124,7 +116,7 @@ def set_native_attribute(made: BaseException, name: str, value: Any) -> bool:
 # -- what is in the lists from the start
 
 
-def _maker(cls: type[BaseException]) -> Trusted:
+def _maker(cls: type[BaseException]) -> Checked:
     def make(*args: Any) -> BaseException:
         check_arguments(cls, args)
         try:
@@ -135,10 +127,10 @@ def _maker(cls: type[BaseException]) -> Trusted:
         return made
 
     is_ours = cls.__module__ == errors.__name__ and not issubclass(cls, BaseExceptionGroup)
-    return Trusted(cls.__qualname__, make, rest=_PLAIN if is_ours else ANYTHING)
+    return Checked(cls.__qualname__, make, rest=_PLAIN if is_ours else ANYTHING)
 
 
-_PLAIN: Final = Check("a number, a text, or a tuple of these", _is_plain)
+_PLAIN: Final = Check("a number, a text, or a tuple of these", is_plain)
 
 
 def _fill_lists() -> None:
@@ -160,4 +152,4 @@ _LOST: Final = Check(
 )
 
 _fill_lists()
-trust(_LOST, TEXT, TEXT)(errors.rebuild_worker_lost)
+allow_function(_LOST, TEXT, TEXT)(errors.rebuild_worker_lost)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from arpc.errors import ProtocolError, SerializationError
 from arpc.wire.frames import ALIGNMENT, MAX_BUFFERS
+from arpc.wire.values.bounds import check_contiguous, check_range, check_sizes, check_strided
 from arpc.wire.values.device_staging import placements
-from arpc.wire.values.extents import check_contiguous, check_range, check_sizes, check_strided
-from arpc.wire.values.saved import load_saved
+from arpc.wire.values.saved_tensors import load_saved
 from arpc.wire.values.table import (
     DTYPE_CODES,
     DTYPES,

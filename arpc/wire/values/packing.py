@@ -19,7 +19,7 @@ from arpc.errors import SerializationError
 from arpc.private.torch import is_zero_tensor
 from arpc.wire.frames import ALIGNMENT, MAX_BUFFERS, PADDING
 from arpc.wire.values.device_staging import Stager
-from arpc.wire.values.raw_memory import MEMORY, allocate, view_of
+from arpc.wire.values.raw_memory import MEMORY, view_of
 from arpc.wire.values.sharing import Span, extent, shared_spans
 from arpc.wire.values.table import (
     COMPLEX_CODES,
@@ -33,7 +33,7 @@ from arpc.wire.values.table import (
     encode_table,
 )
 
-__all__ = ["LITTLE_BYTES", "Description", "Slot", "allocate", "describe"]
+__all__ = ["LITTLE_BYTES", "Description", "Slot", "describe"]
 
 Slot = Tensor | PickleBuffer
 """What fills a hole of a pickle: a tensor, or another object's memory (a numpy array's, say)."""

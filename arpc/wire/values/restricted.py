@@ -3,9 +3,9 @@
 Extension codes, which name objects of Python's registry, are refused, but for the one that every pickle begins with: a
 name replaces it before anything else is done.
 
-Two readers. Nearly all pickles have nothing in them but data, holes for tensors and a few harmless names: these are
+Two readers. Nearly all pickles have nothing in them but data, holes for tensors and a few names: these are
 read by pickle's own, in C, which finds `QUICK` names alone. It makes nothing that has a state, and calls nothing but
-`Trusted` functions. For a pickle with other names, such as those of registered classes, it gives up; then pickle's
+`Checked` functions. For a pickle with other names, such as those of registered classes, it gives up; then pickle's
 other reader takes over, the one in Python, in which every step that does something is looked at: what is called must
 be on the lists, what is changed must be an instance, never a class, and items are added to containers alone.
 
@@ -24,14 +24,14 @@ import numpy as np
 
 from arpc.errors import NotAllowedError
 from arpc.private.interpreter import PythonUnpickler
-from arpc.wire.values import harmless
+from arpc.wire.values import allowed_values
 from arpc.wire.values import reducers as reducing
 from arpc.wire.values.allowlist import (
     CLASSES,
+    FUNCTIONS,
     MAKERS,
     QUICK,
     TENSOR_CLASSES,
-    TRUSTED,
     VALUES,
     Key,
     callable_named,
@@ -39,21 +39,21 @@ from arpc.wire.values.allowlist import (
     shown,
 )
 from arpc.wire.values.arrays import set_array_state, set_dtype_state
-from arpc.wire.values.instances import check_container, construct, make_bare, set_state
+from arpc.wire.values.checked_functions import Checked, kind_of
 from arpc.wire.values.key_costs import KeyCosts
 from arpc.wire.values.reducers import spelled_out
-from arpc.wire.values.scanning import MAX_INTEGER_BYTES, check_proportion, takes_care
-from arpc.wire.values.trusted import Trusted, kind_of
+from arpc.wire.values.registered_classes import check_container, construct, make_bare, set_state
+from arpc.wire.values.scanning import MAX_INTEGER_BYTES, check_proportion, needs_careful_reader
 
 __all__ = ["read_name", "restricted_loads"]
 
-assert harmless is not None  # it fills the lists
+assert allowed_values is not None  # it fills the lists
 
 Permit = Callable[[Key], None]
 """Raises `NotAllowedError` for an exported function that may not be named by whoever sent a pickle."""
 
 
-class _BeyondHarmlessError(Exception):
+class _NotQuickError(Exception):
     """There is a name that takes the careful reader."""
 
 
@@ -61,7 +61,7 @@ class _QuickUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         found = QUICK.get((module_name, global_name))
         if found is None:
-            raise _BeyondHarmlessError
+            raise _NotQuickError
         return found
 
 
@@ -89,10 +89,10 @@ def restricted_loads(payload: bytes | bytearray | memoryview, slots: list[Any], 
     """`pickling.loads`, within the lists. Raises `NotAllowedError`, or whatever reading a bad pickle raises."""
     data = spelled_out(payload)
     check_proportion(data)
-    if not takes_care(data, has_slots=bool(slots)):
+    if not needs_careful_reader(data, has_slots=bool(slots)):
         try:
             return _QuickUnpickler(_Whole(data), buffers=slots).load()
-        except _BeyondHarmlessError:
+        except _NotQuickError:
             pass
     return _CarefulUnpickler(io.BytesIO(data), slots, permit).load()
 
@@ -103,12 +103,13 @@ def read_name(payload: bytes | bytearray | memoryview) -> Key:
         raise NotAllowedError(f"the name of a function that takes {len(payload)} bytes")
     found = _NameUnpickler(io.BytesIO(spelled_out(payload)), [], lambda _: None).load()
     if not isinstance(found, _Name):
-        raise NotAllowedError("in allow-list mode functions are called by their names")
+        raise NotAllowedError(_BY_NAME)
     return found.key
 
 
 # -- the careful reader
 
+_BY_NAME: Final = "in allow-list mode functions are called by their names"
 _MAX_NAME_BYTES: Final = 4096
 _MAX_NESTED: Final = 1000
 """How deep tuples may be in each other: hashing one takes stack for each, and Python does not look if any is left."""
@@ -132,7 +133,16 @@ _OPCODES: Final = (
     b"hjqr\x94"  # the memo
     b"\x93R\x81\x92b"  # names, calls, and the state of what was made
 )
+_TUPLE_OPCODES: Final = pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3
 _Step = Callable[["_CarefulUnpickler"], None]
+
+
+def _then_note_nesting(step: _Step) -> _Step:
+    def load(reader: _CarefulUnpickler) -> None:
+        step(reader)
+        reader.note_nesting()
+
+    return load
 
 
 class _CarefulUnpickler(PythonUnpickler):  # type: ignore[misc]
@@ -161,13 +171,13 @@ class _CarefulUnpickler(PythonUnpickler):  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> Any:
         key = module, name
-        for names in (QUICK, TRUSTED, CLASSES, TENSOR_CLASSES, VALUES):
+        for names in (QUICK, FUNCTIONS, CLASSES, TENSOR_CLASSES, VALUES):
             if (found := names.get(key)) is not None:
                 return found
         if key == _FROM_MAIN:
             return _OfMain(self)
         if key == _MAKE_INSTANCE:
-            return _make_instance
+            return _NEW
         if is_exported(key):
             self._permit(key)
             return callable_named(key)
@@ -180,9 +190,9 @@ class _CarefulUnpickler(PythonUnpickler):  # type: ignore[misc]
     def _call(self, called: Any, args: Any) -> Any:
         if type(args) is not tuple:
             raise NotAllowedError("a message that calls something with arguments that are no tuple")
-        if called is _make_instance and args:
+        if called is _NEW and args:
             return self._make(args[0], args[1:], {})
-        if type(called) is Trusted or type(called) is _OfMain or called in _IMMUTABLE:
+        if type(called) is Checked or type(called) is _OfMain or _is_immutable(called):
             return called(*args)
         if (maker := MAKERS.get(id(called))) is not None:
             return maker(*args)
@@ -198,7 +208,7 @@ class _CarefulUnpickler(PythonUnpickler):  # type: ignore[misc]
             raise NotAllowedError("a message that makes an instance with arguments that are none")
         if (maker := MAKERS.get(id(cls))) is not None and not kwargs:
             return maker(*args)
-        if cls in _IMMUTABLE and not kwargs:
+        if _is_immutable(cls) and not kwargs:
             return cls(*args)
         if cls in CLASSES:
             return make_bare(cls, args, kwargs)
@@ -207,39 +217,23 @@ class _CarefulUnpickler(PythonUnpickler):  # type: ignore[misc]
     def load_reduce(self) -> None:
         args = self.stack.pop()
         self.stack[-1] = self._call(self.stack[-1], args)
-        self._note_nesting()
+        self.note_nesting()
 
     def load_newobj(self) -> None:
         args = self.stack.pop()
         self.stack[-1] = self._make(self.stack[-1], args, {})
-        self._note_nesting()
+        self.note_nesting()
 
     def load_newobj_ex(self) -> None:
         kwargs = self.stack.pop()
         args = self.stack.pop()
         self.stack[-1] = self._make(self.stack[-1], args, kwargs)
-        self._note_nesting()
-
-    def load_tuple(self) -> None:
-        PythonUnpickler.load_tuple(self)
-        self._note_nesting()
-
-    def load_tuple1(self) -> None:
-        PythonUnpickler.load_tuple1(self)
-        self._note_nesting()
-
-    def load_tuple2(self) -> None:
-        PythonUnpickler.load_tuple2(self)
-        self._note_nesting()
-
-    def load_tuple3(self) -> None:
-        PythonUnpickler.load_tuple3(self)
-        self._note_nesting()
+        self.note_nesting()
 
     def load_frozenset(self) -> None:
         self._note_keys(self.stack, self.stack)  # which is the list of the items, and ends here
         PythonUnpickler.load_frozenset(self)
-        self._note_nesting()
+        self.note_nesting()
 
     def load_long4(self) -> None:
         size_bytes = int.from_bytes(self.read(4), "little")
@@ -247,7 +241,7 @@ class _CarefulUnpickler(PythonUnpickler):  # type: ignore[misc]
             raise NotAllowedError(f"a message with an integer of {size_bytes} bytes")
         self.append(pickle.decode_long(self.read(size_bytes)))
 
-    def _note_nesting(self) -> None:
+    def note_nesting(self) -> None:
         made = self.stack[-1]
         if isinstance(made, tuple | frozenset):
             items: Iterable[Any] = made
@@ -321,14 +315,11 @@ class _CarefulUnpickler(PythonUnpickler):  # type: ignore[misc]
 
     dispatch.update(
         {
+            **{opcode: _then_note_nesting(PythonUnpickler.dispatch[opcode]) for opcode in _TUPLE_OPCODES},
             pickle.REDUCE[0]: load_reduce,
             pickle.NEWOBJ[0]: load_newobj,
             pickle.NEWOBJ_EX[0]: load_newobj_ex,
             pickle.BUILD[0]: load_build,
-            pickle.TUPLE[0]: load_tuple,
-            pickle.TUPLE1[0]: load_tuple1,
-            pickle.TUPLE2[0]: load_tuple2,
-            pickle.TUPLE3[0]: load_tuple3,
             pickle.FROZENSET[0]: load_frozenset,
             pickle.LONG4[0]: load_long4,
             pickle.BYTEARRAY8[0]: load_bytearray8,
@@ -356,14 +347,11 @@ class _NameUnpickler(_CarefulUnpickler):
 
     def _call(self, called: Any, args: Any) -> Any:
         if type(called) is not _OfMain or type(args) is not tuple:
-            raise NotAllowedError("in allow-list mode functions are called by their names")
+            raise NotAllowedError(_BY_NAME)
         return called(*args)
 
     def _make(self, cls: Any, args: Any, kwargs: Any) -> Any:
-        raise NotAllowedError("in allow-list mode functions are called by their names")
-
-    def load_build(self) -> None:
-        raise NotAllowedError("in allow-list mode functions are called by their names")
+        raise NotAllowedError(_BY_NAME)
 
 
 class _OfMain:
@@ -380,24 +368,14 @@ class _OfMain:
         return self._reader.find_class("__main__", qualname)
 
 
-class _MakeInstance:
-    """What `reducing.make_instance` is to a restricted reader: the same step as pickle's NEWOBJ."""
+def _is_immutable(obj: object) -> bool:
+    """Whether this is a class of Python that is called as it is. Asked by identity: it may be unhashable."""
+    return obj is complex or obj is range or obj is slice
 
-    __slots__ = ()
 
-
-_make_instance: Final = _MakeInstance()
+_NEW: Final = object()
+"""What `reducers.make_instance` is to a restricted reader: it does what pickle's NEWOBJ does."""
 _MAKE_INSTANCE: Final = (reducing.__name__, "make_instance")
 _FROM_MAIN: Final = (reducing.__name__, "_from_main")
 _SEQUENCES: Final = frozenset((list, tuple))
 _DICTS: Final = (dict, OrderedDict, Counter, defaultdict)
-
-
-class _Immutable:
-    """Classes of Python that are called as they are; asked by identity, since what is called may be unhashable."""
-
-    def __contains__(self, obj: object) -> bool:
-        return obj is complex or obj is range or obj is slice
-
-
-_IMMUTABLE: Final = _Immutable()

@@ -10,7 +10,7 @@ from typing import Final
 from arpc.errors import NotAllowedError
 from arpc.wire.values.key_costs import MAX_KEYS_ALIKE
 
-__all__ = ["MAX_INTEGER_BYTES", "check_proportion", "takes_care"]
+__all__ = ["MAX_INTEGER_BYTES", "check_proportion", "needs_careful_reader"]
 
 # -- how much memory a pickle may come to
 
@@ -93,7 +93,7 @@ _NO_TUPLES: Final = frozenset(b"XCB]}\x8c\x8d\x8e\x8f\x93\x96")
 _MAX_DOUBLED: Final = 20
 
 
-def takes_care(payload: bytes, *, has_slots: bool) -> bool:
+def needs_careful_reader(payload: bytes, *, has_slots: bool) -> bool:
     """Whether a pickle may ask for more memory or time than it has bytes, change a tensor, or use extension codes."""
     if _has_extension(payload):
         return True

@@ -7,6 +7,7 @@ is worth sending. Views that lie far apart travel alone: a few rows of an embedd
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Final
 
@@ -23,25 +24,23 @@ _MAX_MEMBERS: Final = 32
 _MAX_WORK: Final = 10_000
 
 
+@dataclass(slots=True, eq=False)
 class Span:
     """Bytes ``start`` to ``end`` of a storage. ``source`` says where they are in the message, once they are in it."""
 
-    __slots__ = ("end", "source", "start")
-
-    def __init__(self, start: int, end: int) -> None:
-        self.start = start
-        self.end = end
-        self.source: int | None = None
+    start: int
+    end: int
+    source: int | None = None
 
 
+@dataclass(slots=True, eq=False)
 class _Cluster:
     """Views of one storage that overlap, or nearly touch."""
 
-    def __init__(self, start: int, end: int) -> None:
-        self.start = start
-        self.end = end
-        self.covered_bytes = 0
-        self.members: list[int] = []
+    start: int
+    end: int
+    covered_bytes: int = 0
+    members: list[int] = field(default_factory=list)
 
 
 def shared_spans(tensors: Sequence[Tensor | None], storages: Sequence[UntypedStorage | None]) -> dict[int, Span]:

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 MAX_DIMENSIONS: Final = 64
-"""Of a tensor. Arrays of numpy have no more, in any version."""
+"""Of a tensor. Arrays of numpy and torch's operators have no more, in any version."""
 MAX_ROWS: Final = 1 << 17
 """Tensors in one message. A row of a table takes a few bytes, and the tensor that is made of it some hundred."""
 

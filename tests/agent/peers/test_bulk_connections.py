@@ -50,7 +50,7 @@ def connection_of(worker: Any, other: str) -> Connection | None:
 
 def lanes_of(worker: Any, other: str) -> list[Connection]:
     connection = connection_of(worker, other)
-    route = connection.bulk_route if connection is not None else None
+    route = connection.lanes if connection is not None else None
     return route.connections if isinstance(route, Lanes) else []
 
 
@@ -96,7 +96,7 @@ async def test_many_at_once_arrive_whole():
 
 async def test_without_the_option_there_are_none():
     async with pair_over_tcp(0) as group:
-        assert connection_of(group[0], "worker1").bulk_route is None
+        assert connection_of(group[0], "worker1").lanes is None
         assert "lanes" not in group[0].statistics()["peers"]["worker1"]
 
 

@@ -173,7 +173,7 @@ async def test_requests_wait_while_their_caller_does_not_read():
         await assert_nothing_left(group)
 
 
-class BusyCarrier:
+class BusySharedMemory:
     """Carries nothing, and says that it has enough to do."""
 
     def __init__(self) -> None:
@@ -203,15 +203,15 @@ async def test_requests_wait_while_replies_wait_to_be_copied(ask_meanwhile):
     async with cluster(2) as group:
         await group[0].rpc_sync("worker1", echo)
         inbound = inbound_of(group)
-        inbound.connection.carrier = carrier = BusyCarrier()
+        inbound.connection.shared_memory = shared_memory = BusySharedMemory()
         assert await group[0].rpc_sync("worker1", echo, args=(1,)) == 1, "no large reply, no reason to wait"
         large = [group[0].rpc_async("worker1", make_ones, args=(1 << 18,)) for _ in range(8 if ask_meanwhile else 1)]
         assert (await large[0]).numel() == 1 << 18
         for _ in range(10):
             await asyncio.sleep(0)
         assert len(inbound.waiting) == len(large) - 1
-        carrier.is_behind = False
-        inbound.connection.carrier_caught_up()
+        shared_memory.is_behind = False
+        inbound.connection.tell_drained()
         assert await group[0].rpc_sync("worker1", echo, args=(2,)) == 2
         for future in large:
             assert (await future).numel() == 1 << 18

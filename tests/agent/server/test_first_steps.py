@@ -11,7 +11,7 @@ import torch
 
 from arpc.agent.scope import current_scope
 from arpc.errors import SerializationError, WorkerLostError
-from arpc.wire.frames import ONE_OFF, frame
+from arpc.wire.frames import frame
 from arpc.wire.messages import MessageType
 from tests.agent.leftovers import assert_nothing_left, until, until_ready
 from tests.agent.stage import echo
@@ -169,6 +169,6 @@ async def test_a_malformed_tensor_fails_its_call_and_ends_the_connection(warm, c
     ((call_id, _),) = warm[0].agent.known_peer("worker1").calls
     (link,) = warm[1].agent.connector._links.values()
     no_table = b"\x02\xff" + bytes(14)
-    link.connection.send(frame(MessageType.REPLY, 0, call_id, 0, 0, b"", b"", ONE_OFF, (), (), no_table))
+    link.connection.send(frame(MessageType.REPLY, 0, call_id, 0, 0, b"", b"", no_table, ()))
     with pytest.raises((SerializationError, WorkerLostError)):
         await task

@@ -1,4 +1,4 @@
-"""What a member of the group may ask for at once; what strangers may is in tests/transport/test_doorway.py."""
+"""What a member may ask for at once. Limits for strangers: tests/transport/test_connection_limits.py."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Store:
         return 1
 
 
-class BusyCarrier:
+class BusySharedMemory:
     """Carries nothing, and has enough to do until it is said to have caught up: nothing large may begin."""
 
     def __init__(self, connection: Any) -> None:
@@ -81,7 +81,7 @@ class BusyCarrier:
         self.has_news = False
         self.unread_bytes = 0
         self._connection = connection
-        connection.carrier = self
+        connection.shared_memory = self
 
     def carry(self, data: bytes, bulk: BulkSend) -> bool:
         return False
@@ -100,7 +100,7 @@ class BusyCarrier:
 
     def catch_up(self) -> None:
         self.is_behind = False
-        self._connection.carrier_caught_up()
+        self._connection.tell_drained()
 
 
 def link_of(group: Cluster) -> Any:
@@ -150,14 +150,14 @@ async def test_small_calls_end_while_large_results_wait(kind, is_known):
         if is_known:
             await call(group[0], store)
         begun.clear()
-        carrier = BusyCarrier(link_of(group).connection)
+        shared_memory = BusySharedMemory(link_of(group).connection)
         large = [call(group[0], store) for _ in range(CALLS)]
         await make_small_calls(group, store)
         pending = sum(not each.done() for each in large)
         # Until the first result is there nobody knows that it is large. Threads are not far ahead of the loop then.
         assert pending >= (CALLS if is_known else CALLS - 4 * THREADS)
         assert begun["large"] <= (0 if is_known else 4 * THREADS)
-        carrier.catch_up()
+        shared_memory.catch_up()
         for each in large:
             assert len(await each) == LARGE_BYTES
         await assert_nothing_left(group)
@@ -217,7 +217,7 @@ async def test_what_waits_for_room_can_be_cancelled(kind):
         store = group[0].remote("worker1", Store)
         await LARGE_CALLS[kind](group[0], store)
         begun.clear()
-        carrier = BusyCarrier(link_of(group).connection)
+        shared_memory = BusySharedMemory(link_of(group).connection)
         large = [LARGE_CALLS[kind](group[0], store) for _ in range(20)]
         window = lambda: link_of(group).inbound.reply_window  # noqa: E731
         await until(lambda: window() is not None and window().is_waited_for)
@@ -225,7 +225,7 @@ async def test_what_waits_for_room_can_be_cancelled(kind):
         for each in large[::2]:
             each.cancel()
         await group[0].rpc_sync("worker1", echo)
-        carrier.catch_up()
+        shared_memory.catch_up()
         for each in large[1::2]:
             assert len(await each) == LARGE_BYTES
         assert begun["large"] == 10
@@ -238,12 +238,12 @@ async def test_what_waits_for_room_can_be_cancelled(kind):
 async def test_what_waits_for_room_ends_with_its_deadline():
     async with cluster(2, options=OPTIONS) as group:
         await group[0].rpc_sync("worker1", make_large)
-        carrier = BusyCarrier(link_of(group).connection)
+        shared_memory = BusySharedMemory(link_of(group).connection)
         late = group[0].rpc_async("worker1", make_large, timeout=0.1)
         with pytest.raises(arpc.RpcTimeoutError):
             await late
         assert await group[0].rpc_sync("worker1", echo, args=(1,)) == 1
-        carrier.catch_up()
+        shared_memory.catch_up()
         assert len(await group[0].rpc_sync("worker1", make_large)) == LARGE_BYTES
         await assert_nothing_left(group)
 
@@ -252,7 +252,7 @@ async def test_a_connection_that_is_lost_takes_what_waits_with_it():
     async with cluster(2, options=OPTIONS) as group:
         await group[0].rpc_sync("worker1", make_large)
         connection = link_of(group).connection
-        BusyCarrier(connection)
+        BusySharedMemory(connection)
         begun.clear()
         large = [group[0].rpc_async("worker1", make_large) for _ in range(20)]
         await group[0].rpc_sync("worker1", echo)

@@ -11,7 +11,7 @@ from typing import Any
 from arpc.testing.endpoints import Endpoint, Endpoints, Pair, bulk_frame, turns_until
 from arpc.transport.connection import Accept, Connection, Listener, Receiver, Transport
 from arpc.transport.shm import Arena
-from arpc.transport.sockets import UnixTransport
+from arpc.transport.sockets import Resources, UnixTransport
 from arpc.wire.protocol import Protocol
 
 KIB = 1 << 10
@@ -39,10 +39,10 @@ class SharingTransport(Transport):
         return self._far
 
     async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
-        return await UnixTransport(arena=self.near).connect(address, protocol, receiver)
+        return await UnixTransport(Resources(arena=self.near)).connect(address, protocol, receiver)
 
     async def listen(self, address: str, accept: Accept) -> Listener:
-        return await UnixTransport(arena=self.far).listen(address, accept)
+        return await UnixTransport(Resources(arena=self.far)).listen(address, accept)
 
     async def aclose(self) -> None:
         for arena in (self._near, self._far):

@@ -48,12 +48,12 @@ def memory_of(file: ArenaFile) -> int:
 async def test_idle_memory_goes_back_after_a_while(arena, monkeypatch):
     monkeypatch.setattr(arena_module, "_IDLE_S", 0.01)
     kept = place(arena, MIB)
-    place(arena, MIB).drop()
-    place(arena, 8 * MIB).drop()
+    arena.drop(place(arena, MIB))
+    arena.drop(place(arena, 8 * MIB))
     await turns_until(lambda: arena.statistics()["resident_bytes"] == MIB)
     assert memory_of(arena.file) <= MIB + 4 * KIB
     await turns_until(lambda: arena._trimming is None)  # nothing is left to look after
-    kept.drop()
+    arena.drop(kept)
     await turns_until(lambda: arena.statistics()["resident_bytes"] == 0)
 
 
@@ -78,7 +78,7 @@ async def test_a_borrower_that_is_gone_keeps_its_loans_until_its_process_ends(ar
     process = subprocess.Popen(SLEEPER)
     try:
         arena.borrower_connected(7, "seven", process.pid, [], LINK)
-        place(arena, MIB).lend(7)
+        arena.lend(7, place(arena, MIB))
         arena.borrower_disconnected(7, LINK)
         await asyncio.sleep(0)
         assert arena.statistics()["lent_bytes"] == {"seven": MIB}
@@ -95,7 +95,7 @@ async def test_a_borrower_that_comes_back_is_not_written_off(arena):
     try:
         arena.borrower_connected(7, "seven", process.pid, [], LINK)
         placement = place(arena, MIB)
-        placement.lend(7)
+        arena.lend(7, placement)
         arena.borrower_disconnected(7, LINK)
         arena.borrower_connected(7, "seven", process.pid, placement.offsets, LINK)
     finally:
@@ -159,7 +159,7 @@ async def test_threads_may_share_memory(arena):
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        place(arena, 64 * KIB).drop()
+        arena.drop(place(arena, 64 * KIB))
         await asyncio.sleep(0)
     assert len(made) == arena.statistics()["used_blocks"] == 200
     drop = threading.Thread(target=made.clear)
@@ -217,7 +217,7 @@ async def main():
         placement = arena.place([memoryview(b"x" * size)])
         placement.copy()
         print(placement.offsets[0])
-    print(msgspec.json.encode(arena.offer).decode(), flush=True)
+    print(msgspec.json.encode(arena.file.offer).decode(), flush=True)
     sys.stdin.read()
 asyncio.run(main())
 """

@@ -274,7 +274,7 @@ async def test_a_system_without_memory_lets_the_socket_do_it(monkeypatch, caplog
 
 async def test_a_peer_that_does_not_read_gets_no_more_than_the_window():
     async with sharing(window_bytes=2 * MIB) as both:
-        channel, socket = both.near.connection.carrier, both.far.connection._transport
+        channel, socket = both.near.connection.shared_memory, both.far.connection._transport
         await both.send(os.urandom(MIB))
         await turns_until(lambda: not channel._unread)
         socket.pause_reading()  # as one that is stopped
@@ -351,7 +351,7 @@ async def test_what_was_given_back_while_there_was_no_connection():
 async def test_the_end_of_a_connection_that_is_noticed_after_the_next_has_begun():
     async with sharing() as both:
         received = await both.send(b"x" * MIB)
-        old = [end.connection.carrier for end in (both.near, both.far)]
+        old = [end.connection.shared_memory for end in (both.near, both.far)]
         ended = [channel.closed for channel in old]
         for channel in old:
             channel.closed = lambda: None
@@ -371,7 +371,7 @@ async def test_two_connections_at_once_agree_on_what_is_lent():
         both.near, both.far = await both.endpoints.pair()
         (more,) = await both.send(b"m" * MIB)  # the newer one has told what is held
         # what the older one says now is out of date
-        assert not old_near.connection.carrier.carry(b"", BulkSend([memoryview(b"x" * MIB)]))
+        assert not old_near.connection.shared_memory.carry(b"", BulkSend([memoryview(b"x" * MIB)]))
         del dropped
         gc.collect()
         old_near.connection.send(small_frame(1))  # a read, after which the far end tells what it has given back
@@ -394,7 +394,7 @@ async def test_what_was_given_back_over_an_older_connection_is_not_taken_back_tw
         del dropped
         await both.freed(used_blocks=2)
         # it may have been told over the older one just before, and be read only now
-        old.connection.carrier.message_received(Freed(0, 0, 0, 0, bytearray(struct.pack("<Q", offset))))
+        old.connection.shared_memory.message_received(Freed(0, 0, 0, 0, bytearray(struct.pack("<Q", offset))))
         assert (kept, more) == ([b"k" * MIB], b"m" * MIB)
 
 
@@ -405,7 +405,7 @@ async def test_memory_that_was_lent_over_an_older_connection_is_not_used():
         both.near, both.far = await both.endpoints.pair()
         (kept,) = await both.send(b"k" * MIB)
         with pytest.raises(ProtocolError, match="another one has replaced"):
-            old.connection.carrier.borrow(Lent(0, 0, 0, 0, bytearray(struct.pack("<Q", 1 << 16))), [MIB])
+            old.connection.shared_memory.borrow(Lent(0, 0, 0, 0, bytearray(struct.pack("<Q", 1 << 16))), [MIB])
         assert kept == b"k" * MIB
 
 
@@ -486,7 +486,7 @@ async def test_nonsense_closes_the_connection_and_no_more(said):
 async def test_a_forged_reference_closes_the_connection(offsets, size):
     async with sharing() as both:
         await both.send(b"x" * MIB)
-        header = frame(MessageType.REQUEST, 0, 9, 0, 0, b"", table=b"\x90", buffer_sizes=(size,))
+        header = frame(MessageType.REQUEST, 0, 9, 0, 0, b"", buffer_sizes=(size,))
         both.near.connection.send(header + lent(*offsets, number=1))
         assert isinstance(await both.far.ended(), ProtocolError)
         assert both.far.messages == []
@@ -516,5 +516,5 @@ async def test_an_answer_that_cannot_be_closes_the_connection(body, monkeypatch)
 async def test_a_second_offer_closes_the_connection():
     async with sharing() as both:
         await both.send(b"x" * MIB)
-        both.near.connection.send(arena(ArenaFlag.OFFER, msgspec.msgpack.encode(both.near_arena.offer)))
+        both.near.connection.send(arena(ArenaFlag.OFFER, msgspec.msgpack.encode(both.near_arena.file.offer)))
         assert isinstance(await both.far.ended(), ProtocolError)

@@ -205,7 +205,7 @@ def test_data_is_read_in_c(monkeypatch):
 def test_gadgets_do_nothing(name, way, monkeypatch):
     payload = GADGETS(str(CANARY))[name]
     if way == "careful":
-        monkeypatch.setattr(restricted, "takes_care", lambda *_, **__: True)
+        monkeypatch.setattr(restricted, "needs_careful_reader", lambda *_, **__: True)
     before = {error: dict(vars(error)) for error in (arpc.RemoteError, ExceptionGroup, ValueError)}
     with pytest.raises((NotAllowedError, pickle.UnpicklingError, AttributeError, TypeError, ValueError, EOFError)):
         restricted_loads(payload, [], permit)

@@ -1,6 +1,6 @@
 """Functions that a pickle may call while it is read, each with checks of all that it may be handed.
 
-A restricted reader calls nothing that is not a registered class or a `Trusted`. A `Trusted` says of every argument what
+A restricted reader calls nothing that is not a registered class or a `Checked`. A `Checked` says of every argument what
 it must be, and looks at all of them before it calls anything, so that no function of the runtime meets a value whose
 type it does not expect. Checks go by the exact type: a subclass may bring code of its own.
 """
@@ -14,26 +14,29 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from arpc.errors import NotAllowedError
+from arpc.wire.values.table import MAX_DIMENSIONS
 
 __all__ = [
     "ANYTHING",
     "FLAG",
-    "MAX_DIMENSIONS",
     "NUMBER",
+    "SCALARS",
     "SIZES",
     "TENSOR",
     "TEXT",
     "WORKER_ID",
     "WORKER_NAME",
     "Check",
-    "Trusted",
+    "Checked",
     "all_of",
     "exactly",
     "integer",
+    "is_plain",
     "kind_of",
 ]
 
-MAX_DIMENSIONS: Final = 64
+SCALARS: Final = frozenset((int, float, complex, bool, str, bytes, type(None)))
+_MAX_PLAIN_ITEMS: Final = 1000
 
 
 class Check(NamedTuple):
@@ -43,7 +46,7 @@ class Check(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-class Trusted:
+class Checked:
     """A callable of the runtime in a form that a pickle can call, and do nothing else to: it has no attributes.
 
     ``checks`` are for the arguments in their order, of which the first ``required`` must be there. ``rest``, if given,
@@ -89,12 +92,19 @@ class Trusted:
         raise AttributeError(f"{name!r} cannot be set")
 
     def __repr__(self) -> str:
-        return f"Trusted({self._name!r})"
+        return f"Checked({self._name!r})"
 
 
 def kind_of(obj: Any) -> str:
     """What an object is, for an error: not its repr, which may be long, slow, or code of its own."""
     return f"the class {obj.__qualname__}" if isinstance(obj, type) else f"a {type(obj).__qualname__}"
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text, None, or a short tuple of these."""
+    if type(value) is tuple:
+        return len(value) <= _MAX_PLAIN_ITEMS and all(type(item) in SCALARS for item in value)
+    return type(value) in SCALARS
 
 
 # -- checks
@@ -117,10 +127,7 @@ def all_of(container: type[list[Any] | tuple[Any, ...]], item: Check, limit: int
     def holds(value: Any) -> bool:
         return type(value) is container and len(value) <= limit and all(item.holds(each) for each in value)
 
-    return Check(
-        f"a {container.__name__} of at most {limit} items, each {item.what}",
-        holds,
-    )
+    return Check(f"a {container.__name__} of at most {limit} items, each {item.what}", holds)
 
 
 ANYTHING: Final = Check("anything that may travel", lambda _: True)

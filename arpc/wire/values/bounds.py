@@ -15,11 +15,10 @@ from math import prod
 from typing import Final
 
 from arpc.errors import ProtocolError
+from arpc.wire.values.table import MAX_DIMENSIONS
 
-__all__ = ["MAX_DIMENSIONS", "check_contiguous", "check_range", "check_sizes", "check_strided"]
+__all__ = ["check_contiguous", "check_range", "check_sizes", "check_strided"]
 
-MAX_DIMENSIONS: Final = 64
-"""Numpy has no more, in any version; torch's operators have no more either."""
 _MOST: Final = sys.maxsize
 
 

@@ -18,9 +18,8 @@ from torch import Tensor
 from arpc import ids, options
 from arpc.errors import NotAllowedError
 from arpc.wire.values import reducers as reducing
-from arpc.wire.values.allowlist import QUICK, TENSOR_CLASSES, TRUSTED, VALUES, add_maker
-from arpc.wire.values.instances import check_made, set_tensor_state
-from arpc.wire.values.trusted import (
+from arpc.wire.values.allowlist import FUNCTIONS, QUICK, TENSOR_CLASSES, VALUES, add_maker
+from arpc.wire.values.checked_functions import (
     ANYTHING,
     FLAG,
     NUMBER,
@@ -30,10 +29,11 @@ from arpc.wire.values.trusted import (
     WORKER_ID,
     WORKER_NAME,
     Check,
-    Trusted,
+    Checked,
     exactly,
     integer,
 )
+from arpc.wire.values.registered_classes import check_made, set_tensor_state
 
 __all__: list[str] = []
 
@@ -145,57 +145,57 @@ def _fill_lists() -> None:
         ("builtins", "complex"): complex,
         ("builtins", "range"): range,
         ("builtins", "slice"): slice,
-        ("torch", "Size"): Trusted("torch.Size", torch.Size, SIZES),
-        ("torch", "device"): Trusted(
+        ("torch", "Size"): Checked("torch.Size", torch.Size, SIZES),
+        ("torch", "device"): Checked(
             "torch.device",
             _device,
             Check("a short text", lambda value: type(value) is str and len(value) < 64),
             integer(0, 127),
             required=1,
         ),
-        ("torch.serialization", "_get_layout"): Trusted(
+        ("torch.serialization", "_get_layout"): Checked(
             "torch.layout",
             _LAYOUTS.__getitem__,
             Check("the name of a layout", lambda v: type(v) is str and v in _LAYOUTS),
         ),
-        ("collections", "deque"): Trusted(
+        ("collections", "deque"): Checked(
             "deque",
             _deque,
             Check("an empty tuple", lambda value: type(value) is tuple and not value),
             Check("its limit", lambda value: value is None or (type(value) is int and 0 <= value < 1 << 63)),
             required=0,
         ),
-        ("decimal", "Decimal"): Trusted(
+        ("decimal", "Decimal"): Checked(
             "Decimal", _decimal, Check("a text", lambda value: type(value) is str and len(value) <= _MAX_TEXT)
         ),
-        ("datetime", "date"): Trusted("date", _date, _bytes_of(4)),
-        ("datetime", "time"): Trusted("time", _time, _bytes_of(6), _ZONE, required=1),
-        ("datetime", "datetime"): Trusted("datetime", _datetime, _bytes_of(10), _ZONE, required=1),
-        ("datetime", "timedelta"): Trusted("timedelta", _timedelta, _COUNT, _COUNT, _COUNT, required=1),
-        ("datetime", "timezone"): Trusted("timezone", _timezone, exactly(dt.timedelta), TEXT, required=1),
-        (reducing.__name__, "_fill_parameter"): Trusted("Parameter", reducing.FILL_PARAMETER, TENSOR, _GRADIENT),
+        ("datetime", "date"): Checked("date", _date, _bytes_of(4)),
+        ("datetime", "time"): Checked("time", _time, _bytes_of(6), _ZONE, required=1),
+        ("datetime", "datetime"): Checked("datetime", _datetime, _bytes_of(10), _ZONE, required=1),
+        ("datetime", "timedelta"): Checked("timedelta", _timedelta, _COUNT, _COUNT, _COUNT, required=1),
+        ("datetime", "timezone"): Checked("timezone", _timezone, exactly(dt.timedelta), TEXT, required=1),
+        (reducing.__name__, "_fill_parameter"): Checked("Parameter", reducing.FILL_PARAMETER, TENSOR, _GRADIENT),
     }
     for value in vars(torch).values():
         if isinstance(value, torch.dtype):
             quick["torch", str(value).removeprefix("torch.")] = value
     for key, found in quick.items():
         QUICK.add(key, found)
-    makers: dict[type, Trusted] = {
-        OrderedDict: Trusted("OrderedDict", OrderedDict),
-        Counter: Trusted("Counter", Counter, exactly(dict)),
-        defaultdict: Trusted(
+    makers: dict[type, Checked] = {
+        OrderedDict: Checked("OrderedDict", OrderedDict),
+        Counter: Checked("Counter", Counter, exactly(dict)),
+        defaultdict: Checked(
             "defaultdict", defaultdict, Check("a type of numbers, texts or containers", _factory), required=0
         ),
-        ids.WorkerInfo: Trusted("WorkerInfo", ids.WorkerInfo, WORKER_NAME, WORKER_ID),
-        ids.GloballyUniqueId: Trusted("GloballyUniqueId", ids.GloballyUniqueId, WORKER_ID, NUMBER),
+        ids.WorkerInfo: Checked("WorkerInfo", ids.WorkerInfo, WORKER_NAME, WORKER_ID),
+        ids.GloballyUniqueId: Checked("GloballyUniqueId", ids.GloballyUniqueId, WORKER_ID, NUMBER),
     }
     for cls, maker in makers.items():
         add_maker((cls.__module__, cls.__qualname__), cls, maker)
-    trusted: dict[tuple[str, str], Trusted] = {
-        (reducing.__name__, "_fill_subclass"): Trusted(
+    functions: dict[tuple[str, str], Checked] = {
+        (reducing.__name__, "_fill_subclass"): Checked(
             "tensor of a subclass", _fill_subclass, _TENSOR_CLASS, TENSOR, _GRADIENT, ANYTHING
         ),
-        (reducing.__name__, "fill_wrapper"): Trusted(
+        (reducing.__name__, "fill_wrapper"): Checked(
             "tensor of a subclass",
             reducing.fill_wrapper,
             _WRAPPER_CLASS,
@@ -206,8 +206,8 @@ def _fill_lists() -> None:
             _GRADIENT,
         ),
     }
-    for key, function in trusted.items():
-        TRUSTED.add(key, function)
+    for key, function in functions.items():
+        FUNCTIONS.add(key, function)
     for kind in (*_FACTORIES, frozenset, bytearray, object):
         VALUES.add(("builtins", kind.__name__), kind)
     VALUES.add(("torch", "Tensor"), Tensor)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arpc.errors import ProtocolError
-from arpc.wire.values.extents import check_contiguous, check_range, check_sizes, check_strided
+from arpc.wire.values.bounds import check_contiguous, check_range, check_sizes, check_strided
 
 HUGE = 1 << 62
 

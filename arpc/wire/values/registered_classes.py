@@ -19,12 +19,11 @@ from torch import Tensor
 
 from arpc.errors import NotAllowedError
 from arpc.wire.values.allowlist import CLASSES, TENSOR_CLASSES
+from arpc.wire.values.checked_functions import is_plain, kind_of
 from arpc.wire.values.exceptions import EXCEPTIONS, check_arguments, check_exception, set_native_attribute
-from arpc.wire.values.trusted import kind_of
 
 __all__ = ["check_container", "check_made", "construct", "make_bare", "set_state", "set_tensor_state"]
 
-_SCALARS: Final = (int, float, complex, bool, str, bytes, type(None))
 _NATIVE_DATA: Final = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, deque)
 _HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _MISSING: Final = object()
@@ -56,19 +55,13 @@ def _check_arguments(cls: type, args: tuple[Any, ...]) -> None:
         check_arguments(cls, args)
     elif issubclass(cls, Enum):
         # It looks its argument up, and says in an error what that is
-        if len(args) != 1 or not _is_plain(args[0]):
+        if len(args) != 1 or not is_plain(args[0]):
             raise NotAllowedError(f"a member of {cls.__qualname__} is named by its value, a number or a text")
     elif issubclass(cls, _NATIVE_DATA) and not _defines_construction(cls):
         for value in args:
             # a range or an int is a few bytes in a pickle, and would be any number of them in a list, or in bytes
             if type(value) not in _allowed_contents(cls):
                 raise NotAllowedError(f"a {cls.__qualname__} is not made of {kind_of(value)}")
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) is tuple:
-        return len(value) <= 64 and all(type(item) in _SCALARS for item in value)
-    return type(value) in _SCALARS
 
 
 def _defines_construction(cls: type) -> bool:
@@ -120,36 +113,29 @@ def set_state(made: Any, state: Any) -> None:
         raise NotAllowedError(f"a message that changes a member of {cls.__qualname__}, which is there once for all")
     if not (cls in CLASSES or cls in EXCEPTIONS or cls is OrderedDict):
         raise NotAllowedError(f"a message that changes {cls.__qualname__} while it is read")
-    definer = _definer(cls, "__setstate__")
-    if definer is None or definer is BaseException:
-        _set_attributes(made, state)
-    else:
-        _call_setstate(cls, definer, made, state)
+    _apply_state(made, state, BaseException)
     check_made(made)
 
 
 def set_tensor_state(made: Tensor, state: Any) -> Tensor:
     """Set the attributes of a tensor of a registered subclass."""
-    cls = type(made)
-    definer = _definer(cls, "__setstate__")
-    if definer is None or definer is Tensor:
-        _set_attributes(made, state)
-    else:
-        _call_setstate(cls, definer, made, state)
+    _apply_state(made, state, Tensor)
     return made
 
 
-def _call_setstate(cls: type, definer: type, made: Any, state: Any) -> None:
+def _apply_state(made: Any, state: Any, base: type) -> None:
+    """Call the ``__setstate__`` that a registered class defines. That of ``base``, or none, sets attributes."""
+    cls = type(made)
+    definer = next((each for each in cls.__mro__ if "__setstate__" in vars(each)), None)
+    if definer is None or definer is base:
+        _set_attributes(made, state)
+        return
     if definer not in CLASSES and definer not in TENSOR_CLASSES:
         raise NotAllowedError(
             f"the state of a {cls.__qualname__} is set by {definer.__qualname__}.__setstate__, and that class is not "
             f"known to arpc.register_type"
         )
     cast("Any", cls).__setstate__(made, state)
-
-
-def _definer(cls: type, name: str) -> type | None:
-    return next((base for base in cls.__mro__ if name in vars(base)), None)
 
 
 def _set_attributes(made: Any, state: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from arpc.errors import ProtocolError
 from arpc.private.torch import nested_places, rebuild_nested
-from arpc.wire.values.extents import check_strided
+from arpc.wire.values.bounds import check_strided
 
 __all__ = ["load_saved"]
 

@@ -14,16 +14,27 @@ from arpc.errors import NotAllowedError, ProtocolError, SerializationError
 from arpc.wire.values import policy  # which fills the lists
 from arpc.wire.values.allowlist import (
     CLASSES,
+    FUNCTIONS,
     MAKERS,
     QUICK,
     TENSOR_CLASSES,
-    TRUSTED,
     VALUES,
+    allow_function,
     export,
     register_type,
-    trust,
 )
-from arpc.wire.values.trusted import ANYTHING, FLAG, NUMBER, SIZES, TENSOR, TEXT, Trusted, all_of, exactly, integer
+from arpc.wire.values.checked_functions import (
+    ANYTHING,
+    FLAG,
+    NUMBER,
+    SIZES,
+    TENSOR,
+    TEXT,
+    Checked,
+    all_of,
+    exactly,
+    integer,
+)
 
 assert policy
 REFUSED = (NotAllowedError, SerializationError, ProtocolError)
@@ -96,8 +107,8 @@ def zoo():
 
 
 def all_trusted():
-    found = {key: function for names in (QUICK, TRUSTED) for key, function in names.by_key.items()}
-    functions = {".".join(key): function for key, function in found.items() if type(function) is Trusted}
+    found = {key: function for names in (QUICK, FUNCTIONS) for key, function in names.by_key.items()}
+    functions = {".".join(key): function for key, function in found.items() if type(function) is Checked}
     makers = {id(cls): key for key, cls in VALUES.by_key.items()}
     return functions | {".".join(makers[id_]): maker for id_, maker in MAKERS.items()}
 
@@ -144,8 +155,8 @@ def test_whatever_it_is_handed_it_has_no_effect_and_takes_no_memory(name):
 
 def test_all_that_a_pickle_can_call_is_trusted_registered_or_immutable():
     for name, found in QUICK.by_key.items():
-        assert type(found) is Trusted or found in (complex, range, slice) or isinstance(found, torch.dtype), name
-    assert all(type(found) is Trusted for found in (*TRUSTED.by_key.values(), *MAKERS.values()))
+        assert type(found) is Checked or found in (complex, range, slice) or isinstance(found, torch.dtype), name
+    assert all(type(found) is Checked for found in (*FUNCTIONS.by_key.values(), *MAKERS.values()))
     assert all(isinstance(cls, type) and not issubclass(cls, torch.Tensor) for cls in CLASSES.by_key.values())
     assert all(issubclass(cls, torch.Tensor) for cls in TENSOR_CLASSES.by_key.values())
 
@@ -161,7 +172,7 @@ def test_a_trusted_function_cannot_be_changed_nor_looked_into():
 
 def test_values_are_looked_at_before_anything_is_called():
     called: list[object] = []
-    function = Trusted("thing", lambda *args: called.append(args), TEXT, NUMBER, required=1, rest=FLAG)
+    function = Checked("thing", lambda *args: called.append(args), TEXT, NUMBER, required=1, rest=FLAG)
     for wrong in ((), (1,), (Text("a"),), ("a", True), ("a", -1), ("a", 1, 1), ("a", 1, True, None)):
         with pytest.raises(NotAllowedError, match="a message that makes a thing"):
             function(*wrong)
@@ -190,13 +201,13 @@ def test_checks(check, right, wrong):
 
 def test_a_function_is_trusted_with_its_checks_alone():
     key = __name__, "of_this_test"
-    assert trust(TEXT)(of_this_test) is of_this_test
+    assert allow_function(TEXT)(of_this_test) is of_this_test
     try:
-        assert TRUSTED.get(key)("a") == "a"
+        assert FUNCTIONS.get(key)("a") == "a"
         with pytest.raises(NotAllowedError):
-            TRUSTED.get(key)(1)
+            FUNCTIONS.get(key)(1)
     finally:
-        del TRUSTED.by_key[key]
+        del FUNCTIONS.by_key[key]
 
 
 @pytest.mark.parametrize("cls", [type, np.ndarray, np.float32, memoryview, torch.Tensor, torch.UntypedStorage])

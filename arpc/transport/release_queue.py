@@ -1,0 +1,67 @@
+"""Memory that is released in any thread and taken back on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+__all__ = ["Lease", "ReleaseQueue"]
+
+T = TypeVar("T")
+_getpid = os.getpid
+
+
+class Lease:
+    """Owns an item. Its end, in whatever thread that happens, releases the item."""
+
+    __slots__ = ("_item", "_queue")
+
+    def __init__(self, queue: ReleaseQueue[Any], item: object) -> None:
+        self._queue = queue
+        self._item = item
+
+    def __del__(self) -> None:
+        self._queue.release(self._item)
+
+
+class ReleaseQueue(Generic[T]):
+    """Collects released items, and has ``notify`` called on the loop, once for all that are there then."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, notify: Callable[[], None]) -> None:
+        self.is_notified = False
+        """Somebody will call `take` soon."""
+        self._loop = loop
+        self._notify = notify
+        self._released: deque[T] = deque()
+        self._pid = os.getpid()
+        self._is_closed = False
+
+    def __bool__(self) -> bool:
+        return bool(self._released)
+
+    def release(self, item: T) -> None:
+        # Runs in any thread, in the middle of anything, in a garbage collection: it must take no lock
+        if self._is_closed:
+            return
+        self._released.append(item)
+        if not self.is_notified and self._pid == _getpid():
+            self.is_notified = True
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._notify)
+
+    def take(self) -> list[T]:
+        """What has been released since the last time."""
+        self.is_notified = False  # first: what is released from now on is notified anew
+        items: list[T] = []
+        while self._released:
+            items.append(self._released.popleft())
+        return items
+
+    def close(self) -> None:
+        """Drop what is released, now and from now on."""
+        self._is_closed = True
+        self._released.clear()

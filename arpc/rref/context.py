@@ -22,15 +22,15 @@ from arpc.ids import UNKNOWN_ID, GloballyUniqueId, IdAllocator, WorkerInfo
 from arpc.log import get_logger
 from arpc.options import RpcOptions, Unset
 from arpc.rref import events, instructions
+from arpc.rref.calls import bound, template_of
 from arpc.rref.control_handlers import ControlService
 from arpc.rref.control_queue import ControlQueue, Item
-from arpc.rref.creation_watch import CreationWatch
+from arpc.rref.create_on_owner import CreationHandlers
 from arpc.rref.drops import DropQueue
 from arpc.rref.events import ForkId, RRefId
 from arpc.rref.exactly_once import Deliveries
 from arpc.rref.forks import Forks
-from arpc.rref.methods import bound, template_of
-from arpc.rref.offer_watch import OfferWatch
+from arpc.rref.inquiries import Inquiries
 from arpc.rref.states import UserState
 from arpc.rref.user_ref import Use
 from arpc.rref.values import NOTHING, Value
@@ -76,8 +76,7 @@ class RRefContext:
         self.ids = IdAllocator(UNKNOWN_ID)
         self.agent: Agent
         self.post: ControlQueue
-        self.offer_watch: OfferWatch
-        self.creation_watch: CreationWatch
+        self.inquiries: Inquiries
         self.drops: DropQueue
         self.backward: Callable[[Any, int, bool, float | Unset], Awaitable[None]]
         """Runs a backward pass from the value of a handle; set by the runtime, since autograd knows RRefs already."""
@@ -102,24 +101,26 @@ class RRefContext:
             instructions.SendUserDelete: self._send_user_delete,
             instructions.DropValue: self._drop_value,
             instructions.SendCreationFailed: self._send_creation_failed,
-            instructions.AwaitCreation: lambda await_: self.creation_watch.add(await_.rref),
+            instructions.AwaitCreation: lambda await_: self.inquiries.expected(await_.rref),
             instructions.FailValue: self._fail_value,
             instructions.MarkConfirmed: lambda mark: self._answer(mark.fork),
             instructions.MarkLost: lambda mark: self._mark_lost(mark.fork),
             instructions.ForgetFork: lambda forget: self._end(forget.fork),
             instructions.RunCreation: lambda _: None,  # by whoever asked
         }
+        self.creations = CreationHandlers(self)
+        """Handles the creations of others."""
         self.service = ControlService(self)
-        """Serves the messages of others."""
+        """Handles all other messages about RRefs."""
 
     def attach(self, agent: Agent) -> None:
         """The agent that messages go through. It was made with this context's handlers, so it comes later."""
         self.agent = agent
-        grace_s = self.options.rref_grace
         self.post = ControlQueue(agent, self.options, self._context, self.incarnation, self._settled)
         self.drops = DropQueue(agent.loop, self._context, self._dropped)
-        self.offer_watch = OfferWatch(agent, self.forks, self.post, self._context, grace_s, self.happened)
-        self.creation_watch = CreationWatch(agent, self.forks, self.post, self._context, grace_s, self.happened)
+        self.inquiries = Inquiries(
+            agent, self.forks, self.post, self._context, self.options.rref_grace, self.happened
+        )
 
     def identify(self, info: WorkerInfo) -> None:
         """The group has given this worker its id."""
@@ -211,9 +212,9 @@ class RRefContext:
             for rref, id_, _ in items:
                 self.happened(events.CountUnanswered(to, rref, id_))
         elif message is RRefForkQuery and error is None:
-            self.offer_watch.answered(items, reply)
+            self.inquiries.offers_answered(items, reply)
         elif message is RRefCreationQuery and error is None:
-            self.creation_watch.answered(items, reply)
+            self.inquiries.creations_answered(items, reply)
         elif message is RRefCreationFailed:
             for rref, id_, number, _ in items:
                 self.post.numbers(to.name).settle(number)
@@ -235,7 +236,7 @@ class RRefContext:
     def offer(self, rref: RRefId, id_: ForkId, to: WorkerInfo, parent: ForkId | None) -> None:
         """A handle was packed for a worker."""
         self.happened(events.ForkOffered(rref, id_, to, parent))
-        self.offer_watch.add(id_)
+        self.inquiries.offered(id_)
 
     def share(self, rref: RRefId, value: Value) -> None:
         """A value of this worker is about to become known to others."""
@@ -291,6 +292,8 @@ class RRefContext:
     async def value(self, rref: RRefId, *, is_created: bool) -> Any:
         """A value of this worker, once it is there. It may be asked for before its creation has arrived."""
         value = self.values.get(rref)
+        if value is not None and not value.is_ready:
+            self.creations.keep_answered()
         if value is not None and value.is_ready:
             return value.get_nowait()
         self.happened(events.ValueAwaited(rref, is_created))
@@ -337,7 +340,7 @@ class RRefContext:
                 use.failure = RRefError(f"{use} was released: worker {self.info.name!r} has shut down")
             while use.handles:
                 self.happened(events.HandleDropped(use.fork))
-        self.offer_watch.ask(list(self.forks.offers))
+        self.inquiries.ask_about_offers(list(self.forks.offers))
         end = None if timeout_s is None else self.agent.loop.time() + timeout_s
         while self.forks.users or not self.is_quiet:
             self.post.hurry()
@@ -350,8 +353,7 @@ class RRefContext:
         """Send nothing any more."""
         self._is_closed = True
         self.drops.close()
-        self.offer_watch.close()
-        self.creation_watch.close()
+        self.inquiries.close()
         self.post.close()
         for id_ in list(self._ends):
             self._end(id_)

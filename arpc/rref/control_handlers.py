@@ -11,7 +11,6 @@ from arpc.agent.server.dispatcher import CreationService
 from arpc.errors import RRefError
 from arpc.ids import GloballyUniqueId, WorkerInfo
 from arpc.rref import events
-from arpc.rref.create_on_owner import CreationHandlers
 from arpc.wire.messages import (
     Message,
     RRefChildAccept,
@@ -62,7 +61,7 @@ class ControlService:
         self._context = context
         self._deliveries = context.deliveries
         self._forks = context.forks
-        self._arrivals = CreationHandlers(context)
+        self._creations = context.creations
 
     @property
     def handlers(self) -> Mapping[type[Message], Callable[..., Any]]:
@@ -78,8 +77,8 @@ class ControlService:
 
     @property
     def creations(self) -> Mapping[type[Message], CreationService]:
-        """Who takes messages that name a function."""
-        return {RRefCreate: self._arrivals}
+        """The service for messages that name a function."""
+        return {RRefCreate: self._creations}
 
     async def _on_fetch(self, rref: int, is_created: bool) -> Any:
         value = await self._context.value(rref, is_created=is_created)
@@ -106,9 +105,10 @@ class ControlService:
             self._context.happened(events.ChildAccepted(id_))
 
     async def _on_user_delete(self, incarnation: int, number: int, oldest: int, items: list[int]) -> None:
-        user_deleted = self._forks.user_deleted
+        self._creations.keep_answered()
+        user_deleted, carry_out = self._forks.user_deleted, self._context.carry_out
         for rref, id_ in _in_pairs(items):
-            self._context.carry_out(user_deleted(rref, id_))
+            carry_out(user_deleted(rref, id_))
 
     async def _on_creation_failed(self, incarnation: int, number: int, oldest: int, items: list[Any]) -> None:
         caller = _caller()

@@ -77,9 +77,14 @@ class ControlQueue:
 
     def add(self, message: type[Message], to: WorkerInfo, item: Item) -> None:
         """Send an item with the next message of its kind."""
-        if self._is_closed:
-            return
-        self._waiting.setdefault((message, to), []).append(item)
+        waiting = self._waiting.get((message, to))
+        if waiting is not None:
+            waiting.append(item)  # when these are sent is settled
+        elif not self._is_closed:
+            self._waiting[message, to] = [item]
+            self._settle_when(message)
+
+    def _settle_when(self, message: type[Message]) -> None:
         is_patient = message is RRefUserDelete
         if self._flush is None:
             self._is_lingering = is_patient

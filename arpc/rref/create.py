@@ -15,7 +15,7 @@ from arpc.agent.server.functions import name_of
 from arpc.errors import CallCancelledError, RpcTimeoutError, RRefCreationError, SerializationError
 from arpc.ids import UNKNOWN_ID, GloballyUniqueId, WorkerInfo, address_of
 from arpc.options import UNSET, Unset
-from arpc.rref.creation_label import KEY, pack_label
+from arpc.rref.create_on_owner import KEY, pack_label
 from arpc.rref.events import (
     CreationFailed,
     ForkCounted,
@@ -66,13 +66,13 @@ def start_creation(
     held: Use | Value
     if use is not None:
         held = use
-        use.origin = made or name or name_of(function)
+        use.origin = made or name or function
     else:
         held = context.values[rref] = Value(made or name or name_of(function))
     numbers = context.post.numbers(owner.name)
     number, oldest = numbers.take_with_oldest()
-    creation = Creation(context, owner, rref, fork, held, numbers, number, anchor)
-    creation.makes = function if isinstance(function, type) else None
+    makes = function if isinstance(function, type) else None
+    creation = Creation(context, rref, fork, held, numbers, number, anchor, makes)
     label = pack_label(context.incarnation, number, oldest, rref, fork, made or name)
     call = Call(
         None,
@@ -107,18 +107,17 @@ class Creation(msgspec.Struct, eq=False):
     """One `remote`: kept by its RRef, and by the call while that is under way, as the recipient of its answer."""
 
     context: RRefContext
-    owner: WorkerInfo
     rref: RRefId
     fork: ForkId
     held: Use | Value
     numbers: Numbers
     number: int
     anchor: object
+    makes: type | None
+    """The class whose object the value will be, if that is what was called."""
     call_id: int = 0
     callee: Peer | None = None
     on_cancel: Callable[[], None] | None = None
-    makes: type | None = None
-    """The class whose object the value will be, if that is what was called."""
     is_settled: bool = False
     error: BaseException | None = None
     waiter: asyncio.Future[tuple[Any, ...]] | None = None
@@ -144,9 +143,8 @@ class Creation(msgspec.Struct, eq=False):
         """
         agent, peer = self.context.agent, self.callee
         call = peer.held(self.call_id) if peer is not None else None
-        if call is None or agent.is_intercepted or agent.is_wrapped:
+        if call is None or peer is None or agent.is_intercepted or agent.is_wrapped:
             return None  # those who take part in calls, or see them all, have to know a fetch from a creation
-        assert peer is not None
         call.flags |= RequestFlag.VALUE
         waiter: asyncio.Future[tuple[Any, ...]] = agent.caller.make_waiter()
         self.waiter = waiter
@@ -233,7 +231,8 @@ class Creation(msgspec.Struct, eq=False):
             context.happened(UserDeleted(self.rref, self.fork))
         if self.watcher is not None:
             self._tell(self.watcher)
-        self._call_back()
+        if self.callbacks is not None:
+            self._call_back()
         waiter, self.waiter = self.waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(answer)
@@ -287,7 +286,8 @@ class Creation(msgspec.Struct, eq=False):
 
     def _failure(self, error: BaseException) -> Exception:
         """What uses of the RRef raise from now on."""
-        name, owner = f"RRef {GloballyUniqueId.from_int(self.rref)}", self.owner.name
+        name = f"RRef {GloballyUniqueId.from_int(self.rref)}"
+        owner = self.held.owner.name if isinstance(self.held, Use) else self.context.info.name
         made: Exception
         if isinstance(error, asyncio.CancelledError):
             return RRefCreationError(f"the creation of {name} on worker {owner!r} was cancelled")

@@ -50,6 +50,7 @@ class RRefRow:
 
 def rref_rows(context: RRefContext) -> list[RRefRow]:
     """Those this worker owns, then those it uses."""
+    context.creations.keep_answered()
     rows = []
     now = monotonic()
     for owned in context.forks.owned.values():

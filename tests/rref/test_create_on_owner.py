@@ -11,7 +11,7 @@ import torch
 
 import arpc
 from arpc.agent.client.pending_calls import Call
-from arpc.rref.creation_label import KEY, pack_label
+from arpc.rref.create_on_owner import KEY, pack_label
 from arpc.rref.events import CreationAbandoned, UserDeleted
 from arpc.testing import Cluster
 from arpc.wire.frames import frame

@@ -199,6 +199,12 @@ class Pickler:
             return _A_TENSOR, [value]
         if kind in SCALARS:
             return _dumps(value, protocol=5), []
+        if kind is tuple and len(value) == 1:
+            kind = type(value[0])
+            if kind is Tensor:
+                return _ONE_TENSOR, [value[0]]
+            if kind in SCALARS:
+                return _dumps(value, protocol=5), []
         return self.dumps(value, main_by_value=main_by_value, to=to)
 
     def explained(

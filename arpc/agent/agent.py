@@ -113,8 +113,10 @@ class Agent:
             options.max_body_bytes,
             policy,
         )
-        watchers_of_calls = (*self.codec.interceptors, *self.observers.standing)
-        self._occasions: tuple[Any, ...] = tuple(watcher.occasions for watcher in watchers_of_calls)
+        self._occasions = (
+            *(interceptor.occasions for interceptor in self.codec.interceptors),
+            *(observer.occasions for observer in self.observers.standing),
+        )
         self._alarms = alarms_of(self.loop)
         self.call_at: CallAt = self.loop.call_at if self._alarms is None else self._alarms.call_at
         """For timers that are always set: calls a function at a time of the loop's clock."""

@@ -6,7 +6,7 @@ Everything belongs to the loop, but for `drop`, which may be called from any thr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import Context
 from threading import get_ident
 from typing import Any, Final, NamedTuple, TypeVar
@@ -26,7 +26,7 @@ from arpc.rref.calls import bound, template_of
 from arpc.rref.control_handlers import ControlService
 from arpc.rref.control_queue import ControlQueue, Item
 from arpc.rref.create_on_owner import CreationHandlers
-from arpc.rref.drops import DropQueue
+from arpc.rref.drops import Dropped, DropQueue
 from arpc.rref.events import ForkId, RRefId
 from arpc.rref.exactly_once import Deliveries
 from arpc.rref.forks import Forks
@@ -118,9 +118,7 @@ class RRefContext:
         self.agent = agent
         self.post = ControlQueue(agent, self.options, self._context, self.incarnation, self._settled)
         self.drops = DropQueue(agent.loop, self._context, self._dropped)
-        self.inquiries = Inquiries(
-            agent, self.forks, self.post, self._context, self.options.rref_grace, self.happened
-        )
+        self.inquiries = Inquiries(agent, self.forks, self.post, self._context, self.options.rref_grace, self.happened)
 
     def identify(self, info: WorkerInfo) -> None:
         """The group has given this worker its id."""
@@ -141,10 +139,12 @@ class RRefContext:
         for instruction in following:
             self._ways[instruction.__class__](instruction)
 
-    def _dropped(self, handle: ForkId | events.OwnerHandleDropped) -> None:
-        following = self.forks.handle_dropped(handle) if isinstance(handle, int) else self.forks.handle(handle)
-        if following:
-            self.carry_out(following)
+    def _dropped(self, handles: Iterable[Dropped]) -> None:
+        forks = self.forks
+        for handle in handles:
+            following = forks.handle_dropped(handle) if isinstance(handle, int) else forks.handle(handle)
+            if following:
+                self.carry_out(following)
 
     def _send_fork_request(self, send: instructions.SendForkRequest) -> None:
         self.post.add(RRefForkRequest, send.to, (send.rref, send.fork, send.is_created))
@@ -200,17 +200,8 @@ class RRefContext:
         self, message: type[Message], to: WorkerInfo, items: Sequence[Item], reply: Any, error: Exception | None
     ) -> None:
         """A control message was answered, or given up."""
-        if message is RRefForkRequest and error is None:
-            refused = frozenset(reply)
-            for rref, id_, _ in items:
-                if id_ in refused:
-                    self.happened(events.ForkRefused(id_))
-                else:
-                    self.happened(events.ForkCounted(to, rref, id_))
-                    self.happened(events.ForkConfirmed(id_))
-        elif message is RRefForkRequest:
-            for rref, id_, _ in items:
-                self.happened(events.CountUnanswered(to, rref, id_))
+        if message is RRefForkRequest:
+            self._fork_requests_settled(to, items, frozenset(reply or ()), error)
         elif message is RRefForkQuery and error is None:
             self.inquiries.offers_answered(items, reply)
         elif message is RRefCreationQuery and error is None:
@@ -227,9 +218,22 @@ class RRefContext:
             for rref, id_ in items:
                 if error is not None:
                     self.happened(events.DeleteUndelivered(to, rref, id_))
-                self._end(id_)
+                if self._ends:
+                    self._end(id_)
         if error is not None:
             self._forget_peer(to)
+
+    def _fork_requests_settled(
+        self, to: WorkerInfo, items: Sequence[Item], refused: frozenset[ForkId], error: Exception | None
+    ) -> None:
+        for rref, id_, _ in items:
+            if error is not None:
+                self.happened(events.CountUnanswered(to, rref, id_))
+            elif id_ in refused:
+                self.happened(events.ForkRefused(id_))
+            else:
+                self.happened(events.ForkCounted(to, rref, id_))
+                self.happened(events.ForkConfirmed(id_))
 
     # -- making them
 

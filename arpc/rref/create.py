@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["Creation", "start_creation"]
 
 _CREATE: Final = int(MessageType.RREF_CREATE)
+_VALUE: Final = int(RequestFlag.VALUE)
+_LOST: Final = UserState.LOST
 
 
 def start_creation(
@@ -57,9 +59,9 @@ def start_creation(
     if not callable(function):
         raise TypeError(f"function should be callable, and {type(function).__qualname__} is not")
     arguments = as_arguments(args)
-    peer = context.agent.peer(to)
-    owner = _owner(peer, to)
-    forks, next_number = context.forks, context.ids.next_number
+    agent, forks, next_number = context.agent, context.forks, context.ids.next_number
+    peer = agent.peer(to)
+    owner = peer.info if peer is not None and peer.connection is not None else _owner(peer, to)
     rref, fork = next_number(), next_number()
     forks.creation_started(rref, fork, owner)
     use = forks.users.get(fork)
@@ -71,23 +73,13 @@ def start_creation(
         held = context.values[rref] = Value(made or name or name_of(function))
     numbers = context.post.numbers(owner.name)
     number, oldest = numbers.take_with_oldest()
-    makes = function if isinstance(function, type) else None
-    creation = Creation(context, rref, fork, held, numbers, number, anchor, makes)
-    label = pack_label(context.incarnation, number, oldest, rref, fork, made or name)
-    call = Call(
-        None,
-        creation,
-        function,
-        arguments,
-        kwargs,
-        timeout,
-        _CREATE,
-        metadata={KEY: label},
-        is_held=timeout is UNSET,
-        called=name,
-    )
+    creation = Creation(context, rref, fork, held, numbers, number, anchor, function)
+    metadata = {KEY: pack_label(context.incarnation, number, oldest, rref, fork, made or name)}
+    is_held = timeout is UNSET
+    # by position, which takes less time: type, flags, metadata, is_internal, is_held, is_awaited, called
+    call = Call(None, creation, function, arguments, kwargs, timeout, _CREATE, 0, metadata, False, is_held, False, name)
     try:
-        context.agent.create(address_of(to) if isinstance(to, WorkerInfo) else to, call)
+        agent.create(address_of(to) if isinstance(to, WorkerInfo) else to, call)
     except BaseException:
         creation.take_back()
         raise
@@ -113,8 +105,7 @@ class Creation(msgspec.Struct, eq=False):
     numbers: Numbers
     number: int
     anchor: object
-    makes: type | None
-    """The class whose object the value will be, if that is what was called."""
+    function: Callable[..., Any]
     call_id: int = 0
     callee: Peer | None = None
     on_cancel: Callable[[], None] | None = None
@@ -124,6 +115,11 @@ class Creation(msgspec.Struct, eq=False):
     """For the value, which comes with the answer."""
     watcher: OwnerFuture | None = None
     callbacks: list[Callable[[Any], object]] | None = None
+
+    @property
+    def makes(self) -> type | None:
+        """The class whose object the value will be, if that is what was called."""
+        return self.function if isinstance(self.function, type) else None
 
     def take_back(self) -> None:
         """It was never sent: nobody has to hear of it."""
@@ -145,7 +141,7 @@ class Creation(msgspec.Struct, eq=False):
         call = peer.held(self.call_id) if peer is not None else None
         if call is None or peer is None or agent.is_intercepted or agent.is_wrapped:
             return None  # those who take part in calls, or see them all, have to know a fetch from a creation
-        call.flags |= RequestFlag.VALUE
+        call.flags |= _VALUE
         waiter: asyncio.Future[tuple[Any, ...]] = agent.caller.make_waiter()
         self.waiter = waiter
         peer.send_held()
@@ -219,12 +215,11 @@ class Creation(msgspec.Struct, eq=False):
         self.numbers.settle(self.number)
         context, held = self.context, self.held
         if isinstance(held, Use):
-            if held.fetches is not None:
-                held.fetches = None
+            held.fetches = None
             following = context.forks.creation_confirmed(self.fork)
             if following:
                 context.carry_out(following)
-            if held.state is UserState.LOST:
+            if held.state is _LOST:
                 context.happened(ForkCounted(held.owner, self.rref, self.fork))
         else:
             # on oneself: the creation was the worker's own user, and ends

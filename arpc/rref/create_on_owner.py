@@ -67,7 +67,7 @@ class OwnerCreation(msgspec.Struct, eq=False):
     """The creator waits for the value: the answer brings it along."""
 
     def answer(self, run: Run, result: Any) -> tuple[Any, ...] | None:
-        return (result,) if self.is_wanted and not _stays(run, result) else None
+        return (result,) if self.is_wanted and not (run.function.keeps_modules and _is_module(result)) else None
 
     def answered(self, run: Run, result: Any) -> None:
         handlers = self.handlers
@@ -81,7 +81,8 @@ class OwnerCreation(msgspec.Struct, eq=False):
         value = self.value
         if not value.made:
             value.made = run.name
-        value.stays = _stays(run, result)  # before anybody can see the value
+        if run.function.keeps_modules and _is_module(result):
+            value.stays = True  # before anybody can see the value
         value.set(result)
         self.handlers.ended(self.rref)
 
@@ -126,18 +127,17 @@ class CreationHandlers:
         """Prepare a creation; None if the request has been answered. Raises `ProtocolError` if it has no label."""
         if self.answered:
             self.keep_answered()
-        label = run.meta.pop(KEY, None) if run.meta else None
-        incarnation, number, oldest, rref, fork, made = unpack_label(label)
+        incarnation, number, oldest, rref, fork, made = unpack_label(run.meta.pop(KEY, None) if run.meta else None)
         caller, function = run.inbound.caller, run.function
-        dispatcher = self._context.agent.dispatcher
         if not self._deliveries.is_new(caller.id, incarnation, number, oldest):
+            dispatcher = self._context.agent.dispatcher
             run.message = None
             run.function = Function.of_coroutine(partial(self._created_before, rref), function.name)
             dispatcher.tasks.start(run)
             return None
         if not self._forks.creation_arrived(rref, fork, caller):
             error = RRefError(f"the creation of RRef {_text(rref)} was given up by worker {caller.name!r}")
-            dispatcher.refused(run, error)
+            self._context.agent.dispatcher.refused(run, error)
             return None
         if not made and message.arg:  # a function that travels with its arguments has no name yet
             made = function.name
@@ -180,6 +180,5 @@ class CreationHandlers:
             self._context.carry_out(following)
 
 
-def _stays(run: Run, result: Any) -> bool:
-    """Whether a value is used where it is, and never copied elsewhere."""
-    return run.function.keeps_modules and is_a(result, ScriptModule)
+def _is_module(result: Any) -> bool:
+    return is_a(result, ScriptModule)

@@ -63,13 +63,15 @@ class RRef(Generic[T_co]):
         "__weakref__",
         "_context",
         "_creation",
-        "_hint",
         "_is_released",
         "_rref",
         "_type",
         "_use",
         "_value",
     )
+
+    _type: Future[type[T_co]] | Any
+    """What is known of the value's type: a future of it once somebody has asked, or the hint of its maker."""
 
     def __init__(self, value: T_co, type_hint: Any = None) -> None:
         scope = find_scope()
@@ -82,42 +84,22 @@ class RRef(Generic[T_co]):
         held = Value.of(value, made)
         held.stays = type_hint is not None and isinstance(value, ScriptModule)
         self._set_up(context, context.ids.next_number(), held)
-        self._hint = type_hint
+        self._type = type_hint
 
-    def _set_up(
-        self,
-        context: RRefContext,
-        rref: RRefId,
-        held: Use | Value,
-    ) -> None:
+    def _set_up(self, context: RRefContext, rref: RRefId, held: Use | Value, creation: Creation | None = None) -> None:
         self._context = context
         self._rref = rref
         self._use = held if isinstance(held, Use) else None
-        self._value = held if isinstance(held, Value) else None
-        self._is_released = False
-        self._creation: Creation | None = None
-        self._type: Future[type[T_co]] | None = None
-        self._hint = None
-
-    def _begin(self, creation: Creation) -> None:
-        """`_set_up` for one that is made here."""
-        held = creation.held
-        self._context = creation.context
-        self._rref = creation.rref
-        self._use, self._value = (held, None) if isinstance(held, Use) else (None, held)
+        self._value = None if isinstance(held, Use) else held
         self._is_released = False
         self._creation = creation
-        self._type = self._hint = None
+        self._type = None
 
     @classmethod
-    def _make(
-        cls,
-        context: RRefContext,
-        rref: RRefId,
-        held: Use | Value,
-    ) -> Self:
-        made = cls.__new__(cls)
-        cls._set_up(made, context, rref, held)
+    def of(cls, context: RRefContext, rref: RRefId, held: Use | Value, creation: Creation | None = None) -> Self:
+        """An RRef to something that a worker's context knows. For arpc's own code."""
+        made = _new_rref(cls)
+        cls._set_up(made, context, rref, held, creation)
         return made
 
     # -- who and where
@@ -387,7 +369,7 @@ class RRef(Generic[T_co]):
 
     def _get_type(self, timeout: float | Unset = UNSET) -> Future[type[T_co]]:
         """The type of the value, asked once; ``await`` it."""
-        if self._type is None:
+        if not isinstance(self._type, Future):
             agent, owner = self._context.agent, self._owner
             future = OwnerFuture(loop=agent.loop)
             future.owner = owner.name
@@ -398,13 +380,15 @@ class RRef(Generic[T_co]):
 
     def _known_type(self) -> type | None:
         """The type of the value, if that is known here without asking anybody."""
-        asked = self._type
-        if asked is not None and asked.done() and not asked.cancelled() and asked.exception() is None:
-            return asked.result()
+        known = self._type
+        if known is not None:
+            if isinstance(known, type):
+                return known
+            if isinstance(known, Future) and known.done() and not known.cancelled() and known.exception() is None:
+                asked: type = known.result()
+                return asked
         if self._value is not None and self._value.content is not NOTHING:
             return type(self._value.content)
-        if isinstance(self._hint, type):
-            return self._hint
         return self._creation.makes if self._creation is not None else None
 
     def _name_of_method(self, name: str) -> str:
@@ -494,6 +478,4 @@ def create_remote(
         creation = context.on_loop(
             partial(start_creation, context, to, function, args, kwargs, timeout, made, anchor, name)
         )
-    rref: RRef[Any] = _new_rref(RRef)
-    rref._begin(creation)  # noqa: SLF001 - its own, in all but name
-    return rref
+    return RRef.of(context, creation.rref, creation.held, creation)

@@ -6,7 +6,7 @@ import asyncio
 import html
 import traceback
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Self, TypeVar, cast
@@ -27,17 +27,19 @@ from arpc.options import UNSET, Unset
 from arpc.rref.calls import call_method, rref_typeof_on_owner, stream_items, stream_method
 from arpc.rref.context import RRefContext
 from arpc.rref.create import Creation, start_creation
-from arpc.rref.events import OwnerHandleDropped, RRefId
+from arpc.rref.events import ForkId, OwnerHandleDropped, RRefId
 from arpc.rref.proxies import AsyncProxy, RemoteProxy, StreamProxy, SyncProxy
 from arpc.rref.user_ref import FetchFuture, OwnerFuture, Use
 from arpc.rref.values import NOTHING, Value
 from arpc.torchjit import ScriptModule
 from arpc.user_errors import fresh, name_of_class
 from arpc.wire.messages import RRefFetch
+from arpc.wire.values.pickler import Parcel
 
 __all__ = ["RRef", "create_remote"]
 
 T_co = TypeVar("T_co", covariant=True)
+F = TypeVar("F", bound=OwnerFuture)
 
 _STACK_LIMIT: Final = 12
 _new_rref = object.__new__
@@ -155,7 +157,7 @@ class RRef(Generic[T_co]):
     @property
     def _summary(self) -> str:
         """Class, owner and state, for people: ``RRef[Counter] on 'ps' (confirmed)``."""
-        known = self._known_type()
+        known = self.known_type()
         held = "" if known is None else f"[{name_of_class(known)}]"
         return f"RRef{held} on {self.owner_name()!r} ({self._state()})"
 
@@ -205,11 +207,8 @@ class RRef(Generic[T_co]):
                     del waiter  # whose exception refers to this frame
                 if answer:
                     return cast("T_co", answer[0])
-        future = FetchFuture(loop=context.agent.loop)
-        owner = use.owner
-        future.owner = owner.name
-        is_created = use.is_created
-        context.agent.request(RRefFetch, address_of(owner), (self._rref, is_created), timeout, future=future)
+        future, is_created = self.owner_future(FetchFuture), use.is_created
+        context.agent.request(RRefFetch, address_of(use.owner), (self._rref, is_created), timeout, future=future)
         if not is_created:
             # it is interrupted if it turns out that there will be no value
             if use.fetches is None:
@@ -284,67 +283,13 @@ class RRef(Generic[T_co]):
         """
         return StreamProxy(self, self._stream_method, timeout, window)
 
-    def _target(self) -> tuple[int, bool]:
-        """How calls name the value to its owner."""
-        try:
-            self._check("methods called")
-        except ArpcError as error:
-            # it is kept, and about another call
-            set_may_have_run(error, may_have_run=False)
-            raise
-        if self._use is not None:
-            return self._rref, self._use.is_created
-        self._share()
-        return self._rref, False
-
-    def _share(self) -> None:
-        assert self._value is not None
-        self._context.on_loop(lambda: self._context.share(self._rref, cast("Value", self._value)))
-
-    def _live_until(self, future: Future[Any]) -> None:
-        """The RRef, and with it the value, lives at least until a call has ended."""
-        if _on_loop(self._context.agent.loop):
-            future.add_done_callback(self._keep)
-        else:
-            self._context.agent.loop.call_soon_threadsafe(future.add_done_callback, self._keep)
-
-    def _keep(self, _: object) -> None:
-        """Done callback of calls, which holds on to the RRef."""
-
     def _call_method(self, name: str, timeout: float | Unset, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        agent, owner = self._context.agent, self._owner
-        future = OwnerFuture(loop=agent.loop)
-        future.owner = owner.name
-        arguments = (*self._target(), name, *args)
-        called = self._name_of_method(name)
-        agent.call(address_of(owner), call_method, arguments, kwargs, timeout, depth=2, future=future, name=called)
-        self._live_until(future)
+        future = self.owner_future(OwnerFuture)
+        self.call_on_owner(future, call_method, (name, *args), kwargs, timeout, name=self.name_of_method(name), depth=3)
         return future
 
-    def _call_handler(
-        self,
-        handler: Callable[..., Any],
-        args: Sequence[Any],
-        timeout: float | Unset,
-        future: OwnerFuture,
-        name: str = "",
-    ) -> None:
-        """Call a function on the owner that gets the value by `calls.held_value`. ``name``: what people call that."""
-        owner = self._owner
-        future.owner = owner.name
-        arguments = (*self._target(), *args)
-        self._context.agent.call(
-            address_of(owner), handler, arguments, None, timeout, depth=5, future=future, name=name
-        )
-        self._live_until(future)
-
     def _remote_method(self, name: str, timeout: float | Unset, /, *args: Any, **kwargs: Any) -> RRef[Any]:
-        use = self._use
-        if use is None or use.failure is not None or self._is_released:
-            arguments = (*self._target(), name, *args)
-        else:
-            arguments = (self._rref, use.is_created, name, *args)
-        called = self._name_of_method(name)
+        arguments, called = (*self.target(), name, *args), self.name_of_method(name)
         return create_remote(
             self._context, self._owner, call_method, arguments, kwargs, timeout, anchor=self, name=called
         )
@@ -352,33 +297,66 @@ class RRef(Generic[T_co]):
     def _stream_method(
         self, name: str | None, timeout: float | Unset, window: int, /, *args: Any, **kwargs: Any
     ) -> AsyncIterator[Any]:
-        agent, owner = self._context.agent, self._owner
-        future = OwnerFuture(loop=agent.loop)
-        future.owner = owner.name
+        to, stream_of = address_of(self._owner), self._context.agent.stream
+        future = self.owner_future(OwnerFuture)
         stream: Stream[Any]
         if name is None:
-            stream = agent.stream(address_of(owner), stream_items, self._target(), None, timeout, window, future)
+            stream = stream_of(to, stream_items, self.target(), None, timeout, window, future)
         else:
-            arguments = (*self._target(), name, *args)
-            called = self._name_of_method(name)
-            stream = agent.stream(address_of(owner), stream_method, arguments, kwargs, timeout, window, future, called)
+            arguments, called = (*self.target(), name, *args), self.name_of_method(name)
+            stream = stream_of(to, stream_method, arguments, kwargs, timeout, window, future, called)
         stream.anchor = self
         return stream
 
-    # -- what it is
+    # -- for arpc's own code
 
-    def _get_type(self, timeout: float | Unset = UNSET) -> Future[type[T_co]]:
-        """The type of the value, asked once; ``await`` it."""
-        if not isinstance(self._type, Future):
-            agent, owner = self._context.agent, self._owner
-            future = OwnerFuture(loop=agent.loop)
-            future.owner = owner.name
-            agent.call(address_of(owner), rref_typeof_on_owner, self._target(), None, timeout, future=future)
-            self._live_until(future)
-            self._type = future
-        return self._type
+    def target(self) -> tuple[int, bool]:
+        """How calls name the value to its owner. Raises if the RRef is known to be of no use."""
+        use = self._use
+        if self._is_released or (use is not None and use.failure is not None):
+            try:
+                self._check("methods called")
+            except ArpcError as error:
+                set_may_have_run(error, may_have_run=False)  # the error is kept, and about another call
+                raise
+        if use is not None:
+            return self._rref, use.is_created
+        self._context.on_loop(lambda: self._context.share(self._rref, cast("Value", self._value)))
+        return self._rref, False
 
-    def _known_type(self) -> type | None:
+    def owner_future(self, kind: type[F]) -> F:
+        """A future for `call_on_owner`."""
+        future = kind(loop=self._context.agent.loop)
+        future.owner = self._owner.name
+        return future
+
+    def call_on_owner(
+        self,
+        future: OwnerFuture,
+        function: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | Unset = UNSET,
+        *,
+        name: str = "",
+        depth: int = 5,
+    ) -> None:
+        """Call a function on the owner, with `target` before its arguments. The RRef lives until the call has ended.
+
+        ``name`` is what people call the function, if not by its own; ``depth`` is that of the user's frame.
+        """
+        context, arguments = self._context, (*self.target(), *args)
+        agent = context.agent
+        agent.call(address_of(self._owner), function, arguments, kwargs, timeout, depth=depth, future=future, name=name)
+        if get_ident() == context.thread:
+            future.add_done_callback(self._keep)
+        else:
+            agent.loop.call_soon_threadsafe(future.add_done_callback, self._keep)
+
+    def _keep(self, _: object) -> None:
+        """Done callback of calls, which holds on to the RRef."""
+
+    def known_type(self) -> type | None:
         """The type of the value, if that is known here without asking anybody."""
         known = self._type
         if known is not None:
@@ -391,10 +369,46 @@ class RRef(Generic[T_co]):
             return type(self._value.content)
         return self._creation.makes if self._creation is not None else None
 
-    def _name_of_method(self, name: str) -> str:
+    def name_of_method(self, name: str) -> str:
         """What people call a method of the value: with the class, if that is known here."""
-        known = self._known_type()
-        return name if known is None else f"{name_of_class(known)}.{name}"
+        known = self.known_type()
+        return name if known is None else _name_of_method(known, name)
+
+    def pack(self, context: RRefContext, parcel: Parcel) -> tuple[str, int, RRefId, ForkId, str, bool]:
+        """Make a fork for the worker that a pickle is for, which counts once the pickle is complete."""
+        to, number = parcel.to, self._rref
+        if to is None:
+            self.__reduce__()
+        if self._context is not context:
+            holder, sender = self._context.info.name, context.info.name
+            raise SerializationError(f"{self!r} belongs to worker {holder!r} and cannot be sent by worker {sender!r}")
+        self._check("forks made")
+        fork = context.ids.next_number()
+        use, value = self._use, self._value
+        if use is not None:
+            is_created = use.is_created
+            parcel.packed.append(lambda: context.on_loop(lambda: context.offer(number, fork, to, use.fork)))
+        else:
+            assert value is not None
+            is_created = not context.forks.is_expected(number)
+
+            def share_and_offer() -> None:
+                context.share(number, value)
+                context.offer(number, fork, to, None)
+
+            parcel.packed.append(lambda: context.on_loop(share_and_offer))
+        owner = self.owner()
+        return owner.name, owner.id, number, fork, context.info.name, is_created
+
+    # -- names that torch has, too
+
+    def _get_type(self, timeout: float | Unset = UNSET) -> Future[type[T_co]]:
+        """The type of the value, asked once; ``await`` it."""
+        if not isinstance(self._type, Future):
+            future = self.owner_future(OwnerFuture)
+            self.call_on_owner(future, rref_typeof_on_owner, timeout=timeout, depth=3)
+            self._type = future
+        return self._type
 
     def _get_future(self) -> Future[Any] | None:
         """The future of the creation, on the worker that called `remote`. It has no value: that stays on the owner."""
@@ -442,11 +456,9 @@ class RRef(Generic[T_co]):
         )
 
 
-def _on_loop(loop: asyncio.AbstractEventLoop) -> bool:
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False
+@lru_cache(maxsize=1024)
+def _name_of_method(kind: type, name: str) -> str:
+    return f"{name_of_class(kind)}.{name}"
 
 
 def _stack() -> str:

@@ -45,7 +45,7 @@ class _Proxy(Generic[T_co]):
 
     def __dir__(self) -> Iterable[str]:
         """For completion in a shell or notebook: the methods of the value, as far as its type is known here."""
-        known = self._rref._known_type()  # noqa: SLF001 - the two belong together
+        known = self._rref.known_type()
         return super().__dir__() if known is None else [name for name in dir(known) if not name.startswith("_")]
 
 

@@ -11,7 +11,8 @@ import torch
 
 import arpc
 from arpc.agent.client.pending_calls import Call
-from arpc.rref.create_on_owner import KEY, pack_label
+from arpc.errors import ProtocolError
+from arpc.rref.create_on_owner import KEY, pack_label, unpack_label
 from arpc.rref.events import CreationAbandoned, UserDeleted
 from arpc.testing import Cluster
 from arpc.wire.frames import frame
@@ -170,3 +171,23 @@ async def test_methods_of_a_value_can_be_chained(group):
         rref = rref.remote().next()
     assert (await rref).total == 5
     await until(lambda: len(group[1].rrefs()) == 1)
+
+
+# -- the label
+
+LABEL = (1, 2, 3, (65535 << 48) + 4, 5, "")
+
+
+@pytest.mark.parametrize("made", ["", "train.py, line 5", "straße"])
+def test_a_label_comes_back(made):
+    assert unpack_label(pack_label(*LABEL[:5], made)) == (*LABEL[:5], made)
+
+
+def test_a_stack_that_is_no_text_is_read_all_the_same():
+    assert unpack_label(pack_label(*LABEL[:5], "") + b"\xff")[-1] == "\ufffd"
+
+
+@pytest.mark.parametrize("data", [None, b"", pack_label(*LABEL)[:-1]])
+def test_less_than_a_label_is_refused(data):
+    with pytest.raises(ProtocolError):
+        unpack_label(data)

@@ -358,6 +358,7 @@ class RRefContext:
         self._is_closed = True
         self.drops.close()
         self.inquiries.close()
+        self.creations.close()
         self.post.close()
         for id_ in list(self._ends):
             self._end(id_)

@@ -117,7 +117,12 @@ class CreationHandlers:
         self._deliveries = context.deliveries
         self.answered: deque[tuple[Run, Any]] = deque()
         """Results of creations that threads have answered."""
-        self.will_look = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def will_look(self) -> bool:
+        """The loop looks for results before long. Asked in any thread."""
+        return self._timer is not None
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -146,9 +151,8 @@ class CreationHandlers:
             value = self._values[rref] = Value(made, caller.name)
         else:
             value.made, value.creator = made, caller.name
-        if function.mode is _THREAD and not self.will_look:
-            self.will_look = True
-            self.loop.call_later(_LOOK_S, self._look)
+        if function.mode is _THREAD and self._timer is None:
+            self._timer = self.loop.call_later(_LOOK_S, self._look)
         return OwnerCreation(self, rref, value, bool(message.flags & _VALUE))
 
     async def _created_before(self, rref: RRefId) -> None:
@@ -160,7 +164,7 @@ class CreationHandlers:
             await value.get()
 
     def _look(self) -> None:
-        self.will_look = False
+        self._timer = None
         self.keep_answered()
 
     def keep_answered(self) -> None:
@@ -168,6 +172,10 @@ class CreationHandlers:
         while self.answered:
             run, result = self.answered.popleft()
             run.keep(result)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     def fail(self, value: Value, error: BaseException) -> None:
         """Keep what a function raised, for all users of its value."""

@@ -130,7 +130,7 @@ async def stream_method(rref: int, is_created: bool, name: str, /, *args: Any, *
 
 @export
 async def stream_items(rref: int, is_created: bool) -> Any:
-    """What a value yields. The value stays open when whoever iterates leaves."""
+    """The items that a value yields. The value stays open when the reader leaves early."""
     value = await held_value(rref, is_created)
     return _items_async(value) if hasattr(value, "__aiter__") else _items(value)
 

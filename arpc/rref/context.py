@@ -1,6 +1,6 @@
-"""A worker's RRefs at work: carries out what `forks.Forks` decides, keeps the values, serves those who ask for them.
+"""The RRefs of one worker: carries out what `forks.Forks` decides, and keeps the values.
 
-Everything belongs to the loop, but for `drop`, which may be called from any thread and at any time.
+Everything belongs to the loop, but for drops of handles, which may happen on any thread and at any time.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import Context
 from threading import get_ident
 from typing import Any, Final, NamedTuple, TypeVar
+
+from msgspec.structs import astuple
 
 from arpc.agent.agent import Agent
 from arpc.agent.scope import current_scope
@@ -51,11 +53,18 @@ logger = get_logger("arpc.rref")
 T = TypeVar("T")
 
 _POLL_S: Final = 0.002
+_MESSAGES: Final[dict[type[instructions.Instruction], type[Message]]] = {
+    instructions.SendForkRequest: RRefForkRequest,
+    instructions.SendChildAccept: RRefChildAccept,
+    instructions.SendUserDelete: RRefUserDelete,
+    instructions.SendCreationFailed: RRefCreationFailed,
+}
+"""Which message carries out an instruction to send something: its fields are the receiver, then the message's item."""
 _text = GloballyUniqueId.from_int
 
 
 class Skin(NamedTuple):
-    """Another class in which the code of a worker sees its RRefs, whoever sends them."""
+    """Another class in which the code of a worker sees its RRefs, whichever worker sends them."""
 
     cls: type
     wrap: Callable[[Any], Any]
@@ -96,17 +105,14 @@ class RRefContext:
         self._is_releasing = False
         self._is_closed = False
         self._ways: dict[type[instructions.Instruction], Callable[[Any], object]] = {
-            instructions.SendForkRequest: self._send_fork_request,
-            instructions.SendChildAccept: self._send_child_accept,
-            instructions.SendUserDelete: self._send_user_delete,
+            **dict.fromkeys(_MESSAGES, self._send),
             instructions.DropValue: self._drop_value,
-            instructions.SendCreationFailed: self._send_creation_failed,
             instructions.AwaitCreation: lambda await_: self.inquiries.expected(await_.rref),
             instructions.FailValue: self._fail_value,
             instructions.MarkConfirmed: lambda mark: self._answer(mark.fork),
             instructions.MarkLost: lambda mark: self._mark_lost(mark.fork),
             instructions.ForgetFork: lambda forget: self._end(forget.fork),
-            instructions.RunCreation: lambda _: None,  # by whoever asked
+            instructions.RunCreation: lambda _: None,  # the caller of `creation_arrived` runs it
         }
         self.creations = CreationHandlers(self)
         """Handles the creations of others."""
@@ -146,31 +152,23 @@ class RRefContext:
             if following:
                 self.carry_out(following)
 
-    def _send_fork_request(self, send: instructions.SendForkRequest) -> None:
-        self.post.add(RRefForkRequest, send.to, (send.rref, send.fork, send.is_created))
-
-    def _send_child_accept(self, send: instructions.SendChildAccept) -> None:
-        self.post.add(RRefChildAccept, send.to, (send.fork,))
-
-    def _send_user_delete(self, send: instructions.SendUserDelete) -> None:
-        self.post.add(RRefUserDelete, send.to, (send.rref, send.fork))
-
-    def _send_creation_failed(self, send: instructions.SendCreationFailed) -> None:
-        self.post.add(RRefCreationFailed, send.to, (send.rref, send.fork, send.number, send.reason))
+    def _send(self, send: instructions.Instruction) -> None:
+        to, *item = astuple(send)
+        self.post.add(_MESSAGES[send.__class__], to, item)
 
     def _drop_value(self, drop: instructions.DropValue) -> None:
         value = self.values.pop(drop.rref, None)
         if value is not None and value.content is NOTHING:
-            # released before its creation came, which will find another in its place: nobody is to wait for this one
+            # Released before its creation came, which will make another value: nothing may wait for this one
             value.fail(RRefError(f"RRef {_text(drop.rref)} was released before its value was there"))
 
     def _fail_value(self, fail: instructions.FailValue) -> None:
-        # also if nobody waits for it: those who ask later have to hear it
+        # even if nothing waits for it yet: later calls raise the error
         value = self.values.setdefault(fail.rref, Value())
         value.fail(RRefCreationError(f"the value of RRef {_text(fail.rref)} was never created: {fail.reason}"))
 
     def _answer(self, id_: ForkId) -> None:
-        """Let go on who waits for a fork to be confirmed."""
+        """Wake handlers that wait for a fork to be confirmed."""
         waiter = self._answers.pop(id_, None)
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -179,7 +177,7 @@ class RRefContext:
         self._answer(id_)
         use = self.forks.users.get(id_)
         if use is None:
-            return  # nobody is left who could use it
+            return  # no handle is left that could use it
         owner = use.owner
         if owner in self._lost:
             text = f"worker {owner.name!r}, the owner of {use}, was lost, and the value with it"
@@ -371,7 +369,7 @@ class RRefContext:
             self.happened(events.PeerConnected(peer))
 
     def peer_disconnected(self, peer: WorkerInfo, *, has_left: bool) -> None:
-        # who leaves when all let go and leave is not lost: what is still counted then is a leak, to be reported
+        # A worker that leaves while the group shuts down is not lost: what it still holds is a leak, to be reported
         if self._is_closed or self._is_releasing or self.agent.is_closing:
             return
         if has_left:

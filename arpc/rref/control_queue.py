@@ -23,7 +23,7 @@ __all__ = ["ControlQueue", "Item"]
 
 logger = get_logger("arpc.rref")
 
-Item: TypeAlias = tuple[Any, ...]
+Item: TypeAlias = Sequence[Any]
 Settled: TypeAlias = Callable[[type[Message], WorkerInfo, Sequence[Item], Any, "Exception | None"], None]
 
 # Nobody waits for a delete: a few milliseconds gather what a loop drops one by one
@@ -100,7 +100,7 @@ class ControlQueue:
             self._schedule(0.0)
 
     def _schedule(self, delay_s: float) -> None:
-        # in the worker's own context: whoever caused the message may be a handler, whose deadline is not the message's
+        # in the worker's own context: a handler may have caused the message, and its deadline is not the message's
         context = self._context.copy()
         if delay_s:
             self._flush = self._loop.call_later(delay_s, self._send_gathered, context=context)

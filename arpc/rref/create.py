@@ -140,7 +140,7 @@ class Creation(msgspec.Struct, eq=False):
         agent, peer = self.context.agent, self.callee
         call = peer.held(self.call_id) if peer is not None else None
         if call is None or peer is None or agent.is_intercepted or agent.is_wrapped:
-            return None  # those who take part in calls, or see them all, have to know a fetch from a creation
+            return None  # interceptors and observers must see a fetch as a call of its own
         call.flags |= _VALUE
         waiter: asyncio.Future[tuple[Any, ...]] = agent.caller.make_waiter()
         self.waiter = waiter
@@ -243,7 +243,7 @@ class Creation(msgspec.Struct, eq=False):
         self.context.agent.loop.call_soon(self._failed, error)
 
     def _unreadable(self, error: Exception) -> None:
-        """The value is there, and came with the answer, but cannot be built here: that is for who waits for it."""
+        """The value came with the answer, but cannot be built here: only `to_here` raises that."""
         waiter, self.waiter = self.waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_exception(error)

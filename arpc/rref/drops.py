@@ -71,7 +71,7 @@ class DropQueue:
         return len(self._handles)
 
     def close(self) -> None:
-        """Nobody is told any more."""
+        """Ignore later drops."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()

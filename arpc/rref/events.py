@@ -72,7 +72,7 @@ class CreationFailed(Event, frozen=True):
 
     fork: ForkId
     number: int
-    """Of the creation, see `delivery`: the owner handles the creation or the news of its failure, never both."""
+    """Of the creation, see `exactly_once`: the owner handles the creation or the news of its failure, never both."""
     reason: str
 
 
@@ -231,7 +231,7 @@ class ValueAwaited(Event, frozen=True):
 
 
 class OwnerHandleDropped(Event, frozen=True):
-    """A handle of the owner itself, or somebody who waited for the value, is gone."""
+    """A handle of the owner itself, or a call that waited for the value, is gone."""
 
     rref: RRefId
 

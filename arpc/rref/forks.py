@@ -1,8 +1,8 @@
-"""Who holds which RRef: the reference count over the whole group, as a state machine. Events in, instructions out.
+"""The reference count of RRefs over the whole group, as a state machine: events in, instructions out.
 
 The value of an RRef lives on its **owner**. Every other worker that holds it is a **user** and has a **fork** of its
-own, with an id that is unique over the group. Whoever sends an RRef makes a fork for the receiver, its **child**, and
-keeps its own until the owner counts the child. So, whatever order messages arrive in:
+own, with an id that is unique over the group. A worker that sends an RRef makes a fork for the receiver, its **child**,
+and keeps its own until the owner counts the child. So, whatever order messages arrive in:
 
 - the owner keeps the value while any user lives, because every user is counted, or has a parent that is;
 - the owner drops it when the last one has ended, because every counted user says when it ends, or is found dead.
@@ -14,9 +14,9 @@ user sends to a user      the child asks the owner to count it (fork request), t
 user sends to the owner   the owner finds the value itself, and accepts the child at once
 ========================  ===========================================================================================
 
-A fork that was *offered* in a message which never arrives would keep its parent for ever. Who was offered a fork and
-does not answer is therefore asked; if it knows nothing of it, it will not take it any more, even if the message comes
-late.
+A fork that was *offered* in a message which never arrives would keep its parent for ever. A worker that was offered
+a fork and does not answer is therefore asked; if it knows nothing of it, it will not take it any more, even if the
+message comes late.
 
 A value may be *expected*: its users were heard of before its creation. If the creator gives the creation up, it tells
 the owner, which handles either the creation or that news, whichever is first. Either counts the creator's fork, so the
@@ -26,8 +26,8 @@ the creator; one that is lost, or knows of no such creation, will not create it.
 Workers are told apart by name and id. A worker that comes back under its name has another id and knows nothing of
 what its predecessor owned or held.
 
-Each event may be handled at any time. Fork requests and creations must be handled once only: `delivery.Window` sees to
-that. All else may be repeated.
+Each event may be handled at any time. Fork requests and creations must be handled once only: `exactly_once.Window` sees
+to that. All else may be repeated.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Forks(Generic[U]):
         self.offers: dict[ForkId, Offer] = {}
         """Forks sent to others that have not been heard of since."""
         self._refused: dict[ForkId, WorkerInfo] = {}
-        """Forks not to be taken any more, and who offered them."""
+        """Forks not to be taken any more, and the workers that offered them."""
         self._lost: set[WorkerId] = set()
         self._ghosts: OrderedDict[WorkerInfo, list[tuple[RRefId, ForkId]]] = OrderedDict()
         """Forks of owners taken for lost. Should one of them come back after all, it may count them still."""
@@ -157,7 +157,7 @@ class Forks(Generic[U]):
         )
 
     def forget(self, worker: WorkerInfo) -> None:
-        """A worker that was lost will not return: nobody is left to be told that its forks have ended."""
+        """A worker that was lost will not return: it need not hear that its forks have ended."""
         self._ghosts.pop(worker, None)
 
     def concerns(self, worker: WorkerInfo) -> bool:

@@ -104,7 +104,7 @@ class RRef(Generic[T_co]):
         cls._set_up(made, context, rref, held, creation)
         return made
 
-    # -- who and where
+    # -- owner and state
 
     def owner(self) -> WorkerInfo:
         """The worker that has the value."""

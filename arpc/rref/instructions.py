@@ -93,7 +93,7 @@ class ForgetFork(Instruction, frozen=True):
 
 
 class MarkConfirmed(Instruction, frozen=True):
-    """The owner counts a fork that asked for it: who waited for that may go on."""
+    """The owner counts a fork that asked for it: handlers that waited for that may start."""
 
     fork: ForkId
 

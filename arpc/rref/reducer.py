@@ -29,7 +29,7 @@ def _rebuild(owner_name: str, owner_id: int, rref: int, fork: int, parent: str, 
         raise SerializationError("an RRef can be unpickled by a worker that received it in a call, and nowhere else")
     context: RRefContext = scope.worker.rref_context
     owner = context.identified(WorkerInfo(owner_name, owner_id))
-    # the id of a fork tells who made it, and that is who sends it
+    # the id of a fork names its maker, which is the sender
     held = context.receive(rref, fork, owner, WorkerInfo(parent, creator_of(fork)), is_created=is_created)
     made: RRef[Any] = RRef.of(context, rref, held)
     return made if context.skin is None else context.skin.wrap(made)

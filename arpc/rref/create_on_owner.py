@@ -106,8 +106,8 @@ class CreationHandlers:
     """Handles the creations that come to one worker: a `dispatcher.CreationService`.
 
     A thread sends the answer to a creation itself, like that to any call. The loop, to which values belong, keeps the
-    result when it looks next: before it handles a message about RRefs, or after `_LOOK_S`. A thread wakes it only if
-    something waits for the value.
+    result when it looks next: when a call needs the value, when users have ended, or after `_LOOK_S`. A thread wakes
+    the loop only if something waits for the value already.
     """
 
     def __init__(self, context: RRefContext) -> None:
@@ -130,8 +130,6 @@ class CreationHandlers:
 
     def admit(self, run: Run, message: Message) -> OwnerCreation | None:
         """Prepare a creation; None if the request has been answered. Raises `ProtocolError` if it has no label."""
-        if self.answered:
-            self.keep_answered()
         incarnation, number, oldest, rref, fork, made = unpack_label(run.meta.pop(KEY, None) if run.meta else None)
         caller, function = run.inbound.caller, run.function
         if not self._deliveries.is_new(caller.id, incarnation, number, oldest):

@@ -486,8 +486,6 @@ def create_remote(
     if get_ident() == context.thread:
         creation = start_creation(context, to, function, args, kwargs, timeout, made, anchor, name)
     else:
-        # no lambda: what that refers to would take longer to look at, here too
-        creation = context.on_loop(
-            partial(start_creation, context, to, function, args, kwargs, timeout, made, anchor, name)
-        )
+        start = partial(start_creation, context, to, function, args, kwargs, timeout, made, anchor, name)
+        creation = context.on_loop(start)
     return RRef.of(context, creation.rref, creation.held, creation)

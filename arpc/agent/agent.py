@@ -113,6 +113,10 @@ class Agent:
             options.max_body_bytes,
             policy,
         )
+        self._occasions = (
+            *(interceptor.occasions for interceptor in self.codec.interceptors),
+            *(observer.occasions for observer in self.observers.standing),
+        )
         self._alarms = alarms_of(self.loop)
         self.call_at: CallAt = self.loop.call_at if self._alarms is None else self._alarms.call_at
         """For timers that are always set: calls a function at a time of the loop's clock."""
@@ -277,9 +281,7 @@ class Agent:
     @property
     def is_intercepted(self) -> bool:
         """Some feature may take part in calls at the moment."""
-        return any(interceptor.occasions for interceptor in self.codec.interceptors) or any(
-            observer.occasions for observer in self.observers.standing
-        )
+        return any(self._occasions)
 
     @property
     def sender(self) -> CallSender:

@@ -198,7 +198,7 @@ class AutogradService:
         context.calls_made += 1  # it brings the context to the owner as a call does, which may be leaving it
         pass_id = self.container.new_pass_id()
         failed = sorted(context.aborted_passes)
-        args = (*rref._target(), context_id, pass_id, retain_graph, failed)  # noqa: SLF001 - how calls name the value to its owner
+        args = (*rref.target(), context_id, pass_id, retain_graph, failed)
         timeout_s = 0.0 if deadline is None else max(0.001, deadline - self._agent.loop.time())
         try:
             await self.lifetimes.request(AutogradBackward, address_of(rref.owner()), args, timeout_s)

@@ -138,11 +138,11 @@ class _RemoteModule(nn.Module):
 
     def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         moves_to = None if torch.device(self.device).type == "cpu" else self.device
-        return *self.module_rref.handle._target(), torch.is_grad_enabled(), moves_to, args, kwargs
+        return *self.module_rref.handle.target(), torch.is_grad_enabled(), moves_to, args, kwargs
 
     def _do(self, function: Callable[..., Any], *args: Any) -> Any:
         drop_in, peer = self._way()
-        arguments = (*self.module_rref.handle._target(), function, args)
+        arguments = (*self.module_rref.handle.target(), function, args)
         return call(drop_in, peer, owner.do_with_module, arguments, None, -1.0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

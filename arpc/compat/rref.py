@@ -212,14 +212,14 @@ class RRefProxy:
 
 def _arguments(rref: RRef[Any], name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     rref._check_creation()
-    return (*rref.handle._target(), name, *args)
+    return (*rref.handle.target(), name, *args)
 
 
 def _invoke_sync(rref: RRef[Any], name: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
     """Call a method, and wait for what it returns."""
     drop_in = rref._drop_in
     peer = drop_in.peer(address_of(rref.handle.owner()))
-    called = rref.handle._name_of_method(name)
+    called = rref.handle.name_of_method(name)
     return call(drop_in, peer, call_method, _arguments(rref, name, args), kwargs, timeout, called)
 
 
@@ -227,7 +227,7 @@ def _invoke_async(rref: RRef[Any], name: str, timeout: float, /, *args: Any, **k
     """Start a call of a method; the future of its result."""
     drop_in = rref._drop_in
     peer = drop_in.peer(address_of(rref.handle.owner()))
-    called = rref.handle._name_of_method(name)
+    called = rref.handle.name_of_method(name)
     arguments = _arguments(rref, name, args)
     return call_async(drop_in, peer, call_method, arguments, kwargs, timeout, anchor=rref, name=called)
 

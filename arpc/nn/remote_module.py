@@ -146,10 +146,10 @@ class RemoteModule(RefusingModule, Generic[M_co]):
         return self._call(owner.do_with_module, name_of(function), function, args)
 
     def _call(self, handler: Callable[..., Any], name: str, *args: Any) -> Future[Any]:
-        future = _ModuleFuture(loop=self._rref._context.agent.loop)  # noqa: SLF001 - an RRef makes its futures so
+        future = self._rref.owner_future(_ModuleFuture)
         future.module = self
         try:
-            self._rref._call_handler(handler, args, self._timeout, future, f"{self._name}.{name}")  # noqa: SLF001
+            self._rref.call_on_owner(future, handler, args, None, self._timeout, name=f"{self._name}.{name}")
         except ArpcError as error:  # the RRef is known to be of no use
             if not future.done():
                 future.set_exception(error)

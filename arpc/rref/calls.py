@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from functools import lru_cache
+from types import BuiltinMethodType, FunctionType, MethodDescriptorType
 from typing import TYPE_CHECKING, Any, Final
 
 from arpc.agent.scope import current_scope
-from arpc.agent.server.functions import HandOver, Mode, named_by, returns_coroutine
+from arpc.agent.server.functions import Function, HandOver, Mode, named_by, returns_coroutine
 from arpc.agent.server.run import Run
-from arpc.rref.methods import bound, template_of
 from arpc.rref.turns import Turns, takes_turns
 from arpc.rref.values import NOTHING
 from arpc.user_errors import type_name_of
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from arpc.rref.context import RRefContext
 
 __all__ = [
+    "bound",
     "call_method",
     "held_value",
     "method_name",
@@ -25,9 +27,33 @@ __all__ = [
     "run_here",
     "stream_items",
     "stream_method",
+    "template_of",
 ]
 
 _YIELDS: Final = (Mode.GENERATOR, Mode.ASYNC_GENERATOR)
+
+
+@lru_cache(maxsize=1024)
+def _template(function: Any) -> Function:
+    return Function(function)
+
+
+def template_of(method: Callable[..., Any]) -> Function:
+    """How to run a method, or any callable. Finding that out takes longer than a short call, so it is remembered.
+
+    But of none that holds an object, as an instance does that can be called: the cache would keep that object.
+    """
+    if isinstance(method, BuiltinMethodType):
+        method = getattr(type(method.__self__), method.__name__, method)
+    plain = getattr(method, "__func__", method)
+    if isinstance(plain, FunctionType | MethodDescriptorType):
+        return _template(plain)
+    return Function(method)
+
+
+def bound(method: Callable[..., Any], template: Function) -> Function:
+    """The method itself, to be run like its template."""
+    return template if template.call is method else template.like(method)
 
 
 def _context() -> RRefContext:
@@ -104,7 +130,7 @@ async def stream_method(rref: int, is_created: bool, name: str, /, *args: Any, *
 
 @export
 async def stream_items(rref: int, is_created: bool) -> Any:
-    """What a value yields. The value stays open when whoever iterates leaves."""
+    """The items that a value yields. The value stays open when the reader leaves early."""
     value = await held_value(rref, is_created)
     return _items_async(value) if hasattr(value, "__aiter__") else _items(value)
 

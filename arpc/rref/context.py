@@ -1,15 +1,17 @@
-"""A worker's RRefs at work: carries out what `forks.Forks` decides, keeps the values, serves those who ask for them.
+"""The RRefs of one worker: carries out what `forks.Forks` decides, and keeps the values.
 
-Everything belongs to the loop, but for `drop`, which may be called from any thread and at any time.
+Everything belongs to the loop, but for drops of handles, which may happen on any thread and at any time.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import Context
 from threading import get_ident
 from typing import Any, Final, NamedTuple, TypeVar
+
+from msgspec.structs import astuple
 
 from arpc.agent.agent import Agent
 from arpc.agent.scope import current_scope
@@ -22,15 +24,15 @@ from arpc.ids import UNKNOWN_ID, GloballyUniqueId, IdAllocator, WorkerInfo
 from arpc.log import get_logger
 from arpc.options import RpcOptions, Unset
 from arpc.rref import events, instructions
+from arpc.rref.calls import bound, template_of
 from arpc.rref.control_handlers import ControlService
 from arpc.rref.control_queue import ControlQueue, Item
-from arpc.rref.creation_watch import CreationWatch
-from arpc.rref.drops import DropQueue
+from arpc.rref.create_on_owner import CreationHandlers
+from arpc.rref.drops import Dropped, DropQueue
 from arpc.rref.events import ForkId, RRefId
 from arpc.rref.exactly_once import Deliveries
 from arpc.rref.forks import Forks
-from arpc.rref.methods import bound, template_of
-from arpc.rref.offer_watch import OfferWatch
+from arpc.rref.inquiries import Inquiries
 from arpc.rref.states import UserState
 from arpc.rref.user_ref import Use
 from arpc.rref.values import NOTHING, Value
@@ -51,11 +53,18 @@ logger = get_logger("arpc.rref")
 T = TypeVar("T")
 
 _POLL_S: Final = 0.002
+_MESSAGES: Final[dict[type[instructions.Instruction], type[Message]]] = {
+    instructions.SendForkRequest: RRefForkRequest,
+    instructions.SendChildAccept: RRefChildAccept,
+    instructions.SendUserDelete: RRefUserDelete,
+    instructions.SendCreationFailed: RRefCreationFailed,
+}
+"""Which message carries out an instruction to send something: its fields are the receiver, then the message's item."""
 _text = GloballyUniqueId.from_int
 
 
 class Skin(NamedTuple):
-    """Another class in which the code of a worker sees its RRefs, whoever sends them."""
+    """Another class in which the code of a worker sees its RRefs, whichever worker sends them."""
 
     cls: type
     wrap: Callable[[Any], Any]
@@ -76,8 +85,7 @@ class RRefContext:
         self.ids = IdAllocator(UNKNOWN_ID)
         self.agent: Agent
         self.post: ControlQueue
-        self.offer_watch: OfferWatch
-        self.creation_watch: CreationWatch
+        self.inquiries: Inquiries
         self.drops: DropQueue
         self.backward: Callable[[Any, int, bool, float | Unset], Awaitable[None]]
         """Runs a backward pass from the value of a handle; set by the runtime, since autograd knows RRefs already."""
@@ -97,29 +105,26 @@ class RRefContext:
         self._is_releasing = False
         self._is_closed = False
         self._ways: dict[type[instructions.Instruction], Callable[[Any], object]] = {
-            instructions.SendForkRequest: self._send_fork_request,
-            instructions.SendChildAccept: self._send_child_accept,
-            instructions.SendUserDelete: self._send_user_delete,
+            **dict.fromkeys(_MESSAGES, self._send),
             instructions.DropValue: self._drop_value,
-            instructions.SendCreationFailed: self._send_creation_failed,
-            instructions.AwaitCreation: lambda await_: self.creation_watch.add(await_.rref),
+            instructions.AwaitCreation: lambda await_: self.inquiries.expected(await_.rref),
             instructions.FailValue: self._fail_value,
             instructions.MarkConfirmed: lambda mark: self._answer(mark.fork),
             instructions.MarkLost: lambda mark: self._mark_lost(mark.fork),
             instructions.ForgetFork: lambda forget: self._end(forget.fork),
-            instructions.RunCreation: lambda _: None,  # by whoever asked
+            instructions.RunCreation: lambda _: None,  # the caller of `creation_arrived` runs it
         }
+        self.creations = CreationHandlers(self)
+        """Handles the creations of others."""
         self.service = ControlService(self)
-        """Serves the messages of others."""
+        """Handles all other messages about RRefs."""
 
     def attach(self, agent: Agent) -> None:
         """The agent that messages go through. It was made with this context's handlers, so it comes later."""
         self.agent = agent
-        grace_s = self.options.rref_grace
         self.post = ControlQueue(agent, self.options, self._context, self.incarnation, self._settled)
         self.drops = DropQueue(agent.loop, self._context, self._dropped)
-        self.offer_watch = OfferWatch(agent, self.forks, self.post, self._context, grace_s, self.happened)
-        self.creation_watch = CreationWatch(agent, self.forks, self.post, self._context, grace_s, self.happened)
+        self.inquiries = Inquiries(agent, self.forks, self.post, self._context, self.options.rref_grace, self.happened)
 
     def identify(self, info: WorkerInfo) -> None:
         """The group has given this worker its id."""
@@ -140,36 +145,30 @@ class RRefContext:
         for instruction in following:
             self._ways[instruction.__class__](instruction)
 
-    def _dropped(self, handle: ForkId | events.OwnerHandleDropped) -> None:
-        following = self.forks.handle_dropped(handle) if isinstance(handle, int) else self.forks.handle(handle)
-        if following:
-            self.carry_out(following)
+    def _dropped(self, handles: Iterable[Dropped]) -> None:
+        forks = self.forks
+        for handle in handles:
+            following = forks.handle_dropped(handle) if isinstance(handle, int) else forks.handle(handle)
+            if following:
+                self.carry_out(following)
 
-    def _send_fork_request(self, send: instructions.SendForkRequest) -> None:
-        self.post.add(RRefForkRequest, send.to, (send.rref, send.fork, send.is_created))
-
-    def _send_child_accept(self, send: instructions.SendChildAccept) -> None:
-        self.post.add(RRefChildAccept, send.to, (send.fork,))
-
-    def _send_user_delete(self, send: instructions.SendUserDelete) -> None:
-        self.post.add(RRefUserDelete, send.to, (send.rref, send.fork))
-
-    def _send_creation_failed(self, send: instructions.SendCreationFailed) -> None:
-        self.post.add(RRefCreationFailed, send.to, (send.rref, send.fork, send.number, send.reason))
+    def _send(self, send: instructions.Instruction) -> None:
+        to, *item = astuple(send)
+        self.post.add(_MESSAGES[send.__class__], to, item)
 
     def _drop_value(self, drop: instructions.DropValue) -> None:
         value = self.values.pop(drop.rref, None)
         if value is not None and value.content is NOTHING:
-            # released before its creation came, which will find another in its place: nobody is to wait for this one
+            # Released before its creation came, which will make another value: nothing may wait for this one
             value.fail(RRefError(f"RRef {_text(drop.rref)} was released before its value was there"))
 
     def _fail_value(self, fail: instructions.FailValue) -> None:
-        # also if nobody waits for it: those who ask later have to hear it
+        # even if nothing waits for it yet: later calls raise the error
         value = self.values.setdefault(fail.rref, Value())
         value.fail(RRefCreationError(f"the value of RRef {_text(fail.rref)} was never created: {fail.reason}"))
 
     def _answer(self, id_: ForkId) -> None:
-        """Let go on who waits for a fork to be confirmed."""
+        """Wake handlers that wait for a fork to be confirmed."""
         waiter = self._answers.pop(id_, None)
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -178,7 +177,7 @@ class RRefContext:
         self._answer(id_)
         use = self.forks.users.get(id_)
         if use is None:
-            return  # nobody is left who could use it
+            return  # no handle is left that could use it
         owner = use.owner
         if owner in self._lost:
             text = f"worker {owner.name!r}, the owner of {use}, was lost, and the value with it"
@@ -199,21 +198,12 @@ class RRefContext:
         self, message: type[Message], to: WorkerInfo, items: Sequence[Item], reply: Any, error: Exception | None
     ) -> None:
         """A control message was answered, or given up."""
-        if message is RRefForkRequest and error is None:
-            refused = frozenset(reply)
-            for rref, id_, _ in items:
-                if id_ in refused:
-                    self.happened(events.ForkRefused(id_))
-                else:
-                    self.happened(events.ForkCounted(to, rref, id_))
-                    self.happened(events.ForkConfirmed(id_))
-        elif message is RRefForkRequest:
-            for rref, id_, _ in items:
-                self.happened(events.CountUnanswered(to, rref, id_))
+        if message is RRefForkRequest:
+            self._fork_requests_settled(to, items, frozenset(reply or ()), error)
         elif message is RRefForkQuery and error is None:
-            self.offer_watch.answered(items, reply)
+            self.inquiries.offers_answered(items, reply)
         elif message is RRefCreationQuery and error is None:
-            self.creation_watch.answered(items, reply)
+            self.inquiries.creations_answered(items, reply)
         elif message is RRefCreationFailed:
             for rref, id_, number, _ in items:
                 self.post.numbers(to.name).settle(number)
@@ -226,16 +216,29 @@ class RRefContext:
             for rref, id_ in items:
                 if error is not None:
                     self.happened(events.DeleteUndelivered(to, rref, id_))
-                self._end(id_)
+                if self._ends:
+                    self._end(id_)
         if error is not None:
             self._forget_peer(to)
+
+    def _fork_requests_settled(
+        self, to: WorkerInfo, items: Sequence[Item], refused: frozenset[ForkId], error: Exception | None
+    ) -> None:
+        for rref, id_, _ in items:
+            if error is not None:
+                self.happened(events.CountUnanswered(to, rref, id_))
+            elif id_ in refused:
+                self.happened(events.ForkRefused(id_))
+            else:
+                self.happened(events.ForkCounted(to, rref, id_))
+                self.happened(events.ForkConfirmed(id_))
 
     # -- making them
 
     def offer(self, rref: RRefId, id_: ForkId, to: WorkerInfo, parent: ForkId | None) -> None:
         """A handle was packed for a worker."""
         self.happened(events.ForkOffered(rref, id_, to, parent))
-        self.offer_watch.add(id_)
+        self.inquiries.offered(id_)
 
     def share(self, rref: RRefId, value: Value) -> None:
         """A value of this worker is about to become known to others."""
@@ -291,6 +294,8 @@ class RRefContext:
     async def value(self, rref: RRefId, *, is_created: bool) -> Any:
         """A value of this worker, once it is there. It may be asked for before its creation has arrived."""
         value = self.values.get(rref)
+        if value is not None and not value.is_ready:
+            self.creations.keep_answered()
         if value is not None and value.is_ready:
             return value.get_nowait()
         self.happened(events.ValueAwaited(rref, is_created))
@@ -337,7 +342,7 @@ class RRefContext:
                 use.failure = RRefError(f"{use} was released: worker {self.info.name!r} has shut down")
             while use.handles:
                 self.happened(events.HandleDropped(use.fork))
-        self.offer_watch.ask(list(self.forks.offers))
+        self.inquiries.ask_about_offers(list(self.forks.offers))
         end = None if timeout_s is None else self.agent.loop.time() + timeout_s
         while self.forks.users or not self.is_quiet:
             self.post.hurry()
@@ -350,8 +355,8 @@ class RRefContext:
         """Send nothing any more."""
         self._is_closed = True
         self.drops.close()
-        self.offer_watch.close()
-        self.creation_watch.close()
+        self.inquiries.close()
+        self.creations.close()
         self.post.close()
         for id_ in list(self._ends):
             self._end(id_)
@@ -364,7 +369,7 @@ class RRefContext:
             self.happened(events.PeerConnected(peer))
 
     def peer_disconnected(self, peer: WorkerInfo, *, has_left: bool) -> None:
-        # who leaves when all let go and leave is not lost: what is still counted then is a leak, to be reported
+        # A worker that leaves while the group shuts down is not lost: what it still holds is a leak, to be reported
         if self._is_closed or self._is_releasing or self.agent.is_closing:
             return
         if has_left:

@@ -11,7 +11,6 @@ from arpc.agent.server.dispatcher import CreationService
 from arpc.errors import RRefError
 from arpc.ids import GloballyUniqueId, WorkerInfo
 from arpc.rref import events
-from arpc.rref.create_on_owner import CreationHandlers
 from arpc.wire.messages import (
     Message,
     RRefChildAccept,
@@ -40,19 +39,9 @@ def _caller() -> WorkerInfo:
     return scope.caller
 
 
-def _in_pairs(flat: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    parts = iter(flat)
-    return zip(parts, parts, strict=True)
-
-
-def _in_threes(flat: Sequence[Any]) -> Iterator[tuple[Any, Any, Any]]:
-    parts = iter(flat)
-    return zip(parts, parts, parts, strict=True)
-
-
-def _in_fours(flat: Sequence[Any]) -> Iterator[tuple[Any, Any, Any, Any]]:
-    parts = iter(flat)
-    return zip(parts, parts, parts, parts, strict=True)
+def _items(flat: Sequence[Any], size: int) -> Iterator[tuple[Any, ...]]:
+    """The items of a message, each of which has so many parts."""
+    return zip(*[iter(flat)] * size, strict=True)
 
 
 class ControlService:
@@ -62,7 +51,7 @@ class ControlService:
         self._context = context
         self._deliveries = context.deliveries
         self._forks = context.forks
-        self._arrivals = CreationHandlers(context)
+        self._creations = context.creations
 
     @property
     def handlers(self) -> Mapping[type[Message], Callable[..., Any]]:
@@ -78,8 +67,8 @@ class ControlService:
 
     @property
     def creations(self) -> Mapping[type[Message], CreationService]:
-        """Who takes messages that name a function."""
-        return {RRefCreate: self._arrivals}
+        """The service for messages that name a function."""
+        return {RRefCreate: self._creations}
 
     async def _on_fetch(self, rref: int, is_created: bool) -> Any:
         value = await self._context.value(rref, is_created=is_created)
@@ -96,23 +85,24 @@ class ControlService:
         """The answer: which forks are not counted, because their value is gone."""
         caller = _caller()
         if self._deliveries.is_new(caller.id, incarnation, number, oldest):
-            for rref, id_, is_created in _in_threes(items):
+            for rref, id_, is_created in _items(items, 3):
                 self._context.happened(events.ForkRequested(rref, id_, caller, bool(is_created)))
         # One that comes again is answered as before: a fork cannot end before this answer
-        return [id_ for rref, id_, _ in _in_threes(items) if not self._forks.counts(rref, id_)]
+        return [id_ for rref, id_, _ in _items(items, 3) if not self._forks.counts(rref, id_)]
 
     async def _on_child_accept(self, incarnation: int, number: int, oldest: int, items: list[int]) -> None:
         for id_ in items:
             self._context.happened(events.ChildAccepted(id_))
 
     async def _on_user_delete(self, incarnation: int, number: int, oldest: int, items: list[int]) -> None:
-        user_deleted = self._forks.user_deleted
-        for rref, id_ in _in_pairs(items):
-            self._context.carry_out(user_deleted(rref, id_))
+        self._creations.keep_answered()
+        user_deleted, carry_out = self._forks.user_deleted, self._context.carry_out
+        for rref, id_ in _items(items, 2):
+            carry_out(user_deleted(rref, id_))
 
     async def _on_creation_failed(self, incarnation: int, number: int, oldest: int, items: list[Any]) -> None:
         caller = _caller()
-        for rref, id_, of_creation, reason in _in_fours(items):
+        for rref, id_, of_creation, reason in _items(items, 4):
             # A creation that has arrived goes on. One that has not is not taken any more: its number is used now
             if self._deliveries.is_new(caller.id, incarnation, of_creation, oldest):
                 self._context.happened(events.CreationAbandoned(rref, id_, caller, str(reason)[:_LONGEST_REASON]))

@@ -23,7 +23,7 @@ __all__ = ["ControlQueue", "Item"]
 
 logger = get_logger("arpc.rref")
 
-Item: TypeAlias = tuple[Any, ...]
+Item: TypeAlias = Sequence[Any]
 Settled: TypeAlias = Callable[[type[Message], WorkerInfo, Sequence[Item], Any, "Exception | None"], None]
 
 # Nobody waits for a delete: a few milliseconds gather what a loop drops one by one
@@ -77,9 +77,14 @@ class ControlQueue:
 
     def add(self, message: type[Message], to: WorkerInfo, item: Item) -> None:
         """Send an item with the next message of its kind."""
-        if self._is_closed:
-            return
-        self._waiting.setdefault((message, to), []).append(item)
+        waiting = self._waiting.get((message, to))
+        if waiting is not None:
+            waiting.append(item)  # when these are sent is settled
+        elif not self._is_closed:
+            self._waiting[message, to] = [item]
+            self._settle_when(message)
+
+    def _settle_when(self, message: type[Message]) -> None:
         is_patient = message is RRefUserDelete
         if self._flush is None:
             self._is_lingering = is_patient
@@ -95,7 +100,7 @@ class ControlQueue:
             self._schedule(0.0)
 
     def _schedule(self, delay_s: float) -> None:
-        # in the worker's own context: whoever caused the message may be a handler, whose deadline is not the message's
+        # in the worker's own context: a handler may have caused the message, and its deadline is not the message's
         context = self._context.copy()
         if delay_s:
             self._flush = self._loop.call_later(delay_s, self._send_gathered, context=context)

@@ -15,7 +15,7 @@ from arpc.agent.server.functions import name_of
 from arpc.errors import CallCancelledError, RpcTimeoutError, RRefCreationError, SerializationError
 from arpc.ids import UNKNOWN_ID, GloballyUniqueId, WorkerInfo, address_of
 from arpc.options import UNSET, Unset
-from arpc.rref.creation_label import KEY, pack_label
+from arpc.rref.create_on_owner import KEY, pack_label
 from arpc.rref.events import (
     CreationFailed,
     ForkCounted,
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["Creation", "start_creation"]
 
 _CREATE: Final = int(MessageType.RREF_CREATE)
+_VALUE: Final = int(RequestFlag.VALUE)
+_LOST: Final = UserState.LOST
 
 
 def start_creation(
@@ -57,37 +59,27 @@ def start_creation(
     if not callable(function):
         raise TypeError(f"function should be callable, and {type(function).__qualname__} is not")
     arguments = as_arguments(args)
-    peer = context.agent.peer(to)
-    owner = _owner(peer, to)
-    forks, next_number = context.forks, context.ids.next_number
+    agent, forks, next_number = context.agent, context.forks, context.ids.next_number
+    peer = agent.peer(to)
+    owner = peer.info if peer is not None and peer.connection is not None else _owner(peer, to)
     rref, fork = next_number(), next_number()
     forks.creation_started(rref, fork, owner)
     use = forks.users.get(fork)
     held: Use | Value
     if use is not None:
         held = use
-        use.origin = made or name or name_of(function)
+        use.origin = made or name or function
     else:
         held = context.values[rref] = Value(made or name or name_of(function))
     numbers = context.post.numbers(owner.name)
     number, oldest = numbers.take_with_oldest()
-    creation = Creation(context, owner, rref, fork, held, numbers, number, anchor)
-    creation.makes = function if isinstance(function, type) else None
-    label = pack_label(context.incarnation, number, oldest, rref, fork, made or name)
-    call = Call(
-        None,
-        creation,
-        function,
-        arguments,
-        kwargs,
-        timeout,
-        _CREATE,
-        metadata={KEY: label},
-        is_held=timeout is UNSET,
-        called=name,
-    )
+    creation = Creation(context, rref, fork, held, numbers, number, anchor, function)
+    metadata = {KEY: pack_label(context.incarnation, number, oldest, rref, fork, made or name)}
+    is_held = timeout is UNSET
+    # by position, which takes less time: type, flags, metadata, is_internal, is_held, is_awaited, called
+    call = Call(None, creation, function, arguments, kwargs, timeout, _CREATE, 0, metadata, False, is_held, False, name)
     try:
-        context.agent.create(address_of(to) if isinstance(to, WorkerInfo) else to, call)
+        agent.create(address_of(to) if isinstance(to, WorkerInfo) else to, call)
     except BaseException:
         creation.take_back()
         raise
@@ -107,24 +99,27 @@ class Creation(msgspec.Struct, eq=False):
     """One `remote`: kept by its RRef, and by the call while that is under way, as the recipient of its answer."""
 
     context: RRefContext
-    owner: WorkerInfo
     rref: RRefId
     fork: ForkId
     held: Use | Value
     numbers: Numbers
     number: int
     anchor: object
+    function: Callable[..., Any]
     call_id: int = 0
     callee: Peer | None = None
     on_cancel: Callable[[], None] | None = None
-    makes: type | None = None
-    """The class whose object the value will be, if that is what was called."""
     is_settled: bool = False
     error: BaseException | None = None
     waiter: asyncio.Future[tuple[Any, ...]] | None = None
     """For the value, which comes with the answer."""
     watcher: OwnerFuture | None = None
     callbacks: list[Callable[[Any], object]] | None = None
+
+    @property
+    def makes(self) -> type | None:
+        """The class whose object the value will be, if that is what was called."""
+        return self.function if isinstance(self.function, type) else None
 
     def take_back(self) -> None:
         """It was never sent: nobody has to hear of it."""
@@ -144,10 +139,9 @@ class Creation(msgspec.Struct, eq=False):
         """
         agent, peer = self.context.agent, self.callee
         call = peer.held(self.call_id) if peer is not None else None
-        if call is None or agent.is_intercepted or agent.is_wrapped:
-            return None  # those who take part in calls, or see them all, have to know a fetch from a creation
-        assert peer is not None
-        call.flags |= RequestFlag.VALUE
+        if call is None or peer is None or agent.is_intercepted or agent.is_wrapped:
+            return None  # interceptors and observers must see a fetch as a call of its own
+        call.flags |= _VALUE
         waiter: asyncio.Future[tuple[Any, ...]] = agent.caller.make_waiter()
         self.waiter = waiter
         peer.send_held()
@@ -221,19 +215,19 @@ class Creation(msgspec.Struct, eq=False):
         self.numbers.settle(self.number)
         context, held = self.context, self.held
         if isinstance(held, Use):
-            if held.fetches is not None:
-                held.fetches = None
+            held.fetches = None
             following = context.forks.creation_confirmed(self.fork)
             if following:
                 context.carry_out(following)
-            if held.state is UserState.LOST:
+            if held.state is _LOST:
                 context.happened(ForkCounted(held.owner, self.rref, self.fork))
         else:
             # on oneself: the creation was the worker's own user, and ends
             context.happened(UserDeleted(self.rref, self.fork))
         if self.watcher is not None:
             self._tell(self.watcher)
-        self._call_back()
+        if self.callbacks is not None:
+            self._call_back()
         waiter, self.waiter = self.waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(answer)
@@ -249,7 +243,7 @@ class Creation(msgspec.Struct, eq=False):
         self.context.agent.loop.call_soon(self._failed, error)
 
     def _unreadable(self, error: Exception) -> None:
-        """The value is there, and came with the answer, but cannot be built here: that is for who waits for it."""
+        """The value came with the answer, but cannot be built here: only `to_here` raises that."""
         waiter, self.waiter = self.waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_exception(error)
@@ -287,7 +281,8 @@ class Creation(msgspec.Struct, eq=False):
 
     def _failure(self, error: BaseException) -> Exception:
         """What uses of the RRef raise from now on."""
-        name, owner = f"RRef {GloballyUniqueId.from_int(self.rref)}", self.owner.name
+        name = f"RRef {GloballyUniqueId.from_int(self.rref)}"
+        owner = self.held.owner.name if isinstance(self.held, Use) else self.context.info.name
         made: Exception
         if isinstance(error, asyncio.CancelledError):
             return RRefCreationError(f"the creation of {name} on worker {owner!r} was cancelled")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from contextvars import Context
 from typing import Final, TypeAlias
 
 from arpc.rref.events import ForkId, OwnerHandleDropped
 
-__all__ = ["DropQueue"]
+__all__ = ["DropQueue", "Dropped"]
 
 Dropped: TypeAlias = ForkId | OwnerHandleDropped
 """A user's handle, by its fork, or one of the owner."""
@@ -25,7 +25,9 @@ _PER_TURN: Final = 2500
 class DropQueue:
     """Brings drops to the loop, which wakes once for all of a few milliseconds; ``dropped`` is told of them there."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, context: Context, dropped: Callable[[Dropped], object]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, context: Context, dropped: Callable[[Iterator[Dropped]], object]
+    ) -> None:
         self._loop = loop
         self._context = context
         self._dropped = dropped
@@ -50,26 +52,26 @@ class DropQueue:
     def _look(self) -> None:
         self._timer = None
         self._is_scheduled = False
-        self._handle(_PER_TURN)
+        self._dropped(self._take(_PER_TURN))
         if self._handles and not self._is_closed:
             self._is_scheduled = True
             self._timer = self._loop.call_soon(self._look, context=self._context.copy())
 
     def drain(self) -> None:
         """Handle all of them now. On the loop."""
-        self._handle(len(self._handles))
+        self._dropped(self._take(len(self._handles)))
 
-    def _handle(self, count: int) -> None:
+    def _take(self, count: int) -> Iterator[Dropped]:
         for _ in range(min(count, len(self._handles))):
             if self._is_closed:
                 return
-            self._dropped(self._handles.popleft())
+            yield self._handles.popleft()
 
     def __len__(self) -> int:
         return len(self._handles)
 
     def close(self) -> None:
-        """Nobody is told any more."""
+        """Ignore later drops."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
+
+import msgspec
 
 from arpc.ids import WorkerInfo
 
@@ -44,10 +46,14 @@ ForkId: TypeAlias = int
 WorkerName: TypeAlias = str
 
 
+class Event(msgspec.Struct, frozen=True, gc=False):
+    """Something that happened. A subclass `ForkOffered` is handled by the method `Forks.fork_offered`."""
+
+
 # -- events: what happened to this worker's users
 
 
-class CreationStarted(NamedTuple):
+class CreationStarted(Event, frozen=True):
     """`remote` was called here: the owner will be asked to create the value."""
 
     rref: RRefId
@@ -55,28 +61,28 @@ class CreationStarted(NamedTuple):
     owner: WorkerInfo
 
 
-class CreationConfirmed(NamedTuple):
+class CreationConfirmed(Event, frozen=True):
     """The owner has run the creation."""
 
     fork: ForkId
 
 
-class CreationFailed(NamedTuple):
+class CreationFailed(Event, frozen=True):
     """The creation was given up here. The owner may have run it, or may still receive it."""
 
     fork: ForkId
     number: int
-    """Of the creation, see `delivery`: the owner handles the creation or the news of its failure, never both."""
+    """Of the creation, see `exactly_once`: the owner handles the creation or the news of its failure, never both."""
     reason: str
 
 
-class FailureAcknowledged(NamedTuple):
+class FailureAcknowledged(Event, frozen=True):
     """The owner knows that the creation was given up."""
 
     fork: ForkId
 
 
-class ForkReceived(NamedTuple):
+class ForkReceived(Event, frozen=True):
     """An RRef was unpacked here."""
 
     rref: RRefId
@@ -87,19 +93,19 @@ class ForkReceived(NamedTuple):
     """The parent knew that the owner has the value."""
 
 
-class ForkConfirmed(NamedTuple):
+class ForkConfirmed(Event, frozen=True):
     """The owner counts a fork that asked for it."""
 
     fork: ForkId
 
 
-class ForkRefused(NamedTuple):
+class ForkRefused(Event, frozen=True):
     """The owner does not have the value any more, or cannot be asked."""
 
     fork: ForkId
 
 
-class ForkOffered(NamedTuple):
+class ForkOffered(Event, frozen=True):
     """An RRef was packed here for another worker. ``parent``: the fork it was made from; None on the owner."""
 
     rref: RRefId
@@ -108,32 +114,32 @@ class ForkOffered(NamedTuple):
     parent: ForkId | None
 
 
-class ChildAccepted(NamedTuple):
+class ChildAccepted(Event, frozen=True):
     """The child is counted by the owner."""
 
     fork: ForkId
 
 
-class OfferKnown(NamedTuple):
+class OfferKnown(Event, frozen=True):
     """The worker that was offered a fork has it."""
 
     fork: ForkId
 
 
-class OfferRefused(NamedTuple):
+class OfferRefused(Event, frozen=True):
     """The worker that was offered a fork never got it, and will not take it."""
 
     fork: ForkId
 
 
-class OfferQueried(NamedTuple):
+class OfferQueried(Event, frozen=True):
     """A worker that offered a fork asks whether it is known here; the answer is `Forks.knows`, asked before."""
 
     fork: ForkId
     parent: WorkerInfo
 
 
-class DeleteUndelivered(NamedTuple):
+class DeleteUndelivered(Event, frozen=True):
     """The owner could not be told that a user has ended."""
 
     owner: WorkerInfo
@@ -141,7 +147,7 @@ class DeleteUndelivered(NamedTuple):
     fork: ForkId
 
 
-class ForkCounted(NamedTuple):
+class ForkCounted(Event, frozen=True):
     """By its answer, the owner counts a fork. That may have been given up here, since the owner was taken for lost."""
 
     owner: WorkerInfo
@@ -149,7 +155,7 @@ class ForkCounted(NamedTuple):
     fork: ForkId
 
 
-class CountUnanswered(NamedTuple):
+class CountUnanswered(Event, frozen=True):
     """The owner was asked to count a fork, and did not answer: it may count it all the same."""
 
     owner: WorkerInfo
@@ -157,7 +163,7 @@ class CountUnanswered(NamedTuple):
     fork: ForkId
 
 
-class HandleDropped(NamedTuple):
+class HandleDropped(Event, frozen=True):
     """A user's handle was dropped or released."""
 
     fork: ForkId
@@ -166,13 +172,13 @@ class HandleDropped(NamedTuple):
 # -- events: what happened to this worker's own values
 
 
-class ValueShared(NamedTuple):
+class ValueShared(Event, frozen=True):
     """A value of this worker got an id that others can hold; its handle here holds it too."""
 
     rref: RRefId
 
 
-class CreationArrived(NamedTuple):
+class CreationArrived(Event, frozen=True):
     """A worker wants a value created here. `RunCreation` follows, unless nobody wants it any more."""
 
     rref: RRefId
@@ -180,13 +186,13 @@ class CreationArrived(NamedTuple):
     user: WorkerInfo
 
 
-class CreationEnded(NamedTuple):
+class CreationEnded(Event, frozen=True):
     """The value, or the error in its place, is there."""
 
     rref: RRefId
 
 
-class ForkRequested(NamedTuple):
+class ForkRequested(Event, frozen=True):
     """A user asks to be counted. Afterwards `Forks.counts` tells whether it is."""
 
     rref: RRefId
@@ -195,7 +201,7 @@ class ForkRequested(NamedTuple):
     is_created: bool
 
 
-class CreationAbandoned(NamedTuple):
+class CreationAbandoned(Event, frozen=True):
     """The creator gave a creation up that has not arrived here, and will not be taken any more."""
 
     rref: RRefId
@@ -204,28 +210,28 @@ class CreationAbandoned(NamedTuple):
     reason: str
 
 
-class CreationDenied(NamedTuple):
+class CreationDenied(Event, frozen=True):
     """The worker that would have created an expected value says that no creation of it is on its way here."""
 
     rref: RRefId
 
 
-class UserDeleted(NamedTuple):
+class UserDeleted(Event, frozen=True):
     """A user has ended."""
 
     rref: RRefId
     fork: ForkId
 
 
-class ValueAwaited(NamedTuple):
+class ValueAwaited(Event, frozen=True):
     """Something here wants a value that may not have been created yet; it holds the RRef until `OwnerHandleDropped`."""
 
     rref: RRefId
     is_created: bool
 
 
-class OwnerHandleDropped(NamedTuple):
-    """A handle of the owner itself, or somebody who waited for the value, is gone."""
+class OwnerHandleDropped(Event, frozen=True):
+    """A handle of the owner itself, or a call that waited for the value, is gone."""
 
     rref: RRefId
 
@@ -233,44 +239,13 @@ class OwnerHandleDropped(NamedTuple):
 # -- events: the others
 
 
-class PeerLost(NamedTuple):
+class PeerLost(Event, frozen=True):
     """A worker died or left, and its time to come back is over."""
 
     worker: WorkerInfo
 
 
-class PeerConnected(NamedTuple):
+class PeerConnected(Event, frozen=True):
     """There is a connection to a worker: for the first time, again, or although it was taken for lost."""
 
     worker: WorkerInfo
-
-
-Event: TypeAlias = (
-    CreationStarted
-    | CreationConfirmed
-    | CreationFailed
-    | FailureAcknowledged
-    | ForkReceived
-    | ForkConfirmed
-    | ForkRefused
-    | ForkOffered
-    | ChildAccepted
-    | OfferKnown
-    | OfferRefused
-    | OfferQueried
-    | DeleteUndelivered
-    | ForkCounted
-    | CountUnanswered
-    | HandleDropped
-    | ValueShared
-    | CreationArrived
-    | CreationEnded
-    | CreationAbandoned
-    | CreationDenied
-    | ForkRequested
-    | UserDeleted
-    | ValueAwaited
-    | OwnerHandleDropped
-    | PeerConnected
-    | PeerLost
-)

@@ -1,8 +1,8 @@
-"""Who holds which RRef: the reference count over the whole group, as a state machine. Events in, instructions out.
+"""The reference count of RRefs over the whole group, as a state machine: events in, instructions out.
 
 The value of an RRef lives on its **owner**. Every other worker that holds it is a **user** and has a **fork** of its
-own, with an id that is unique over the group. Whoever sends an RRef makes a fork for the receiver, its **child**, and
-keeps its own until the owner counts the child. So, whatever order messages arrive in:
+own, with an id that is unique over the group. A worker that sends an RRef makes a fork for the receiver, its **child**,
+and keeps its own until the owner counts the child. So, whatever order messages arrive in:
 
 - the owner keeps the value while any user lives, because every user is counted, or has a parent that is;
 - the owner drops it when the last one has ended, because every counted user says when it ends, or is found dead.
@@ -14,9 +14,9 @@ user sends to a user      the child asks the owner to count it (fork request), t
 user sends to the owner   the owner finds the value itself, and accepts the child at once
 ========================  ===========================================================================================
 
-A fork that was *offered* in a message which never arrives would keep its parent for ever. Who was offered a fork and
-does not answer is therefore asked; if it knows nothing of it, it will not take it any more, even if the message comes
-late.
+A fork that was *offered* in a message which never arrives would keep its parent for ever. A worker that was offered
+a fork and does not answer is therefore asked; if it knows nothing of it, it will not take it any more, even if the
+message comes late.
 
 A value may be *expected*: its users were heard of before its creation. If the creator gives the creation up, it tells
 the owner, which handles either the creation or that news, whichever is first. Either counts the creator's fork, so the
@@ -26,48 +26,35 @@ the creator; one that is lost, or knows of no such creation, will not create it.
 Workers are told apart by name and id. A worker that comes back under its name has another id and knows nothing of
 what its predecessor owned or held.
 
-Each event may be handled at any time. Fork requests and creations must be handled once only: `delivery.Window` sees to
-that. All else may be repeated.
+Each event may be handled at any time. Fork requests and creations must be handled once only: `exactly_once.Window` sees
+to that. All else may be repeated.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import cache
+from re import sub
 from typing import Final, Generic, TypeAlias, TypeVar
+
+from msgspec.structs import astuple
 
 from arpc.ids import UNKNOWN_ID, WorkerId, WorkerInfo, creator_of
 from arpc.rref.events import (
-    ChildAccepted,
-    CountUnanswered,
     CreationAbandoned,
     CreationArrived,
     CreationConfirmed,
     CreationDenied,
     CreationEnded,
     CreationFailed,
-    CreationStarted,
-    DeleteUndelivered,
     Event,
     FailureAcknowledged,
     ForkConfirmed,
-    ForkCounted,
     ForkId,
-    ForkOffered,
-    ForkReceived,
     ForkRefused,
-    ForkRequested,
-    HandleDropped,
-    OfferKnown,
-    OfferQueried,
-    OfferRefused,
-    OwnerHandleDropped,
-    PeerConnected,
     PeerLost,
     RRefId,
-    UserDeleted,
-    ValueAwaited,
-    ValueShared,
 )
 from arpc.rref.instructions import (
     AwaitCreation,
@@ -112,6 +99,12 @@ _REMEMBERED_OWNERS: Final = 1024
 _AFTER_ARRIVAL: Final = OWNER_TRANSITIONS[OwnerState.EXPECTED, CreationArrived]
 
 
+@cache
+def _method_of(event: type[Event]) -> str:
+    """The name of the method that handles an event: ``fork_offered`` for `ForkOffered`."""
+    return sub(r"(?<!^)([A-Z])", r"_\1", event.__name__).lower()
+
+
 class Forks(Generic[U]):
     """The RRefs of one worker: those it owns and those it uses. ``make_user`` makes what is kept of each of these."""
 
@@ -123,46 +116,18 @@ class Forks(Generic[U]):
         self.offers: dict[ForkId, Offer] = {}
         """Forks sent to others that have not been heard of since."""
         self._refused: dict[ForkId, WorkerInfo] = {}
-        """Forks not to be taken any more, and who offered them."""
+        """Forks not to be taken any more, and the workers that offered them."""
         self._lost: set[WorkerId] = set()
         self._ghosts: OrderedDict[WorkerInfo, list[tuple[RRefId, ForkId]]] = OrderedDict()
         """Forks of owners taken for lost. Should one of them come back after all, it may count them still."""
-        self._handlers: dict[type[Event], Callable[..., _Instructions]] = {
-            CreationStarted: self.creation_started,
-            CreationConfirmed: self.creation_confirmed,
-            CreationFailed: self._creation_failed,
-            FailureAcknowledged: self._failure_acknowledged,
-            ForkReceived: self._fork_received,
-            ForkConfirmed: self._fork_confirmed,
-            ForkRefused: self._fork_refused,
-            ForkOffered: self._fork_offered,
-            ChildAccepted: self._child_accepted,
-            OfferKnown: self._offer_known,
-            OfferRefused: self._offer_refused,
-            OfferQueried: self._offer_queried,
-            DeleteUndelivered: self._delete_undelivered,
-            ForkCounted: self._fork_counted,
-            CountUnanswered: self._count_unanswered,
-            HandleDropped: self.handle_dropped,
-            ValueShared: self._value_shared,
-            CreationArrived: self.creation_arrived,
-            CreationEnded: self.creation_ended,
-            CreationAbandoned: self._creation_abandoned,
-            CreationDenied: self._creation_denied,
-            ForkRequested: self._fork_requested,
-            UserDeleted: self.user_deleted,
-            ValueAwaited: self._value_awaited,
-            OwnerHandleDropped: self._owner_handle_dropped,
-            PeerConnected: self._peer_connected,
-            PeerLost: self._peer_lost,
-        }
 
     def handle(self, event: Event) -> Sequence[Instruction]:
-        """What is to be done about an event.
+        """Return the instructions that follow from an event.
 
-        Those that happen to every RRef are methods, too, which take what is in the event.
+        Each event is a method, too, which takes the fields of the event: this calls it. Nothing is decided elsewhere.
         """
-        return self._handlers[event.__class__](*event)
+        method: Callable[..., _Instructions] = getattr(self, _method_of(event.__class__))
+        return method(*astuple(event))
 
     # -- looking
 
@@ -192,7 +157,7 @@ class Forks(Generic[U]):
         )
 
     def forget(self, worker: WorkerInfo) -> None:
-        """A worker that was lost will not return: nobody is left to be told that its forks have ended."""
+        """A worker that was lost will not return: it need not hear that its forks have ended."""
         self._ghosts.pop(worker, None)
 
     def concerns(self, worker: WorkerInfo) -> bool:
@@ -231,7 +196,7 @@ class Forks(Generic[U]):
         user.is_created = True
         return _NOTHING if user.handles else self._end_if_unused(user)
 
-    def _creation_failed(self, fork: ForkId, number: int, reason: str) -> _Instructions:
+    def creation_failed(self, fork: ForkId, number: int, reason: str) -> _Instructions:
         user = self.users.get(fork)
         if user is None or (state := _next_user_state((user.state, CreationFailed))) is None:
             return _NOTHING
@@ -240,20 +205,20 @@ class Forks(Generic[U]):
         # answer, or its end could overtake the news, which counts it.
         return (SendCreationFailed(user.owner, user.rref, fork, number, reason),)
 
-    def _failure_acknowledged(self, fork: ForkId) -> _Instructions:
+    def failure_acknowledged(self, fork: ForkId) -> _Instructions:
         user = self.users.get(fork)
         if user is None or (state := _next_user_state((user.state, FailureAcknowledged))) is None:
             return _NOTHING
         user.state = state
         return self._end_if_unused(user)
 
-    def _fork_received(
+    def fork_received(
         self, rref: RRefId, fork: ForkId, owner: WorkerInfo, parent: WorkerInfo, is_created: bool
     ) -> _Instructions:
         if fork in self._refused:
             return _NOTHING
         if owner == self.me:
-            return (*self._value_awaited(rref, is_created), *self._accept(fork, parent))
+            return (*self.value_awaited(rref, is_created), *self._accept(fork, parent))
         user = self.users.get(fork)
         if user is not None:
             user.handles += 1
@@ -265,10 +230,10 @@ class Forks(Generic[U]):
             return (SendForkRequest(owner, rref, fork, is_created),)
         return _NOTHING
 
-    def _fork_confirmed(self, fork: ForkId) -> _Instructions:
+    def fork_confirmed(self, fork: ForkId) -> _Instructions:
         return self._fork_settled(fork, ForkConfirmed)
 
-    def _fork_refused(self, fork: ForkId) -> _Instructions:
+    def fork_refused(self, fork: ForkId) -> _Instructions:
         return self._fork_settled(fork, ForkRefused)
 
     def _fork_settled(self, fork: ForkId, event: type[Event]) -> _Instructions:
@@ -282,7 +247,7 @@ class Forks(Generic[U]):
     def _accept(self, fork: ForkId, parent: WorkerInfo) -> _Instructions:
         """A fork needs its parent no more."""
         if parent == self.me:
-            return self._child_accepted(fork)
+            return self.child_accepted(fork)
         return (SendChildAccept(parent, fork),)
 
     def handle_dropped(self, fork: ForkId) -> _Instructions:
@@ -302,7 +267,7 @@ class Forks(Generic[U]):
 
     # -- offers
 
-    def _fork_offered(self, rref: RRefId, fork: ForkId, to: WorkerInfo, parent: ForkId | None) -> _Instructions:
+    def fork_offered(self, rref: RRefId, fork: ForkId, to: WorkerInfo, parent: ForkId | None) -> _Instructions:
         self.offers[fork] = Offer(rref, to, parent)
         if parent is None:
             self.owned[rref].forks[fork] = to
@@ -310,7 +275,7 @@ class Forks(Generic[U]):
             self.users[parent].children += 1
         return _NOTHING
 
-    def _child_accepted(self, fork: ForkId) -> _Instructions:
+    def child_accepted(self, fork: ForkId) -> _Instructions:
         offer = self.offers.pop(fork, None)
         if offer is None:
             return _NOTHING
@@ -321,14 +286,14 @@ class Forks(Generic[U]):
             return self._forget_fork(offer.rref, fork)
         return _NOTHING
 
-    def _offer_known(self, fork: ForkId) -> _Instructions:
+    def offer_known(self, fork: ForkId) -> _Instructions:
         offer = self.offers.get(fork)
         # a user's child still has to be accepted: known is not counted
         if offer is not None and offer.parent is None:
             del self.offers[fork]
         return _NOTHING
 
-    def _offer_refused(self, fork: ForkId) -> _Instructions:
+    def offer_refused(self, fork: ForkId) -> _Instructions:
         offer = self.offers.pop(fork, None)
         if offer is None:
             return _NOTHING
@@ -336,7 +301,7 @@ class Forks(Generic[U]):
             return self._forget_child(offer.parent)
         return self._forget_fork(offer.rref, fork)
 
-    def _offer_queried(self, fork: ForkId, parent: WorkerInfo) -> _Instructions:
+    def offer_queried(self, fork: ForkId, parent: WorkerInfo) -> _Instructions:
         if fork not in self.users:
             self._refused[fork] = parent
         return _NOTHING
@@ -349,7 +314,7 @@ class Forks(Generic[U]):
 
     # -- the owner
 
-    def _value_shared(self, rref: RRefId) -> _Instructions:
+    def value_shared(self, rref: RRefId) -> _Instructions:
         if rref not in self.owned:
             owned = self.owned[rref] = Owned(rref, OwnerState.READY)
             owned.holds = 1
@@ -376,7 +341,7 @@ class Forks(Generic[U]):
         owned.holds -= 1
         return _NOTHING if owned.forks else self._drop_if_unused(owned)
 
-    def _creation_abandoned(self, rref: RRefId, fork: ForkId, user: WorkerInfo, reason: str) -> _Instructions:
+    def creation_abandoned(self, rref: RRefId, fork: ForkId, user: WorkerInfo, reason: str) -> _Instructions:
         owned = self.owned.get(rref)
         if owned is None:
             owned = self.owned[rref] = Owned(rref, OwnerState.EXPECTED)
@@ -385,7 +350,7 @@ class Forks(Generic[U]):
             owned.forks[fork] = user  # as the creation would have done: users of it may be on their way still
         return following
 
-    def _creation_denied(self, rref: RRefId) -> _Instructions:
+    def creation_denied(self, rref: RRefId) -> _Instructions:
         owned = self.owned.get(rref)
         if owned is None:
             return _NOTHING
@@ -398,23 +363,24 @@ class Forks(Generic[U]):
         owned.state = state
         return (FailValue(owned.rref, reason),)
 
-    def _fork_requested(self, rref: RRefId, fork: ForkId, user: WorkerInfo, is_created: bool) -> _Instructions:
+    def fork_requested(self, rref: RRefId, fork: ForkId, user: WorkerInfo, is_created: bool) -> _Instructions:
         owned, following = self._find_or_expect(rref, is_created)
         if owned is not None:
             owned.forks[fork] = user
         return following
 
     def user_deleted(self, rref: RRefId, fork: ForkId) -> _Instructions:
-        self.offers.pop(fork, None)
+        if self.offers:
+            self.offers.pop(fork, None)
         return self._forget_fork(rref, fork)
 
-    def _value_awaited(self, rref: RRefId, is_created: bool) -> _Instructions:
+    def value_awaited(self, rref: RRefId, is_created: bool) -> _Instructions:
         owned, following = self._find_or_expect(rref, is_created)
         if owned is not None:
             owned.holds += 1
         return following
 
-    def _owner_handle_dropped(self, rref: RRefId) -> _Instructions:
+    def owner_handle_dropped(self, rref: RRefId) -> _Instructions:
         owned = self.owned.get(rref)
         if owned is None or not owned.holds:
             return _NOTHING
@@ -446,14 +412,14 @@ class Forks(Generic[U]):
 
     # -- lost workers
 
-    def _peer_lost(self, worker: WorkerInfo) -> _Instructions:
+    def peer_lost(self, worker: WorkerInfo) -> _Instructions:
         if worker.id != UNKNOWN_ID:
             self._lost.add(worker.id)
         self._refused = {fork: parent for fork, parent in self._refused.items() if parent != worker}
         following: list[Instruction] = []
         for fork, offer in list(self.offers.items()):
             if offer.to == worker:
-                following += self._offer_refused(fork)
+                following += self.offer_refused(fork)
         for user in list(self.users.values()):
             if user.owner == worker:
                 following += self._owner_lost(user)
@@ -476,15 +442,15 @@ class Forks(Generic[U]):
         accept = self._accept(user.fork, user.parent) if was_requested else _NOTHING
         return (MarkLost(user.fork), *accept, *self._end_if_unused(user))
 
-    def _delete_undelivered(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
+    def delete_undelivered(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
         self._remember_ghost(owner, rref, fork)
         return _NOTHING
 
-    def _fork_counted(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
+    def fork_counted(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
         # The question was sent again after the owner had come back and was told that the fork has ended
         return (SendUserDelete(owner, rref, fork),) if self._is_given_up(fork) else _NOTHING
 
-    def _count_unanswered(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
+    def count_unanswered(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
         if self._is_given_up(fork):
             self._remember_ghost(owner, rref, fork)
         return _NOTHING
@@ -499,7 +465,7 @@ class Forks(Generic[U]):
         if len(self._ghosts) > _REMEMBERED_OWNERS:
             self._ghosts.popitem(last=False)
 
-    def _peer_connected(self, worker: WorkerInfo) -> _Instructions:
+    def peer_connected(self, worker: WorkerInfo) -> _Instructions:
         self._lost.discard(worker.id)
         named = WorkerInfo(worker.name, UNKNOWN_ID)
         for user in self.users.values():

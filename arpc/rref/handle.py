@@ -6,7 +6,7 @@ import asyncio
 import html
 import traceback
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Self, TypeVar, cast
@@ -27,17 +27,19 @@ from arpc.options import UNSET, Unset
 from arpc.rref.calls import call_method, rref_typeof_on_owner, stream_items, stream_method
 from arpc.rref.context import RRefContext
 from arpc.rref.create import Creation, start_creation
-from arpc.rref.events import OwnerHandleDropped, RRefId
+from arpc.rref.events import ForkId, OwnerHandleDropped, RRefId
 from arpc.rref.proxies import AsyncProxy, RemoteProxy, StreamProxy, SyncProxy
 from arpc.rref.user_ref import FetchFuture, OwnerFuture, Use
 from arpc.rref.values import NOTHING, Value
 from arpc.torchjit import ScriptModule
 from arpc.user_errors import fresh, name_of_class
 from arpc.wire.messages import RRefFetch
+from arpc.wire.values.pickler import Parcel
 
 __all__ = ["RRef", "create_remote"]
 
 T_co = TypeVar("T_co", covariant=True)
+F = TypeVar("F", bound=OwnerFuture)
 
 _STACK_LIMIT: Final = 12
 _new_rref = object.__new__
@@ -63,13 +65,15 @@ class RRef(Generic[T_co]):
         "__weakref__",
         "_context",
         "_creation",
-        "_hint",
         "_is_released",
         "_rref",
         "_type",
         "_use",
         "_value",
     )
+
+    _type: Future[type[T_co]] | Any
+    """What is known of the value's type: a future of it once somebody has asked, or the hint of its maker."""
 
     def __init__(self, value: T_co, type_hint: Any = None) -> None:
         scope = find_scope()
@@ -82,45 +86,25 @@ class RRef(Generic[T_co]):
         held = Value.of(value, made)
         held.stays = type_hint is not None and isinstance(value, ScriptModule)
         self._set_up(context, context.ids.next_number(), held)
-        self._hint = type_hint
+        self._type = type_hint
 
-    def _set_up(
-        self,
-        context: RRefContext,
-        rref: RRefId,
-        held: Use | Value,
-    ) -> None:
+    def _set_up(self, context: RRefContext, rref: RRefId, held: Use | Value, creation: Creation | None = None) -> None:
         self._context = context
         self._rref = rref
         self._use = held if isinstance(held, Use) else None
-        self._value = held if isinstance(held, Value) else None
-        self._is_released = False
-        self._creation: Creation | None = None
-        self._type: Future[type[T_co]] | None = None
-        self._hint = None
-
-    def _begin(self, creation: Creation) -> None:
-        """`_set_up` for one that is made here."""
-        held = creation.held
-        self._context = creation.context
-        self._rref = creation.rref
-        self._use, self._value = (held, None) if isinstance(held, Use) else (None, held)
+        self._value = None if isinstance(held, Use) else held
         self._is_released = False
         self._creation = creation
-        self._type = self._hint = None
+        self._type = None
 
     @classmethod
-    def _make(
-        cls,
-        context: RRefContext,
-        rref: RRefId,
-        held: Use | Value,
-    ) -> Self:
-        made = cls.__new__(cls)
-        cls._set_up(made, context, rref, held)
+    def of(cls, context: RRefContext, rref: RRefId, held: Use | Value, creation: Creation | None = None) -> Self:
+        """An RRef to something that a worker's context knows. For arpc's own code."""
+        made = _new_rref(cls)
+        cls._set_up(made, context, rref, held, creation)
         return made
 
-    # -- who and where
+    # -- owner and state
 
     def owner(self) -> WorkerInfo:
         """The worker that has the value."""
@@ -173,7 +157,7 @@ class RRef(Generic[T_co]):
     @property
     def _summary(self) -> str:
         """Class, owner and state, for people: ``RRef[Counter] on 'ps' (confirmed)``."""
-        known = self._known_type()
+        known = self.known_type()
         held = "" if known is None else f"[{name_of_class(known)}]"
         return f"RRef{held} on {self.owner_name()!r} ({self._state()})"
 
@@ -223,11 +207,8 @@ class RRef(Generic[T_co]):
                     del waiter  # whose exception refers to this frame
                 if answer:
                     return cast("T_co", answer[0])
-        future = FetchFuture(loop=context.agent.loop)
-        owner = use.owner
-        future.owner = owner.name
-        is_created = use.is_created
-        context.agent.request(RRefFetch, address_of(owner), (self._rref, is_created), timeout, future=future)
+        future, is_created = self.owner_future(FetchFuture), use.is_created
+        context.agent.request(RRefFetch, address_of(use.owner), (self._rref, is_created), timeout, future=future)
         if not is_created:
             # it is interrupted if it turns out that there will be no value
             if use.fetches is None:
@@ -302,67 +283,13 @@ class RRef(Generic[T_co]):
         """
         return StreamProxy(self, self._stream_method, timeout, window)
 
-    def _target(self) -> tuple[int, bool]:
-        """How calls name the value to its owner."""
-        try:
-            self._check("methods called")
-        except ArpcError as error:
-            # it is kept, and about another call
-            set_may_have_run(error, may_have_run=False)
-            raise
-        if self._use is not None:
-            return self._rref, self._use.is_created
-        self._share()
-        return self._rref, False
-
-    def _share(self) -> None:
-        assert self._value is not None
-        self._context.on_loop(lambda: self._context.share(self._rref, cast("Value", self._value)))
-
-    def _live_until(self, future: Future[Any]) -> None:
-        """The RRef, and with it the value, lives at least until a call has ended."""
-        if _on_loop(self._context.agent.loop):
-            future.add_done_callback(self._keep)
-        else:
-            self._context.agent.loop.call_soon_threadsafe(future.add_done_callback, self._keep)
-
-    def _keep(self, _: object) -> None:
-        """Done callback of calls, which holds on to the RRef."""
-
     def _call_method(self, name: str, timeout: float | Unset, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        agent, owner = self._context.agent, self._owner
-        future = OwnerFuture(loop=agent.loop)
-        future.owner = owner.name
-        arguments = (*self._target(), name, *args)
-        called = self._name_of_method(name)
-        agent.call(address_of(owner), call_method, arguments, kwargs, timeout, depth=2, future=future, name=called)
-        self._live_until(future)
+        future = self.owner_future(OwnerFuture)
+        self.call_on_owner(future, call_method, (name, *args), kwargs, timeout, name=self.name_of_method(name), depth=3)
         return future
 
-    def _call_handler(
-        self,
-        handler: Callable[..., Any],
-        args: Sequence[Any],
-        timeout: float | Unset,
-        future: OwnerFuture,
-        name: str = "",
-    ) -> None:
-        """Call a function on the owner that gets the value by `calls.held_value`. ``name``: what people call that."""
-        owner = self._owner
-        future.owner = owner.name
-        arguments = (*self._target(), *args)
-        self._context.agent.call(
-            address_of(owner), handler, arguments, None, timeout, depth=5, future=future, name=name
-        )
-        self._live_until(future)
-
     def _remote_method(self, name: str, timeout: float | Unset, /, *args: Any, **kwargs: Any) -> RRef[Any]:
-        use = self._use
-        if use is None or use.failure is not None or self._is_released:
-            arguments = (*self._target(), name, *args)
-        else:
-            arguments = (self._rref, use.is_created, name, *args)
-        called = self._name_of_method(name)
+        arguments, called = (*self.target(), name, *args), self.name_of_method(name)
         return create_remote(
             self._context, self._owner, call_method, arguments, kwargs, timeout, anchor=self, name=called
         )
@@ -370,47 +297,118 @@ class RRef(Generic[T_co]):
     def _stream_method(
         self, name: str | None, timeout: float | Unset, window: int, /, *args: Any, **kwargs: Any
     ) -> AsyncIterator[Any]:
-        agent, owner = self._context.agent, self._owner
-        future = OwnerFuture(loop=agent.loop)
-        future.owner = owner.name
+        to, stream_of = address_of(self._owner), self._context.agent.stream
+        future = self.owner_future(OwnerFuture)
         stream: Stream[Any]
         if name is None:
-            stream = agent.stream(address_of(owner), stream_items, self._target(), None, timeout, window, future)
+            stream = stream_of(to, stream_items, self.target(), None, timeout, window, future)
         else:
-            arguments = (*self._target(), name, *args)
-            called = self._name_of_method(name)
-            stream = agent.stream(address_of(owner), stream_method, arguments, kwargs, timeout, window, future, called)
+            arguments, called = (*self.target(), name, *args), self.name_of_method(name)
+            stream = stream_of(to, stream_method, arguments, kwargs, timeout, window, future, called)
         stream.anchor = self
         return stream
 
-    # -- what it is
+    # -- for arpc's own code
+
+    def target(self) -> tuple[int, bool]:
+        """How calls name the value to its owner. Raises if the RRef is known to be of no use."""
+        use = self._use
+        if self._is_released or (use is not None and use.failure is not None):
+            try:
+                self._check("methods called")
+            except ArpcError as error:
+                set_may_have_run(error, may_have_run=False)  # the error is kept, and about another call
+                raise
+        if use is not None:
+            return self._rref, use.is_created
+        self._context.on_loop(lambda: self._context.share(self._rref, cast("Value", self._value)))
+        return self._rref, False
+
+    def owner_future(self, kind: type[F]) -> F:
+        """A future for `call_on_owner`."""
+        future = kind(loop=self._context.agent.loop)
+        future.owner = self._owner.name
+        return future
+
+    def call_on_owner(
+        self,
+        future: OwnerFuture,
+        function: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | Unset = UNSET,
+        *,
+        name: str = "",
+        depth: int = 5,
+    ) -> None:
+        """Call a function on the owner, with `target` before its arguments. The RRef lives until the call has ended.
+
+        ``name`` is what people call the function, if not by its own; ``depth`` is that of the user's frame.
+        """
+        context, arguments = self._context, (*self.target(), *args)
+        agent = context.agent
+        agent.call(address_of(self._owner), function, arguments, kwargs, timeout, depth=depth, future=future, name=name)
+        if get_ident() == context.thread:
+            future.add_done_callback(self._keep)
+        else:
+            agent.loop.call_soon_threadsafe(future.add_done_callback, self._keep)
+
+    def _keep(self, _: object) -> None:
+        """Done callback of calls, which holds on to the RRef."""
+
+    def known_type(self) -> type | None:
+        """The type of the value, if that is known here without asking anybody."""
+        known = self._type
+        if known is not None:
+            if isinstance(known, type):
+                return known
+            if isinstance(known, Future) and known.done() and not known.cancelled() and known.exception() is None:
+                asked: type = known.result()
+                return asked
+        if self._value is not None and self._value.content is not NOTHING:
+            return type(self._value.content)
+        return self._creation.makes if self._creation is not None else None
+
+    def name_of_method(self, name: str) -> str:
+        """What people call a method of the value: with the class, if that is known here."""
+        known = self.known_type()
+        return name if known is None else _name_of_method(known, name)
+
+    def pack(self, context: RRefContext, parcel: Parcel) -> tuple[str, int, RRefId, ForkId, str, bool]:
+        """Make a fork for the worker that a pickle is for, which counts once the pickle is complete."""
+        to, number = parcel.to, self._rref
+        if to is None:
+            self.__reduce__()
+        if self._context is not context:
+            holder, sender = self._context.info.name, context.info.name
+            raise SerializationError(f"{self!r} belongs to worker {holder!r} and cannot be sent by worker {sender!r}")
+        self._check("forks made")
+        fork = context.ids.next_number()
+        use, value = self._use, self._value
+        if use is not None:
+            is_created = use.is_created
+            parcel.packed.append(lambda: context.on_loop(lambda: context.offer(number, fork, to, use.fork)))
+        else:
+            assert value is not None
+            is_created = not context.forks.is_expected(number)
+
+            def share_and_offer() -> None:
+                context.share(number, value)
+                context.offer(number, fork, to, None)
+
+            parcel.packed.append(lambda: context.on_loop(share_and_offer))
+        owner = self.owner()
+        return owner.name, owner.id, number, fork, context.info.name, is_created
+
+    # -- names that torch has, too
 
     def _get_type(self, timeout: float | Unset = UNSET) -> Future[type[T_co]]:
         """The type of the value, asked once; ``await`` it."""
-        if self._type is None:
-            agent, owner = self._context.agent, self._owner
-            future = OwnerFuture(loop=agent.loop)
-            future.owner = owner.name
-            agent.call(address_of(owner), rref_typeof_on_owner, self._target(), None, timeout, future=future)
-            self._live_until(future)
+        if not isinstance(self._type, Future):
+            future = self.owner_future(OwnerFuture)
+            self.call_on_owner(future, rref_typeof_on_owner, timeout=timeout, depth=3)
             self._type = future
         return self._type
-
-    def _known_type(self) -> type | None:
-        """The type of the value, if that is known here without asking anybody."""
-        asked = self._type
-        if asked is not None and asked.done() and not asked.cancelled() and asked.exception() is None:
-            return asked.result()
-        if self._value is not None and self._value.content is not NOTHING:
-            return type(self._value.content)
-        if isinstance(self._hint, type):
-            return self._hint
-        return self._creation.makes if self._creation is not None else None
-
-    def _name_of_method(self, name: str) -> str:
-        """What people call a method of the value: with the class, if that is known here."""
-        known = self._known_type()
-        return name if known is None else f"{name_of_class(known)}.{name}"
 
     def _get_future(self) -> Future[Any] | None:
         """The future of the creation, on the worker that called `remote`. It has no value: that stays on the owner."""
@@ -458,11 +456,9 @@ class RRef(Generic[T_co]):
         )
 
 
-def _on_loop(loop: asyncio.AbstractEventLoop) -> bool:
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False
+@lru_cache(maxsize=1024)
+def _name_of_method(kind: type, name: str) -> str:
+    return f"{name_of_class(kind)}.{name}"
 
 
 def _stack() -> str:
@@ -490,10 +486,6 @@ def create_remote(
     if get_ident() == context.thread:
         creation = start_creation(context, to, function, args, kwargs, timeout, made, anchor, name)
     else:
-        # no lambda: what that refers to would take longer to look at, here too
-        creation = context.on_loop(
-            partial(start_creation, context, to, function, args, kwargs, timeout, made, anchor, name)
-        )
-    rref: RRef[Any] = _new_rref(RRef)
-    rref._begin(creation)  # noqa: SLF001 - its own, in all but name
-    return rref
+        start = partial(start_creation, context, to, function, args, kwargs, timeout, made, anchor, name)
+        creation = context.on_loop(start)
+    return RRef.of(context, creation.rref, creation.held, creation)

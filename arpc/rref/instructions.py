@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import msgspec
 
 from arpc.ids import WorkerInfo
@@ -25,7 +23,11 @@ __all__ = [
 ]
 
 
-class SendForkRequest(msgspec.Struct, frozen=True, gc=False):
+class Instruction(msgspec.Struct, frozen=True, gc=False):
+    """Something that is to be done."""
+
+
+class SendForkRequest(Instruction, frozen=True):
     """Ask the owner to count a fork."""
 
     to: WorkerInfo
@@ -34,14 +36,14 @@ class SendForkRequest(msgspec.Struct, frozen=True, gc=False):
     is_created: bool
 
 
-class SendChildAccept(msgspec.Struct, frozen=True, gc=False):
+class SendChildAccept(Instruction, frozen=True):
     """Tell the parent that its child is counted."""
 
     to: WorkerInfo
     fork: ForkId
 
 
-class SendUserDelete(msgspec.Struct, frozen=True, gc=False):
+class SendUserDelete(Instruction, frozen=True):
     """Tell the owner that a user has ended."""
 
     to: WorkerInfo
@@ -49,7 +51,7 @@ class SendUserDelete(msgspec.Struct, frozen=True, gc=False):
     fork: ForkId
 
 
-class SendCreationFailed(msgspec.Struct, frozen=True, gc=False):
+class SendCreationFailed(Instruction, frozen=True):
     """Tell the owner that the creation of a value was given up."""
 
     to: WorkerInfo
@@ -59,59 +61,44 @@ class SendCreationFailed(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
-class AwaitCreation(msgspec.Struct, frozen=True, gc=False):
+class AwaitCreation(Instruction, frozen=True):
     """A value is expected. If its creation does not arrive in time, ask its creator whether it is still on its way."""
 
     rref: RRefId
 
 
-class RunCreation(msgspec.Struct, frozen=True, gc=False):
+class RunCreation(Instruction, frozen=True):
     """Make the value."""
 
     rref: RRefId
 
 
-class DropValue(msgspec.Struct, frozen=True, gc=False):
+class DropValue(Instruction, frozen=True):
     """Nobody holds it any more."""
 
     rref: RRefId
 
 
-class FailValue(msgspec.Struct, frozen=True, gc=False):
+class FailValue(Instruction, frozen=True):
     """It will never be created: all that wait for it, or ask for it later, get an error with the reason."""
 
     rref: RRefId
     reason: str
 
 
-class ForgetFork(msgspec.Struct, frozen=True, gc=False):
+class ForgetFork(Instruction, frozen=True):
     """A user has ended here, and its owner, which is gone, will not be told."""
 
     fork: ForkId
 
 
-class MarkConfirmed(msgspec.Struct, frozen=True, gc=False):
-    """The owner counts a fork that asked for it: who waited for that may go on."""
+class MarkConfirmed(Instruction, frozen=True):
+    """The owner counts a fork that asked for it: handlers that waited for that may start."""
 
     fork: ForkId
 
 
-class MarkLost(msgspec.Struct, frozen=True, gc=False):
+class MarkLost(Instruction, frozen=True):
     """It cannot be used any more."""
 
     fork: ForkId
-
-
-Instruction: TypeAlias = (
-    SendForkRequest
-    | SendChildAccept
-    | SendUserDelete
-    | SendCreationFailed
-    | AwaitCreation
-    | RunCreation
-    | DropValue
-    | FailValue
-    | ForgetFork
-    | MarkConfirmed
-    | MarkLost
-)

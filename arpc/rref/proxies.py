@@ -12,7 +12,7 @@ cannot know more of an attribute. A shell or notebook completes them by what is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -45,7 +45,7 @@ class _Proxy(Generic[T_co]):
 
     def __dir__(self) -> Iterable[str]:
         """For completion in a shell or notebook: the methods of the value, as far as its type is known here."""
-        known = self._rref._known_type()  # noqa: SLF001 - the two belong together
+        known = self._rref.known_type()
         return super().__dir__() if known is None else [name for name in dir(known) if not name.startswith("_")]
 
 
@@ -76,29 +76,10 @@ class AsyncProxy(_Proxy[T_co]):
         return made
 
 
-class SyncProxy(_Proxy[T_co]):
+class SyncProxy(AsyncProxy[T_co]):
     """Calls methods; what they return is to be awaited."""
 
     __slots__ = ()
-
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        return partial(self._rref_call, name, self._timeout)
-
-    @overload
-    def __call__(
-        self, method: Callable[Concatenate[T_co, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
-    ) -> Awaitable[R]: ...
-    @overload
-    def __call__(
-        self, method: Callable[Concatenate[T_co, P], asyncio.Future[R]], *args: P.args, **kwargs: P.kwargs
-    ) -> Awaitable[R]: ...
-    @overload
-    def __call__(
-        self, method: Callable[Concatenate[T_co, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> Awaitable[R]: ...
-    def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Awaitable[Any]:
-        made: Awaitable[Any] = self._rref_call(_named(method), self._timeout, *args, **kwargs)
-        return made
 
 
 class RemoteProxy(_Proxy[T_co]):

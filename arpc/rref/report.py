@@ -1,4 +1,4 @@
-"""RRefs as a table: for people who look, for the dashboard, and for those who search what was never let go."""
+"""RRefs as a table: for people, for the dashboard, and for the search for leaks."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ class RRefRow:
 
 def rref_rows(context: RRefContext) -> list[RRefRow]:
     """Those this worker owns, then those it uses."""
+    context.creations.keep_answered()
     rows = []
     now = monotonic()
     for owned in context.forks.owned.values():
@@ -104,7 +105,7 @@ def find_survivors(context: RRefContext) -> list[RRefRow]:
 
 
 def report_survivors(context: RRefContext, rows: list[RRefRow]) -> None:
-    """At a graceful shutdown: what was still held, and is let go of now. Aloud only for those who search."""
+    """At a graceful shutdown: what was still held, and is let go of now. A warning only with `rref_creation_stacks`."""
     _log(_survivor_level(context), context, rows, "RRefs are still held at shutdown")
 
 

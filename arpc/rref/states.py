@@ -65,7 +65,7 @@ class OwnerState(Enum):
     CREATING = auto()
     READY = auto()
     ABANDONED = auto()
-    """Its creation will not arrive, or will be refused if it does. Kept while it has users, who get an error."""
+    """Its creation will not arrive, or will be refused if it does. Kept while it has users, which get an error."""
 
     __hash__ = object.__hash__  # as above
 
@@ -106,7 +106,7 @@ class UserFork(msgspec.Struct, eq=False):
     owner: WorkerInfo
     """Its id is unknown until there is a connection, if only the name was known when it was made."""
     parent: WorkerInfo
-    """Who sent it; this worker itself if it was made here."""
+    """The worker that sent it; this worker itself if it was made here."""
     state: UserState
     is_created: bool
     """It is certain that the creation has reached the owner."""
@@ -114,7 +114,7 @@ class UserFork(msgspec.Struct, eq=False):
     children: int = 0
     """How many forks made from this one the owner may not count yet."""
     since: float = msgspec.field(default_factory=monotonic)
-    """For those who look; nothing is decided by it."""
+    """For reports; nothing is decided by it."""
 
 
 class Offer(NamedTuple):
@@ -126,14 +126,14 @@ class Offer(NamedTuple):
     """What it was made from; None on the owner."""
 
 
-class Owned(msgspec.Struct, eq=False):
+class Owned(msgspec.Struct, eq=False, gc=False):
     """One value of this worker that others can hold."""
 
     rref: RRefId
     state: OwnerState
     forks: dict[ForkId, WorkerInfo] = msgspec.field(default_factory=dict)
-    """Users that are counted, and who they belong to."""
+    """Users that are counted, and the workers that they belong to."""
     holds: int = 0
-    """Handles on this worker, those who wait for the value, and the creation while it runs."""
+    """Handles on this worker, calls that wait for the value, and the creation while it runs."""
     since: float = msgspec.field(default_factory=monotonic)
-    """For those who look; nothing is decided by it."""
+    """For reports; nothing is decided by it."""

@@ -32,7 +32,7 @@ def one_at_a_time(target: F) -> F:
             def add(self, number):  # without the decorator, two calls may read the same total
                 self.total = self.total + number
 
-    It is about calls through RRefs. Each object has one queue, whoever calls and through whichever RRef. In a marked
+    It is about calls through RRefs. Each object has one queue for all callers and all RRefs. In a marked
     class all methods use it, those of base classes and of subclasses too; in any other class the marked methods alone.
     ``async def`` keeps its turn while it awaits, and plain ``def`` until its thread has ended, even if the caller has
     been cancelled. A call that fails, or is cancelled while it waits, makes way for the next.

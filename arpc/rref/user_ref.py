@@ -1,4 +1,4 @@
-"""One use of an RRef by this worker: a fork, as its handle and the context share it, and who waits for its value."""
+"""One use of an RRef by this worker: a fork, as its handle and the context share it, and the calls to its owner."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class FetchFuture(OwnerFuture):
 
 
 class Use(UserFork):
-    """One fork of this worker, as its handle and the context share it: with what is to be done when it changes."""
+    """One fork of this worker, as its handle and the context share it."""
 
     origin: Any = ""
     """Where it was made, or the function that made it."""
     failure: Exception | None = None
     """Why it cannot be used."""
     fetches: set[OwnerFuture] | None = None
-    """Those who wait for a value that may never be created."""
+    """Fetches of a value that may never be created."""
 
     @property
     def made(self) -> str:
@@ -74,7 +74,7 @@ class Use(UserFork):
         return self.state is UserState.CONFIRMED
 
     def fail(self, failure: Exception) -> None:
-        """It cannot be used any more. Those who wait for its value hear of it now."""
+        """It cannot be used any more. Fetches under way fail now."""
         self.failure = failure
         fetches, self.fetches = self.fetches, None
         for future in fetches or ():

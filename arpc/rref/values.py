@@ -54,6 +54,11 @@ class Value(msgspec.Struct, eq=False):
         """What is in its place."""
         return self._error
 
+    @property
+    def is_awaited(self) -> bool:
+        """Somebody waits for it. Asked in any thread."""
+        return self._waiters is not None
+
     def set(self, content: Any) -> None:
         if self.content is NOTHING and self._error is None:
             self.content = content

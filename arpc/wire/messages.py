@@ -261,7 +261,7 @@ class Credit(Message):
 class RRefCreate(Message):
     """Run function ``arg``, as a `Request` does, and keep what it returns under an id that the sender chose.
 
-    The metadata has it, see `rref.creation_label`.
+    The metadata has it, see `rref.create_on_owner.pack_label`.
     """
 
 

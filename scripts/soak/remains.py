@@ -23,7 +23,7 @@ EMPTY_TABLES: Final = (
     "rref_context._answers",
     "rref_context._ends",
     "rref_context.drops._handles",
-    "rref_context.offer_watch._due",
+    "rref_context.inquiries.offers.due",
     "rref_context.post._waiting",
     "rref_context.post._retrying",
     "autograd.container.contexts",

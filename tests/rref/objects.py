@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from typing import Any
 
 import torch
 
@@ -201,3 +203,24 @@ runs: list[str] = []
 
 async def note_run(name: str) -> None:
     runs.append(name)
+
+
+gate = threading.Event()
+"""What runs in a thread can be made to wait for this."""
+
+
+def make_at_the_gate(total: int) -> Counter:
+    assert gate.wait(30)
+    return Counter(total)
+
+
+def make_bytes(size: int) -> bytes:
+    return bytes(size)
+
+
+class Unsendable:
+    def answer(self) -> int:
+        return 42
+
+    def __reduce__(self) -> Any:
+        raise TypeError("Unsendable stays here")

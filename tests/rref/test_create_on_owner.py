@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import AsyncIterator
 from types import ModuleType
 
 import pytest
@@ -11,14 +12,17 @@ import torch
 
 import arpc
 from arpc.agent.client.pending_calls import Call
-from arpc.rref.creation_label import KEY, pack_label
+from arpc.errors import ProtocolError
+from arpc.rref.create_on_owner import KEY, pack_label, unpack_label
 from arpc.rref.events import CreationAbandoned, UserDeleted
+from arpc.rref.states import OwnerState
 from arpc.testing import Cluster
+from arpc.transport.sockets import UnixTransport
 from arpc.wire.frames import frame
 from arpc.wire.messages import MessageType
 from arpc.wire.metadata import encode_metadata
 from tests.rref import objects
-from tests.rref.conftest import OPTIONS, cluster, until
+from tests.rref.conftest import OPTIONS, cluster, nothing_is_held, until
 from tests.rref.objects import Counter, Rotten
 
 # a coroutine and a thread, with and without tensors beside the arguments, and with keyword arguments
@@ -170,3 +174,114 @@ async def test_methods_of_a_value_can_be_chained(group):
         rref = rref.remote().next()
     assert (await rref).total == 5
     await until(lambda: len(group[1].rrefs()) == 1)
+
+
+# -- creations in threads, whose answers the threads send
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Cluster]:
+    """Two workers with a socket between them, which hold no RRef any more when the test is over."""
+    options = OPTIONS.replace(listen=("unix://",), shared_memory_bytes=0)
+    async with cluster(2, options=options, transports={"unix": UnixTransport()}) as workers:
+        yield workers
+        objects.gate.set()
+        await nothing_is_held(workers)
+        assert all(not worker.leaked_rrefs for worker in workers)
+
+
+def answered_by_threads(pair: Cluster) -> int:
+    return pair[1].agent.dispatcher.threads.jobs_answered
+
+
+def is_ready(pair: Cluster) -> bool:
+    (owned,) = pair[1].rref_context.forks.owned.values()  # not `Worker.rrefs`, which lets the loop look
+    return owned.state is OwnerState.READY
+
+
+async def test_a_thread_answers_a_creation_with_the_value(pair):
+    before = answered_by_threads(pair)
+    rref = arpc.remote("worker1", Counter, (4,))
+    assert (await rref).total == 4
+    assert answered_by_threads(pair) == before + 1
+    assert await rref.rpc_sync().add(1) == 5  # the value is there for the next call, whether the loop has looked or not
+    assert [(row.state, row.type) for row in pair[1].rrefs()] == [("ready", "Counter")]
+
+
+async def test_the_loop_keeps_the_value_of_a_thread_although_nobody_asks(pair):
+    rref = arpc.remote("worker1", Counter, (4,))
+    await rref._get_future()
+    await until(lambda: is_ready(pair))
+    assert pair[1].rrefs()[0].type == "Counter"
+
+
+async def test_a_value_that_nobody_holds_any_more_is_dropped_when_its_thread_has_ended(pair):
+    objects.gate.clear()
+    rref = arpc.remote("worker1", objects.make_at_the_gate, (1,))
+    await until(lambda: len(pair[1].rrefs()) == 1)
+    del rref
+    objects.gate.set()
+    await until(lambda: pair[1].rref_context.forks.is_idle)
+    assert not pair[1].rref_context.values
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["soon", "late"])
+async def test_calls_that_wait_for_a_value_of_a_thread_go_on_when_it_ends(pair, is_late):
+    objects.gate.clear()
+    rref = arpc.remote("worker1", objects.make_at_the_gate, (1,))
+    early = [rref.rpc_async().add(1), asyncio.ensure_future(rref.to_here(timeout=20))]
+    await until(lambda: any(value.is_awaited for value in pair[1].rref_context.values.values()))
+    if is_late:
+        await until(lambda: not pair[1].rref_context.creations.will_look)
+    objects.gate.set()
+    assert await early[0] == 2
+    assert (await early[1]).total in {1, 2}
+
+
+async def test_a_creation_that_was_cancelled_in_its_thread_has_no_value(pair):
+    objects.gate.clear()
+    rref = arpc.remote("worker1", objects.make_at_the_gate, (1,))
+    await until(lambda: len(pair[1].rrefs()) == 1)
+    assert rref._get_future().cancel()
+    await until(lambda: pair[1].rrefs()[0].type == "raised RRefCreationError")
+    objects.gate.set()
+    with pytest.raises(arpc.RRefCreationError, match="cancelled"):
+        await rref
+    await until(lambda: pair[1].agent.dispatcher.threads.is_asleep)
+    assert pair[1].rrefs()[0].type == "raised RRefCreationError"
+
+
+async def test_a_value_that_cannot_be_sent_stays_usable_on_its_owner(pair):
+    rref = arpc.remote("worker1", objects.Unsendable)
+    with pytest.raises(arpc.SerializationError, match="Unsendable"):
+        await rref
+    assert await rref.rpc_sync().answer() == 42
+
+
+async def test_a_value_that_is_too_large_for_a_thread_comes_with_the_answer(pair):
+    await arpc.rpc_sync("worker1", objects.nothing)  # which connects: before that a creation leaves without waiting
+    before = pair[1].agent.dispatcher.calls_handled
+    rref = arpc.remote("worker1", objects.make_bytes, (1 << 20,))
+    assert len(await rref) == 1 << 20
+    assert pair[1].agent.dispatcher.calls_handled == before + 1
+    assert await rref.rpc_sync().__len__() == 1 << 20
+
+
+# -- the label
+
+LABEL = (1, 2, 3, (65535 << 48) + 4, 5, "")
+
+
+@pytest.mark.parametrize("made", ["", "train.py, line 5", "straße"])
+def test_a_label_comes_back(made):
+    assert unpack_label(pack_label(*LABEL[:5], made)) == (*LABEL[:5], made)
+
+
+def test_a_stack_that_is_no_text_is_read_all_the_same():
+    assert unpack_label(pack_label(*LABEL[:5], "") + b"\xff")[-1] == "\ufffd"
+
+
+@pytest.mark.parametrize("data", [None, b"", pack_label(*LABEL)[:-1]])
+def test_less_than_a_label_is_refused(data):
+    with pytest.raises(ProtocolError):
+        unpack_label(data)

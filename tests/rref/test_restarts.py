@@ -65,7 +65,7 @@ def hand_to(user: arpc.Worker, owner: WorkerInfo, creator: arpc.Worker, *, is_cr
     """An RRef as it arrives at a worker from its creator."""
     rref, fork = creator.rref_context.ids.next_number(), creator.rref_context.ids.next_number()
     held = user.rref_context.receive(rref, fork, owner, creator.info, is_created=is_created)
-    return arpc.RRef._make(user.rref_context, rref, held)
+    return arpc.RRef.of(user.rref_context, rref, held)
 
 
 async def use_in_any_way(rref: arpc.RRef[int]) -> None:

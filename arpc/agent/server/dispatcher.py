@@ -334,6 +334,7 @@ class Dispatcher:
 
         They never wait for room: others that run may wait for what they bring.
         """
+        kept = ResultSizes()  # what these functions return stays here
 
         def handle(link: HasInbound, message: Message) -> None:
             inbound = link.inbound
@@ -341,15 +342,19 @@ class Dispatcher:
                 inbound.arrived_ns[message.id] = _now_ns()
             function = inbound.functions.get(message.arg)
             run = self._run(inbound, function if isinstance(function, Function) else _UNKNOWN, message)
-            run.results = ResultSizes()  # what the function returns stays here
+            run.results = kept
             try:
                 run.meta = self.codec.metadata(message)
                 creation = service.admit(run, message)
             except ProtocolError as error:
                 self.refused(run, error)
                 return
-            if creation is not None:
-                run.creation = creation
+            if creation is None:
+                return
+            run.creation = creation
+            if run.function is function:
+                self._launch(run)
+            else:
                 self._start(run, function, message)
 
         return handle
@@ -493,7 +498,6 @@ class Dispatcher:
             function.is_plain
             and self.replies.meter is None
             and run.handling is None
-            and run.creation is None
             and not run.meta
             and not run.is_stream
         ):
@@ -522,8 +526,9 @@ class Dispatcher:
             run.returned_coroutine = result
             self._carry(run, lambda: result)
         elif run.creation is not None:
-            creation, run.creation = run.creation, None
-            self.replies.returned(run, creation.returned(run, result))
+            answer = run.creation.answer(run, result)
+            run.keep(result)
+            self.replies.created(run, answer)
         elif not run.is_stream:
             self.replies.returned(run, result)
         elif run.producer is None:

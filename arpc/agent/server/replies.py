@@ -91,6 +91,15 @@ class Replies:
         else:
             self._end(run, _REPLY, 0, 0, content)
 
+    def created(self, run: Run, answer: Any) -> None:
+        """Answer the request for a value that stays here."""
+        content = _NOTHING
+        if answer is not None:
+            # If it cannot be sent, the caller asks for the value, and that call says why
+            with suppress(BaseException):
+                content = run.context.run(self.encode, run, answer, with_metadata=True)
+        self._end(run, _REPLY, 0, 0, content)
+
     def encoded(self, run: Run, content: Content) -> None:
         """Answer a request with a result that its thread has encoded."""
         self._end(run, _REPLY, 0, 0, content)

@@ -53,10 +53,16 @@ class RunHost(Protocol):
 
 
 class Creation(Protocol):
-    """Keeps the result of one request, instead of sending it."""
+    """Keeps the result of one request on this worker."""
 
-    def returned(self, run: Run, result: Any) -> Any:
-        """Keep a result; returns what the caller is answered."""
+    def answer(self, run: Run, result: Any) -> Any:
+        """The content of the reply to the caller; None if that is all to be said. Called in any thread."""
+
+    def answered(self, run: Run, result: Any) -> None:
+        """A thread has a result, and sends the answer to the caller itself."""
+
+    def returned(self, run: Run, result: Any) -> None:
+        """Keep a result."""
 
     def failed(self, error: BaseException) -> None:
         """Keep what the function raised."""
@@ -230,7 +236,7 @@ class Run(msgspec.Struct):
         # What it called may be on its way still, and is not to be overtaken by the answer
         if replies is not None and not self.has_called and self.nested is None and replies.put(self, result):
             return replies
-        if self.content is None and self.error is None:
+        if self.creation is not None or (self.content is None and self.error is None):
             self.result = result
         return self._worked
 
@@ -247,9 +253,16 @@ class Run(msgspec.Struct):
         if error is not None:
             self.host.raised(self, error)
         elif content is not None:
+            self.keep(result)
             self.host.encoded(self, content)
         else:
             self.host.returned(self, result)
+
+    def keep(self, result: Any) -> None:
+        """Let a creation keep its result, unless it was cancelled."""
+        creation, self.creation = self.creation, None
+        if creation is not None:
+            creation.returned(self, result)
 
     def _postpone(self) -> None:
         """It came to a thread before it was known how large its result is likely to be."""

@@ -99,10 +99,12 @@ class ThreadReplies(Outbox):
             return False  # the function has left something switched, that could change how a tensor looks
         if is_coroutine(result):
             return False
+        creation = run.creation
         try:
-            content = self._encode(run, result)
+            content = self._encode(run, result if creation is None else creation.answer(run, result))
         except BaseException as error:  # noqa: BLE001 - pickling runs user code; whatever it raises is the caller's
-            run.error = error
+            if creation is None:
+                run.error = error
             return False
         connection = self._inbound.connection
         data = connection.frame_in_thread(_REPLY, run.id, content.pickle, content.tensors)
@@ -110,6 +112,8 @@ class ThreadReplies(Outbox):
             run.content = content
             return False
         run.context = _NO_CONTEXT
+        if creation is not None:
+            creation.answered(run, result)
         self._answers.append((run, data))
         return True
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from arpc.agent.server.functions import Mode
-from arpc.rref.methods import bound, template_of
+from arpc.rref.calls import bound, template_of
 
 
 class Numbers(list[int]):

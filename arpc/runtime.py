@@ -119,8 +119,8 @@ class Worker:
         self.arena: Arena | None = None
         """Memory that others of this host can see; None if there is none."""
         self.receive_memory: BufferPool | None = None
-        self.doorway: ConnectionLimits | None = None
-        self.vigil: BusyPoll | None = None
+        self.connection_limits: ConnectionLimits | None = None
+        self.busy_poll: BusyPoll | None = None
         self._kept: dict[type, Any] = {}
         self._shutdown: asyncio.Task[None] | None = None
         self._lost: WorkerLostError | None = None
@@ -362,8 +362,8 @@ class Worker:
         return {
             "worker": self.info.name,
             **self.agent.statistics(),
-            "doorway": self.doorway.statistics() if self.doorway is not None else {},
-            "vigil": self.vigil.statistics() if self.vigil is not None else {},
+            "connection_limits": self.connection_limits.statistics() if self.connection_limits is not None else {},
+            "busy_poll": self.busy_poll.statistics() if self.busy_poll is not None else {},
             "heartbeat": self.agent.heartbeat.statistics(),
             "rendezvous": self.rendezvous.statistics(),
             "members": self.lookout.roster.statistics(),
@@ -389,22 +389,22 @@ class Worker:
         self.arena = open_arena(self.options)
         memory = self.receive_memory = BufferPool(_WARM_BYTES)
         options = self.options
-        door = self.doorway = ConnectionLimits(
+        limits = self.connection_limits = ConnectionLimits(
             max_connections=options.max_connections,
             max_strangers=options.max_strangers,
             handshake_s=options.handshake_timeout,
         )
-        vigil = self.vigil = BusyPoll(options.busy_poll) if options.busy_poll else None
+        busy_poll = self.busy_poll = BusyPoll(options.busy_poll) if options.busy_poll else None
         tls = options.tls
-        resources = Resources(memory, self.arena, door, vigil)
+        resources = Resources(memory, self.arena, limits, busy_poll)
         return {
             "tcp": TcpTransport(resources) if tls is None else TlsTransport(tls, resources),
             "unix": UnixTransport(resources),
         }
 
     async def close_transports(self) -> None:
-        if self.vigil is not None:
-            self.vigil.close()
+        if self.busy_poll is not None:
+            self.busy_poll.close()
         if self.arena is not None:
             await self.arena.aclose()
         if self.receive_memory is not None:

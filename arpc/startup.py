@@ -177,9 +177,9 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
     )
     for feature in features:
         feature.attach(agent)
-    if worker.vigil is not None:
-        worker.vigil.call_at = agent.call_at
-        worker.vigil.pools = agent.dispatcher.threads, autograd.threads
+    if worker.busy_poll is not None:
+        worker.busy_poll.call_at = agent.call_at
+        worker.busy_poll.pools = agent.dispatcher.threads, autograd.threads
     worker.rendezvous = rendezvous
     host = host_fingerprint()
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from typing import Any, Final, Generic, Protocol, Self, TypeVar, cast
+from typing import Any, Final, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -26,15 +26,26 @@ __all__ = ["RemoteModule", "parameter_rrefs"]
 
 logger = get_logger("arpc.nn")
 
+M = TypeVar("M")
 M_co = TypeVar("M_co", covariant=True)
+P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
 
 
-class Forward(Protocol[R_co]):
-    """What a type checker looks for in a module: the result of its ``forward``."""
+class Forward(Protocol[P, R_co]):
+    """The part of a module's type that calls need: the parameters and the result of its ``forward``."""
 
     @property
-    def forward(self) -> Callable[..., R_co]: ...
+    def forward(self) -> Callable[P, R_co]: ...
+
+
+class Unknown(Protocol):
+    """Stands for the module of a ``RemoteModule[Any]``: no class has this member, so only ``Any`` fits it.
+
+    Without it mypy infers that no argument is right for a forward of which it knows nothing.
+    """
+
+    def is_unknown_to_arpc(self) -> None: ...
 
 
 class _ModuleFuture(OwnerFuture):
@@ -87,6 +98,18 @@ class RemoteModule(RefusingModule, Generic[M_co]):
         arguments = (module_cls, tuple(args or ()), dict(kwargs or {}), address.device)
         rref: RRef[Any] = remote(address.worker, owner.create_module, arguments, timeout=timeout)
         self._set_up(rref, address.device, timeout, name_of(module_cls))
+
+    @staticmethod
+    def at(remote_device: str, *, timeout: float | Unset = UNSET) -> Place:
+        """An address to create modules at, by a call that a type checker compares with the module's parameters.
+
+        ::
+
+            m = arpc.nn.RemoteModule.at("ps/cpu")(nn.Linear, 20, 30, bias=False)
+
+        does what ``RemoteModule("ps/cpu", nn.Linear, (20, 30), {"bias": False})`` does.
+        """
+        return Place(remote_device, timeout)
 
     def _set_up(self, rref: RRef[M_co], device: torch.device, timeout: float | Unset, name: str) -> None:
         super().__init__()
@@ -155,15 +178,41 @@ class RemoteModule(RefusingModule, Generic[M_co]):
                 future.set_exception(error)
         return future
 
-    def forward_async(self: RemoteModule[Forward[R_co]], *args: Any, **kwargs: Any) -> Future[R_co]:
+    @overload
+    def forward_async(self: RemoteModule[Unknown], *args: Any, **kwargs: Any) -> Future[Any]: ...
+    @overload
+    def forward_async(
+        self: RemoteModule[Forward[P, Coroutine[Any, Any, R_co]]], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R_co]: ...
+    @overload
+    def forward_async(self: RemoteModule[Forward[P, R_co]], *args: P.args, **kwargs: P.kwargs) -> Future[R_co]: ...
+    def forward_async(self: RemoteModule[Any], *args: Any, **kwargs: Any) -> Future[Any]:
         """Call the module now; the `Future` has the result. Grad mode is that of the caller."""
         return self._call(owner.call_module, "forward", torch.is_grad_enabled(), self._moves_to, args, kwargs)
 
-    async def forward(self: RemoteModule[Forward[R_co]], *args: Any, **kwargs: Any) -> R_co:
+    @overload
+    async def forward(self: RemoteModule[Unknown], *args: Any, **kwargs: Any) -> Any: ...
+    @overload
+    async def forward(
+        self: RemoteModule[Forward[P, Coroutine[Any, Any, R_co]]], *args: P.args, **kwargs: P.kwargs
+    ) -> R_co: ...
+    @overload
+    async def forward(self: RemoteModule[Forward[P, R_co]], *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+    async def forward(self: RemoteModule[Any], *args: Any, **kwargs: Any) -> Any:
         """Call the module: what ``await m(...)`` does."""
         return await self.forward_async(*args, **kwargs)
 
-    def __call__(self: RemoteModule[Forward[R_co]], *args: Any, **kwargs: Any) -> Coroutine[Any, Any, R_co]:
+    @overload
+    def __call__(self: RemoteModule[Unknown], *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]: ...
+    @overload
+    def __call__(
+        self: RemoteModule[Forward[P, Coroutine[Any, Any, R_co]]], *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[Any, Any, R_co]: ...
+    @overload
+    def __call__(
+        self: RemoteModule[Forward[P, R_co]], *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[Any, Any, R_co]: ...
+    def __call__(self: RemoteModule[Any], *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
         """``await`` it: calls the module."""
         # without the hooks of an nn.Module, which would see a coroutine here
         return self.forward(*args, **kwargs)
@@ -236,6 +285,23 @@ class RemoteModule(RefusingModule, Generic[M_co]):
             # its text, and not the handle itself, which would live as long as the record
             logger.warning("%s is sent without the attributes it was given: %s", repr(self), ", ".join(sorted(unknown)))
         return _rebuild, (type(self), self._rref, self._device, self._timeout, self._name, self.training)
+
+
+class Place:
+    """A worker and a device there, to create modules at: the result of `RemoteModule.at`."""
+
+    __slots__ = ("_remote_device", "_timeout")
+
+    def __init__(self, remote_device: str, timeout: float | Unset) -> None:
+        self._remote_device = remote_device
+        self._timeout = timeout
+
+    def __call__(self, module_cls: Callable[P, M], /, *args: P.args, **kwargs: P.kwargs) -> RemoteModule[M]:
+        """Create ``module_cls(*args, **kwargs)`` there, and return its `RemoteModule` at once."""
+        return RemoteModule(self._remote_device, module_cls, args, kwargs, timeout=self._timeout)
+
+    def __repr__(self) -> str:
+        return f"RemoteModule.at({self._remote_device!r})"
 
 
 _KNOWN: Final = frozenset(nn.Module().__dict__) | {"_rref", "_device", "_moves_to", "_timeout", "_name"}

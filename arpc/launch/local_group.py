@@ -33,6 +33,7 @@ from arpc.launch.output import LineSplitter, Screen, Stream, Tail, lost_another,
 from arpc.launch.plan import Group, Meeting, Slot, as_group, check_environment, environment_of
 from arpc.launch.programs import Module, Program, command_for, extend_path, result_of
 from arpc.launch.result import Launched
+from arpc.launch.status import Status
 
 __all__ = ["LocalGroup", "Settings", "local"]
 
@@ -310,13 +311,16 @@ class LocalGroup:
 
     async def _tick(self) -> None:
         while True:
-            elapsed_s = time.monotonic() - self._started_at
-            words = [f"{len(self.life.alive)}/{len(self._slots)} workers", f"{elapsed_s:.0f} s"]
-            if self.life.incarnation:
-                words.append(f"restart {self.life.incarnation} of {self._settings.max_restarts}")
-            if self.life.is_ending:
-                words.append("ending")
-            self._screen.show_status("  ".join(words))
+            self._screen.show_status(
+                Status(
+                    alive=len(self.life.alive),
+                    workers=len(self._slots),
+                    elapsed_s=time.monotonic() - self._started_at,
+                    restarts=self.life.incarnation,
+                    max_restarts=self._settings.max_restarts,
+                    is_ending=self.life.is_ending,
+                )
+            )
             await asyncio.sleep(STATUS_S)
 
     async def _announce(self) -> None:

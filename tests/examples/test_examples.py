@@ -23,7 +23,7 @@ RUNS: Final = {
     "reinforcement_learning": ("--updates 12 --plot {folder}/p.png", r"balanced for \d+ -> \d+ of 200 steps"),
     "split_transformer": (
         "--steps 30 --plot {folder}/p.png",
-        r"loss (\d+\.\d+) -> (\d+\.\d+), \d+\.\d% of the places right",
+        r"loss (\d+\.\d+) -> (\d+\.\d+), \d+\.\d% of the digits right",
     ),
     "pipeline": ("--steps 1 --batch 256 --trace {folder}/trace.html", r"^(?:\[\w+\] )? +8 +\d+\.\d ms +\d+%$"),
     "streaming_inference": ("--steps 5 --length 20", r"the server computed (\d+) of 100,000"),

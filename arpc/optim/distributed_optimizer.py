@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Self
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from arpc.agent.client.future import Future
@@ -57,7 +58,7 @@ class DistributedOptimizer(Optimizer):
     def __init__(
         self,
         optimizer_class: Callable[..., Optimizer],
-        params_rref: Iterable[RRef[Any]] | Iterable[Mapping[str, Any]],
+        params_rref: Iterable[RRef[Tensor]] | Iterable[Mapping[str, Any]],
         *args: Any,
         serialize_steps: bool = True,
         check_versions: bool = False,

@@ -71,7 +71,7 @@ class RRef(Generic[T_co]):
         "_value",
     )
 
-    def __init__(self, value: T_co, type_hint: Any = None) -> None:
+    def __init__(self, value: T_co, type_hint: object = None) -> None:
         scope = find_scope()
         if scope is None or scope.worker is None:
             raise NotInitializedError(

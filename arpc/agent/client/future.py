@@ -232,10 +232,10 @@ def _line(code: CodeType, lasti: int) -> int:
     return line
 
 
-def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
+def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:
     """A future for the list of the given ones, once all of them are done, well or not."""
     waited = list(futures)
-    collected: Future[list[Future[Any]]] = Future(loop=waited[0].get_loop() if waited else asyncio.get_running_loop())
+    collected: Future[list[Future[T]]] = Future(loop=waited[0].get_loop() if waited else asyncio.get_running_loop())
     left = len(waited)
 
     def one_done(_: object) -> None:
@@ -257,6 +257,6 @@ def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
     return collected
 
 
-async def wait_all(futures: Iterable[Future[Any]]) -> list[Any]:
+async def wait_all(futures: Iterable[Future[T]]) -> list[T]:
     """The values of all futures, in order. Raises the first error as soon as it happens."""
     return list(await asyncio.gather(*futures))

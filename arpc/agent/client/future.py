@@ -40,7 +40,7 @@ class Future(asyncio.Future[T], Generic[T]):
     `set_exception`, `cancel` and `wait` may be used from any thread; the rest belongs to the loop. Cancelling the
     future of a call cancels its handler.
 
-    An error nobody looks at is logged once, when the future is dropped, with the line that made the call.
+    An error that is never retrieved is logged once, when the future is dropped, with the line that made the call.
     """
 
     script_type: Any = None
@@ -84,7 +84,7 @@ class Future(asyncio.Future[T], Generic[T]):
         return cancelled
 
     def withdraw(self) -> None:
-        """Let end what the value would have come from: this is done, and nobody needs it. Called on the loop."""
+        """End the call that this future stands for, because its value is no longer needed. Called on the loop."""
         on_cancel, self.on_cancel = self.on_cancel, None
         callee, self.callee = self.callee, None
         if on_cancel is not None:

@@ -55,8 +55,8 @@ class RRef(Generic[T_co]):
         await counter.rpc_sync().add(3)                 # runs there
         value = await counter.remote().total()          # `await rref` fetches a copy of the value
 
-    Nothing that returns an RRef waits for anything, so calls can be chained; an error while the value is made is raised
-    wherever it is used.
+    A call that returns an RRef does not wait, so calls can be chained. An error while the value is created is raised at
+    each use.
     """
 
     __slots__ = (
@@ -139,7 +139,7 @@ class RRef(Generic[T_co]):
         return self._use is None
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner is known to count this RRef. It can be used long before."""
+        """Whether the owner has confirmed that it counts this RRef. The RRef can be used before that."""
         return self._use is None or self._use.is_confirmed
 
     def ids(self) -> tuple[GloballyUniqueId, GloballyUniqueId | None]:
@@ -149,7 +149,7 @@ class RRef(Generic[T_co]):
 
     @property
     def failure(self) -> BaseException | None:
-        """Why there is no value, or it cannot be used, as far as is known here; None if nothing is in the way."""
+        """The error that each use would raise, as far as this worker knows; None if there is none."""
         if self._use is not None:
             return self._use.failure
         return self._value.error if self._value is not None else None
@@ -297,8 +297,8 @@ class RRef(Generic[T_co]):
     def stream(self, timeout: float | Unset = UNSET, window: int = 16) -> StreamProxy[T_co]:
         """``async for item in rref.stream().method(...)`` has the items that a method yields, as they are made.
 
-        ``async for item in rref.stream()`` has those of the value itself, such as a generator that is held remotely.
-        That goes on where it was left, but for items that were on their way then: ``window=1`` loses at most one.
+        ``async for item in rref.stream()`` has the items of the value itself, such as a generator that is held there. A
+        second loop goes on where the first was left, but items that were in flight then are lost: at most ``window``.
         """
         return StreamProxy(self, self._stream_method, timeout, window)
 

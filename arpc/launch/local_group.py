@@ -415,14 +415,15 @@ async def local(  # noqa: PLR0913 - a launch has many settings, all of them give
         launched = await arpc.launch.local(main, args=("hello",), workers={"ps": 1, "trainer": 2})
         launched.values["trainer1"]  # 'hello from trainer1'
 
-    ``workers`` is how many, or how many of each role; ``environment`` is added to theirs. What they print appears in
-    ``out`` and ``err``, or stdout and stderr, with their names before it. ``http`` is where rank 0 serves a dashboard.
+    ``workers`` is the number of workers, or a dict with the number for each role. ``environment`` is added to the
+    environment of the workers. Their output goes to ``out`` and ``err``, or stdout and stderr, each line with the name
+    of its worker. ``http`` is the address at which rank 0 serves a dashboard.
 
-    On Linux two or more workers are forked from one process that has imported torch, which saves time and memory;
-    unless ``fork`` is False, for scripts that set what torch reads while it is imported.
+    On Linux two or more workers are forked from one process that has imported torch, which saves time and memory. Pass
+    ``fork=False`` for scripts that set variables which torch reads while it is imported.
 
-    The first worker that fails ends the group: the others are asked to end (SIGTERM) and after ``grace_s`` seconds
-    made to. Then the group is started again, up to ``max_restarts`` times, with a new place to meet; or `LaunchError`
+    The first worker that fails ends the group: the others get SIGTERM, and SIGKILL after ``grace_s`` seconds. Then the
+    group is started again, up to ``max_restarts`` times, with a new place to meet. After the last restart `LaunchError`
     is raised, which has that worker's traceback. With ``elastic``, for programs that join by
     ``init_rpc(world_size=None)``, the worker that failed is started again by itself while the others go on. Cancelling
     ends the group in the same way. When this returns or raises, no process is left, nor any that the workers have

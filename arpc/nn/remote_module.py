@@ -72,13 +72,13 @@ class RemoteModule(RefusingModule, Generic[M_co]):
         params = await m.remote_parameters()            # RRefs, for arpc.optim.DistributedOptimizer
 
     The address is a worker, by name or as ``rank:<id>``, and a device there, the CPU if none is given. Inputs are moved
-    to that device; results come back on the CPU. Nothing is waited for: an error while the module is made is raised
-    wherever it is used, or when the RemoteModule itself is awaited (``m = await RemoteModule(...)``). ``timeout`` is
-    for the making and for every call through this handle.
+    to that device; results come back on the CPU. The constructor does not wait: an error while the module is created is
+    raised at each use, or when the RemoteModule itself is awaited (``m = await RemoteModule(...)``). ``timeout``
+    applies to the creation and to every call through this handle.
 
-    It can be passed to other workers, and returned from them: all handles mean the same module, which lives as long as
-    one of them does. It is an nn.Module, so that a model can have it as a part. What makes no sense for a module that
-    is elsewhere, such as ``parameters()`` or hooks, raises `UnsupportedError` and says what to use instead.
+    It can be passed to other workers, and returned from them. All handles refer to one module, which lives as long as
+    one of them does. A RemoteModule is an nn.Module, so a model can have it as a part. Methods that make no sense for a
+    module on another worker, such as ``parameters()`` or hooks, raise `UnsupportedError` and say what to use instead.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class RemoteModule(RefusingModule, Generic[M_co]):
     def from_module_rref(
         cls, module_rref: RRef[M_co], device: str | torch.device = "cpu", *, timeout: float | Unset = UNSET
     ) -> Self:
-        """A RemoteModule for a module that somebody has an RRef to. It is on ``device`` already."""
+        """A RemoteModule for a module that exists already, on ``device`` of the worker that owns the RRef."""
         made = cls.__new__(cls)
         cls._set_up(made, module_rref, parse_device(device), timeout, "module")
         return made
@@ -218,7 +218,7 @@ class RemoteModule(RefusingModule, Generic[M_co]):
         return self.forward(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Future[Self]:  # type: ignore[override]
-        """Set the module's mode. It starts now, and whoever needs to know that it is done awaits the `Future`.
+        """Set the module's mode. The call starts now; await the `Future` to know that it is done.
 
         So ``model.train()`` and ``model.eval()`` of a model that has this as a part reach it too. Forward passes that
         this worker starts afterwards find the mode set.
@@ -327,7 +327,7 @@ def _rebuild(
 
 
 async def parameter_rrefs(module: nn.Module) -> list[RRef[Parameter]]:
-    """RRefs to all parameters of a model whose parts are here or, as `RemoteModule`, elsewhere: for an optimizer.
+    """RRefs to all parameters of a model, of its local parts and of each `RemoteModule` in it: for an optimizer.
 
     ::
 

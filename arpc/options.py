@@ -361,7 +361,8 @@ class RpcOptions:
             raise ConfigurationError(f"allow must be None or 'exported', not {self.allow!r}")
         if self.roles and self.allow is None:
             raise ConfigurationError(
-                "roles need allow-list mode, since whoever may send any pickle may run any code: set allow='exported'"
+                "roles need allow-list mode, since a peer that may send any pickle may run any code: "
+                "set allow='exported'"
             )
         for peer, allowed in self.roles.items():
             if isinstance(allowed, str):

@@ -453,8 +453,8 @@ class RRef(Generic[T_co]):
 
     def __reduce__(self) -> NoReturn:
         raise SerializationError(
-            f"{self!r} can be pickled as part of a call only. Whoever unpickles it must be counted by its owner, and "
-            f"a pickle that anybody may read any number of times, or never, cannot be. Pass it to arpc.rpc_async"
+            f"{self!r} can be pickled as part of a call only: its owner must count every worker that receives it, and "
+            f"cannot know how often a pickle is read. Pass it to arpc.rpc_async"
         )
 
 

@@ -65,8 +65,8 @@ def refuse_open_doors(addresses: Sequence[str], options: RpcOptions) -> None:
             if not options.insecure:
                 raise ConfigurationError(
                     f"refusing to listen on {address} with no secret: anybody who reaches that port could run code "
-                    f"here. Set ARPC_SECRET (or RpcOptions.secret) to the same value on all workers, or RpcOptions.tls, or "
-                    f"listen on 127.0.0.1"
+                    f"here. Set ARPC_SECRET (or RpcOptions.secret) to the same value on all workers, or "
+                    f"RpcOptions.tls, or listen on 127.0.0.1"
                 )
             logger.warning("listening on %s WITHOUT A SECRET: anybody who reaches that port can run code here", address)
         elif options.secret is not None and options.tls is None and len(options.secret) < _SHORT_SECRET_BYTES:

@@ -42,7 +42,7 @@ R = TypeVar("R")
 DRAIN_S: Final = 1.0
 """How long to wait for what a worker wrote before it ended. Processes that it started may keep its output open."""
 LAST_DRAIN_S: Final = 30.0
-"""The same once all processes have ended: only one that is stuck in the kernel can keep it open now."""
+"""How long to wait for output once all processes have ended: only one stuck in the kernel can keep it open then."""
 STATUS_S: Final = 1.0
 ANNOUNCE_S: Final = 0.1
 READ_BYTES: Final = 1 << 16

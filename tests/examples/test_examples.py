@@ -89,6 +89,8 @@ def test_every_plot_has_a_title_and_names_its_axes():
         assert plots >= source.count("savefig(")
         for name in ("title=", "xlabel=", "ylabel="):
             assert len(re.findall(rf"\b{name}", source)) >= plots
+    notebook = (EXAMPLES / "tour.ipynb").read_text()
+    assert [notebook.count(f"plt.{name}(") for name in ("plot", "title", "xlabel", "ylabel")] == [1, 1, 1, 1]
 
 
 @pytest.fixture

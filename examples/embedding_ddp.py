@@ -6,7 +6,7 @@ The table is what does not fit on a trainer, in real life: it lives on the serve
 The layers above it are small: each trainer has a copy, and DistributedDataParallel keeps the copies equal, averaging
 their gradients by gloo in the middle of the same backward pass that takes the table's gradients to the server.
 
-The model reads twelve words of this project's own docs and learns which page they are from.
+The model reads 32 words of this project's own docs and learns which page they are from.
 """
 
 from __future__ import annotations
@@ -29,30 +29,34 @@ import arpc
 SERVER = "server0"  # the launcher numbers the workers of each role
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGES = ("autograd", "launch", "rref", "security")
-BAG, WIDTH = 12, 32
+BAG, BLOCK, WIDTH = 32, 64, 32
 
 
 class Docs:
-    """The words of some pages as numbers: the first four fifths of each page to learn from, the rest to test with."""
+    """Bags of words that stand side by side in some pages. Every fifth block of a page is kept to test with."""
 
     def __init__(self) -> None:
         pages = [re.findall(r"\w+", (DOCS / f"{page}.md").read_text(encoding="utf-8").lower()) for page in PAGES]
         vocabulary = {word: number for number, word in enumerate(sorted({word for page in pages for word in page}))}
         numbers = [torch.tensor([vocabulary[word] for word in page]) for page in pages]
+        bags = [[block.unfold(0, BAG, 1) for block in page.unfold(0, BLOCK, BLOCK)] for page in numbers]
         self.words = len(vocabulary)
-        self.known = [page[: len(page) * 4 // 5] for page in numbers]
-        self.unseen = [page[len(page) * 4 // 5 :] for page in numbers]
+        self.unseen = [torch.cat(page[::5]) for page in bags]
+        self.known = [torch.cat([one for number, one in enumerate(page) if number % 5]) for page in bags]
 
     @staticmethod
-    def draw(texts: list[Tensor], size: int, dice: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Bags of words that stand side by side in a text, and the number of the page that each is from."""
-        pages = torch.randint(len(texts), (size,), generator=dice)
-        starts = torch.rand(size, generator=dice)
-        bags = [
-            texts[page].unfold(0, BAG, 1)[int(start * (len(texts[page]) - BAG))]
-            for page, start in zip(pages.tolist(), starts.tolist(), strict=True)
-        ]
-        return torch.stack(bags), pages
+    def draw(bags: list[Tensor], size: int, dice: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Some bags, and the number of the page that each is from."""
+        pages = torch.randint(len(bags), (size,), generator=dice)
+        words = [bags[page][int(torch.randint(len(bags[page]), (), generator=dice))] for page in pages.tolist()]
+        return torch.stack(words), pages
+
+
+def make_table(words: int) -> nn.EmbeddingBag:
+    """The table, with small numbers at first: words that are rare then matter less."""
+    table = nn.EmbeddingBag(words, WIDTH, mode="mean")
+    nn.init.normal_(table.weight, std=0.1)
+    return table
 
 
 class Model(nn.Module):
@@ -107,7 +111,7 @@ async def main(arguments: argparse.Namespace) -> None:
     """The life of each process: all serve the first trainer, until it leaves."""
     async with arpc.init_rpc() as worker:  # name, rank, secret and where to meet are in the environment
         if worker.name == "trainer0":
-            table = arpc.nn.RemoteModule(SERVER, nn.EmbeddingBag, (Docs().words, WIDTH), {"mode": "mean"})
+            table = arpc.nn.RemoteModule.at(SERVER)(make_table, Docs().words)
             trainers = [one.name for one in worker.get_worker_infos() if one.name != SERVER]
             # all of them get a handle to the same table
             training = [arpc.rpc_async(one, train, (table, arguments.steps), timeout=0) for one in trainers]

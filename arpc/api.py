@@ -246,9 +246,9 @@ def remote(
 ) -> RRef[Any]:
     """Run ``func(*args, **kwargs)`` on worker ``to`` and leave the result there; returns an `RRef` to it at once.
 
-    Of a class it makes an object there, of a generator a stream that is held there. ``timeout`` is for the function; if
-    it passes, or anything else keeps it from being known whether the value exists, every use of the RRef raises
-    `RRefCreationError`.
+    For a class, the result is an object there; for a generator, a stream that is held there. ``timeout`` applies to the
+    function. If it passes, or if it is unknown for another reason whether the value exists, every use of the RRef
+    raises `RRefCreationError`.
     """
     scope = current_scope.get()
     # `current`, written out
@@ -290,7 +290,7 @@ def stream(
 
 
 def on(to: str | int | WorkerInfo, *, timeout: float | Unset = UNSET, window: int = 16) -> Callee:
-    """Worker ``to``, for calls that are written like calls, so that a type checker sees their arguments.
+    """Worker ``to``, for calls whose arguments follow the function, so that a type checker can check them.
 
     ::
 
@@ -298,9 +298,9 @@ def on(to: str | int | WorkerInfo, *, timeout: float | Unset = UNSET, window: in
         counter = arpc.on("ps", timeout=5).remote(Counter, start=3)
 
     Both forms make the same call. Use this one where functions have type annotations: a wrong argument is then an error
-    before anything runs. Use `rpc_sync` and its like where arguments come as a tuple and a dict already, or where code
-    is to look like that for torch.distributed.rpc. ``timeout`` and ``window`` (of streams) hold for all calls through
-    what this returns, which may be kept.
+    before anything runs. Use `rpc_sync`, `rpc_async`, `remote` and `stream` where the arguments are a tuple and a dict
+    already, or where code is to look like code for torch.distributed.rpc. ``timeout`` and ``window`` (of streams) apply
+    to all calls through the returned object, which may be kept.
     """
     return current().on(to, timeout=timeout, window=window)
 
@@ -309,16 +309,16 @@ def shared(tensor: Tensor) -> Tensor:
     """A copy of a tensor in memory that the current worker shares with the other processes of its host.
 
     Sending such a tensor, or a contiguous part of it, to a worker of this host copies nothing: **both see the same
-    memory**, and what one of them writes the other reads, at any time and with no order between them but that of calls.
-    The memory is freed when nobody has the tensor any more, here or there.
+    memory**. Each reads what the other writes, at any time; only calls order their accesses. The memory is freed when
+    neither process has the tensor any more.
 
     ::
 
         weights = arpc.shared(model.weight)
         await arpc.rpc_sync("worker1", train, args=(weights,))  # changes `weights` here
 
-    A worker that cannot see the memory (of another host, connected by TCP) gets a copy, as of any tensor; and so does
-    everybody if `RpcOptions.shared_memory_bytes` leave no room for it, or if the tensor is not larger than
+    A worker that cannot see the memory (on another host, or connected by TCP) gets a copy, as of any tensor. All
+    workers get a copy if `RpcOptions.shared_memory_bytes` leaves no room for the tensor, or if it is not larger than
     `RpcOptions.inline_tensor_bytes`. The copy is contiguous, on the CPU, and has no autograd history.
     """
     return current().shared(tensor)

@@ -8,6 +8,9 @@ command needs beyond that it imports when it runs, so that help, errors and comp
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -39,13 +42,13 @@ COMMANDS: Final = (
     ),
     Command(
         "bench",
-        "measure arpc against torch.distributed.rpc and the bare floor, on this machine",
+        "measure arpc, torch.distributed.rpc and a bare asyncio protocol on this machine",
         bench.add_arguments,
         bench.run,
     ),
     Command(
         "certs",
-        "make a certificate authority for tests, and certificates of workers",
+        "create a certificate authority for trying out TLS, and certificates for workers",
         certs.add_arguments,
         certs.run,
     ),
@@ -67,7 +70,7 @@ COMMANDS: Final = (
 
 
 class _PrintCompletion(argparse.Action):
-    """``--print-completion SHELL``: writes what a shell needs to complete commands and options, and stops."""
+    """``--print-completion SHELL``: prints a script that makes the shell complete commands and options, and exits."""
 
     def __call__(
         self,
@@ -77,13 +80,13 @@ class _PrintCompletion(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         if values == "fish":
-            print(fish_completion(parser))  # noqa: T201 - that is what it is for
+            print(fish_completion(parser), flush=True)  # noqa: T201 - that is what it is for
             parser.exit()
         try:
             import shtab
         except ImportError:
             parser.error(f"shell completion needs shtab: {install_command('cli')}")
-        print(shtab.complete(parser, shell=str(values)))  # noqa: T201 - that is what it is for
+        print(shtab.complete(parser, shell=str(values)), flush=True)  # noqa: T201 - that is what it is for
         parser.exit()
 
 
@@ -95,16 +98,21 @@ def main(arguments: list[str] | None = None) -> int:
         "--print-completion",
         choices=("bash", "zsh", "tcsh", "fish"),
         action=_PrintCompletion,
-        help="print what makes the shell complete commands and options; takes shtab, but for fish",
+        help="print a completion script for this shell; for all but fish, shtab must be installed",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in COMMANDS:
         one = commands.add_parser(command.name, help=command.about, description=command.about)
         command.add_arguments(one)
         one.set_defaults(run_command=command.run)
-    options = parser.parse_args(arguments)
-    if "run_command" not in options:
-        parser.print_help()
-        return 0
-    status: int = options.run_command(options)
+    try:
+        options = parser.parse_args(arguments)
+        if "run_command" not in options:
+            parser.print_help()
+            return 0
+        status: int = options.run_command(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough, as in `arpc ps | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python fails to flush at its exit
+        return 128 + signal.SIGPIPE
     return status

@@ -100,7 +100,7 @@ E = typing.TypeVar("E", bound="ArpcError")
 
 
 class ArpcError(Exception):
-    """The root of everything arpc raises on its own account."""
+    """The base class of all errors that arpc itself raises."""
 
     may_have_run: bool = True
     """Of an error that a call raised: False if the function certainly did not run, so that a retry is harmless."""
@@ -158,7 +158,7 @@ class RendezvousTimeoutError(RendezvousError, TimeoutError):
 
 
 class NotReadyError(ArpcError, RuntimeError):
-    """Something is still being made on other workers, and is not known here until it has been awaited."""
+    """An object is still being created on other workers: await it before it is used in this way."""
 
 
 class UnsupportedError(ArpcError, ValueError):
@@ -232,11 +232,11 @@ class SerializationError(ArpcError, TypeError):
 
 
 class NotAllowedError(ArpcError, PermissionError):
-    """A worker in allow-list mode does not let this caller call that, or does not take it from anybody."""
+    """A worker in allow-list mode refused a call or a value: it is not exported, or not to this caller."""
 
 
 class CallError(ArpcError):
-    """A call that ended without an answer of its function."""
+    """A call ended without an answer of its function."""
 
 
 class RpcTimeoutError(CallError, TimeoutError):
@@ -284,7 +284,7 @@ class RRefCreationError(RRefError):
 
 
 class AutogradError(ArpcError, RuntimeError):
-    """A distributed autograd context, or the roots of a backward pass, that cannot be used as they were."""
+    """A distributed autograd context, or a root of a backward pass, cannot be used in this way."""
 
 
 class BackwardError(AutogradError):
@@ -327,7 +327,7 @@ class BackwardError(AutogradError):
 
 
 class ProfilerError(ArpcError, RuntimeError):
-    """A profile, or a profiling key, was used out of turn."""
+    """A profile, or a profiling key, was used at the wrong time."""
 
 
 class ScriptError(ArpcError, RuntimeError):
@@ -338,7 +338,7 @@ class ScriptError(ArpcError, RuntimeError):
 
 
 class BatchError(ArpcError, ValueError):
-    """A batched function returned something of which it cannot be told what is for which of its calls."""
+    """A batched function returned a value that cannot be divided among its calls."""
 
 
 class RemoteError(ArpcError):

@@ -34,7 +34,7 @@ _WORKER_NAME = re.compile(r"[A-Za-z0-9_:-]{1,127}")
 
 
 class WorkerInfo(NamedTuple):
-    """Who a worker is. Anything that takes a worker takes this, its name or its id."""
+    """Name and id of a worker. Any parameter that takes a worker accepts this, the name or the id."""
 
     name: str
     id: WorkerId

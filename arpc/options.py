@@ -132,12 +132,12 @@ class RpcOptions:
     """
 
     rpc_timeout: float = field(default_factory=lambda: _env_float("ARPC_TIMEOUT", 60.0))
-    """Seconds a call may take when it does not say; 0 means no limit. ``ARPC_TIMEOUT``"""
+    """Seconds that a call without a ``timeout`` may take; 0 means no limit. ``ARPC_TIMEOUT``"""
 
     timeouts_travel: bool = True
-    """Whether a callee hears of the deadline of a call: it then cancels what passes it, and calls that a handler makes
-    end with it. False keeps timeouts to the caller: a function that it has given up runs to its end all the same, as
-    users of torch.distributed.rpc know it."""
+    """Whether the deadline of a call is sent to the callee, which then cancels a handler that passes it, and the calls
+    that the handler has made. With False only the caller stops waiting, and the function runs to its end, as in
+    torch.distributed.rpc."""
 
     init_timeout: float = field(default_factory=lambda: _env_float("ARPC_INIT_TIMEOUT", 60.0))
     """Seconds to wait for the whole group at the start. ``ARPC_INIT_TIMEOUT``"""
@@ -151,14 +151,16 @@ class RpcOptions:
     ``ARPC_LISTEN``, separated by commas"""
 
     secret: bytes | None = field(default_factory=_env_secret, repr=False)
-    """What all workers of the group know and prove to each other. ``ARPC_SECRET`` or ``ARPC_SECRET_FILE``"""
+    """The secret that all workers of the group know, and prove to each other when they connect. ``ARPC_SECRET`` or
+    ``ARPC_SECRET_FILE``"""
 
     tls: TLS | None = field(default_factory=_env_tls)
     """Certificates, with which all TCP connections are encrypted and both their sides authenticated.
     ``ARPC_TLS_CERT``, ``ARPC_TLS_KEY`` and ``ARPC_TLS_CA``"""
 
     insecure: bool = False
-    """Allow listening beyond this host with neither a secret nor TLS. Whoever reaches the port can run code here."""
+    """Allow listening beyond this host with neither a secret nor TLS. Anybody who reaches the port can run code
+    here."""
 
     allow: str | None = None
     """``"exported"`` is allow-list mode: others may call what is marked with `arpc.export` and send data, tensors and
@@ -172,10 +174,10 @@ class RpcOptions:
     """Connections that others may have to this worker at once."""
 
     max_strangers: int = 1024
-    """How many of them may be in their handshake; if there are more, the one that takes longest is ended."""
+    """Connections that may be in their handshake at once; beyond that, the oldest of them is closed."""
 
     handshake_timeout: float = 10.0
-    """Seconds that others have to prove who they are once they have connected."""
+    """Seconds within which a peer that has connected must complete the handshake."""
 
     connect_timeout: float = 10.0
     """Seconds for one attempt to connect, with its handshake."""
@@ -197,7 +199,8 @@ class RpcOptions:
     """Requests of one peer that may run at once; further ones wait, still packed."""
 
     max_requests_waiting: int = 131_072
-    """Requests of one peer that may wait so; further ones are refused, and its calls raise `OverloadedError`."""
+    """Requests of one peer that may wait in this way; further ones are refused, and its calls raise
+    `OverloadedError`."""
 
     max_calls_in_flight: int = 0
     """Calls to one peer that may be unanswered; further ones wait here, and cost the peer nothing when they are given
@@ -207,7 +210,7 @@ class RpcOptions:
     """Calls to one peer that may wait here to be sent; further ones raise `OverloadedError` at once."""
 
     max_header_bytes: int = 32 * MIB
-    """The largest part of a message that is accepted for what describes its tensors, and what features add to it."""
+    """The largest header of a message that is accepted: the description of its tensors, and metadata of features."""
 
     max_body_bytes: int = 1 * GIB
     """The largest pickled part of a message that is accepted, with the small tensors in it."""
@@ -223,19 +226,19 @@ class RpcOptions:
     ``ARPC_SHARED_MEMORY_BYTES``"""
 
     shared_memory_from_bytes: int = field(default_factory=lambda: _env_int("ARPC_SHARED_MEMORY_FROM_BYTES", 256 * KIB))
-    """Messages with so many bytes of tensors that are not inline go through shared memory.
+    """Messages with at least this many bytes of tensors that are not inline go through shared memory.
     ``ARPC_SHARED_MEMORY_FROM_BYTES``"""
 
     device_maps: Mapping[str, Mapping[DeviceLike, DeviceLike]] = field(default_factory=dict, hash=False)
-    """Where on another worker tensors belong that are on a device here, by the worker's name; see `set_device_map`."""
+    """For each other worker, by name, a map from devices of this worker to devices there; see `set_device_map`."""
 
     devices: Sequence[DeviceLike] = ()
     """Devices besides the CPU that may be used here, in maps of this worker and of others. Empty: all there are."""
 
     bulk_connections: int = 0
     """Further TCP connections to a peer on another host, over which large tensors go side by side. 0: they share the
-    one connection with everything else. Whoever connects decides. Worth it where a single connection does not fill the
-    wire, because of latency or of what one CPU can push through it."""
+    one connection with everything else. The option of the connecting side counts. Useful where a single connection does
+    not fill the network link, because of latency or because one CPU is the limit."""
 
     control_retries: int = 5
     """How often a lost control message is sent again, from `control_backoff` seconds on, times 1.5 each."""
@@ -243,8 +246,8 @@ class RpcOptions:
     control_backoff: float = 1.0
 
     rref_grace: float = 5.0
-    """Seconds a worker that was cut off has to come back before the RRefs it holds are reclaimed, and its own count as
-    lost. One that is known to be dead has none."""
+    """Seconds within which a worker that was cut off can come back, before the RRefs that it holds are released and its
+    own values count as lost. A worker that is known to be dead is not waited for."""
 
     rref_creation_stacks: bool = False
     """Remember where each RRef was made, for `Worker.rrefs` and the report of leaks. Costs some microseconds each."""
@@ -260,15 +263,16 @@ class RpcOptions:
 
     busy_poll: float = field(default_factory=lambda: _env_float("ARPC_BUSY_POLL", 0.0002))
     """Seconds for which the loop stays awake once something has come, since the next message is likely to follow: to
-    wake up a CPU takes longer than to answer. It gives way to other programs, ends while threads are busy, and becomes
-    rare where it is in vain. 0: it sleeps at once, which is slower and takes less of the CPU. ``ARPC_BUSY_POLL``"""
+    wake up a CPU takes longer than to answer. It gives way to other programs, stops while threads are busy, and becomes
+    rare where polling finds nothing. 0: the loop sleeps at once, which is slower and uses less CPU.
+    ``ARPC_BUSY_POLL``"""
 
     switch_interval: float | None = None
     """`sys.setswitchinterval` for this process: how long a thread busy in Python may keep the loop waiting."""
 
     gc_freeze: bool = True
     """Call `gc.freeze` before the first worker of the process is built, so that collections skip what torch loaded (45
-    ms each otherwise). What was made before, and is in a reference cycle, is freed after the shutdown only."""
+    ms each otherwise). Reference cycles that existed before are freed only after the shutdown."""
 
     gc_backoff: int = 16
     """Let Python's garbage collections be up to so many times rarer than `gc.set_threshold` says, as long as they find
@@ -357,7 +361,8 @@ class RpcOptions:
             raise ConfigurationError(f"allow must be None or 'exported', not {self.allow!r}")
         if self.roles and self.allow is None:
             raise ConfigurationError(
-                "roles need allow-list mode, since whoever may send any pickle may run any code: set allow='exported'"
+                "roles need allow-list mode, since a peer that may send any pickle may run any code: "
+                "set allow='exported'"
             )
         for peer, allowed in self.roles.items():
             if isinstance(allowed, str):
@@ -366,11 +371,11 @@ class RpcOptions:
 
     @property
     def is_guarded(self) -> bool:
-        """Whether those who connect from other hosts must prove that they belong here."""
+        """Whether peers that connect from other hosts must authenticate themselves."""
         return self.secret is not None or self.tls is not None
 
     def set_device_map(self, to: str, device_map: Mapping[DeviceLike, DeviceLike]) -> Self:
-        """Say where on worker ``to`` tensors belong that are on a device here. Adds to what was said before.
+        """Map devices of this worker to devices of worker ``to``. Adds to the map that was set before.
 
         Arguments are placed by the map, and results by the map turned around, so it must be one to one. Has no effect
         on a worker that was started already. Returns the options, so that calls can be chained.

@@ -293,7 +293,7 @@ class Worker:
         return create_remote(self.rref_context, to, func, args, kwargs, timeout)
 
     def on(self, to: str | int | WorkerInfo, *, timeout: float | Unset = UNSET, window: int = 16) -> Callee:
-        """Another worker, for calls whose arguments a type checker is to see: `arpc.on`."""
+        """Another worker, for calls whose arguments a type checker can check: see `arpc.on`."""
         return Callee(self.agent, self.rref_context, to, timeout, window)
 
     def rrefs(self) -> list[RRefRow]:
@@ -307,7 +307,7 @@ class Worker:
     def get_worker_infos(self) -> list[WorkerInfo]:
         """All workers of the group that this one knows, itself among them, in the order of their ids.
 
-        In an elastic group without those that have left.
+        In an elastic group, workers that have left are not among them.
         """
         is_elastic = self.agent.is_elastic
         there = (peer.info for peer in self.agent.peers if not is_elastic or peer.state is not PeerState.GONE)
@@ -325,10 +325,9 @@ class Worker:
                     case arpc.MemberReturned(worker=back, is_new=True):
                         print(f"{back.name} was started again")
 
-        It begins with a `MemberJoined` for each worker that is there, and ends when this worker is shut down. Leaving
-        the loop, cancelling it or dropping the stream are all fine. Who takes events slower than they come misses only
-        such as were followed by another of the same worker. While anyone listens, this worker keeps a connection to
-        every other.
+        It begins with a `MemberJoined` for each worker that is there, and ends when this worker is shut down. The loop
+        may be left or cancelled, and the stream dropped, at any time. A slow reader may miss events that a newer one of
+        the same worker has followed. While the stream is open, this worker keeps a connection to every other.
         """
         if not self.is_shut_down:
             self.agent.check_loop()
@@ -337,8 +336,8 @@ class Worker:
     def on_peer_lost(self, callback: Callable[[MemberLost], object]) -> Callable[[], None]:
         """Call a function, or an ``async def``, for each worker that is lost: see `MemberLost`, and `membership`.
 
-        It runs on the worker's loop, as this worker; what it raises is logged. Not called for a worker that left.
-        Call what is returned to take it back::
+        It runs on the worker's loop, as this worker; an exception is logged. It is not called for a worker that left.
+        Call the returned function to remove it::
 
             stop = worker.on_peer_lost(lambda event: alarm.set())
         """
@@ -349,8 +348,8 @@ class Worker:
     def keep(self, kind: type[T]) -> T:
         """The one object of a class that belongs to this worker, made when it is first asked for.
 
-        It is for what is built on top of workers and has state of its own: a module-level variable would be shared by
-        all workers of a process.
+        Libraries that build on workers keep their state in it: a module-level variable would be shared by all workers
+        of a process.
         """
         kept: T | None = self._kept.get(kind)
         if kept is None:
@@ -419,11 +418,11 @@ class Worker:
     async def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
         """Leave the group. Graceful: once no worker has work left, or ``timeout`` seconds have passed.
 
-        Without a timeout that of the options holds. Until then this worker keeps serving. In an elastic group, where
-        others stay, it refuses new calls (`ShutdownError`), except those that work under way on it causes. A shutdown
-        that cannot be graceful, because time is up, a worker was lost or whoever waits was cancelled, is finished all
-        the same and then raises. A second one waits for the first; one that is not graceful makes the first stop
-        waiting for the group.
+        Without a timeout, `RpcOptions.shutdown_timeout` applies. Until then this worker keeps serving. In an elastic
+        group, where others stay, it refuses new calls (`ShutdownError`), except calls that its own unfinished work
+        causes. If the shutdown cannot be graceful, because the time is up, a worker was lost or the caller was
+        cancelled, the worker is shut down all the same, and the error is raised then. A second call waits for the
+        first. A second call that is not graceful makes the first stop waiting for the group.
         """
         scope = current_scope.get()
         if graceful and scope is not None and scope.worker is self and scope.caller is not None:

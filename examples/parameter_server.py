@@ -327,11 +327,11 @@ COLUMNS = (
     TextColumn("loss {task.fields[loss]:.3f}  accuracy {task.fields[accuracy]:6.1%}"),
     TextColumn("{task.fields[calls_per_s]:5,.0f} calls/s  {task.fields[mb_per_s]:4,.0f} MB/s"),
 )
-NEXT = """what to try next:
+NEXT = """what to try next, after `. .venv/bin/activate`:
   arpc launch --role driver=1,server=1,trainer=6 examples/parameter_server.py --mode batch   # more trainers
-  arpc top, arpc stack, arpc trace -o trace.html   # in another terminal, while it runs
-  python examples/fault_tolerant.py                # the same idea in 200 lines, with two kills
-  docs/examples.md                                 # ten further examples"""
+  arpc top                            # in another terminal, while it runs; or arpc stack, or arpc trace
+  python examples/fault_tolerant.py   # the same idea in 200 lines, with two kills
+  docs/examples.md                    # ten further examples"""
 
 
 def line_of(mode: str, report: Report) -> str:

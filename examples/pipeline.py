@@ -5,7 +5,7 @@
 A model of three stages, each on a worker of its own. With one batch at a time a single stage works and the others wait;
 cut into micro-batches, stage 1 works on the first of them while stage 0 is at the second. The trainer only says what
 depends on what: every micro-batch is a chain of `remote` calls, which nothing waits for, and activations go straight
-from stage to stage.
+from stage to stage. The model learns to read the handwritten digits that come with scikit-learn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ from torch.nn.functional import cross_entropy
 
 import arpc
 
-WIDTH, CLASSES = 256, 10
+PIXELS, WIDTH, CLASSES = 64, 256, 10
+
+
+def load_digits() -> tuple[Tensor, Tensor]:
+    """1,797 images of handwritten digits, in a random order that is always the same, and which digits they are."""
+    from sklearn import datasets  # type: ignore[import-untyped]
+
+    digits = datasets.load_digits()
+    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+    return torch.from_numpy(digits.data).float()[order] / 16, torch.from_numpy(digits.target)[order]
 
 
 class Work(NamedTuple):
@@ -39,8 +48,8 @@ class Stage:
     def __init__(self, number: int, stages: int) -> None:
         self.number = number
         layers: list[nn.Module] = []
-        for _ in range(4):
-            layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+        for layer in range(4):
+            layers += [nn.Linear(PIXELS if number == layer == 0 else WIDTH, WIDTH), nn.ReLU()]
         if number == stages - 1:
             layers[-1:] = [nn.Linear(WIDTH, CLASSES)]
         self.module = nn.Sequential(*layers)
@@ -110,16 +119,15 @@ async def train(stages: int, steps: int, batch: int, arguments: argparse.Namespa
     """Train with more and more micro-batches, and show what the stages do meanwhile."""
     pipeline = Pipeline(stages)
     optimizer = await arpc.optim.DistributedOptimizer(torch.optim.Adam, await pipeline.parameters(), lr=1e-3)
-    teacher = nn.Linear(WIDTH, CLASSES).requires_grad_(False)  # what is to be learnt
+    images, digits = load_digits()
     rows: list[str] = []
     for micro_batches in (1, 2, 4, 8):
         seconds, busy = 0.0, 0.0
         for step in range(steps):
-            inputs = torch.randn(batch, WIDTH)
-            labels = teacher(inputs).argmax(dim=1)
+            chosen = torch.randint(len(images), (batch,))
             async with arpc.autograd.context() as context_id:
                 started = time.perf_counter()
-                loss = cross_entropy(await pipeline.forward(inputs, micro_batches), labels)
+                loss = cross_entropy(await pipeline.forward(images[chosen], micro_batches), digits[chosen])
                 seconds += time.perf_counter() - started
                 await arpc.autograd.backward(context_id, [loss])
                 await optimizer.step(context_id)
@@ -132,7 +140,7 @@ async def train(stages: int, steps: int, batch: int, arguments: argparse.Namespa
     print("micro-batches   forward pass   stages busy", *rows, sep="\n")
     if arguments.trace:
         async with arpc.profiler.profile() as profile:
-            await pipeline.forward(torch.randn(batch, WIDTH), 8)
+            await pipeline.forward(images, 8)
         profile.export_html(arguments.trace)
         print(f"the trace of a forward pass is {arguments.trace}")
 
@@ -148,7 +156,9 @@ async def main(arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10, help="how many steps with each number of micro-batches (10)")
-    parser.add_argument("--batch", type=int, default=4096, help="how many examples a step has (4096)")
-    parser.add_argument("--trace", metavar="FILE", help="where to leave a timeline to look at, such as trace.html")
+    parser.add_argument("--batch", type=int, default=4096, help="how many images a step has (4096)")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="where to leave a timeline to look at, such as build/trace.html"
+    )
     torch.set_num_threads(1)
     arpc.run(main(parser.parse_args()))

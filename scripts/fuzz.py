@@ -118,7 +118,7 @@ def deliver(protocol: Any, data: bytes) -> list[Any]:
 
 
 def received(protocol: Any, data: bytes, step: int) -> list[Any]:
-    """The same in pieces."""
+    """The messages that a protocol reads from data which arrive in pieces of ``step`` bytes."""
     messages: list[Any] = []
     for start in range(0, len(data), step):
         messages += deliver(protocol, data[start : start + step])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -113,3 +114,13 @@ def test_completion_says_what_it_takes(monkeypatch: pytest.MonkeyPatch, capsys: 
         cli.main(["--print-completion", "bash"])
     assert stopped.value.code == 2
     assert install_command("cli") in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = [sys.executable, "-m", "arpc", "--print-completion", "fish"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+    assert process.returncode == 128 + signal.SIGPIPE

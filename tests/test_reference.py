@@ -60,6 +60,15 @@ def test_a_table_has_the_parameters_of_the_function(name, told):
     assert [word for word in re.findall(r"`(\w+)`", told) if word in parameters] == parameters
 
 
+def test_the_errors_of_the_tables_are_exported():
+    errors = set(importlib.import_module("arpc.errors").__all__)
+    raised = [cells.rpartition("|")[2] for cells in re.findall(r"^\| `[\w.]+` (.*) \|$", REFERENCE, re.MULTILINE)]
+    named = {name for cell in raised for name in re.findall(r"`(\w+)`", cell) if name.endswith("Error")}
+    assert len(raised) == len(ROW.findall(REFERENCE))
+    assert named - errors == {"TypeError"}
+    assert named - {"TypeError"} <= set(arpc.__all__)
+
+
 def test_every_public_name_has_a_docstring():
     undocumented = {name for name in public_names() if not inspect.getdoc(found(name.removeprefix("arpc.")))}
     assert undocumented == set()

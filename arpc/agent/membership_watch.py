@@ -126,7 +126,7 @@ class MembershipWatch:
                     await self._came(change.record)
         except RendezvousError as error:
             logger.warning(
-                "worker %s hears no more of who comes to its group and who leaves: %s", self._agent.info.name, error
+                "worker %s no longer learns which workers join or leave its group: %s", self._agent.info.name, error
             )
 
     async def _came(self, record: WorkerRecord) -> None:

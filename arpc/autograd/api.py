@@ -93,8 +93,8 @@ def backward(
     unset, it is `RpcOptions.rpc_timeout`.
 
     If anything fails, the pass ends on all workers and none of its gradients are kept. Raises `BackwardError` for an
-    error of a node or hook, on whatever worker; `WorkerLostError`, `RpcTimeoutError`; `AutogradError` for roots that
-    cannot be, or if there is no such context or another pass of it is under way. Cancelling it ends it likewise.
+    error of a node or hook on any worker, `WorkerLostError`, `RpcTimeoutError`, and `AutogradError` if a root is not
+    valid, the context does not exist, or another pass of it is under way. Cancelling the call ends the pass as well.
     """
     service = _service()
     service.lifetimes.agent.check_loop()

@@ -135,10 +135,11 @@ def batched(
 
         scores = await arpc.rpc_sync("server", predict, args=(image,))  # called for one image
 
-    The function gets each tensor stacked along a new first dimension, and of each other argument a list. It returns a
-    tensor whose rows, or a list whose items are the results of the calls in their order; or a tuple or dict of such.
-    Plain functions and ``async def``, methods of objects that RRefs refer to, and class and static methods, whose
-    decorators go above this one.
+    The function gets tensors stacked along a new first dimension, and a list for any other argument. It returns a
+    tensor with one row for each call, or a list with one item for each, in their order; or a tuple or dict of such
+    tensors and lists. It may be a plain function, an ``async def``, a method of an object that RRefs refer to, or a
+    class or static method (write ``@classmethod`` above this decorator). Type checkers do not compare the arguments of
+    calls, because the function is written for a batch and called for one item.
 
     A batch is called when it has ``max_size`` calls, or ``max_wait_ms`` after the first of them; and never while
     ``max_concurrent`` other batches of the function are running, during which calls gather. Calls whose tensors differ

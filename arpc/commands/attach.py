@@ -12,8 +12,8 @@ def add_attach_arguments(parser: argparse.ArgumentParser) -> None:
     """Which group, and what proves that one may look."""
     parser.add_argument(
         "--address",
-        help="of any worker of the group: unix:///path, tcp://host:port, or http://host:port of its dashboard "
-        "(default: the newest worker of this user on this host)",
+        help="the address of any worker of the group: unix:///path, tcp://host:port, or http://host:port of its "
+        "dashboard (default: the newest worker of this user on this host)",
     )
     parser.add_argument("--worker", help="look for a worker of this name on this host")
     parser.add_argument("--pid", type=int, help="look for the worker of this process")

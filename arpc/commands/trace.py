@@ -19,10 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         default=Path("arpc-trace.json"),
-        help="where it goes: .json for https://ui.perfetto.dev, .html for any browser (default arpc-trace.json)",
+        help="the file to write: .json for https://ui.perfetto.dev, .html for any browser (default arpc-trace.json)",
     )
     parser.add_argument(
-        "-t", "--seconds", type=float, default=5.0, help=f"how long, at most {MAX_TRACE_S:g} (default 5)"
+        "-t", "--seconds", type=float, default=5.0, help=f"how long to record, at most {MAX_TRACE_S:g} (default 5)"
     )
 
 

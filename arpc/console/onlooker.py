@@ -131,7 +131,7 @@ def _transport(address: str, options: RpcOptions) -> Transport:
     if scheme == "tcp":
         if not options.is_guarded and not is_loopback(split_tcp(address)[0]):
             raise ConfigurationError(
-                f"whoever answers at {address} cannot prove to be a worker without a secret: "
+                f"without a secret, the process that answers at {address} cannot prove that it is a worker: "
                 f"set ARPC_SECRET (or --secret-file, or ARPC_TLS_CERT, ARPC_TLS_KEY and ARPC_TLS_CA)"
             )
         return TcpTransport() if options.tls is None else TlsTransport(options.tls)

@@ -64,15 +64,15 @@ def refuse_open_doors(addresses: Sequence[str], options: RpcOptions) -> None:
         if not options.is_guarded:
             if not options.insecure:
                 raise ConfigurationError(
-                    f"refusing to listen on {address} with no secret: whoever reaches that port could run code here. "
-                    f"Set ARPC_SECRET (or RpcOptions.secret) to the same value on all workers, or RpcOptions.tls, or "
-                    f"listen on 127.0.0.1"
+                    f"refusing to listen on {address} with no secret: anybody who reaches that port could run code "
+                    f"here. Set ARPC_SECRET (or RpcOptions.secret) to the same value on all workers, or "
+                    f"RpcOptions.tls, or listen on 127.0.0.1"
                 )
-            logger.warning("listening on %s WITHOUT A SECRET: whoever reaches that port can run code here", address)
+            logger.warning("listening on %s WITHOUT A SECRET: anybody who reaches that port can run code here", address)
         elif options.secret is not None and options.tls is None and len(options.secret) < _SHORT_SECRET_BYTES:
             logger.warning(
-                "listening on %s with a secret of %d bytes, which can be guessed by whoever hears a handshake: take "
-                "one of %d random bytes or more",
+                "listening on %s with a secret of %d bytes, which can be guessed by anybody who sees a handshake: "
+                "take one of %d random bytes or more",
                 address,
                 len(options.secret),
                 _SHORT_SECRET_BYTES,

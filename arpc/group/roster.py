@@ -55,7 +55,7 @@ class MemberJoined(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class MemberSuspected(MemberEvent):
-    """Its connection broke, or it fell silent: what was under way to it has failed. It is being sought."""
+    """Its connection broke, or it fell silent. Calls under way to it have failed; this worker tries to reconnect."""
 
     reason: str
 
@@ -69,7 +69,7 @@ class MemberReturned(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class MemberLost(MemberEvent):
-    """It is dead, or was not heard of for `RpcOptions.rref_grace` seconds. What it held is given up."""
+    """It died, or was silent for `RpcOptions.rref_grace` seconds. The RRefs that it held are released."""
 
     reason: str
 
@@ -238,7 +238,7 @@ class MemberStream:
 
     @property
     def is_ended(self) -> bool:
-        """Nothing more will come than what is here already."""
+        """Whether the stream has ended, except for events that were received and not yet taken."""
         return self._is_ended
 
     def end(self) -> None:

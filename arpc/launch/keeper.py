@@ -43,11 +43,11 @@ FORK_S = 300.0
 ASK_S = 5.0
 """A process to be forked from that does not read what it is asked for so long is stuck."""
 LOOK_S = 0.5
-"""How often it is looked whether it does anything, while workers wait for it."""
+"""Seconds between two looks at the process that forks workers, while workers wait for it."""
 SILENT_LOOKS = 10
-"""After so many in a row that saw nothing it is stuck."""
+"""After so many looks in a row that found it doing nothing, it is stuck."""
 STOPPED_LOOKS = 2
-"""The same if it is stopped, by a signal or a debugger."""
+"""After so many looks that found it stopped, by a signal or a debugger, it is given up."""
 KILL_S = 1.0
 """How long it is waited for when it was killed: one that is stuck in the kernel may take for ever."""
 SPARE_DESCRIPTORS = 32

@@ -33,6 +33,7 @@ from arpc.launch.output import LineSplitter, Screen, Stream, Tail, lost_another,
 from arpc.launch.plan import Group, Meeting, Slot, as_group, check_environment, environment_of
 from arpc.launch.programs import Module, Program, command_for, extend_path, result_of
 from arpc.launch.result import Launched
+from arpc.launch.status import Status
 
 __all__ = ["LocalGroup", "Settings", "local"]
 
@@ -41,7 +42,7 @@ R = TypeVar("R")
 DRAIN_S: Final = 1.0
 """How long to wait for what a worker wrote before it ended. Processes that it started may keep its output open."""
 LAST_DRAIN_S: Final = 30.0
-"""The same once all processes have ended: only one that is stuck in the kernel can keep it open now."""
+"""How long to wait for output once all processes have ended: only one stuck in the kernel can keep it open then."""
 STATUS_S: Final = 1.0
 ANNOUNCE_S: Final = 0.1
 READ_BYTES: Final = 1 << 16
@@ -310,13 +311,16 @@ class LocalGroup:
 
     async def _tick(self) -> None:
         while True:
-            elapsed_s = time.monotonic() - self._started_at
-            words = [f"{len(self.life.alive)}/{len(self._slots)} workers", f"{elapsed_s:.0f} s"]
-            if self.life.incarnation:
-                words.append(f"restart {self.life.incarnation} of {self._settings.max_restarts}")
-            if self.life.is_ending:
-                words.append("ending")
-            self._screen.show_status("  ".join(words))
+            self._screen.show_status(
+                Status(
+                    alive=len(self.life.alive),
+                    workers=len(self._slots),
+                    elapsed_s=time.monotonic() - self._started_at,
+                    restarts=self.life.incarnation,
+                    max_restarts=self._settings.max_restarts,
+                    is_ending=self.life.is_ending,
+                )
+            )
             await asyncio.sleep(STATUS_S)
 
     async def _announce(self) -> None:
@@ -411,14 +415,15 @@ async def local(  # noqa: PLR0913 - a launch has many settings, all of them give
         launched = await arpc.launch.local(main, args=("hello",), workers={"ps": 1, "trainer": 2})
         launched.values["trainer1"]  # 'hello from trainer1'
 
-    ``workers`` is how many, or how many of each role; ``environment`` is added to theirs. What they print appears in
-    ``out`` and ``err``, or stdout and stderr, with their names before it. ``http`` is where rank 0 serves a dashboard.
+    ``workers`` is the number of workers, or a dict with the number for each role. ``environment`` is added to the
+    environment of the workers. Their output goes to ``out`` and ``err``, or stdout and stderr, each line with the name
+    of its worker. ``http`` is the address at which rank 0 serves a dashboard.
 
-    On Linux two or more workers are forked from one process that has imported torch, which saves time and memory;
-    unless ``fork`` is False, for scripts that set what torch reads while it is imported.
+    On Linux two or more workers are forked from one process that has imported torch, which saves time and memory. Pass
+    ``fork=False`` for scripts that set variables which torch reads while it is imported.
 
-    The first worker that fails ends the group: the others are asked to end (SIGTERM) and after ``grace_s`` seconds
-    made to. Then the group is started again, up to ``max_restarts`` times, with a new place to meet; or `LaunchError`
+    The first worker that fails ends the group: the others get SIGTERM, and SIGKILL after ``grace_s`` seconds. Then the
+    group is started again, up to ``max_restarts`` times, with a new place to meet. After the last restart `LaunchError`
     is raised, which has that worker's traceback. With ``elastic``, for programs that join by
     ``init_rpc(world_size=None)``, the worker that failed is started again by itself while the others go on. Cancelling
     ends the group in the same way. When this returns or raises, no process is left, nor any that the workers have

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Final, Literal, TextIO, TypeAlias
 
 from arpc.launch.plan import Slot
+from arpc.launch.status import Status
 
 __all__ = ["LineSplitter", "Screen", "Tail", "last_traceback", "lost_another", "reading", "wants_colour"]
 
@@ -130,7 +131,7 @@ def wants_colour(stream: TextIO) -> bool:
 class Screen:
     """Where the launcher writes: the workers' lines, and on a terminal some below them that stay.
 
-    Those are the progress bars of workers, which are lines that they write over, and one that says how things are.
+    Those are the progress bars of workers, which are lines that they write over, and the status line of the group.
     """
 
     def __init__(self, slots: Sequence[Slot], out: TextIO | None = None, err: TextIO | None = None) -> None:
@@ -144,7 +145,7 @@ class Screen:
         colours = itertools.cycle(COLOURS)
         self._prefixes = {slot.rank: (f"[{slot.name}]", next(colours)) for slot in slots}
         self.is_closed = False
-        """Whoever read this has gone."""
+        """Nobody reads this any more: the pipe or the terminal is gone."""
 
     @property
     def columns(self) -> int | None:
@@ -177,10 +178,11 @@ class Screen:
             text = f"\x1b[31m{text}\x1b[0m"
         self._write(self._err, f"{text}\n")
 
-    def show_status(self, text: str) -> None:
-        """Put a text on the last line, in place of the one before; on a terminal only."""
+    def show_status(self, status: Status) -> None:
+        """Show how the group is on the last line, in place of what was there; on a terminal only."""
         if self._is_live and not self.is_closed:
-            self._status = text[: max(1, _width(self._err) - 1)]
+            columns = max(1, _width(self._err) - 1)
+            self._status = status.styled(columns) if wants_colour(self._err) else status.plain(columns)
             self._write(self._err, "")
 
     def close(self) -> None:
@@ -207,7 +209,7 @@ class Screen:
     def _draw_below(self) -> None:
         lines = [f"{self._prefix(rank, self._err)} {text}" for rank, text in sorted(self._progress.items())]
         if self._status:
-            lines.append(f"\x1b[2m{self._status}\x1b[0m" if wants_colour(self._err) else self._status)
+            lines.append(self._status)
         self._drawn = len(lines)
         text = "\n".join(lines)
         # a bar that is too wide is cut by the terminal: if it went on in a next line, erasing would miss that

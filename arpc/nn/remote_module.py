@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from typing import Any, Final, Generic, Protocol, Self, TypeVar, cast
+from typing import Any, Final, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -26,15 +26,26 @@ __all__ = ["RemoteModule", "parameter_rrefs"]
 
 logger = get_logger("arpc.nn")
 
+M = TypeVar("M")
 M_co = TypeVar("M_co", covariant=True)
+P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
 
 
-class Forward(Protocol[R_co]):
-    """What a type checker looks for in a module: the result of its ``forward``."""
+class Forward(Protocol[P, R_co]):
+    """The part of a module's type that calls need: the parameters and the result of its ``forward``."""
 
     @property
-    def forward(self) -> Callable[..., R_co]: ...
+    def forward(self) -> Callable[P, R_co]: ...
+
+
+class Unknown(Protocol):
+    """Stands for the module of a ``RemoteModule[Any]``: no class has this member, so only ``Any`` fits it.
+
+    Without it mypy infers that no argument is right for a forward of which it knows nothing.
+    """
+
+    def is_unknown_to_arpc(self) -> None: ...
 
 
 class _ModuleFuture(OwnerFuture):
@@ -61,13 +72,13 @@ class RemoteModule(RefusingModule, Generic[M_co]):
         params = await m.remote_parameters()            # RRefs, for arpc.optim.DistributedOptimizer
 
     The address is a worker, by name or as ``rank:<id>``, and a device there, the CPU if none is given. Inputs are moved
-    to that device; results come back on the CPU. Nothing is waited for: an error while the module is made is raised
-    wherever it is used, or when the RemoteModule itself is awaited (``m = await RemoteModule(...)``). ``timeout`` is
-    for the making and for every call through this handle.
+    to that device; results come back on the CPU. The constructor does not wait: an error while the module is created is
+    raised at each use, or when the RemoteModule itself is awaited (``m = await RemoteModule(...)``). ``timeout``
+    applies to the creation and to every call through this handle.
 
-    It can be passed to other workers, and returned from them: all handles mean the same module, which lives as long as
-    one of them does. It is an nn.Module, so that a model can have it as a part. What makes no sense for a module that
-    is elsewhere, such as ``parameters()`` or hooks, raises `UnsupportedError` and says what to use instead.
+    It can be passed to other workers, and returned from them. All handles refer to one module, which lives as long as
+    one of them does. A RemoteModule is an nn.Module, so a model can have it as a part. Methods that make no sense for a
+    module on another worker, such as ``parameters()`` or hooks, raise `UnsupportedError` and say what to use instead.
     """
 
     def __init__(
@@ -88,6 +99,18 @@ class RemoteModule(RefusingModule, Generic[M_co]):
         rref: RRef[Any] = remote(address.worker, owner.create_module, arguments, timeout=timeout)
         self._set_up(rref, address.device, timeout, name_of(module_cls))
 
+    @staticmethod
+    def at(remote_device: str, *, timeout: float | Unset = UNSET) -> Place:
+        """An address to create modules at, by a call that a type checker compares with the module's parameters.
+
+        ::
+
+            m = arpc.nn.RemoteModule.at("ps/cpu")(nn.Linear, 20, 30, bias=False)
+
+        does what ``RemoteModule("ps/cpu", nn.Linear, (20, 30), {"bias": False})`` does.
+        """
+        return Place(remote_device, timeout)
+
     def _set_up(self, rref: RRef[M_co], device: torch.device, timeout: float | Unset, name: str) -> None:
         super().__init__()
         self._rref = rref
@@ -100,7 +123,7 @@ class RemoteModule(RefusingModule, Generic[M_co]):
     def from_module_rref(
         cls, module_rref: RRef[M_co], device: str | torch.device = "cpu", *, timeout: float | Unset = UNSET
     ) -> Self:
-        """A RemoteModule for a module that somebody has an RRef to. It is on ``device`` already."""
+        """A RemoteModule for a module that exists already, on ``device`` of the worker that owns the RRef."""
         made = cls.__new__(cls)
         cls._set_up(made, module_rref, parse_device(device), timeout, "module")
         return made
@@ -155,21 +178,47 @@ class RemoteModule(RefusingModule, Generic[M_co]):
                 future.set_exception(error)
         return future
 
-    def forward_async(self: RemoteModule[Forward[R_co]], *args: Any, **kwargs: Any) -> Future[R_co]:
+    @overload
+    def forward_async(self: RemoteModule[Unknown], *args: Any, **kwargs: Any) -> Future[Any]: ...
+    @overload
+    def forward_async(
+        self: RemoteModule[Forward[P, Coroutine[Any, Any, R_co]]], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R_co]: ...
+    @overload
+    def forward_async(self: RemoteModule[Forward[P, R_co]], *args: P.args, **kwargs: P.kwargs) -> Future[R_co]: ...
+    def forward_async(self: RemoteModule[Any], *args: Any, **kwargs: Any) -> Future[Any]:
         """Call the module now; the `Future` has the result. Grad mode is that of the caller."""
         return self._call(owner.call_module, "forward", torch.is_grad_enabled(), self._moves_to, args, kwargs)
 
-    async def forward(self: RemoteModule[Forward[R_co]], *args: Any, **kwargs: Any) -> R_co:
+    @overload
+    async def forward(self: RemoteModule[Unknown], *args: Any, **kwargs: Any) -> Any: ...
+    @overload
+    async def forward(
+        self: RemoteModule[Forward[P, Coroutine[Any, Any, R_co]]], *args: P.args, **kwargs: P.kwargs
+    ) -> R_co: ...
+    @overload
+    async def forward(self: RemoteModule[Forward[P, R_co]], *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+    async def forward(self: RemoteModule[Any], *args: Any, **kwargs: Any) -> Any:
         """Call the module: what ``await m(...)`` does."""
         return await self.forward_async(*args, **kwargs)
 
-    def __call__(self: RemoteModule[Forward[R_co]], *args: Any, **kwargs: Any) -> Coroutine[Any, Any, R_co]:
+    @overload
+    def __call__(self: RemoteModule[Unknown], *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]: ...
+    @overload
+    def __call__(
+        self: RemoteModule[Forward[P, Coroutine[Any, Any, R_co]]], *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[Any, Any, R_co]: ...
+    @overload
+    def __call__(
+        self: RemoteModule[Forward[P, R_co]], *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[Any, Any, R_co]: ...
+    def __call__(self: RemoteModule[Any], *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
         """``await`` it: calls the module."""
         # without the hooks of an nn.Module, which would see a coroutine here
         return self.forward(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Future[Self]:  # type: ignore[override]
-        """Set the module's mode. It starts now, and whoever needs to know that it is done awaits the `Future`.
+        """Set the module's mode. The call starts now; await the `Future` to know that it is done.
 
         So ``model.train()`` and ``model.eval()`` of a model that has this as a part reach it too. Forward passes that
         this worker starts afterwards find the mode set.
@@ -238,6 +287,23 @@ class RemoteModule(RefusingModule, Generic[M_co]):
         return _rebuild, (type(self), self._rref, self._device, self._timeout, self._name, self.training)
 
 
+class Place:
+    """A worker and a device there, to create modules at: the result of `RemoteModule.at`."""
+
+    __slots__ = ("_remote_device", "_timeout")
+
+    def __init__(self, remote_device: str, timeout: float | Unset) -> None:
+        self._remote_device = remote_device
+        self._timeout = timeout
+
+    def __call__(self, module_cls: Callable[P, M], /, *args: P.args, **kwargs: P.kwargs) -> RemoteModule[M]:
+        """Create ``module_cls(*args, **kwargs)`` there, and return its `RemoteModule` at once."""
+        return RemoteModule(self._remote_device, module_cls, args, kwargs, timeout=self._timeout)
+
+    def __repr__(self) -> str:
+        return f"RemoteModule.at({self._remote_device!r})"
+
+
 _KNOWN: Final = frozenset(nn.Module().__dict__) | {"_rref", "_device", "_moves_to", "_timeout", "_name"}
 _STATE_OF_WHOLE: Final = (
     "the state of a remote module has to be awaited, so that of a model which has one as a part cannot be had at once: "
@@ -261,7 +327,7 @@ def _rebuild(
 
 
 async def parameter_rrefs(module: nn.Module) -> list[RRef[Parameter]]:
-    """RRefs to all parameters of a model whose parts are here or, as `RemoteModule`, elsewhere: for an optimizer.
+    """RRefs to all parameters of a model, of its local parts and of each `RemoteModule` in it: for an optimizer.
 
     ::
 

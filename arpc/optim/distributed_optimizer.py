@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Self
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from arpc.agent.client.future import Future
@@ -36,15 +37,15 @@ class DistributedOptimizer(Optimizer):
                 await opt.step(context_id)
             scheduler.step()
 
-    ``params_rref`` are RRefs, or parameter groups: dicts whose ``"params"`` are RRefs. What follows them goes to the
-    optimizer class. Nothing is waited for; ``await`` it to know that all owners have made their part, or get the error
-    at the first use.
+    ``params_rref`` are RRefs, or parameter groups: dicts whose ``"params"`` are RRefs. Further arguments go to the
+    optimizer class. The constructor does not wait. ``await`` the optimizer to know that all owners have created their
+    part; otherwise an error is raised at the first use.
 
     **Hyperparameters.** Once awaited, ``param_groups`` holds them as in any torch optimizer. Change them, or let a
     scheduler of torch do so: the next step takes the changes to the owners.
 
-    **Concurrent steps**, of several trainers or of one, are made one after the other wherever they concern the same
-    parameter. With ``serialize_steps=False`` only those of one optimizer are, and those of others write into the same
+    **Concurrent steps** over the same parameter are made one after the other, whether one trainer or several make them.
+    With ``serialize_steps=False`` that holds only for steps of one optimizer; different optimizers write into the same
     memory at the same time, as in Hogwild.
 
     **Stale gradients.** Another trainer may make a step between a forward pass and its backward pass, which then
@@ -57,7 +58,7 @@ class DistributedOptimizer(Optimizer):
     def __init__(
         self,
         optimizer_class: Callable[..., Optimizer],
-        params_rref: Iterable[RRef[Any]] | Iterable[Mapping[str, Any]],
+        params_rref: Iterable[RRef[Tensor]] | Iterable[Mapping[str, Any]],
         *args: Any,
         serialize_steps: bool = True,
         check_versions: bool = False,
@@ -126,10 +127,10 @@ class DistributedOptimizer(Optimizer):
     ) -> None:
         """Let every owner make one step with the gradients that a context has for its parameters.
 
-        A parameter for which there are none is left alone. Returns when all have changed. On an owner a step is begun
-        or not, and what is begun is finished; but each owner is on its own: when this is cancelled, or raises
-        `WorkersFailedError`, some owners may have made it. That error tells which. ``AutogradError``: there is no such
-        context.
+        A parameter without a gradient is left alone. Returns when all owners have made the step. A step that an owner
+        has begun is finished there, but owners do not wait for each other: if this is cancelled, or raises
+        `WorkersFailedError`, some owners may have made the step. That error names them. Raises `AutogradError` if the
+        context does not exist.
         """
         get_gradients(context_id)  # raises if the context is not known
         await self._ready(timeout)

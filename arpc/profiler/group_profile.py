@@ -40,10 +40,10 @@ class profile:  # noqa: N801 - used like a function, as torch's own
         prof.export_chrome_trace("trace.json")
         prof.export_html("trace.html")
 
-    This worker takes part from the start, and each other one from the first call that reaches it, by whatever way. Each
-    records all that it does until the block ends, for whomever it does it. ``operators=False`` leaves out what torch
-    runs; ``everyone=True`` lets all workers that are known here take part from the start. After ``longest_s`` the
-    workers stop recording by themselves, should nobody ever ask them for it.
+    This worker takes part from the start, and each other worker from the first call that reaches it, directly or
+    through other workers. Each records everything that it does until the block ends. ``operators=False`` leaves out
+    torch's operators. With ``everyone=True`` all workers that this one knows take part from the start. After
+    ``longest_s`` seconds the workers stop recording by themselves, in case this worker is lost.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class profile:  # noqa: N801 - used like a function, as torch's own
 
     @property
     def trace(self) -> Trace:
-        """What was recorded; `ProfilerError` while the block goes on."""
+        """The recorded trace; raises `ProfilerError` before the end of the block."""
         if self._trace is None:
             raise ProfilerError("the profile is not finished: look at it after its block")
         return self._trace

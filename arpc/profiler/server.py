@@ -53,7 +53,7 @@ class _ServerObserver(Observer):
 
 
 class server_profile:  # noqa: N801 - used like a function, as torch's own
-    """``with arpc.profiler.server_profile() as prof:`` records what this worker runs for others, whoever they are.
+    """``with arpc.profiler.server_profile() as prof:`` records what this worker runs for other workers.
 
     ::
 
@@ -61,8 +61,8 @@ class server_profile:  # noqa: N801 - used like a function, as torch's own
             await asyncio.sleep(10)
         print(prof.key_averages().table(sort_by="cpu_time_total"))
 
-    Requests count that begin and end within the block. Blocks may overlap. To look at another worker, make the object
-    there, with ``rref = arpc.remote("worker1", arpc.profiler.server_profile)``, and call its methods:
+    Only requests that begin and end within the block are recorded. Blocks may overlap. To look at another worker,
+    create the object there, with ``rref = arpc.remote("worker1", arpc.profiler.server_profile)``, and call its methods:
     ``await rref.rpc_sync().start()``, and ``stop()`` later.
     """
 

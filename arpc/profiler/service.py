@@ -61,7 +61,7 @@ class ProfilerService:
         self.tracer.identify(info)
 
     def use_opentelemetry(self, enabled: bool = True) -> None:
-        """Make OpenTelemetry's spans of the calls and handlers of this worker, or no more."""
+        """Record calls and handlers of this worker as OpenTelemetry spans, or stop doing so."""
         agent = self.tracer.agent
         if enabled and self._telemetry is None:
             self._telemetry = Telemetry(agent)
@@ -84,7 +84,7 @@ class ProfilerService:
 
 
 def use_opentelemetry(enabled: bool = True) -> None:
-    """Make OpenTelemetry's spans of the calls and handlers of this worker, or no more.
+    """Record calls and handlers of this worker as OpenTelemetry spans, or stop doing so.
 
     A worker does so by itself if a tracer provider was set before it started. Raises `ConfigurationError` if
     opentelemetry-api is not installed.

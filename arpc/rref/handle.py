@@ -57,8 +57,8 @@ class RRef(Generic[T_co]):
         await counter.rpc_sync().add(3)                 # runs there
         value = await counter.remote().total()          # `await rref` fetches a copy of the value
 
-    Nothing that returns an RRef waits for anything, so calls can be chained; an error while the value is made is raised
-    wherever it is used.
+    A call that returns an RRef does not wait, so calls can be chained. An error while the value is created is raised at
+    each use.
     """
 
     __slots__ = (
@@ -75,7 +75,7 @@ class RRef(Generic[T_co]):
     _type: Future[type[T_co]] | Any
     """What is known of the value's type: a future of it once somebody has asked, or the hint of its maker."""
 
-    def __init__(self, value: T_co, type_hint: Any = None) -> None:
+    def __init__(self, value: T_co, type_hint: object = None) -> None:
         scope = find_scope()
         if scope is None or scope.worker is None:
             raise NotInitializedError(
@@ -123,7 +123,7 @@ class RRef(Generic[T_co]):
         return self._use is None
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner is known to count this RRef. It can be used long before."""
+        """Whether the owner has confirmed that it counts this RRef. The RRef can be used before that."""
         return self._use is None or self._use.is_confirmed
 
     def ids(self) -> tuple[GloballyUniqueId, GloballyUniqueId | None]:
@@ -133,7 +133,7 @@ class RRef(Generic[T_co]):
 
     @property
     def failure(self) -> BaseException | None:
-        """Why there is no value, or it cannot be used, as far as is known here; None if nothing is in the way."""
+        """The error that each use would raise, as far as this worker knows; None if there is none."""
         if self._use is not None:
             return self._use.failure
         return self._value.error if self._value is not None else None
@@ -278,8 +278,8 @@ class RRef(Generic[T_co]):
     def stream(self, timeout: float | Unset = UNSET, window: int = 16) -> StreamProxy[T_co]:
         """``async for item in rref.stream().method(...)`` has the items that a method yields, as they are made.
 
-        ``async for item in rref.stream()`` has those of the value itself, such as a generator that is held remotely.
-        That goes on where it was left, but for items that were on their way then: ``window=1`` loses at most one.
+        ``async for item in rref.stream()`` has the items of the value itself, such as a generator that is held there. A
+        second loop goes on where the first was left, but items that were in flight then are lost: at most ``window``.
         """
         return StreamProxy(self, self._stream_method, timeout, window)
 
@@ -451,8 +451,8 @@ class RRef(Generic[T_co]):
 
     def __reduce__(self) -> NoReturn:
         raise SerializationError(
-            f"{self!r} can be pickled as part of a call only. Whoever unpickles it must be counted by its owner, and "
-            f"a pickle that anybody may read any number of times, or never, cannot be. Pass it to arpc.rpc_async"
+            f"{self!r} can be pickled as part of a call only: its owner must count every worker that receives it, and "
+            f"cannot know how often a pickle is read. Pass it to arpc.rpc_async"
         )
 
 

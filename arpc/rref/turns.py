@@ -32,12 +32,12 @@ def one_at_a_time(target: F) -> F:
             def add(self, number):  # without the decorator, two calls may read the same total
                 self.total = self.total + number
 
-    It is about calls through RRefs. Each object has one queue for all callers and all RRefs. In a marked
-    class all methods use it, those of base classes and of subclasses too; in any other class the marked methods alone.
-    ``async def`` keeps its turn while it awaits, and plain ``def`` until its thread has ended, even if the caller has
-    been cancelled. A call that fails, or is cancelled while it waits, makes way for the next.
+    This applies to calls through RRefs. Each object has one queue for all callers and all RRefs to it. In a marked
+    class all methods use the queue, including methods of base classes and subclasses; in any other class only marked
+    methods do. An ``async def`` keeps its turn while it awaits; a plain ``def`` keeps it until its thread has ended,
+    even if the caller has been cancelled. A call that fails, or is cancelled while it waits, makes way for the next.
 
-    What takes no turn: calls of the object in its own process, methods that yield, and the forward passes of an
+    Not queued are calls of the object in its own process, methods that yield, and the forward passes of an
     `arpc.nn.RemoteModule`. A method that awaits a remote call of its own object waits for itself, until the timeout.
     """
     if inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target):

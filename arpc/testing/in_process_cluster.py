@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import overload
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
@@ -31,7 +31,11 @@ class Cluster(Sequence[Worker]):
         self._elastic = elastic
         self._workers: list[Worker] = []
 
-    def __getitem__(self, which: Any) -> Any:
+    @overload
+    def __getitem__(self, which: str | int) -> Worker: ...
+    @overload
+    def __getitem__(self, which: slice) -> list[Worker]: ...
+    def __getitem__(self, which: str | int | slice) -> Worker | list[Worker]:
         if isinstance(which, str):
             for worker in self._workers:
                 if worker.name == which:

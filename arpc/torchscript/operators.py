@@ -48,7 +48,7 @@ class Operator:
         return self._call(*args, **kwargs)
 
 
-def builtin_operator(function: Any) -> Operator | None:
+def builtin_operator(function: object) -> Operator | None:
     """The operator behind a function such as ``torch.add``; None if TorchScript knows none.
 
     >>> builtin_operator(torch.add)

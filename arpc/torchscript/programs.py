@@ -164,7 +164,7 @@ def _compiled(original: Callable[..., Any], backend: Any, fullgraph: bool, dynam
     if known is not None and known[0] == backend:
         _again.move_to_end(key)
         return known[1]
-    # what torch.compile comes down to; that would wrap the backend once more
+    # what torch.compile calls in the end; torch.compile itself would wrap the backend once more
     from torch._dynamo import optimize  # slow, and needed by what is compiled alone
 
     made: Callable[..., Any] = optimize(backend=backend, nopython=fullgraph, dynamic=dynamic)(original)

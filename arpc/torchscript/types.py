@@ -41,12 +41,12 @@ _TOKEN: Final = re.compile(r"\s*([A-Za-z_][\w.]*|[\[\],()])")
 _MANGLED: Final = re.compile(r"___torch_mangle_\d+\.")
 
 
-def text_of(type_: Any) -> str:
+def text_of(type_: torch._C.JitType) -> str:
     """A type as people write it, such as ``Dict[str, List[int]]``; `parse_type` reads it."""
     return str(type_.annotation_str)
 
 
-def parse_type(text: str) -> Any:
+def parse_type(text: str) -> torch._C.JitType:
     """The type of TorchScript that `text_of` wrote. Raises `ScriptError` if there is none like that.
 
     >>> parse_type("Optional[List[int]]").annotation_str
@@ -56,7 +56,8 @@ def parse_type(text: str) -> Any:
     `UnsupportedError` where torch has no TorchScript.
     """
     torchjit.require()
-    return _Parser(text).parse()
+    found: torch._C.JitType = _Parser(text).parse()
+    return found
 
 
 class _Parser:

@@ -201,7 +201,7 @@ async def test_over_tls_it_needs_a_certificate_of_its_own(tmp_path):
 
 
 async def test_without_a_secret_no_other_host_is_trusted():
-    with pytest.raises(ConfigurationError, match="cannot prove to be a worker"):
+    with pytest.raises(ConfigurationError, match="cannot prove that it is a worker"):
         async with attach(arguments(address="tcp://192.0.2.1:7000")):
             raise AssertionError("nobody proved anything")
 

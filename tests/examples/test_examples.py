@@ -23,7 +23,7 @@ RUNS: Final = {
     "reinforcement_learning": ("--updates 12 --plot {folder}/p.png", r"balanced for \d+ -> \d+ of 200 steps"),
     "split_transformer": (
         "--steps 30 --plot {folder}/p.png",
-        r"loss (\d+\.\d+) -> (\d+\.\d+), \d+\.\d% of the places right",
+        r"loss (\d+\.\d+) -> (\d+\.\d+), \d+\.\d% of the digits right",
     ),
     "pipeline": ("--steps 1 --batch 256 --trace {folder}/trace.html", r"^(?:\[\w+\] )? +8 +\d+\.\d ms +\d+%$"),
     "streaming_inference": ("--steps 5 --length 20", r"the server computed (\d+) of 100,000"),
@@ -89,6 +89,8 @@ def test_every_plot_has_a_title_and_names_its_axes():
         assert plots >= source.count("savefig(")
         for name in ("title=", "xlabel=", "ylabel="):
             assert len(re.findall(rf"\b{name}", source)) >= plots
+    notebook = (EXAMPLES / "tour.ipynb").read_text()
+    assert [notebook.count(f"plt.{name}(") for name in ("plot", "title", "xlabel", "ylabel")] == [1, 1, 1, 1]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from arpc.launch.output import LONGEST_LINE_BYTES, LineSplitter, Screen, Tail, last_traceback, lost_another
 from arpc.launch.plan import as_group
+from arpc.launch.status import Status
 
 
 class Terminal(io.StringIO):
@@ -103,7 +104,7 @@ def test_losing_another_worker_is_not_its_own_fault():
 def test_lines_have_the_name_of_their_worker():
     out, err = io.StringIO(), io.StringIO()
     screen = Screen(as_group({"ps": 1, "trainer": 1}), out, err)
-    screen.show_status("nobody sees this")
+    screen.show_status(Status(2, 2, 0.0))
     screen.line(0, "stdout", "hello")
     screen.line(1, "stderr", "there")
     screen.close()
@@ -116,9 +117,10 @@ def test_a_terminal_has_colours_and_a_line_that_stays_last(monkeypatch: pytest.M
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
     screen = Screen(as_group(1), terminal, terminal)
-    screen.show_status("1/1 workers")
+    status = Status(1, 1, 0.0)
+    screen.show_status(status)
     screen.line(0, "stdout", "hello")
-    assert terminal.getvalue().endswith("\x1b[36m[worker0]\x1b[0m hello\n\x1b[2m1/1 workers\x1b[0m")
+    assert terminal.getvalue().endswith(f"\x1b[36m[worker0]\x1b[0m hello\n{status.styled(79)}")
     screen.close()
     assert terminal.getvalue().endswith("\r\x1b[K")
 
@@ -129,9 +131,9 @@ def test_a_progress_bar_stays_below_the_lines_until_it_is_finished(monkeypatch: 
     monkeypatch.setenv("COLUMNS", "80")
     terminal = Terminal()
     screen = Screen(as_group(2), terminal, terminal)
-    screen.show_status("2/2 workers")
+    screen.show_status(Status(2, 2, 0.0))
     screen.show_progress(1, "50%")
-    below = "\x1b[?7l[worker1] 50%\n2/2 workers\x1b[0m\x1b[?7h"
+    below = "\x1b[?7l[worker1] 50%\n2/2 workers  0 s\x1b[0m\x1b[?7h"
     assert terminal.getvalue().endswith(f"\r\x1b[K{below}")
     screen.line(0, "stdout", "hello")
     assert terminal.getvalue().endswith(f"\r\x1b[1A\x1b[J[worker0] hello\n{below}")
@@ -139,7 +141,7 @@ def test_a_progress_bar_stays_below_the_lines_until_it_is_finished(monkeypatch: 
     screen.show_progress(1, "50%")
     assert terminal.getvalue() == before  # nothing has changed
     screen.show_progress(1, "")
-    assert terminal.getvalue().endswith("\r\x1b[1A\x1b[J2/2 workers")
+    assert terminal.getvalue().endswith("\r\x1b[1A\x1b[J2/2 workers  0 s")
     assert screen.columns == 80 - 2 - len("[worker1]")
 
 

@@ -31,6 +31,14 @@ async def test_it_is_called_where_it_is(group, place):
         assert result[1:] == (5, "w", owner, True)
 
 
+async def test_an_address_creates_modules_by_calls(group):
+    place = RemoteModule.at("worker1/cpu", timeout=20)
+    assert repr(place) == "RemoteModule.at('worker1/cpu')"
+    m = place(Echo, 2.0, shift=1.0)
+    assert (m.on, m._timeout) == ("worker1", 20)
+    assert torch.equal((await m(torch.ones(2)))[0], torch.full((2,), 3.0))
+
+
 async def test_nothing_is_waited_for(group):
     m = RemoteModule("worker1", Echo)
     future = m.forward_async(torch.ones(1))

@@ -40,7 +40,7 @@ class Future(asyncio.Future[T], Generic[T]):
     `set_exception`, `cancel` and `wait` may be used from any thread; the rest belongs to the loop. Cancelling the
     future of a call cancels its handler.
 
-    An error nobody looks at is logged once, when the future is dropped, with the line that made the call.
+    An error that is never retrieved is logged once, when the future is dropped, with the line that made the call.
     """
 
     script_type: Any = None
@@ -84,7 +84,7 @@ class Future(asyncio.Future[T], Generic[T]):
         return cancelled
 
     def withdraw(self) -> None:
-        """Let end what the value would have come from: this is done, and nobody needs it. Called on the loop."""
+        """End the call that this future stands for, because its value is no longer needed. Called on the loop."""
         on_cancel, self.on_cancel = self.on_cancel, None
         callee, self.callee = self.callee, None
         if on_cancel is not None:
@@ -232,10 +232,10 @@ def _line(code: CodeType, lasti: int) -> int:
     return line
 
 
-def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
+def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:
     """A future for the list of the given ones, once all of them are done, well or not."""
     waited = list(futures)
-    collected: Future[list[Future[Any]]] = Future(loop=waited[0].get_loop() if waited else asyncio.get_running_loop())
+    collected: Future[list[Future[T]]] = Future(loop=waited[0].get_loop() if waited else asyncio.get_running_loop())
     left = len(waited)
 
     def one_done(_: object) -> None:
@@ -257,6 +257,6 @@ def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
     return collected
 
 
-async def wait_all(futures: Iterable[Future[Any]]) -> list[Any]:
+async def wait_all(futures: Iterable[Future[T]]) -> list[T]:
     """The values of all futures, in order. Raises the first error as soon as it happens."""
     return list(await asyncio.gather(*futures))

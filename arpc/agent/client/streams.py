@@ -52,8 +52,8 @@ def _call_is_over(*_: object) -> None:
 class Stream(AsyncIterator[T], Generic[T]):
     """The caller's end: ``async for item in stream``.
 
-    Leaving the loop early, `aclose`, dropping the stream or cancelling who waits for an item stops the remote
-    generator. At most ``window`` items are on their way or waiting here.
+    The remote generator is stopped when the loop is left early, when `aclose` is called, when the stream is dropped,
+    and when a task that waits for an item is cancelled. At most ``window`` items are in flight or waiting here.
     """
 
     anchor: object = None

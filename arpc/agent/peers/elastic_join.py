@@ -61,7 +61,7 @@ class ElasticJoin:
         if identity.name not in self._looking:
             looking = self._context.copy().run(self._agent.loop.create_task, self._look_up(identity))
             self._looking[identity.name] = looking
-        raise Refused(Refusal.STARTING, f"the group is asked who has the name {identity.name!r} now")
+        raise Refused(Refusal.STARTING, f"the group is asked which worker has the name {identity.name!r} now")
 
     async def _look_up(self, identity: Identity) -> None:
         try:

@@ -51,14 +51,15 @@ def _group_of(leaf: Tensor) -> _Group:
 def heed_accumulate_hooks(parameters: Iterable[Tensor]) -> None:
     """Say that leaves have hooks which torch runs when it writes ``.grad``, so that backward passes run them too.
 
-    DDP is what it is for: its hooks cannot be seen from outside. The gradients of a context are the averages then::
+    Use it for DistributedDataParallel, whose hooks cannot be seen from outside. The gradients of a context are then the
+    averages::
 
         model = DistributedDataParallel(model)
         arpc.autograd.heed_accumulate_hooks(model.parameters())
 
     Not needed for `torch.Tensor.register_post_accumulate_grad_hook`, and hooks of a leaf itself run in any case.
-    During a pass ``.grad`` of these leaves is not for others: at its end it holds, for a moment, what the hooks see.
-    These run in a thread, one pass at a time, and may wait for other workers.
+    Other code must not use ``.grad`` of these leaves during a pass: at the end of the pass it holds, for a moment, the
+    gradients that the hooks see. The hooks run in a thread, one pass at a time, and may wait for other workers.
     """
     leaves = list(parameters)
     for leaf in leaves:

@@ -105,8 +105,8 @@ def key_of(obj: Any) -> Key:
 def export(function: T) -> T:
     """Let others call a function in allow-list mode (``RpcOptions(allow="exported")``); without that it means nothing.
 
-    Of a class, others may make instances and call the public methods that it defines itself, through RRefs. It can be
-    applied to what is not yours, too: ``arpc.export(torch.add)``.
+    Of a class, others may make instances and call the public methods that it defines itself, through RRefs. Functions
+    of other libraries can be exported too: ``arpc.export(torch.add)``.
 
     >>> @export
     ... async def add(a: int, b: int) -> int:
@@ -124,7 +124,7 @@ def register_type(cls: C) -> C:
     A peer may call the class with any arguments, and set any attribute of the instance that is no method and has no
     name with two underscores on both sides. A ``__setstate__`` that the class defines is called with any state.
     Register plain data (dataclasses, named tuples, enums, exceptions, subclasses of Tensor), and no class that opens
-    files or runs what it is given. A subclass of Tensor is never called: its instances are made of tensors that came
+    files or executes its arguments. A subclass of Tensor is never called: its instances are made of tensors that came
     with the message.
 
     >>> @register_type

@@ -58,7 +58,7 @@ from arpc.wire.values.policy import UNRESTRICTED, Policy
 __all__ = ["Agent"]
 
 _OF_ONLOOKERS: Final = (Inspect, Cancel, Goodbye)
-_OF_LINES: Final = (Request, Function, Cancel, Goodbye)
+_OF_THREADS: Final = (Request, Function, Cancel, Goodbye)
 
 _Handler = Callable[[Link, Message], None]
 
@@ -360,11 +360,11 @@ class Agent:
                 error = OverloadedError(f"{link.inbound.limit} questions of this onlooker are not answered yet")
                 self.dispatcher.reject(link, message, error)
 
-    def line_received(self, connection: Connection, messages: list[Message]) -> None:
-        """Messages of a thread of a peer, which makes calls and does nothing else."""
+    def thread_calls_received(self, connection: Connection, messages: list[Message]) -> None:
+        """Messages on a connection of a thread of a peer, which makes calls and does nothing else."""
         for message in messages:
-            if not isinstance(message, _OF_LINES):
-                raise ProtocolError(f"a line brought {message.type.name}, and may only bring calls")
+            if not isinstance(message, _OF_THREADS):
+                raise ProtocolError(f"the connection of a thread brought {message.type.name}, and may only bring calls")
         self.messages_received(connection, messages)
 
     def _on_cancel(self, link: Link, message: Message) -> None:
@@ -431,7 +431,7 @@ class Agent:
         for message_class in self._requests:
             self._handlers[message_class] = self.dispatcher.refuse
         self.heartbeat.close()
-        await self.connector.stop_seeking()
+        await self.connector.reconnect.aclose()
         await self.caller.aclose()
         for peer in self.peers:
             await peer.aclose()

@@ -9,13 +9,12 @@ from collections.abc import Awaitable, Callable
 from enum import Enum, auto
 from functools import partial
 from itertools import count
-from time import monotonic
 from typing import Any, Final
 
 from arpc.agent.client.deadlines import NEVER, Deadlines
 from arpc.agent.client.pending_calls import SEQUENCE_BITS, Call, PendingCalls
+from arpc.agent.client.thread_connections import CountsBytes, ThreadConnections
 from arpc.agent.codec import Codec
-from arpc.agent.peers.thread_lines import ThreadLine, ThreadLines
 from arpc.agent.server.functions import name_of
 from arpc.errors import (
     ArpcError,
@@ -96,10 +95,10 @@ class Peer:
         self.backlog: deque[tuple[int, Call]] = deque()
         """Calls that wait for a connection, or for room in the window."""
         self.connects = 0
-        self.lines: ThreadLines | None = None
-        """For threads that block, None unless there are such."""
-        self.lines_here: set[Connection] = set()
-        """Those of its own threads."""
+        self.thread_connections: ThreadConnections | None = None
+        """Of threads of this worker that block; None unless there are such."""
+        self.accepted_from_threads: set[Connection] = set()
+        """Connections that threads of the peer have made."""
         self._answer_s = 0.0
         """How long the peer takes to answer, if calls in flight are limited: a mean that follows."""
         self._held: dict[int, Call] = {}
@@ -124,11 +123,16 @@ class Peer:
     @property
     def calls_made(self) -> int:
         """How many calls there have been, on whatever connection."""
-        return self.calls.made + (0 if self.lines is None else self.lines.calls_made)
+        threads = self.thread_connections
+        return self.calls.made + (0 if threads is None else threads.calls_made)
 
     @property
     def calls_in_flight(self) -> int:
-        return len(self.calls) + (0 if self.lines is None else len(self.lines.under_way))
+        return len(self.calls) + len(self.calls_of_threads())
+
+    def calls_of_threads(self) -> list[tuple[int, str, float | None]]:
+        """The calls under way on thread connections: id, name of the function, seconds left if these are limited."""
+        return [] if self.thread_connections is None else self.thread_connections.calls()
 
     @property
     def is_at_rest(self) -> bool:
@@ -136,18 +140,11 @@ class Peer:
         is_connected = self.connection is not None or self._connecting is not None
         return not (is_connected or self.backlog or self.calls_in_flight or self.connections())
 
-    def connections(self) -> list[Connection | ThreadLine]:
+    def connections(self) -> list[CountsBytes]:
         """All that lead to it or come from it."""
         main = () if self.connection is None else (self.connection,)
-        return [*main, *self.lines_here, *(() if self.lines is None else self.lines.all)]
-
-    def calls_of_threads(self) -> list[tuple[int, str, float | None]]:
-        """The calls under way on lines: id, name of the function, seconds left if that is limited."""
-        lines = () if self.lines is None else self.lines.under_way
-        now = monotonic()
-        # a call may end at any moment
-        found = [(line.call_id, line.calling, line.due_at) for line in lines]
-        return [(id_, name_of(f), due_at - now if due_at else None) for id_, f, due_at in found if f is not None]
+        threads = () if self.thread_connections is None else self.thread_connections.all
+        return [*main, *self.accepted_from_threads, *threads]
 
     # -- functions
 
@@ -434,8 +431,8 @@ class Peer:
             if reason is not None:
                 self.gone(f"worker {self.info.name!r} has left: {reason}")
         text = self._how_lost(error, reason)
-        if self.lines is not None and self.lines.main is connection:
-            self.lines.end(partial(self._lost_error, text, error))
+        if self.thread_connections is not None:
+            self.thread_connections.lost(connection, partial(self._lost_error, text, error))
         for call_id, call in sent:
             self.calls.pop(call_id)
             self.in_flight_bytes -= call.size_bytes
@@ -518,8 +515,8 @@ class Peer:
             if not call.recipient.done():
                 error = _shut_down_before(call.name)
                 call.recipient.set_exception(error if call.connection is not None else not_run(error))
-        if self.lines is not None:
-            await self.lines.aclose(_shut_down_before)
+        if self.thread_connections is not None:
+            await self.thread_connections.aclose(_shut_down_before)
 
     def statistics(self) -> dict[str, int | str]:
         return {
@@ -529,7 +526,7 @@ class Peer:
             "calls_waiting": len(self.backlog),
             "bytes_in_flight": self.in_flight_bytes,
             "connects": self.connects,
-            **({} if self.lines is None else {"lines": self.lines.count}),
+            **({} if self.thread_connections is None else {"thread_connections": len(self.thread_connections.all)}),
             **({} if self.connection is None else self.connection.statistics()),
         }
 

@@ -20,8 +20,9 @@ from arpc.agent.client.pending_calls import CallSender
 from arpc.agent.client.receiver import Receiver
 from arpc.agent.client.sender import Sender
 from arpc.agent.client.timeouts import Timeouts
-from arpc.agent.codec import Codec, Interceptor
+from arpc.agent.codec import Codec
 from arpc.agent.hooks.device_placement import Placement
+from arpc.agent.hooks.interceptor import Interceptor
 from arpc.agent.hooks.observers import ObservedSender, Observer, Observers
 from arpc.agent.hooks.timing import Meter, TimedSender
 from arpc.agent.leaving import EarlierWork

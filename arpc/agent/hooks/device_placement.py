@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from arpc.agent.hooks.interceptor import Interceptor
 from arpc.agent.server.thread_pool import ThreadPool
 from arpc.devices import DeviceClaims, DeviceMap, checked_device, checked_device_map, checked_devices
 from arpc.errors import SerializationError
@@ -97,32 +98,20 @@ class ToCaller:
         return Staged(host, str(tensor.device), wait)
 
 
-class ResultPlacer:
+class ResultPlacer(Interceptor):
     """The interceptor by which a caller asks where *all* tensors of the answer are, those on the CPU too.
 
-    It does so if its map turned around has another place for them.
+    It does so if its map turned around has another place for them. The callee looks at it when it answers, see
+    `codec.Codec.stager_back`.
     """
 
     key = PLACE
 
     def __init__(self, back: Mapping[str, DeviceMap]) -> None:
-        self._peers = {peer for peer, places in back.items() if places.get(_CPU, _CPU) != _CPU}
-
-    @property
-    def occasions(self) -> set[str]:
-        return self._peers
+        self.occasions: set[str] = {peer for peer, places in back.items() if places.get(_CPU, _CPU) != _CPU}
 
     def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot], is_stream: bool = False) -> bytes | None:
-        return b"" if peer.name in self._peers else None
-
-    def request_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
-        """Nothing is done before the answer, see `codec.Codec.stager_back`."""
-
-    def reply_sent(self, peer: WorkerInfo, meta: bytes, slots: list[Slot]) -> None:
-        """The table of the answer says it all."""
-
-    def reply_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
-        """Nothing comes back."""
+        return b"" if peer.name in self.occasions else None
 
 
 class Placement:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import Context, copy_context
 from functools import partial
 from typing import Any, Final, Protocol
-
-import torch
 
 from arpc import torchstate
 from arpc.agent.codec import Codec
@@ -22,19 +19,19 @@ from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.producer import Producer
 from arpc.agent.server.remote_exceptions import NOT_THERE
 from arpc.agent.server.replies import Replies
-from arpc.agent.server.reply_window import ReplyWindow, ResultSizes
+from arpc.agent.server.reply_window import ResultSizes
+from arpc.agent.server.request_queue import RequestQueue
+from arpc.agent.server.returned_futures import await_future, value_of, when_done
 from arpc.agent.server.run import Creation, Run
 from arpc.agent.server.thread_pool import ThreadPool
 from arpc.agent.server.thread_replies import ThreadReplies
 from arpc.errors import (
     NotAllowedError,
-    OverloadedError,
     ProtocolError,
     SerializationError,
     ShutdownError,
-    WireError,
 )
-from arpc.user_errors import close_coroutine, is_a, is_coroutine, summary_of, type_name_of
+from arpc.user_errors import close_coroutine, is_a, is_coroutine, summary_of
 from arpc.wire.messages import FailureKind, Message, RequestFlag
 from arpc.wire.metadata import WINDOW, unpack_window
 
@@ -45,8 +42,6 @@ _THREAD: Final = Mode.THREAD
 _INLINE: Final = Mode.INLINE
 _STREAM: Final = int(RequestFlag.STREAM)
 _KWARGS: Final = int(RequestFlag.KWARGS)
-# A caller keeps to its own window, twice of it for what is small; and its options may not be the same
-_WINDOWS: Final = 16
 # By number, with each connection
 _MAX_FUNCTIONS: Final = 1 << 16
 _NO_SLOTS: Final[list[Any]] = []
@@ -99,15 +94,16 @@ class Dispatcher:
         self.tasks = EagerTasks(loop, name)
         self.observers = observers or Observers()
         self.replies = Replies(loop, codec, self.observers, self.readmit)
+        self.queue = RequestQueue(
+            self.start, self.threads, self.replies, self.observers, max_requests_waiting, window_bytes
+        )
+        self.postpone = self.queue.postpone
         self.encoded = self.replies.encoded
         self.answer_withdrawn = self.replies.answer_withdrawn
         self._copy_context = context.copy
-        self._max_waiting = max_requests_waiting
         self._window_bytes = window_bytes
-        self.calls_refused = 0
         self.is_watched = False
         """Somebody hears of every request: a meter or observers."""
-        self._is_closed = False
 
     @property
     def calls_handled(self) -> int:
@@ -132,7 +128,7 @@ class Dispatcher:
             or inbound.connection.is_congested
             or message.flags & _STREAM
         ):
-            self._admit(inbound, message)
+            self.queue.admit(inbound, message)
         else:
             run = Run(self, inbound, function, message.id, message.timeout_ms, self._copy_context(), message)
             if self.is_watched and self.observers.installed:
@@ -145,30 +141,15 @@ class Dispatcher:
         if self.observers.installed:
             self.observers.accepted(inbound, message)
 
-    def _admit(self, inbound: Inbound, message: Message) -> None:
-        """Take a call that may have to wait, or that is not simply run."""
-        results = inbound.results_of(message)
-        is_large = results is not None and results.are_large
-        if not (is_large or inbound.is_full or inbound.connection.is_congested):
-            self.start(inbound, message)
-        elif (
-            len(inbound.waiting) < self._max_waiting or not (is_large or inbound.is_full)
-        ) and inbound.waiting_bytes <= _WINDOWS * self._window_bytes:
-            if is_large and results is not None:
-                self._keep_for_window(inbound, message, results)
-            else:
-                inbound.keep_for_handler(message)
-                self._start_waiting(inbound)
-        else:
-            self._refuse_for_now(inbound, message)
-
     def start(self, inbound: Inbound, message: Message, *, is_counted: bool = False) -> None:
         """Run a call now. ``is_counted``: the reply window has let it go to a thread."""
         function = inbound.functions.get(message.arg)
-        if function.__class__ is not Function or message.flags & _STREAM:
-            self._start_special(inbound, function, message)
+        is_plain = function.__class__ is Function and not message.flags & _STREAM
+        run = self._run(inbound, function if isinstance(function, Function) else _UNKNOWN, message)
+        if not is_plain:
+            run.is_stream = bool(message.flags & _STREAM)
+            self._start(run, function, message)
             return
-        run = self._run(inbound, function, message)
         run.is_counted = is_counted
         self._launch(run)
         if run.is_counted and (run.ended or run.function.mode is not _THREAD):
@@ -180,29 +161,18 @@ class Dispatcher:
             self.observers.watch(run, message)
         return run
 
-    def _start_special(self, inbound: Inbound, function: Function | Exception | None, message: Message) -> None:
-        """Run a stream, a function that came with its arguments, or one that is not there."""
-        run = self._run(inbound, function if isinstance(function, Function) else _UNKNOWN, message)
-        if message.flags & _STREAM:
-            run.is_stream = True
-        self._start(run, function, message)
-
     def _start(self, run: Run, function: Function | Exception | None, message: Message) -> None:
-        """Unpack the arguments of a request, then run it."""
+        """Unpack the arguments of a request, then run it: a stream, a creation, or a function that came with them."""
         try:
-            self._check_found(function, message)
+            if isinstance(function, Exception):
+                raise function.with_traceback(None)
+            if function is None and message.arg:
+                raise ProtocolError(f"call {message.id} of function {message.arg}, which was never sent")
             run.context.run(self._enter, run, message)
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             self.refused(run, error)
             return
         self._launch(run)
-
-    @staticmethod
-    def _check_found(function: Function | Exception | None, message: Message) -> None:
-        if isinstance(function, Exception):
-            raise function.with_traceback(None)
-        if function is None and message.arg:
-            raise ProtocolError(f"call {message.id} of function {message.arg}, which was never sent")
 
     def _launch(self, run: Run) -> None:
         """Run it in the way of its function."""
@@ -216,92 +186,9 @@ class Dispatcher:
         else:
             self.refused(run, TypeError(f"{run.name} is a generator: call it with arpc.stream"))
 
-    # -- requests that wait
-
-    def _window(self, inbound: Inbound) -> ReplyWindow:
-        if inbound.reply_window is None:
-            inbound.reply_window = ReplyWindow(
-                inbound.connection, self._window_bytes, self.threads.size, partial(self.readmit, inbound)
-            )
-        return inbound.reply_window
-
-    def _keep_for_window(self, inbound: Inbound, message: Message, results: ResultSizes) -> None:
-        """Keep a call whose result is likely to be large until there is room for that."""
-        function = inbound.functions.get(message.arg)
-        # one that comes with its arguments is not known yet: it waits again if it is for a thread
-        in_thread = isinstance(function, Function) and function.mode is _THREAD
-        window = self._window(inbound)
-
-        def start() -> None:
-            if len(inbound.running) >= inbound.limit and message.id in inbound.waiting:
-                inbound.wait_for_handler(message.id)
-                kept = None
-            else:
-                kept = None if self._is_closed else inbound.take_waiting(message.id)
-            if kept is not None:
-                self.start(inbound, kept, is_counted=in_thread)
-            elif in_thread:  # it was cancelled, or waits for another reason
-                window.thread_ended()
-
-        inbound.keep(message)
-        window.enter(results, start, in_thread=in_thread)
-
-    def postpone(self, run: Run) -> None:
-        """Let a plain function have a thread when there is room for its result, or at once if that will be small."""
-        if not run.function.results.are_large:
-            self.threads.submit(run.work, is_quick=run.function.quickness.is_quick)
-            return
-        window = self._window(run.inbound)
-
-        def start() -> None:
-            if run.ended:
-                window.thread_ended()
-            else:
-                self._submit_counted(run)
-
-        window.enter(run.function.results, start, in_thread=True)
-
-    def _submit_counted(self, run: Run) -> None:
-        run.is_counted = True
-        run.thread_replies = None  # the loop is to hear of its end
-        self.threads.submit(run.work, is_quick=run.function.quickness.is_quick)
-
-    def _refuse_for_now(self, inbound: Inbound, message: Message) -> None:
-        """Answer a call of a caller too many of whose calls wait already."""
-        self.calls_refused += 1
-        error = OverloadedError(f"{len(inbound.waiting)} of its requests wait already")
-        self.observers.dropped(inbound, message.id, error)
-        if inbound.connection.is_congested:
-            # to refuse them all would take as much memory as to keep them
-            inbound.connection.abort(
-                WireError(f"{len(inbound.waiting)} of its requests wait, and it does not read replies")
-            )
-            return
-        self.replies.fail(inbound, message.id, FailureKind.OVERLOADED, error)
-
     def readmit(self, inbound: Inbound) -> None:
-        """Something ended or was sent: see whether those that wait may run."""
-        # This is called between two steps of any task, which may have switched something off for itself
-        outer = None if torchstate.is_pristine() else torchstate.save_and_reset()
-        inbound.look_for_room()
-        try:
-            self._start_waiting(inbound)
-            if inbound.reply_window is not None:
-                inbound.reply_window.admit()
-        finally:
-            if outer is not None:
-                torchstate.restore(outer)
-
-    def _start_waiting(self, inbound: Inbound) -> None:
-        connection = inbound.connection
-        while (
-            inbound.has_room_for_waiting
-            and not (connection.is_congested and connection.unsent_small_bytes > self._window_bytes)
-            and not self._is_closed
-        ):
-            message = inbound.next_waiting()
-            if message is not None:
-                self.start(inbound, message)
+        """Start requests that wait, as far as there is room: something has ended or was sent."""
+        self.queue.readmit(inbound)
 
     def refuse(self, link: HasInbound, message: Message) -> None:
         """Answer a request that came too late: this worker is being closed."""
@@ -444,7 +331,7 @@ class Dispatcher:
         else:
             result = function.call(*args, **kwargs)
         if function.returns_future:
-            return await _future_of(result, function.name, self.loop)
+            return await await_future(result, function.name, self.loop)
         # not asyncio.iscoroutine, to which a generator is one
         return await result if is_coroutine(result) else result
 
@@ -484,10 +371,10 @@ class Dispatcher:
         inbound, function = run.inbound, run.function
         inbound.register(run)
         if run.is_counted:
-            self._submit_counted(run)
+            self.queue.submit_counted(run)
             return
         if function.results.are_large:
-            self.postpone(run)
+            self.queue.postpone(run)
             return
         if (
             function.is_plain
@@ -559,7 +446,7 @@ class Dispatcher:
             self._launch(run)
             return
         run.inbound.register(run)
-        self._window(run.inbound).enter(
+        self.queue.window(run.inbound).enter(
             function.results, lambda: None if run.ended else self._launch(run), in_thread=False
         )
 
@@ -593,29 +480,21 @@ class Dispatcher:
         def settle(future: Any) -> None:
             run.function = Function.of_coroutine(_ended, run.function.name, run.function.results)
             try:
-                value = future.result() if hasattr(future, "result") else future.value()
+                value = value_of(future)
             except BaseException as error:  # noqa: BLE001 - whatever it ended with is the caller's
                 self.raised(run, error)
             else:
                 self.returned(run, value)
 
-        def settle_on_loop(future: Any) -> None:
-            self.loop.call_soon_threadsafe(settle, future)  # it was completed on a thread of its own
-
         try:
-            if is_a(result, asyncio.Future):
-                result.add_done_callback(settle)
-            elif is_a(result, (torch._C.Future, concurrent.futures.Future)):
-                result.add_done_callback(settle_on_loop)
-            else:
-                raise _not_a_future(run.name, result)
+            when_done(result, run.name, self.loop, settle)
         except BaseException as error:  # noqa: BLE001 - a future of a user's own kind may raise anything
             self.raised(run, error)
 
     # -- the end of the worker
 
     async def aclose(self) -> None:
-        self._is_closed = self.replies.is_closed = True
+        self.queue.is_closed = self.replies.is_closed = True
         await self.tasks.aclose()
         # after the tasks: generators that were stopped are closed in a thread
         self.threads.close()
@@ -624,36 +503,10 @@ class Dispatcher:
         return {
             "calls_handled": self.calls_handled,
             "calls_failed": self.replies.calls_failed,
-            "calls_refused": self.calls_refused,
+            "calls_refused": self.queue.calls_refused,
             **self.threads.statistics(),
             **self.tasks.statistics(),
         }
-
-
-async def _future_of(result: Any, name: str, loop: asyncio.AbstractEventLoop) -> Any:
-    """The value of what a function marked with `async_execution` returned."""
-    if is_a(result, asyncio.Future):
-        return await result
-    if not is_a(result, (torch._C.Future, concurrent.futures.Future)):
-        raise _not_a_future(name, result)
-    done = loop.create_future()
-
-    def settle() -> None:
-        if not done.done():
-            done.set_result(None)
-
-    def completed(_: object) -> None:
-        loop.call_soon_threadsafe(settle)  # it is completed on a thread of its own
-
-    result.add_done_callback(completed)
-    await done
-    return result.result() if is_a(result, concurrent.futures.Future) else result.value()
-
-
-def _not_a_future(name: str, result: Any) -> TypeError:
-    return TypeError(
-        f"a function marked with async_execution must return a Future, and {name} returned {type_name_of(result)}"
-    )
 
 
 def _ended() -> None:

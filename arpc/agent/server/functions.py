@@ -86,19 +86,6 @@ class Quickness:
 class Function:
     """A callable, and how to run it."""
 
-    __slots__ = (
-        "call",
-        "describe",
-        "is_plain",
-        "is_service",
-        "keeps_modules",
-        "mode",
-        "name",
-        "quickness",
-        "results",
-        "returns_future",
-    )
-
     def __init__(self, call: Callable[..., Any]) -> None:
         if not callable(call):
             raise TypeError(f"function should be callable, and {type(call).__qualname__} is not")
@@ -120,30 +107,21 @@ class Function:
     def like(self, call: Callable[..., Any]) -> Function:
         """Another callable that is run as this one, such as a method of an object; what is known of both is shared."""
         made = Function.__new__(Function)
+        made.__dict__.update(self.__dict__)
         made.call = call
-        made.mode = self.mode
-        made.name = self.name
-        made.describe = self.describe
-        made.is_plain = self.is_plain
-        made.returns_future = self.returns_future
-        made.quickness = self.quickness
-        made.results = self.results
-        made.is_service = self.is_service
-        made.keeps_modules = self.keeps_modules
         return made
 
-    @classmethod
-    def of_coroutine(cls, call: Callable[..., Any], name: str, results: ResultSizes | None = None) -> Function:
+    @staticmethod
+    def of_coroutine(call: Callable[..., Any], name: str, results: ResultSizes | None = None) -> Function:
         """What the runtime itself lets run as a coroutine, in the name of another function and with its ``results``."""
-        made = cls.__new__(cls)  # there is nothing to find out, and no thread to be measured
-        made.call = call
-        made.mode = Mode.COROUTINE
+        made = _SOME_COROUTINE.like(call)  # there is nothing to find out, and no thread to be measured
         made.name = name
-        made.describe = None
-        made.returns_future = made.is_plain = made.is_service = made.keeps_modules = False
-        made.quickness = Quickness()
         made.results = results or ResultSizes()
         return made
+
+
+async def _some_coroutine() -> None:
+    """Shows how coroutines are run."""
 
 
 class HandOver(NamedTuple):
@@ -258,3 +236,6 @@ def async_execution(function: F) -> F:
     except AttributeError:
         raise TypeError(f"{name_of(function)} cannot be marked: wrap it in a function of your own") from None
     return function
+
+
+_SOME_COROUTINE: Final = Function(_some_coroutine)

@@ -13,7 +13,6 @@ begins in this turn of the loop is counted until its end.
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -125,30 +124,3 @@ class ReplyWindow:
         self._begun_in_threads -= 1
         if self._for_threads:
             self.admit_soon()
-
-    # -- for coroutines
-
-    async def wait(self, results: ResultSizes, *, in_thread: bool) -> None:
-        """Wait for room. ``in_thread``: after that, unless it raises, `thread_ended` is due."""
-        let_go: asyncio.Future[int] = self._connection.loop.create_future()
-
-        def start() -> None:
-            if let_go.done():  # it was cancelled
-                if in_thread:
-                    self.thread_ended()
-                return
-            self._about_to_begin_bytes += results.expected_bytes
-            let_go.set_result(results.expected_bytes)
-
-        self.enter(results, start, in_thread=in_thread)
-        try:
-            await let_go
-        except asyncio.CancelledError:
-            if let_go.done() and not let_go.cancelled() and in_thread:
-                self.thread_ended()  # it was let go on in the same moment
-            raise
-        finally:
-            if let_go.done() and not let_go.cancelled():
-                self._about_to_begin_bytes -= let_go.result()
-                if self.is_waited_for:
-                    self.admit_soon()  # this one may wait for others that are to begin

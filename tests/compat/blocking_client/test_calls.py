@@ -634,7 +634,7 @@ async def test_a_child_of_a_fork_leaves_the_thread_connections_to_its_parent():
             copy.free = list(copy._all)
             copy.abandon()
             assert not copy.free
-            assert not copy.count
+            assert not copy.all
             assert near.fileno() == -1
             far.setblocking(False)
             assert far.recv(100) == b""  # no word of it was said

@@ -25,7 +25,6 @@ import msgspec
 from arpc.errors import NameTakenError, RendezvousError
 from arpc.group.group_store import GroupStore, KeyValues
 from arpc.group.membership import (
-    MIXED,
     MIXED_TEXT,
     PRESENT_ELASTIC,
     PRESENT_STATIC,
@@ -34,6 +33,7 @@ from arpc.group.membership import (
     Joined,
     Left,
     MakeRecord,
+    Presence,
     Probe,
     Rendezvous,
     WorkerRecord,
@@ -133,23 +133,15 @@ class Stay:
 
     def __init__(self) -> None:
         self._record: WorkerRecord | None = None
-        self._mixed_before = 0
-        self._is_present = False
+        self._presence = Presence(PRESENT_ELASTIC, PRESENT_STATIC)
 
     def enter(self, kv: KeyValues) -> None:
-        self._mixed_before = kv.count(MIXED)
-        self._is_present = True
-        kv.add(PRESENT_ELASTIC, 1)
-        # Either kind first says that it is there and then looks for the other, so of two at least one sees the other.
-        if kv.count(PRESENT_STATIC) > 0:
-            kv.add(MIXED, 1)
+        self._presence.enter(kv)
         self.check_unmixed(kv)
 
     def check_unmixed(self, kv: KeyValues) -> None:
-        """Complain, once, of each worker of the other kind that came since `enter`."""
-        mixed = kv.count(MIXED)
-        if mixed != self._mixed_before:
-            self._mixed_before = mixed
+        """Raise, once for each worker of the other kind that came since `enter`."""
+        if self._presence.is_mixed(kv):
             raise RendezvousError(MIXED_TEXT)
 
     def take_name(self, kv: KeyValues, record: WorkerRecord, dead: bytes | None) -> bytes | int:
@@ -179,8 +171,7 @@ class Stay:
         What is in the store already stands: whoever has been given a name, or an id, in the meantime keeps it. So this
         worker is back if the log has its record, and was replaced if not.
         """
-        self._mixed_before = kv.count(MIXED)
-        self._is_present = True
+        self._presence.restored(kv)
         self._record = record
         mark_used(kv, used)
         for one in (record, *known):
@@ -198,9 +189,9 @@ class Stay:
             append_event(kv, Joined(record))
 
     def leave(self, kv: KeyValues) -> None:
-        if not self._is_present:
+        if not self._presence.is_counted:
             return
-        self._is_present = False
+        self._presence.is_counted = False
         if self._record is not None:
             packed = encode(self._record)
             if kv.peek(_name_key(self._record)) != packed:
@@ -208,7 +199,7 @@ class Stay:
             # In this order: if we die between the two, the name is that of a dead worker, which can be taken.
             append_event(kv, Left(self._record))
             kv.swap(_name_key(self._record), FREE, expected=packed)
-        kv.add(PRESENT_ELASTIC, -1)
+        self._presence.leave(kv)
 
     def news(self, kv: KeyValues, start: int) -> list[Joined | Left]:
         self.check_unmixed(kv)
@@ -288,12 +279,6 @@ class ElasticRendezvous(Rendezvous):
 
     def _known(self, worker: str | WorkerId) -> WorkerRecord | None:
         return self._by_name.get(worker) if isinstance(worker, str) else self._by_id.get(worker)
-
-    async def gather(self, tag: str, value: bytes, *, timeout_s: float) -> dict[WorkerId, bytes]:
-        return {self.record.id: value}
-
-    async def awaited(self, every_s: float) -> tuple[WorkerRecord, ...]:
-        return ()
 
     async def fail_gather(self, text: str) -> None:
         """There is none: nobody is waited for."""

@@ -102,6 +102,42 @@ def decode_record(packed: bytes) -> WorkerRecord:
     return decode(packed, _record_decoder)
 
 
+class Presence:
+    """One worker, counted in the store among those of its kind, where none of the other kind may be.
+
+    Either kind first says that it is there and then looks for the other, so of two at least one sees the other.
+    """
+
+    def __init__(self, mine: str, others: str) -> None:
+        self._mine = mine
+        self._others = others
+        self._mixed_before = 0
+        self.is_counted = False
+
+    def enter(self, kv: KeyValues) -> bool:
+        """Be counted; False if there is one of the other kind, to which `is_mixed` tells so from then on."""
+        self.restored(kv)
+        kv.add(self._mine, 1)
+        if kv.count(self._others) == 0:
+            return True
+        kv.add(MIXED, 1)
+        return False
+
+    def restored(self, kv: KeyValues) -> None:
+        """This worker is counted, by itself or another."""
+        self._mixed_before = kv.count(MIXED)
+        self.is_counted = True
+
+    def is_mixed(self, kv: KeyValues) -> bool:
+        """Whether one of the other kind came since this was last asked, or since `enter`."""
+        before, self._mixed_before = self._mixed_before, kv.count(MIXED)
+        return self._mixed_before != before
+
+    def leave(self, kv: KeyValues) -> None:
+        self.is_counted = False
+        kv.add(self._mine, -1)
+
+
 class Rendezvous(ABC):
     """Who is in the group. One object for one worker and one stay in the group.
 
@@ -168,7 +204,6 @@ class Rendezvous(ABC):
         `GroupNotAskedError` if it cannot be asked, and the worker is known from before.
         """
 
-    @abstractmethod
     async def gather(self, tag: str, value: bytes, *, timeout_s: float) -> dict[WorkerId, bytes]:
         """Bring a value of every worker to every worker. All do it, with the same tags in the same order.
 
@@ -177,25 +212,28 @@ class Rendezvous(ABC):
 
         An elastic group has no fixed set of workers to wait for: there it ends at once, with the own value only.
         """
+        return {self.record.id: value}
 
-    @abstractmethod
     async def awaited(self, every_s: float) -> tuple[WorkerRecord, ...]:
         """Who has not come to the `gather` under way.
 
         One worker is told in each period, so that not all look at once.
         """
+        return ()
 
     @abstractmethod
     async def fail_gather(self, text: str) -> None:
         """End the `gather` under way for everyone, with `RendezvousError` and this text: it can never be complete."""
 
-    @abstractmethod
-    def changes(self, *, interval_s: float = 1.0) -> AsyncIterator[Joined | Left]:
+    async def changes(self, *, interval_s: float = 1.0) -> AsyncIterator[Joined | Left]:
         """Who came and who left since this worker joined, itself included if it was taken for dead.
 
         Looks every `interval_s`, at the cost of two small operations. Ends when the rendezvous is closed; for a group
         of fixed size, at once. Raises `RendezvousError` when a worker of fixed rank tries to join.
         """
+        nobody: tuple[Joined | Left, ...] = ()
+        for change in nobody:
+            yield change
 
     async def leave(self, *, grace_s: float = 5.0) -> None:
         """Leave the group: the name, or the rank of the next group in this store, is free again.

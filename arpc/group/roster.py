@@ -217,7 +217,8 @@ class MemberStream:
         self._events = deque(events)
         self._most = max(_BUFFERED, 2 * len(events))
         self._is_ended = False
-        self._waiter: asyncio.Future[None] | None = None
+        self._changed = asyncio.Event()
+        self._is_awaited = False
         self.dropped = 0
         """How many events were left out, because they were out of date before anybody took them."""
 
@@ -227,7 +228,7 @@ class MemberStream:
         self._events.append(event)
         if len(self._events) > self._most:
             self._drop_what_is_out_of_date()
-        self._wake()
+        self._changed.set()
 
     def _drop_what_is_out_of_date(self) -> None:
         latest = {event.worker.name: event for event in self._events}
@@ -243,11 +244,7 @@ class MemberStream:
 
     def end(self) -> None:
         self._is_ended = True
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._changed.set()
 
     def __aiter__(self) -> Self:
         return self
@@ -256,13 +253,14 @@ class MemberStream:
         while not self._events:
             if self._is_ended:
                 raise StopAsyncIteration
-            if self._waiter is not None:
+            if self._is_awaited:
                 raise RuntimeError("another task is waiting for this stream: let each have one of its own")
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._changed.clear()
+            self._is_awaited = True
             try:
-                await self._waiter
+                await self._changed.wait()
             finally:
-                self._waiter = None
+                self._is_awaited = False
         return self._events.popleft()
 
     async def aclose(self) -> None:

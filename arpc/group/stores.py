@@ -12,7 +12,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 
 from arpc.errors import ConfigurationError
 from arpc.group.group_store import Access, GroupStore, KeyValues, StoreThread, deadline_after
-from arpc.group.launch_env import variable
+from arpc.group.launch_env import variable, whole_number
 from arpc.group.tcp_stores import open_tcp, tcp_place
 from arpc.ids import MAX_WORKER_ID
 from arpc.options import UNSET, Unset
@@ -100,14 +100,7 @@ def _number(name: str, given: int | Unset, query: Mapping[str, str]) -> int | No
     text, source = query.get(name), f"{name} in init_method"
     if text is None:
         text, source = variable(name.upper()), f"environment variable {name.upper()}"
-    return None if text is None else _to_int(text, source)
-
-
-def _to_int(text: str, source: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigurationError(f"{source} must be a whole number, not {text!r}") from None
+    return None if text is None else whole_number(text, source)
 
 
 # -- file:// ----------------------------------------------------------------------------------------------------------

@@ -15,11 +15,10 @@ from typing import Any, Final
 
 from arpc import torchstate
 from arpc.agent.client.caller import Caller
-from arpc.agent.client.deadlines import Deadlines
+from arpc.agent.client.deadlines import Deadlines, Timeouts
 from arpc.agent.client.pending_calls import CallSender
 from arpc.agent.client.receiver import Receiver
 from arpc.agent.client.sender import Sender
-from arpc.agent.client.timeouts import Timeouts
 from arpc.agent.codec import Codec
 from arpc.agent.hooks.device_placement import Placement
 from arpc.agent.hooks.interceptor import Interceptor
@@ -54,7 +53,7 @@ from arpc.wire.messages import (
     Request,
 )
 from arpc.wire.values.pickler import Reducer
-from arpc.wire.values.policy import UNRESTRICTED, Policy
+from arpc.wire.values.policy import Policy
 
 __all__ = ["Agent"]
 
@@ -76,17 +75,17 @@ class Agent:
         context: Context,
         transports: Mapping[str, Transport],
         resolve: Callable[[str | int], Awaitable[WorkerRecord]],
-        handlers: Mapping[type[Message], Callable[..., Any]] | None = None,
-        creations: Mapping[type[Message], CreationService] | None = None,
-        reducers: Mapping[type, Reducer] | None = None,
-        families: Mapping[type, Reducer] | None = None,
-        preparations: Mapping[type, Preparation] | None = None,
-        interceptors: Sequence[Interceptor] = (),
-        observers: Sequence[Observer] = (),
-        watchers: Sequence[PeerWatcher] = (),
-        is_elastic: bool = False,
-        placement: Placement | None = None,
-        policy: Policy = UNRESTRICTED,
+        handlers: Mapping[type[Message], Callable[..., Any]],
+        creations: Mapping[type[Message], CreationService],
+        reducers: Mapping[type, Reducer],
+        families: Mapping[type, Reducer],
+        preparations: Mapping[type, Preparation],
+        interceptors: Sequence[Interceptor],
+        observers: Sequence[Observer],
+        watchers: Sequence[PeerWatcher],
+        is_elastic: bool,
+        placement: Placement | None,
+        policy: Policy,
     ) -> None:
         """``handlers`` serve messages that name no function, ``creations`` those that do."""
         self.loop = asyncio.get_running_loop()
@@ -106,7 +105,7 @@ class Agent:
         self.observers = Observers(observers)
         """Those that were passed stand by; see `observe`."""
         self.codec = Codec(
-            reducers or {},
+            reducers,
             (*interceptors, self.observers),
             options.inline_tensor_bytes,
             placement,
@@ -154,12 +153,11 @@ class Agent:
             name=identity.name,
             context=context,
             codec=self.codec,
-            threads=options.num_worker_threads,
-            max_requests_waiting=options.max_requests_waiting,
-            window_bytes=options.window_bytes,
+            options=options,
             observers=self.observers,
         )
-        # verbs, as features and the runtime use them
+        # peers and verbs, as features and the runtime use them
+        self.peer, self.known_peer, self.add_peer = self.peers.get, self.peers.known, self.peers.add
         self.call = self.caller.call
         self.call_and_wait = self.caller.call_and_wait
         self.request = self.caller.request
@@ -169,9 +167,9 @@ class Agent:
         self.on_loop = self.caller.on_loop
         self.check_loop = self.caller.check_loop
         self.heartbeat = Heartbeat(self.loop, options, self.connector, self.call_at)
-        self._handlers = self._handler_table(handlers or {}, creations or {})
-        self._requests: tuple[type[Message], ...] = (Request, *(handlers or {}), *(creations or {}))
-        self._calls_of_functions: tuple[type[Message], ...] = (Request, *(creations or {}))
+        self._handlers = self._handler_table(handlers, creations)
+        self._requests: tuple[type[Message], ...] = (Request, *handlers, *creations)
+        self._calls_of_functions: tuple[type[Message], ...] = (Request, *creations)
         self.is_leaving = False
         """This worker takes no new calls any more."""
 
@@ -236,18 +234,6 @@ class Agent:
         self.connector.identify(worker_id)
 
     # -- peers
-
-    def peer(self, to: str | int | WorkerInfo) -> Peer | None:
-        """The peer of that name, id or info, if it is known here."""
-        return self.peers.get(to)
-
-    def known_peer(self, to: str | int | WorkerInfo) -> Peer:
-        """The peer of that name, id or info. Raises `UnknownWorkerError`."""
-        return self.peers.known(to)
-
-    def add_peer(self, record: WorkerRecord) -> Peer:
-        """Make a worker known, so that calls can name it."""
-        return self.peers.add(record)
 
     def make_peer(self, info: WorkerInfo) -> Peer:
         """A peer that is not in the directory yet."""

@@ -1,4 +1,4 @@
-"""Looks out for the other workers of the group, and tells who listens what became of them.
+"""Watches the other workers of the group, and tells listeners what became of them.
 
 It hears of connections from the agent, and of those who come and go in an elastic group from its log. While somebody
 listens it also keeps a connection to every other worker: the end of a connection is how a death is noticed at once.
@@ -31,7 +31,7 @@ LostCallback = Callable[[MemberLost], object]
 
 
 class MembershipWatch:
-    """What one worker knows of the others, kept up to date: a `links.PeerWatcher`."""
+    """What one worker knows of the others, kept up to date: a `link.PeerWatcher`."""
 
     def __init__(self, rendezvous: Rendezvous, options: RpcOptions, context: Context) -> None:
         self.roster = Roster()
@@ -40,7 +40,7 @@ class MembershipWatch:
         self._context = context
         self._interval_s = min(_LOOK_S, options.heartbeat_interval or _LOOK_S)
         self._agent: Agent
-        self._callbacks: list[LostCallback] = []
+        self._callbacks: dict[object, LostCallback] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
@@ -69,14 +69,12 @@ class MembershipWatch:
 
     def on_lost(self, callback: LostCallback) -> Callable[[], None]:
         """Call something for each worker that is lost from now on; what is returned takes that back."""
-        # what one gives twice is called twice, and taken back one by one
-        entry = _Once(callback)
-        self._callbacks.append(entry)
+        key = object()  # a callback that is given twice is called twice, and taken back one by one
+        self._callbacks[key] = callback
         self._seek_all()
 
         def stop() -> None:
-            if entry in self._callbacks:
-                self._callbacks.remove(entry)
+            self._callbacks.pop(key, None)
 
         return stop
 
@@ -156,7 +154,7 @@ class MembershipWatch:
         logger.debug("%s", event)
         if not isinstance(event, MemberLost):
             return
-        for callback in tuple(self._callbacks):
+        for callback in tuple(self._callbacks.values()):
             self._context.copy().run(self._call, callback, event)
 
     def _call(self, callback: LostCallback, event: MemberLost) -> None:
@@ -189,16 +187,6 @@ class MembershipWatch:
         # not awaited: one of them may be what shuts this worker down
         for task in self._tasks:
             task.cancel()
-
-
-class _Once:
-    """A callback as it was given one time."""
-
-    def __init__(self, callback: LostCallback) -> None:
-        self._callback = callback
-
-    def __call__(self, event: MemberLost) -> object:
-        return self._callback(event)
 
 
 def _log_failed_callback(event: MemberLost, error: BaseException) -> None:

@@ -14,11 +14,11 @@ from threading import get_ident
 from typing import Any, Final, TypeVar
 
 from arpc import torchstate
+from arpc.agent.client.deadlines import Timeouts
 from arpc.agent.client.future import Future
 from arpc.agent.client.pending_calls import Call, CallSender, Cancellable
 from arpc.agent.client.sender import Prepared, Sender
 from arpc.agent.client.streams import ItemOrder, Stream
-from arpc.agent.client.timeouts import Timeouts
 from arpc.agent.client.waiter import waiter_factory
 from arpc.agent.hooks.observers import Observers
 from arpc.agent.peers.directory import PeerDirectory

@@ -84,8 +84,6 @@ class Call(msgspec.Struct, eq=False):
     """Takes the items of a stream."""
     sent_at: float = 0.0
     """When it was sent, if that is looked at."""
-    is_waiting: bool = False
-    """It is in the backlog of its peer, and has not been given up."""
 
     @property
     def name(self) -> str:

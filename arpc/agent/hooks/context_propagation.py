@@ -41,9 +41,9 @@ class ContextPropagation(Interceptor):
     """The interceptor that carries them."""
 
     key = "vars"
-    occasions = _declared
 
     def __init__(self, policy: Policy) -> None:
+        self.occasions = _declared
         self._pickler = Pickler(kind=policy.pickler)
         self._policy = policy
 

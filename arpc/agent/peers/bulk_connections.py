@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
 from typing import Final
 
 from arpc.agent.peers.dialer import Dialer, only
-from arpc.agent.peers.link import main_connection
-from arpc.agent.peers.peer import Peer
+from arpc.agent.peers.link import Host, main_connection
 from arpc.errors import WireError
-from arpc.ids import WorkerInfo
 from arpc.log import get_logger
 from arpc.transport.connection import Connection
 from arpc.transport.striping import Lanes
@@ -33,9 +30,9 @@ _LANE: Final = "lane-of:"
 class BulkConnections:
     """Opens lanes to peers, and lets theirs in."""
 
-    def __init__(self, dialer: Dialer, find_peer: Callable[[WorkerInfo], Peer | None]) -> None:
+    def __init__(self, agent: Host, dialer: Dialer) -> None:
         self._dialer = dialer
-        self._find_peer = find_peer
+        self._agent = agent
         self._joining: dict[wire.Protocol, Connection] = {}
         """Lanes in their handshake, each with the connection that it belongs to."""
 
@@ -85,7 +82,7 @@ class BulkConnections:
         token = _feature(identity, _LANE)
         if token is None:
             return False
-        main = main_connection(self._find_peer, identity)
+        main = main_connection(self._agent, identity)
         if main is None or _feature(main.peer, _MAIN) != token:
             raise Refused(Refusal.STALE, "there is no connection that this one could belong to")
         protocol.join(main.protocol)

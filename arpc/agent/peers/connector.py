@@ -79,7 +79,7 @@ class Connector:
         self.dialer = Dialer(
             identity, options, transports, context, partial(_Receiver, self, is_mine=True), agent.policy.layout
         )
-        self._bulk = BulkConnections(self.dialer, agent.peer)
+        self._bulk = BulkConnections(agent, self.dialer)
         self._threads = ThreadConnections(agent, self._links, options.max_handlers_per_peer)
         self.connect_retry = ConnectRetry(agent, self.dialer, self._bulk)
         self._joining = ElasticJoin(agent, context)

@@ -82,9 +82,9 @@ class Link:
         return self.main is not None
 
 
-def main_connection(find_peer: Callable[[WorkerInfo], Peer | None], identity: Identity) -> Connection | None:
+def main_connection(agent: Host, identity: Identity) -> Connection | None:
     """The open connection to that very worker, to which a further one of it may belong."""
-    peer = find_peer(WorkerInfo(identity.name, identity.id))
+    peer = agent.peer(WorkerInfo(identity.name, identity.id))
     main = peer.connection if peer is not None else None
     is_it = main is not None and main.is_open and main.peer.incarnation == identity.incarnation
     return main if is_it else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from enum import Enum, auto
 from functools import partial
@@ -45,7 +45,6 @@ _FUNCTION: Final = int(MessageType.FUNCTION)
 _MAIN_NAMES: Final = ("__main__", "__mp_main__")
 # What is this small may use a second window: it must not queue behind tensors
 _SMALL_BYTES: Final = 16 * 1024
-_FEW: Final = 64
 _ANSWER_WEIGHT: Final = 0.1
 _MARGIN: Final = 1.5
 
@@ -92,8 +91,8 @@ class Peer:
         self.in_flight_bytes = 0
         self.in_flight_calls = 0
         self.calls = PendingCalls(deadlines, self._timed_out, self._abandon if options.timeouts_travel else self._leave)
-        self.backlog: deque[tuple[int, Call]] = deque()
-        """Calls that wait for a connection, or for room in the window."""
+        self.backlog: OrderedDict[int, Call] = OrderedDict()
+        """Calls that wait for a connection, or for room in the window, by id."""
         self.connects = 0
         self.thread_connections: ThreadConnections | None = None
         """Of threads of this worker that block; None unless there are such."""
@@ -102,8 +101,6 @@ class Peer:
         self._answer_s = 0.0
         """How long the peer takes to answer, if calls in flight are limited: a mean that follows."""
         self._held: dict[int, Call] = {}
-        self._given_up = 0
-        """How many of those in the backlog nobody waits for any more."""
         self._definitions: dict[Any, tuple[int, bytes]] = {}
         self._numbers = count(1)
         self._codec = codec
@@ -189,13 +186,11 @@ class Peer:
 
     def _wait(self, call_id: int, call: Call) -> None:
         """Keep a call until there is a connection, and room; `OverloadedError` if too many wait already."""
-        waiting = len(self.backlog) - self._given_up
-        if waiting >= self._max_waiting:
+        if len(self.backlog) >= self._max_waiting:
             self.calls.pop(call_id)
-            text = f"{call.name} was not sent to worker {self.info.name!r}: {waiting} calls wait already"
+            text = f"{call.name} was not sent to worker {self.info.name!r}: {len(self.backlog)} calls wait already"
             raise not_run(OverloadedError(text))
-        call.is_waiting = True
-        self.backlog.append((call_id, call))
+        self.backlog[call_id] = call
         self._wake()
 
     def hold(self, call_id: int, call: Call) -> None:
@@ -257,23 +252,17 @@ class Peer:
         """Send what waited, as far as there is room."""
         connection = self.connection
         while connection is not None and self.backlog:
-            call_id, call = self.backlog[0]
-            if call.recipient.done():  # cancelled, timed out or completed by hand while it waited
-                self.backlog.popleft()
-                self.calls.pop(call_id)
-                if call.is_waiting:
-                    call.is_waiting = False  # of many that expire at once, those who wait for them are told first
-                else:
-                    self._given_up -= 1
-            elif not self.has_room(call.size_bytes):
+            call_id, call = next(iter(self.backlog.items()))
+            if not (is_done := call.recipient.done()) and not self.has_room(call.size_bytes):
                 return
+            del self.backlog[call_id]
+            if is_done:  # completed by hand while it waited, or about to be taken out
+                self.calls.pop(call_id)
+            elif self._max_in_flight and self._comes_too_late(call_id):
+                self.calls.pop(call_id)
+                call.recipient.set_exception(self._too_late(call))
             else:
-                self.backlog.popleft()
-                if self._max_in_flight and self._comes_too_late(call_id):
-                    self.calls.pop(call_id)
-                    call.recipient.set_exception(self._too_late(call))
-                else:
-                    self._send(connection, call_id, call)
+                self._send(connection, call_id, call)
 
     def _comes_too_late(self, call_id: int) -> bool:
         """Whether a call that has waited has not enough time left to be answered: the peer would work for nobody."""
@@ -296,12 +285,7 @@ class Peer:
     def _abandon(self, call_id: int, call: Call) -> None:
         connection = call.connection
         if connection is None:
-            # never sent: `drain` passes over it
-            if call.is_waiting:
-                call.is_waiting = False
-                self._given_up += 1
-                if self._given_up > max(_FEW, len(self.backlog) // 2):
-                    self._tidy_backlog()
+            self.backlog.pop(call_id, None)
             return
         if connection.is_open:
             if call.bulk is not None and connection.drop_bulk(call.bulk):
@@ -321,18 +305,6 @@ class Peer:
             self._abandon(call_id, call)  # it has not heard of it
         else:
             self.release(call)
-
-    def _tidy_backlog(self) -> None:
-        """Let go of calls that nobody waits for any more."""
-        backlog, self.backlog = self.backlog, deque()
-        self._given_up = 0
-        for entry in backlog:
-            call_id, call = entry
-            if call.is_waiting and not call.recipient.done():
-                self.backlog.append(entry)
-            else:
-                call.is_waiting = False
-                self.calls.pop(call_id)
 
     def _timed_out(self, _: int, call: Call) -> None:
         if not call.recipient.done():
@@ -482,10 +454,9 @@ class Peer:
 
     def _fail_backlog(self, make_error: Callable[[], Exception]) -> None:
         """Fail all calls that have not been sent."""
-        backlog, self.backlog = self.backlog, deque()
-        held, self._held = self._held, {}
-        self._given_up = 0
-        for call_id, call in [*backlog, *held.items()]:
+        unsent = self.backlog | self._held
+        self._clear()
+        for call_id, call in unsent.items():
             self.calls.pop(call_id)
             if not call.recipient.done():
                 # one each: an exception collects the traceback of whoever raises it
@@ -494,10 +465,13 @@ class Peer:
     def abandon(self) -> None:
         """The loop is closed, and nothing can end any more."""
         self.calls.clear()
-        self._held.clear()
-        self.backlog.clear()
-        self._given_up = 0
+        self._clear()
         self.in_flight_bytes = self.in_flight_calls = 0
+
+    def _clear(self) -> None:
+        """Keep no call that has not been sent."""
+        self.backlog = OrderedDict()
+        self._held = {}
 
     async def aclose(self) -> None:
         """End whatever is left: this worker shuts down."""
@@ -506,9 +480,7 @@ class Peer:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        self.backlog.clear()
-        self._held.clear()
-        self._given_up = 0
+        self._clear()
         self.in_flight_bytes = self.in_flight_calls = 0
         for call_id, call in self.calls:
             self.calls.pop(call_id)

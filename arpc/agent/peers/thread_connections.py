@@ -47,7 +47,7 @@ class ThreadConnections:
 
     def _main_link(self, identity: Identity) -> Link | None:
         """The connection to that very worker."""
-        main = main_connection(self._agent.peer, identity)
+        main = main_connection(self._agent, identity)
         return None if main is None else self._links.get(main)
 
     def of(self, main: Link) -> list[Link]:

@@ -31,6 +31,7 @@ from arpc.errors import (
     SerializationError,
     ShutdownError,
 )
+from arpc.options import RpcOptions
 from arpc.user_errors import close_coroutine, is_a, is_coroutine, summary_of
 from arpc.wire.messages import FailureKind, Message, RequestFlag
 from arpc.wire.metadata import WINDOW, unpack_window
@@ -79,10 +80,8 @@ class Dispatcher:
         name: str,
         context: Context,
         codec: Codec,
-        threads: int,
-        max_requests_waiting: int,
-        window_bytes: int,
-        observers: Observers | None = None,
+        options: RpcOptions,
+        observers: Observers,
     ) -> None:
         self.loop = loop
         self.worker = worker
@@ -90,18 +89,16 @@ class Dispatcher:
         self.context = context
         self.codec = codec
         self.name = name
-        self.threads = ThreadPool(loop, threads, name)
+        self.threads = ThreadPool(loop, options.num_worker_threads, name)
         self.tasks = EagerTasks(loop, name)
-        self.observers = observers or Observers()
+        self.observers = observers
         self.replies = Replies(loop, codec, self.observers, self.readmit)
-        self.queue = RequestQueue(
-            self.start, self.threads, self.replies, self.observers, max_requests_waiting, window_bytes
-        )
+        self.queue = RequestQueue(self.start, self.threads, self.replies, observers, options)
         self.postpone = self.queue.postpone
         self.encoded = self.replies.encoded
         self.answer_withdrawn = self.replies.answer_withdrawn
         self._copy_context = context.copy
-        self._window_bytes = window_bytes
+        self._window_bytes = options.window_bytes
         self.is_watched = False
         """Somebody hears of every request: a meter or observers."""
 

@@ -17,6 +17,7 @@ from arpc.agent.server.reply_window import ReplyWindow, ResultSizes
 from arpc.agent.server.run import Run
 from arpc.agent.server.thread_pool import ThreadPool
 from arpc.errors import OverloadedError, WireError
+from arpc.options import RpcOptions
 from arpc.wire.messages import FailureKind, Message
 
 __all__ = ["RequestQueue"]
@@ -33,21 +34,15 @@ class RequestQueue:
     """The waiting requests of all peers of one worker."""
 
     def __init__(
-        self,
-        start: _Start,
-        threads: ThreadPool,
-        replies: Replies,
-        observers: Observers,
-        max_waiting: int,
-        window_bytes: int,
+        self, start: _Start, threads: ThreadPool, replies: Replies, observers: Observers, options: RpcOptions
     ) -> None:
         """``start`` runs a request now. ``is_counted``: the reply window has let it go to a thread."""
         self._start = start
         self._threads = threads
         self._replies = replies
         self._observers = observers
-        self._max_waiting = max_waiting
-        self._window_bytes = window_bytes
+        self._max_waiting = options.max_requests_waiting
+        self._window_bytes = options.window_bytes
         self.calls_refused = 0
         self.is_closed = False
 

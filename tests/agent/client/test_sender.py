@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from arpc.agent.client.deadlines import NEVER, Deadlines
+from arpc.agent.client.deadlines import NEVER, Deadlines, Timeouts
 from arpc.agent.client.future import Future
 from arpc.agent.client.pending_calls import SEQUENCE_BITS, Call, PendingCalls
 from arpc.agent.client.sender import Prepared, Sender, as_arguments, as_keywords
-from arpc.agent.client.timeouts import Timeouts
 from arpc.agent.codec import Codec
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.errors import RpcTimeoutError, SerializationError, ShutdownError

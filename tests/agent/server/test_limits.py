@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import arpc
-from arpc.agent.server import dispatcher
+from arpc.agent.server import request_queue
 from arpc.options import RpcOptions
 from arpc.testing import cluster
 from arpc.wire.frames import frame
@@ -57,7 +57,7 @@ async def test_requests_that_wait_take_a_bounded_amount_of_memory():
         done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
         assert isinstance(done.pop().exception(), arpc.OverloadedError)
         (link,) = (link for link in group[1].agent.connector.links if link.peer.info.name == "worker0")
-        assert link.inbound.waiting_bytes <= dispatcher._WINDOWS * (1 << 16) + (1 << 18)
+        assert link.inbound.waiting_bytes <= request_queue._WINDOWS * (1 << 16) + (1 << 18)
         gate[0].set()
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert 1 in results

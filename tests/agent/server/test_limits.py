@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import arpc
-from arpc.agent.server import request_queue
+from arpc.agent.server import dispatcher, request_queue
 from arpc.options import RpcOptions
 from arpc.testing import cluster
 from arpc.wire.frames import frame

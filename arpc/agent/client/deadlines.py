@@ -133,9 +133,7 @@ class Timeouts:
 
     @default_s.setter
     def default_s(self, timeout_s: float) -> None:
-        if not timeout_s >= 0:
-            raise ValueError(f"a timeout is 0 (none) or more seconds, not {timeout_s!r}")
-        self._default_s = timeout_s
+        self._default_s = checked_timeout(timeout_s)
 
     def deadline(self, timeout: float | Unset) -> Deadline:
         """The deadline of a call that is made for no caller."""

@@ -1,13 +1,9 @@
-"""Who watches the calls of a worker: profilers, metrics, tracing.
+"""Observers of the calls of a worker: profilers, metrics, tracing.
 
 An `Observer` hears of the calls that this worker makes and of the handlers that it runs, may send a header of its own
-along with a request and with its reply, and may put something around every step of a handler, on the loop and in
-threads. `Agent.observe` installs one, at any time; `Agent.unobserve` takes it away. An observer that is passed to the
-agent when it is made *stands by*: it hears of a call only if its `occasions` say so, and of a handler only if the
-request brought its header.
-
-Requests are seen by an `ObservedSender` around the worker's own, handlers by the dispatcher. While nobody observes,
-that is one look at a few empty lists.
+with a request and with its reply, and may wrap every step of a handler, on the loop and in threads. `Agent.observe`
+installs one at any time, `Agent.unobserve` removes it. An observer that is passed to the agent when that is made is on
+standby: it hears of a call only if its `occasions` say so, and of a handler only if the request brought its header.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 from arpc import torchstate
 from arpc.agent.codec import Codec
 from arpc.agent.hooks.observers import Observers
+from arpc.agent.peers.link import Link
 from arpc.agent.scope import current_scope
 from arpc.agent.server.eager_tasks import EagerTasks
 from arpc.agent.server.functions import NAMING, Function, HandOver, Mode, Prompt
@@ -36,7 +37,7 @@ from arpc.user_errors import close_coroutine, is_a, is_coroutine, summary_of
 from arpc.wire.messages import FailureKind, Message, RequestFlag
 from arpc.wire.metadata import WINDOW, unpack_window
 
-__all__ = ["CreationService", "Dispatcher", "HasInbound"]
+__all__ = ["CreationService", "Dispatcher"]
 
 _COROUTINE: Final = Mode.COROUTINE
 _THREAD: Final = Mode.THREAD
@@ -49,14 +50,7 @@ _NO_SLOTS: Final[list[Any]] = []
 _now_ns = time.perf_counter_ns
 
 
-class HasInbound(Protocol):
-    """What is kept about a connection, as far as the dispatcher needs it."""
-
-    @property
-    def inbound(self) -> Inbound: ...
-
-
-_Handle = Callable[[HasInbound, Message], None]
+_Handle = Callable[[Link, Message], None]
 
 
 class CreationService(Protocol):
@@ -109,7 +103,7 @@ class Dispatcher:
 
     # -- the start of a request
 
-    def request_received(self, link: HasInbound, message: Message) -> None:
+    def request_received(self, link: Link, message: Message) -> None:
         """Run a call, or keep it packed while its caller does not take replies or has too many others running."""
         inbound = link.inbound
         if message.id == inbound.latest_id:
@@ -187,12 +181,12 @@ class Dispatcher:
         """Start requests that wait, as far as there is room: something has ended or was sent."""
         self.queue.readmit(inbound)
 
-    def refuse(self, link: HasInbound, message: Message) -> None:
+    def refuse(self, link: Link, message: Message) -> None:
         """Answer a request that came too late: this worker is being closed."""
         error = ShutdownError(f"worker {self.name!r} is shutting down")
         self.replies.fail(link.inbound, message.id, FailureKind.SHUTDOWN, error)
 
-    def reject(self, link: HasInbound, message: Message, error: Exception) -> None:
+    def reject(self, link: Link, message: Message, error: Exception) -> None:
         """Answer a request with an error; nothing of it is looked at."""
         self.refused(self._run(link.inbound, _UNKNOWN, message), error)
 
@@ -206,7 +200,7 @@ class Dispatcher:
         served.name = message_class.__name__
         served.is_service = True
 
-        def handle(link: HasInbound, message: Message) -> None:
+        def handle(link: Link, message: Message) -> None:
             if self.replies.meter is not None:
                 link.inbound.arrived_ns[message.id] = _now_ns()
             self._launch(self._run(link.inbound, served, message))
@@ -219,7 +213,7 @@ class Dispatcher:
         They never wait for room: others that run may wait for what they bring.
         """
 
-        def handle(link: HasInbound, message: Message) -> None:
+        def handle(link: Link, message: Message) -> None:
             inbound = link.inbound
             if self.replies.meter is not None:
                 inbound.arrived_ns[message.id] = _now_ns()

@@ -132,19 +132,11 @@ class HandOver(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class Prompt:
+class Prompt(partial[Any]):
     """A handler of a feature's own message that can be answered at once more often than not.
 
     It is a plain function, called on the loop; if it returns a coroutine, that goes on like any handler.
     """
-
-    __slots__ = ("call",)
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = call
-
-    def __call__(self, *args: Any) -> Any:
-        return self.call(*args)
 
 
 def _without_partial(call: Any) -> Any:

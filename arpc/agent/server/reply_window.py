@@ -1,14 +1,12 @@
 """Large results wait for room before they are made, so that small ones never wait behind them.
 
-A result that its caller has not taken yet occupies memory here, and a caller that has asked for a thousand large ones
-takes them one after another. So a request whose function has returned large results before begins only while less than
-`RpcOptions.window_bytes` of results wait to be taken. Requests of all other functions pass it.
+A result that its caller has not taken yet occupies memory here. So a request whose function has returned large results
+before begins only while less than `RpcOptions.window_bytes` of results wait to be taken. Requests of all other
+functions pass it. At most as many plain functions as there are threads are handed to the thread pool, so that a small
+function that comes later has no more than these before it.
 
-Of plain functions no more are handed to the thread pool than that has threads: a small function that comes later finds
-at most so many in front of it, and not all that wait for room.
-
-What has begun is never counted in advance: handlers may wait for each other, and must be able to begin together. What
-begins in this turn of the loop is counted until its end.
+Handlers may wait for each other, so they must be able to begin together: results of those that run are not counted in
+advance, but for those that begin in this turn of the loop.
 """
 
 from __future__ import annotations
@@ -40,16 +38,15 @@ class ResultSizes:
         self.unsurprising_bytes = -1
         """A result of at most that size tells nothing new."""
 
-    def saw(self, size_bytes: int) -> bool:
-        """Count a result; True if that has changed `are_large`."""
+    def saw(self, size_bytes: int) -> None:
+        """Count a result."""
         self.are_known = True
         expected_bytes = self.expected_bytes
         if size_bytes < expected_bytes:
             size_bytes = expected_bytes - max(1, (expected_bytes - size_bytes) // _WEIGHT)
         self.expected_bytes = size_bytes
-        were_large, self.are_large = self.are_large, size_bytes > SMALL_MESSAGE_BYTES
+        self.are_large = size_bytes > SMALL_MESSAGE_BYTES
         self.unsurprising_bytes = -1 if self.are_large else SMALL_MESSAGE_BYTES
-        return were_large is not self.are_large
 
 
 class ReplyWindow:

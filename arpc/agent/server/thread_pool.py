@@ -2,15 +2,13 @@
 
 What costs time is not the function but the way there and back. Five things make it short:
 
-- The loop wakes a thread by a write to a file descriptor, which lets go of the interpreter lock meanwhile. A lock or a
-  queue would wake a thread that can do nothing but wait for the interpreter, and send it back to sleep.
-- Each thread has a descriptor of its own, and the one that fell asleep last is woken. With one for all, the system
-  would wake all of them.
+- The loop wakes a thread by a write to a file descriptor, which releases the interpreter lock meanwhile. A thread that
+  a lock or a queue wakes could do nothing but wait for the interpreter.
+- Each thread has its own descriptor, and the one that fell asleep last is woken. One for all would wake all threads.
 - A job may leave what is to be sent in an `Outbox`, which its thread sends. Then the loop is not woken at all.
-- Functions that have shown to be *quick* are left to one thread, which takes one after another and sends what many of
-  them left at once. Many threads would only get in each other's way. Should one of them be stuck after all, others come
-  to help soon.
-- That takes a timer, but not while a single job is under way. A timer that is about to go off costs as much as a switch
+- Functions that have proved to be *quick* share one thread, which sends the answers of many of them at once. If one of
+  them is stuck after all, other threads help soon.
+- That takes a timer, but not while a single job is under way: a timer that is about to go off costs as much as a switch
   of threads, each time the loop goes to sleep.
 """
 

@@ -163,8 +163,8 @@ class Agent:
         self.request = self.caller.request
         self.create = self.caller.create
         self.stream = self.caller.stream
-        self.prepare = self.caller.prepare
         self.on_loop = self.caller.on_loop
+        self.prepare = partial(sender.prepare, self.on_loop)
         self.check_loop = self.caller.check_loop
         self.heartbeat = Heartbeat(self.loop, options, self.connector, self.call_at)
         self._handlers = self._handler_table(handlers, creations)

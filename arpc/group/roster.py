@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from time import monotonic
-from types import TracebackType
 from typing import Final, Self
 from weakref import WeakSet
 
@@ -271,7 +270,5 @@ class MemberStream:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()

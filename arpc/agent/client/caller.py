@@ -17,7 +17,7 @@ from arpc import torchstate
 from arpc.agent.client.deadlines import Timeouts
 from arpc.agent.client.future import Future
 from arpc.agent.client.pending_calls import Call, CallSender, Cancellable
-from arpc.agent.client.sender import Prepared, Sender
+from arpc.agent.client.sender import Sender
 from arpc.agent.client.streams import ItemOrder, Stream
 from arpc.agent.client.waiter import waiter_factory
 from arpc.agent.hooks.observers import Observers
@@ -311,16 +311,6 @@ class Caller:
             self._loop.call_soon_threadsafe(torchstate.run_with, state, start, context=context)
         except RuntimeError:
             raise not_run(self._innermost.closed_loop()) from None
-
-    def prepare(
-        self,
-        peer: Peer,
-        function: Callable[..., Any],
-        args: Sequence[Any] | None,
-        kwargs: Mapping[str, Any] | None,
-    ) -> Prepared | tuple[()]:
-        """Pickle the arguments of a call in the thread that makes it, see `Sender.prepare`."""
-        return self._innermost.prepare(peer, function, args, kwargs, self.on_loop)
 
     def on_loop(self, work: Callable[[], T]) -> T:
         """Do something on the loop, from whatever thread this is, in the context of the caller."""

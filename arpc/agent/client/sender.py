@@ -168,11 +168,11 @@ class Sender:
 
     def prepare(
         self,
+        on_loop: Callable[[Callable[[], int]], int],
         peer: Peer,
         function: Callable[..., Any],
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
-        on_loop: Callable[[Callable[[], int]], int],
     ) -> Prepared | tuple[()]:
         """Pickle the arguments of a call, to be given to `send` with the function and kwargs in it. From any thread.
 

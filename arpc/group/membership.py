@@ -299,14 +299,14 @@ class Rendezvous(ABC):
         if self._store.access.is_host:
             kv.set_closing(False)
         elif kv.is_closing():
-            turn_away(kv)
+            leave_closing_store(kv)
 
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
 
 
-def turn_away(kv: KeyValues) -> NoReturn:
+def leave_closing_store(kv: KeyValues) -> NoReturn:
     """Leave a store before its host leaves with it: `Rendezvous.join` then looks for the next one."""
     kv.say_goodbye()
     kv.is_lost = True

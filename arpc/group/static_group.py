@@ -31,8 +31,8 @@ from arpc.group.membership import (
     check_record,
     decode_record,
     encode,
+    leave_closing_store,
     listed,
-    turn_away,
     unknown_worker,
 )
 from arpc.group.store_allgather import Failed, FailureKind, Outcome, Round
@@ -97,7 +97,7 @@ class Seat:
         if outcome is None and kv.is_closing():
             # This is the store of the group before, and its host waits for us to go.
             self._presence.leave(kv)
-            turn_away(kv)
+            leave_closing_store(kv)
         return outcome
 
     def dispute(self, kv: KeyValues, holder: WorkerRecord) -> Failed:
@@ -108,11 +108,11 @@ class Seat:
         )
         return self._fail(kv, "name", text)
 
-    def bury(self, kv: KeyValues, holder: WorkerRecord) -> None:
+    def end_for_dead(self, kv: KeyValues, holder: WorkerRecord) -> None:
         """End this generation in the place of a worker that died in it; the next `take` finds the next one."""
         self._fail(kv, "other", f"worker {holder.name!r} (rank {holder.id}) died before the group was complete")
         self._end_generation(kv)
-        if kv.swap(self._key(f"dead/{holder.id}"), self._packed) == self._packed:  # of two who come to bury, one counts
+        if kv.swap(self._key(f"dead/{holder.id}"), self._packed) == self._packed:  # of two who do this, one counts
             kv.add(PRESENT_STATIC, -1)
         self.leave(kv)
 
@@ -188,7 +188,7 @@ class StaticRendezvous(Rendezvous):
                 if await self._is_alive(probe, found, deadline):
                     found = await self._store.run(partial(seat.dispute, holder=found))
                 else:
-                    await self._store.run(partial(seat.bury, holder=found))
+                    await self._store.run(partial(seat.end_for_dead, holder=found))
                     found = await self._store.run(seat.take)
             outcome = found or await seat.start.wait(self._store, deadline, seat.look)
             if isinstance(outcome, Failed):

@@ -195,7 +195,7 @@ class Agent:
             Failure: receiver.on_failure,
             Item: receiver.on_item,
             Cancel: self._on_cancel,
-            Function: lambda link, message: dispatcher.define(link.inbound, message),
+            Function: lambda link, message: dispatcher.reader.define(link.inbound, message),
             Credit: lambda link, message: link.inbound.add_credit(message.id, message.arg),
             Goodbye: self._on_goodbye,
             **services,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import Context, copy_context
 from functools import partial
 from typing import Any, Final, Protocol
@@ -15,27 +15,24 @@ from arpc.agent.hooks.observers import Observers
 from arpc.agent.peers.link import Link
 from arpc.agent.scope import current_scope
 from arpc.agent.server.eager_tasks import EagerTasks
-from arpc.agent.server.functions import NAMING, Function, HandOver, Mode, Prompt
+from arpc.agent.server.functions import Function, HandOver, Mode, Prompt
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.producer import Producer
-from arpc.agent.server.remote_exceptions import NOT_THERE
 from arpc.agent.server.replies import Replies
 from arpc.agent.server.reply_window import ResultSizes
 from arpc.agent.server.request_queue import RequestQueue
+from arpc.agent.server.request_reader import RequestReader
 from arpc.agent.server.returned_futures import await_future, value_of, when_done
 from arpc.agent.server.run import Creation, Run
 from arpc.agent.server.thread_pool import ThreadPool
 from arpc.agent.server.thread_replies import ThreadReplies
 from arpc.errors import (
-    NotAllowedError,
     ProtocolError,
-    SerializationError,
     ShutdownError,
 )
 from arpc.options import RpcOptions
-from arpc.user_errors import close_coroutine, is_a, is_coroutine, summary_of
+from arpc.user_errors import close_coroutine, is_a, is_coroutine
 from arpc.wire.messages import FailureKind, Message, RequestFlag
-from arpc.wire.metadata import WINDOW, unpack_window
 
 __all__ = ["CreationService", "Dispatcher"]
 
@@ -43,10 +40,6 @@ _COROUTINE: Final = Mode.COROUTINE
 _THREAD: Final = Mode.THREAD
 _INLINE: Final = Mode.INLINE
 _STREAM: Final = int(RequestFlag.STREAM)
-_KWARGS: Final = int(RequestFlag.KWARGS)
-# By number, with each connection
-_MAX_FUNCTIONS: Final = 1 << 16
-_NO_SLOTS: Final[list[Any]] = []
 _now_ns = time.perf_counter_ns
 
 
@@ -89,6 +82,8 @@ class Dispatcher:
         self.replies = Replies(loop, codec, self.observers, self.readmit)
         self.queue = RequestQueue(self.start, self.threads, self.replies, observers, options)
         self.postpone = self.queue.postpone
+        self.reader = RequestReader(worker, name, context, codec, observers, self.call)
+        self.unpack = self.reader.unpack
         self.encoded = self.replies.encoded
         self.answer_withdrawn = self.replies.answer_withdrawn
         self._copy_context = context.copy
@@ -159,7 +154,7 @@ class Dispatcher:
                 raise function.with_traceback(None)
             if function is None and message.arg:
                 raise ProtocolError(f"call {message.id} of function {message.arg}, which was never sent")
-            run.context.run(self._enter, run, message)
+            run.context.run(self.reader.enter, run, message)
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             self.refused(run, error)
             return
@@ -232,85 +227,7 @@ class Dispatcher:
 
         return handle
 
-    # -- arguments
-
-    def _enter(self, run: Run, message: Message) -> None:
-        current_scope.set(run)
-        run.message = None
-        self.unpack(run, message)
-
-    def unpack(self, run: Run, message: Message) -> None:
-        """Build the arguments of a request.
-
-        Runs in the handler's context, because interceptors and user code may look at it.
-        """
-        codec = self.codec
-        layout = message.layout
-        try:
-            if not message.arg:
-                codec.policy.check_code()
-            slots = _NO_SLOTS if layout is None else layout.build(message.body, message.buffers)
-            if message.meta_end > message.meta_start:
-                self._receive_metadata(run, message, slots)
-            content = codec.content(message, slots, run.inbound.caller)
-            if not message.arg:
-                call, content = content
-                run.function = Function(call)
-                run.function.results = run.inbound.results_by_value
-            elif run.function.is_service:
-                codec.policy.check_plain(content)
-        except (AttributeError, ImportError, LookupError, StopIteration) as error:
-            raise SerializationError(
-                f"worker {self.name!r} cannot unpack the call: {summary_of(error)}. "
-                f"What is sent by reference must be importable on the callee"
-            ) from error
-        if message.flags & _KWARGS:
-            run.args, run.kwargs = content
-        else:
-            run.args = content
-        if run.function.describe is not None:
-            run.describe = partial(run.function.describe, self.worker, *(run.args or ())[:NAMING])
-        if run.awaited_first is not None:
-            run.function = self._after(run.awaited_first, run.function)
-        if run.handling is not None:
-            run.function = self.observers.begin_handler(run, message)
-
-    def _receive_metadata(self, run: Run, message: Message, slots: list[Any]) -> None:
-        meta = run.meta
-        if meta is None:
-            meta = run.meta = self.codec.metadata(message)
-        if run.is_stream:
-            run.credit = unpack_window(meta.pop(WINDOW, None))
-        self.codec.request_received(run.inbound.caller, meta, slots)
-
-    def _after(self, prerequisites: list[Awaitable[object]], function: Function) -> Function:
-        """A function that waits first."""
-
-        async def wait_and_call(*args: Any, **kwargs: Any) -> Any:
-            for prerequisite in prerequisites:
-                await prerequisite
-            return await self.call(function, args, kwargs)
-
-        return Function.of_coroutine(wait_and_call, function.name, function.results)
-
     # -- functions
-
-    def define(self, inbound: Inbound, message: Message) -> None:
-        """A peer sends a function that it will call by number. Raises `ProtocolError` if there are too many."""
-        if len(inbound.functions) >= _MAX_FUNCTIONS:
-            raise ProtocolError(f"worker {inbound.caller.name!r} calls more than {_MAX_FUNCTIONS} functions")
-        functions, number = inbound.functions, message.arg
-        try:
-            functions[number] = Function(self.context.copy().run(self.codec.function, message, inbound.caller))
-        except NotAllowedError as error:
-            functions[number] = error
-        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
-            made = SerializationError(
-                f"{NOT_THERE}{self.name!r}: {summary_of(error)}. "
-                f"It must be importable there, or be passed as a lambda or closure, which travel by value"
-            )
-            made.__cause__ = error
-            functions[number] = made
 
     async def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a function returns, run in its own way, for a coroutine that stands in its place.
@@ -347,7 +264,7 @@ class Dispatcher:
             run.context.run(current_scope.set, run)
             return True
         try:
-            run.context.run(self._enter, run, message)
+            run.context.run(self.reader.enter, run, message)
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             self.refused(run, error)
             return False

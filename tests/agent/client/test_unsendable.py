@@ -124,7 +124,7 @@ async def test_a_function_that_is_not_on_the_callee(pair, monkeypatch):
         monkeypatch.delitem(sys.modules, module.__name__)
         define(inbound, message)
 
-    monkeypatch.setattr(pair[1].agent.dispatcher, "define", define_without_the_module)
+    monkeypatch.setattr(pair[1].agent.dispatcher.reader, "define", define_without_the_module)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     text = r"not on worker 'worker1'.*only_at_the_caller.*importable there"
     with pytest.raises(SerializationError, match=text):

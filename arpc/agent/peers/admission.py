@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
 from contextvars import Context
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from arpc.agent.peers.bulk_connections import BulkConnections
-from arpc.agent.peers.dialer import Dialer
-from arpc.agent.peers.link import ONLOOKER, THREAD, Host, Link
-from arpc.agent.peers.thread_connections import ThreadConnections
+from arpc.agent.peers.link import ONLOOKER, THREAD, Host
 from arpc.errors import ArpcError, RendezvousError, UnknownWorkerError, WireError
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
-from arpc.transport.connection import Connection
 from arpc.wire import protocol as wire
 from arpc.wire.handshake import Identity, Refused, Role
 from arpc.wire.messages import Refusal
+
+if TYPE_CHECKING:
+    from arpc.agent.peers.connector import Connector
 
 __all__ = ["Admission", "ElasticJoin"]
 
@@ -39,34 +37,20 @@ _REMEMBERED: Final = 256
 class Admission:
     """Accepts workers of the group, their bulk and thread connections, and onlookers; raises `Refused` for others."""
 
-    def __init__(
-        self,
-        agent: Host,
-        dialer: Dialer,
-        links: Mapping[Connection, Link],
-        connecting: Collection[int],
-        joining: ElasticJoin,
-        bulk: BulkConnections,
-        threads: ThreadConnections,
-    ) -> None:
-        self._agent = agent
-        self._dialer = dialer
-        self._links = links
-        self._connecting = connecting
-        """Ids of workers this one is connecting to."""
-        self._joining = joining
-        self._bulk = bulk
-        self._threads = threads
+    def __init__(self, connector: Connector) -> None:
+        self._connector = connector
+        self._agent = connector.agent
+        self._dialer = connector.dialer
 
     def protocol(self) -> wire.Protocol:
         """This worker's end of a connection that another process has made."""
 
         def admit(identity: Identity) -> None:
-            if self._bulk.admit(identity, protocol):
+            if self._connector.bulk.admit(identity, protocol):
                 return
             self._check_serving()
             if THREAD in identity.features:
-                self._threads.admit(identity)
+                self._connector.threads.admit(identity)
             elif ONLOOKER not in identity.features:
                 self._check(identity)
             elif self._agent.peer(identity.name) is not None:
@@ -91,7 +75,7 @@ class Admission:
         if identity.id == me.id or identity.name == me.name:
             raise Refused(Refusal.STALE, f"worker {identity.name!r} has the name or id of worker {me.name!r}")
         if self._agent.is_elastic:
-            self._joining.check(identity)
+            self._connector.joining.check(identity)
         peer = self._agent.peer(WorkerInfo(identity.name, identity.id))
         if peer is None:
             raise Refused(Refusal.UNKNOWN_WORKER, f"worker {identity.name!r} (id {identity.id}) is not of this group")
@@ -101,11 +85,11 @@ class Admission:
             )
         existing = peer.connection
         if existing is not None:
-            if me.id < identity.id and self._links[existing].is_mine:
+            if me.id < identity.id and self._connector.is_mine(existing):
                 raise Refused(Refusal.DUPLICATE, "a connection exists")
             # the peer has lost its end of the connection, and we did not notice
             existing.abort(WireError("the peer connected anew"))
-        elif identity.id in self._connecting and me.id < identity.id:
+        elif identity.id in self._connector.connect_retry.ids and me.id < identity.id:
             raise Refused(Refusal.DUPLICATE, "a connection is being made")
 
 

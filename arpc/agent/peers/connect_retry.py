@@ -177,7 +177,7 @@ class Reconnect:
         self,
         loop: asyncio.AbstractEventLoop,
         context: Context,
-        lost: Callable[[Peer, WorkerInfo, str], None],
+        lost: Callable[[WorkerInfo, str], None],
     ) -> None:
         self._loop = loop
         self._context = context
@@ -213,7 +213,7 @@ class Reconnect:
                 del self._seeking[peer]
         # the attempt may have been answered in the very moment when time was over
         if peer.connection is None and peer.info == info and peer.state is not PeerState.GONE:
-            self._lost(peer, info, reason)
+            self._lost(info, reason)
 
     def __len__(self) -> int:
         """How many peers are sought at the moment."""

@@ -79,13 +79,11 @@ class Connector:
         self.dialer = Dialer(
             identity, options, transports, context, partial(_Receiver, self, is_mine=True), agent.policy.layout
         )
-        self._bulk = BulkConnections(agent, self.dialer)
-        self._threads = ThreadConnections(agent, self._links, options.max_handlers_per_peer)
-        self.connect_retry = ConnectRetry(agent, self.dialer, self._bulk)
-        self._joining = ElasticJoin(agent, context)
-        self._admission = Admission(
-            agent, self.dialer, self._links, self.connect_retry.ids, self._joining, self._bulk, self._threads
-        )
+        self.bulk = BulkConnections(agent, self.dialer)
+        self.threads = ThreadConnections(agent, self._links, options.max_handlers_per_peer)
+        self.connect_retry = ConnectRetry(agent, self.dialer, self.bulk)
+        self.joining = ElasticJoin(agent, context)
+        self._admission = Admission(self)
         self.reconnect = Reconnect(agent.loop, context, self._given_up)
         self._log_limit = LogLimit(logger)
         self.refused = 0
@@ -100,6 +98,10 @@ class Connector:
     @property
     def links(self) -> tuple[Link, ...]:
         return tuple(self._links.values())
+
+    def is_mine(self, connection: Connection) -> bool:
+        """Whether this worker made a connection."""
+        return self._links[connection].is_mine
 
     # -- making connections
 
@@ -117,14 +119,10 @@ class Connector:
         """A connection to a peer, whoever makes it."""
         if peer.info.id != self._identity.id:
             return await self.connect_retry.connect(peer)
-        connection = self._connect_to_self(peer)
-        await connection.wait_opened()
-        return connection
-
-    def _connect_to_self(self, peer: Peer) -> Connection:
         near = self.dialer.protocol(Role.CONNECTOR), _Receiver(self, is_mine=True)
         far = self.dialer.protocol(Role.ACCEPTOR), _Receiver(self, is_mine=False)
         connection, _ = self._context.run(connect_pair, near, far, f"{peer.info.name}-itself")
+        await connection.wait_opened()
         return connection
 
     async def is_alive(self, record: WorkerRecord) -> bool:
@@ -134,14 +132,14 @@ class Connector:
     # -- told by connections
 
     def opened(self, connection: Connection, *, is_mine: bool) -> None:
-        if self._bulk.opened(connection):
+        if self.bulk.opened(connection):
             return
         identity = connection.peer
         if ONLOOKER in identity.features:
             self._opened_by_onlooker(connection)
             return
         if THREAD in identity.features:
-            self._threads.opened(connection)
+            self.threads.opened(connection)
             return
         peer = self.agent.peer(WorkerInfo(identity.name, identity.id))
         if peer is None:
@@ -188,7 +186,7 @@ class Connector:
         return self.agent.is_closing
 
     def lost(self, connection: Connection, error: Exception | None, *, is_mine: bool) -> None:
-        self._bulk.lost(connection)
+        self.bulk.lost(connection)
         link = self._links.pop(connection, None)
         if link is None:
             if not is_mine:  # the caller of this worker's own attempt hears of its end, or has given it up
@@ -203,9 +201,9 @@ class Connector:
         self.agent.link_lost(link)
         link.inbound.cancel_all()
         if link.main is not None:
-            self._threads.lost(link, link.main)
+            self.threads.lost(link, link.main)
             return
-        for of_thread in self._threads.of(link):
+        for of_thread in self.threads.of(link):
             of_thread.connection.abort(error)
         link.peer.lost(connection, error, reason=link.goodbye)
         # one that a newer connection has replaced changes nothing, nor does that of an earlier start of the worker
@@ -235,14 +233,14 @@ class Connector:
             # now, and not when the connection has ended: calls made meanwhile are for the new one
             peer.lost(connection, error, reason=None)
         if peer.state is not PeerState.GONE:
-            self._given_up(peer, peer.info, reason)
+            self._given_up(peer.info, reason)
 
     def forget(self, worker: WorkerInfo) -> None:
         """A worker is gone, and remembered no more."""
         for watcher in self._watchers:
             watcher.peer_forgotten(worker)
 
-    def _given_up(self, _peer: Peer, info: WorkerInfo, reason: str) -> None:
+    def _given_up(self, info: WorkerInfo, reason: str) -> None:
         logger.info("worker %s (id %d) is given up: %s", info.name, info.id, reason)
         for watcher in self._watchers:
             watcher.peer_lost(info, reason)
@@ -273,7 +271,7 @@ class Connector:
     # -- the end
 
     async def aclose(self, reason: str) -> None:
-        await self._joining.aclose()
+        await self.joining.aclose()
         for listener in self._listeners:
             await listener.aclose()
         connections = list(self._links)

@@ -128,7 +128,7 @@ async def test_a_store_that_is_lost_keeps_nobody_out(monkeypatch):
 async def test_those_who_were_refused_are_not_remembered_for_ever(monkeypatch):
     monkeypatch.setattr(admission_module, "_REMEMBERED", 3)
     async with cluster(2, options=OPTIONS, elastic=True) as group:
-        checks = group[0].agent.connector._joining
+        checks = group[0].agent.connector.joining
         me = group[1].agent.connector.dialer.identity
         for number in range(6):
             stranger = msgspec.structs.replace(me, incarnation=number)

@@ -311,15 +311,6 @@ class ThreadPool:
             while True:
                 self._sleepers.pop().send()
 
-    async def join(self, timeout_s: float) -> bool:
-        """Wait until the threads have ended; False if some are still busy."""
-        deadline = self._loop.time() + timeout_s
-        while any(thread.is_alive() for thread in self._threads):
-            if self._loop.time() >= deadline:
-                return False
-            await asyncio.sleep(0.005)
-        return True
-
     def statistics(self) -> dict[str, int]:
         self._count_answered()
         return {

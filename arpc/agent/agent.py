@@ -170,8 +170,6 @@ class Agent:
         self._handlers = self._handler_table(handlers, creations)
         self._requests: tuple[type[Message], ...] = (Request, *handlers, *creations)
         self._calls_of_functions: tuple[type[Message], ...] = (Request, *creations)
-        self.is_leaving = False
-        """This worker takes no new calls any more."""
 
     def _handler_table(
         self,
@@ -382,7 +380,6 @@ class Agent:
 
         Their callers get a `ShutdownError` that says that the function did not run. Messages of features are taken.
         """
-        self.is_leaving = True
         earlier = EarlierWork([link.inbound for link in self.connector.links], self.peers)
         for message_class in self._calls_of_functions:
             handle = self._handlers[message_class]

@@ -115,7 +115,7 @@ class Presence:
         self.is_counted = False
 
     def enter(self, kv: KeyValues) -> bool:
-        """Be counted; False if there is one of the other kind, to which `is_mixed` tells so from then on."""
+        """Be counted. False if there is a worker of the other kind, which then learns of this one by `is_mixed`."""
         self.restored(kv)
         kv.add(self._mine, 1)
         if kv.count(self._others) == 0:

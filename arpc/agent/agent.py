@@ -1,4 +1,4 @@
-"""A worker as others see it: it makes calls, answers them, and knows who can be reached.
+"""A worker as others see it: it makes calls, answers them, and knows which peers can be reached.
 
 The agent is made of parts: a `Caller` with its `sender`, a `Receiver`, a `Dispatcher`, a `PeerDirectory` and a
 `Connector`. It knows no feature. What takes part in calls (autograd, profiling) comes in as interceptors, what travels
@@ -144,7 +144,7 @@ class Agent:
         self._sender = sender
         self._wrappers: list[Callable[[CallSender], CallSender]] = []
         self.meter: Meter | None = None
-        """Who is told how long calls and handlers take; see `set_meter`."""
+        """Receives the durations of calls and handlers; see `set_meter`."""
         self._wrap_sender()
         self.receiver = Receiver(identity.name, self.codec, WorkerScope(worker))
         self.dispatcher = Dispatcher(
@@ -223,11 +223,11 @@ class Agent:
         return self.peers.is_elastic
 
     def serve(self) -> None:
-        """The worker knows its group: others may connect from now on. Those who tried before try again."""
+        """The worker knows its group: others may connect from now on. Workers that tried before try again."""
         self.is_serving = True
 
     def identify(self, worker_id: int) -> None:
-        """The group has given this worker its id, which nobody could know before."""
+        """The group has given this worker its id."""
         self.peers.me = WorkerInfo(self.info.name, worker_id)
         self.connector.identify(worker_id)
 
@@ -252,11 +252,11 @@ class Agent:
             self.policy.forget(worker.name)
         return True
 
-    # -- who watches
+    # -- wrappers and observers
 
     @property
     def is_wrapped(self) -> bool:
-        """Somebody sees every request, see `wrap_sender`."""
+        """A wrapper sees every request, see `wrap_sender`."""
         return bool(self._wrappers)
 
     @property
@@ -268,12 +268,12 @@ class Agent:
 
     @property
     def sender(self) -> CallSender:
-        """The way out for all requests."""
+        """Sends all requests."""
         return self.caller.sender
 
     @property
     def unobserved_sender(self) -> CallSender:
-        """The way out without those who watch. For measurements."""
+        """The sender without wrappers and observers. For measurements."""
         return self._sender
 
     def wrap_sender(self, wrapper: Callable[[CallSender], CallSender]) -> None:
@@ -289,7 +289,7 @@ class Agent:
         self.caller.sender = sender if self.meter is None else TimedSender(sender, self.meter)
 
     def set_meter(self, meter: Meter | None) -> None:
-        """Let somebody be told how long each call and each handler takes, from now on; None: nobody."""
+        """Give the durations of calls and handlers to a meter from now on; None: to none."""
         self.meter = self.dispatcher.replies.meter = meter
         self._watchers_changed()
         self._wrap_sender()
@@ -328,7 +328,7 @@ class Agent:
             self._handlers[message.__class__](link, message)
 
     def inspection_received(self, connection: Connection, messages: list[Message]) -> None:
-        """Messages of somebody who only looks, and so may say nothing else."""
+        """Messages of an onlooker, which may send nothing else."""
         for message in messages:
             if not isinstance(message, _OF_ONLOOKERS):
                 raise ProtocolError(f"an onlooker sent {message.type.name}, and may only ask")

@@ -1,7 +1,7 @@
 """Watches the other workers of the group, and tells listeners what became of them.
 
-It hears of connections from the agent, and of those who come and go in an elastic group from its log. While somebody
-listens it also keeps a connection to every other worker: the end of a connection is how a death is noticed at once.
+It hears of connections from the agent, and of workers that come and go in an elastic group from its log. While there
+are listeners, it also keeps a connection to every other worker: the end of a connection is how a death is noticed at once.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class MembershipWatch:
         else:
             self.roster.left(record.info)
 
-    # -- who is told
+    # -- callbacks
 
     def _changed(self, event: MemberEvent) -> None:
         logger.debug("%s", event)
@@ -180,7 +180,7 @@ class MembershipWatch:
         task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
-        """Streams end; nobody is called any more. What callbacks have begun is cancelled."""
+        """Streams end, and callbacks are called no more. What callbacks have begun is cancelled."""
         self._is_closed = True
         self._callbacks.clear()
         self.roster.close()

@@ -57,7 +57,7 @@ async def reachable_address(address: str, store_host: str | None) -> str:
 
 
 def check_guarded(addresses: Sequence[str], options: RpcOptions) -> None:
-    """Unpickling runs code, so only those who proved themselves may reach in from beyond this host."""
+    """Raise `ConfigurationError` for addresses beyond this host without a secret: unpickling runs code."""
     for address in addresses:
         if not address.startswith("tcp://") or is_loopback(split_tcp(address)[0]):
             continue

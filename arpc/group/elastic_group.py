@@ -61,7 +61,7 @@ FOUNDED: Final = "elastic/founded"
 EVENTS_AT_ONCE: Final = 1024
 TOKEN_BYTES: Final = 8
 RETURN_LIMIT_S: Final = 3.0
-"""How long one who asks for an unknown worker waits for a lost store."""
+"""How long `resolve` of an unknown worker waits for a lost store."""
 
 _event_decoder: Final[msgspec.msgpack.Decoder[Joined | Left]] = msgspec.msgpack.Decoder(Joined | Left)
 
@@ -78,7 +78,7 @@ def allocate_id(kv: KeyValues, wish: int | None) -> WorkerId:
 
 
 def _candidates(kv: KeyValues, wish: int | None) -> Iterator[WorkerId]:
-    """Ids that nobody had in an earlier store, to be tried one after the other."""
+    """Ids that no worker had in an earlier store, to be tried one after the other."""
     used = int.from_bytes(kv.peek(USED) or b"", "little")
     if wish is not None and not used >> wish & 1:
         yield wish
@@ -96,7 +96,7 @@ def _candidates(kv: KeyValues, wish: int | None) -> Iterator[WorkerId]:
 
 
 def mark_used(kv: KeyValues, used: int) -> None:
-    """Let nobody have these ids, one for each bit, any more."""
+    """Give these ids, one for each bit, to no worker any more."""
     before = kv.peek(USED) or b""
     while True:
         merged = used | int.from_bytes(before, "little")
@@ -147,7 +147,7 @@ class Stay:
     def take_name(self, kv: KeyValues, record: WorkerRecord, dead: bytes | None) -> bytes | int:
         """Join under the record's name if it is free, or held by that dead worker still; our place in the log.
 
-        Otherwise the packed record of who has the name.
+        Otherwise the packed record of the worker that has the name.
         """
         packed = encode(record)
         expected = dead or b""
@@ -168,7 +168,7 @@ class Stay:
     ) -> list[Joined | Left]:
         """Be in the group again after its store was lost, and all others that are known with it; the whole log.
 
-        What is in the store already stands: whoever has been given a name, or an id, in the meantime keeps it. So this
+        What is in the store already stands: a worker that was given a name, or an id, in the meantime keeps it. So this
         worker is back if the log has its record, and was replaced if not.
         """
         self._presence.restored(kv)
@@ -281,7 +281,7 @@ class ElasticRendezvous(Rendezvous):
         return self._by_name.get(worker) if isinstance(worker, str) else self._by_id.get(worker)
 
     async def fail_gather(self, text: str) -> None:
-        """There is none: nobody is waited for."""
+        """There is none: no worker is waited for."""
 
     async def changes(self, *, interval_s: float = 1.0) -> AsyncIterator[Joined | Left]:
         place = self._joined_at + 1
@@ -358,7 +358,7 @@ class ElasticRendezvous(Rendezvous):
         return not (self._is_away or self._store.is_lost)
 
     def _begin_log(self, events: Sequence[Joined | Left]) -> None:
-        """Forget who was there: the log of another store tells."""
+        """Forget the members: the log of another store has them."""
         self._read_until = 0
         self._by_id.clear()
         self._by_name.clear()

@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 MIXED_TEXT: Final = "RPC group mixes statically and dynamically initialized members which is not supported."
 MIXED: Final = "mixed"
-"""Counts how often a worker met the other kind; it grows while somebody waits: he is one of those who were met."""
+"""Counts how often a worker met one of the other kind. Workers that see it grow were met."""
 
 PRESENT_STATIC: Final = "present/static"
 PRESENT_ELASTIC: Final = "present/elastic"
-"""How many of a kind are there. Who was killed stays counted until another worker takes its place."""
+"""How many of a kind are there. A worker that was killed stays counted until another takes its place."""
 
 FAILURE_GRACE_S: Final = 5.0
 """How long the host of the store stays for others to read why the group did not form."""
@@ -33,7 +33,7 @@ FAILURE_GRACE_S: Final = 5.0
 CANCELLED_GRACE_S: Final = 0.5
 REOPEN_DELAY_S: Final = 0.02
 UNDO_LIMIT_S: Final = 2.0
-"""Who leaves does not wait long for a store that does not answer."""
+"""A worker that leaves does not wait long for a store that does not answer."""
 ITEMS_IN_TEXT: Final = 32
 
 
@@ -46,7 +46,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     """63 random bits, new at each start: tells a worker from its predecessor of the same name."""
     addresses: tuple[str, ...]
     host: str
-    """Identity of the machine: who has the same can be met over unix sockets and shared memory."""
+    """Identity of the machine: workers with the same one share unix sockets and memory."""
     main: str
     """Hash of the ``__main__`` script."""
     devices: DeviceClaims = DeviceClaims()
@@ -70,7 +70,7 @@ class Left(msgspec.Struct, frozen=True, tag="left"):
 
 
 class GroupNotAskedError(RendezvousError):
-    """The store is lost, so nobody can tell who has a name now. ``known`` had it before."""
+    """The store is lost, so the worker that has a name now is not known. ``known`` had it before."""
 
     def __init__(self, text: str, known: WorkerRecord) -> None:
         super().__init__(text)
@@ -215,7 +215,7 @@ class Rendezvous(ABC):
         return {self.record.id: value}
 
     async def awaited(self, every_s: float) -> tuple[WorkerRecord, ...]:
-        """Who has not come to the `gather` under way.
+        """The workers that have not come to the `gather` under way.
 
         One worker is told in each period, so that not all look at once.
         """
@@ -226,7 +226,7 @@ class Rendezvous(ABC):
         """End the `gather` under way for everyone, with `RendezvousError` and this text: it can never be complete."""
 
     async def changes(self, *, interval_s: float = 1.0) -> AsyncIterator[Joined | Left]:
-        """Who came and who left since this worker joined, itself included if it was taken for dead.
+        """The workers that came and left since this one joined, itself included if it was taken for dead.
 
         Looks every `interval_s`, at the cost of two small operations. Ends when the rendezvous is closed; for a group
         of fixed size, at once. Raises `RendezvousError` when a worker of fixed rank tries to join.

@@ -1,7 +1,7 @@
 """Who is in the group, as one worker knows it: a state machine of what it heard, and streams of what changed.
 
 Each worker, by its name, is *present*, *suspected* (its connection broke or it fell silent; it is being sought),
-*lost*, or has *left*. What this worker hears becomes at most two events, which all who listen get in the same order.
+*lost*, or has *left*. What this worker hears becomes at most two events, which all listeners get in the same order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 _BUFFERED: Final = 1024
 """Events that a listener may have before it, of few workers. When it has more, only the last one of each is kept."""
 _WORKERS: Final = 65_536
-"""Of how many. Names may come and go for ever while nobody takes what is told of them."""
+"""Of how many workers: names may come and go for ever while the events are not taken."""
 REMEMBERED: Final = 256
 """Workers that are gone and still remembered: that they left, and that they have returned if they do."""
 REMEMBERED_S: Final = 60.0
@@ -101,7 +101,7 @@ class Roster:
     def __init__(self) -> None:
         self._members: dict[str, _Member] = {}
         self._gone: OrderedDict[str, float] = OrderedDict()
-        """When those who are gone went, the first before the others."""
+        """When each worker that is gone went, the first before the others."""
         self._streams: WeakSet[MemberStream] = WeakSet()
         self.changed: Callable[[MemberEvent], None] = lambda _: None
         self.forget: Callable[[WorkerInfo], bool] = lambda _: True
@@ -169,7 +169,7 @@ class Roster:
                 self._gone[oldest] = now
                 self._gone.move_to_end(oldest)
 
-    # -- who listens
+    # -- listeners
 
     def _tell(self, event: MemberEvent) -> None:
         if self._is_closed:

@@ -41,7 +41,7 @@ from arpc.ids import WorkerId
 __all__ = ["StaticRendezvous"]
 
 FAILURE_IS_NEWS_S: Final = 30.0
-"""A start that failed longer ago is history: who comes now is meant for the next one."""
+"""A start that failed longer ago is over: a worker that comes now is meant for the next one."""
 
 
 class Seat:
@@ -62,7 +62,7 @@ class Seat:
         self.start = Round(self._key("start"), self.record.id, self._size, self._describe)
 
     def take(self, kv: KeyValues) -> WorkerRecord | Failed | None:
-        """Take the seat. Returns the record of who has it, or why there will be no group; all others hear of that."""
+        """Take the seat. Returns the record of the worker that has it, or why there will be no group."""
         self._is_mine = self._is_settled = False
         self._find_generation(kv)
         if not self._presence.enter(kv):
@@ -101,7 +101,7 @@ class Seat:
         return outcome
 
     def dispute(self, kv: KeyValues, holder: WorkerRecord) -> Failed:
-        """Tell all who wait that two workers have this rank."""
+        """Tell all workers that wait that two have this rank."""
         text = (
             f"rank {holder.id} was given to two workers: {holder.name!r} has it, {self.record.name!r} wants it too. "
             f"If {holder.name!r} was killed, start the group with a fresh store or file"

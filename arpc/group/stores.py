@@ -53,7 +53,7 @@ async def open_store(
 
 
 def _access_to(store: Store) -> Access:
-    """What a ready store tells about where it is. Whoever made it keeps it alive, so we are not its host."""
+    """What a ready store tells about where it is. Its maker keeps it alive, so this worker is not its host."""
     description = type(store).__name__
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -62,7 +62,7 @@ def _access_to(store: Store) -> Access:
     return Access(description)
 
 
-# -- who we are -------------------------------------------------------------------------------------------------------
+# -- rank and size ----------------------------------------------------------------------------------------------------
 
 
 def _place_in_group(

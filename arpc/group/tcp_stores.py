@@ -34,7 +34,7 @@ LONGEST_ELASTIC_DELAY_S: Final = 0.1
 REACH_LIMIT_S: Final = 5.0
 """An attempt to connect that takes longer is given up: the next one finds a host that is back sooner."""
 SETTLE_S: Final = 0.5
-"""How long whoever founds a store waits for workers of a group that had its store there: they look far more often."""
+"""How long the first host of a store waits for workers of a group that had its store there: they look more often."""
 HANGUP_LIMIT_S: Final = 0.2
 BACKLOG: Final = 2048
 

@@ -1,6 +1,6 @@
 """The verbs: a call that is awaited, one whose future is handed out, a stream, a message of a feature.
 
-They differ in who waits for the result. All of them end in `CallSender.send`.
+They differ in the object that waits for the result. All of them end in `CallSender.send`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Caller:
         resolve: Callable[[str | int], Awaitable[WorkerRecord]],
     ) -> None:
         self.sender: CallSender = sender
-        """The way out. Whoever wants to see or change requests puts another one around it."""
+        """Sends all requests. A wrapper that wants to see or change them takes its place."""
         self.timeouts = timeouts
         self.deferred: set[asyncio.Task[None]] = set()
         """Those that ask the group about a worker first."""
@@ -224,7 +224,7 @@ class Caller:
         call: Call,
         begun: Callable[[Peer, int], None] | None = None,
     ) -> None:
-        """Send a call, once it is known whom ``to`` means. Its recipient can be cancelled: it is a `Cancellable`."""
+        """Send a call, once it is known which peer ``to`` means. Its recipient is a `Cancellable`."""
         peer = self._peers.get(to)
         if peer is None or peer.must_be_asked_for:
             self._defer(to, call, begun)

@@ -1,7 +1,7 @@
 """From the timeouts of calls to their deadlines, any number of them with one timer.
 
 A deadline is rounded up to a *tick* of 1/256 s, and further up by at most 1/64 of the time it is away. So calls made
-about the same time with the same timeout share a tick, and whoever keeps them can keep them in one bucket per tick:
+about the same time with the same timeout share a tick, and their owner can keep them in one bucket per tick:
 nothing is stored or removed for the deadline of a call itself.
 """
 

@@ -51,8 +51,8 @@ def _call_is_over(*_: object) -> None:
 class Stream(AsyncIterator[T], Generic[T]):
     """The caller's end: ``async for item in stream``.
 
-    Leaving the loop early, `aclose`, dropping the stream or cancelling who waits for an item stops the remote
-    generator. At most ``window`` items are on their way or waiting here.
+    Leaving the loop early, `aclose`, dropping the stream or cancelling the task that waits for an item stops the
+    remote generator. At most ``window`` items are on their way or waiting here.
     """
 
     anchor: object = None

@@ -1,7 +1,7 @@
 """Tensors of other devices than the CPU, on their way in and out of one worker.
 
 The map of the *caller* rules both ways. A request names devices of the callee. A reply names those of the callee too,
-and the caller turns its own map around. So nobody needs to know another worker's maps.
+and the caller turns its own map around. So no worker needs to know another worker's maps.
 
 Copies between devices and host memory take a while, and the loop does not wait for them: a message that is to be sent
 waits until its buffers are filled (`Placement.when_filled`), one that has arrived until its buffers are where they
@@ -81,7 +81,7 @@ class _ToPeer:
 
 
 class ToCaller:
-    """Says where the tensors of a reply were; whoever asked knows where they belong."""
+    """Says where the tensors of a reply were; the caller knows where they belong."""
 
     def __init__(self, backends: Mapping[str, DeviceBackend], *, moves_host_memory: bool) -> None:
         self._backends = backends
@@ -162,7 +162,7 @@ class Placement:
         return self._pool
 
     def close(self) -> None:
-        """End the threads; what they are at is for nobody any more."""
+        """End the threads; what they are at is not needed any more."""
         self.threads.close()  # made now if never before: what comes later runs in a thread of its own
 
     # -- out

@@ -67,7 +67,7 @@ class Kind(Enum):
     BACKWARD = "backward"
     """Part of a backward pass."""
     CONTROL = "control"
-    """Counting references and the like: nobody asked for it in so many words."""
+    """Counting references and the like, which no user asked for directly."""
 
 
 class Outcome(Enum):
@@ -212,7 +212,7 @@ class Observers(Interceptor):
     # -- requests of this worker
 
     def concerned(self) -> Sequence[Observer]:
-        """Who wants to hear of a request that begins now."""
+        """The observers that hear of a request that begins now."""
         for observer in self.standing:
             if observer.occasions:
                 return [*self.installed, *[observer for observer in self.standing if observer.occasions]]
@@ -354,7 +354,7 @@ class Observers(Interceptor):
             run.function = run.context.run(self.begin_handler, run, message)
 
     def forget_waiting(self) -> None:
-        """Nobody is told any more of what has not begun."""
+        """Tell observers no more of requests that have not begun."""
         self._waiting.clear()
 
     def dropped(self, inbound: Inbound, message_id: int | None = None, error: Exception | None = None) -> None:

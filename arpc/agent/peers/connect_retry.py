@@ -1,7 +1,7 @@
 """Repeated attempts to connect: for calls that wait to be sent, and to find out what became of a peer.
 
-A worker whose process has died leaves nobody behind who listens where it was: the first attempt shows that. Of one that
-was stopped, or that the network keeps away, nothing is known until its time is over.
+Where the process of a worker has died, nothing listens any more: the first attempt shows that. Of a worker that was
+stopped, or that cannot be reached, nothing is known until its time is over.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ConnectRetry:
         self._came: dict[int, asyncio.Future[None]] = {}
 
     async def connect(self, peer: Peer) -> Connection:
-        """A connection to a peer, whoever makes it."""
+        """A connection to a peer, made by either side."""
         deadline = asyncio.get_running_loop().time() + self._dialer.options.connect_timeout
         known_id = peer.info.id
         self.ids.add(known_id)
@@ -123,7 +123,7 @@ class ConnectRetry:
         try:
             record = await self._agent.resolve(peer.info.name)
         except GroupNotAskedError as error:
-            record = error.known  # who answers there must be that very worker
+            record = error.known  # only that very worker is accepted there
         # the world may have changed meanwhile: the peer may have connected to us
         if peer.connection is not None:
             return peer.connection
@@ -185,7 +185,7 @@ class Reconnect:
         self._seeking: dict[Peer, asyncio.Task[None]] = {}
 
     def begin(self, peer: Peer, reason: str, grace_s: float) -> None:
-        """There is no connection to a peer any more, and somebody wants to know what became of it within some time."""
+        """Try to reach a peer whose connection has ended, and give it up after some time."""
         if peer not in self._seeking:
             seeking = self._context.copy().run(self._loop.create_task, self._seek(peer, reason, grace_s))
             self._seeking[peer] = seeking
@@ -202,7 +202,7 @@ class Reconnect:
             async with asyncio.timeout(grace_s):
                 for delay_s in backoff_delays():
                     if await peer.reach() or peer.info != info or peer.state is PeerState.GONE:
-                        return  # whoever made that so has told
+                        return  # the watchers have been told
                     if peer.is_dead:
                         break
                     await asyncio.sleep(delay_s)

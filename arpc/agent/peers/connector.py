@@ -116,7 +116,7 @@ class Connector:
         return self._admission.protocol(), _Receiver(self, is_mine=False)
 
     async def connect(self, peer: Peer) -> Connection:
-        """A connection to a peer, whoever makes it."""
+        """A connection to a peer, made by either side."""
         if peer.info.id != self._identity.id:
             return await self.connect_retry.connect(peer)
         near = self.dialer.protocol(Role.CONNECTOR), _Receiver(self, is_mine=True)
@@ -167,7 +167,7 @@ class Connector:
                 watcher.peer_connected(peer.info)
 
     def _opened_by_onlooker(self, connection: Connection) -> None:
-        """Somebody who only looks: a peer that nobody can call, and that no feature hears of."""
+        """Keep the connection of an onlooker: a peer that cannot be called, and that no feature hears of."""
         self._links[connection] = Link(
             connection,
             self.agent.make_peer(WorkerInfo(connection.peer.name, connection.peer.id)),
@@ -256,7 +256,7 @@ class Connector:
         return [connection for connection, link in self._links.items() if connection.is_open and not link.is_of_thread]
 
     def busy_links(self) -> bool:
-        """Whether handlers run, or requests wait, for any peer. One who only looks is not waited for."""
+        """Whether handlers run, or requests wait, for any peer. Onlookers are not waited for."""
         return any(
             link.inbound.running or link.inbound.waiting for link in self._links.values() if not link.is_onlooker
         )

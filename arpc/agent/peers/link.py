@@ -1,4 +1,4 @@
-"""What an agent keeps about each of its connections, and who hears of the peers behind them."""
+"""What an agent keeps about each of its connections, and the interface of those that hear of its peers."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Peer:
         self.incarnation: int | None = None
         """Which start of the worker the group, or its last connection, has told of."""
         self.is_verified = True
-        """The group was asked who has its name, and nothing has happened since that would be a reason to ask again."""
+        """The group has said which worker has its name, and there is no reason to ask again."""
         self.is_deserted = False
         """Nobody listened at any of its addresses when it was last tried, or there was none to try."""
         self.is_dead = False
@@ -265,7 +265,7 @@ class Peer:
                 self._send(connection, call_id, call)
 
     def _comes_too_late(self, call_id: int) -> bool:
-        """Whether a call that has waited has not enough time left to be answered: the peer would work for nobody."""
+        """Whether a call that has waited has not enough time left to be answered: the peer would work in vain."""
         tick = call_id >> SEQUENCE_BITS
         return tick != NEVER and self._deadlines.time_of(tick) - self._deadlines.now() < _MARGIN * self._answer_s
 
@@ -300,7 +300,7 @@ class Peer:
         self.release(call)
 
     def _leave(self, call_id: int, call: Call) -> None:
-        """Nobody here waits for a call any more, but the peer is not told."""
+        """Give up a call without telling the peer."""
         if call.connection is None:
             self._abandon(call_id, call)  # it has not heard of it
         else:
@@ -370,7 +370,7 @@ class Peer:
         return made
 
     def refuse_the_dead(self, incarnation: int) -> None:
-        """Raise `WorkerLostError` if this is the worker that has left, still in the group's books."""
+        """Raise `WorkerLostError` if this is the worker that has left, still listed in the group."""
         if self._gone_because and incarnation == self.incarnation:
             raise WorkerLostError(self._gone_because, self.info.name, may_have_run=False)
 
@@ -459,7 +459,7 @@ class Peer:
         for call_id, call in unsent.items():
             self.calls.pop(call_id)
             if not call.recipient.done():
-                # one each: an exception collects the traceback of whoever raises it
+                # one each: an exception collects the traceback of all code that raises it
                 call.recipient.set_exception(make_error())
 
     def abandon(self) -> None:

@@ -89,7 +89,7 @@ class Dispatcher:
         self._copy_context = context.copy
         self._window_bytes = options.window_bytes
         self.is_watched = False
-        """Somebody hears of every request: a meter or observers."""
+        """A meter or observers hear of every request."""
 
     @property
     def calls_handled(self) -> int:
@@ -292,7 +292,7 @@ class Dispatcher:
             and not run.meta
             and not run.is_stream
         ):
-            # nobody wants to hear of its end, or to add to its answer
+            # no meter, observer or interceptor has to hear of its end
             run.thread_replies = inbound.thread_replies or self._share_writing(inbound)
         self.threads.submit(run.work, function.quickness.is_quick, not inbound.connection.is_reading)
 

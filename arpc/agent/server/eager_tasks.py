@@ -47,7 +47,7 @@ class Job(Protocol):
     state: torchstate.SavedState | None
     """Torch's state of a coroutine that waits, if it is not the default."""
     task: asyncio.Task[Any] | None
-    """Who carries it, once it had to wait."""
+    """The Task that carries it, once it had to wait."""
 
     def first_step(self) -> Any:
         """Make the coroutine, and send it None. Runs in the context."""

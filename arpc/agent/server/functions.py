@@ -173,7 +173,7 @@ def returns_futures(call: Any) -> bool:
 def named_by(describe: Callable[..., str]) -> Callable[[F], F]:
     """Let requests for a function of the runtime be known by what they ask for.
 
-    ``describe`` is called on the callee when somebody asks for the name, with the worker and the first `NAMING`
+    ``describe`` is called on the callee when the name is asked for, with the worker and the first `NAMING`
     arguments of the request.
     """
 

@@ -70,7 +70,7 @@ class Producer:
         return connection.unsent_bytes if self._has_large_items else connection.unsent_small_bytes
 
     def _offer(self, item: Any) -> bool:
-        """Send an item; False if nobody listens any more."""
+        """Send an item; False if the connection is closed."""
         self._credit -= 1
         try:
             self._has_large_items = self._send(item) > SMALL_MESSAGE_BYTES

@@ -34,7 +34,7 @@ class ResultSizes:
         self.expected_bytes = 0
         self.are_large = False
         self.are_known = False
-        """There was one. If it was small enough for a thread to send it, nobody has looked."""
+        """There was one. One that was small enough for a thread to send it is not measured."""
         self.unsurprising_bytes = -1
         """A result of at most that size tells nothing new."""
 

@@ -103,7 +103,7 @@ class Run(msgspec.Struct):
     describe: Callable[[], str] | None = None
     """Finds the name of what it asks for, if that is not its function: the method of a value."""
     handling: Any = None
-    """What observers know of it, an `observers.Handling`; None if nobody observes."""
+    """What observers know of it, an `observers.Handling`; None if there are none."""
     awaited_first: list[Awaitable[object]] | None = None
     """What it waits for before it starts, if anything: see `prerequisites`."""
     _deadline: float | None = None
@@ -118,7 +118,7 @@ class Run(msgspec.Struct):
         return deadline
 
     def set_deadline(self, deadline: float) -> None:
-        """Unless somebody has asked for it before, it is this."""
+        """Set the deadline, unless it has been asked for before."""
         if self._deadline is None:
             self._deadline = deadline
 

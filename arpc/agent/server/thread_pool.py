@@ -110,7 +110,7 @@ class ThreadPool:
         self._submitted = 0
         self._finished = 0
         self._woken_for = 0
-        """How many had been submitted when somebody was last woken for them."""
+        """How many had been submitted when a thread was last woken for them."""
         self._wanted = 0
         """Threads that these want for themselves."""
         self._will_wake = False
@@ -170,7 +170,7 @@ class ThreadPool:
         return False
 
     def _wake_threads(self) -> None:
-        """See to it that somebody takes the jobs of this turn."""
+        """Wake, or start, threads for the jobs of this turn."""
         self._will_wake = False
         if self._closed:
             return  # `close` has woken all
@@ -190,7 +190,7 @@ class ThreadPool:
         if not wanted and (self._is_stuck or awake <= len(self._slow)):
             wanted = 1  # otherwise a thread is at other quick jobs and takes these soon
         if jobs > max(takers, wanted) and busy < self.size and self._helper is None:
-            # Whoever is to take them may get stuck. With all threads at work there would be nobody to help: each takes
+            # The threads that are to take them may get stuck. With all threads at work none could help: each takes
             # the next job before it sleeps.
             self._look_later(max(takers, wanted))
         self._wake_up_sent = True  # as above
@@ -403,7 +403,7 @@ class ThreadPool:
     def _sleep(self, wake_up: _WakeUp) -> None:
         """Wait until there is a job, in a thread that found none."""
         self._sleepers.append(wake_up)
-        # Looked at again: who came before that did not know that this one sleeps
+        # Looked at again: the loop did not know that this one sleeps when it submitted the last job
         if self._jobs or self._closed:
             try:
                 self._sleepers.remove(wake_up)
@@ -420,7 +420,7 @@ class ThreadPool:
         return True
 
     def _tell(self, then: Callable[[], None] | None) -> bool:
-        """Let the loop do the rest of a job; False if it is closed, so that nobody waits any more."""
+        """Let the loop do the rest of a job; False if the loop is closed."""
         self._done.append(then)
         # Only the first result after the loop looked needs to wake it. A race costs a spare wake-up, never a lost one:
         # the loop clears the flag before it empties the queue.

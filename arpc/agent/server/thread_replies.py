@@ -110,7 +110,7 @@ class ThreadReplies(Outbox):
             if not self._turn.send(self._take):
                 self._leave_to_loop()
                 return
-        # Looked at after requests have been taken out: if it is false now, whoever makes it true sees the room
+        # Looked at after requests have been taken out: if it is false now, the code that makes it true sees the room
         if self._inbound.is_full:
             self._leave_to_loop()
 
@@ -146,5 +146,5 @@ class ThreadReplies(Outbox):
             self._readmit(inbound)
 
     def _take(self) -> list[bytes]:
-        """The next answers, which are sent from now on. Whoever calls has the turn to write."""
+        """The next answers, which are sent from now on. The caller holds the write lock."""
         return self._inbound.claim_answers(self._answers, _WRITE_BYTES)

@@ -1,7 +1,7 @@
 """Watches the other workers of the group, and tells listeners what became of them.
 
 It hears of connections from the agent, and of workers that come and go in an elastic group from its log. While there
-are listeners, it also keeps a connection to every other worker: the end of a connection is how a death is noticed at once.
+are listeners, it also keeps a connection to every other worker, whose end shows at once that the worker has died.
 """
 
 from __future__ import annotations

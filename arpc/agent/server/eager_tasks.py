@@ -107,12 +107,10 @@ def _drive(job: Job, waits_for: Any, coroutine: Any) -> Generator[Any, Any, Any]
 
 def _tell(told: Callable[[Any], None], outcome: Any) -> None:
     """Tell a job how it ended, from within a Task: on a thread whose state may be that of other code."""
-    outer = None if _is_pristine() else torchstate.save_and_reset()
-    try:
+    if _is_pristine():
         told(outcome)
-    finally:
-        if outer is not None:
-            torchstate.restore(outer)
+    else:
+        torchstate.run_with(torchstate.DEFAULTS, told, outcome)
 
 
 class _IdleTask:

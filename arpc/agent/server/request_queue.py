@@ -130,16 +130,14 @@ class RequestQueue:
 
     def readmit(self, inbound: Inbound) -> None:
         """Start requests that wait, as far as there is room: something has ended or was sent."""
-        # This is called between two steps of any task, which may have switched something off for itself
-        outer = None if torchstate.is_pristine() else torchstate.save_and_reset()
+        if not torchstate.is_pristine():
+            # the loop is between two steps of a task that has switched something off for itself
+            torchstate.run_with(torchstate.DEFAULTS, self.readmit, inbound)
+            return
         inbound.look_for_room()
-        try:
-            self._start_waiting(inbound)
-            if inbound.reply_window is not None:
-                inbound.reply_window.admit()
-        finally:
-            if outer is not None:
-                torchstate.restore(outer)
+        self._start_waiting(inbound)
+        if inbound.reply_window is not None:
+            inbound.reply_window.admit()
 
     def _start_waiting(self, inbound: Inbound) -> None:
         connection = inbound.connection

@@ -433,20 +433,17 @@ class ThreadPool:
         return True
 
     def _collect(self) -> None:
+        if not self._tasks_are_isolated and not torchstate.is_pristine():
+            # the loop is between two steps of a task that has switched something off for itself
+            torchstate.run_with(torchstate.DEFAULTS, self._collect)
+            return
         self._wake_up_sent = False
         done = self._done
-        # The loop may be between two steps of a task that has switched something off for itself, unless tasks are
-        # isolated
-        outer = None if self._tasks_are_isolated or torchstate.is_pristine() else torchstate.save_and_reset()
-        try:
-            while done:
-                then = done.popleft()
-                self._finished += 1
-                if then is not None:
-                    then()
-        finally:
-            if outer is not None:
-                torchstate.restore(outer)
+        while done:
+            then = done.popleft()
+            self._finished += 1
+            if then is not None:
+                then()
 
     def call(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         """A future for ``function(*args)`` run in a thread, as a step of the work that calls it."""

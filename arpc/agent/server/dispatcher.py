@@ -130,12 +130,12 @@ class Dispatcher:
     def start(self, inbound: Inbound, message: Message, *, is_counted: bool = False) -> None:
         """Run a call now. ``is_counted``: the reply window has let it go to a thread."""
         function = inbound.functions.get(message.arg)
-        is_plain = function.__class__ is Function and not message.flags & _STREAM
-        run = self._run(inbound, function if isinstance(function, Function) else _UNKNOWN, message)
-        if not is_plain:
+        if function.__class__ is not Function or message.flags & _STREAM:
+            run = self._run(inbound, function if isinstance(function, Function) else _UNKNOWN, message)
             run.is_stream = bool(message.flags & _STREAM)
             self._start(run, function, message)
             return
+        run = self._run(inbound, function, message)
         run.is_counted = is_counted
         self._launch(run)
         if run.is_counted and (run.ended or run.function.mode is not _THREAD):

@@ -24,6 +24,7 @@ __all__ = ["RequestQueue"]
 
 # A caller keeps to its own window, twice of it for what is small; and its options may not be the same
 _WINDOWS: Final = 16
+_THREAD: Final = Mode.THREAD
 
 
 class _Start(Protocol):
@@ -88,7 +89,7 @@ class RequestQueue:
     def _keep_for_window(self, inbound: Inbound, message: Message, results: ResultSizes) -> None:
         function = inbound.functions.get(message.arg)
         # one that comes with its arguments is not known yet: it waits again if it is for a thread
-        in_thread = isinstance(function, Function) and function.mode is Mode.THREAD
+        in_thread = isinstance(function, Function) and function.mode is _THREAD
         window = self.window(inbound)
 
         def start() -> None:

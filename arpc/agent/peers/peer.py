@@ -402,15 +402,15 @@ class Peer:
             self.state = PeerState.IDLE
             if reason is not None:
                 self.gone(f"worker {self.info.name!r} has left: {reason}")
-        text = self._how_lost(error, reason)
+        make_error = partial(self.lost_with, error, reason)
         if self.thread_connections is not None:
-            self.thread_connections.lost(connection, partial(self._lost_error, text, error))
+            self.thread_connections.lost(connection, make_error)
         for call_id, call in sent:
             self.calls.pop(call_id)
             self.in_flight_bytes -= call.size_bytes
             self.in_flight_calls -= 1
             if not call.recipient.done():
-                call.recipient.set_exception(self._lost_error(text, error, call.name))
+                call.recipient.set_exception(make_error(call.name))
         if self.backlog and self.connection is None:
             self._wake()
         elif self.backlog:
@@ -418,16 +418,8 @@ class Peer:
 
     def lost_with(self, error: Exception | None, reason: str | None, function: str) -> WorkerLostError:
         """The error of a call that was under way on a connection when that ended."""
-        return self._lost_error(self._how_lost(error, reason), error, function)
-
-    def _how_lost(self, error: Exception | None, reason: str | None) -> str:
-        if reason is not None:
-            return f"worker {self.info.name!r} has left: {reason}"
-        what = f"worker {self.info.name!r} was lost"
-        return f"{what}: {error}" if error is not None else f"{what}: it closed the connection"
-
-    def _lost_error(self, text: str, error: Exception | None, function: str) -> WorkerLostError:
-        failure = WorkerLostError(f"{text} ({function} may have run)", self.info.name)
+        how = f"was lost: {error or 'it closed the connection'}" if reason is None else f"has left: {reason}"
+        failure = WorkerLostError(f"worker {self.info.name!r} {how} ({function} may have run)", self.info.name)
         failure.__cause__ = error
         return failure
 

@@ -178,12 +178,10 @@ class Caller:
         if self._innermost.is_closed or get_ident() != self._thread:
             self._innermost.refuse(function)
         ending = Future(loop=self._loop) if future is None else future
-        sent: list[tuple[Call, int]] = []
 
         def give_credit(items: int) -> None:
-            ((call, call_id),) = sent
             if call.connection is not None and call.connection.is_open:
-                call.connection.send(frame(_CREDIT, 0, call_id, items, 0, b""))
+                call.connection.send(frame(_CREDIT, 0, ending.call_id, items, 0, b""))
 
         stream: Stream[Any] = Stream(self._loop, window, give_credit, lambda: _ignore(ending.cancel()))
         # The pending call must not keep the stream alive: dropping the stream is how people leave an `async for`
@@ -194,56 +192,48 @@ class Caller:
                 alive.item_received(item)
 
         def ended(future: asyncio.Future[Any]) -> None:
-            # An error leads to the frames that iterate, so to the stream and back here. The garbage collector does not
-            # look into a `Call`, and would never find the cycle.
-            sent.clear()
             if (alive := reference()) is not None:
                 alive.end_received(future)
             elif not future.cancelled():
                 future.exception()
 
-        def begun(peer: Peer, call_id: int) -> None:
-            call = peer.calls.get(call_id)
-            assert call is not None  # nothing was awaited: it cannot have ended yet
-            call.items = ItemOrder(item_received)
-            sent.append((call, call_id))
-
-        metadata = {WINDOW: pack_window(window)}
         call = Call(
-            None, ending, function, args, kwargs, timeout, flags=RequestFlag.STREAM, metadata=metadata, called=name
+            None,
+            ending,
+            function,
+            args,
+            kwargs,
+            timeout,
+            flags=RequestFlag.STREAM,
+            metadata={WINDOW: pack_window(window)},
+            called=name,
+            items=ItemOrder(item_received),
         )
-        self._begin(to, call, begun)
+        self._begin(to, call)
         ending.add_done_callback(ended)
         return stream
 
     # -- beginnings
 
-    def _begin(
-        self,
-        to: str | int | WorkerInfo,
-        call: Call,
-        begun: Callable[[Peer, int], None] | None = None,
-    ) -> None:
+    def _begin(self, to: str | int | WorkerInfo, call: Call) -> None:
         """Send a call, once it is known which peer ``to`` means. Its recipient is a `Cancellable`."""
         peer = self._peers.get(to)
         if peer is None or peer.must_be_asked_for:
-            self._defer(to, call, begun)
+            self._defer(to, call)
             return
         try:
-            self._send(peer, call, begun)
+            self._send(peer, call)
         except RuntimeError:
             self.check_loop()
             raise
 
-    def _send(self, peer: Peer, call: Call, begun: Callable[[Peer, int], None] | None) -> None:
+    def _send(self, peer: Peer, call: Call) -> None:
         future: Cancellable = call.recipient
         call.peer = peer
-        future.call_id = call_id = self.sender.send(call)
+        future.call_id = self.sender.send(call)
         future.callee = peer
-        if begun is not None:
-            begun(peer, call_id)
 
-    def _defer(self, to: str | int | WorkerInfo, call: Call, begun: Callable[[Peer, int], None] | None) -> None:
+    def _defer(self, to: str | int | WorkerInfo, call: Call) -> None:
         """Ask the group about a worker that is not known yet, or may be another one by now, then call it."""
         if self._innermost.is_closed or self._loop.is_closed():
             self._innermost.refuse(to)
@@ -256,7 +246,7 @@ class Caller:
                 peer = await self._find_out(to)
                 if not future.done():
                     future.on_cancel = None
-                    self._send(peer, call, begun)
+                    self._send(peer, call)
             except Exception as error:  # noqa: BLE001 - whoever waits finds it in the future
                 set_may_have_run(error, may_have_run=False)
                 if not future.done():

@@ -104,11 +104,15 @@ class Backoff:
 
     def _looked(self, phase: str, info: dict[str, Any]) -> None:
         """Called by Python, in the midst of whatever made the last of the objects, in any thread: takes no lock."""
-        if phase == "stop":
+        if phase != "stop":
+            return
+        try:
             usual = self._heed_program()
             factor = max((wish.factor for wish in self._wishes if wish.is_current), default=1)
             most = max(usual, min(usual * factor, _MOST))
             self._set(usual if info["collected"] else min(2 * self._last, most))
+        except RecursionError:
+            pass  # what made the last object has come to the limit itself: the next collection is soon enough
 
     def _heed_program(self) -> int:
         """The usual threshold, which is that of the program if it has set one."""

@@ -29,7 +29,7 @@ from arpc.errors import (
     RendezvousError,
 )
 from arpc.garbage import BACKOFF, FREEZER
-from arpc.group.addresses import as_others_call_it, default_addresses, refuse_open_doors
+from arpc.group.addresses import check_guarded, default_addresses, reachable_address
 from arpc.group.fingerprints import host_fingerprint, main_fingerprint
 from arpc.group.membership import WorkerRecord
 from arpc.group.rendezvous import Rendezvous, create_rendezvous, open_store
@@ -227,9 +227,9 @@ async def _listen(
 ) -> tuple[str, ...]:
     """Open the doors; returns what others call them."""
     addresses = options.listen or (("memory://",) if is_in_process else await default_addresses(options, store_host))
-    refuse_open_doors(addresses, options)
+    check_guarded(addresses, options)
     taken = await agent.connector.listen(addresses, host)
-    return tuple([await as_others_call_it(address, store_host) for address in taken])
+    return tuple([await reachable_address(address, store_host) for address in taken])
 
 
 def _serve_http(options: RpcOptions, metrics: MetricsService) -> asyncio.Task[HttpServing | None]:

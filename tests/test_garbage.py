@@ -53,6 +53,23 @@ def leave_a_cycle() -> None:
     cycle.append(cycle)
 
 
+def test_a_collection_at_the_limit_of_recursion_changes_nothing(loop, monkeypatch):
+    backoff = Backoff()
+    backoff.begin(4, loop)
+    before = first_threshold()
+
+    def too_deep() -> int:
+        raise RecursionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backoff, "_heed_program", too_deep)
+        gc.collect(0)  # warnings are errors here, and so would be an exception that cannot be raised
+        assert first_threshold() == before
+    gc.collect(0)
+    assert first_threshold() == 2 * before
+    backoff.end(4, loop)
+
+
 def test_collections_that_find_nothing_get_rarer_up_to_the_factor(loop):
     backoff = Backoff()
     backoff.begin(4, loop)

@@ -102,7 +102,7 @@ async def test_what_was_started_is_undone_when_the_rest_fails(monkeypatch):
         raise LookupError("no such door")
 
     with monkeypatch.context() as patch:
-        patch.setattr(startup, "refuse_open_doors", fail)
+        patch.setattr(startup, "check_guarded", fail)
         with pytest.raises(LookupError, match="no such door"):
             await start("worker", store, 1, 0)
     assert current_scope.get() is None

@@ -1,4 +1,4 @@
-"""A worker as others see it: it makes calls, answers them, and knows who can be reached.
+"""A worker as others see it: it makes calls, answers them, and knows which peers can be reached.
 
 The agent is made of parts: a `Caller` with its `sender`, a `Receiver`, a `Dispatcher`, a `PeerDirectory` and a
 `Connector`. It knows no feature. What takes part in calls (autograd, profiling) comes in as interceptors, what travels
@@ -15,13 +15,13 @@ from typing import Any, Final
 
 from arpc import torchstate
 from arpc.agent.client.caller import Caller
-from arpc.agent.client.deadlines import Deadlines
+from arpc.agent.client.deadlines import Deadlines, Timeouts
 from arpc.agent.client.pending_calls import CallSender
 from arpc.agent.client.receiver import Receiver
 from arpc.agent.client.sender import Sender
-from arpc.agent.client.timeouts import Timeouts
-from arpc.agent.codec import Codec, Interceptor
+from arpc.agent.codec import Codec
 from arpc.agent.hooks.device_placement import Placement
+from arpc.agent.hooks.interceptor import Interceptor
 from arpc.agent.hooks.observers import ObservedSender, Observer, Observers
 from arpc.agent.hooks.timing import Meter, TimedSender
 from arpc.agent.leaving import EarlierWork
@@ -53,12 +53,12 @@ from arpc.wire.messages import (
     Request,
 )
 from arpc.wire.values.pickler import Reducer
-from arpc.wire.values.policy import UNRESTRICTED, Policy
+from arpc.wire.values.policy import Policy
 
 __all__ = ["Agent"]
 
 _OF_ONLOOKERS: Final = (Inspect, Cancel, Goodbye)
-_OF_LINES: Final = (Request, Function, Cancel, Goodbye)
+_OF_THREADS: Final = (Request, Function, Cancel, Goodbye)
 
 _Handler = Callable[[Link, Message], None]
 
@@ -75,17 +75,17 @@ class Agent:
         context: Context,
         transports: Mapping[str, Transport],
         resolve: Callable[[str | int], Awaitable[WorkerRecord]],
-        handlers: Mapping[type[Message], Callable[..., Any]] | None = None,
-        creations: Mapping[type[Message], CreationService] | None = None,
-        reducers: Mapping[type, Reducer] | None = None,
-        families: Mapping[type, Reducer] | None = None,
-        preparations: Mapping[type, Preparation] | None = None,
-        interceptors: Sequence[Interceptor] = (),
-        observers: Sequence[Observer] = (),
-        watchers: Sequence[PeerWatcher] = (),
-        is_elastic: bool = False,
-        placement: Placement | None = None,
-        policy: Policy = UNRESTRICTED,
+        handlers: Mapping[type[Message], Callable[..., Any]],
+        creations: Mapping[type[Message], CreationService],
+        reducers: Mapping[type, Reducer],
+        families: Mapping[type, Reducer],
+        preparations: Mapping[type, Preparation],
+        interceptors: Sequence[Interceptor],
+        observers: Sequence[Observer],
+        watchers: Sequence[PeerWatcher],
+        is_elastic: bool,
+        placement: Placement | None,
+        policy: Policy,
     ) -> None:
         """``handlers`` serve messages that name no function, ``creations`` those that do."""
         self.loop = asyncio.get_running_loop()
@@ -105,7 +105,7 @@ class Agent:
         self.observers = Observers(observers)
         """Those that were passed stand by; see `observe`."""
         self.codec = Codec(
-            reducers or {},
+            reducers,
             (*interceptors, self.observers),
             options.inline_tensor_bytes,
             placement,
@@ -148,7 +148,7 @@ class Agent:
         self._sender = sender
         self._wrappers: list[Callable[[CallSender], CallSender]] = []
         self.meter: Meter | None = None
-        """Who is told how long calls and handlers take; see `set_meter`."""
+        """Receives the durations of calls and handlers; see `set_meter`."""
         self._wrap_sender()
         self.receiver = Receiver(identity.name, self.codec, WorkerScope(worker))
         self.dispatcher = Dispatcher(
@@ -157,26 +157,23 @@ class Agent:
             name=identity.name,
             context=context,
             codec=self.codec,
-            threads=options.num_worker_threads,
-            max_requests_waiting=options.max_requests_waiting,
-            window_bytes=options.window_bytes,
+            options=options,
             observers=self.observers,
         )
-        # verbs, as features and the runtime use them
+        # peers and verbs, as features and the runtime use them
+        self.peer, self.known_peer, self.add_peer = self.peers.get, self.peers.known, self.peers.add
         self.call = self.caller.call
         self.call_and_wait = self.caller.call_and_wait
         self.request = self.caller.request
         self.create = self.caller.create
         self.stream = self.caller.stream
-        self.prepare = self.caller.prepare
         self.on_loop = self.caller.on_loop
+        self.prepare = partial(sender.prepare, self.on_loop)
         self.check_loop = self.caller.check_loop
         self.heartbeat = Heartbeat(self.loop, options, self.connector, self.call_at)
-        self._handlers = self._handler_table(handlers or {}, creations or {})
-        self._requests: tuple[type[Message], ...] = (Request, *(handlers or {}), *(creations or {}))
-        self._calls_of_functions: tuple[type[Message], ...] = (Request, *(creations or {}))
-        self.is_leaving = False
-        """This worker takes no new calls any more."""
+        self._handlers = self._handler_table(handlers, creations)
+        self._requests: tuple[type[Message], ...] = (Request, *handlers, *creations)
+        self._calls_of_functions: tuple[type[Message], ...] = (Request, *creations)
 
     def _handler_table(
         self,
@@ -200,7 +197,7 @@ class Agent:
             Failure: receiver.on_failure,
             Item: receiver.on_item,
             Cancel: self._on_cancel,
-            Function: lambda link, message: dispatcher.define(link.inbound, message),
+            Function: lambda link, message: dispatcher.reader.define(link.inbound, message),
             Credit: lambda link, message: link.inbound.add_credit(message.id, message.arg),
             Goodbye: self._on_goodbye,
             **services,
@@ -230,27 +227,15 @@ class Agent:
         return self.peers.is_elastic
 
     def serve(self) -> None:
-        """The worker knows its group: others may connect from now on. Those who tried before try again."""
+        """The worker knows its group: others may connect from now on. Workers that tried before try again."""
         self.is_serving = True
 
     def identify(self, worker_id: int) -> None:
-        """The group has given this worker its id, which nobody could know before."""
+        """The group has given this worker its id."""
         self.peers.me = WorkerInfo(self.info.name, worker_id)
         self.connector.identify(worker_id)
 
     # -- peers
-
-    def peer(self, to: str | int | WorkerInfo) -> Peer | None:
-        """The peer of that name, id or info, if it is known here."""
-        return self.peers.get(to)
-
-    def known_peer(self, to: str | int | WorkerInfo) -> Peer:
-        """The peer of that name, id or info. Raises `UnknownWorkerError`."""
-        return self.peers.known(to)
-
-    def add_peer(self, record: WorkerRecord) -> Peer:
-        """Make a worker known, so that calls can name it."""
-        return self.peers.add(record)
 
     def make_peer(self, info: WorkerInfo) -> Peer:
         """A peer that is not in the directory yet."""
@@ -271,11 +256,11 @@ class Agent:
             self.policy.forget(worker.name)
         return True
 
-    # -- who watches
+    # -- wrappers and observers
 
     @property
     def is_wrapped(self) -> bool:
-        """Somebody sees every request, see `wrap_sender`."""
+        """A wrapper sees every request, see `wrap_sender`."""
         return bool(self._wrappers)
 
     @property
@@ -285,12 +270,12 @@ class Agent:
 
     @property
     def sender(self) -> CallSender:
-        """The way out for all requests."""
+        """Sends all requests."""
         return self.caller.sender
 
     @property
     def unobserved_sender(self) -> CallSender:
-        """The way out without those who watch. For measurements."""
+        """The sender without wrappers and observers. For measurements."""
         return self._sender
 
     def wrap_sender(self, wrapper: Callable[[CallSender], CallSender]) -> None:
@@ -306,7 +291,7 @@ class Agent:
         self.caller.sender = sender if self.meter is None else TimedSender(sender, self.meter)
 
     def set_meter(self, meter: Meter | None) -> None:
-        """Let somebody be told how long each call and each handler takes, from now on; None: nobody."""
+        """Give the durations of calls and handlers to a meter from now on; None: to none."""
         self.meter = self.dispatcher.replies.meter = meter
         self._watchers_changed()
         self._wrap_sender()
@@ -345,7 +330,7 @@ class Agent:
             self._handlers[message.__class__](link, message)
 
     def inspection_received(self, connection: Connection, messages: list[Message]) -> None:
-        """Messages of somebody who only looks, and so may say nothing else."""
+        """Messages of an onlooker, which may send nothing else."""
         for message in messages:
             if not isinstance(message, _OF_ONLOOKERS):
                 raise ProtocolError(f"an onlooker sent {message.type.name}, and may only ask")
@@ -362,11 +347,11 @@ class Agent:
                 error = OverloadedError(f"{link.inbound.limit} questions of this onlooker are not answered yet")
                 self.dispatcher.reject(link, message, error)
 
-    def line_received(self, connection: Connection, messages: list[Message]) -> None:
-        """Messages of a thread of a peer, which makes calls and does nothing else."""
+    def thread_calls_received(self, connection: Connection, messages: list[Message]) -> None:
+        """Messages on a connection of a thread of a peer, which makes calls and does nothing else."""
         for message in messages:
-            if not isinstance(message, _OF_LINES):
-                raise ProtocolError(f"a line brought {message.type.name}, and may only bring calls")
+            if not isinstance(message, _OF_THREADS):
+                raise ProtocolError(f"the connection of a thread brought {message.type.name}, and may only bring calls")
         self.messages_received(connection, messages)
 
     def _on_cancel(self, link: Link, message: Message) -> None:
@@ -397,7 +382,6 @@ class Agent:
 
         Their callers get a `ShutdownError` that says that the function did not run. Messages of features are taken.
         """
-        self.is_leaving = True
         earlier = EarlierWork([link.inbound for link in self.connector.links], self.peers)
         for message_class in self._calls_of_functions:
             handle = self._handlers[message_class]
@@ -433,7 +417,7 @@ class Agent:
         for message_class in self._requests:
             self._handlers[message_class] = self.dispatcher.refuse
         self.heartbeat.close()
-        await self.connector.stop_seeking()
+        await self.connector.reconnect.aclose()
         await self.caller.aclose()
         for peer in self.peers:
             await peer.aclose()

@@ -7,10 +7,11 @@ out to it (RRefs), functions of ``__main__`` and device maps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 from arpc.agent.hooks.device_placement import PLACE, Placement, ToCaller
+from arpc.agent.hooks.interceptor import Interceptor
 from arpc.errors import ProtocolError, SerializationError
 from arpc.ids import WorkerInfo
 from arpc.wire.frames import MAX_BODY_BYTES
@@ -22,37 +23,11 @@ from arpc.wire.values.pickler import Pickler, Reducer
 from arpc.wire.values.policy import UNRESTRICTED, Policy
 from arpc.wire.values.schemas import PackedTensors, Packer
 
-__all__ = ["Codec", "Interceptor", "decode_metadata"]
+__all__ = ["Codec", "decode_metadata"]
 
 _NO_SLOTS: Final[list[Any]] = []
 _NO_METADATA: Final[Metadata] = {}
 _ALL_TO_CALLER: Final = ToCaller({}, moves_host_memory=True)
-
-
-class Interceptor(Protocol):
-    """A feature that takes part in calls: it sees their tensors, and may add bytes of its own under its `key`.
-
-    A ``_sent`` method that returns None adds nothing. The other side's ``_received`` method is called only if something
-    came. ``slots`` may be changed in place. Nothing here may raise for another reason than that the call cannot go on.
-    """
-
-    key: str
-
-    @property
-    def occasions(self) -> Sized:
-        """While this is empty, the interceptor has nothing to add and is not asked. Always the same object."""
-
-    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot], is_stream: bool = False) -> bytes | None:
-        """In the caller's context, before a request leaves. A stream has an answer for each of its items."""
-
-    def request_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
-        """In the handler's own context, before its arguments are built."""
-
-    def reply_sent(self, peer: WorkerInfo, meta: bytes, slots: list[Slot]) -> bytes | None:
-        """In the handler's context; ``meta`` is what came with the request."""
-
-    def reply_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
-        """At the caller, before the result is built. Not in the caller's context."""
 
 
 class Codec:

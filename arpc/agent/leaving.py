@@ -12,7 +12,6 @@ from collections.abc import Iterable
 
 from arpc.agent.client.pending_calls import PendingCalls
 from arpc.agent.peers.peer import Peer
-from arpc.agent.peers.thread_lines import ThreadLine
 from arpc.agent.server.inbound import Inbound
 
 __all__ = ["EarlierWork"]
@@ -27,9 +26,7 @@ class EarlierWork:
             (inbound, id_) for inbound in inbounds for id_ in (*inbound.running, *inbound.waiting)
         ]
         self._calls: list[tuple[PendingCalls, int]] = [(peer.calls, id_) for peer in peers for id_, _ in peer.calls]
-        self._lines: list[tuple[ThreadLine, int]] = [
-            (line, line.call_id) for peer in peers if peer.lines is not None for line in peer.lines.under_way
-        ]
+        self._calls_of_threads = {(peer, id_) for peer in peers for id_, _, _ in peer.calls_of_threads()}
 
     def may_cause_calls(self, peers: Iterable[Peer]) -> bool:
         """Whether a request that comes now may be the consequence of this work."""
@@ -39,5 +36,6 @@ class EarlierWork:
     def _is_under_way(self) -> bool:
         self._requests = [one for one in self._requests if one[1] in one[0].running or one[1] in one[0].waiting]
         self._calls = [one for one in self._calls if one[0].get(one[1]) is not None]
-        self._lines = [one for one in self._lines if one[0].calling is not None and one[0].call_id == one[1]]
-        return bool(self._requests or self._calls or self._lines)
+        peers = {peer for peer, _ in self._calls_of_threads}
+        self._calls_of_threads &= {(peer, id_) for peer in peers for id_, _, _ in peer.calls_of_threads()}
+        return bool(self._requests or self._calls or self._calls_of_threads)

@@ -1,4 +1,4 @@
-"""Tells who blocks the event loop: a thread looks at the loop now and then, and logs what keeps it.
+"""Finds code that blocks the event loop: a thread looks at the loop now and then, and logs what keeps it.
 
 A handler that blocks (``time.sleep``, a large computation in an ``async def``) stops every call of its worker, and
 nothing of that shows where it happens. The loop pays for a timer twice a second, and calls pay nothing.
@@ -53,7 +53,7 @@ class LoopWatch:
         self._over.set()
 
     def look(self, told_s: float) -> float:
-        """Log who keeps the loop, once for each time; returns when the loop was last seen. Called by the thread."""
+        """Log what keeps the loop, once for each time; returns when the loop was last seen. Called by the thread."""
         seen_s = self._seen_s
         if time.monotonic() - seen_s < self._limit_s + self._interval_s or seen_s == told_s:
             return told_s
@@ -98,7 +98,7 @@ def _module(frame: FrameType) -> str:
 
 
 def _blocking(innermost: FrameType) -> tuple[FrameType, FrameType] | None:
-    """The function that the loop runs, and the innermost place of the user's own; None while somebody debugs it."""
+    """The function that the loop runs, and the innermost place of the user's own; None in a debugger."""
     inner: list[FrameType] = []
     frame: FrameType | None = innermost
     while frame is not None:

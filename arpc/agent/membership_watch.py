@@ -1,7 +1,7 @@
-"""Looks out for the other workers of the group, and tells who listens what became of them.
+"""Watches the other workers of the group, and tells listeners what became of them.
 
-It hears of connections from the agent, and of those who come and go in an elastic group from its log. While somebody
-listens it also keeps a connection to every other worker: the end of a connection is how a death is noticed at once.
+It hears of connections from the agent, and of workers that come and go in an elastic group from its log. While there
+are listeners, it also keeps a connection to every other worker, whose end shows at once that the worker has died.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LostCallback = Callable[[MemberLost], object]
 
 
 class MembershipWatch:
-    """What one worker knows of the others, kept up to date: a `links.PeerWatcher`."""
+    """What one worker knows of the others, kept up to date: a `link.PeerWatcher`."""
 
     def __init__(self, rendezvous: Rendezvous, options: RpcOptions, context: Context) -> None:
         self.roster = Roster()
@@ -40,7 +40,7 @@ class MembershipWatch:
         self._context = context
         self._interval_s = min(_LOOK_S, options.heartbeat_interval or _LOOK_S)
         self._agent: Agent
-        self._callbacks: list[LostCallback] = []
+        self._callbacks: dict[object, LostCallback] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
@@ -69,14 +69,12 @@ class MembershipWatch:
 
     def on_lost(self, callback: LostCallback) -> Callable[[], None]:
         """Call something for each worker that is lost from now on; what is returned takes that back."""
-        # what one gives twice is called twice, and taken back one by one
-        entry = _Once(callback)
-        self._callbacks.append(entry)
+        key = object()  # a callback that is given twice is called twice, and taken back one by one
+        self._callbacks[key] = callback
         self._seek_all()
 
         def stop() -> None:
-            if entry in self._callbacks:
-                self._callbacks.remove(entry)
+            self._callbacks.pop(key, None)
 
         return stop
 
@@ -150,13 +148,13 @@ class MembershipWatch:
         else:
             self.roster.left(record.info)
 
-    # -- who is told
+    # -- callbacks
 
     def _changed(self, event: MemberEvent) -> None:
         logger.debug("%s", event)
         if not isinstance(event, MemberLost):
             return
-        for callback in tuple(self._callbacks):
+        for callback in tuple(self._callbacks.values()):
             self._context.copy().run(self._call, callback, event)
 
     def _call(self, callback: LostCallback, event: MemberLost) -> None:
@@ -182,23 +180,13 @@ class MembershipWatch:
         task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
-        """Streams end; nobody is called any more. What callbacks have begun is cancelled."""
+        """Streams end, and callbacks are called no more. What callbacks have begun is cancelled."""
         self._is_closed = True
         self._callbacks.clear()
         self.roster.close()
         # not awaited: one of them may be what shuts this worker down
         for task in self._tasks:
             task.cancel()
-
-
-class _Once:
-    """A callback as it was given one time."""
-
-    def __init__(self, callback: LostCallback) -> None:
-        self._callback = callback
-
-    def __call__(self, event: MemberLost) -> object:
-        return self._callback(event)
 
 
 def _log_failed_callback(event: MemberLost, error: BaseException) -> None:

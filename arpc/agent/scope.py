@@ -31,7 +31,7 @@ class Scope(Protocol):
 
     @property
     def caller(self) -> WorkerInfo | None:
-        """Who called the handler; None outside of handlers."""
+        """The worker that called the handler; None outside of handlers."""
 
     @property
     def prerequisites(self) -> list[Awaitable[object]] | None:

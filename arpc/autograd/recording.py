@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from arpc.agent.hooks.interceptor import Interceptor
 from arpc.agent.scope import current_scope
 from arpc.agent.server.run import Run
 from arpc.autograd.contexts import ENDLESS, AutogradContext, Container, current_context_id
@@ -41,7 +42,7 @@ _data_of = attrgetter("data")
 _new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
 
 
-class Recorder:
+class Recorder(Interceptor):
     """The interceptor that does it. It adds to a message the ids of the context and of the message, and the clock.
 
     A message id of 0 means that nothing was recorded. In an answer the clock is then the number of calls after which

@@ -1,4 +1,4 @@
-"""Where a worker listens when nobody said, what others call it, and which doors stay shut."""
+"""Where a worker listens by default, the address by which others reach it, and where it must not listen unguarded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from arpc.log import get_logger
 from arpc.options import RpcOptions
 from arpc.transport.sockets import is_loopback, split_tcp
 
-__all__ = ["as_others_call_it", "default_addresses", "refuse_open_doors"]
+__all__ = ["check_guarded", "default_addresses", "reachable_address"]
 
 logger = get_logger("arpc.addresses")
 
@@ -42,7 +42,7 @@ async def default_addresses(options: RpcOptions, store_host: str | None) -> tupl
     return (*unix, f"tcp://{_bracketed(interface)}:0")
 
 
-async def as_others_call_it(address: str, store_host: str | None) -> str:
+async def reachable_address(address: str, store_host: str | None) -> str:
     """An address as others reach it: one of all interfaces becomes that of the interface towards the store, or out."""
     if not address.startswith("tcp://"):
         return address
@@ -56,8 +56,8 @@ async def as_others_call_it(address: str, store_host: str | None) -> str:
     return f"tcp://{_bracketed(interface or ('::1' if ':' in host else '127.0.0.1'))}:{port}"
 
 
-def refuse_open_doors(addresses: Sequence[str], options: RpcOptions) -> None:
-    """Unpickling runs code, so only those who proved themselves may reach in from beyond this host."""
+def check_guarded(addresses: Sequence[str], options: RpcOptions) -> None:
+    """Raise `ConfigurationError` for addresses beyond this host without a secret: unpickling runs code."""
     for address in addresses:
         if not address.startswith("tcp://") or is_loopback(split_tcp(address)[0]):
             continue

@@ -25,7 +25,6 @@ import msgspec
 from arpc.errors import NameTakenError, RendezvousError
 from arpc.group.group_store import GroupStore, KeyValues
 from arpc.group.membership import (
-    MIXED,
     MIXED_TEXT,
     PRESENT_ELASTIC,
     PRESENT_STATIC,
@@ -34,6 +33,7 @@ from arpc.group.membership import (
     Joined,
     Left,
     MakeRecord,
+    Presence,
     Probe,
     Rendezvous,
     WorkerRecord,
@@ -61,7 +61,7 @@ FOUNDED: Final = "elastic/founded"
 EVENTS_AT_ONCE: Final = 1024
 TOKEN_BYTES: Final = 8
 RETURN_LIMIT_S: Final = 3.0
-"""How long one who asks for an unknown worker waits for a lost store."""
+"""How long `resolve` of an unknown worker waits for a lost store."""
 
 _event_decoder: Final[msgspec.msgpack.Decoder[Joined | Left]] = msgspec.msgpack.Decoder(Joined | Left)
 
@@ -78,7 +78,7 @@ def allocate_id(kv: KeyValues, wish: int | None) -> WorkerId:
 
 
 def _candidates(kv: KeyValues, wish: int | None) -> Iterator[WorkerId]:
-    """Ids that nobody had in an earlier store, to be tried one after the other."""
+    """Ids that no worker had in an earlier store, to be tried one after the other."""
     used = int.from_bytes(kv.peek(USED) or b"", "little")
     if wish is not None and not used >> wish & 1:
         yield wish
@@ -96,7 +96,7 @@ def _candidates(kv: KeyValues, wish: int | None) -> Iterator[WorkerId]:
 
 
 def mark_used(kv: KeyValues, used: int) -> None:
-    """Let nobody have these ids, one for each bit, any more."""
+    """Give these ids, one for each bit, to no worker any more."""
     before = kv.peek(USED) or b""
     while True:
         merged = used | int.from_bytes(before, "little")
@@ -133,29 +133,21 @@ class Stay:
 
     def __init__(self) -> None:
         self._record: WorkerRecord | None = None
-        self._mixed_before = 0
-        self._is_present = False
+        self._presence = Presence(PRESENT_ELASTIC, PRESENT_STATIC)
 
     def enter(self, kv: KeyValues) -> None:
-        self._mixed_before = kv.count(MIXED)
-        self._is_present = True
-        kv.add(PRESENT_ELASTIC, 1)
-        # Either kind first says that it is there and then looks for the other, so of two at least one sees the other.
-        if kv.count(PRESENT_STATIC) > 0:
-            kv.add(MIXED, 1)
+        self._presence.enter(kv)
         self.check_unmixed(kv)
 
     def check_unmixed(self, kv: KeyValues) -> None:
-        """Complain, once, of each worker of the other kind that came since `enter`."""
-        mixed = kv.count(MIXED)
-        if mixed != self._mixed_before:
-            self._mixed_before = mixed
+        """Raise, once for each worker of the other kind that came since `enter`."""
+        if self._presence.is_mixed(kv):
             raise RendezvousError(MIXED_TEXT)
 
     def take_name(self, kv: KeyValues, record: WorkerRecord, dead: bytes | None) -> bytes | int:
         """Join under the record's name if it is free, or held by that dead worker still; our place in the log.
 
-        Otherwise the packed record of who has the name.
+        Otherwise the packed record of the worker that has the name.
         """
         packed = encode(record)
         expected = dead or b""
@@ -176,11 +168,10 @@ class Stay:
     ) -> list[Joined | Left]:
         """Be in the group again after its store was lost, and all others that are known with it; the whole log.
 
-        What is in the store already stands: whoever has been given a name, or an id, in the meantime keeps it. So this
+        What is in the store already stands: a worker that was given a name, or an id, in the meantime keeps it. So this
         worker is back if the log has its record, and was replaced if not.
         """
-        self._mixed_before = kv.count(MIXED)
-        self._is_present = True
+        self._presence.restored(kv)
         self._record = record
         mark_used(kv, used)
         for one in (record, *known):
@@ -198,9 +189,9 @@ class Stay:
             append_event(kv, Joined(record))
 
     def leave(self, kv: KeyValues) -> None:
-        if not self._is_present:
+        if not self._presence.is_counted:
             return
-        self._is_present = False
+        self._presence.is_counted = False
         if self._record is not None:
             packed = encode(self._record)
             if kv.peek(_name_key(self._record)) != packed:
@@ -208,7 +199,7 @@ class Stay:
             # In this order: if we die between the two, the name is that of a dead worker, which can be taken.
             append_event(kv, Left(self._record))
             kv.swap(_name_key(self._record), FREE, expected=packed)
-        kv.add(PRESENT_ELASTIC, -1)
+        self._presence.leave(kv)
 
     def news(self, kv: KeyValues, start: int) -> list[Joined | Left]:
         self.check_unmixed(kv)
@@ -289,14 +280,8 @@ class ElasticRendezvous(Rendezvous):
     def _known(self, worker: str | WorkerId) -> WorkerRecord | None:
         return self._by_name.get(worker) if isinstance(worker, str) else self._by_id.get(worker)
 
-    async def gather(self, tag: str, value: bytes, *, timeout_s: float) -> dict[WorkerId, bytes]:
-        return {self.record.id: value}
-
-    async def awaited(self, every_s: float) -> tuple[WorkerRecord, ...]:
-        return ()
-
     async def fail_gather(self, text: str) -> None:
-        """There is none: nobody is waited for."""
+        """There is none: no worker is waited for."""
 
     async def changes(self, *, interval_s: float = 1.0) -> AsyncIterator[Joined | Left]:
         place = self._joined_at + 1
@@ -373,7 +358,7 @@ class ElasticRendezvous(Rendezvous):
         return not (self._is_away or self._store.is_lost)
 
     def _begin_log(self, events: Sequence[Joined | Left]) -> None:
-        """Forget who was there: the log of another store tells."""
+        """Forget the members: the log of another store has them."""
         self._read_until = 0
         self._by_id.clear()
         self._by_name.clear()

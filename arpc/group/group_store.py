@@ -2,7 +2,7 @@
 
 A call into a store blocks, and while one thread waits inside a store client no other thread gets through. So each
 `GroupStore` owns one daemon thread, all work on the store is done there in the order it was handed in, and none of it
-ever waits for a key: it looks, and whoever wants to wait looks again later (`GroupStore.poll`).
+ever waits for a key: it looks, and code that wants to wait looks again later (`GroupStore.poll`).
 """
 
 from __future__ import annotations
@@ -263,9 +263,9 @@ class Access:
     """The machine that serves it, if one does and it is known."""
     port: int | None = None
     is_host: bool = False
-    """This process serves it: those who are left lose the store when this worker lets go of it."""
+    """This process serves it: other workers lose the store when this one closes it."""
     settle_s: float = 0.0
-    """How long whoever comes first waits for workers that were in a group which had its store there before."""
+    """How long the first worker waits for those of a group that had its store there before."""
 
 
 class _Watch(asyncio.Protocol):

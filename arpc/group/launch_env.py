@@ -12,7 +12,7 @@ from typing import Final
 
 from arpc.errors import ConfigurationError
 
-__all__ = ["default_name", "first_host", "hosts", "slurm_environment", "slurm_port", "variable"]
+__all__ = ["default_name", "first_host", "hosts", "slurm_environment", "slurm_port", "variable", "whole_number"]
 
 FIRST_PORT: Final = 15_000
 PORTS: Final = 16_384
@@ -26,6 +26,14 @@ def variable(name: str, environment: Mapping[str, str] | None = None) -> str | N
     """One of ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ... of this process; None if neither engine says."""
     environment = os.environ if environment is None else environment
     return environment.get(name) or slurm_environment(environment).get(name)
+
+
+def whole_number(text: str, source: str) -> int:
+    """The number that a setting holds. Raises `ConfigurationError`, which names the source, if it holds none."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigurationError(f"{source} must be a whole number, not {text!r}") from None
 
 
 def default_name(rank: int | None, environment: Mapping[str, str] | None = None) -> str:

@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 MIXED_TEXT: Final = "RPC group mixes statically and dynamically initialized members which is not supported."
 MIXED: Final = "mixed"
-"""Counts how often a worker met the other kind; it grows while somebody waits: he is one of those who were met."""
+"""Counts how often a worker met one of the other kind. Workers that see it grow were met."""
 
 PRESENT_STATIC: Final = "present/static"
 PRESENT_ELASTIC: Final = "present/elastic"
-"""How many of a kind are there. Who was killed stays counted until another worker takes its place."""
+"""How many of a kind are there. A worker that was killed stays counted until another takes its place."""
 
 FAILURE_GRACE_S: Final = 5.0
 """How long the host of the store stays for others to read why the group did not form."""
@@ -33,7 +33,7 @@ FAILURE_GRACE_S: Final = 5.0
 CANCELLED_GRACE_S: Final = 0.5
 REOPEN_DELAY_S: Final = 0.02
 UNDO_LIMIT_S: Final = 2.0
-"""Who leaves does not wait long for a store that does not answer."""
+"""A worker that leaves does not wait long for a store that does not answer."""
 ITEMS_IN_TEXT: Final = 32
 
 
@@ -46,7 +46,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     """63 random bits, new at each start: tells a worker from its predecessor of the same name."""
     addresses: tuple[str, ...]
     host: str
-    """Identity of the machine: who has the same can be met over unix sockets and shared memory."""
+    """Identity of the machine: workers with the same one share unix sockets and memory."""
     main: str
     """Hash of the ``__main__`` script."""
     devices: DeviceClaims = DeviceClaims()
@@ -70,7 +70,7 @@ class Left(msgspec.Struct, frozen=True, tag="left"):
 
 
 class GroupNotAskedError(RendezvousError):
-    """The store is lost, so nobody can tell who has a name now. ``known`` had it before."""
+    """The store is lost, so the worker that has a name now is not known. ``known`` had it before."""
 
     def __init__(self, text: str, known: WorkerRecord) -> None:
         super().__init__(text)
@@ -100,6 +100,42 @@ def decode(packed: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
 
 def decode_record(packed: bytes) -> WorkerRecord:
     return decode(packed, _record_decoder)
+
+
+class Presence:
+    """One worker, counted in the store among those of its kind, where none of the other kind may be.
+
+    Either kind first says that it is there and then looks for the other, so of two at least one sees the other.
+    """
+
+    def __init__(self, mine: str, others: str) -> None:
+        self._mine = mine
+        self._others = others
+        self._mixed_before = 0
+        self.is_counted = False
+
+    def enter(self, kv: KeyValues) -> bool:
+        """Be counted. False if there is a worker of the other kind, which then learns of this one by `is_mixed`."""
+        self.restored(kv)
+        kv.add(self._mine, 1)
+        if kv.count(self._others) == 0:
+            return True
+        kv.add(MIXED, 1)
+        return False
+
+    def restored(self, kv: KeyValues) -> None:
+        """This worker is counted, by itself or another."""
+        self._mixed_before = kv.count(MIXED)
+        self.is_counted = True
+
+    def is_mixed(self, kv: KeyValues) -> bool:
+        """Whether one of the other kind came since this was last asked, or since `enter`."""
+        before, self._mixed_before = self._mixed_before, kv.count(MIXED)
+        return self._mixed_before != before
+
+    def leave(self, kv: KeyValues) -> None:
+        self.is_counted = False
+        kv.add(self._mine, -1)
 
 
 class Rendezvous(ABC):
@@ -168,7 +204,6 @@ class Rendezvous(ABC):
         `GroupNotAskedError` if it cannot be asked, and the worker is known from before.
         """
 
-    @abstractmethod
     async def gather(self, tag: str, value: bytes, *, timeout_s: float) -> dict[WorkerId, bytes]:
         """Bring a value of every worker to every worker. All do it, with the same tags in the same order.
 
@@ -177,25 +212,28 @@ class Rendezvous(ABC):
 
         An elastic group has no fixed set of workers to wait for: there it ends at once, with the own value only.
         """
+        return {self.record.id: value}
 
-    @abstractmethod
     async def awaited(self, every_s: float) -> tuple[WorkerRecord, ...]:
-        """Who has not come to the `gather` under way.
+        """The workers that have not come to the `gather` under way.
 
         One worker is told in each period, so that not all look at once.
         """
+        return ()
 
     @abstractmethod
     async def fail_gather(self, text: str) -> None:
         """End the `gather` under way for everyone, with `RendezvousError` and this text: it can never be complete."""
 
-    @abstractmethod
-    def changes(self, *, interval_s: float = 1.0) -> AsyncIterator[Joined | Left]:
-        """Who came and who left since this worker joined, itself included if it was taken for dead.
+    async def changes(self, *, interval_s: float = 1.0) -> AsyncIterator[Joined | Left]:
+        """The workers that came and left since this one joined, itself included if it was taken for dead.
 
         Looks every `interval_s`, at the cost of two small operations. Ends when the rendezvous is closed; for a group
         of fixed size, at once. Raises `RendezvousError` when a worker of fixed rank tries to join.
         """
+        nobody: tuple[Joined | Left, ...] = ()
+        for change in nobody:
+            yield change
 
     async def leave(self, *, grace_s: float = 5.0) -> None:
         """Leave the group: the name, or the rank of the next group in this store, is free again.
@@ -261,14 +299,14 @@ class Rendezvous(ABC):
         if self._store.access.is_host:
             kv.set_closing(False)
         elif kv.is_closing():
-            turn_away(kv)
+            leave_closing_store(kv)
 
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
 
 
-def turn_away(kv: KeyValues) -> NoReturn:
+def leave_closing_store(kv: KeyValues) -> NoReturn:
     """Leave a store before its host leaves with it: `Rendezvous.join` then looks for the next one."""
     kv.say_goodbye()
     kv.is_lost = True

@@ -1,7 +1,7 @@
 """Who is in the group, as one worker knows it: a state machine of what it heard, and streams of what changed.
 
 Each worker, by its name, is *present*, *suspected* (its connection broke or it fell silent; it is being sought),
-*lost*, or has *left*. What this worker hears becomes at most two events, which all who listen get in the same order.
+*lost*, or has *left*. What this worker hears becomes at most two events, which all listeners get in the same order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from time import monotonic
-from types import TracebackType
 from typing import Final, Self
 from weakref import WeakSet
 
@@ -32,7 +31,7 @@ __all__ = [
 _BUFFERED: Final = 1024
 """Events that a listener may have before it, of few workers. When it has more, only the last one of each is kept."""
 _WORKERS: Final = 65_536
-"""Of how many. Names may come and go for ever while nobody takes what is told of them."""
+"""Of how many workers: names may come and go for ever while the events are not taken."""
 REMEMBERED: Final = 256
 """Workers that are gone and still remembered: that they left, and that they have returned if they do."""
 REMEMBERED_S: Final = 60.0
@@ -102,7 +101,7 @@ class Roster:
     def __init__(self) -> None:
         self._members: dict[str, _Member] = {}
         self._gone: OrderedDict[str, float] = OrderedDict()
-        """When those who are gone went, the first before the others."""
+        """When each worker that is gone went, the first before the others."""
         self._streams: WeakSet[MemberStream] = WeakSet()
         self.changed: Callable[[MemberEvent], None] = lambda _: None
         self.forget: Callable[[WorkerInfo], bool] = lambda _: True
@@ -170,7 +169,7 @@ class Roster:
                 self._gone[oldest] = now
                 self._gone.move_to_end(oldest)
 
-    # -- who listens
+    # -- listeners
 
     def _tell(self, event: MemberEvent) -> None:
         if self._is_closed:
@@ -217,7 +216,8 @@ class MemberStream:
         self._events = deque(events)
         self._most = max(_BUFFERED, 2 * len(events))
         self._is_ended = False
-        self._waiter: asyncio.Future[None] | None = None
+        self._changed = asyncio.Event()
+        self._is_awaited = False
         self.dropped = 0
         """How many events were left out, because they were out of date before anybody took them."""
 
@@ -227,7 +227,7 @@ class MemberStream:
         self._events.append(event)
         if len(self._events) > self._most:
             self._drop_what_is_out_of_date()
-        self._wake()
+        self._changed.set()
 
     def _drop_what_is_out_of_date(self) -> None:
         latest = {event.worker.name: event for event in self._events}
@@ -243,11 +243,7 @@ class MemberStream:
 
     def end(self) -> None:
         self._is_ended = True
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._changed.set()
 
     def __aiter__(self) -> Self:
         return self
@@ -256,13 +252,14 @@ class MemberStream:
         while not self._events:
             if self._is_ended:
                 raise StopAsyncIteration
-            if self._waiter is not None:
+            if self._is_awaited:
                 raise RuntimeError("another task is waiting for this stream: let each have one of its own")
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._changed.clear()
+            self._is_awaited = True
             try:
-                await self._waiter
+                await self._changed.wait()
             finally:
-                self._waiter = None
+                self._is_awaited = False
         return self._events.popleft()
 
     async def aclose(self) -> None:
@@ -273,7 +270,5 @@ class MemberStream:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()

@@ -13,28 +13,26 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
 from arpc.errors import ConfigurationError, RendezvousError
 from arpc.group.group_store import GroupStore, KeyValues, deadline_after
 from arpc.group.membership import (
-    MIXED,
     MIXED_TEXT,
     PRESENT_ELASTIC,
     PRESENT_STATIC,
-    Joined,
-    Left,
     MakeRecord,
+    Presence,
     Probe,
     Rendezvous,
     WorkerRecord,
     check_record,
     decode_record,
     encode,
+    leave_closing_store,
     listed,
-    turn_away,
     unknown_worker,
 )
 from arpc.group.store_allgather import Failed, FailureKind, Outcome, Round
@@ -43,7 +41,7 @@ from arpc.ids import WorkerId
 __all__ = ["StaticRendezvous"]
 
 FAILURE_IS_NEWS_S: Final = 30.0
-"""A start that failed longer ago is history: who comes now is meant for the next one."""
+"""A start that failed longer ago is over: a worker that comes now is meant for the next one."""
 
 
 class Seat:
@@ -54,8 +52,7 @@ class Seat:
         self._packed = encode(record)
         self._size = size
         self._timeout_s = timeout_s
-        self._mixed_before = 0
-        self._is_present = False
+        self._presence = Presence(PRESENT_STATIC, PRESENT_ELASTIC)
         self._is_mine = False
         self._is_settled = False
         self._set_generation(0)
@@ -65,15 +62,10 @@ class Seat:
         self.start = Round(self._key("start"), self.record.id, self._size, self._describe)
 
     def take(self, kv: KeyValues) -> WorkerRecord | Failed | None:
-        """Take the seat. Returns the record of who has it, or why there will be no group; all others hear of that."""
+        """Take the seat. Returns the record of the worker that has it, or why there will be no group."""
         self._is_mine = self._is_settled = False
         self._find_generation(kv)
-        self._mixed_before = kv.count(MIXED)
-        self._is_present = True
-        kv.add(PRESENT_STATIC, 1)
-        # Either kind first says that it is there and then looks for the other, so of two at least one sees the other.
-        if kv.count(PRESENT_ELASTIC) > 0:
-            kv.add(MIXED, 1)
+        if not self._presence.enter(kv):
             return self._fail(kv, "other", MIXED_TEXT)
         rank = self.record.id
         holder = kv.peek(self.start.value_key(rank))
@@ -97,38 +89,37 @@ class Seat:
 
     def look(self, kv: KeyValues) -> Outcome | None:
         """How the start ended, if it has."""
-        if kv.count(MIXED) != self._mixed_before:
+        if self._presence.is_mixed(kv):
             outcome: Outcome | None = self.start.settle(kv, Failed.now("other", MIXED_TEXT))
         else:
             outcome = self.start.outcome(kv)
         self._is_settled = outcome is not None
         if outcome is None and kv.is_closing():
             # This is the store of the group before, and its host waits for us to go.
-            self._is_present = False
-            kv.add(PRESENT_STATIC, -1)
-            turn_away(kv)
+            self._presence.leave(kv)
+            leave_closing_store(kv)
         return outcome
 
     def dispute(self, kv: KeyValues, holder: WorkerRecord) -> Failed:
-        """Tell all who wait that two workers have this rank."""
+        """Tell all workers that wait that two have this rank."""
         text = (
             f"rank {holder.id} was given to two workers: {holder.name!r} has it, {self.record.name!r} wants it too. "
             f"If {holder.name!r} was killed, start the group with a fresh store or file"
         )
         return self._fail(kv, "name", text)
 
-    def bury(self, kv: KeyValues, holder: WorkerRecord) -> None:
+    def end_for_dead(self, kv: KeyValues, holder: WorkerRecord) -> None:
         """End this generation in the place of a worker that died in it; the next `take` finds the next one."""
         self._fail(kv, "other", f"worker {holder.name!r} (rank {holder.id}) died before the group was complete")
         self._end_generation(kv)
-        if kv.swap(self._key(f"dead/{holder.id}"), self._packed) == self._packed:  # of two who come to bury, one counts
+        if kv.swap(self._key(f"dead/{holder.id}"), self._packed) == self._packed:  # of two who do this, one counts
             kv.add(PRESENT_STATIC, -1)
         self.leave(kv)
 
     def leave(self, kv: KeyValues) -> None:
-        if not self._is_present:
+        if not self._presence.is_counted:
             return
-        self._is_present = False
+        self._presence.is_counted = False
         if self._is_mine:
             self._is_mine = False
             if not self._is_settled:
@@ -137,7 +128,7 @@ class Seat:
             self._end_generation(kv)
             if kv.peek(self._key(f"dead/{self.record.id}")) is not None:
                 return  # who took this worker for dead has counted it out
-        kv.add(PRESENT_STATIC, -1)
+        self._presence.leave(kv)
 
     def _key(self, name: str) -> str:
         return f"static/{self.generation}/{name}"
@@ -197,7 +188,7 @@ class StaticRendezvous(Rendezvous):
                 if await self._is_alive(probe, found, deadline):
                     found = await self._store.run(partial(seat.dispute, holder=found))
                 else:
-                    await self._store.run(partial(seat.bury, holder=found))
+                    await self._store.run(partial(seat.end_for_dead, holder=found))
                     found = await self._store.run(seat.take)
             outcome = found or await seat.start.wait(self._store, deadline, seat.look)
             if isinstance(outcome, Failed):
@@ -249,11 +240,6 @@ class StaticRendezvous(Rendezvous):
     async def fail_gather(self, text: str) -> None:
         if self._gathering is not None:
             await self._store.run(partial(self._gathering.settle, outcome=Failed.now("other", text)))
-
-    async def changes(self, *, interval_s: float = 1.0) -> AsyncIterator[Joined | Left]:
-        nobody: tuple[Joined | Left, ...] = ()
-        for change in nobody:
-            yield change
 
     def statistics(self) -> dict[str, int | str]:
         generation = self._seat.generation if self._seat is not None else 0

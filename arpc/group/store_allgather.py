@@ -19,11 +19,11 @@ from arpc.group.membership import decode, encode
 __all__ = ["Complete", "Failed", "FailureKind", "Outcome", "Round"]
 
 REPORT_LIMIT_S: Final = 1.0
-"""How long to wait for the one who finds out who is missing, before doing it oneself."""
+"""How long to wait for the one worker that finds out which are missing, before doing it here."""
 
 LONGEST_DELAY_S: Final = 0.05
 DELAY_PER_WORKER_S: Final = 0.0005
-"""Together, the pauses of all who wait leave the store of a large group time for other things."""
+"""Together, the pauses of all workers that wait leave the store of a large group time for other things."""
 
 FailureKind: TypeAlias = Literal["name", "timeout", "other"]
 
@@ -46,7 +46,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     kind: FailureKind
     text: str
     at: float
-    """When, by the clock of who found out."""
+    """When, by the clock of the worker that found out."""
 
     @classmethod
     def now(cls, kind: FailureKind, text: str) -> Failed:
@@ -77,7 +77,7 @@ class Round:
         return f"{self._base}/value/{rank}"
 
     def contribute(self, kv: KeyValues, value: bytes) -> None:
-        """Leave this worker's value. For who has written it to its key already, there is `arrive`."""
+        """Leave this worker's value. If it has been written to its key already, `arrive` is enough."""
         kv.set(self.value_key(self._rank), value)
         self.arrive(kv)
 
@@ -97,7 +97,7 @@ class Round:
     async def wait(
         self, store: GroupStore, deadline: float, look: Callable[[KeyValues], Outcome | None] | None = None
     ) -> Outcome:
-        """Wait for the outcome. At the deadline it is decided here, by those who lost patience."""
+        """Wait for the outcome. At the deadline it is decided here."""
         look = look or self.outcome
         longest_delay_s = max(LONGEST_DELAY_S, self._size * DELAY_PER_WORKER_S)
         found: Outcome | None = await store.poll(look, deadline=deadline, longest_delay_s=longest_delay_s)
@@ -126,6 +126,6 @@ class Round:
         found = {rank: kv.peek(self.value_key(rank)) for rank in range(self._size)}
         missing = [rank for rank, value in found.items() if value is None]
         if not missing:
-            return self._complete(kv)  # who should have done it is gone
+            return self._complete(kv)  # the worker that should have done it is gone
         present = {rank: value for rank, value in found.items() if value is not None}
         return self.settle(kv, Failed.now("timeout", self._describe(present, missing)))

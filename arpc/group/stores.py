@@ -12,7 +12,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 
 from arpc.errors import ConfigurationError
 from arpc.group.group_store import Access, GroupStore, KeyValues, StoreThread, deadline_after
-from arpc.group.launch_env import variable
+from arpc.group.launch_env import variable, whole_number
 from arpc.group.tcp_stores import open_tcp, tcp_place
 from arpc.ids import MAX_WORKER_ID
 from arpc.options import UNSET, Unset
@@ -53,7 +53,7 @@ async def open_store(
 
 
 def _access_to(store: Store) -> Access:
-    """What a ready store tells about where it is. Whoever made it keeps it alive, so we are not its host."""
+    """What a ready store tells about where it is. Its maker keeps it alive, so this worker is not its host."""
     description = type(store).__name__
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -62,7 +62,7 @@ def _access_to(store: Store) -> Access:
     return Access(description)
 
 
-# -- who we are -------------------------------------------------------------------------------------------------------
+# -- rank and size ----------------------------------------------------------------------------------------------------
 
 
 def _place_in_group(
@@ -100,14 +100,7 @@ def _number(name: str, given: int | Unset, query: Mapping[str, str]) -> int | No
     text, source = query.get(name), f"{name} in init_method"
     if text is None:
         text, source = variable(name.upper()), f"environment variable {name.upper()}"
-    return None if text is None else _to_int(text, source)
-
-
-def _to_int(text: str, source: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigurationError(f"{source} must be a whole number, not {text!r}") from None
+    return None if text is None else whole_number(text, source)
 
 
 # -- file:// ----------------------------------------------------------------------------------------------------------

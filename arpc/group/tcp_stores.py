@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import errno
 import ipaddress
 import os
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -24,7 +23,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined] 
 
 from arpc.errors import ConfigurationError, RendezvousError, RendezvousTimeoutError
 from arpc.group.group_store import Access, GroupStore, KeyValues, StoreThread
-from arpc.group.launch_env import variable
+from arpc.group.launch_env import variable, whole_number
 from arpc.transport.forked_children import close_port_in_children, leave_port_to_children
 
 __all__ = ["TcpPlace", "open_tcp", "tcp_place"]
@@ -35,15 +34,9 @@ LONGEST_ELASTIC_DELAY_S: Final = 0.1
 REACH_LIMIT_S: Final = 5.0
 """An attempt to connect that takes longer is given up: the next one finds a host that is back sooner."""
 SETTLE_S: Final = 0.5
-"""How long whoever founds a store waits for workers of a group that had its store there: they look far more often."""
+"""How long the first host of a store waits for workers of a group that had its store there: they look more often."""
 HANGUP_LIMIT_S: Final = 0.2
 BACKLOG: Final = 2048
-
-
-class _Role(enum.Enum):
-    HOST = enum.auto()
-    CLIENT = enum.auto()
-    WHOEVER_COMES_FIRST = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +75,10 @@ def _variable(name: str) -> str:
 
 
 def _port(text: str, source: str) -> int:
-    try:
-        port = int(text)
-    except ValueError:
-        raise ConfigurationError(f"{source} must be a whole number, not {text!r}") from None
+    port = whole_number(text, source)
     if not 0 <= port < 1 << 16:
         raise ConfigurationError(f"{source} must be between 0 and 65535, not {port}")
     return port
-
-
-def _role(place: TcpPlace, rank: int | None, world_size: int | None) -> _Role:
-    role = _Role.HOST if rank == 0 else _Role.CLIENT
-    if rank is None and world_size is None:
-        role = _Role.WHOEVER_COMES_FIRST
-    if _is_served_by_torchrun(place):
-        role = _Role.CLIENT
-    if role is _Role.CLIENT and place.port == 0:
-        raise ConfigurationError(f"{place} has port 0, which only the host of the store can ask for")
-    return role
 
 
 def _is_served_by_torchrun(place: TcpPlace) -> bool:
@@ -110,9 +89,8 @@ def _is_served_by_torchrun(place: TcpPlace) -> bool:
 
 async def open_tcp(place: TcpPlace, *, rank: int | None, world_size: int | None, deadline: float) -> GroupStore:
     """Serve the store or connect to it, as it befits this worker."""
-    role = _role(place, rank, world_size)
     thread = StoreThread()
-    first, again = _ways(thread, place, role, is_elastic=world_size is None)
+    first, again = _ways(thread, place, rank, is_elastic=world_size is None)
     try:
         key_values, access = await first(deadline)
         return GroupStore(key_values, access, rank=rank, world_size=world_size, thread=thread, reopen=again)
@@ -125,18 +103,23 @@ async def open_tcp(place: TcpPlace, *, rank: int | None, world_size: int | None,
 _Open = Callable[[float], Awaitable[tuple[KeyValues, Access]]]
 
 
-def _ways(thread: StoreThread, place: TcpPlace, role: _Role, *, is_elastic: bool) -> tuple[_Open, _Open | None]:
+def _ways(thread: StoreThread, place: TcpPlace, rank: int | None, *, is_elastic: bool) -> tuple[_Open, _Open | None]:
     """How a worker gets to its store for the first time, and again when the store was lost; None: not at all."""
+    is_served = _is_served_by_torchrun(place)
+    is_host = rank == 0 and not is_served
+    may_host = rank is None and is_elastic and not is_served
+    if place.port == 0 and not (is_host or may_host):
+        raise ConfigurationError(f"{place} has port 0, which only the host of the store can ask for")
     connect = partial(_connect, thread, place)
-    if not is_elastic:
-        return (partial(_host_only, thread, place), None) if role is _Role.HOST else (connect, connect)
-    if _is_served_by_torchrun(place):
+    if is_served:
         return connect, connect
+    if not is_elastic:
+        return (partial(_host_only, thread, place), None) if is_host else (connect, connect)
     # In an elastic group the store outlives its host, so another may have it already, or has to serve it again
     host_or_connect = partial(_connect, thread, place, host=partial(_host_if_first, place))
-    if role is _Role.HOST:
+    if is_host:
         return partial(_connect, thread, place, host=partial(_host_if_free, place)), host_or_connect
-    return (host_or_connect if role is _Role.WHOEVER_COMES_FIRST else connect), host_or_connect
+    return (host_or_connect if may_host else connect), host_or_connect
 
 
 async def _host_only(thread: StoreThread, place: TcpPlace, _: float) -> tuple[KeyValues, Access]:
@@ -145,13 +128,7 @@ async def _host_only(thread: StoreThread, place: TcpPlace, _: float) -> tuple[Ke
 
 def _host(place: TcpPlace) -> tuple[KeyValues, Access]:
     """Serve a store; if this process serves one at that port already (for a process group, say), share it."""
-    try:
-        listener = _listen(place)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise _cannot_host(place, error) from error
-        listener = None
-    return _host_with(listener, place)
+    return _host_with(_listen_if_free(place), place)
 
 
 def _host_if_first(place: TcpPlace) -> tuple[KeyValues, Access] | None:
@@ -164,11 +141,8 @@ def _host_if_first(place: TcpPlace) -> tuple[KeyValues, Access] | None:
 
 
 def _host_if_free(place: TcpPlace) -> tuple[KeyValues, Access] | None:
-    try:
-        listener = _listen(place)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise _cannot_host(place, error) from error
+    listener = _listen_if_free(place)
+    if listener is None:
         return None
     key_values, access = _host_with(listener, place)
     return key_values, replace(access, settle_s=SETTLE_S if place.port else 0.0)
@@ -209,6 +183,16 @@ def _listen(place: TcpPlace) -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", place.port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
     return socket.create_server(("", place.port), backlog=BACKLOG)
+
+
+def _listen_if_free(place: TcpPlace) -> socket.socket | None:
+    """Listen; None if another has the port. Raises `RendezvousError` if this machine cannot serve there at all."""
+    try:
+        return _listen(place)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise _cannot_host(place, error) from error
+        return None
 
 
 def _host_with(listener: socket.socket | None, place: TcpPlace) -> tuple[KeyValues, Access]:
@@ -310,23 +294,24 @@ async def _connect_once(thread: StoreThread, place: TcpPlace, remaining_s: float
 
 async def _wait_for_its_end(place: TcpPlace) -> None:
     """Wait, though not long, for the server to hang up on us. Torch would complain aloud if it did so to a client."""
-    reader, writer = await asyncio.open_connection(place.host, place.port)
-    try:
+    async with _connection(place) as (reader, _):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HANGUP_LIMIT_S):
                 await reader.read()
-    finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
 
 
 async def _reach(place: TcpPlace) -> str:
     """Connect and hang up; the address that answered."""
-    _, writer = await asyncio.open_connection(place.host, place.port)
-    try:
+    async with _connection(place) as (_, writer):
         address: str = writer.get_extra_info("peername")[0]
         return address
+
+
+@contextlib.asynccontextmanager
+async def _connection(place: TcpPlace) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection(place.host, place.port)
+    try:
+        yield reader, writer
     finally:
         writer.close()
         with contextlib.suppress(OSError):

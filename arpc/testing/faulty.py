@@ -11,14 +11,17 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, TypeVar, cast, get_args
 
 from arpc.errors import ConfigurationError, WireError
 from arpc.transport.connection import Accept, BulkSend, Connection, Listener, Receiver, Transport
 from arpc.wire.messages import Message, MessageType
 from arpc.wire.protocol import Protocol
+from arpc.wire.values.content import Content
 
 __all__ = ["Action", "Fault", "FaultyTransport"]
+
+T = TypeVar("T")
 
 Action = Literal["drop", "delay", "duplicate", "reorder", "cut"]
 
@@ -118,7 +121,8 @@ class FaultyTransport(Transport):
         self._active.clear()
 
     async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
-        return await self._inner.connect(address, protocol, _FaultyReceiver(receiver, self))
+        faulty = _FaultyReceiver(receiver, self)
+        return faulty.wrapped(await self._inner.connect(address, protocol, faulty))
 
     async def listen(self, address: str, accept: Accept) -> Listener:
         def accept_faulty() -> tuple[Protocol, Receiver]:
@@ -141,80 +145,97 @@ class FaultyTransport(Transport):
 
 
 class _FaultyReceiver:
-    """Puts faults into a connection as soon as it is open."""
+    """Hears of a connection, and tells another receiver of the same one with faults."""
 
     def __init__(self, receiver: Receiver, transport: FaultyTransport) -> None:
         self._receiver = receiver
         self._transport = transport
-        self._faults: _ConnectionFaults | None = None
-        self.messages_received: Callable[[Connection, list[Message]], None] = receiver.messages_received
-        self.output_drained: Callable[[Connection], None] = receiver.output_drained
+        self._faulty: _FaultyConnection | None = None
+
+    def wrapped(self, connection: Connection) -> Connection:
+        """The connection with faults, always the same object."""
+        if self._faulty is None:
+            self._faulty = _FaultyConnection(connection, self._transport)
+        return cast("Connection", self._faulty)  # it has all that a connection has
 
     def connection_opened(self, connection: Connection) -> None:
-        self._faults = faults = _ConnectionFaults(connection, self._transport)
-        connection.send = faults.send  # type: ignore[method-assign]
-        connection.write_with_others()
-        connection.send_bulk = faults.send_bulk  # type: ignore[method-assign]
-        connection.share_writing = _share_nothing  # type: ignore[method-assign] # what threads send would go past them
-        self._receiver.connection_opened(connection)
+        self._receiver.connection_opened(self.wrapped(connection))
+
+    def messages_received(self, connection: Connection, messages: list[Message]) -> None:
+        self._receiver.messages_received(self.wrapped(connection), messages)
+
+    def output_drained(self, connection: Connection) -> None:
+        self._receiver.output_drained(self.wrapped(connection))
 
     def connection_lost(self, connection: Connection, error: Exception | None) -> None:
-        if self._faults is not None:
-            self._faults.forget_all()
-        self._receiver.connection_lost(connection, error)
+        faulty = self.wrapped(connection)
+        if self._faulty is not None:
+            self._faulty.forget_all()
+        self._receiver.connection_lost(faulty, error)
 
 
-def _share_nothing() -> None:
-    """In the place of `Connection.share_writing`."""
+class _FaultyConnection:
+    """A connection whose messages meet faults. All that is not about sending messages is that of the inner one."""
 
-
-class _ConnectionFaults:
-    """Stands in for the sending methods of one connection."""
+    _connection: Connection
+    _transport: FaultyTransport
+    _held: Callable[[], object] | None
+    _timers: set[asyncio.TimerHandle]
 
     def __init__(self, connection: Connection, transport: FaultyTransport) -> None:
-        self._connection = connection
-        self._transport = transport
-        self._send = connection.send
-        self._send_bulk = connection.send_bulk
-        self._is_in_send_bulk = False
-        self._held: Callable[[], object] | None = None
-        self._timers: set[asyncio.TimerHandle] = set()
+        vars(self).update(_connection=connection, _transport=transport, _held=None, _timers=set())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self):
+            vars(self)[name] = value
+        else:
+            setattr(self._connection, name, value)
+
+    def redirect(self, messages_received: Callable[[Connection, list[Message]], None]) -> None:
+        this = cast("Connection", self)
+        self._connection.redirect(lambda _, messages: messages_received(this, messages))
+
+    def share_writing(self) -> None:
+        """Threads cannot: what they send would meet no faults."""
+
+    def send_message(
+        self, type_: int, flags: int, id_: int, arg: int, timeout_ms: int, content: Content
+    ) -> BulkSend | None:
+        send = self._connection.send_message
+        return self._apply(type_, lambda: send(type_, flags, id_, arg, timeout_ms, content))
 
     def send(self, data: bytes) -> None:
-        if self._is_in_send_bulk:
-            self._send(data)  # the first frame of a message that has met its fate
-        else:
-            self._apply(data[_TYPE_BYTE], lambda: self._send(data))
+        self._apply(data[_TYPE_BYTE], lambda: self._connection.send(data))
 
     def send_bulk(self, data: bytes, buffers: list[memoryview]) -> BulkSend:
-        sent: list[BulkSend] = []
-        self._apply(data[_TYPE_BYTE], lambda: sent.append(self._pass_bulk(data, buffers)))
+        sent = self._apply(data[_TYPE_BYTE], lambda: self._connection.send_bulk(data, buffers))
         # one that is not on its way yet, or never will be, cannot be dropped
-        return sent[0] if sent else BulkSend(buffers)
+        return sent or BulkSend(buffers)
 
-    def _pass_bulk(self, data: bytes, buffers: list[memoryview]) -> BulkSend:
-        self._is_in_send_bulk = True
-        try:
-            return self._send_bulk(data, buffers)
-        finally:
-            self._is_in_send_bulk = False
+    # -- faults
 
-    def _apply(self, type_byte: int, send: Callable[[], object]) -> None:
+    def _apply(self, type_byte: int, send: Callable[[], T]) -> T | None:
+        """Send a message, or what a fault makes of it; what was returned, if it was sent now."""
         type_ = _TYPES.get(type_byte)
         fault = self._transport.choose(type_) if type_ is not None else None
         action = fault.action if fault is not None else None
         if fault is None or action == "duplicate" or (action == "reorder" and self._held is not None):
-            send()
+            sent = send()
             if action == "duplicate":
                 send()
             self._let_go()
-        elif action == "delay":
+            return sent
+        if action == "delay":
             self._later(fault.delay_s, lambda: self._send_late(send))
         elif action == "reorder":
             self._held = send
             self._later(fault.delay_s, lambda: self._let_go(send))
         elif action == "cut":
             self._connection.abort(WireError(f"the connection to {self._connection.address} was cut by a fault"))
+        return None
 
     def _let_go(self, which: Callable[[], object] | None = None) -> None:
         held = self._held

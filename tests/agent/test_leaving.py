@@ -12,6 +12,7 @@ import arpc
 from arpc.errors import ShutdownError
 from arpc.runtime import current
 from arpc.testing import Cluster, cluster
+from arpc.wire.messages import Request
 from tests.agent.leftovers import assert_nothing_left, until
 from tests.agent.stage import Stage, echo, echo_in_thread, echo_inline, echo_later, hold, setting_stages, the_stage
 
@@ -51,7 +52,8 @@ async def hold_at(gate: str) -> None:
 
 async def begin_to_leave(worker: arpc.Worker) -> asyncio.Task[None]:
     leaving = asyncio.create_task(worker.shutdown(timeout=20))
-    await until(lambda: worker.agent.is_leaving)
+    takes_all = worker.agent.dispatcher.request_received
+    await until(lambda: worker.agent._handlers[Request] != takes_all)
     return leaving
 
 

@@ -18,7 +18,7 @@ from arpc.compat import rpc
 from arpc.compat.faults import MESSAGE_NAMES, Faults
 from arpc.errors import RpcTimeoutError
 from arpc.testing import Cluster, cluster
-from tests.compat.blocking_client.test_lines import Other
+from tests.compat.blocking_client.test_thread_connections import Other
 
 
 def one() -> int:

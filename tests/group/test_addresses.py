@@ -9,7 +9,7 @@ import pytest
 
 from arpc.errors import ConfigurationError
 from arpc.group import addresses
-from arpc.group.addresses import as_others_call_it, default_addresses, refuse_open_doors
+from arpc.group.addresses import check_guarded, default_addresses, reachable_address
 from arpc.options import RpcOptions
 
 OPEN = RpcOptions()
@@ -59,25 +59,25 @@ async def test_a_host_need_not_find_its_own_name(interface, monkeypatch):
 
 
 async def test_all_interfaces_are_called_by_the_one_that_others_can_reach(interface):
-    assert await as_others_call_it("tcp://0.0.0.0:7", "10.0.0.9") == "tcp://10.0.0.5:7"
-    assert await as_others_call_it("tcp://0.0.0.0:7", None) == "tcp://10.0.0.5:7"
-    assert await as_others_call_it("tcp://10.1.1.1:7", "10.0.0.9") == "tcp://10.1.1.1:7"
-    assert await as_others_call_it("unix:///path", "10.0.0.9") == "unix:///path"
+    assert await reachable_address("tcp://0.0.0.0:7", "10.0.0.9") == "tcp://10.0.0.5:7"
+    assert await reachable_address("tcp://0.0.0.0:7", None) == "tcp://10.0.0.5:7"
+    assert await reachable_address("tcp://10.1.1.1:7", "10.0.0.9") == "tcp://10.1.1.1:7"
+    assert await reachable_address("unix:///path", "10.0.0.9") == "unix:///path"
 
 
 async def test_a_machine_with_no_way_out_is_called_by_loopback(monkeypatch):
     monkeypatch.setattr(addresses, "_interface_towards", lambda *_: None)
-    assert await as_others_call_it("tcp://0.0.0.0:7", None) == "tcp://127.0.0.1:7"
-    assert await as_others_call_it("tcp://[::]:7", None) == "tcp://[::1]:7"
+    assert await reachable_address("tcp://0.0.0.0:7", None) == "tcp://127.0.0.1:7"
+    assert await reachable_address("tcp://[::]:7", None) == "tcp://[::1]:7"
 
 
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://10.0.0.5:1234", "tcp://[::]:0", "tcp://a-name:1"])
 def test_an_open_door_needs_a_secret(address, caplog):
     with pytest.raises(ConfigurationError, match="refusing to listen on"):
-        refuse_open_doors([address], OPEN)
-    refuse_open_doors([address], SECRET)
+        check_guarded([address], OPEN)
+    check_guarded([address], SECRET)
     assert not caplog.records
-    refuse_open_doors([address], OPEN.replace(insecure=True))
+    check_guarded([address], OPEN.replace(insecure=True))
     assert "WITHOUT A SECRET" in caplog.text
 
 
@@ -85,5 +85,5 @@ def test_an_open_door_needs_a_secret(address, caplog):
     "address", ["unix://", "tcp://127.0.0.1:0", "tcp://127.0.1.1:0", "tcp://localhost:0", "memory://"]
 )
 def test_doors_within_this_host_may_be_open(address, caplog):
-    refuse_open_doors([address], OPEN)
+    check_guarded([address], OPEN)
     assert not caplog.records

@@ -1,6 +1,6 @@
 """The verbs: a call that is awaited, one whose future is handed out, a stream, a message of a feature.
 
-They differ in who waits for the result. All of them end in `CallSender.send`.
+They differ in the object that waits for the result. All of them end in `CallSender.send`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from threading import get_ident
 from typing import Any, Final, TypeVar
 
 from arpc import torchstate
+from arpc.agent.client.deadlines import Timeouts
 from arpc.agent.client.future import Future
 from arpc.agent.client.pending_calls import Call, CallSender, Cancellable
-from arpc.agent.client.sender import Prepared, Sender
+from arpc.agent.client.sender import Sender
 from arpc.agent.client.streams import ItemOrder, Stream
-from arpc.agent.client.timeouts import Timeouts
 from arpc.agent.client.waiter import waiter_factory
 from arpc.agent.hooks.observers import Observers
 from arpc.agent.peers.directory import PeerDirectory
@@ -55,7 +55,7 @@ class Caller:
         resolve: Callable[[str | int], Awaitable[WorkerRecord]],
     ) -> None:
         self.sender: CallSender = sender
-        """The way out. Whoever wants to see or change requests puts another one around it."""
+        """Sends all requests. A wrapper that wants to see or change them takes its place."""
         self.timeouts = timeouts
         self.deferred: set[asyncio.Task[None]] = set()
         """Those that ask the group about a worker first."""
@@ -178,12 +178,10 @@ class Caller:
         if self._innermost.is_closed or get_ident() != self._thread:
             self._innermost.refuse(function)
         ending = Future(loop=self._loop) if future is None else future
-        sent: list[tuple[Call, int]] = []
 
         def give_credit(items: int) -> None:
-            ((call, call_id),) = sent
             if call.connection is not None and call.connection.is_open:
-                call.connection.send(frame(_CREDIT, 0, call_id, items, 0, b""))
+                call.connection.send(frame(_CREDIT, 0, ending.call_id, items, 0, b""))
 
         stream: Stream[Any] = Stream(self._loop, window, give_credit, lambda: _ignore(ending.cancel()))
         # The pending call must not keep the stream alive: dropping the stream is how people leave an `async for`
@@ -194,56 +192,48 @@ class Caller:
                 alive.item_received(item)
 
         def ended(future: asyncio.Future[Any]) -> None:
-            # An error leads to the frames that iterate, so to the stream and back here. The garbage collector does not
-            # look into a `Call`, and would never find the cycle.
-            sent.clear()
             if (alive := reference()) is not None:
                 alive.end_received(future)
             elif not future.cancelled():
                 future.exception()
 
-        def begun(peer: Peer, call_id: int) -> None:
-            call = peer.calls.get(call_id)
-            assert call is not None  # nothing was awaited: it cannot have ended yet
-            call.items = ItemOrder(item_received)
-            sent.append((call, call_id))
-
-        metadata = {WINDOW: pack_window(window)}
         call = Call(
-            None, ending, function, args, kwargs, timeout, flags=RequestFlag.STREAM, metadata=metadata, called=name
+            None,
+            ending,
+            function,
+            args,
+            kwargs,
+            timeout,
+            flags=RequestFlag.STREAM,
+            metadata={WINDOW: pack_window(window)},
+            called=name,
+            items=ItemOrder(item_received),
         )
-        self._begin(to, call, begun)
+        self._begin(to, call)
         ending.add_done_callback(ended)
         return stream
 
     # -- beginnings
 
-    def _begin(
-        self,
-        to: str | int | WorkerInfo,
-        call: Call,
-        begun: Callable[[Peer, int], None] | None = None,
-    ) -> None:
-        """Send a call, once it is known whom ``to`` means. Its recipient can be cancelled: it is a `Cancellable`."""
+    def _begin(self, to: str | int | WorkerInfo, call: Call) -> None:
+        """Send a call, once it is known which peer ``to`` means. Its recipient is a `Cancellable`."""
         peer = self._peers.get(to)
         if peer is None or peer.must_be_asked_for:
-            self._defer(to, call, begun)
+            self._defer(to, call)
             return
         try:
-            self._send(peer, call, begun)
+            self._send(peer, call)
         except RuntimeError:
             self.check_loop()
             raise
 
-    def _send(self, peer: Peer, call: Call, begun: Callable[[Peer, int], None] | None) -> None:
+    def _send(self, peer: Peer, call: Call) -> None:
         future: Cancellable = call.recipient
         call.peer = peer
-        future.call_id = call_id = self.sender.send(call)
+        future.call_id = self.sender.send(call)
         future.callee = peer
-        if begun is not None:
-            begun(peer, call_id)
 
-    def _defer(self, to: str | int | WorkerInfo, call: Call, begun: Callable[[Peer, int], None] | None) -> None:
+    def _defer(self, to: str | int | WorkerInfo, call: Call) -> None:
         """Ask the group about a worker that is not known yet, or may be another one by now, then call it."""
         if self._innermost.is_closed or self._loop.is_closed():
             self._innermost.refuse(to)
@@ -256,7 +246,7 @@ class Caller:
                 peer = await self._find_out(to)
                 if not future.done():
                     future.on_cancel = None
-                    self._send(peer, call, begun)
+                    self._send(peer, call)
             except Exception as error:  # noqa: BLE001 - whoever waits finds it in the future
                 set_may_have_run(error, may_have_run=False)
                 if not future.done():
@@ -311,16 +301,6 @@ class Caller:
             self._loop.call_soon_threadsafe(torchstate.run_with, state, start, context=context)
         except RuntimeError:
             raise not_run(self._innermost.closed_loop()) from None
-
-    def prepare(
-        self,
-        peer: Peer,
-        function: Callable[..., Any],
-        args: Sequence[Any] | None,
-        kwargs: Mapping[str, Any] | None,
-    ) -> Prepared | tuple[()]:
-        """Pickle the arguments of a call in the thread that makes it, see `Sender.prepare`."""
-        return self._innermost.prepare(peer, function, args, kwargs, self.on_loop)
 
     def on_loop(self, work: Callable[[], T]) -> T:
         """Do something on the loop, from whatever thread this is, in the context of the caller."""

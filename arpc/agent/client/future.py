@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from types import CodeType
-from typing import Any, Final, Generic, Protocol, TypeVar, cast
+from typing import Any, Final, Generic, TypeVar, cast
 
 from arpc import torchstate
 from arpc.errors import ShutdownError
@@ -26,13 +26,6 @@ _complete = asyncio.Future.set_result
 _fail = asyncio.Future.set_exception
 
 
-class Withdrawing(Protocol):
-    """Somebody calls are made to."""
-
-    def cancel(self, call_id: int) -> None:
-        """Let a call end, if it has not."""
-
-
 class Future(asyncio.Future[T], Generic[T]):
     """A value that is on its way.
 
@@ -46,8 +39,8 @@ class Future(asyncio.Future[T], Generic[T]):
     script_type: Any = None
     """Of the call of a TorchScript function: the type of its value, as the function's schema has it."""
     on_cancel: Callable[[], None] | None = None
-    callee: Withdrawing | None = None
-    """Whose call `call_id` ends if this is cancelled. Unlike `on_cancel` it takes no object more for each call."""
+    callee: Any = None
+    """The peer whose ``cancel(call_id)`` is called if this is cancelled. It takes one object less than `on_cancel`."""
     call_id = 0
     _code: CodeType | None = None
     _lasti = -1

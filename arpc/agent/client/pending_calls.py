@@ -1,4 +1,4 @@
-"""Calls on their way: who waits for each, by id and deadline, for one peer."""
+"""Calls on their way to one peer, by id and deadline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REQUEST: Final = int(MessageType.REQUEST)
 
 
 class Recipient(Protocol):
-    """Who is told how a call has ended, once: a `Future` or a `ReplyWaiter`."""
+    """Receives the outcome of a call, once: a `Future` or a `ReplyWaiter`."""
 
     def done(self) -> bool: ...
     def cancelled(self) -> bool: ...
@@ -84,8 +84,6 @@ class Call(msgspec.Struct, eq=False):
     """Takes the items of a stream."""
     sent_at: float = 0.0
     """When it was sent, if that is looked at."""
-    is_waiting: bool = False
-    """It is in the backlog of its peer, and has not been given up."""
 
     @property
     def name(self) -> str:
@@ -139,7 +137,7 @@ class PendingCalls:
         return bucket
 
     def pop(self, call_id: int) -> Call | None:
-        """Take a call out: whoever succeeds ends it."""
+        """Take a call out. The code that gets it here ends it."""
         bucket = self._buckets.get(call_id >> SEQUENCE_BITS)
         return bucket.pop(call_id, None) if bucket is not None else None
 

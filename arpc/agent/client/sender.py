@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from threading import get_ident
 from typing import Any, Final, NamedTuple, NoReturn
 
+from arpc.agent.client.deadlines import Timeouts
 from arpc.agent.client.future import Future
 from arpc.agent.client.pending_calls import Call
-from arpc.agent.client.timeouts import Timeouts
 from arpc.agent.codec import Codec
 from arpc.agent.peers.peer import Peer, unsendable
 from arpc.agent.scope import WorkerScope, current_scope
@@ -169,11 +169,11 @@ class Sender:
 
     def prepare(
         self,
+        on_loop: Callable[[Callable[[], int]], int],
         peer: Peer,
         function: Callable[..., Any],
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
-        on_loop: Callable[[Callable[[], int]], int],
     ) -> Prepared | tuple[()]:
         """Pickle the arguments of a call, to be given to `send` with the function and kwargs in it. From any thread.
 

@@ -6,7 +6,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Self, TypeVar
 
 __all__ = ["ItemOrder", "Stream"]
@@ -156,9 +155,7 @@ class Stream(AsyncIterator[T], Generic[T]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def __del__(self) -> None:

@@ -98,7 +98,7 @@ class ReplyWaiter:
         return removed
 
     def cancel(self, msg: Any = None) -> bool:
-        """End the wait. Whoever made the call tells the peer."""
+        """End the wait. The maker of the call tells the peer."""
         if self._state != _PENDING:
             return False
         self._state = _CANCELLED

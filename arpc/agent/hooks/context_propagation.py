@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from arpc.agent.hooks.interceptor import Interceptor
 from arpc.errors import ConfigurationError, ProtocolError, SerializationError
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
@@ -36,16 +37,13 @@ def propagate(variable: ContextVar[T]) -> ContextVar[T]:
     return variable
 
 
-class ContextPropagation:
+class ContextPropagation(Interceptor):
     """The interceptor that carries them."""
 
     key = "vars"
 
-    @property
-    def occasions(self) -> dict[str, ContextVar[Any]]:
-        return _declared
-
     def __init__(self, policy: Policy) -> None:
+        self.occasions = _declared
         self._pickler = Pickler(kind=policy.pickler)
         self._policy = policy
 
@@ -76,9 +74,3 @@ class ContextPropagation:
                 logger.debug("worker %s sent the ContextVar %r, which is not propagated here", peer.name, name)
             else:
                 variable.set(value)
-
-    def reply_sent(self, peer: WorkerInfo, meta: bytes, slots: list[Slot]) -> None:
-        """Values go to handlers only, not back."""
-
-    def reply_received(self, peer: WorkerInfo, meta: Any, slots: list[Any]) -> None:
-        """Nothing comes back."""

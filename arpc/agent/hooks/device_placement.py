@@ -1,7 +1,7 @@
 """Tensors of other devices than the CPU, on their way in and out of one worker.
 
 The map of the *caller* rules both ways. A request names devices of the callee. A reply names those of the callee too,
-and the caller turns its own map around. So nobody needs to know another worker's maps.
+and the caller turns its own map around. So no worker needs to know another worker's maps.
 
 Copies between devices and host memory take a while, and the loop does not wait for them: a message that is to be sent
 waits until its buffers are filled (`Placement.when_filled`), one that has arrived until its buffers are where they
@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from arpc.agent.hooks.interceptor import Interceptor
 from arpc.agent.server.thread_pool import ThreadPool
 from arpc.devices import DeviceClaims, DeviceMap, checked_device, checked_device_map, checked_devices
 from arpc.errors import SerializationError
@@ -80,7 +81,7 @@ class _ToPeer:
 
 
 class ToCaller:
-    """Says where the tensors of a reply were; whoever asked knows where they belong."""
+    """Says where the tensors of a reply were; the caller knows where they belong."""
 
     def __init__(self, backends: Mapping[str, DeviceBackend], *, moves_host_memory: bool) -> None:
         self._backends = backends
@@ -97,32 +98,20 @@ class ToCaller:
         return Staged(host, str(tensor.device), wait)
 
 
-class ResultPlacer:
+class ResultPlacer(Interceptor):
     """The interceptor by which a caller asks where *all* tensors of the answer are, those on the CPU too.
 
-    It does so if its map turned around has another place for them.
+    It does so if its map turned around has another place for them. The callee looks at it when it answers, see
+    `codec.Codec.stager_back`.
     """
 
     key = PLACE
 
     def __init__(self, back: Mapping[str, DeviceMap]) -> None:
-        self._peers = {peer for peer, places in back.items() if places.get(_CPU, _CPU) != _CPU}
-
-    @property
-    def occasions(self) -> set[str]:
-        return self._peers
+        self.occasions: set[str] = {peer for peer, places in back.items() if places.get(_CPU, _CPU) != _CPU}
 
     def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot], is_stream: bool = False) -> bytes | None:
-        return b"" if peer.name in self._peers else None
-
-    def request_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
-        """Nothing is done before the answer, see `codec.Codec.stager_back`."""
-
-    def reply_sent(self, peer: WorkerInfo, meta: bytes, slots: list[Slot]) -> None:
-        """The table of the answer says it all."""
-
-    def reply_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
-        """Nothing comes back."""
+        return b"" if peer.name in self.occasions else None
 
 
 class Placement:
@@ -173,7 +162,7 @@ class Placement:
         return self._pool
 
     def close(self) -> None:
-        """End the threads; what they are at is for nobody any more."""
+        """End the threads; what they are at is not needed any more."""
         self.threads.close()  # made now if never before: what comes later runs in a thread of its own
 
     # -- out

@@ -1,20 +1,16 @@
-"""Who watches the calls of a worker: profilers, metrics, tracing.
+"""Observers of the calls of a worker: profilers, metrics, tracing.
 
 An `Observer` hears of the calls that this worker makes and of the handlers that it runs, may send a header of its own
-along with a request and with its reply, and may put something around every step of a handler, on the loop and in
-threads. `Agent.observe` installs one, at any time; `Agent.unobserve` takes it away. An observer that is passed to the
-agent when it is made *stands by*: it hears of a call only if its `occasions` say so, and of a handler only if the
-request brought its header.
-
-Requests are seen by an `ObservedSender` around the worker's own, handlers by the dispatcher. While nobody observes,
-that is one look at a few empty lists.
+with a request and with its reply, and may wrap every step of a handler, on the loop and in threads. `Agent.observe`
+installs one at any time, `Agent.unobserve` removes it. An observer that is passed to the agent when that is made is on
+standby: it hears of a call only if its `occasions` say so, and of a handler only if the request brought its header.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import Context
 from enum import Enum
 from functools import partial
@@ -24,6 +20,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from arpc.agent.client.pending_calls import Call, CallSender
+from arpc.agent.hooks.interceptor import Interceptor
 from arpc.agent.scope import current_scope
 from arpc.agent.server.functions import Function, Mode, name_of
 from arpc.agent.server.inbound import Inbound
@@ -70,7 +67,7 @@ class Kind(Enum):
     BACKWARD = "backward"
     """Part of a backward pass."""
     CONTROL = "control"
-    """Counting references and the like: nobody asked for it in so many words."""
+    """Counting references and the like, which no user asked for directly."""
 
 
 class Outcome(Enum):
@@ -82,47 +79,39 @@ class Outcome(Enum):
     TIMED_OUT = "timed out"
 
 
-class Outgoing(msgspec.Struct, eq=False):
-    """A request of this worker. Times are those of ``time.perf_counter_ns``."""
+class _Observed(msgspec.Struct, eq=False, kw_only=True):
+    """What observers are told of a request, in either direction. Times are those of ``time.perf_counter_ns``."""
 
     peer: WorkerInfo
     function: str
     kind: Kind
-    is_awaited: bool
-    """Made by `rpc_sync`, whose caller waits for it at once."""
-    target: Any = None
-    """The function itself; of a method of a remote value its name, of a feature's own message its class."""
     id: int = 0
-    """Unique among those to this peer that are under way; the peer's `Handling` has the same. Set once it is sent."""
+    """Unique among those of one worker to another that are under way, and the same at both. Set once it is sent."""
     began_ns: int = 0
     ended_ns: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
     headers: dict[str, Any] = msgspec.field(default_factory=dict)
-    """What travels along, by the `key` of its observer, as msgpack. May be added to while it begins."""
+    """What observers of the caller send along, by their `key`, as msgpack."""
     outcome: Outcome | None = None
     error: BaseException | None = None
 
 
-class Handling(msgspec.Struct, eq=False):
-    """A request of a peer. Times are those of ``time.perf_counter_ns``."""
+class Outgoing(_Observed, eq=False, kw_only=True):
+    """A request of this worker. While it begins, observers may add to its headers."""
 
-    peer: WorkerInfo
-    function: str
-    kind: Kind
-    id: int
+    is_awaited: bool
+    """Made by `rpc_sync`, whose caller waits for it at once."""
+    target: Any = None
+    """The function itself; of a method of a remote value its name, of a feature's own message its class."""
+
+
+class Handling(_Observed, eq=False, kw_only=True):
+    """A request of a peer. It may wait before its function begins, or never begin: then `began_ns` is 0."""
+
     accepted_ns: int
-    began_ns: int = 0
-    """When its function began to run, after it may have waited for others and for a thread; 0 if it never did."""
-    ended_ns: int = 0
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    headers: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """What observers of the caller sent along."""
-    outcome: Outcome | None = None
-    error: BaseException | None = None
     observers: tuple[Observer, ...] = ()
-    """Who hears of it."""
+    """Those that hear of it."""
     shared: dict[type, Any] = msgspec.field(default_factory=dict)
     """What observers of one kind share."""
     steps: Any = None
@@ -141,9 +130,7 @@ class Activity:
         self.ended_ns = 0
         self.shared: dict[type, Any] = {}
         self._observers = observers
-        found = [observer.activity_begins(self) for observer in observers]
-        parts = [steps for steps in found if steps is not None]
-        self.steps: Steps | None = AllSteps(parts) if len(parts) > 1 else parts[0] if parts else None
+        self.steps = _all_of(observer.activity_begins(self) for observer in observers)
         """What belongs around each of its steps."""
 
     def step(self, function: Callable[[], T]) -> Callable[[], T]:
@@ -206,21 +193,17 @@ class Observer:
         """Exactly once for each that began."""
 
 
-class Observers:
-    """The observers of one worker, and the interceptor that carries their headers."""
+class Observers(Interceptor):
+    """The observers of one worker, and the interceptor that carries their headers, which `begin` adds to requests."""
 
     key = "observe"
 
     def __init__(self, standing: Sequence[Observer] = ()) -> None:
-        self.installed: list[Observer] = []
+        self.occasions = self.installed = list[Observer]()
         self.standing = tuple(standing)
         self._pending: dict[tuple[Any, int], Outgoing] = {}
         self._waiting: WeakKeyDictionary[Inbound, dict[int, Handling]] = WeakKeyDictionary()
         """Requests that have been accepted and have not begun."""
-
-    @property
-    def occasions(self) -> list[Observer]:
-        return self.installed
 
     def begin_activity(self, name: str, kind: Kind) -> Activity | None:
         """Tell observers of something that is no handler; None if there are none."""
@@ -229,7 +212,7 @@ class Observers:
     # -- requests of this worker
 
     def concerned(self) -> Sequence[Observer]:
-        """Who wants to hear of a request that begins now."""
+        """The observers that hear of a request that begins now."""
         for observer in self.standing:
             if observer.occasions:
                 return [*self.installed, *[observer for observer in self.standing if observer.occasions]]
@@ -242,9 +225,15 @@ class Observers:
     def begin(self, concerned: Iterable[Observer], call: Call, send: Callable[[Call], int]) -> int:
         """Make a request by ``send``, and tell observers of it."""
         peer = call.peer
-        kind = kind_of(call.type, call.flags)
         target = call.called or call.function
-        request = Outgoing(peer.info, name_of(target), kind, call.is_awaited, target, began_ns=_now())
+        request = Outgoing(
+            peer=peer.info,
+            function=name_of(target),
+            kind=kind_of(call.type, call.flags),
+            is_awaited=call.is_awaited,
+            target=target,
+            began_ns=_now(),
+        )
         observers = tuple(concerned)
         for observer in observers:
             observer.request_begins(request)
@@ -293,9 +282,6 @@ class Observers:
 
     # -- headers, as an interceptor
 
-    def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot], is_stream: bool = False) -> bytes | None:
-        """Nothing: `begin` has added what there is."""
-
     def request_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
         run = current_scope.get()
         if not isinstance(run, Run):
@@ -304,7 +290,15 @@ class Observers:
         if run.handling is None:
             observers = tuple(observer for observer in self.standing if observer.key in headers)
             if observers:
-                run.handling = Handling(peer, run.name, Kind.CALL, run.id, _now(), headers=headers, observers=observers)
+                run.handling = Handling(
+                    peer=peer,
+                    function=run.name,
+                    kind=Kind.CALL,
+                    id=run.id,
+                    accepted_ns=_now(),
+                    headers=headers,
+                    observers=observers,
+                )
                 for observer in observers:
                     observer.handler_accepted(run.handling)
         else:
@@ -331,17 +325,16 @@ class Observers:
     # -- requests of peers
 
     def _accept(self, inbound: Inbound, message: Message) -> Handling:
+        function = inbound.functions.get(message.arg)
         handling = Handling(
-            inbound.caller,
-            "",
-            kind_of(message.type, message.flags),
-            message.id,
-            _now(),
+            peer=inbound.caller,
+            function=function.name if isinstance(function, Function) else MESSAGE_CLASSES[message.type].__name__,
+            kind=kind_of(message.type, message.flags),
+            id=message.id,
+            accepted_ns=_now(),
             received_bytes=HEADER_BYTES + message.size_bytes,
             observers=tuple(self.installed),
         )
-        function = inbound.functions.get(message.arg)
-        handling.function = function.name if isinstance(function, Function) else MESSAGE_CLASSES[message.type].__name__
         for observer in handling.observers:
             observer.handler_accepted(handling)
         return handling
@@ -361,7 +354,7 @@ class Observers:
             run.function = run.context.run(self.begin_handler, run, message)
 
     def forget_waiting(self) -> None:
-        """Nobody is told any more of what has not begun."""
+        """Tell observers no more of requests that have not begun."""
         self._waiting.clear()
 
     def dropped(self, inbound: Inbound, message_id: int | None = None, error: Exception | None = None) -> None:
@@ -385,10 +378,8 @@ class Observers:
         handling.kind = kind_of(message.type, message.flags)
         handling.function = run.name
         handling.received_bytes = HEADER_BYTES + message.size_bytes
-        found = [observer.handler_begins(handling) for observer in handling.observers]
-        parts = [steps for steps in found if steps is not None]
-        if parts:
-            handling.steps = parts[0] if len(parts) == 1 else AllSteps(parts)
+        handling.steps = _all_of(observer.handler_begins(handling) for observer in handling.observers)
+        if handling.steps is not None:
             current_steps.set(handling.steps)
         return _watched(function, handling, handling.steps)
 
@@ -442,6 +433,12 @@ def error_of(recipient: Any) -> BaseException | None:
         return getattr(recipient, "_exception", None)
     error: BaseException | None = recipient.exception()
     return error
+
+
+def _all_of(found: Iterable[Steps | None]) -> Steps | None:
+    """What several observers put around a step, as one; None if none of them puts anything there."""
+    parts = [steps for steps in found if steps is not None]
+    return AllSteps(parts) if len(parts) > 1 else parts[0] if parts else None
 
 
 def _headers(meta: bytes) -> dict[str, Any]:

@@ -1,84 +1,68 @@
-"""Who may come in. Asked when a peer has proven itself, before the last word of the handshake.
+"""Which connections are accepted. Decided when a peer has proven itself, before the last message of the handshake.
 
 Two workers that connect to each other at the same moment end up with the connection made by the one with the lower id:
 it refuses the other's as a duplicate, while the higher one gives up its own attempt for the one that comes in.
+
+In an elastic group, a worker may connect before this one has heard of it, and one that was taken for dead may still run
+while another has its name. Only the group's store knows which worker has a name, and asking it takes a while: so an
+unknown worker is told to try again in a moment, and is accepted or refused then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Protocol
+import asyncio
+from collections import OrderedDict
+from contextvars import Context
+from typing import TYPE_CHECKING, Final
 
-from arpc.agent.peers.bulk_connections import BulkConnections
-from arpc.agent.peers.dialer import Dialer
-from arpc.agent.peers.elastic_join import ElasticJoin
-from arpc.agent.peers.link import LINE, ONLOOKER, Link
-from arpc.agent.peers.peer import Peer
-from arpc.agent.peers.thread_connections import ThreadConnections
-from arpc.errors import WireError
+from arpc.agent.peers.link import ONLOOKER, THREAD, Host
+from arpc.errors import ArpcError, RendezvousError, UnknownWorkerError, WireError
 from arpc.ids import WorkerInfo
-from arpc.transport.connection import Connection
+from arpc.log import get_logger
 from arpc.wire import protocol as wire
 from arpc.wire.handshake import Identity, Refused, Role
 from arpc.wire.messages import Refusal
 
-__all__ = ["Admission"]
+if TYPE_CHECKING:
+    from arpc.agent.peers.connector import Connector
 
+__all__ = ["Admission", "ElasticJoin"]
 
-class _Host(Protocol):
-    """What is needed of the agent."""
+logger = get_logger("arpc.connections")
 
-    is_closing: bool
-    is_serving: bool
-
-    @property
-    def is_elastic(self) -> bool: ...
-    def peer(self, to: str | int | WorkerInfo) -> Peer | None: ...
+_REMEMBERED: Final = 256
+"""How many of the workers that were refused for good are remembered."""
 
 
 class Admission:
-    """Lets in workers of the group, their lanes and lines, and onlookers; raises `Refused` for all others."""
+    """Accepts workers of the group, their bulk and thread connections, and onlookers; raises `Refused` for others."""
 
-    def __init__(
-        self,
-        agent: _Host,
-        dialler: Dialer,
-        links: Mapping[Connection, Link],
-        attempts: Collection[int],
-        newcomers: ElasticJoin,
-        lanes: BulkConnections,
-        lines: ThreadConnections,
-    ) -> None:
-        self._agent = agent
-        self._dialler = dialler
-        self._links = links
-        self._attempts = attempts
-        """Ids of workers this one is connecting to."""
-        self._newcomers = newcomers
-        self._lanes = lanes
-        self._lines = lines
+    def __init__(self, connector: Connector) -> None:
+        self._connector = connector
+        self._agent = connector.agent
+        self._dialer = connector.dialer
 
     def protocol(self) -> wire.Protocol:
-        """Our end of a connection that somebody has made."""
+        """This worker's end of a connection that another process has made."""
 
         def admit(identity: Identity) -> None:
-            if self._lanes.admit(identity, protocol):
+            if self._connector.bulk.admit(identity, protocol):
                 return
-            self._check_the_time()
-            if LINE in identity.features:
-                self._lines.admit(identity)
+            self._check_serving()
+            if THREAD in identity.features:
+                self._connector.threads.admit(identity)
             elif ONLOOKER not in identity.features:
                 self._check(identity)
             elif self._agent.peer(identity.name) is not None:
                 # roles go by names, and what workers may do is not for others
                 raise Refused(Refusal.STALE, f"an onlooker has the name of worker {identity.name!r}")
 
-        protocol = self._dialler.protocol(Role.ACCEPTOR, admit)
+        protocol = self._dialer.protocol(Role.ACCEPTOR, admit)
         return protocol
 
-    def _check_the_time(self) -> None:
-        """Whether anybody may come in now."""
-        me = self._dialler.identity
+    def _check_serving(self) -> None:
+        """Whether any connection is accepted now."""
+        me = self._dialer.identity
         if self._agent.is_closing:
             raise Refused(Refusal.CLOSING, f"worker {me.name!r} is shutting down")
         if not self._agent.is_serving:
@@ -86,12 +70,12 @@ class Admission:
             raise Refused(Refusal.STARTING, f"worker {me.name!r} is still joining its group")
 
     def _check(self, identity: Identity) -> None:
-        """Whether a worker may come in."""
-        me = self._dialler.identity
+        """Whether the connection of a worker is accepted."""
+        me = self._dialer.identity
         if identity.id == me.id or identity.name == me.name:
             raise Refused(Refusal.STALE, f"worker {identity.name!r} has the name or id of worker {me.name!r}")
         if self._agent.is_elastic:
-            self._newcomers.check(identity)
+            self._connector.joining.check(identity)
         peer = self._agent.peer(WorkerInfo(identity.name, identity.id))
         if peer is None:
             raise Refused(Refusal.UNKNOWN_WORKER, f"worker {identity.name!r} (id {identity.id}) is not of this group")
@@ -101,9 +85,65 @@ class Admission:
             )
         existing = peer.connection
         if existing is not None:
-            if me.id < identity.id and self._links[existing].is_mine:
+            if me.id < identity.id and self._connector.is_mine(existing):
                 raise Refused(Refusal.DUPLICATE, "a connection exists")
             # the peer has lost its end of the connection, and we did not notice
             existing.abort(WireError("the peer connected anew"))
-        elif identity.id in self._attempts and me.id < identity.id:
+        elif identity.id in self._connector.connect_retry.ids and me.id < identity.id:
             raise Refused(Refusal.DUPLICATE, "a connection is being made")
+
+
+class ElasticJoin:
+    """Asks an elastic group about workers that connect and are not known, or not known to have their name still."""
+
+    def __init__(self, agent: Host, context: Context) -> None:
+        self._agent = agent
+        self._context = context
+        self._looking: dict[str, asyncio.Task[None]] = {}
+        self._refused: OrderedDict[int, str] = OrderedDict()
+        """Incarnations that are not, or no more, of the group, and why."""
+
+    def check(self, identity: Identity) -> None:
+        """Return if a worker is known to be of the group. Raises `Refused` if not, for now or for good."""
+        reason = self._refused.get(identity.incarnation)
+        if reason is not None:
+            raise Refused(Refusal.STALE, reason)
+        peer = self._agent.peer(WorkerInfo(identity.name, identity.id))
+        if peer is not None and peer.is_verified and peer.incarnation == identity.incarnation:
+            return
+        if identity.name not in self._looking:
+            looking = self._context.copy().run(self._agent.loop.create_task, self._look_up(identity))
+            self._looking[identity.name] = looking
+        raise Refused(Refusal.STARTING, f"the group is asked which worker has the name {identity.name!r} now")
+
+    async def _look_up(self, identity: Identity) -> None:
+        try:
+            record = await self._agent.resolve(identity.name)
+            if (record.id, record.incarnation) != (identity.id, identity.incarnation):
+                self._refuse(identity, "was taken for dead, and another has its name now")
+            # after the await: others may have told of it meanwhile, which does no harm
+            self._agent.add_peer(record).is_verified = True
+        except UnknownWorkerError:
+            self._refuse(identity, "is not in the group: it has left, or was taken for dead")
+        except RendezvousError as error:
+            # Nobody can take a name any more: workers that are known keep theirs
+            peer = self._agent.peer(WorkerInfo(identity.name, identity.id))
+            if peer is not None:
+                peer.is_verified = True
+            logger.debug("the group cannot be asked about worker %s: %s", identity.name, error)
+        except ArpcError as error:
+            self._refuse(identity, f"cannot be in the group: {error}")
+        finally:
+            self._looking.pop(identity.name, None)
+
+    def _refuse(self, identity: Identity, reason: str) -> None:
+        self._refused[identity.incarnation] = f"worker {identity.name!r} (id {identity.id}) {reason}"
+        if len(self._refused) > _REMEMBERED:
+            self._refused.popitem(last=False)
+
+    async def aclose(self) -> None:
+        looking = list(self._looking.values())
+        for task in looking:
+            task.cancel()
+        if looking:
+            await asyncio.wait(looking)

@@ -1,19 +1,17 @@
-"""Making lanes, the further connections for large tensors, beside a connection over TCP: see `transport.striping`.
+"""Further connections for large tensors, the *lanes* beside a connection over TCP: see `transport.striping`.
 
-Features of the identity tie them together: the main connection has a token, and a lane says whose token it goes by.
+Features of the identity tie them together: the main connection has a token, and a lane names the token of its main one.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
 from typing import Final
 
 from arpc.agent.peers.dialer import Dialer, only
-from arpc.agent.peers.peer import Peer
+from arpc.agent.peers.link import Host, main_connection
 from arpc.errors import WireError
-from arpc.ids import WorkerInfo
 from arpc.log import get_logger
 from arpc.transport.connection import Connection
 from arpc.transport.striping import Lanes
@@ -32,9 +30,9 @@ _LANE: Final = "lane-of:"
 class BulkConnections:
     """Opens lanes to peers, and lets theirs in."""
 
-    def __init__(self, dialler: Dialer, find_peer: Callable[[WorkerInfo], Peer | None]) -> None:
-        self._dialler = dialler
-        self._find_peer = find_peer
+    def __init__(self, agent: Host, dialer: Dialer) -> None:
+        self._dialer = dialer
+        self._agent = agent
         self._joining: dict[wire.Protocol, Connection] = {}
         """Lanes in their handshake, each with the connection that it belongs to."""
 
@@ -42,24 +40,24 @@ class BulkConnections:
 
     def token(self, address: str) -> str:
         """What ties lanes to a new connection to that address; empty if it is to have none."""
-        return secrets.token_hex(8) if self._dialler.options.bulk_connections and address.startswith("tcp://") else ""
+        return secrets.token_hex(8) if self._dialer.options.bulk_connections and address.startswith("tcp://") else ""
 
     def features(self, token: str) -> tuple[str, ...]:
         """Those of a main connection, with its token."""
-        features = self._dialler.identity.features
+        features = self._dialer.identity.features
         return (*features, _MAIN + token) if token else features
 
     async def open(self, main: Connection, address: str, token: str) -> None:
         """Make the lanes of a connection. Without them it works as well, only not as fast."""
         peer = main.peer
-        for _ in range(self._dialler.options.bulk_connections):
+        for _ in range(self._dialer.options.bulk_connections):
             # of what a main connection can do besides, a lane does nothing
-            protocol = self._dialler.protocol(Role.CONNECTOR, only(peer), features=(_LANE + token,))
+            protocol = self._dialer.protocol(Role.CONNECTOR, only(peer), features=(_LANE + token,))
             # before the handshake: the first chunk may come with its last word
             protocol.join(main.protocol)
             self._joining[protocol] = main
             try:
-                await self._dialler.open(address, protocol)
+                await self._dialer.open(address, protocol)
             except (OSError, WireError) as error:
                 # the main connection may have been lost meanwhile, and the peer knows
                 level = logging.WARNING if main.is_open else logging.DEBUG
@@ -84,14 +82,8 @@ class BulkConnections:
         token = _feature(identity, _LANE)
         if token is None:
             return False
-        peer = self._find_peer(WorkerInfo(identity.name, identity.id))
-        main = peer.connection if peer is not None else None
-        if (
-            main is None
-            or not main.is_open
-            or main.peer.incarnation != identity.incarnation
-            or _feature(main.peer, _MAIN) != token
-        ):
+        main = main_connection(self._agent, identity)
+        if main is None or _feature(main.peer, _MAIN) != token:
             raise Refused(Refusal.STALE, "there is no connection that this one could belong to")
         protocol.join(main.protocol)
         self._joining[protocol] = main

@@ -1,36 +1,53 @@
-"""Attempts to connect to peers: whoever makes the connection in the end, tried again as long as there is a point."""
+"""Repeated attempts to connect: for calls that wait to be sent, and to find out what became of a peer.
+
+Where the process of a worker has died, nothing listens any more: the first attempt shows that. Of a worker that was
+stopped, or that cannot be reached, nothing is known until its time is over.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Final, Protocol
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import Context
+from typing import Final
 
 from arpc.agent.peers.bulk_connections import BulkConnections
 from arpc.agent.peers.dialer import Dialer, host_of, only
-from arpc.agent.peers.peer import Peer
-from arpc.agent.peers.reconnect import backoff_delays
+from arpc.agent.peers.link import Host
+from arpc.agent.peers.peer import Peer, PeerState
 from arpc.errors import HandshakeError, ProtocolError, WireError
 from arpc.group.membership import GroupNotAskedError, WorkerRecord
+from arpc.ids import WorkerInfo
 from arpc.transport.connection import Connection
 from arpc.wire.handshake import Refused, Role
 from arpc.wire.messages import Refusal
 
-__all__ = ["ConnectRetry"]
+__all__ = ["ConnectRetry", "Reconnect", "backoff_delays"]
 
 _RETRY_S: Final = 0.02
 _PASSING: Final = frozenset((Refusal.DUPLICATE, Refusal.STARTING))
 """Refusals after which to try again."""
+_FIRST_S: Final = 0.05
+_LONGEST_S: Final = 1.0
+_FACTOR: Final = 2.0
+
+_random: Final = random.Random()  # noqa: S311 - nobody gains from guessing it
+os.register_at_fork(after_in_child=_random.seed)  # or workers that are forked from one process would all wait alike
 
 
-class _Host(Protocol):
-    """What is needed of the agent."""
+def backoff_delays(dice: random.Random = _random) -> Iterator[float]:
+    """Seconds to wait before each further attempt, without end: longer each time, and never the same for two.
 
-    resolve: Callable[[str | int], Awaitable[WorkerRecord]]
-
-    @property
-    def is_elastic(self) -> bool: ...
-    def add_peer(self, record: WorkerRecord) -> Peer: ...
+    >>> delays = backoff_delays(random.Random(1))
+    >>> [round(next(delays), 3) for _ in range(7)]
+    [0.028, 0.092, 0.176, 0.251, 0.598, 0.725, 0.826]
+    """
+    longest_s = _FIRST_S
+    while True:
+        yield longest_s * dice.uniform(0.5, 1.0)
+        longest_s = min(_LONGEST_S, longest_s * _FACTOR)
 
 
 class _UnansweredError(WireError):
@@ -38,19 +55,19 @@ class _UnansweredError(WireError):
 
 
 class ConnectRetry:
-    """Those of one worker that are under way."""
+    """Connects one worker to its peers, with as many attempts as it takes."""
 
-    def __init__(self, agent: _Host, dialler: Dialer, lanes: BulkConnections) -> None:
+    def __init__(self, agent: Host, dialer: Dialer, bulk: BulkConnections) -> None:
         self._agent = agent
-        self._dialler = dialler
-        self._lanes = lanes
+        self._dialer = dialer
+        self._bulk = bulk
         self.ids: set[int] = set()
         """Ids of workers this one is connecting to."""
         self._came: dict[int, asyncio.Future[None]] = {}
 
     async def connect(self, peer: Peer) -> Connection:
-        """A connection to a peer, whoever makes it."""
-        deadline = asyncio.get_running_loop().time() + self._dialler.options.connect_timeout
+        """A connection to a peer, made by either side."""
+        deadline = asyncio.get_running_loop().time() + self._dialer.options.connect_timeout
         known_id = peer.info.id
         self.ids.add(known_id)
         delays = backoff_delays()
@@ -79,7 +96,7 @@ class ConnectRetry:
                 return peer.connection
             if failure is not None:
                 raise failure from error
-            seconds = self._dialler.options.connect_timeout
+            seconds = self._dialer.options.connect_timeout
             raise WireError(f"no connection to worker {peer.info.name!r} within {seconds} s") from error
         finally:
             self.ids -= {known_id, peer.info.id}
@@ -106,7 +123,7 @@ class ConnectRetry:
         try:
             record = await self._agent.resolve(peer.info.name)
         except GroupNotAskedError as error:
-            record = error.known  # who answers there must be that very worker
+            record = error.known  # only that very worker is accepted there
         # the world may have changed meanwhile: the peer may have connected to us
         if peer.connection is not None:
             return peer.connection
@@ -117,11 +134,11 @@ class ConnectRetry:
         peer.is_verified = True
 
         errors: dict[str, Exception] = {}
-        for address in self._dialler.usable(record):
-            token = self._lanes.token(address)
-            protocol = self._dialler.protocol(Role.CONNECTOR, only(record), self._lanes.features(token))
+        for address in self._dialer.usable(record):
+            token = self._bulk.token(address)
+            protocol = self._dialer.protocol(Role.CONNECTOR, only(record), self._bulk.features(token))
             try:
-                connection = await self._dialler.open(address, protocol)
+                connection = await self._dialer.open(address, protocol)
             except HandshakeError:
                 raise
             except (OSError, ProtocolError) as error:
@@ -129,7 +146,7 @@ class ConnectRetry:
                 continue
             peer.hosts.add(host_of(address))
             if token:
-                await self._lanes.open(connection, address, token)
+                await self._bulk.open(connection, address, token)
             return connection
         raise self._unanswered(peer, record, errors)
 
@@ -137,7 +154,7 @@ class ConnectRetry:
         """What it means that none of a worker's addresses answers, by the errors of those that were tried."""
         tried = ", ".join(record.addresses) or "it has no address"
         reasons = "; ".join(str(error) for error in errors.values())
-        if not errors and any(a.startswith("tcp://") and not self._dialler.may_trust(a) for a in record.addresses):
+        if not errors and any(a.startswith("tcp://") and not self._dialer.may_trust(a) for a in record.addresses):
             reasons = (
                 "it is on another host, which is not trusted without a secret: set the same ARPC_SECRET on all workers "
                 "(or RpcOptions.tls)"
@@ -151,3 +168,61 @@ class ConnectRetry:
         peer.is_dead = peer.is_deserted and any(host_of(address) in peer.hosts for address in refused)
         reasons = reasons or "none can be reached from here"
         return _UnansweredError(f"none of its addresses answers ({tried}): {reasons}")
+
+
+class Reconnect:
+    """Seeks peers of one worker. ``lost`` hears of each that is given up."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        context: Context,
+        lost: Callable[[WorkerInfo, str], None],
+    ) -> None:
+        self._loop = loop
+        self._context = context
+        self._lost = lost
+        self._seeking: dict[Peer, asyncio.Task[None]] = {}
+
+    def begin(self, peer: Peer, reason: str, grace_s: float) -> None:
+        """Try to reach a peer whose connection has ended, and give it up after some time."""
+        if peer not in self._seeking:
+            seeking = self._context.copy().run(self._loop.create_task, self._seek(peer, reason, grace_s))
+            self._seeking[peer] = seeking
+
+    def end(self, peer: Peer) -> None:
+        """It is known by other ways what became of a peer."""
+        seeking = self._seeking.pop(peer, None)
+        if seeking is not None:
+            seeking.cancel()
+
+    async def _seek(self, peer: Peer, reason: str, grace_s: float) -> None:
+        info = peer.info
+        try:
+            async with asyncio.timeout(grace_s):
+                for delay_s in backoff_delays():
+                    if await peer.reach() or peer.info != info or peer.state is PeerState.GONE:
+                        return  # the watchers have been told
+                    if peer.is_dead:
+                        break
+                    await asyncio.sleep(delay_s)
+        except TimeoutError:
+            reason = f"{reason}; it has not come back within {grace_s:g} s"
+        finally:
+            if self._seeking.get(peer) is asyncio.current_task():
+                del self._seeking[peer]
+        # the attempt may have been answered in the very moment when time was over
+        if peer.connection is None and peer.info == info and peer.state is not PeerState.GONE:
+            self._lost(info, reason)
+
+    def __len__(self) -> int:
+        """How many peers are sought at the moment."""
+        return len(self._seeking)
+
+    async def aclose(self) -> None:
+        seeking = list(self._seeking.values())
+        self._seeking.clear()
+        for task in seeking:
+            task.cancel()
+        if seeking:
+            await asyncio.wait(seeking)

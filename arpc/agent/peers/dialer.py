@@ -1,4 +1,4 @@
-"""Calling at addresses: which of a worker's can work from here, and one connection to one of them."""
+"""Connecting to an address: which addresses of a worker can work from here, and one connection to one of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PREFERENCE: Final = {"memory": 0, "unix": 1, "tcp": 2}
 
 
 class Dialer:
-    """How one worker reaches others, and as whom."""
+    """How one worker reaches others, and under which identity."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Dialer:
         return [address for _, address in sorted(usable)]
 
     def may_trust(self, address: str) -> bool:
-        """Whoever answers may run code here, too: without a secret or TLS only this host is trusted."""
+        """Whether to connect: the peer may run code here, so without a secret or TLS only this host is trusted."""
         return self.options.is_guarded or self.options.insecure or is_loopback(split_tcp(address)[0])
 
     def protocol(
@@ -106,7 +106,7 @@ class Dialer:
             raise  # it has ended, or does as soon as the peer has been told why
         except BaseException:
             # One that has opened meanwhile carries calls: a loop that was busy may run the timer of the attempt
-            # before it wakes who waits for the connection
+            # before it wakes the task that waits for the connection
             if not connection.is_open:
                 connection.abort(_given_up())
             raise
@@ -129,7 +129,7 @@ class Dialer:
                     finally:
                         connection.abort()
             except (OSError, ArpcError):
-                pass  # what counts is who was found before
+                pass  # what counts is which worker was found before
         return record.incarnation in found
 
 
@@ -138,7 +138,7 @@ def _given_up() -> WireError:
 
 
 def only(expected: WorkerRecord | Identity) -> Callable[[Identity], None]:
-    """Who may answer a connection: that very worker, and not another that has come to its address."""
+    """Accept one worker as the other end of a connection, and not another that has come to its address."""
 
     def admit(identity: Identity) -> None:
         if (identity.name, identity.id, identity.incarnation) != (expected.name, expected.id, expected.incarnation):

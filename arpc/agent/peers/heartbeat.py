@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from arpc.errors import WireError
 from arpc.options import RpcOptions
@@ -27,6 +27,18 @@ class _Connections(Protocol):
     def open_connections(self) -> Iterable[Connection]: ...
 
 
+class _Seen(NamedTuple):
+    """How a connection was found."""
+
+    heard: int
+    """Bytes received."""
+    delivered: int
+    """Bytes that the peer has got."""
+    silent_since: float
+    asked: int
+    """Up to which byte the peer must have got everything to have been asked; 0 if it was not."""
+
+
 class Heartbeat:
     """One timer for all connections of a worker."""
 
@@ -40,11 +52,7 @@ class Heartbeat:
         self._interval_s = options.heartbeat_interval
         # often enough to notice a silence soon after it has lasted too long
         self._period_s = min(self._interval_s, self._timeout_s - self._interval_s) / 2
-        self._silent_since: dict[Connection, float] = {}
-        self._delivered: dict[Connection, int] = {}
-        self._asked: dict[Connection, int] = {}
-        """Up to which byte the peer must have got everything to have been asked."""
-        self._heard: dict[Connection, int] = {}
+        self._seen: dict[Connection, _Seen] = {}
         self._expected = 0.0
         self._timer: Alarm | None = None
         self.pings_sent = 0
@@ -56,8 +64,7 @@ class Heartbeat:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._silent_since.clear()
-        self._asked.clear()
+        self._seen.clear()
 
     def _arm(self) -> None:
         self._expected = self._loop.time() + self._period_s
@@ -67,38 +74,30 @@ class Heartbeat:
         now = self._loop.time()
         stalled = now - self._expected > self._period_s
         self._arm()
-        connections = list(self._connections.open_connections())
-        # If this loop was busy, or the process stopped, what peers said meanwhile has not been read yet
-        heard_before = {} if stalled else self._heard
-        self._heard = {connection: connection.bytes_received for connection in connections}
-        silent: dict[Connection, float] = {}
-        asked: dict[Connection, int] = {}
-        delivered = {connection: connection.count_delivered() for connection in connections}
-        for connection in connections:
-            is_heard = self._heard[connection] != heard_before.get(connection)
-            if connection in self._asked and not is_heard:
-                asked[connection] = self._asked[connection]
-            arrived = delivered[connection]
-            if is_heard or self._delivered.get(connection, arrived) < arrived < asked.get(connection, 0):
-                silent[connection] = now
+        before, self._seen = self._seen, {}
+        for connection in list(self._connections.open_connections()):
+            heard, delivered = connection.bytes_received, connection.count_delivered()
+            seen = before.get(connection)
+            # If this loop was busy, or the process stopped, what peers said meanwhile has not been read yet
+            is_heard = seen is None or stalled or seen.heard != heard
+            asked = 0 if seen is None or is_heard else seen.asked
+            if seen is None or is_heard or seen.delivered < delivered < asked:
+                self._seen[connection] = _Seen(heard, delivered, now, asked)
                 if not connection.protocol.is_between_frames:
                     # A large message is on its way here, and its sender hears nothing of us before it has arrived
                     connection.send(_SIGN_OF_LIFE)
                 continue
-            since = silent[connection] = self._silent_since.get(connection, now)
-            silence = now - since
+            silence = now - seen.silent_since
             if silence >= self._timeout_s:
                 self.peers_given_up += 1
-                del silent[connection]
                 connection.abort(WireError(f"it has not been heard of for {silence:.1f} s"))
-            elif silence >= self._interval_s:
+                continue
+            if silence >= self._interval_s:
                 self.pings_sent += 1
                 connection.send(frame(_PING, 0, self.pings_sent, 0, 0, b""))
                 connection.flush()  # so that it is counted
-                asked.setdefault(connection, connection.count_sent())
-        self._silent_since = silent
-        self._asked = asked
-        self._delivered = delivered
+                asked = asked or connection.count_sent()
+            self._seen[connection] = _Seen(heard, delivered, seen.silent_since, asked)
 
     def statistics(self) -> dict[str, int]:
         return {"pings_sent": self.pings_sent, "peers_given_up": self.peers_given_up}

@@ -1,4 +1,4 @@
-"""Warnings that strangers can cause, as many as somebody may read: a flood of them must not fill the disk."""
+"""Limits warnings that strangers can cause: a flood of them must not fill the disk."""
 
 from __future__ import annotations
 

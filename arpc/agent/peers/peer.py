@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from enum import Enum, auto
 from functools import partial
 from itertools import count
-from time import monotonic
 from typing import Any, Final
 
 from arpc.agent.client.deadlines import NEVER, Deadlines
 from arpc.agent.client.pending_calls import SEQUENCE_BITS, Call, PendingCalls
+from arpc.agent.client.thread_connections import CountsBytes, ThreadConnections
 from arpc.agent.codec import Codec
-from arpc.agent.peers.thread_lines import ThreadLine, ThreadLines
 from arpc.agent.server.functions import name_of
 from arpc.errors import (
     ArpcError,
@@ -46,7 +45,6 @@ _FUNCTION: Final = int(MessageType.FUNCTION)
 _MAIN_NAMES: Final = ("__main__", "__mp_main__")
 # What is this small may use a second window: it must not queue behind tensors
 _SMALL_BYTES: Final = 16 * 1024
-_FEW: Final = 64
 _ANSWER_WEIGHT: Final = 0.1
 _MARGIN: Final = 1.5
 
@@ -80,7 +78,7 @@ class Peer:
         self.incarnation: int | None = None
         """Which start of the worker the group, or its last connection, has told of."""
         self.is_verified = True
-        """The group was asked who has its name, and nothing has happened since that would be a reason to ask again."""
+        """The group has said which worker has its name, and there is no reason to ask again."""
         self.is_deserted = False
         """Nobody listened at any of its addresses when it was last tried, or there was none to try."""
         self.is_dead = False
@@ -94,18 +92,16 @@ class Peer:
         self.in_flight_calls = 0
         """Counted if calls in flight are limited."""
         self.calls = PendingCalls(deadlines, self._timed_out, self._abandon if options.timeouts_travel else self._leave)
-        self.backlog: deque[tuple[int, Call]] = deque()
-        """Calls that wait for a connection, or for room in the window."""
+        self.backlog: OrderedDict[int, Call] = OrderedDict()
+        """Calls that wait for a connection, or for room in the window, by id."""
         self.connects = 0
-        self.lines: ThreadLines | None = None
-        """For threads that block, None unless there are such."""
-        self.lines_here: set[Connection] = set()
-        """Those of its own threads."""
+        self.thread_connections: ThreadConnections | None = None
+        """Of threads of this worker that block; None unless there are such."""
+        self.accepted_from_threads: set[Connection] = set()
+        """Connections that threads of the peer have made."""
         self._answer_s = 0.0
         """How long the peer takes to answer, if calls in flight are limited: a mean that follows."""
         self._held: dict[int, Call] = {}
-        self._given_up = 0
-        """How many of those in the backlog nobody waits for any more."""
         self._definitions: dict[Any, tuple[int, bytes]] = {}
         self._numbers = count(1)
         self._codec = codec
@@ -125,11 +121,16 @@ class Peer:
     @property
     def calls_made(self) -> int:
         """How many calls there have been, on whatever connection."""
-        return self.calls.made + (0 if self.lines is None else self.lines.calls_made)
+        threads = self.thread_connections
+        return self.calls.made + (0 if threads is None else threads.calls_made)
 
     @property
     def calls_in_flight(self) -> int:
-        return len(self.calls) + (0 if self.lines is None else len(self.lines.under_way))
+        return len(self.calls) + len(self.calls_of_threads())
+
+    def calls_of_threads(self) -> list[tuple[int, str, float | None]]:
+        """The calls under way on thread connections: id, name of the function, seconds left if these are limited."""
+        return [] if self.thread_connections is None else self.thread_connections.calls()
 
     @property
     def is_at_rest(self) -> bool:
@@ -137,18 +138,11 @@ class Peer:
         is_connected = self.connection is not None or self._connecting is not None
         return not (is_connected or self.backlog or self.calls_in_flight or self.connections())
 
-    def connections(self) -> list[Connection | ThreadLine]:
+    def connections(self) -> list[CountsBytes]:
         """All that lead to it or come from it."""
         main = () if self.connection is None else (self.connection,)
-        return [*main, *self.lines_here, *(() if self.lines is None else self.lines.all)]
-
-    def calls_of_threads(self) -> list[tuple[int, str, float | None]]:
-        """The calls under way on lines: id, name of the function, seconds left if that is limited."""
-        lines = () if self.lines is None else self.lines.under_way
-        now = monotonic()
-        # a call may end at any moment
-        found = [(line.call_id, line.calling, line.due_at) for line in lines]
-        return [(id_, name_of(f), due_at - now if due_at else None) for id_, f, due_at in found if f is not None]
+        threads = () if self.thread_connections is None else self.thread_connections.all
+        return [*main, *self.accepted_from_threads, *threads]
 
     # -- functions
 
@@ -193,13 +187,11 @@ class Peer:
 
     def _wait(self, call_id: int, call: Call) -> None:
         """Keep a call until there is a connection, and room; `OverloadedError` if too many wait already."""
-        waiting = len(self.backlog) - self._given_up
-        if waiting >= self._max_waiting:
+        if len(self.backlog) >= self._max_waiting:
             self.calls.pop(call_id)
-            text = f"{call.name} was not sent to worker {self.info.name!r}: {waiting} calls wait already"
+            text = f"{call.name} was not sent to worker {self.info.name!r}: {len(self.backlog)} calls wait already"
             raise not_run(OverloadedError(text))
-        call.is_waiting = True
-        self.backlog.append((call_id, call))
+        self.backlog[call_id] = call
         self._wake()
 
     def hold(self, call_id: int, call: Call) -> None:
@@ -261,26 +253,20 @@ class Peer:
         """Send what waited, as far as there is room."""
         connection = self.connection
         while connection is not None and self.backlog:
-            call_id, call = self.backlog[0]
-            if call.recipient.done():  # cancelled, timed out or completed by hand while it waited
-                self.backlog.popleft()
-                self.calls.pop(call_id)
-                if call.is_waiting:
-                    call.is_waiting = False  # of many that expire at once, those who wait for them are told first
-                else:
-                    self._given_up -= 1
-            elif not self.has_room(call.size_bytes):
+            call_id, call = next(iter(self.backlog.items()))
+            if not (is_done := call.recipient.done()) and not self.has_room(call.size_bytes):
                 return
+            del self.backlog[call_id]
+            if is_done:  # completed by hand while it waited, or about to be taken out
+                self.calls.pop(call_id)
+            elif self._max_in_flight and self._comes_too_late(call_id):
+                self.calls.pop(call_id)
+                call.recipient.set_exception(self._too_late(call))
             else:
-                self.backlog.popleft()
-                if self._max_in_flight and self._comes_too_late(call_id):
-                    self.calls.pop(call_id)
-                    call.recipient.set_exception(self._too_late(call))
-                else:
-                    self._send(connection, call_id, call)
+                self._send(connection, call_id, call)
 
     def _comes_too_late(self, call_id: int) -> bool:
-        """Whether a call that has waited has not enough time left to be answered: the peer would work for nobody."""
+        """Whether a call that has waited has not enough time left to be answered: the peer would work in vain."""
         tick = call_id >> SEQUENCE_BITS
         return tick != NEVER and self._deadlines.time_of(tick) - self._deadlines.now() < _MARGIN * self._answer_s
 
@@ -300,12 +286,7 @@ class Peer:
     def _abandon(self, call_id: int, call: Call) -> None:
         connection = call.connection
         if connection is None:
-            # never sent: `drain` passes over it
-            if call.is_waiting:
-                call.is_waiting = False
-                self._given_up += 1
-                if self._given_up > max(_FEW, len(self.backlog) // 2):
-                    self._tidy_backlog()
+            self.backlog.pop(call_id, None)
             return
         if connection.is_open:
             if call.bulk is not None and connection.drop_bulk(call.bulk):
@@ -320,23 +301,11 @@ class Peer:
         self.release(call)
 
     def _leave(self, call_id: int, call: Call) -> None:
-        """Nobody here waits for a call any more, but the peer is not told."""
+        """Give up a call without telling the peer."""
         if call.connection is None:
             self._abandon(call_id, call)  # it has not heard of it
         else:
             self.release(call)
-
-    def _tidy_backlog(self) -> None:
-        """Let go of calls that nobody waits for any more."""
-        backlog, self.backlog = self.backlog, deque()
-        self._given_up = 0
-        for entry in backlog:
-            call_id, call = entry
-            if call.is_waiting and not call.recipient.done():
-                self.backlog.append(entry)
-            else:
-                call.is_waiting = False
-                self.calls.pop(call_id)
 
     def _timed_out(self, _: int, call: Call) -> None:
         if not call.recipient.done():
@@ -402,7 +371,7 @@ class Peer:
         return made
 
     def refuse_the_dead(self, incarnation: int) -> None:
-        """Raise `WorkerLostError` if this is the worker that has left, still in the group's books."""
+        """Raise `WorkerLostError` if this is the worker that has left, still listed in the group."""
         if self._gone_because and incarnation == self.incarnation:
             raise WorkerLostError(self._gone_because, self.info.name, may_have_run=False)
 
@@ -434,16 +403,16 @@ class Peer:
             self.state = PeerState.IDLE
             if reason is not None:
                 self.gone(f"worker {self.info.name!r} has left: {reason}")
-        text = self._how_lost(error, reason)
-        if self.lines is not None and self.lines.main is connection:
-            self.lines.end(partial(self._lost_error, text, error))
+        make_error = partial(self.lost_with, error, reason)
+        if self.thread_connections is not None:
+            self.thread_connections.lost(connection, make_error)
         for call_id, call in sent:
             self.calls.pop(call_id)
             self.in_flight_bytes -= call.size_bytes
             if call.sent_at:
                 self.in_flight_calls -= 1
             if not call.recipient.done():
-                call.recipient.set_exception(self._lost_error(text, error, call.name))
+                call.recipient.set_exception(make_error(call.name))
         if self.backlog and self.connection is None:
             self._wake()
         elif self.backlog:
@@ -451,16 +420,8 @@ class Peer:
 
     def lost_with(self, error: Exception | None, reason: str | None, function: str) -> WorkerLostError:
         """The error of a call that was under way on a connection when that ended."""
-        return self._lost_error(self._how_lost(error, reason), error, function)
-
-    def _how_lost(self, error: Exception | None, reason: str | None) -> str:
-        if reason is not None:
-            return f"worker {self.info.name!r} has left: {reason}"
-        what = f"worker {self.info.name!r} was lost"
-        return f"{what}: {error}" if error is not None else f"{what}: it closed the connection"
-
-    def _lost_error(self, text: str, error: Exception | None, function: str) -> WorkerLostError:
-        failure = WorkerLostError(f"{text} ({function} may have run)", self.info.name)
+        how = f"was lost: {error or 'it closed the connection'}" if reason is None else f"has left: {reason}"
+        failure = WorkerLostError(f"worker {self.info.name!r} {how} ({function} may have run)", self.info.name)
         failure.__cause__ = error
         return failure
 
@@ -487,22 +448,24 @@ class Peer:
 
     def _fail_backlog(self, make_error: Callable[[], Exception]) -> None:
         """Fail all calls that have not been sent."""
-        backlog, self.backlog = self.backlog, deque()
-        held, self._held = self._held, {}
-        self._given_up = 0
-        for call_id, call in [*backlog, *held.items()]:
+        unsent = self.backlog | self._held
+        self._clear()
+        for call_id, call in unsent.items():
             self.calls.pop(call_id)
             if not call.recipient.done():
-                # one each: an exception collects the traceback of whoever raises it
+                # one each: an exception collects the traceback of all code that raises it
                 call.recipient.set_exception(make_error())
 
     def abandon(self) -> None:
         """The loop is closed, and nothing can end any more."""
         self.calls.clear()
-        self._held.clear()
-        self.backlog.clear()
-        self._given_up = 0
+        self._clear()
         self.in_flight_bytes = self.in_flight_calls = 0
+
+    def _clear(self) -> None:
+        """Keep no call that has not been sent."""
+        self.backlog = OrderedDict()
+        self._held = {}
 
     async def aclose(self) -> None:
         """End whatever is left: this worker shuts down."""
@@ -511,17 +474,15 @@ class Peer:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        self.backlog.clear()
-        self._held.clear()
-        self._given_up = 0
+        self._clear()
         self.in_flight_bytes = self.in_flight_calls = 0
         for call_id, call in self.calls:
             self.calls.pop(call_id)
             if not call.recipient.done():
                 error = _shut_down_before(call.name)
                 call.recipient.set_exception(error if call.connection is not None else not_run(error))
-        if self.lines is not None:
-            await self.lines.aclose(_shut_down_before)
+        if self.thread_connections is not None:
+            await self.thread_connections.aclose(_shut_down_before)
 
     def statistics(self) -> dict[str, int | str]:
         return {
@@ -531,7 +492,7 @@ class Peer:
             "calls_waiting": len(self.backlog),
             "bytes_in_flight": self.in_flight_bytes,
             "connects": self.connects,
-            **({} if self.lines is None else {"lines": self.lines.count}),
+            **({} if self.thread_connections is None else {"thread_connections": len(self.thread_connections.all)}),
             **({} if self.connection is None else self.connection.statistics()),
         }
 

@@ -3,64 +3,47 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import Context, copy_context
 from functools import partial
 from typing import Any, Final, Protocol
 
-import torch
-
 from arpc import torchstate
 from arpc.agent.codec import Codec
 from arpc.agent.hooks.observers import Observers
+from arpc.agent.peers.link import Link
 from arpc.agent.scope import current_scope
 from arpc.agent.server.eager_tasks import EagerTasks
-from arpc.agent.server.functions import NAMING, Function, HandOver, Mode, Prompt
+from arpc.agent.server.functions import Function, HandOver, Mode, Prompt
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.producer import Producer
-from arpc.agent.server.remote_exceptions import NOT_THERE
 from arpc.agent.server.replies import Replies
-from arpc.agent.server.reply_window import ReplyWindow, ResultSizes
+from arpc.agent.server.reply_window import ResultSizes
+from arpc.agent.server.request_queue import RequestQueue
+from arpc.agent.server.request_reader import RequestReader
+from arpc.agent.server.returned_futures import await_future, value_of, when_done
 from arpc.agent.server.run import Creation, Run
 from arpc.agent.server.thread_pool import ThreadPool
 from arpc.agent.server.thread_replies import ThreadReplies
 from arpc.errors import (
-    NotAllowedError,
-    OverloadedError,
     ProtocolError,
-    SerializationError,
     ShutdownError,
-    WireError,
 )
-from arpc.user_errors import close_coroutine, is_a, is_coroutine, summary_of, type_name_of
+from arpc.options import RpcOptions
+from arpc.user_errors import close_coroutine, is_a, is_coroutine
 from arpc.wire.messages import FailureKind, Message, RequestFlag
-from arpc.wire.metadata import WINDOW, unpack_window
 
-__all__ = ["CreationService", "Dispatcher", "HasInbound"]
+__all__ = ["CreationService", "Dispatcher"]
 
 _COROUTINE: Final = Mode.COROUTINE
 _THREAD: Final = Mode.THREAD
 _INLINE: Final = Mode.INLINE
 _STREAM: Final = int(RequestFlag.STREAM)
-_KWARGS: Final = int(RequestFlag.KWARGS)
-# A caller keeps to its own window, twice of it for what is small; and its options may not be the same
-_WINDOWS: Final = 16
-# By number, with each connection
-_MAX_FUNCTIONS: Final = 1 << 16
-_NO_SLOTS: Final[list[Any]] = []
 _now_ns = time.perf_counter_ns
 
 
-class HasInbound(Protocol):
-    """What is kept about a connection, as far as the dispatcher needs it."""
-
-    @property
-    def inbound(self) -> Inbound: ...
-
-
-_Handle = Callable[[HasInbound, Message], None]
+_Handle = Callable[[Link, Message], None]
 
 
 class CreationService(Protocol):
@@ -84,10 +67,8 @@ class Dispatcher:
         name: str,
         context: Context,
         codec: Codec,
-        threads: int,
-        max_requests_waiting: int,
-        window_bytes: int,
-        observers: Observers | None = None,
+        options: RpcOptions,
+        observers: Observers,
     ) -> None:
         self.loop = loop
         self.worker = worker
@@ -95,19 +76,20 @@ class Dispatcher:
         self.context = context
         self.codec = codec
         self.name = name
-        self.threads = ThreadPool(loop, threads, name)
+        self.threads = ThreadPool(loop, options.num_worker_threads, name)
         self.tasks = EagerTasks(loop, name)
-        self.observers = observers or Observers()
+        self.observers = observers
         self.replies = Replies(loop, codec, self.observers, self.readmit)
+        self.queue = RequestQueue(self.start, self.threads, self.replies, observers, options)
+        self.postpone = self.queue.postpone
+        self.reader = RequestReader(worker, name, context, codec, observers, self.call)
+        self.unpack = self.reader.unpack
         self.encoded = self.replies.encoded
         self.answer_withdrawn = self.replies.answer_withdrawn
         self._copy_context = context.copy
-        self._max_waiting = max_requests_waiting
-        self._window_bytes = window_bytes
-        self.calls_refused = 0
+        self._window_bytes = options.window_bytes
         self.is_watched = False
-        """Somebody hears of every request: a meter or observers."""
-        self._is_closed = False
+        """A meter or observers hear of every request."""
 
     @property
     def calls_handled(self) -> int:
@@ -116,7 +98,7 @@ class Dispatcher:
 
     # -- the start of a request
 
-    def request_received(self, link: HasInbound, message: Message) -> None:
+    def request_received(self, link: Link, message: Message) -> None:
         """Run a call, or keep it packed while its caller does not take replies or has too many others running."""
         inbound = link.inbound
         if message.id == inbound.latest_id:
@@ -132,7 +114,7 @@ class Dispatcher:
             or inbound.connection.is_congested
             or message.flags & _STREAM
         ):
-            self._admit(inbound, message)
+            self.queue.admit(inbound, message)
         else:
             run = Run(self, inbound, function, message.id, message.timeout_ms, self._copy_context(), message)
             if self.is_watched and self.observers.installed:
@@ -145,28 +127,13 @@ class Dispatcher:
         if self.observers.installed:
             self.observers.accepted(inbound, message)
 
-    def _admit(self, inbound: Inbound, message: Message) -> None:
-        """Take a call that may have to wait, or that is not simply run."""
-        results = inbound.results_of(message)
-        is_large = results is not None and results.are_large
-        if not (is_large or inbound.is_full or inbound.connection.is_congested):
-            self.start(inbound, message)
-        elif (
-            len(inbound.waiting) < self._max_waiting or not (is_large or inbound.is_full)
-        ) and inbound.waiting_bytes <= _WINDOWS * self._window_bytes:
-            if is_large and results is not None:
-                self._keep_for_window(inbound, message, results)
-            else:
-                inbound.keep_for_handler(message)
-                self._start_waiting(inbound)
-        else:
-            self._refuse_for_now(inbound, message)
-
     def start(self, inbound: Inbound, message: Message, *, is_counted: bool = False) -> None:
         """Run a call now. ``is_counted``: the reply window has let it go to a thread."""
         function = inbound.functions.get(message.arg)
         if function.__class__ is not Function or message.flags & _STREAM:
-            self._start_special(inbound, function, message)
+            run = self._run(inbound, function if isinstance(function, Function) else _UNKNOWN, message)
+            run.is_stream = bool(message.flags & _STREAM)
+            self._start(run, function, message)
             return
         run = self._run(inbound, function, message)
         run.is_counted = is_counted
@@ -180,29 +147,18 @@ class Dispatcher:
             self.observers.watch(run, message)
         return run
 
-    def _start_special(self, inbound: Inbound, function: Function | Exception | None, message: Message) -> None:
-        """Run a stream, a function that came with its arguments, or one that is not there."""
-        run = self._run(inbound, function if isinstance(function, Function) else _UNKNOWN, message)
-        if message.flags & _STREAM:
-            run.is_stream = True
-        self._start(run, function, message)
-
     def _start(self, run: Run, function: Function | Exception | None, message: Message) -> None:
-        """Unpack the arguments of a request, then run it."""
+        """Unpack the arguments of a request, then run it: a stream, a creation, or a function that came with them."""
         try:
-            self._check_found(function, message)
-            run.context.run(self._enter, run, message)
+            if isinstance(function, Exception):
+                raise function.with_traceback(None)
+            if function is None and message.arg:
+                raise ProtocolError(f"call {message.id} of function {message.arg}, which was never sent")
+            run.context.run(self.reader.enter, run, message)
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             self.refused(run, error)
             return
         self._launch(run)
-
-    @staticmethod
-    def _check_found(function: Function | Exception | None, message: Message) -> None:
-        if isinstance(function, Exception):
-            raise function.with_traceback(None)
-        if function is None and message.arg:
-            raise ProtocolError(f"call {message.id} of function {message.arg}, which was never sent")
 
     def _launch(self, run: Run) -> None:
         """Run it in the way of its function."""
@@ -216,99 +172,16 @@ class Dispatcher:
         else:
             self.refused(run, TypeError(f"{run.name} is a generator: call it with arpc.stream"))
 
-    # -- requests that wait
-
-    def _window(self, inbound: Inbound) -> ReplyWindow:
-        if inbound.reply_window is None:
-            inbound.reply_window = ReplyWindow(
-                inbound.connection, self._window_bytes, self.threads.size, partial(self.readmit, inbound)
-            )
-        return inbound.reply_window
-
-    def _keep_for_window(self, inbound: Inbound, message: Message, results: ResultSizes) -> None:
-        """Keep a call whose result is likely to be large until there is room for that."""
-        function = inbound.functions.get(message.arg)
-        # one that comes with its arguments is not known yet: it waits again if it is for a thread
-        in_thread = isinstance(function, Function) and function.mode is _THREAD
-        window = self._window(inbound)
-
-        def start() -> None:
-            if len(inbound.running) >= inbound.limit and message.id in inbound.waiting:
-                inbound.wait_for_handler(message.id)
-                kept = None
-            else:
-                kept = None if self._is_closed else inbound.take_waiting(message.id)
-            if kept is not None:
-                self.start(inbound, kept, is_counted=in_thread)
-            elif in_thread:  # it was cancelled, or waits for another reason
-                window.thread_ended()
-
-        inbound.keep(message)
-        window.enter(results, start, in_thread=in_thread)
-
-    def postpone(self, run: Run) -> None:
-        """Let a plain function have a thread when there is room for its result, or at once if that will be small."""
-        if not run.function.results.are_large:
-            self.threads.submit(run.work, is_quick=run.function.quickness.is_quick)
-            return
-        window = self._window(run.inbound)
-
-        def start() -> None:
-            if run.ended:
-                window.thread_ended()
-            else:
-                self._submit_counted(run)
-
-        window.enter(run.function.results, start, in_thread=True)
-
-    def _submit_counted(self, run: Run) -> None:
-        run.is_counted = True
-        run.thread_replies = None  # the loop is to hear of its end
-        self.threads.submit(run.work, is_quick=run.function.quickness.is_quick)
-
-    def _refuse_for_now(self, inbound: Inbound, message: Message) -> None:
-        """Answer a call of a caller too many of whose calls wait already."""
-        self.calls_refused += 1
-        error = OverloadedError(f"{len(inbound.waiting)} of its requests wait already")
-        self.observers.dropped(inbound, message.id, error)
-        if inbound.connection.is_congested:
-            # to refuse them all would take as much memory as to keep them
-            inbound.connection.abort(
-                WireError(f"{len(inbound.waiting)} of its requests wait, and it does not read replies")
-            )
-            return
-        self.replies.fail(inbound, message.id, FailureKind.OVERLOADED, error)
-
     def readmit(self, inbound: Inbound) -> None:
-        """Something ended or was sent: see whether those that wait may run."""
-        # This is called between two steps of any task, which may have switched something off for itself
-        outer = None if torchstate.is_pristine() else torchstate.save_and_reset()
-        inbound.look_for_room()
-        try:
-            self._start_waiting(inbound)
-            if inbound.reply_window is not None:
-                inbound.reply_window.admit()
-        finally:
-            if outer is not None:
-                torchstate.restore(outer)
+        """Start requests that wait, as far as there is room: something has ended or was sent."""
+        self.queue.readmit(inbound)
 
-    def _start_waiting(self, inbound: Inbound) -> None:
-        connection = inbound.connection
-        while (
-            inbound.has_room_for_waiting
-            and not (connection.is_congested and connection.unsent_small_bytes > self._window_bytes)
-            and not self._is_closed
-        ):
-            message = inbound.next_waiting()
-            if message is not None:
-                self.start(inbound, message)
-
-    def refuse(self, link: HasInbound, message: Message) -> None:
+    def refuse(self, link: Link, message: Message) -> None:
         """Answer a request that came too late: this worker is being closed."""
         error = ShutdownError(f"worker {self.name!r} is shutting down")
         self.replies.fail(link.inbound, message.id, FailureKind.SHUTDOWN, error)
 
-    def reject(self, link: HasInbound, message: Message, error: Exception) -> None:
+    def reject(self, link: Link, message: Message, error: Exception) -> None:
         """Answer a request with an error; nothing of it is looked at."""
         self.refused(self._run(link.inbound, _UNKNOWN, message), error)
 
@@ -322,7 +195,7 @@ class Dispatcher:
         served.name = message_class.__name__
         served.is_service = True
 
-        def handle(link: HasInbound, message: Message) -> None:
+        def handle(link: Link, message: Message) -> None:
             if self.replies.meter is not None:
                 link.inbound.arrived_ns[message.id] = _now_ns()
             self._launch(self._run(link.inbound, served, message))
@@ -336,7 +209,7 @@ class Dispatcher:
         """
         kept = ResultSizes()  # what these functions return stays here
 
-        def handle(link: HasInbound, message: Message) -> None:
+        def handle(link: Link, message: Message) -> None:
             inbound = link.inbound
             if self.replies.meter is not None:
                 inbound.arrived_ns[message.id] = _now_ns()
@@ -359,85 +232,7 @@ class Dispatcher:
 
         return handle
 
-    # -- arguments
-
-    def _enter(self, run: Run, message: Message) -> None:
-        current_scope.set(run)
-        run.message = None
-        self.unpack(run, message)
-
-    def unpack(self, run: Run, message: Message) -> None:
-        """Build the arguments of a request.
-
-        Runs in the handler's context, because interceptors and user code may look at it.
-        """
-        codec = self.codec
-        layout = message.layout
-        try:
-            if not message.arg:
-                codec.policy.check_code()
-            slots = _NO_SLOTS if layout is None else layout.build(message.body, message.buffers)
-            if message.meta_end > message.meta_start:
-                self._receive_metadata(run, message, slots)
-            content = codec.content(message, slots, run.inbound.caller)
-            if not message.arg:
-                call, content = content
-                run.function = Function(call)
-                run.function.results = run.inbound.results_by_value
-            elif run.function.is_service:
-                codec.policy.check_plain(content)
-        except (AttributeError, ImportError, LookupError, StopIteration) as error:
-            raise SerializationError(
-                f"worker {self.name!r} cannot unpack the call: {summary_of(error)}. "
-                f"What is sent by reference must be importable on the callee"
-            ) from error
-        if message.flags & _KWARGS:
-            run.args, run.kwargs = content
-        else:
-            run.args = content
-        if run.function.describe is not None:
-            run.describe = partial(run.function.describe, self.worker, *(run.args or ())[:NAMING])
-        if run.awaited_first is not None:
-            run.function = self._after(run.awaited_first, run.function)
-        if run.handling is not None:
-            run.function = self.observers.begin_handler(run, message)
-
-    def _receive_metadata(self, run: Run, message: Message, slots: list[Any]) -> None:
-        meta = run.meta
-        if meta is None:
-            meta = run.meta = self.codec.metadata(message)
-        if run.is_stream:
-            run.credit = unpack_window(meta.pop(WINDOW, None))
-        self.codec.request_received(run.inbound.caller, meta, slots)
-
-    def _after(self, prerequisites: list[Awaitable[object]], function: Function) -> Function:
-        """A function that waits first."""
-
-        async def wait_and_call(*args: Any, **kwargs: Any) -> Any:
-            for prerequisite in prerequisites:
-                await prerequisite
-            return await self.call(function, args, kwargs)
-
-        return Function.of_coroutine(wait_and_call, function.name, function.results)
-
     # -- functions
-
-    def define(self, inbound: Inbound, message: Message) -> None:
-        """A peer sends a function that it will call by number. Raises `ProtocolError` if there are too many."""
-        if len(inbound.functions) >= _MAX_FUNCTIONS:
-            raise ProtocolError(f"worker {inbound.caller.name!r} calls more than {_MAX_FUNCTIONS} functions")
-        functions, number = inbound.functions, message.arg
-        try:
-            functions[number] = Function(self.context.copy().run(self.codec.function, message, inbound.caller))
-        except NotAllowedError as error:
-            functions[number] = error
-        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
-            made = SerializationError(
-                f"{NOT_THERE}{self.name!r}: {summary_of(error)}. "
-                f"It must be importable there, or be passed as a lambda or closure, which travel by value"
-            )
-            made.__cause__ = error
-            functions[number] = made
 
     async def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a function returns, run in its own way, for a coroutine that stands in its place.
@@ -449,7 +244,7 @@ class Dispatcher:
         else:
             result = function.call(*args, **kwargs)
         if function.returns_future:
-            return await _future_of(result, function.name, self.loop)
+            return await await_future(result, function.name, self.loop)
         # not asyncio.iscoroutine, to which a generator is one
         return await result if is_coroutine(result) else result
 
@@ -474,7 +269,7 @@ class Dispatcher:
             run.context.run(current_scope.set, run)
             return True
         try:
-            run.context.run(self._enter, run, message)
+            run.context.run(self.reader.enter, run, message)
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             self.refused(run, error)
             return False
@@ -489,10 +284,10 @@ class Dispatcher:
         inbound, function = run.inbound, run.function
         inbound.register(run)
         if run.is_counted:
-            self._submit_counted(run)
+            self.queue.submit_counted(run)
             return
         if function.results.are_large:
-            self.postpone(run)
+            self.queue.postpone(run)
             return
         if (
             function.is_plain
@@ -501,7 +296,7 @@ class Dispatcher:
             and not run.meta
             and not run.is_stream
         ):
-            # nobody wants to hear of its end, or to add to its answer
+            # no meter, observer or interceptor has to hear of its end
             run.thread_replies = inbound.thread_replies or self._share_writing(inbound)
         self.threads.submit(run.work, function.quickness.is_quick, not inbound.connection.is_reading)
 
@@ -564,7 +359,7 @@ class Dispatcher:
             self._launch(run)
             return
         run.inbound.register(run)
-        self._window(run.inbound).enter(
+        self.queue.window(run.inbound).enter(
             function.results, lambda: None if run.ended else self._launch(run), in_thread=False
         )
 
@@ -598,29 +393,21 @@ class Dispatcher:
         def settle(future: Any) -> None:
             run.function = Function.of_coroutine(_ended, run.function.name, run.function.results)
             try:
-                value = future.result() if hasattr(future, "result") else future.value()
+                value = value_of(future)
             except BaseException as error:  # noqa: BLE001 - whatever it ended with is the caller's
                 self.raised(run, error)
             else:
                 self.returned(run, value)
 
-        def settle_on_loop(future: Any) -> None:
-            self.loop.call_soon_threadsafe(settle, future)  # it was completed on a thread of its own
-
         try:
-            if is_a(result, asyncio.Future):
-                result.add_done_callback(settle)
-            elif is_a(result, (torch._C.Future, concurrent.futures.Future)):
-                result.add_done_callback(settle_on_loop)
-            else:
-                raise _not_a_future(run.name, result)
+            when_done(result, run.name, self.loop, settle)
         except BaseException as error:  # noqa: BLE001 - a future of a user's own kind may raise anything
             self.raised(run, error)
 
     # -- the end of the worker
 
     async def aclose(self) -> None:
-        self._is_closed = self.replies.is_closed = True
+        self.queue.is_closed = self.replies.is_closed = True
         await self.tasks.aclose()
         # after the tasks: generators that were stopped are closed in a thread
         self.threads.close()
@@ -629,36 +416,10 @@ class Dispatcher:
         return {
             "calls_handled": self.calls_handled,
             "calls_failed": self.replies.calls_failed,
-            "calls_refused": self.calls_refused,
+            "calls_refused": self.queue.calls_refused,
             **self.threads.statistics(),
             **self.tasks.statistics(),
         }
-
-
-async def _future_of(result: Any, name: str, loop: asyncio.AbstractEventLoop) -> Any:
-    """The value of what a function marked with `async_execution` returned."""
-    if is_a(result, asyncio.Future):
-        return await result
-    if not is_a(result, (torch._C.Future, concurrent.futures.Future)):
-        raise _not_a_future(name, result)
-    done = loop.create_future()
-
-    def settle() -> None:
-        if not done.done():
-            done.set_result(None)
-
-    def completed(_: object) -> None:
-        loop.call_soon_threadsafe(settle)  # it is completed on a thread of its own
-
-    result.add_done_callback(completed)
-    await done
-    return result.result() if is_a(result, concurrent.futures.Future) else result.value()
-
-
-def _not_a_future(name: str, result: Any) -> TypeError:
-    return TypeError(
-        f"a function marked with async_execution must return a Future, and {name} returned {type_name_of(result)}"
-    )
 
 
 def _ended() -> None:

@@ -47,7 +47,7 @@ class Job(Protocol):
     state: torchstate.SavedState | None
     """Torch's state of a coroutine that waits, if it is not the default."""
     task: asyncio.Task[Any] | None
-    """Who carries it, once it had to wait."""
+    """The Task that carries it, once it had to wait."""
 
     def first_step(self) -> Any:
         """Make the coroutine, and send it None. Runs in the context."""
@@ -107,12 +107,10 @@ def _drive(job: Job, waits_for: Any, coroutine: Any) -> Generator[Any, Any, Any]
 
 def _tell(told: Callable[[Any], None], outcome: Any) -> None:
     """Tell a job how it ended, from within a Task: on a thread whose state may be that of other code."""
-    outer = None if _is_pristine() else torchstate.save_and_reset()
-    try:
+    if _is_pristine():
         told(outcome)
-    finally:
-        if outer is not None:
-            torchstate.restore(outer)
+    else:
+        torchstate.run_with(torchstate.DEFAULTS, told, outcome)
 
 
 class _IdleTask:

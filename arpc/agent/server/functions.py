@@ -86,19 +86,6 @@ class Quickness:
 class Function:
     """A callable, and how to run it."""
 
-    __slots__ = (
-        "call",
-        "describe",
-        "is_plain",
-        "is_service",
-        "keeps_modules",
-        "mode",
-        "name",
-        "quickness",
-        "results",
-        "returns_future",
-    )
-
     def __init__(self, call: Callable[..., Any]) -> None:
         if not callable(call):
             raise TypeError(f"function should be callable, and {type(call).__qualname__} is not")
@@ -120,30 +107,21 @@ class Function:
     def like(self, call: Callable[..., Any]) -> Function:
         """Another callable that is run as this one, such as a method of an object; what is known of both is shared."""
         made = Function.__new__(Function)
+        made.__dict__.update(self.__dict__)
         made.call = call
-        made.mode = self.mode
-        made.name = self.name
-        made.describe = self.describe
-        made.is_plain = self.is_plain
-        made.returns_future = self.returns_future
-        made.quickness = self.quickness
-        made.results = self.results
-        made.is_service = self.is_service
-        made.keeps_modules = self.keeps_modules
         return made
 
-    @classmethod
-    def of_coroutine(cls, call: Callable[..., Any], name: str, results: ResultSizes | None = None) -> Function:
+    @staticmethod
+    def of_coroutine(call: Callable[..., Any], name: str, results: ResultSizes | None = None) -> Function:
         """What the runtime itself lets run as a coroutine, in the name of another function and with its ``results``."""
-        made = cls.__new__(cls)  # there is nothing to find out, and no thread to be measured
-        made.call = call
-        made.mode = Mode.COROUTINE
+        made = _SOME_COROUTINE.like(call)  # there is nothing to find out, and no thread to be measured
         made.name = name
-        made.describe = None
-        made.returns_future = made.is_plain = made.is_service = made.keeps_modules = False
-        made.quickness = Quickness()
         made.results = results or ResultSizes()
         return made
+
+
+async def _some_coroutine() -> None:
+    """Shows how coroutines are run."""
 
 
 class HandOver(NamedTuple):
@@ -154,19 +132,11 @@ class HandOver(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class Prompt:
+class Prompt(partial[Any]):
     """A handler of a feature's own message that can be answered at once more often than not.
 
     It is a plain function, called on the loop; if it returns a coroutine, that goes on like any handler.
     """
-
-    __slots__ = ("call",)
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = call
-
-    def __call__(self, *args: Any) -> Any:
-        return self.call(*args)
 
 
 def _without_partial(call: Any) -> Any:
@@ -203,7 +173,7 @@ def returns_futures(call: Any) -> bool:
 def named_by(describe: Callable[..., str]) -> Callable[[F], F]:
     """Let requests for a function of the runtime be known by what they ask for.
 
-    ``describe`` is called on the callee when somebody asks for the name, with the worker and the first `NAMING`
+    ``describe`` is called on the callee when the name is asked for, with the worker and the first `NAMING`
     arguments of the request.
     """
 
@@ -258,3 +228,6 @@ def async_execution(function: F) -> F:
     except AttributeError:
         raise TypeError(f"{name_of(function)} cannot be marked: wrap it in a function of your own") from None
     return function
+
+
+_SOME_COROUTINE: Final = Function(_some_coroutine)

@@ -53,7 +53,7 @@ class Inbound:
         """Those of functions that come with their arguments, of which none is known to have been called before."""
         self.waiting_bytes = 0
         self.arrived_ns: dict[int, int] = {}
-        """When requests came, by id, while somebody measures."""
+        """When requests came, by id, while there is a meter."""
         self._deadlines = deadlines
         self._time = connection.loop.time
         self._by_tick: dict[int, dict[int, Run]] = {}
@@ -159,7 +159,7 @@ class Inbound:
         self._usual_bucket = bucket
 
     def claim(self, run: Run) -> bool:
-        """Take a request out that may have ended in a thread: whoever succeeds answers it. Called in any thread."""
+        """Take a request out that may have ended in a thread; if this returns True, answer it. Called in any thread."""
         id_ = run.id
         if self.running.pop(id_, None) is not run:
             return False

@@ -44,7 +44,7 @@ class Producer:
         self._window_bytes = window_bytes
         self._has_large_items = False
         self._credit = 0
-        self._credit_came: asyncio.Future[None] | None = None
+        self._woken = asyncio.Event()
 
     def add_credit(self, items: int) -> None:
         self._credit += items
@@ -52,8 +52,7 @@ class Producer:
 
     def wake(self) -> None:
         """There may be credit, or room, again."""
-        if self._credit_came is not None and not self._credit_came.done():
-            self._credit_came.set_result(None)
+        self._woken.set()
 
     async def _have_credit(self) -> None:
         """Until the consumer wants another item, and has taken enough of the bytes of those before."""
@@ -62,8 +61,8 @@ class Producer:
             if self._credit > 0 and not connection.is_congested:
                 await asyncio.sleep(0)  # what was sent in this turn has not been written yet
                 continue
-            self._credit_came = asyncio.get_running_loop().create_future()
-            await self._credit_came
+            self._woken.clear()
+            await self._woken.wait()
 
     def _unsent_bytes(self) -> int:
         """What the items wait for: small ones do not wait for large tensors."""
@@ -71,7 +70,7 @@ class Producer:
         return connection.unsent_bytes if self._has_large_items else connection.unsent_small_bytes
 
     def _offer(self, item: Any) -> bool:
-        """Send an item; False if nobody listens any more."""
+        """Send an item; False if the connection is closed."""
         self._credit -= 1
         try:
             self._has_large_items = self._send(item) > SMALL_MESSAGE_BYTES
@@ -130,7 +129,7 @@ class _GeneratorSteps:
         """Items that have not been sent yet."""
         self._loop = loop
         self._wake_up_sent = False
-        self._more: asyncio.Future[None] | None = None
+        self._more = asyncio.Event()
         self._iterable = iterable
         # of anything but a generator it is made in a thread, since that may block
         self._iterator: Any = iterable if type(iterable) is GeneratorType else None
@@ -142,13 +141,12 @@ class _GeneratorSteps:
     async def wait_for_more(self, job: asyncio.Future[Any]) -> None:
         """Until there are items to send, or the job that makes them has ended."""
         while not (self.made or job.done()):
-            self._more = self._loop.create_future()
-            await self._more
+            self._more.clear()
+            await self._more.wait()
 
     def wake(self, _: object = None) -> None:
         self._wake_up_sent = False
-        if self._more is not None and not self._more.done():
-            self._more.set_result(None)
+        self._more.set()
 
     def make_items(self, limit: int) -> tuple[bool, BaseException | None]:
         """Make up to ``limit`` items; whether the last of them has been made, and the error that ended it.

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, Protocol
 
 from arpc.agent.codec import Codec
@@ -15,12 +16,12 @@ from arpc.agent.server.remote_exceptions import describe_failure
 from arpc.agent.server.run import NO_CONTEXT, Run
 from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError
 from arpc.log import get_logger
-from arpc.transport.connection import Connection
 from arpc.user_errors import is_a, summary_of, text_of, type_name_of
 from arpc.wire.frames import frame
 from arpc.wire.messages import FailureKind, ItemFlag, MessageType
 from arpc.wire.metadata import encode_metadata
 from arpc.wire.values.content import Content
+from arpc.wire.values.schemas import PackedTensors
 
 __all__ = ["HandlerMeter", "Replies"]
 
@@ -137,19 +138,12 @@ class Replies:
         place = run.items_sent & _PLACE_MASK
         connection = run.inbound.connection
         tensors = content.tensors
+        send = partial(connection.send_message, _ITEM, 0, run.id, place, 0, content)
         if tensors is not None and tensors.waits:
-
-            def filled(failure: SerializationError | None) -> None:
-                with suppress(ConnectionClosedError):  # then the consumer knows
-                    if failure is None:
-                        _send(connection, _ITEM, 0, run.id, place, content)
-                    else:
-                        # The stream has a gap that nothing fills; a device that fails, fails for good
-                        connection.abort(failure)
-
-            self._codec.when_filled(tensors, filled)
+            # Without the item the stream has a gap that nothing fills; a device that fails, fails for good
+            self._send_when_filled(tensors, send, connection.abort)
         else:
-            _send(connection, _ITEM, 0, run.id, place, content)
+            send()
         run.items_sent += 1
         return content.size_bytes()
 
@@ -233,7 +227,8 @@ class Replies:
             if size_bytes > results.unsurprising_bytes:
                 results.saw(size_bytes)
         if tensors is not None and tensors.waits:
-            self._send_when_filled(inbound, run.id, type_, flags, arg, content)
+            send = partial(self._send, inbound, run.id, type_, flags, arg, content)
+            self._send_when_filled(tensors, send, partial(self.fail, inbound, run.id, FailureKind.RAISED))
             return
         try:
             bulk = inbound.connection.send_message(type_, flags, run.id, arg, 0, content)
@@ -251,22 +246,21 @@ class Replies:
             self._loop.call_soon(self._readmit, inbound)
 
     def _send_when_filled(
-        self, inbound: Inbound, call_id: int, type_: int, flags: int, arg: int, content: Content
+        self, tensors: PackedTensors, send: Callable[[], object], fail: Callable[[SerializationError], None]
     ) -> None:
-        """Send a reply once its tensors have been copied from devices."""
+        """Send a message once its tensors have been copied from devices; ``fail`` is called if they cannot be."""
 
         def filled(failure: SerializationError | None) -> None:
-            if failure is not None:
-                self.fail(inbound, call_id, FailureKind.RAISED, failure)
-                return
             with suppress(ConnectionClosedError):  # then the caller knows
-                bulk = inbound.connection.send_message(type_, flags, call_id, arg, 0, content)
-                if bulk is not None:
-                    inbound.reply_leaves(call_id, bulk)
+                if failure is None:
+                    send()
+                else:
+                    fail(failure)
 
-        assert content.tensors is not None
-        self._codec.when_filled(content.tensors, filled)
+        self._codec.when_filled(tensors, filled)
 
-
-def _send(connection: Connection, type_: int, flags: int, call_id: int, arg: int, content: Content) -> None:
-    connection.send_message(type_, flags, call_id, arg, 0, content)
+    @staticmethod
+    def _send(inbound: Inbound, call_id: int, type_: int, flags: int, arg: int, content: Content) -> None:
+        bulk = inbound.connection.send_message(type_, flags, call_id, arg, 0, content)
+        if bulk is not None:
+            inbound.reply_leaves(call_id, bulk)

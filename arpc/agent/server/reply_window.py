@@ -1,19 +1,16 @@
 """Large results wait for room before they are made, so that small ones never wait behind them.
 
-A result that its caller has not taken yet occupies memory here, and a caller that has asked for a thousand large ones
-takes them one after another. So a request whose function has returned large results before begins only while less than
-`RpcOptions.window_bytes` of results wait to be taken. Requests of all other functions pass it.
+A result that its caller has not taken yet occupies memory here. So a request whose function has returned large results
+before begins only while less than `RpcOptions.window_bytes` of results wait to be taken. Requests of all other
+functions pass it. At most as many plain functions as there are threads are handed to the thread pool, so that a small
+function that comes later has no more than these before it.
 
-Of plain functions no more are handed to the thread pool than that has threads: a small function that comes later finds
-at most so many in front of it, and not all that wait for room.
-
-What has begun is never counted in advance: handlers may wait for each other, and must be able to begin together. What
-begins in this turn of the loop is counted until its end.
+Handlers may wait for each other, so they must be able to begin together: results of those that run are not counted in
+advance, but for those that begin in this turn of the loop.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -37,20 +34,19 @@ class ResultSizes:
         self.expected_bytes = 0
         self.are_large = False
         self.are_known = False
-        """There was one. If it was small enough for a thread to send it, nobody has looked."""
+        """There was one. One that was small enough for a thread to send it is not measured."""
         self.unsurprising_bytes = -1
         """A result of at most that size tells nothing new."""
 
-    def saw(self, size_bytes: int) -> bool:
-        """Count a result; True if that has changed `are_large`."""
+    def saw(self, size_bytes: int) -> None:
+        """Count a result."""
         self.are_known = True
         expected_bytes = self.expected_bytes
         if size_bytes < expected_bytes:
             size_bytes = expected_bytes - max(1, (expected_bytes - size_bytes) // _WEIGHT)
         self.expected_bytes = size_bytes
-        were_large, self.are_large = self.are_large, size_bytes > SMALL_MESSAGE_BYTES
+        self.are_large = size_bytes > SMALL_MESSAGE_BYTES
         self.unsurprising_bytes = -1 if self.are_large else SMALL_MESSAGE_BYTES
-        return were_large is not self.are_large
 
 
 class ReplyWindow:
@@ -125,30 +121,3 @@ class ReplyWindow:
         self._begun_in_threads -= 1
         if self._for_threads:
             self.admit_soon()
-
-    # -- for coroutines
-
-    async def wait(self, results: ResultSizes, *, in_thread: bool) -> None:
-        """Wait for room. ``in_thread``: after that, unless it raises, `thread_ended` is due."""
-        let_go: asyncio.Future[int] = self._connection.loop.create_future()
-
-        def start() -> None:
-            if let_go.done():  # it was cancelled
-                if in_thread:
-                    self.thread_ended()
-                return
-            self._about_to_begin_bytes += results.expected_bytes
-            let_go.set_result(results.expected_bytes)
-
-        self.enter(results, start, in_thread=in_thread)
-        try:
-            await let_go
-        except asyncio.CancelledError:
-            if let_go.done() and not let_go.cancelled() and in_thread:
-                self.thread_ended()  # it was let go on in the same moment
-            raise
-        finally:
-            if let_go.done() and not let_go.cancelled():
-                self._about_to_begin_bytes -= let_go.result()
-                if self.is_waited_for:
-                    self.admit_soon()  # this one may wait for others that are to begin

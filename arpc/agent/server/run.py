@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import Context
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
@@ -16,7 +16,6 @@ from arpc.agent.server.functions import Function
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.producer import Producer
 from arpc.agent.server.reply_window import ResultSizes
-from arpc.agent.server.thread_pool import ThreadPool
 from arpc.agent.server.thread_replies import ThreadReplies
 from arpc.ids import WorkerInfo
 from arpc.user_errors import close_coroutine
@@ -24,7 +23,10 @@ from arpc.wire.messages import Message
 from arpc.wire.metadata import Metadata
 from arpc.wire.values.content import Content
 
-__all__ = ["NO_CONTEXT", "Creation", "Run", "RunHost"]
+if TYPE_CHECKING:
+    from arpc.agent.server.dispatcher import Dispatcher
+
+__all__ = ["NO_CONTEXT", "Creation", "Run"]
 
 # In the place of a context that is not needed yet, or no more: the two refer to each other, and each call would be a
 # cycle to collect
@@ -33,23 +35,6 @@ _NESTED_LIMIT: Final = 32
 # Of requests of a quick function, only those with an id that has none of these bits are measured
 _UNMEASURED: Final = 15
 _clock = time.perf_counter
-
-
-class RunHost(Protocol):
-    """What a request needs of the dispatcher that runs it."""
-
-    worker: Any
-
-    @property
-    def threads(self) -> ThreadPool: ...
-    @property
-    def time(self) -> Callable[[], float]: ...
-    def unpack(self, run: Run, message: Message) -> None: ...
-    def returned(self, run: Run, result: Any) -> None: ...
-    def encoded(self, run: Run, content: Content) -> None: ...
-    def raised(self, run: Run, error: BaseException) -> None: ...
-    def answer_withdrawn(self) -> None: ...
-    def postpone(self, run: Run) -> None: ...
 
 
 class Creation(Protocol):
@@ -77,7 +62,7 @@ class Run(msgspec.Struct):
     A Struct because it is the one object that every request needs, and this is the cheapest kind to make.
     """
 
-    host: RunHost
+    host: Dispatcher
     inbound: Inbound
     function: Function
     id: int
@@ -124,7 +109,7 @@ class Run(msgspec.Struct):
     describe: Callable[[], str] | None = None
     """Finds the name of what it asks for, if that is not its function: the method of a value."""
     handling: Any = None
-    """What observers know of it, an `observers.Handling`; None if nobody observes."""
+    """What observers know of it, an `observers.Handling`; None if there are none."""
     awaited_first: list[Awaitable[object]] | None = None
     """What it waits for before it starts, if anything: see `prerequisites`."""
     _deadline: float | None = None
@@ -139,7 +124,7 @@ class Run(msgspec.Struct):
         return deadline
 
     def set_deadline(self, deadline: float) -> None:
-        """Unless somebody has asked for it before, it is this."""
+        """Set the deadline, unless it has been asked for before."""
         if self._deadline is None:
             self._deadline = deadline
 

@@ -2,15 +2,13 @@
 
 What costs time is not the function but the way there and back. Five things make it short:
 
-- The loop wakes a thread by a write to a file descriptor, which lets go of the interpreter lock meanwhile. A lock or a
-  queue would wake a thread that can do nothing but wait for the interpreter, and send it back to sleep.
-- Each thread has a descriptor of its own, and the one that fell asleep last is woken. With one for all, the system
-  would wake all of them.
+- The loop wakes a thread by a write to a file descriptor, which releases the interpreter lock meanwhile. A thread that
+  a lock or a queue wakes could do nothing but wait for the interpreter.
+- Each thread has its own descriptor, and the one that fell asleep last is woken. One for all would wake all threads.
 - A job may leave what is to be sent in an `Outbox`, which its thread sends. Then the loop is not woken at all.
-- Functions that have shown to be *quick* are left to one thread, which takes one after another and sends what many of
-  them left at once. Many threads would only get in each other's way. Should one of them be stuck after all, others come
-  to help soon.
-- That takes a timer, but not while a single job is under way. A timer that is about to go off costs as much as a switch
+- Functions that have proved to be *quick* share one thread, which sends the answers of many of them at once. If one of
+  them is stuck after all, other threads help soon.
+- That takes a timer, but not while a single job is under way: a timer that is about to go off costs as much as a switch
   of threads, each time the loop goes to sleep.
 """
 
@@ -41,7 +39,7 @@ logger = get_logger("arpc.threads")
 _is_grad_enabled = torch.is_grad_enabled
 # Longer than the system's own tick of 1 to 4 ms: a timer that is behind it costs little
 _HELP_AFTER_S: Final = 0.01
-_RING: Final = (1).to_bytes(8, sys.byteorder)
+_ONE: Final = (1).to_bytes(8, sys.byteorder)
 _UNCOUNTED: Final = 64
 
 
@@ -73,25 +71,25 @@ Job = Callable[[], Callable[[], None] | Outbox | None]
 loop is not woken. Must not raise, nor end in the middle of a block that switches a state of torch."""
 
 
-class _Doorbell:
-    """Wakes the one thread that it belongs to. The loop rings, the thread waits: once for each time it is rung."""
+class _WakeUp:
+    """Wakes one thread, which waits for it: once for each time that the loop sends it."""
 
     def __init__(self) -> None:
         if hasattr(os, "eventfd"):
-            self._waits = self._rings = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
+            self._read_from = self._write_to = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
             self.size_bytes = 8
         else:
-            self._waits, self._rings = os.pipe()
+            self._read_from, self._write_to = os.pipe()
             self.size_bytes = 1
 
-    def ring(self) -> None:
-        os.write(self._rings, _RING[: self.size_bytes])
+    def send(self) -> None:
+        os.write(self._write_to, _ONE[: self.size_bytes])
 
     def wait(self) -> None:
-        os.read(self._waits, self.size_bytes)
+        os.read(self._read_from, self.size_bytes)
 
     def close(self) -> None:
-        for descriptor in {self._waits, self._rings}:
+        for descriptor in {self._read_from, self._write_to}:
             os.close(descriptor)
 
 
@@ -105,17 +103,17 @@ class ThreadPool:
         self._jobs: deque[tuple[Job, bool]] = deque()
         """What is to be done, and whether it is quick."""
         self._threads: list[threading.Thread] = []
-        self._sleepers: list[_Doorbell] = []
+        self._sleepers: list[_WakeUp] = []
         """Of the threads that sleep. The last to fall asleep, whose memory is warm, is the first to be woken."""
         self._slow: list[None] = []
         """One for each thread that is in a job which is not known to be quick."""
         self._submitted = 0
         self._finished = 0
-        self._rung_for = 0
-        """How many had been submitted when somebody was last woken for them."""
+        self._woken_for = 0
+        """How many had been submitted when a thread was last woken for them."""
         self._wanted = 0
         """Threads that these want for themselves."""
-        self._will_ring = False
+        self._will_wake = False
         self._is_stuck = False
         """A job that was said to be quick is not, and may still run."""
         self._helper: asyncio.TimerHandle | None = None
@@ -141,13 +139,13 @@ class ThreadPool:
         """
         self._jobs.append((job, is_quick))
         self._submitted += 1
-        if not self._will_ring and self._begin(is_alone):
+        if not self._will_wake and self._begin(is_alone):
             return
         if not is_quick:
             self._wanted += 1
 
     def _begin(self, is_alone: bool) -> bool:
-        """Have the first job of a turn taken; True if that has been seen to, False if it is done by `_ring`."""
+        """Have the first job of a turn taken; True if that has been seen to, False if it is done by `_wake_threads`."""
         if self._closed:
             # What ends late may have something to clear away still, when the others have gone. The thread ends when it
             # finds no other job.
@@ -157,7 +155,7 @@ class ThreadPool:
             # A thread that is woken here often runs before this one goes on. What it has finished by then needs no
             # wake-up.
             self._wake_up_sent = True
-            self._rung_for = self._submitted
+            self._woken_for = self._submitted
             self._wake()
             self._wake_up_sent = False
             if self._done:
@@ -166,33 +164,33 @@ class ThreadPool:
                 self._count_answered()
             return True
         # With the last read of this turn done, the loop has nothing better to do than to let a thread run
-        self._will_ring = True
-        self._rung_for = self._submitted - 1
-        self._loop.call_soon(self._ring)
+        self._will_wake = True
+        self._woken_for = self._submitted - 1
+        self._loop.call_soon(self._wake_threads)
         return False
 
-    def _ring(self) -> None:
-        """See to it that somebody takes the jobs of this turn."""
-        self._will_ring = False
+    def _wake_threads(self) -> None:
+        """Wake, or start, threads for the jobs of this turn."""
+        self._will_wake = False
         if self._closed:
-            return  # `close` has rung for all
+            return  # `close` has woken all
         self._count_answered()
         jobs, sleepers = len(self._jobs), self._sleepers
         awake = len(self._threads) - len(sleepers)
         # What was taken and is not finished may keep a thread busy each; those that are awake and not busy are about
         # to look for a job
         busy = max(0, min(self._unfinished - jobs, awake))
-        new = self._submitted - self._rung_for
+        new = self._submitted - self._woken_for
         takers = max(0, awake - busy - max(0, jobs - new))
         wanted = min(self._wanted, self.size)
-        self._rung_for = self._submitted
+        self._woken_for = self._submitted
         self._wanted = 0
         if not busy:
             self._is_stuck = False
         if not wanted and (self._is_stuck or awake <= len(self._slow)):
             wanted = 1  # otherwise a thread is at other quick jobs and takes these soon
         if jobs > max(takers, wanted) and busy < self.size and self._helper is None:
-            # Whoever is to take them may get stuck. With all threads at work there would be nobody to help: each takes
+            # The threads that are to take them may get stuck. With all threads at work none could help: each takes
             # the next job before it sleeps.
             self._look_later(max(takers, wanted))
         self._wake_up_sent = True  # as above
@@ -212,10 +210,10 @@ class ThreadPool:
     def _wake(self) -> bool:
         """Wake the thread that fell asleep last; False if none is asleep."""
         try:
-            bell = self._sleepers.pop()
+            wake_up = self._sleepers.pop()
         except IndexError:
             return False  # the last of them may have seen a job by itself, just now
-        bell.ring()
+        wake_up.send()
         return True
 
     def _look_later(self, place: int = 0) -> None:
@@ -241,7 +239,7 @@ class ThreadPool:
         if is_stuck:
             self._is_stuck = True
             self._wanted += len(self._jobs)
-            self._ring()
+            self._wake_threads()
         else:
             self._look_later()
 
@@ -302,25 +300,16 @@ class ThreadPool:
         if self._closed:
             return
         if self._jobs:
-            self._ring()  # so that there are threads to do them
+            self._wake_threads()  # so that there are threads to do them
         self._closed = True
-        self._will_ring = False  # or what comes in this turn still would wait for that, and for nobody after it
+        self._will_wake = False  # or what comes in this turn still would wait for that, and for nobody after it
         if self._helper is not None:
             self._helper.cancel()
             self._helper = None
         self._send_unsent()
         with contextlib.suppress(IndexError):
             while True:
-                self._sleepers.pop().ring()
-
-    async def join(self, timeout_s: float) -> bool:
-        """Wait until the threads have ended; False if some are still busy."""
-        deadline = self._loop.time() + timeout_s
-        while any(thread.is_alive() for thread in self._threads):
-            if self._loop.time() >= deadline:
-                return False
-            await asyncio.sleep(0.005)
-        return True
+                self._sleepers.pop().send()
 
     def statistics(self) -> dict[str, int]:
         self._count_answered()
@@ -332,28 +321,28 @@ class ThreadPool:
         }
 
     def _launch(self, name: str) -> threading.Thread:
-        bell = _Doorbell()
-        thread = threading.Thread(target=self._live, args=(bell,), name=f"arpc-{self._name}-{name}", daemon=True)
+        wake_up = _WakeUp()
+        thread = threading.Thread(target=self._live, args=(wake_up,), name=f"arpc-{self._name}-{name}", daemon=True)
         try:
             thread.start()
         except RuntimeError:
-            bell.close()  # the system has no more threads
+            wake_up.close()  # the system has no more threads
             raise
         return thread
 
-    def _live(self, bell: _Doorbell) -> None:
+    def _live(self, wake_up: _WakeUp) -> None:
         """The whole life of a thread."""
         if not hasattr(time, "pthread_getcpuclockid"):
-            self._work(bell)
+            self._work(wake_up)
             return
         clock = time.pthread_getcpuclockid(threading.get_ident())
         self._clocks.append(clock)
         try:
-            self._work(bell)
+            self._work(wake_up)
         finally:
             self._clocks.remove(clock)
 
-    def _work(self, bell: _Doorbell) -> None:
+    def _work(self, wake_up: _WakeUp) -> None:
         outbox: Outbox | None = None
         answered = 0
         next_job = self._jobs.popleft
@@ -371,7 +360,7 @@ class ThreadPool:
                 elif self._closed:
                     break
                 else:
-                    self._sleep(bell)
+                    self._sleep(wake_up)
                 continue
             if outbox is not None and not (
                 is_quick
@@ -409,20 +398,20 @@ class ThreadPool:
             elif not self._tell(result):
                 break
             del result  # what it refers to is not to stay while this thread sleeps
-        bell.close()
+        wake_up.close()
 
-    def _sleep(self, bell: _Doorbell) -> None:
+    def _sleep(self, wake_up: _WakeUp) -> None:
         """Wait until there is a job, in a thread that found none."""
-        self._sleepers.append(bell)
-        # Looked at again: who came before that did not know that this one sleeps
+        self._sleepers.append(wake_up)
+        # Looked at again: the loop did not know that this one sleeps when it submitted the last job
         if self._jobs or self._closed:
             try:
-                self._sleepers.remove(bell)
+                self._sleepers.remove(wake_up)
             except ValueError:
-                pass  # it is being rung
+                pass  # it is being woken
             else:
                 return
-        bell.wait()
+        wake_up.wait()
 
     def _watch(self, outbox: Outbox) -> bool:
         """Let the loop send what is in there, should this thread be stuck in its next job."""
@@ -431,7 +420,7 @@ class ThreadPool:
         return True
 
     def _tell(self, then: Callable[[], None] | None) -> bool:
-        """Let the loop do the rest of a job; False if it is closed, so that nobody waits any more."""
+        """Let the loop do the rest of a job; False if the loop is closed."""
         self._done.append(then)
         # Only the first result after the loop looked needs to wake it. A race costs a spare wake-up, never a lost one:
         # the loop clears the flag before it empties the queue.
@@ -444,20 +433,17 @@ class ThreadPool:
         return True
 
     def _collect(self) -> None:
+        if not self._tasks_are_isolated and not torchstate.is_pristine():
+            # the loop is between two steps of a task that has switched something off for itself
+            torchstate.run_with(torchstate.DEFAULTS, self._collect)
+            return
         self._wake_up_sent = False
         done = self._done
-        # The loop may be between two steps of a task that has switched something off for itself, unless tasks are
-        # isolated
-        outer = None if self._tasks_are_isolated or torchstate.is_pristine() else torchstate.save_and_reset()
-        try:
-            while done:
-                then = done.popleft()
-                self._finished += 1
-                if then is not None:
-                    then()
-        finally:
-            if outer is not None:
-                torchstate.restore(outer)
+        while done:
+            then = done.popleft()
+            self._finished += 1
+            if then is not None:
+                then()
 
     def call(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         """A future for ``function(*args)`` run in a thread, as a step of the work that calls it."""

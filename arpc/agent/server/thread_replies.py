@@ -1,36 +1,37 @@
 """Answers that threads send themselves, without waking the loop.
 
-A plain function that ends in a thread has its answer there, and the thread encodes it. Unless it takes something that
-belongs to the loop (RRefs, metadata, large tensors, a schema to announce), it is put into the *outbox* of its
-connection, and the thread sends what is in there before it goes to sleep, many answers in one write. The loop sends
-what a thread leaves behind, because the peer does not take it now or the thread is stuck in its next function.
+The thread in which a plain function ends encodes the answer. Unless that takes something that belongs to the loop
+(RRefs, metadata, large tensors, a schema to announce), it goes to the *outbox* of its connection, and the thread sends
+all that is there before it goes to sleep, in one write. The loop sends what a thread leaves behind, because the peer
+does not take it now or the thread is stuck in its next function.
 
-If all the answers were in one write, the caller would wait until the last was made, and the callee until the caller had
-dealt with all: one of two CPUs would always be idle. So if the caller has another CPU, half of them go ahead. On one
-CPU the fewer writes there are the better.
+With all answers in one write, caller and callee would wait for each other, and one of two CPUs would always be idle. So
+if the caller has another CPU, half of the answers go ahead. On one CPU, fewer writes are better.
 
-Who sends an answer has taken its request out of the connection's table (`Inbound.claim`), which is one step for the
-interpreter. A cancellation, a deadline and the end of a connection do the same first, so each request has one end.
+To send an answer, a thread first takes its request out of the connection's table (`Inbound.claim`), which is atomic. A
+cancellation, a deadline and the end of a connection do the same, so each request ends once.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch._C import _len_torch_function_stack as _count_function_modes
 
 from arpc.agent.server.thread_pool import Outbox
 from arpc.errors import ConnectionClosedError
-from arpc.transport.connection import Connection
 from arpc.transport.write_lock import WriteLock
 from arpc.user_errors import is_coroutine
 from arpc.wire.messages import MessageType
 from arpc.wire.values.content import Content
+
+if TYPE_CHECKING:
+    from arpc.agent.server.inbound import Inbound
 
 __all__ = ["ThreadReplies"]
 
@@ -43,18 +44,6 @@ _is_grad_enabled = torch.is_grad_enabled
 _REPLY: Final = int(MessageType.REPLY)
 # A request that has ended must not keep its context: the two refer to each other
 _NO_CONTEXT: Final = Context()
-
-
-class _Requests(Protocol):
-    """The requests of a connection, see `requests.Inbound`."""
-
-    @property
-    def connection(self) -> Connection: ...
-    @property
-    def is_full(self) -> bool: ...
-    @property
-    def running(self) -> Sized: ...
-    def claim_answers(self, answers: deque[tuple[Any, bytes]], limit_bytes: int) -> list[bytes]: ...
 
 
 class ThreadReplies(Outbox):
@@ -73,7 +62,7 @@ class ThreadReplies(Outbox):
 
     def __init__(
         self,
-        inbound: _Requests,
+        inbound: Inbound,
         turn: WriteLock,
         encode: Callable[[Any, Any], Content],
         readmit: Callable[[Any], None],
@@ -125,7 +114,7 @@ class ThreadReplies(Outbox):
             if not self._turn.send(self._take):
                 self._leave_to_loop()
                 return
-        # Looked at after requests have been taken out: if it is false now, whoever makes it true sees the room
+        # Looked at after requests have been taken out: if it is false now, the code that makes it true sees the room
         if self._inbound.is_full:
             self._leave_to_loop()
 
@@ -161,5 +150,5 @@ class ThreadReplies(Outbox):
             self._readmit(inbound)
 
     def _take(self) -> list[bytes]:
-        """The next answers, which are sent from now on. Whoever calls has the turn to write."""
+        """The next answers, which are sent from now on. The caller holds the write lock."""
         return self._inbound.claim_answers(self._answers, _WRITE_BYTES)

@@ -1,8 +1,8 @@
-"""Calls of threads that block, made by the thread itself on a line to the peer, see `compat.blocking_client.line`.
+"""Calls of threads that block, which the thread itself makes on a `ThreadConnection` to the peer.
 
-A line is for what is plain: a function that the peer knows, arguments and a result that are pickles and small tensors,
-a caller with nothing around it that others have to hear of. Whatever is more than that takes the way over the loop, as
-does any call for which no line is free. Which way a call takes shows in nothing but its duration.
+That is for plain calls: a function that the peer knows, arguments and a result that are pickles and small tensors,
+a caller with nothing around it that others have to hear of. All other calls go through the loop, as does any call for
+which no thread connection is free. Which way a call takes shows in nothing but its duration.
 """
 
 from __future__ import annotations
@@ -19,15 +19,23 @@ from typing import Any, Final, NoReturn
 from arpc import torchstate
 from arpc.agent.agent import Agent
 from arpc.agent.client.sender import Prepared
+from arpc.agent.peers.dialer import only
+from arpc.agent.peers.link import THREAD
 from arpc.agent.peers.peer import Peer
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.server.functions import name_of
-from arpc.compat.blocking_client.line import Line, LineClosedError, NotSentError, open_line
-from arpc.compat.blocking_client.lines import MAX_OWED, Lines
-from arpc.errors import ProtocolError, RpcTimeoutError
+from arpc.compat.blocking_client.thread_connection import (
+    NotSentError,
+    ThreadConnection,
+    ThreadConnectionClosedError,
+    open_thread_connection,
+)
+from arpc.compat.blocking_client.thread_connections import MAX_OWED, ThreadConnections
+from arpc.errors import ProtocolError, RpcTimeoutError, WireError
 from arpc.log import get_logger
 from arpc.options import Unset
 from arpc.wire.frames import MAX_TIMEOUT_MS, frame
+from arpc.wire.handshake import Role
 from arpc.wire.messages import Message, MessageType, Reply, RequestFlag
 from arpc.wire.values.schemas import PackedTensors
 
@@ -45,15 +53,15 @@ _OURS: Final = b"arpc."
 """A pickle that names anything of this package may hold what belongs to the loop, such as an RRef."""
 _NUMBERS: Final = (float, int)
 _REPORT_S: Final = 0.05
-_MAX_LINES: Final = 32
+_MAX_CONNECTIONS: Final = 32
 """To one peer. Each takes a socket and 256 KiB, here and there. A thread that finds none free takes the loop."""
 
 TAKES_LOOP: Final = object()
-"""The call cannot be made on a line, and nothing of it has been sent."""
+"""The call cannot be made on a thread connection, and nothing of it has been sent."""
 
 
 class BlockingCalls:
-    """The calls that threads of one worker make on lines."""
+    """The calls that threads of one worker make on thread connections."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -84,7 +92,7 @@ class BlockingCalls:
         ``packed`` is what `Agent.prepare` has made of its arguments. ``name`` is `Call.called`.
         """
         agent = self._agent
-        lines = _lines_of(peer)
+        pool = _pool_of(peer)
         scope = current_scope.get()
         if (
             not self.is_on
@@ -94,8 +102,8 @@ class BlockingCalls:
             or agent.is_intercepted
         ):
             return TAKES_LOOP
-        if lines is None or not lines.free:
-            self._ask_for_line(peer, lines)
+        if pool is None or not pool.free:
+            self._ask_for_connection(peer, pool)
             return TAKES_LOOP
         if agent.meter is not None and not is_metered:
             return self._metered(peer, function, packed, timeout, name)
@@ -107,7 +115,7 @@ class BlockingCalls:
         else:
             return TAKES_LOOP
         function_id = peer.function_ids.get(function) if not packed or packed.is_named else None
-        if function_id is None or function_id in lines.not_for:
+        if function_id is None or function_id in pool.not_for:
             return TAKES_LOOP
         tensors: PackedTensors | None = None
         if packed:
@@ -117,36 +125,36 @@ class BlockingCalls:
                 tensors = self._codec.pack(packed.slots, len(packed.pickle))
                 if tensors.buffers or tensors.schema.inline_bytes > _MAX_BYTES:
                     return TAKES_LOOP
-        free = lines.free
+        free = pool.free
         try:
-            line = free.pop()
+            connection = free.pop()
         except IndexError:
             return TAKES_LOOP  # other threads were faster
-        data = self._framed(line, peer, function, function_id, packed, tensors, id_, timeout_s)
+        data = self._framed(connection, peer, function, function_id, packed, tensors, id_, timeout_s)
         if data is None:
-            _put_back(free, line)
+            _put_back(free, connection)
             return TAKES_LOOP  # another worker has come under the peer's name
-        line.calling = name or function  # first: what is counted must not seem to be over
-        line.calls_made += 1
+        connection.calling = name or function  # first: what is counted must not seem to be over
+        connection.calls_made += 1
         try:
-            answer = line.request(data, id_, timeout_s)
+            answer = connection.request(data, id_, timeout_s)
         except NotSentError:
-            line.calling = None
-            line.calls_made -= 1
-            self._drop(lines, line)
+            connection.calling = None
+            connection.calls_made -= 1
+            self._drop(pool, connection)
             return TAKES_LOOP
         except BaseException as error:  # noqa: BLE001 - it is raised, in other words
-            line.calling = None  # before all that a thread may be interrupted in
-            self._raise(peer, lines, line, id_, name or function, error)
-        line.calling = None
-        free.append(line)
-        if line.is_ended:
-            _take_back(free, line)
-        return self._answer(peer, lines, function_id, name or function, answer)
+            connection.calling = None  # before all that a thread may be interrupted in
+            self._raise(peer, pool, connection, id_, name or function, error)
+        connection.calling = None
+        free.append(connection)
+        if connection.is_ended:
+            _take_back(free, connection)
+        return self._answer(peer, pool, function_id, name or function, answer)
 
     def _framed(
         self,
-        line: Line,
+        connection: ThreadConnection,
         peer: Peer,
         function: Any,
         function_id: int,
@@ -155,45 +163,56 @@ class BlockingCalls:
         id_: int,
         timeout_s: float,
     ) -> bytes | None:
-        """A request, after the definition of its function if the peer has not had it on this line."""
+        """A request, after the definition of its function if the peer has not had it on this connection."""
         definition = b""
-        if function_id not in line.known:
+        if function_id not in connection.known:
             known = peer.definition(function)
             if known is None or known[0] != function_id:
                 return None
-            line.known.add(function_id)
+            connection.known.add(function_id)
             definition = frame(_FUNCTION, 0, 0, function_id, 0, known[1])
         timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS) if self._are_told and timeout_s else 0
         if not packed:
             return definition + frame(_REQUEST, 0, id_, function_id, timeout_ms, b"")
         flags = RequestFlag.KWARGS if packed.kwargs else 0
-        return definition + line.framed(_REQUEST, flags, id_, function_id, timeout_ms, packed.pickle, tensors)
+        return definition + connection.framed(_REQUEST, flags, id_, function_id, timeout_ms, packed.pickle, tensors)
 
-    def _raise(self, peer: Peer, lines: Lines, line: Line, id_: int, function: Any, error: BaseException) -> NoReturn:
-        """What a call raises that has not been answered. ``line`` has been taken for it."""
+    def _raise(
+        self,
+        peer: Peer,
+        pool: ThreadConnections,
+        connection: ThreadConnection,
+        id_: int,
+        function: Any,
+        error: BaseException,
+    ) -> NoReturn:
+        """What a call raises that has not been answered. ``connection`` has been taken for it."""
         name = name_of(function)
         if isinstance(error, TimeoutError):
-            if self._are_told and not line.is_ended:
-                line.owed.discard(id_)  # one that waits to be run is not answered
-                line.tell(frame(_CANCEL, 0, id_, 0, 0, b""))
-            self._give_back(lines, line)
+            if self._are_told and not connection.is_ended:
+                connection.owed.discard(id_)  # one that waits to be run is not answered
+                connection.tell(frame(_CANCEL, 0, id_, 0, 0, b""))
+            self._give_back(pool, connection)
             raise RpcTimeoutError(
                 f"{name} was sent to worker {peer.info.name!r} and did not end within its timeout"
             ) from None
-        self._drop(lines, line)
+        self._drop(pool, connection)
         if not isinstance(error, OSError):
             raise error  # the thread was interrupted
-        if line.ending is not None:
-            raise line.ending(name) from error
+        if connection.ending is not None:
+            raise connection.ending(name) from error
         if isinstance(error, ProtocolError):
-            logger.warning("a line to worker %s was closed: %s", peer.info.name, error, extra={"peer": peer.info.name})
-        farewell = error.farewell if isinstance(error, LineClosedError) else None
+            worker = peer.info.name
+            logger.warning(
+                "a connection of a thread to worker %s was closed: %s", worker, error, extra={"peer": worker}
+            )
+        farewell = error.farewell if isinstance(error, ThreadConnectionClosedError) else None
         raise peer.lost_with(error, farewell, name) from error
 
-    def _answer(self, peer: Peer, lines: Lines, function_id: int, function: Any, message: Message) -> Any:
+    def _answer(self, peer: Peer, pool: ThreadConnections, function_id: int, function: Any, message: Message) -> Any:
         """What is in an answer."""
         if sum(buffer.nbytes for buffer in message.buffers) >= self._shared_from_bytes:
-            lines.not_for.add(function_id)  # where there is shared memory, a line is the longer way for these
+            pool.not_for.add(function_id)  # through shared memory these are faster
         if isinstance(message, Reply) and not message.body:
             return None
         work = partial(self._agent.receiver.answer, peer.info, message, name_of(function))
@@ -202,45 +221,57 @@ class BlockingCalls:
             return torchstate.run_with(torchstate.DEFAULTS, work)
         return self._agent.on_loop(work)
 
-    def _give_back(self, lines: Lines, line: Line) -> None:
-        if line.is_ended:
-            self._drop(lines, line)
+    def _give_back(self, pool: ThreadConnections, connection: ThreadConnection) -> None:
+        if connection.is_ended:
+            self._drop(pool, connection)
         else:
-            _put_back(lines.free if len(line.owed) < MAX_OWED else lines.aside, line)
+            _put_back(pool.free if len(connection.owed) < MAX_OWED else pool.aside, connection)
 
-    def _drop(self, lines: Lines, line: Line) -> None:
-        line.close()
-        self._on_loop_soon(lines.forget, line)
+    def _drop(self, pool: ThreadConnections, connection: ThreadConnection) -> None:
+        connection.close()
+        self._on_loop_soon(pool.forget, connection)
 
     def _on_loop_soon(self, function: Callable[..., object], *args: Any) -> None:
         with suppress(RuntimeError):  # the loop has ended, and with it all that it could be told of
             self._agent.loop.call_soon_threadsafe(function, *args)
 
-    # -- lines
+    # -- connections
 
-    def _ask_for_line(self, peer: Peer, lines: Lines | None) -> None:
-        if lines is None:
-            self._on_loop_soon(self._open_line, peer)
-        elif not lines.is_asked_for and lines.count < lines.limit:
-            lines.is_asked_for = True  # two threads at once ask for two, and the second comes to nothing
-            self._on_loop_soon(self._open_line, peer)
+    def _ask_for_connection(self, peer: Peer, pool: ThreadConnections | None) -> None:
+        if pool is None:
+            self._on_loop_soon(self._open_connection, peer)
+        elif not pool.is_asked_for and len(pool.all) < pool.limit:
+            pool.is_asked_for = True  # two threads at once ask for two, and the second comes to nothing
+            self._on_loop_soon(self._open_connection, peer)
 
-    def _open_line(self, peer: Peer) -> None:
-        """On the loop: have one more line to a peer."""
+    def _open_connection(self, peer: Peer) -> None:
+        """On the loop: open one more connection to a peer."""
         agent = self._agent
         if agent.is_closing or agent.is_wrapped:
             return
-        lines = _lines_of(peer)
-        if lines is None:
-            limit = 0 if peer.info.id == agent.info.id else _MAX_LINES
-            peer.lines = lines = Lines(peer.info.name, agent.loop, partial(self.connect, peer), limit)
-        lines.open_another(peer.connection)
+        pool = _pool_of(peer)
+        if pool is None:
+            limit = 0 if peer.info.id == agent.info.id else _MAX_CONNECTIONS
+            peer.thread_connections = pool = ThreadConnections(
+                peer.info.name, agent.loop, partial(self.connect, peer), limit
+            )
+        pool.open_another(peer.connection)
 
-    async def connect(self, peer: Peer) -> Line:
-        """Connect a line to a peer. Raises `OSError` or `WireError`."""
-        address, protocol = await self._agent.connector.line_to(peer)
-        async with asyncio.timeout(self._agent.options.connect_timeout):
-            return await open_line(address, protocol)
+    async def connect(self, peer: Peer) -> ThreadConnection:
+        """Open a further connection to a peer. Raises `OSError` or `WireError`."""
+        name, options, dialer = peer.info.name, self._agent.options, self._agent.connector.dialer
+        record = await self._agent.resolve(name)
+        main = peer.connection
+        if main is None or main.peer.incarnation != record.incarnation:
+            raise WireError(f"there is no connection to worker {name!r} that one of a thread could belong to")
+        # a thread uses a plain socket
+        schemes = ("unix://", "tcp://") if options.tls is None else ("unix://",)
+        usable = [address for address in dialer.usable(record) if address.startswith(schemes)]
+        if not usable:
+            raise WireError(f"worker {name!r} has no address that a thread can connect to")
+        protocol = dialer.protocol(Role.CONNECTOR, only(record), features=(THREAD,))
+        async with asyncio.timeout(options.connect_timeout):
+            return await open_thread_connection(usable[0], protocol)
 
     # -- meters
 
@@ -277,8 +308,8 @@ class BlockingCalls:
                 meter.call_ended(*report)
 
 
-def _lines_of(peer: Peer) -> Lines | None:
-    return peer.lines  # type: ignore[return-value]  # nobody else makes them
+def _pool_of(peer: Peer) -> ThreadConnections | None:
+    return peer.thread_connections  # type: ignore[return-value]  # nobody else makes them
 
 
 def _is_plain(timeout: Any) -> bool:
@@ -286,15 +317,15 @@ def _is_plain(timeout: Any) -> bool:
     return timeout.__class__ in _NUMBERS and 0 <= timeout <= _MAX_TIMEOUT_S
 
 
-def _put_back(free: list[Line], line: Line) -> None:
-    """A thread does not use a line any more."""
-    free.append(line)
-    if line.is_ended:
-        _take_back(free, line)
+def _put_back(free: list[ThreadConnection], connection: ThreadConnection) -> None:
+    """A thread does not use a connection any more."""
+    free.append(connection)
+    if connection.is_ended:
+        _take_back(free, connection)
 
 
-def _take_back(free: list[Line], line: Line) -> None:
-    """The owner of a line has let go of it, before or after it was put back. If it had no chance to close it, do so."""
+def _take_back(free: list[ThreadConnection], connection: ThreadConnection) -> None:
+    """Close a connection that its owner has ended, before or after it was put back, unless the owner has closed it."""
     with suppress(ValueError):
-        free.remove(line)
-        line.close()
+        free.remove(connection)
+        connection.close()

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from arpc.agent.client.deadlines import NEVER, Deadlines
+from arpc.agent.client.deadlines import NEVER, Deadlines, Timeouts
 from arpc.agent.client.future import Future
 from arpc.agent.client.pending_calls import SEQUENCE_BITS, Call, PendingCalls
 from arpc.agent.client.sender import Prepared, Sender, as_arguments, as_keywords
-from arpc.agent.client.timeouts import Timeouts
 from arpc.agent.codec import Codec
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.errors import RpcTimeoutError, SerializationError, ShutdownError
@@ -326,17 +325,17 @@ async def test_another_thread(desk):
 
 
 async def test_prepared_arguments_are_sent_as_they_are(desk):
-    prepared = desk.sender.prepare(desk.peer, echo, (1, 2), {"a": 3}, lambda work: work())
+    prepared = desk.sender.prepare(lambda work: work(), desk.peer, echo, (1, 2), {"a": 3})
     assert isinstance(prepared, Prepared)
     call_id = desk.sender.send(Call(desk.peer, Recipient(), prepared.function, prepared, prepared.kwargs))
     call = desk.peer.calls.get(call_id)
     assert call.content.pickle is prepared.pickle
     assert call.flags == RequestFlag.KWARGS
-    assert desk.sender.prepare(desk.peer, echo, None, None, lambda work: work()) == ()
+    assert desk.sender.prepare(lambda work: work(), desk.peer, echo, None, None) == ()
 
 
 async def test_what_was_prepared_for_another_start_of_the_peer_is_pickled_again(desk):
-    prepared = desk.sender.prepare(desk.peer, echo, (1, 2), None, lambda work: work())
+    prepared = desk.sender.prepare(lambda work: work(), desk.peer, echo, (1, 2), None)
     del desk.peer.function_ids[echo]
     desk.peer.define = lambda _: 0
     call_id = desk.sender.send(Call(desk.peer, Recipient(), echo, prepared))

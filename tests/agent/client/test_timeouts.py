@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arpc.agent.client.deadlines import NEVER, Deadlines
+from arpc.agent.client.deadlines import NEVER, Deadlines, Timeouts, checked_timeout
 from arpc.agent.client.pending_calls import SEQUENCE_BITS
-from arpc.agent.client.timeouts import Timeouts, checked_timeout
 from arpc.errors import RpcTimeoutError
 from arpc.options import UNSET
 from arpc.wire.frames import MAX_TIMEOUT_MS

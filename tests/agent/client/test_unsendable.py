@@ -118,13 +118,13 @@ async def test_a_function_that_is_not_on_the_callee(pair, monkeypatch):
     module = type(sys)("only_at_the_caller")
     exec("async def here_only():\n    return 1", module.__dict__)  # a module that no file has
     module.here_only.__module__ = module.__name__
-    define = pair[1].agent.dispatcher.define
+    define = pair[1].agent.dispatcher.reader.define
 
     def define_without_the_module(inbound: Any, message: Any) -> None:
         monkeypatch.delitem(sys.modules, module.__name__)
         define(inbound, message)
 
-    monkeypatch.setattr(pair[1].agent.dispatcher, "define", define_without_the_module)
+    monkeypatch.setattr(pair[1].agent.dispatcher.reader, "define", define_without_the_module)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     text = r"not on worker 'worker1'.*only_at_the_caller.*importable there"
     with pytest.raises(SerializationError, match=text):

@@ -140,7 +140,7 @@ async def test_a_lane_that_belongs_to_no_connection_is_refused(caplog: pytest.Lo
         main = connection_of(group[0], "worker1")
         (address,) = (await group[0].rendezvous.resolve("worker1")).addresses
         with caplog.at_level(logging.WARNING, "arpc.connections"):
-            await group[0].agent.connector._lanes.open(main, address, "a token that was made up")
+            await group[0].agent.connector.bulk.open(main, address, "a token that was made up")
         assert "there is no connection that this one could belong to" in caplog.text
         assert len(lanes_of(group[0], "worker1")) == 2
         assert await group[0].rpc_sync("worker1", echo, args=(1,)) == 1

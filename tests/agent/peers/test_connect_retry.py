@@ -1,4 +1,4 @@
-"""ConnectRetry to connect: who is found at an address, and what becomes of those that fail."""
+"""Attempts to connect: which worker is found at an address, and what becomes of attempts that fail."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ async def test_an_attempt_that_is_given_up_leaves_nothing():
         attempt.cancel()
         with pytest.raises(asyncio.CancelledError):
             await attempt
-        assert not agent.connector.attempts.ids
+        assert not agent.connector.connect_retry.ids
         await assert_both_alive(group)

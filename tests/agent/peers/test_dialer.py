@@ -47,22 +47,22 @@ class MadeTooLate:
 
 async def test_a_connection_that_is_made_as_the_attempt_is_given_up_is_closed():
     async with cluster(1) as group:
-        dialler = group[0].agent.connector.dialler
+        dialer = group[0].agent.connector.dialer
         transport = MadeTooLate()
-        dialler.transports["late"] = transport  # type: ignore[assignment]
-        attempt = asyncio.create_task(dialler.open("late://nobody", dialler.protocol(Role.CONNECTOR)))
+        dialer.transports["late"] = transport  # type: ignore[assignment]
+        attempt = asyncio.create_task(dialer.open("late://nobody", dialer.protocol(Role.CONNECTOR)))
         transport.attempt = attempt
         with pytest.raises(asyncio.CancelledError):
             await attempt
-        del dialler.transports["late"]
+        del dialer.transports["late"]
         assert [str(error) for error in transport.aborted] == ["the attempt was given up"]
 
 
 async def test_an_attempt_of_this_worker_that_is_given_up_is_no_connection_from_another():
     async with cluster(2) as group:
         record = await group[0].agent.resolve("worker1")
-        connector, dialler = group[0].agent.connector, group[0].agent.connector.dialler
-        connection = await dialler.start(record.addresses[0], dialler.protocol(Role.CONNECTOR))
+        connector, dialer = group[0].agent.connector, group[0].agent.connector.dialer
+        connection = await dialer.start(record.addresses[0], dialer.protocol(Role.CONNECTOR))
         connection.abort(WireError("the attempt was given up"))
         await connection.wait_closed()
         assert connector.refused == 0

@@ -96,7 +96,7 @@ async def test_who_receives_a_large_message_bit_by_bit_shows_that_it_lives():
         receiving = group[1].agent.peer("worker0").connection
 
         def frames_after_a_look() -> int:
-            group[1].agent.heartbeat._heard.clear()  # as if something had come since the last look
+            group[1].agent.heartbeat._seen.clear()  # as if something had come since the last look
             before = receiving.frames_sent + len(receiving._out)
             group[1].agent.heartbeat._look()
             return receiving.frames_sent + len(receiving._out) - before

@@ -129,7 +129,7 @@ async def test_without_a_connection_nothing_is_held(bench):
     call_id, call = bench.call()
     bench.peer.hold(call_id, call)
     assert bench.peer.held(call_id) is None
-    assert [waiting for waiting, _ in bench.peer.backlog] == [call_id]
+    assert list(bench.peer.backlog) == [call_id]
     assert bench.peer.state is PeerState.CONNECTING
 
 
@@ -181,7 +181,7 @@ async def test_a_connection_that_is_lost_while_a_call_is_held_is_made_again(benc
     bench.peer.hold(call_id, call)
     bench.peer.lost(connection, None, reason=None)
     await asyncio.sleep(0)
-    assert [waiting for waiting, _ in bench.peer.backlog] == [call_id]
+    assert list(bench.peer.backlog) == [call_id]
     assert not call.recipient.done()
     assert bench.open().calls == [call_id]
 
@@ -220,7 +220,7 @@ async def test_held_calls_that_find_no_room_fail():
         bench.peer.hold(call_id, call)
     await asyncio.sleep(0)
     assert connection.calls == [held[0][0]]
-    assert [waiting for waiting, _ in bench.peer.backlog] == [held[1][0]]
+    assert list(bench.peer.backlog) == [held[1][0]]
     assert isinstance(held[2][1].recipient.exception(), OverloadedError)
     assert len(bench.peer.calls) == 2
     await bench.peer.aclose()

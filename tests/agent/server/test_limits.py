@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import arpc
-from arpc.agent.server import dispatcher
+from arpc.agent.server import request_queue, request_reader
 from arpc.options import RpcOptions
 from arpc.testing import cluster
 from arpc.wire.frames import frame
@@ -57,7 +57,7 @@ async def test_requests_that_wait_take_a_bounded_amount_of_memory():
         done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
         assert isinstance(done.pop().exception(), arpc.OverloadedError)
         (link,) = (link for link in group[1].agent.connector.links if link.peer.info.name == "worker0")
-        assert link.inbound.waiting_bytes <= dispatcher._WINDOWS * (1 << 16) + (1 << 18)
+        assert link.inbound.waiting_bytes <= request_queue._WINDOWS * (1 << 16) + (1 << 18)
         gate[0].set()
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert 1 in results
@@ -65,7 +65,7 @@ async def test_requests_that_wait_take_a_bounded_amount_of_memory():
 
 @pytest.mark.parametrize("what", ["header", "functions"])
 async def test_too_much_costs_the_connection(what, monkeypatch):
-    monkeypatch.setattr(dispatcher, "_MAX_FUNCTIONS", 100)
+    monkeypatch.setattr(request_reader, "_MAX_FUNCTIONS", 100)
     async with cluster(2, options=RpcOptions(gc_freeze=False, max_header_bytes=1 << 12)) as group:
         assert await group[0].rpc_sync("worker1", echo, args=(1,)) == 1
         pending = group[0].rpc_async("worker1", wait_at_the_gate, timeout=0)

@@ -16,7 +16,7 @@ import torch
 import arpc
 from arpc.agent.server.functions import Function
 from arpc.agent.server.run import NO_CONTEXT, Run
-from arpc.agent.server.thread_pool import Outbox, ThreadPool, _Doorbell
+from arpc.agent.server.thread_pool import Outbox, ThreadPool, _WakeUp
 from arpc.testing import cluster
 from tests.agent.leftovers import assert_nothing_left, until
 from tests.agent.stage import call_on, call_on_in_thread, echo, echo_in_thread, hold_in_thread
@@ -139,12 +139,22 @@ async def test_a_function_that_is_cancelled_as_it_begins_still_has_its_context(p
 # -- the pool itself
 
 
+async def ended(pool: ThreadPool, timeout_s: float) -> bool:
+    """Wait until the threads have ended; False if some are still busy."""
+    deadline = time.monotonic() + timeout_s
+    while any(thread.is_alive() for thread in pool._threads):
+        if time.monotonic() >= deadline:
+            return False
+        await asyncio.sleep(0.005)
+    return True
+
+
 @pytest.fixture
 async def pool() -> AsyncIterator[ThreadPool]:
     pool = ThreadPool(asyncio.get_running_loop(), 2, "test")
     yield pool
     pool.close()
-    assert await pool.join(5)
+    assert await ended(pool, 5)
 
 
 async def test_the_pool_calls_and_gives_back(pool):
@@ -180,7 +190,7 @@ async def test_results_come_in_batches(pool):
     for number in range(100):
         pool.submit(lambda number=number: lambda: collected.append(number))
     pool.submit(finished.set)
-    pool._ring()
+    pool._wake_threads()
     finished.wait(10)  # with the loop blocked, so that it cannot look in between
     release.set()
     await blocker
@@ -225,7 +235,7 @@ async def test_a_closed_pool_finishes_what_it_has(pool):
     future = pool.call(block)
     await asyncio.to_thread(started.wait, 10)
     pool.close()
-    assert not await pool.join(0.01)
+    assert not await ended(pool, 0.01)
     release.set()
     assert await future == 1
 
@@ -237,7 +247,7 @@ async def test_what_comes_after_the_end_is_done_too():
         pool.close()
         assert await pool.call(max, 3, 4) == 4
         assert before is None or await before == 2
-        assert await pool.join(5)
+        assert await ended(pool, 5)
 
 
 async def test_what_comes_after_the_end_is_done_though_nobody_is_left_of_those_it_would_wait_for():
@@ -257,7 +267,7 @@ async def test_what_comes_after_the_end_is_done_though_nobody_is_left_of_those_i
         assert await asyncio.gather(*calls) == [True, None, 4]
 
 
-async def test_nobody_is_rung_for_while_all_are_busy():
+async def test_no_thread_is_woken_while_all_are_busy():
     """A job may take hours: rings that nobody hears would pile up."""
     pool = ThreadPool(asyncio.get_running_loop(), 1, "test")
     started, release = threading.Event(), threading.Event()
@@ -269,13 +279,13 @@ async def test_nobody_is_rung_for_while_all_are_busy():
     blocker = pool.call(block)
     await asyncio.to_thread(started.wait, 10)
     waiting = pool.call(max, 1, 2)
-    pool._ring()
+    pool._wake_threads()
     assert pool._helper is None or pool._helper.cancelled()
     release.set()
     await blocker
     assert await waiting == 2
     pool.close()
-    assert await pool.join(5)
+    assert await ended(pool, 5)
 
 
 async def test_a_thread_that_cannot_be_started_is_not_counted_on(pool, monkeypatch):
@@ -286,7 +296,7 @@ async def test_a_thread_that_cannot_be_started_is_not_counted_on(pool, monkeypat
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="new thread"):
-            pool._ring()
+            pool._wake_threads()
     assert await future == 2
 
 
@@ -481,7 +491,7 @@ async def test_it_is_known_how_long_threads_have_had_a_cpu():
     await pool.call(work_for, 0.005)
     assert pool.cpu_s >= used_s + 0.005
     pool.close()
-    assert await pool.join(5)
+    assert await ended(pool, 5)
     assert pool.cpu_s == 0.0, "those that have ended are not asked"
 
 
@@ -511,26 +521,26 @@ async def test_what_is_answered_late_is_sent_too():
 
 
 @pytest.mark.parametrize("has_eventfd", [True, False])
-def test_a_doorbell_wakes_once_for_each_ring(monkeypatch, has_eventfd):
+def test_a_wake_up_wakes_once_for_each_time_it_is_sent(monkeypatch, has_eventfd):
     if not has_eventfd:
         monkeypatch.delattr("os.eventfd", raising=False)
-    bell = _Doorbell()
+    wake_up = _WakeUp()
     heard: list[int] = []
 
     def wait() -> None:
         for number in range(3):
-            bell.wait()
+            wake_up.wait()
             heard.append(number)
 
     waiting = threading.Thread(target=wait, daemon=True)
-    bell.ring()  # before anybody waits
+    wake_up.send()  # before anybody waits
     waiting.start()
-    bell.ring()
-    bell.ring()
+    wake_up.send()
+    wake_up.send()
     waiting.join(10)
     assert heard == [0, 1, 2]
-    numbers = {bell._waits, bell._rings}
-    bell.close()
+    numbers = {wake_up._read_from, wake_up._write_to}
+    wake_up.close()
     for number in numbers:
         with pytest.raises(OSError, match="descriptor"):
             os.fstat(number)

@@ -1,4 +1,4 @@
-"""The stage where tests of lines and their handlers meet, as for tests of the agent."""
+"""The stage where tests of thread connections and their handlers meet, as for tests of the agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of threads on lines, between workers of one process that meet over unix sockets or TCP."""
+"""Calls of threads on connections of their own, between workers of one process that meet over unix sockets or TCP."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 
 from arpc.agent.hooks.observers import Observer
 from arpc.agent.hooks.timing import Meter
-from arpc.agent.peers.thread_connections import LINE_HANDLERS, MAX_LINES
+from arpc.agent.peers.thread_connections import MAX_THREADS, THREAD_HANDLERS
 from arpc.compat.blocking_client import calls as blocking_module
-from arpc.compat.blocking_client import lines as lines_module
+from arpc.compat.blocking_client import thread_connections as pool_module
 from arpc.compat.blocking_client.calls import TAKES_LOOP, BlockingCalls
-from arpc.compat.blocking_client.line import NotSentError
-from arpc.compat.blocking_client.lines import Lines
+from arpc.compat.blocking_client.thread_connection import NotSentError
+from arpc.compat.blocking_client.thread_connections import ThreadConnections
 from arpc.errors import (
     CallCancelledError,
     RpcTimeoutError,
@@ -47,25 +47,25 @@ class Threads:
         self.peer = self.agent.known_peer("worker1")
 
     @property
-    def lines(self) -> Lines:
-        assert self.peer.lines is not None
-        return self.peer.lines
+    def connections(self) -> ThreadConnections:
+        assert self.peer.thread_connections is not None
+        return self.peer.thread_connections
 
     def block(self, function: Any, *args: Any, timeout: float | Unset = UNSET, **kwargs: Any) -> Any:
-        """In a thread: the result on a line, or that it takes the loop."""
+        """In a thread: the result on a connection, or that it takes the loop."""
         packed = self.agent.prepare(self.peer, function, args, kwargs)
         return self.calls.call(self.peer, function, packed, timeout)
 
     async def call(self, function: Any, *args: Any, **more: Any) -> Any:
         return await asyncio.to_thread(self.block, function, *args, **more)
 
-    async def have_line(self, *functions: Any) -> None:
-        """The peer knows these functions, and there is a line to it."""
+    async def have_connection(self, *functions: Any) -> None:
+        """The peer knows these functions, and there is a connection to it."""
         for function in (echo, *functions):
             await asyncio.to_thread(self.agent.prepare, self.peer, function, (), None)
         await until(lambda: self.peer.connection is not None)
         await self.call(echo)
-        await until(lambda: self.peer.lines is not None and bool(self.peer.lines.free))
+        await until(lambda: self.peer.thread_connections is not None and bool(self.peer.thread_connections.free))
 
 
 @asynccontextmanager
@@ -74,24 +74,24 @@ async def two(options: RpcOptions = QUIET, *functions: Any) -> AsyncIterator[tup
     async with cluster(2, options=options, transports=ways) as group:
         await group[0].rpc_sync("worker1", echo)
         threads = Threads(group)
-        await threads.have_line(echo_in_thread, hold, hold_in_thread, *functions)
+        await threads.have_connection(echo_in_thread, hold, hold_in_thread, *functions)
         yield group, threads
         await assert_nothing_left(group)
 
 
 def links_of(group: Cluster) -> list[Any]:
-    """The lines that worker1 knows of."""
-    return [link for link in group[1].agent.connector.links if link.is_line]
+    """The connections that worker1 knows of."""
+    return [link for link in group[1].agent.connector.links if link.is_of_thread]
 
 
-# -- what a call is on a line
+# -- what a call is on a connection
 
 
 @pytest.mark.parametrize("listen", ["unix://", "tcp://127.0.0.1:0"])
 @pytest.mark.parametrize("function", [echo, echo_in_thread])
 async def test_results_are_those_of_any_call(listen: str, function: Any):
     async with two(QUIET.replace(listen=(listen,), secret=b"told to both")) as (group, threads):
-        before = threads.lines.calls_made
+        before = threads.connections.calls_made
         assert await threads.call(function) is None
         for value in (1, "text", b"bytes", [1, {"a": (2, None)}], {1: 2.5}, 1 << 70, "x" * 30_000):
             assert await threads.call(function, value) == value
@@ -99,8 +99,8 @@ async def test_results_are_those_of_any_call(listen: str, function: Any):
         for tensor in (torch.arange(6.0).reshape(2, 3), torch.ones(2, requires_grad=True), torch.tensor(3)):
             assert torch.equal(await threads.call(function, tensor), tensor)
             assert torch.equal((await threads.call(function, [tensor, 1]))[0], tensor)
-        assert threads.lines.calls_made - before == 21
-        assert group[0].statistics()["peers"]["worker1"]["lines"] == 1
+        assert threads.connections.calls_made - before == 21
+        assert group[0].statistics()["peers"]["worker1"]["thread_connections"] == 1
         assert len(links_of(group)) == 1
         assert await group[0].rpc_sync("worker1", function, args=(2,)) == 2
 
@@ -159,7 +159,7 @@ async def test_what_a_thread_has_switched_off_does_not_touch_its_results(switch:
         assert within[0].requires_grad
 
 
-async def test_large_results_come_on_a_line_once_and_then_by_the_loop():
+async def test_large_results_come_on_a_thread_connection_once_and_then_by_the_loop():
     async with two(QUIET.replace(shared_memory_from_bytes=100_000), zeros) as (_, threads):
         for size in (5_000, 20_000):
             assert (await threads.call(zeros, size)).shape == (size,)
@@ -176,7 +176,7 @@ def zeros(size: int) -> torch.Tensor:
 
 async def test_what_is_not_plain_takes_the_loop():
     async with two() as (group, threads):
-        made = threads.lines.calls_made
+        made = threads.connections.calls_made
         rref = group[0].remote("worker1", list)
         await rref.to_here()
         for args in ((torch.zeros(100_000),), ("x" * 100_000,), (lambda: 1,), (rref,)):
@@ -186,7 +186,7 @@ async def test_what_is_not_plain_takes_the_loop():
             assert await threads.call(echo, timeout=timeout) is TAKES_LOOP
         threads.calls.is_on = False
         assert await threads.call(echo) is TAKES_LOOP
-        assert threads.lines.calls_made <= made + 1
+        assert threads.connections.calls_made <= made + 1
         del rref
 
 
@@ -203,7 +203,7 @@ _threads: list[Threads] = []
 
 
 def block_in_handler() -> str:
-    return "takes the loop" if _threads[0].block(echo) is TAKES_LOOP else "took a line"
+    return "takes the loop" if _threads[0].block(echo) is TAKES_LOOP else "took a connection"
 
 
 async def test_calls_that_are_observed_take_the_loop():
@@ -216,13 +216,13 @@ async def test_calls_that_are_observed_take_the_loop():
 
 
 @pytest.mark.parametrize("change", [{"max_calls_in_flight": 5}, {"allow": "exported"}])
-async def test_some_workers_have_no_lines(change: dict[str, Any]):
+async def test_some_workers_have_no_thread_connections(change: dict[str, Any]):
     ways = {"unix": UnixTransport()}
     async with cluster(2, options=QUIET.replace(**change), transports=ways) as group:
         assert not BlockingCalls(group[0].agent).is_on
 
 
-async def test_a_worker_has_no_line_to_itself_nor_to_one_of_its_process_alone():
+async def test_a_worker_has_no_thread_connection_to_itself_nor_to_one_of_its_process_alone():
     async with cluster(2) as group:
         await group[0].rpc_sync("worker1", echo)
         await group[0].rpc_sync("worker0", echo)
@@ -230,17 +230,17 @@ async def test_a_worker_has_no_line_to_itself_nor_to_one_of_its_process_alone():
             threads = Threads(group)
             threads.peer = threads.agent.known_peer(name)
             assert await threads.call(echo) is TAKES_LOOP
-            await until(lambda threads=threads: threads.peer.lines is not None)  # type: ignore[misc]
-            await until(lambda threads=threads: threads.lines._opening is None)  # type: ignore[misc]
+            await until(lambda threads=threads: threads.peer.thread_connections is not None)  # type: ignore[misc]
+            await until(lambda threads=threads: threads.connections._opening is None)  # type: ignore[misc]
             assert await threads.call(echo) is TAKES_LOOP
-            assert threads.lines.count == 0
+            assert len(threads.connections.all) == 0
 
 
 # -- deadlines
 
 
 @pytest.mark.parametrize("are_told", [True, False])
-async def test_a_deadline_ends_a_call_and_not_the_line(stage: Stage, are_told: bool):
+async def test_a_deadline_ends_a_call_and_not_the_thread_connection(stage: Stage, are_told: bool):
     async with two(QUIET.replace(timeouts_travel=are_told)) as (group, threads):
         # a callee that is told may be first to say so
         with pytest.raises(RpcTimeoutError, match=r"hold (was sent to|on) worker 'worker1'"):
@@ -248,13 +248,13 @@ async def test_a_deadline_ends_a_call_and_not_the_line(stage: Stage, are_told: b
         if are_told:
             await stage.wait_until("held cancelled")
         else:
-            assert threads.lines.free[-1].owed
+            assert threads.connections.free[-1].owed
             assert not stage.was_reached("held cancelled")
             stage.open()
         for number in range(3):
             assert await threads.call(echo, number, timeout=20) == number
-        await until(lambda: threads.lines.free[-1].is_sound() and not threads.lines.free[-1].owed)
-        assert threads.lines.count == 1
+        await until(lambda: threads.connections.free[-1].is_sound() and not threads.connections.free[-1].owed)
+        assert len(threads.connections.all) == 1
         assert len(links_of(group)) == 1
         if not are_told:
             await stage.wait_until("held ended")
@@ -264,14 +264,14 @@ async def test_a_thread_that_signals_keep_from_noticing_is_woken_when_its_time_i
     async with two() as (_, threads):
         call = asyncio.ensure_future(threads.call(hold, timeout=500))
         await stage.wait_until("held begun")
-        threads.lines._look_after()
-        (line,) = threads.lines.under_way
-        line.due_at -= 1000
-        threads.lines._look_after()
+        threads.connections._look_after()
+        (connection,) = threads.connections.under_way
+        connection.due_at -= 1000
+        threads.connections._look_after()
         with pytest.raises(RpcTimeoutError, match="hold was sent to worker 'worker1' and did not end within its"):
             await call
-        await until(lambda: not threads.lines.count)
-        await threads.have_line()
+        await until(lambda: not threads.connections.all)
+        await threads.have_connection()
         assert await threads.call(echo, 1) == 1
 
 
@@ -288,10 +288,10 @@ async def test_a_callee_that_cancels_is_heard(stage: Stage):
             await call
 
 
-# -- the end of a line, and of those it leads to
+# -- the end of a connection, and of those it leads to
 
 
-async def test_loss_of_a_line_ends_its_call_and_harms_nobody_else(stage: Stage):
+async def test_loss_of_a_thread_connection_ends_its_call_and_harms_nobody_else(stage: Stage):
     async with two() as (group, threads):
         call = asyncio.ensure_future(threads.call(hold_in_thread, "one"))
         beside = group[0].rpc_async("worker1", hold, args=("other",))
@@ -304,24 +304,24 @@ async def test_loss_of_a_line_ends_its_call_and_harms_nobody_else(stage: Stage):
         await beside
         await assert_both_alive(group)
         assert group[0].statistics()["peers"]["worker1"]["connects"] == 1
-        await threads.have_line()
+        await threads.have_connection()
         assert await threads.call(echo, 2) == 2
 
 
-async def test_a_line_that_was_closed_while_idle_is_replaced_and_no_call_is_lost():
+async def test_a_connection_that_was_closed_while_idle_is_replaced_and_no_call_is_lost():
     async with two() as (group, threads):
         for link in links_of(group):
             link.connection.close("not needed")
-        await until(lambda: not threads.lines.free[-1].is_sound())
-        threads.lines.free[-1].used_at -= 10
+        await until(lambda: not threads.connections.free[-1].is_sound())
+        threads.connections.free[-1].used_at -= 10
         assert await threads.call(echo, 1) is TAKES_LOOP
-        await until(lambda: not threads.lines.count)
-        await threads.have_line()
+        await until(lambda: not threads.connections.all)
+        await threads.have_connection()
         assert await threads.call(echo, 1) == 1
         await until(lambda: len(links_of(group)) == 1)
 
 
-async def test_loss_of_the_peer_ends_calls_on_lines(stage: Stage):
+async def test_loss_of_the_peer_ends_calls_on_thread_connections(stage: Stage):
     async with two() as (group, threads):
         call = asyncio.ensure_future(threads.call(hold, timeout=0))
         await stage.wait_until("held begun")
@@ -332,9 +332,9 @@ async def test_loss_of_the_peer_ends_calls_on_lines(stage: Stage):
             await call
         await stage.wait_until("held cancelled")
         await until(lambda: not links_of(group))
-        assert threads.lines.count == 0
+        assert len(threads.connections.all) == 0
         await assert_both_alive(group)
-        await threads.have_line()
+        await threads.have_connection()
         assert await threads.call(echo, 3) == 3
 
 
@@ -345,12 +345,12 @@ async def test_a_peer_that_leaves_says_so(stage: Stage):
         await group[1].shutdown(graceful=False)
         with pytest.raises(WorkerLostError, match=r"worker 'worker1' has left: it was shut down"):
             await call
-        await until(lambda: not threads.lines.count)
+        await until(lambda: not threads.connections.all)
         assert await threads.call(echo) is TAKES_LOOP
         await group[0].shutdown(graceful=False)
 
 
-async def test_shutdown_ends_calls_under_way_and_closes_lines(stage: Stage):
+async def test_shutdown_ends_calls_under_way_and_closes_thread_connections(stage: Stage):
     async with two() as (group, threads):
         call = asyncio.ensure_future(threads.call(hold, timeout=0))
         await stage.wait_until("held begun")
@@ -367,102 +367,104 @@ async def test_shutdown_ends_calls_under_way_and_closes_lines(stage: Stage):
         await group[1].shutdown(graceful=False)
 
 
-async def test_bad_bytes_on_a_line_end_it_and_nothing_else(caplog: pytest.LogCaptureFixture):
+async def test_bad_bytes_on_a_thread_connection_end_it_and_nothing_else(caplog: pytest.LogCaptureFixture):
     async with two() as (group, threads):
         (link,) = links_of(group)
         link.connection._write(b"\xff" * 64)
         with pytest.raises(WorkerLostError, match=r"'worker1' was lost: .*\(echo may have run\)"):
             await threads.call(echo)
         await until(lambda: not links_of(group))
-        await threads.have_line()
+        await threads.have_connection()
         assert await threads.call(echo, 1) == 1
-        assert "a line to worker worker1 was closed" in caplog.text
+        assert "a connection of a thread to worker worker1 was closed" in caplog.text
         await assert_both_alive(group)
 
 
 @pytest.mark.parametrize("type_", [MessageType.REPLY, MessageType.INSPECT, MessageType.RREF_FETCH])
-async def test_a_line_may_bring_calls_alone(type_: MessageType, caplog: pytest.LogCaptureFixture):
+async def test_a_thread_connection_may_bring_calls_alone(type_: MessageType, caplog: pytest.LogCaptureFixture):
     async with two() as (group, threads):
-        threads.lines.free[-1].tell(frame(type_, 0, 1, 1, 0, b"x"))
+        threads.connections.free[-1].tell(frame(type_, 0, 1, 1, 0, b"x"))
         await until(lambda: not links_of(group))
-        assert f"a line brought {type_.name}" in caplog.text
+        assert f"the connection of a thread brought {type_.name}" in caplog.text
         await assert_both_alive(group)
 
 
-async def test_idle_lines_are_closed(monkeypatch: pytest.MonkeyPatch, stage: Stage):
+async def test_idle_thread_connections_are_closed(monkeypatch: pytest.MonkeyPatch, stage: Stage):
     async with two(QUIET.replace(timeouts_travel=False)) as (group, threads):
         assert await threads.call(echo, 1) == 1
-        threads.lines._look_after()
-        assert threads.lines.count == 1
+        threads.connections._look_after()
+        assert len(threads.connections.all) == 1
         with pytest.raises(RpcTimeoutError):
             await threads.call(hold, timeout=0.01)
-        monkeypatch.setattr(lines_module, "IDLE_S", 0.0)
-        threads.lines._look_after()
-        assert threads.lines.count == 1, "its peer would take it for a sign that nobody wants the answer"
+        monkeypatch.setattr(pool_module, "IDLE_S", 0.0)
+        threads.connections._look_after()
+        assert len(threads.connections.all) == 1, "its peer would take it for a sign that nobody wants the answer"
         stage.open()
-        await until(lambda: threads.lines.free[-1].is_sound() and not threads.lines.free[-1].owed)
-        made = threads.lines.calls_made
-        threads.lines._look_after()
-        assert threads.lines.count == 0
-        assert threads.lines.calls_made == made
+        await until(lambda: threads.connections.free[-1].is_sound() and not threads.connections.free[-1].owed)
+        made = threads.connections.calls_made
+        threads.connections._look_after()
+        assert len(threads.connections.all) == 0
+        assert threads.connections.calls_made == made
         await until(lambda: not links_of(group))
 
 
-async def test_a_line_that_is_owed_many_answers_is_set_aside(monkeypatch: pytest.MonkeyPatch, stage: Stage):
+async def test_a_connection_that_is_owed_many_answers_is_set_aside(monkeypatch: pytest.MonkeyPatch, stage: Stage):
     monkeypatch.setattr(blocking_module, "MAX_OWED", 2)
-    monkeypatch.setattr(lines_module, "MAX_OWED", 2)
+    monkeypatch.setattr(pool_module, "MAX_OWED", 2)
     async with two(QUIET.replace(timeouts_travel=False)) as (_, threads):
-        (line,) = threads.lines.free
+        (connection,) = threads.connections.free
         for _ in range(2):
-            assert threads.lines.free == [line]
+            assert threads.connections.free == [connection]
             with pytest.raises(RpcTimeoutError):
                 await threads.call(hold, timeout=0.01)
-        assert threads.lines.aside == [line]
+        assert threads.connections.aside == [connection]
         assert await threads.call(echo) is TAKES_LOOP
-        await until(lambda: len(threads.lines.free) == 1)
+        await until(lambda: len(threads.connections.free) == 1)
         assert await threads.call(echo, 1) == 1
-        threads.lines._look_after()
-        assert threads.lines.aside == [line]
+        threads.connections._look_after()
+        assert threads.connections.aside == [connection]
         stage.open()
-        await until(lambda: line.is_sound() and not line.owed)
-        threads.lines._look_after()
-        assert line in threads.lines.free
-        assert threads.lines.count == 2
+        await until(lambda: connection.is_sound() and not connection.owed)
+        threads.connections._look_after()
+        assert connection in threads.connections.free
+        assert len(threads.connections.all) == 2
 
 
 @pytest.mark.parametrize("how", ["end", "loss"])
-async def test_a_line_that_was_set_aside_is_closed_in_the_end(how: str, monkeypatch: pytest.MonkeyPatch, stage: Stage):
+async def test_a_connection_that_was_set_aside_is_closed_in_the_end(
+    how: str, monkeypatch: pytest.MonkeyPatch, stage: Stage
+):
     monkeypatch.setattr(blocking_module, "MAX_OWED", 1)
     async with two(QUIET.replace(timeouts_travel=False)) as (group, threads):
-        (line,) = threads.lines.free
+        (connection,) = threads.connections.free
         with pytest.raises(RpcTimeoutError):
             await threads.call(hold, timeout=0.01)
-        assert threads.lines.aside == [line]
+        assert threads.connections.aside == [connection]
         if how == "loss":
             for link in links_of(group):
                 link.connection.abort()
             await until(lambda: not links_of(group))
-            threads.lines._look_after()
-            assert threads.lines.count == 0
+            threads.connections._look_after()
+            assert len(threads.connections.all) == 0
         else:
-            threads.lines.end(WorkerLostError)
-        assert not threads.lines.aside
-        assert line._socket.fileno() == -1
+            threads.connections.end(WorkerLostError)
+        assert not threads.connections.aside
+        assert connection._socket.fileno() == -1
         stage.open()
 
 
-async def test_a_line_that_an_interrupted_thread_has_lost_is_closed(monkeypatch: pytest.MonkeyPatch):
+async def test_a_connection_that_an_interrupted_thread_has_lost_is_closed(monkeypatch: pytest.MonkeyPatch):
     async with two() as (group, threads):
-        lost = threads.lines.free.pop()
-        threads.lines._look_after()
-        assert threads.lines.count == 1, "a thread may be about to use it"
-        monkeypatch.setattr(lines_module, "IDLE_S", 0.0)
+        lost = threads.connections.free.pop()
+        threads.connections._look_after()
+        assert len(threads.connections.all) == 1, "a thread may be about to use it"
+        monkeypatch.setattr(pool_module, "IDLE_S", 0.0)
         lost.calling = echo
-        threads.lines._look_after()
-        assert threads.lines.count == 1
+        threads.connections._look_after()
+        assert len(threads.connections.all) == 1
         lost.calling = None
-        threads.lines._look_after()
-        assert threads.lines.count == 0
+        threads.connections._look_after()
+        assert len(threads.connections.all) == 0
         await until(lambda: not links_of(group))
         with pytest.raises(NotSentError):
             lost.request(b"", 1, 0.0)
@@ -474,16 +476,16 @@ async def test_a_thread_that_is_interrupted_twice_leaves_no_call_under_way(step:
         raise KeyboardInterrupt
 
     async with two() as (_, threads):
-        (line,) = threads.lines.free
+        (connection,) = threads.connections.free
         error = TimeoutError if step == "tell" else KeyboardInterrupt
         with monkeypatch.context() as patched:
-            patched.setattr(line, "request", lambda *_: _raise(error))
-            patched.setattr(line, step, interrupt)
+            patched.setattr(connection, "request", lambda *_: _raise(error))
+            patched.setattr(connection, step, interrupt)
             found = await asyncio.to_thread(_caught, threads.block, echo)
         assert isinstance(found, KeyboardInterrupt)
-        assert not threads.lines.under_way
-        line.close()
-        threads.lines.forget(line)
+        assert not threads.connections.under_way
+        connection.close()
+        threads.connections.forget(connection)
 
 
 async def test_an_interrupt_while_a_result_is_built_is_one():
@@ -523,7 +525,7 @@ def _caught(call: Callable[..., Any], *args: Any) -> BaseException | None:
 # -- who may have how many
 
 
-async def test_many_threads_share_few_lines():
+async def test_many_threads_share_few_thread_connections():
     async with two() as (group, threads):
         found: list[int] = []
 
@@ -534,57 +536,63 @@ async def test_many_threads_share_few_lines():
                     assert result == number * 100 + each
                     found.append(result)
 
-        made = threads.lines.calls_made
+        made = threads.connections.calls_made
         await asyncio.gather(*(asyncio.to_thread(work, number) for number in range(8)))
         assert found
         assert len(set(found)) == len(found)
-        assert threads.lines.calls_made - made == len(found)
-        assert 1 <= threads.lines.count <= threads.lines.limit
-        await until(lambda: not threads.lines.under_way)
-        await until(lambda: len(links_of(group)) == threads.lines.count)
+        assert threads.connections.calls_made - made == len(found)
+        assert 1 <= len(threads.connections.all) <= threads.connections.limit
+        await until(lambda: not threads.connections.under_way)
+        await until(lambda: len(links_of(group)) == len(threads.connections.all))
 
 
-async def test_a_peer_may_have_so_many_lines_and_no_more():
+async def test_a_peer_may_have_so_many_thread_connections_and_no_more():
     async with two() as (group, threads):
-        opened = [await threads.calls.connect(threads.peer) for _ in range(MAX_LINES - 1)]
-        await until(lambda: len(links_of(group)) == MAX_LINES)
-        with pytest.raises(WireError, match="has 64 lines already"):
+        opened = [await threads.calls.connect(threads.peer) for _ in range(MAX_THREADS - 1)]
+        await until(lambda: len(links_of(group)) == MAX_THREADS)
+        with pytest.raises(WireError, match="has 64 connections of threads already"):
             await threads.calls.connect(threads.peer)
-        for line in opened:
-            line.close()
+        for connection in opened:
+            connection.close()
         await until(lambda: len(links_of(group)) == 1)
 
 
-async def test_lines_take_their_share_of_the_requests_that_a_peer_may_have_running():
-    async with two(QUIET.replace(max_handlers_per_peer=4 * LINE_HANDLERS)) as (group, threads):
-        (main,) = [link.inbound for link in group[1].agent.connector.links if not link.is_line]
+async def test_thread_connections_take_their_share_of_the_requests_that_a_peer_may_have_running():
+    async with two(QUIET.replace(max_handlers_per_peer=4 * THREAD_HANDLERS)) as (group, threads):
+        (main,) = [link.inbound for link in group[1].agent.connector.links if not link.is_of_thread]
         another = await threads.calls.connect(threads.peer)
         await until(lambda: len(links_of(group)) == 2)
-        assert [link.inbound.limit for link in links_of(group)] == [LINE_HANDLERS] * 2
-        assert main.limit == 2 * LINE_HANDLERS
+        assert [link.inbound.limit for link in links_of(group)] == [THREAD_HANDLERS] * 2
+        assert main.limit == 2 * THREAD_HANDLERS
         with pytest.raises(WireError, match="may not have so many requests running"):
             await threads.calls.connect(threads.peer)
         another.close()
-        await until(lambda: main.limit == 3 * LINE_HANDLERS)
-        main.running |= dict.fromkeys(range(-2 * LINE_HANDLERS - 1, 0))  # type: ignore[arg-type]
+        await until(lambda: main.limit == 3 * THREAD_HANDLERS)
+        main.running |= dict.fromkeys(range(-2 * THREAD_HANDLERS - 1, 0))  # type: ignore[arg-type]
         with pytest.raises(WireError, match="may not have so many requests running"):
             await threads.calls.connect(threads.peer)
         main.running.clear()
 
 
-async def test_few_requests_at_once_are_few_with_lines_too():
+async def test_few_requests_at_once_are_few_with_thread_connections_too():
     ways = {"unix": UnixTransport()}
     async with cluster(2, options=QUIET.replace(max_handlers_per_peer=1), transports=ways) as group:
         await group[0].rpc_sync("worker1", echo)
         threads = Threads(group)
         assert await threads.call(echo) is TAKES_LOOP
-        await until(lambda: threads.peer.lines is not None and threads.lines.is_asked_for and not threads.lines.count)
+        await until(
+            lambda: (
+                threads.peer.thread_connections is not None
+                and threads.connections.is_asked_for
+                and not threads.connections.all
+            )
+        )
         with pytest.raises(WireError, match="may not have so many requests running"):
             await threads.calls.connect(threads.peer)
         assert not links_of(group)
 
 
-async def test_a_line_needs_the_connection_that_it_belongs_to():
+async def test_a_thread_connection_needs_the_connection_that_it_belongs_to():
     async with two() as (group, threads):
         main = threads.peer.connection
         threads.peer.connection = None
@@ -593,12 +601,12 @@ async def test_a_line_needs_the_connection_that_it_belongs_to():
         threads.peer.connection = main
         there = group[1].agent.known_peer("worker0")
         main_there, there.connection = there.connection, None
-        with pytest.raises(WireError, match="'worker0' has no connection that a line could belong to"):
+        with pytest.raises(WireError, match="'worker0' has no connection that this one could belong to"):
             await threads.calls.connect(threads.peer)
         there.connection = main_there
 
 
-async def test_a_line_is_not_asked_for_signs_of_life():
+async def test_a_thread_connection_is_not_asked_for_signs_of_life():
     options = QUIET.replace(heartbeat_interval=0.02, heartbeat_timeout=5.0)
     async with two(options) as (group, threads):
         (link,) = links_of(group)
@@ -610,23 +618,23 @@ async def test_a_line_is_not_asked_for_signs_of_life():
         assert await threads.call(echo, 1) == 1
 
 
-async def test_the_system_looks_after_a_line_that_is_silent():
+async def test_the_system_looks_after_a_thread_connection_that_is_silent():
     async with two(QUIET.replace(listen=("tcp://127.0.0.1:0",))) as (_, threads):
-        (line,) = threads.lines.free
-        assert line._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        (connection,) = threads.connections.free
+        assert connection._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
-async def test_a_child_of_a_fork_leaves_the_lines_to_its_parent():
+async def test_a_child_of_a_fork_leaves_the_thread_connections_to_its_parent():
     async with two() as (_, threads):
-        line = threads.lines.free[-1]
+        connection = threads.connections.free[-1]
         near, far = socket.socketpair()
-        copy = Lines("worker1", threads.agent.loop, lambda: asyncio.sleep(0), 2)  # type: ignore[arg-type,return-value]
+        copy = ThreadConnections("worker1", threads.agent.loop, lambda: asyncio.sleep(0), 2)  # type: ignore[arg-type,return-value]
         with near, far:
-            copy._all = {type(line)(near, line._protocol, "unix:///there")}
+            copy._all = {type(connection)(near, connection._protocol, "unix:///there")}
             copy.free = list(copy._all)
             copy.abandon()
             assert not copy.free
-            assert not copy.count
+            assert not copy.all
             assert near.fileno() == -1
             far.setblocking(False)
             assert far.recv(100) == b""  # no word of it was said
@@ -648,7 +656,7 @@ class Heard(Meter):
     def handler_failed(self, caller: str, function: str, error: BaseException) -> None: ...
 
 
-async def test_meters_hear_of_calls_on_lines():
+async def test_meters_hear_of_calls_on_thread_connections():
     async with two(QUIET, fail) as (group, threads):
         meter = Heard()
         threads.agent.set_meter(meter)

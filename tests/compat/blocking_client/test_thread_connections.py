@@ -1,4 +1,4 @@
-"""Blocking calls of the drop-in to another worker: the same on a line as over the loop."""
+"""Blocking calls of the drop-in to another worker: the same on a thread connection as over the loop."""
 
 from __future__ import annotations
 
@@ -56,27 +56,27 @@ class Way:
 
     def __init__(self, drop_in: DropIn, kind: str) -> None:
         self._drop_in = drop_in
-        self.is_line = kind == "line"
-        drop_in.blocking.is_on = self.is_line
+        self.is_of_thread = kind == "thread"
+        drop_in.blocking.is_on = self.is_of_thread
 
     def open(self, *functions: Any) -> None:
-        """Have the functions known to the peer, and a line, if calls shall go that way."""
+        """Have the functions known to the peer, and a connection, if calls shall go that way."""
         peer = self._drop_in.agent.known_peer(OTHER)
         for function in (echo, *functions):
             self._drop_in.agent.prepare(peer, function, (), None)
         end = time.monotonic() + 20
-        while self.is_line and not (peer.lines is not None and peer.lines.free):
+        while self.is_of_thread and not (peer.thread_connections is not None and peer.thread_connections.free):
             assert time.monotonic() < end
             rpc.rpc_sync(OTHER, echo)
 
     @property
     def calls(self) -> int:
-        """Made on lines."""
-        lines = self._drop_in.agent.known_peer(OTHER).lines
-        return 0 if lines is None else lines.calls_made
+        """Made on connections."""
+        connections = self._drop_in.agent.known_peer(OTHER).thread_connections
+        return 0 if connections is None else connections.calls_made
 
 
-@pytest.fixture(params=["line", "loop"])
+@pytest.fixture(params=["thread", "loop"])
 def way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Way]:
     place = f"file://{tmp_path}/group"
     other = Other(place)
@@ -139,7 +139,7 @@ def test_results_and_errors_are_the_same(way: Way) -> None:
         rpc.rpc_sync(OTHER, torch.add, args=())
     with pytest.raises(TypeError, match="pickle"):
         rpc.rpc_sync(OTHER, echo, args=(threading.Lock(),))
-    assert way.calls - before == (6 if way.is_line else 0)
+    assert way.calls - before == (6 if way.is_of_thread else 0)
 
 
 def test_a_timeout_is_told_in_the_words_of_torch(way: Way) -> None:

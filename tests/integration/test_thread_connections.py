@@ -15,24 +15,24 @@ from tests.integration.processes import Processes, impatience
 
 
 async def start_blocking_call(worker: Any, name: str) -> asyncio.Future[Any]:
-    """A call of `hang` in a thread of its own, on a line, that has begun."""
+    """A call of `hang` in a thread of its own, on a connection, that has begun."""
     calls = BlockingCalls(worker.agent)
     peer = worker.agent.known_peer(name)
     packed = await asyncio.to_thread(worker.agent.prepare, peer, functions.hang, ([],), None)
-    # as soon as there is a line it is taken, so this is not what hangs
+    # as soon as there is a connection it is taken, so this is not what hangs
     probe = await asyncio.to_thread(worker.agent.prepare, peer, functions.echo, (0,), None)
     await worker.rpc_sync(name, functions.echo, args=(0,))
     async with asyncio.timeout(60):
-        while peer.lines is None or not peer.lines.free:
+        while peer.thread_connections is None or not peer.thread_connections.free:
             await asyncio.to_thread(calls.call, peer, functions.echo, probe, 0)
             await asyncio.sleep(0)
     call = asyncio.ensure_future(asyncio.to_thread(calls.call, peer, functions.hang, packed, 0))
     assert await worker.rpc_sync(name, functions.wait_for, args=("started",)) == 1
-    assert len(peer.lines.under_way) == 1
+    assert len(peer.thread_connections.under_way) == 1
     return call
 
 
-async def test_a_killed_callee_ends_calls_on_lines_at_once(processes: Processes):
+async def test_a_killed_callee_ends_calls_on_thread_connections_at_once(processes: Processes):
     async with processes.group("victim", "other", main=functions.serve) as worker:
         call = await start_blocking_call(worker, "victim")
         processes["victim"].kill()
@@ -43,7 +43,7 @@ async def test_a_killed_callee_ends_calls_on_lines_at_once(processes: Processes)
         assert await worker.rpc_sync("other", functions.echo, args=(2,)) == 2
 
 
-async def test_a_stopped_callee_ends_calls_on_lines_within_the_heartbeat_time(processes: Processes):
+async def test_a_stopped_callee_ends_calls_on_thread_connections_within_the_heartbeat_time(processes: Processes):
     async with processes.group("sleepy", main=functions.serve) as worker:
         call = await start_blocking_call(worker, "sleepy")
         processes["sleepy"].signal(signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""A line alone: a socket that blocks, and a peer at its other end that says what the test wants."""
+"""A thread connection alone: a socket that blocks, and a peer at its other end that says what the test wants."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from arpc.compat.blocking_client.line import Line, LineClosedError, NotSentError
+from arpc.compat.blocking_client.thread_connection import NotSentError, ThreadConnection, ThreadConnectionClosedError
 from arpc.errors import ProtocolError
 from arpc.testing.endpoints import FAR, NEAR
 from arpc.wire.frames import HEADER_BYTES, Limits, frame
@@ -62,100 +62,102 @@ def shaken_hands() -> Protocol:
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Line, Peer]]:
+def ends() -> Iterator[tuple[ThreadConnection, Peer]]:
     near, far = socket.socketpair()
-    line = Line(near, shaken_hands(), "unix:///there")
+    connection = ThreadConnection(near, shaken_hands(), "unix:///there")
     with far:
-        yield line, Peer(far)
-        line.close()
+        yield connection, Peer(far)
+        connection.close()
 
 
-def test_a_plain_reply_is_returned(ends: tuple[Line, Peer]):
-    line, peer = ends
+def test_a_plain_reply_is_returned(ends: tuple[ThreadConnection, Peer]):
+    connection, peer = ends
     thread = peer.says(reply(1, b"payload"))
-    assert line.request(REQUEST, 1, 0).body == b"payload"
+    assert connection.request(REQUEST, 1, 0).body == b"payload"
     thread.join()
     assert peer.heard == [REQUEST]
 
 
-def test_a_reply_may_come_in_pieces(ends: tuple[Line, Peer]):
-    line, peer = ends
+def test_a_reply_may_come_in_pieces(ends: tuple[ThreadConnection, Peer]):
+    connection, peer = ends
     whole = reply(1, b"0123456789" * 100)
     thread = peer.says(whole[:5], whole[5:40], whole[40:700], whole[700:])
-    answer = line.request(REQUEST, 1, 10.0)
+    answer = connection.request(REQUEST, 1, 10.0)
     thread.join()
     # in one piece, if the reader was late
     assert (answer.body if isinstance(answer, Reply) else answer) == b"0123456789" * 100
 
 
-def test_large_tensors_of_a_reply_are_gathered(ends: tuple[Line, Peer]):
-    line, peer = ends
+def test_large_tensors_of_a_reply_are_gathered(ends: tuple[ThreadConnection, Peer]):
+    connection, peer = ends
     head = frame(MessageType.REPLY, 0, 1, 0, 0, b"p", buffer_sizes=(6,))
     thread = peer.says(head, frame(MessageType.DATA, 0, 0, 0, 0, b"abc"), frame(MessageType.DATA, 0, 0, 0, 0, b"def"))
-    answer = line.request(REQUEST, 1, 10.0)
+    answer = connection.request(REQUEST, 1, 10.0)
     thread.join()
     assert isinstance(answer, Reply)
     assert [bytes(buffer) for buffer in answer.buffers] == [b"abcdef"]
 
 
-def test_a_failure_is_handed_over(ends: tuple[Line, Peer]):
-    line, peer = ends
+def test_a_failure_is_handed_over(ends: tuple[ThreadConnection, Peer]):
+    connection, peer = ends
     thread = peer.says(frame(MessageType.FAILURE, 0, 1, 0, 0, b"why"))
-    answer = line.request(REQUEST, 1, 0)
+    answer = connection.request(REQUEST, 1, 0)
     thread.join()
     assert isinstance(answer, Failure)
     assert answer.body == b"why"
 
 
-def test_a_late_reply_is_not_taken_for_that_of_the_next_call(ends: tuple[Line, Peer]):
-    line, peer = ends
+def test_a_late_reply_is_not_taken_for_that_of_the_next_call(ends: tuple[ThreadConnection, Peer]):
+    connection, peer = ends
     with pytest.raises(TimeoutError):
-        line.request(REQUEST, 1, 0.01)
-    assert line.owed == {1}
+        connection.request(REQUEST, 1, 0.01)
+    assert connection.owed == {1}
     thread = peer.says(reply(1, b"late"), reply(2, b"mine"))
-    answer = line.request(frame(MessageType.REQUEST, 0, 2, 1, 0, b""), 2, 10.0)
+    answer = connection.request(frame(MessageType.REQUEST, 0, 2, 1, 0, b""), 2, 10.0)
     thread.join()
     assert (answer.body if isinstance(answer, Reply) else answer) == b"mine"
-    assert not line.owed
-    assert not line.is_ended
+    assert not connection.owed
+    assert not connection.is_ended
 
 
-def test_what_comes_meanwhile_does_not_prolong_the_wait(ends: tuple[Line, Peer]):
-    line, peer = ends
+def test_what_comes_meanwhile_does_not_prolong_the_wait(ends: tuple[ThreadConnection, Peer]):
+    connection, peer = ends
     thread = peer.says(reply(7, b"of another"), reply(8), reply(9))
     with pytest.raises(TimeoutError):
-        line.request(REQUEST, 1, 0.05)
+        connection.request(REQUEST, 1, 0.05)
     thread.join()
-    assert line.owed == {1}
+    assert connection.owed == {1}
 
 
-def test_an_idle_line_takes_what_is_owed_and_notices_its_end(ends: tuple[Line, Peer]):
-    line, peer = ends
+def test_an_idle_thread_connection_takes_what_is_owed_and_notices_its_end(ends: tuple[ThreadConnection, Peer]):
+    connection, peer = ends
     with pytest.raises(TimeoutError):
-        line.request(REQUEST, 1, 0.01)
-    assert line.is_sound()
+        connection.request(REQUEST, 1, 0.01)
+    assert connection.is_sound()
     peer.says(reply(1, b"late"), after_request=False).join()
-    assert line.is_sound()
-    assert not line.owed
+    assert connection.is_sound()
+    assert not connection.owed
     peer.socket.shutdown(socket.SHUT_RDWR)
-    assert not line.is_sound()
+    assert not connection.is_sound()
 
 
-def test_one_that_was_closed_while_idle_sends_nothing(ends: tuple[Line, Peer]):
-    line, peer = ends
+def test_one_that_was_closed_while_idle_sends_nothing(ends: tuple[ThreadConnection, Peer]):
+    connection, peer = ends
     peer.says(frame(MessageType.GOODBYE, 0, 0, 0, 0, b"enough"), after_request=False).join()
-    line.used_at -= 10
+    connection.used_at -= 10
     with pytest.raises(NotSentError, match="while it was not used"):
-        line.request(REQUEST, 1, 0)
+        connection.request(REQUEST, 1, 0)
     peer.socket.close()
-    line.used_at = time.monotonic()
+    connection.used_at = time.monotonic()
     with pytest.raises(NotSentError):
-        line.request(REQUEST, 1, 0)
+        connection.request(REQUEST, 1, 0)
 
 
 @pytest.mark.parametrize(("last_words", "farewell"), [(b"", None), (b"see you", "see you")])
-def test_the_end_of_the_peer_ends_the_call(ends: tuple[Line, Peer], last_words: bytes, farewell: str | None):
-    line, peer = ends
+def test_the_end_of_the_peer_ends_the_call(
+    ends: tuple[ThreadConnection, Peer], last_words: bytes, farewell: str | None
+):
+    connection, peer = ends
 
     def end() -> None:
         peer.socket.recv(MIB)
@@ -165,8 +167,8 @@ def test_the_end_of_the_peer_ends_the_call(ends: tuple[Line, Peer], last_words: 
 
     thread = threading.Thread(target=end)
     thread.start()
-    with pytest.raises(LineClosedError, match="closed the connection without a goodbye") as closed:
-        line.request(REQUEST, 1, 10.0)
+    with pytest.raises(ThreadConnectionClosedError, match="closed the connection without a goodbye") as closed:
+        connection.request(REQUEST, 1, 10.0)
     thread.join()
     assert closed.value.farewell == farewell
 
@@ -181,66 +183,66 @@ def test_the_end_of_the_peer_ends_the_call(ends: tuple[Line, Peer], last_words: 
         frame(MessageType.CREDIT, 0, 1, 1, 0, b""),
     ],
 )
-def test_bad_bytes_are_an_error_of_the_protocol(ends: tuple[Line, Peer], words: bytes):
-    line, peer = ends
+def test_bad_bytes_are_an_error_of_the_protocol(ends: tuple[ThreadConnection, Peer], words: bytes):
+    connection, peer = ends
     thread = peer.says(words)
     with pytest.raises(ProtocolError):
-        line.request(REQUEST, 1, 10.0)
+        connection.request(REQUEST, 1, 10.0)
     thread.join()
 
 
-def test_a_ping_is_answered(ends: tuple[Line, Peer]):
-    line, peer = ends
+def test_a_ping_is_answered(ends: tuple[ThreadConnection, Peer]):
+    connection, peer = ends
     thread = peer.says(frame(MessageType.PING, 0, 5, 0, 0, b""), reply(1, b"x"))
-    answer = line.request(REQUEST, 1, 10.0)
+    answer = connection.request(REQUEST, 1, 10.0)
     thread.join()
     assert (answer.body if isinstance(answer, Reply) else answer) == b"x"
     assert peer.socket.recv(MIB) == frame(MessageType.PONG, 0, 5, 0, 0, b"")
 
 
-def test_a_thread_that_waits_can_be_woken(ends: tuple[Line, Peer]):
-    line, peer = ends
+def test_a_thread_that_waits_can_be_woken(ends: tuple[ThreadConnection, Peer]):
+    connection, peer = ends
     errors: list[BaseException] = []
 
     def wait() -> None:
         try:
-            line.request(REQUEST, 1, 0)
-        except LineClosedError as error:
+            connection.request(REQUEST, 1, 0)
+        except ThreadConnectionClosedError as error:
             errors.append(error)
 
     thread = threading.Thread(target=wait)
     thread.start()
     assert peer.socket.recv(MIB) == REQUEST
-    line.wake()
+    connection.wake()
     thread.join(20)
-    assert [type(error) for error in errors] == [LineClosedError]
-    assert line.is_ended
+    assert [type(error) for error in errors] == [ThreadConnectionClosedError]
+    assert connection.is_ended
 
 
-def test_a_request_that_does_not_fit_in_time_ends_the_line(ends: tuple[Line, Peer]):
-    line, _ = ends
+def test_a_request_that_does_not_fit_in_time_ends_the_thread_connection(ends: tuple[ThreadConnection, Peer]):
+    connection, _ = ends
     with pytest.raises(TimeoutError):
-        line.request(bytes(16 * MIB), 1, 0.05)
-    assert line.is_ended
+        connection.request(bytes(16 * MIB), 1, 0.05)
+    assert connection.is_ended
 
 
-def test_close_says_goodbye_once(ends: tuple[Line, Peer]):
-    line, peer = ends
-    line.close("done")
-    line.close("done")
+def test_close_says_goodbye_once(ends: tuple[ThreadConnection, Peer]):
+    connection, peer = ends
+    connection.close("done")
+    connection.close("done")
     assert peer.socket.recv(MIB) == frame(MessageType.GOODBYE, 0, 0, 0, 0, b"done")
     assert peer.socket.recv(MIB) == b""
 
 
 def test_a_host_that_does_not_answer_is_no_deadline_that_has_passed(
-    ends: tuple[Line, Peer], monkeypatch: pytest.MonkeyPatch
+    ends: tuple[ThreadConnection, Peer], monkeypatch: pytest.MonkeyPatch
 ):
-    line, _ = ends
+    connection, _ = ends
 
     def time_out(_: memoryview) -> int:
         raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
 
-    monkeypatch.setattr(line, "_receive_into", time_out)
-    with pytest.raises(LineClosedError, match="does not answer"):
-        line.request(REQUEST, 1, 0.0)
-    assert not line.owed
+    monkeypatch.setattr(connection, "_receive_into", time_out)
+    with pytest.raises(ThreadConnectionClosedError, match="does not answer"):
+        connection.request(REQUEST, 1, 0.0)
+    assert not connection.owed

@@ -1,9 +1,9 @@
 """A connection for a thread that blocks: it sends a request and reads the reply to it by itself.
 
 A `Connection` belongs to a loop, so a thread that waits for a call would wait for the loop too, twice: to have its
-request written, and to be told of the reply. On a `Line` the thread does both. It speaks the same protocol, with the
-same handshake, over a socket that blocks; deadlines are the socket's own (``SO_RCVTIMEO``), so that waiting takes one
-call of the system and no timer.
+request written, and to be told of the reply. On a `ThreadConnection` the thread does both. It speaks the same protocol,
+with the same handshake, over a socket that blocks; deadlines are the socket's own (``SO_RCVTIMEO``), so that waiting
+takes one system call and no timer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from arpc.wire.messages import Failure, Goodbye, Message, MessageType, Reply
 from arpc.wire.protocol import Protocol, State
 from arpc.wire.values.schemas import PackedTensors, Schema
 
-__all__ = ["Line", "LineClosedError", "NotSentError", "open_line"]
+__all__ = ["NotSentError", "ThreadConnection", "ThreadConnectionClosedError", "open_thread_connection"]
 
 _SCHEMA: Final = int(MessageType.SCHEMA)
 _TIMEVAL: Final = struct.Struct("ll")
@@ -32,7 +32,7 @@ _MOST_S: Final = 1e8
 _ANY: Final = 0
 _MAX_SCHEMAS: Final = 64
 _SURE_S: Final = 1.0
-"""After so long without a call it is looked whether the peer has closed the line."""
+"""After so long without a call, the next one first looks whether the peer has closed the connection."""
 _KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 """In seconds, and how often."""
 
@@ -41,15 +41,15 @@ class NotSentError(WireError):
     """The peer has not got the whole request, so it has not run."""
 
 
-class LineClosedError(ConnectionClosedError):
-    """The line has ended. ``farewell`` is what the peer said of it, None if it said nothing."""
+class ThreadConnectionClosedError(ConnectionClosedError):
+    """The connection has ended. ``farewell`` is what the peer said of it, None if it said nothing."""
 
     def __init__(self, text: str, farewell: str | None) -> None:
         super().__init__(text)
         self.farewell = farewell
 
 
-class Line:
+class ThreadConnection:
     """One open connection. Used by one thread at a time, which keeps to that; only `wake` may be called by others."""
 
     def __init__(self, sock: socket.socket, protocol: Protocol, address: str) -> None:
@@ -68,7 +68,7 @@ class Line:
         self.bytes_sent = 0
         self.bytes_received = 0
         self.known: set[int] = set()
-        """Functions that the peer has been told of on this line, by their numbers."""
+        """Functions that the peer has been told of on this connection, by their numbers."""
         self.owed: set[int] = set()
         """Calls that nobody waits for any more, and that have not been answered."""
         self.used_at = monotonic()
@@ -100,8 +100,8 @@ class Line:
     def request(self, data: bytes, id_: int, timeout_s: float) -> Message:
         """Send a request and wait for the answer, a `Reply` or a `Failure`.
 
-        ``timeout_s`` 0 is no limit. Raises `TimeoutError`, after which the line goes on unless it `is_ended`; or
-        `NotSentError`, `LineClosedError`, `ProtocolError` or another `OSError`, after which it is of no use.
+        ``timeout_s`` 0 is no limit. Raises `TimeoutError`, after which the connection goes on unless it `is_ended`; or
+        `NotSentError`, `ThreadConnectionClosedError`, `ProtocolError` or another `OSError`, after which it is unusable.
         """
         now = monotonic()
         if now - self.used_at > _SURE_S and not self.is_sound():
@@ -127,7 +127,7 @@ class Line:
                 self.owed.add(id_)
                 raise TimeoutError from None
             except TimeoutError as error:  # of the system's: the peer's host does not answer
-                raise LineClosedError(f"{self.address} does not answer: {error}", None) from error
+                raise ThreadConnectionClosedError(f"{self.address} does not answer: {error}", None) from error
             self.bytes_received += size_bytes
             answer = self._take(size_bytes, id_)
             if answer is not None:
@@ -147,13 +147,13 @@ class Line:
             self.is_ended = True
             raise TimeoutError  # it was woken because of that
         if not size_bytes:
-            raise LineClosedError(f"{self.address} closed the connection without a goodbye", self._farewell)
+            raise ThreadConnectionClosedError(f"{self.address} closed the connection without a goodbye", self._farewell)
         answer: Message | None = None
         for message in protocol.receive(size_bytes):
             if isinstance(message, Goodbye):
                 self._farewell = bytes(message.body).decode(errors="replace") or "it closed the connection"
             elif not isinstance(message, Reply | Failure):
-                raise ProtocolError(f"a line brought {message.type.name}")
+                raise ProtocolError(f"the connection of a thread brought {message.type.name}")
             elif message.id == id_:
                 answer = message
             else:
@@ -194,7 +194,7 @@ class Line:
     # -- the end
 
     def wake(self) -> None:
-        """Let the thread that waits on it find that the line has ended, or that its time is up. From any thread."""
+        """Let the thread that waits on it find that the connection, or its own time, has ended. From any thread."""
         self.is_ended = True
         with suppress(OSError):  # it has ended already
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -216,7 +216,7 @@ class Line:
         self._socket.close()
 
 
-async def open_line(address: str, protocol: Protocol) -> Line:
+async def open_thread_connection(address: str, protocol: Protocol) -> ThreadConnection:
     """Connect, and go through the handshake. Raises `OSError`, `HandshakeError` or `ProtocolError`."""
     loop = asyncio.get_running_loop()
     sock = await connect_socket(address)
@@ -233,7 +233,7 @@ async def open_line(address: str, protocol: Protocol) -> Line:
     except BaseException:
         sock.close()
         raise
-    return Line(sock, protocol, address)
+    return ThreadConnection(sock, protocol, address)
 
 
 def _keep_alive(sock: socket.socket) -> None:

@@ -1,0 +1,152 @@
+"""Requests that wait: because their caller has too many others running, or does not read the replies of those before.
+
+Requests wait packed. What is likely to return a large result waits for the `ReplyWindow` of its connection.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final, Protocol
+
+from arpc import torchstate
+from arpc.agent.hooks.observers import Observers
+from arpc.agent.server.functions import Function, Mode
+from arpc.agent.server.inbound import Inbound
+from arpc.agent.server.replies import Replies
+from arpc.agent.server.reply_window import ReplyWindow, ResultSizes
+from arpc.agent.server.run import Run
+from arpc.agent.server.thread_pool import ThreadPool
+from arpc.errors import OverloadedError, WireError
+from arpc.options import RpcOptions
+from arpc.wire.messages import FailureKind, Message
+
+__all__ = ["RequestQueue"]
+
+# A caller keeps to its own window, twice of it for what is small; and its options may not be the same
+_WINDOWS: Final = 16
+_THREAD: Final = Mode.THREAD
+
+
+class _Start(Protocol):
+    def __call__(self, inbound: Inbound, message: Message, *, is_counted: bool = False) -> None: ...
+
+
+class RequestQueue:
+    """The waiting requests of all peers of one worker."""
+
+    def __init__(
+        self, start: _Start, threads: ThreadPool, replies: Replies, observers: Observers, options: RpcOptions
+    ) -> None:
+        """``start`` runs a request now. ``is_counted``: the reply window has let it go to a thread."""
+        self._start = start
+        self._threads = threads
+        self._replies = replies
+        self._observers = observers
+        self._max_waiting = options.max_requests_waiting
+        self._window_bytes = options.window_bytes
+        self.calls_refused = 0
+        self.is_closed = False
+
+    def admit(self, inbound: Inbound, message: Message) -> None:
+        """Start a request, or keep it packed while its caller does not take replies or has too many others running."""
+        results = inbound.results_of(message)
+        is_large = results is not None and results.are_large
+        if not (is_large or inbound.is_full or inbound.connection.is_congested):
+            self._start(inbound, message)
+        elif (
+            len(inbound.waiting) < self._max_waiting or not (is_large or inbound.is_full)
+        ) and inbound.waiting_bytes <= _WINDOWS * self._window_bytes:
+            if is_large and results is not None:
+                self._keep_for_window(inbound, message, results)
+            else:
+                inbound.keep_for_handler(message)
+                self._start_waiting(inbound)
+        else:
+            self._refuse(inbound, message)
+
+    def _refuse(self, inbound: Inbound, message: Message) -> None:
+        """Answer a call of a caller too many of whose calls wait already."""
+        self.calls_refused += 1
+        error = OverloadedError(f"{len(inbound.waiting)} of its requests wait already")
+        self._observers.dropped(inbound, message.id, error)
+        if inbound.connection.is_congested:
+            # to refuse them all would take as much memory as to keep them
+            text = f"{len(inbound.waiting)} of its requests wait, and it does not read replies"
+            inbound.connection.abort(WireError(text))
+        else:
+            self._replies.fail(inbound, message.id, FailureKind.OVERLOADED, error)
+
+    # -- large results
+
+    def window(self, inbound: Inbound) -> ReplyWindow:
+        """Where requests of a connection wait whose results are likely to be large."""
+        if inbound.reply_window is None:
+            inbound.reply_window = ReplyWindow(
+                inbound.connection, self._window_bytes, self._threads.size, partial(self.readmit, inbound)
+            )
+        return inbound.reply_window
+
+    def _keep_for_window(self, inbound: Inbound, message: Message, results: ResultSizes) -> None:
+        function = inbound.functions.get(message.arg)
+        # one that comes with its arguments is not known yet: it waits again if it is for a thread
+        in_thread = isinstance(function, Function) and function.mode is _THREAD
+        window = self.window(inbound)
+
+        def start() -> None:
+            if len(inbound.running) >= inbound.limit and message.id in inbound.waiting:
+                inbound.wait_for_handler(message.id)
+                kept = None
+            else:
+                kept = None if self.is_closed else inbound.take_waiting(message.id)
+            if kept is not None:
+                self._start(inbound, kept, is_counted=in_thread)
+            elif in_thread:  # it was cancelled, or waits for another reason
+                window.thread_ended()
+
+        inbound.keep(message)
+        window.enter(results, start, in_thread=in_thread)
+
+    def postpone(self, run: Run) -> None:
+        """Let a plain function have a thread when there is room for its result, or at once if that will be small."""
+        if not run.function.results.are_large:
+            self._threads.submit(run.work, is_quick=run.function.quickness.is_quick)
+            return
+        window = self.window(run.inbound)
+
+        def start() -> None:
+            if run.ended:
+                window.thread_ended()
+            else:
+                self.submit_counted(run)
+
+        window.enter(run.function.results, start, in_thread=True)
+
+    def submit_counted(self, run: Run) -> None:
+        """Let a plain function that the reply window has let go have a thread."""
+        run.is_counted = True
+        run.thread_replies = None  # the loop is to hear of its end
+        self._threads.submit(run.work, is_quick=run.function.quickness.is_quick)
+
+    # -- room
+
+    def readmit(self, inbound: Inbound) -> None:
+        """Start requests that wait, as far as there is room: something has ended or was sent."""
+        if not torchstate.is_pristine():
+            # the loop is between two steps of a task that has switched something off for itself
+            torchstate.run_with(torchstate.DEFAULTS, self.readmit, inbound)
+            return
+        inbound.look_for_room()
+        self._start_waiting(inbound)
+        if inbound.reply_window is not None:
+            inbound.reply_window.admit()
+
+    def _start_waiting(self, inbound: Inbound) -> None:
+        connection = inbound.connection
+        while (
+            inbound.has_room_for_waiting
+            and not (connection.is_congested and connection.unsent_small_bytes > self._window_bytes)
+            and not self.is_closed
+        ):
+            message = inbound.next_waiting()
+            if message is not None:
+                self._start(inbound, message)

@@ -124,6 +124,7 @@ async def test_the_page_shows_a_group_at_work(browser):  # noqa: PLR0915 - one v
         assert await overlapping(page) == []
 
         # errors with their tracebacks, logs by level and text
+        await page.locator("#errors").scroll_into_view_if_needed()  # what is out of sight is not refreshed
         failure = page.locator("#errors details").filter(has_text="KeyError")
         await failure.locator("summary").click()
         await expect(failure.locator("pre")).to_contain_text('raise KeyError("nothing")')
@@ -214,6 +215,7 @@ async def test_each_worker_has_a_page(browser):
         await expect(page.locator("#made tbody")).to_contain_text("it has called nobody yet")
         await expect(page.locator("[data-tile=memory] .value")).to_contain_text("iB")
         await expect(page.locator("[data-tile=cpu] .value")).to_contain_text("%")
+        await page.locator("#errors").scroll_into_view_if_needed()
         await expect(page.locator("#errors summary")).to_contain_text("KeyError")
         await page.locator("#logs").scroll_into_view_if_needed()
         await expect(page.locator("#logs .log").filter(has_text="a quiet word")).to_have_count(1)  # not that of ps

@@ -95,6 +95,8 @@ class ThreadReplies(Outbox):
 
         What the loop needs not do again is noted in the request: its ``content``, or its ``error``.
         """
+        if run.ended:
+            return False  # it was cancelled meanwhile
         if not _is_grad_enabled() or _count_function_modes():
             return False  # the function has left something switched, that could change how a tensor looks
         if is_coroutine(result):

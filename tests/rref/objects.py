@@ -247,4 +247,5 @@ class Unsendable:
         return 42
 
     def __reduce__(self) -> Any:
+        pickled.append("Unsendable")
         raise TypeError("Unsendable stays here")

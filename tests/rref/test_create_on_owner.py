@@ -307,9 +307,16 @@ async def test_the_result_of_a_creation_that_was_cancelled_in_its_thread_is_not_
 
 
 async def test_a_value_that_cannot_be_sent_stays_usable_on_its_owner(pair):
+    await arpc.rpc_sync("worker1", objects.nothing)  # which connects: before that a creation leaves without waiting
+    objects.pickled.clear()
     rref = arpc.remote("worker1", objects.Unsendable)
     with pytest.raises(arpc.SerializationError, match="Unsendable"):
         await rref
+    reasons = len(objects.pickled)
+    with pytest.raises(arpc.SerializationError, match="Unsendable"):
+        await rref
+    # by the thread of the creation, and by the call that says why: each as often as one call tries
+    assert reasons == 2 * (len(objects.pickled) - reasons)
     assert await rref.rpc_sync().answer() == 42
 
 

@@ -294,10 +294,10 @@ class RRefContext:
     async def value(self, rref: RRefId, *, is_created: bool) -> Any:
         """A value of this worker, once it is there. It may be asked for before its creation has arrived."""
         value = self.values.get(rref)
-        if value is not None and not value.is_ready:
-            self.creations.keep_answered()
-        if value is not None and value.is_ready:
-            return value.get_nowait()
+        if value is not None:
+            self.creations.look_for(value)
+            if value.is_ready:
+                return value.get_nowait()
         self.happened(events.ValueAwaited(rref, is_created))
         if rref not in self.forks.owned:
             raise RRefError(f"the value of RRef {_text(rref)} is gone from worker {self.info.name!r}")

@@ -158,12 +158,19 @@ class CreationHandlers:
         value = self._values.get(rref)
         if value is None:
             raise RRefError(f"RRef {_text(rref)} was created before, and is gone")
+        self.look_for(value)
         with suppress(Exception):
             await value.get()
 
     def _look(self) -> None:
         self._timer = None
         self.keep_answered()
+
+    def look_for(self, value: Value) -> None:
+        """Keep a value that is about to be awaited, if its thread has ended; else the thread wakes the loop."""
+        if not value.is_ready:
+            value.expect()  # before the look: a thread that ends after it sees that
+            self.keep_answered()
 
     def keep_answered(self) -> None:
         """Keep the results of creations that threads have answered."""

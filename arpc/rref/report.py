@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import dataclass
+from threading import get_ident
 from time import monotonic
 from typing import Literal
 
@@ -50,7 +51,8 @@ class RRefRow:
 
 def rref_rows(context: RRefContext) -> list[RRefRow]:
     """Those this worker owns, then those it uses."""
-    context.creations.keep_answered()
+    if get_ident() == context.thread:  # values belong to the loop, and anybody may ask for a report
+        context.creations.keep_answered()
     rows = []
     now = monotonic()
     for owned in context.forks.owned.values():

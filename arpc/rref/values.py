@@ -59,6 +59,11 @@ class Value(msgspec.Struct, eq=False):
         """Somebody waits for it. Asked in any thread."""
         return self._waiters is not None
 
+    def expect(self) -> None:
+        """Let `is_awaited` be true from now on, until the value is there."""
+        if self._waiters is None and not self.is_ready:
+            self._waiters = []
+
     def set(self, content: Any) -> None:
         if self.content is NOTHING and self._error is None:
             self.content = content
@@ -87,8 +92,8 @@ class Value(msgspec.Struct, eq=False):
         """The value, once it is there; raises the error in its place."""
         if not self.is_ready:
             waiter = asyncio.get_running_loop().create_future()
-            if self._waiters is None:
-                self._waiters = []
+            self.expect()
+            assert self._waiters is not None
             self._waiters.append(waiter)
             try:
                 await waiter

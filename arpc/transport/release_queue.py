@@ -56,6 +56,8 @@ class ReleaseQueue(Generic[T]):
     def take(self) -> list[T]:
         """What has been released since the last time."""
         self.is_notified = False  # first: what is released from now on is notified anew
+        if self._is_closed:
+            self._released.clear()  # of a thread that was about to release when this was closed
         items: list[T] = []
         while self._released:
             items.append(self._released.popleft())

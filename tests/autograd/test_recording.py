@@ -182,3 +182,14 @@ async def test_memory_that_is_no_tensor_goes_along(group):
         assert z.grad_fn.name() == RECV
         (sent,) = of(group, 0, ctx_id).sends.values()
         assert [node.variable for node, _ in sent.edges] == [x]
+
+
+@pytest.mark.parametrize("function", [functions.mul, functions.mul_in_thread])
+async def test_creations_whose_values_stay_are_answered_calls_of_the_context(group, function):
+    async with arpc.autograd.context():
+        rref = arpc.remote("worker1", function, (leaf(1.0), 2))
+        await rref._get_future()
+        (caller,), (callee,) = (worker.autograd.container.contexts.values() for worker in group[:2])
+        assert (caller.calls_made, caller.calls_answered) == (1, 1)
+        assert (callee.handlers_begun, callee.handlers_answered) == (1, 1)
+        await rref.release()

@@ -218,9 +218,34 @@ def make_bytes(size: int) -> bytes:
     return bytes(size)
 
 
+pickled: list[str] = []
+
+
+class Telling:
+    """Tells when it is pickled."""
+
+    def __reduce__(self) -> Any:
+        pickled.append("Telling")
+        return Telling, ()
+
+
+def make_telling_at_the_gate() -> Telling:
+    assert gate.wait(30)
+    return Telling()
+
+
+async def total_here(rref: arpc.RRef[Counter]) -> int:
+    return (await rref.to_here()).total
+
+
+async def local_total(rref: arpc.RRef[Counter]) -> int:
+    return (await rref.local_value()).total
+
+
 class Unsendable:
     def answer(self) -> int:
         return 42
 
     def __reduce__(self) -> Any:
+        pickled.append("Unsendable")
         raise TypeError("Unsendable stays here")

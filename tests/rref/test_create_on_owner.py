@@ -251,10 +251,72 @@ async def test_a_creation_that_was_cancelled_in_its_thread_has_no_value(pair):
     assert pair[1].rrefs()[0].type == "raised RRefCreationError"
 
 
+@pytest.mark.parametrize("use", [objects.total_here, objects.local_total])
+async def test_a_handle_on_the_owner_has_the_value_of_a_thread_before_the_loop_looks(pair, use):
+    creations = pair[1].rref_context.creations
+    creations._look = lambda: None  # when its time has come, nothing happens
+    rref = arpc.remote("worker1", Counter, (4,))
+    await rref._get_future()
+    assert not is_ready(pair)
+    assert await arpc.rpc_sync("worker1", use, (rref,), timeout=20) == 4
+    assert is_ready(pair)
+
+
+async def test_a_value_is_said_to_be_awaited_before_the_loop_looks_for_it(pair, monkeypatch):
+    """So a thread that ends right after the look wakes the loop."""
+    objects.gate.clear()
+    creations = pair[1].rref_context.creations
+    creations._look = lambda: None
+    rref = arpc.remote("worker1", objects.make_at_the_gate, (1,))
+    await until(lambda: len(pair[1].rrefs()) == 1)
+    (value,) = pair[1].rref_context.values.values()
+    seen = []
+
+    def keep_answered() -> None:
+        seen.append(value.is_awaited)
+        type(creations).keep_answered(creations)
+
+    monkeypatch.setattr(creations, "keep_answered", keep_answered)
+    early = rref.rpc_async().add(1)
+    await until(lambda: bool(seen))
+    assert seen[0]
+    objects.gate.set()
+    assert await early == 2
+
+
+async def test_a_report_that_a_thread_asks_for_leaves_values_to_the_loop(pair):
+    creations = pair[1].rref_context.creations
+    creations._look = lambda: None
+    rref = arpc.remote("worker1", Counter, (4,))
+    await rref._get_future()
+    assert [row.role for row in await asyncio.to_thread(pair[1].rrefs)] == ["owner"]
+    assert not is_ready(pair)
+    assert [row.state for row in pair[1].rrefs()] == ["ready"]
+
+
+async def test_the_result_of_a_creation_that_was_cancelled_in_its_thread_is_not_pickled(pair):
+    objects.gate.clear()
+    objects.pickled.clear()
+    rref = arpc.remote("worker1", objects.make_telling_at_the_gate)
+    await until(lambda: len(pair[1].rrefs()) == 1)
+    assert rref._get_future().cancel()
+    await until(lambda: pair[1].rrefs()[0].type == "raised RRefCreationError")
+    objects.gate.set()
+    await until(lambda: pair[1].agent.dispatcher.threads.is_asleep)
+    assert not objects.pickled
+
+
 async def test_a_value_that_cannot_be_sent_stays_usable_on_its_owner(pair):
+    await arpc.rpc_sync("worker1", objects.nothing)  # which connects: before that a creation leaves without waiting
+    objects.pickled.clear()
     rref = arpc.remote("worker1", objects.Unsendable)
     with pytest.raises(arpc.SerializationError, match="Unsendable"):
         await rref
+    reasons = len(objects.pickled)
+    with pytest.raises(arpc.SerializationError, match="Unsendable"):
+        await rref
+    # by the thread of the creation, and by the call that says why: each as often as one call tries
+    assert reasons == 2 * (len(objects.pickled) - reasons)
     assert await rref.rpc_sync().answer() == 42
 
 

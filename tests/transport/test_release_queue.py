@@ -61,6 +61,14 @@ async def test_a_closed_queue_drops_what_is_released():
     assert released.queue.take() == []
 
 
+async def test_a_closed_queue_drops_what_another_thread_was_about_to_release():
+    released = Released()
+    released.queue.close()
+    released.queue._released.append("a")  # the thread looked before the queue was closed
+    assert released.queue.take() == []
+    assert not released.queue
+
+
 def test_a_loop_that_is_closed_is_no_error():
     loop = asyncio.new_event_loop()
     loop.close()

@@ -94,12 +94,12 @@ class Replies:
 
     def created(self, run: Run, answer: Any) -> None:
         """Answer the request for a value that stays here."""
-        content = _NOTHING
+        content = None
         if answer is not None:
             # If it cannot be sent, the caller asks for the value, and that call says why
             with suppress(BaseException):
                 content = run.context.run(self.encode, run, answer, with_metadata=True)
-        self._end(run, _REPLY, 0, 0, content)
+        self.returned(run, content)  # with the metadata of interceptors, even if there is nothing else to send
 
     def encoded(self, run: Run, content: Content) -> None:
         """Answer a request with a result that its thread has encoded."""

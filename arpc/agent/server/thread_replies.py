@@ -42,6 +42,7 @@ _WRITES_A_LOOK: Final = 32
 """Between two looks whether the peer is on the same CPU: processes are moved seldom."""
 _is_grad_enabled = torch.is_grad_enabled
 _REPLY: Final = int(MessageType.REPLY)
+_NOTHING: Final = Content(b"")
 # A request that has ended must not keep its context: the two refer to each other
 _NO_CONTEXT: Final = Context()
 
@@ -84,6 +85,8 @@ class ThreadReplies(Outbox):
 
         What the loop needs not do again is noted in the request: its ``content``, or its ``error``.
         """
+        if run.ended:
+            return False  # it was cancelled meanwhile
         if not _is_grad_enabled() or _count_function_modes():
             return False  # the function has left something switched, that could change how a tensor looks
         if is_coroutine(result):
@@ -94,6 +97,8 @@ class ThreadReplies(Outbox):
         except BaseException as error:  # noqa: BLE001 - pickling runs user code; whatever it raises is the caller's
             if creation is None:
                 run.error = error
+            else:
+                run.content = _NOTHING  # the caller asks for the value, and that call says why it cannot be sent
             return False
         connection = self._inbound.connection
         data = connection.frame_in_thread(_REPLY, run.id, content.pickle, content.tensors)

@@ -166,6 +166,17 @@ async def test_a_call_is_told_on_both_sides(pair: Cluster) -> None:
     assert caller.replies[0] == ("worker1", ["hello", 0, "echo"])
 
 
+async def test_the_answer_to_a_creation_brings_headers_although_the_value_stays(pair: Cluster) -> None:
+    caller, callee = Log(), Log()
+    with observing(pair[0], caller), observing(pair[1], callee):
+        for function in (depth_later, depth_in_thread):
+            rref = pair[0].remote("worker1", function)
+            await rref._get_future()
+            await rref.release()
+    names = [header[2] for _, header in caller.replies]
+    assert [name for name in names if name.startswith("depth")] == ["depth_later", "depth_in_thread"]
+
+
 async def test_every_step_of_a_handler_is_surrounded(pair: Cluster) -> None:
     log = Log()
     with observing(pair[1], log):

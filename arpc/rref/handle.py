@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import html
+import os
 import traceback
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from functools import lru_cache, partial
+from pathlib import Path
 from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Self, TypeVar, cast
@@ -42,6 +44,8 @@ T_co = TypeVar("T_co", covariant=True)
 F = TypeVar("F", bound=OwnerFuture)
 
 _STACK_LIMIT: Final = 12
+_PACKAGE: Final = f"{Path(__file__).parents[1]}{os.sep}"
+"""Where the files of arpc are."""
 _new_rref = object.__new__
 
 
@@ -465,7 +469,7 @@ def _name_of_method(kind: type, name: str) -> str:
 
 def _stack() -> str:
     """Where the user's code is, without the frames of this module."""
-    frames = [frame for frame in traceback.extract_stack(limit=_STACK_LIMIT) if "/arpc/" not in frame.filename]
+    frames = [frame for frame in traceback.extract_stack(limit=_STACK_LIMIT) if not frame.filename.startswith(_PACKAGE)]
     return "".join(traceback.format_list(frames))
 
 

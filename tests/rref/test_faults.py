@@ -224,6 +224,18 @@ async def test_survivors_are_named_when_stacks_are_on(caplog):
         await rref
 
 
+async def test_programs_in_a_folder_called_arpc_are_named_too():
+    program = {"arpc": arpc, "Counter": Counter}
+    source = "def make():\n    return arpc.remote('worker1', Counter)\n"
+    exec(compile(source, "/somewhere/arpc/train.py", "exec"), program)
+    async with cluster(2, options=OPTIONS.replace(rref_creation_stacks=True)) as group:
+        rref = program["make"]()
+        await rref.rpc_sync().add(1)
+        (row,) = group[1].rrefs()
+        assert "/somewhere/arpc/train.py" in row.made
+        assert "arpc/api.py" not in row.made
+
+
 async def test_leaks_are_reported(caplog):
     async with cluster(2, options=OPTIONS) as group:
         rref = arpc.remote("worker1", Counter)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import inspect
 import json
 import os
 import subprocess
@@ -108,6 +109,8 @@ class _BytecodeCounter:
     @contextmanager
     def on_every_thread(self) -> Iterator[None]:
         """Threads that start inside of the block are traced."""
+        if (frame := inspect.currentframe()) is not None:
+            frame.f_trace_opcodes = True  # Python 3.12 traces bytecodes only if a frame has asked before it begins
         threading.settrace(self.enter)
         sys.settrace(self.enter)
         try:

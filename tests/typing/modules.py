@@ -18,7 +18,7 @@ class Batch:
 
 class Encoder(nn.Module):
     def __init__(self, width: int, *, is_deep: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType] - torch 2.8 does not annotate it
         self.width = width
         self.is_deep = is_deep
 

@@ -1,6 +1,9 @@
 # pyright: strict, reportUnnecessaryTypeIgnoreComment=true, reportUnusedFunction=false, reportPrivateUsage=false
 """What a type checker knows of remote modules. Never run: `test_typing` has mypy and pyright read it."""
 
+# torch 2.8 does not annotate Module.__init__
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from typing import Any, assert_type
@@ -18,7 +21,7 @@ class Batch:
 
 class Encoder(nn.Module):
     def __init__(self, width: int, *, is_deep: bool = False) -> None:
-        super().__init__()  # pyright: ignore[reportUnknownMemberType] - torch 2.8 does not annotate it
+        super().__init__()
         self.width = width
         self.is_deep = is_deep
 

@@ -9,13 +9,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from itertools import count
+from threading import Lock
 from time import monotonic
 from types import MappingProxyType
 from typing import Any, Final
 
+import msgspec
 from torch import Tensor
 
-from arpc.autograd.engine.leaf_gradients import summed
+from arpc.autograd.engine.gradient_sums import summed
 from arpc.autograd.passes.plan import Send
 from arpc.errors import AutogradError, OverloadedError
 from arpc.ids import LOCAL_BITS
@@ -31,64 +33,86 @@ _MAX_OF_PEER: Final = 65_536
 """How many contexts one worker may have here that have not ended."""
 
 NO_GRADIENTS: Final[Mapping[Tensor, Tensor]] = MappingProxyType({})
+_new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
+_NOBODY_TOLD: Final[Mapping[int, Mapping[int, bool]]] = MappingProxyType({})
 
 # What no number of answers makes up for
 ENDLESS: Final = 1 << 62
 """How many calls one counts for that has more than one answer."""
 
 
-class AutogradContext:
-    """One context on one worker."""
+class AutogradContext(msgspec.Struct, eq=False):
+    """One context on one worker.
 
+    It belongs to the loop. But a thread in which a plain function ends records the answer itself: what it changes of a
+    context (``sends``, ``clock`` and ``handlers_answered``), it and the loop change with the ``lock`` held.
+    """
+
+    id: int
+    lock: Any = msgspec.field(default_factory=Lock)
+    since: float = msgspec.field(default_factory=monotonic)
+    """When this worker came to know it, for those who look."""
+    sends: dict[int, Send] = {}
+    """By message id, in the order they were sent."""
+    recvs: dict[int, Any] = {}
+    """The recv nodes, by message id."""
+    known_workers: dict[int, int] = {}
+    """Ids of the workers that were told of this context, or told this one.
+
+    The value counts calls to that worker, but for those that it had handled when it left the context.
+    """
     active_pass: Any = None
     """The `BackwardPass` under way, if any."""
-    clock = 0
+    clock: int = 0
     """Counts messages with tensors: larger after each than at any message that it depends on (Lamport's clock)."""
     running_thread: Any = None
     """The future of what a pass runs in a thread, which may go on after the pass was ended."""
-    last_pass = -1
+    last_pass: int = -1
     """The last pass that has ended here, and so may still fail elsewhere."""
     last_announced_to: Collection[int] = ()
     """Who was told in it, or is being told by an answer, what was live here."""
     aborted_passes: frozenset[int] = frozenset()
-    last_failed: tuple[int, int | None] = -1, None
+    last_failed: tuple[int, int | None] = (-1, None)
     """The last of them that failed here, and the worker that is told why by the answer to the parcel that began it."""
     aborts_told: frozenset[int] = frozenset()
     """Those of them that this worker has told others of."""
-    told_early: Mapping[int, Mapping[int, bool]] = MappingProxyType({})
+    told_early: Mapping[int, Mapping[int, bool]] = _NOBODY_TOLD
     """By pass: who was told that nothing is live here before it was known, and whether they said what is there."""
-    sends_used = 0
+    sends_used: int = 0
     """How often gradients have come for a message, in all passes."""
-    calls_made = 0
+    calls_made: int = 0
     """Calls of this worker in the context, and much more for one that has no single answer."""
-    calls_answered = 0
+    calls_answered: int = 0
     """Those of them whose answer was recorded. If it is all of them, none of their handlers is under way."""
-    handlers_begun = 0
+    handlers_begun: int = 0
     """Calls of others in the context."""
-    handlers_answered = 0
+    handlers_answered: int = 0
     """Those of them that were answered. A stream is never answered: what follows an item may come at any time."""
     gradients: Mapping[Tensor, Tensor] = NO_GRADIENTS
     """What passes that have ended here have accumulated. Replaced, never changed."""
-    _before_last_pass: Mapping[Tensor, Tensor] = gradients
-
-    def __init__(self, context_id: int) -> None:
-        self.id = context_id
-        self.since = monotonic()
-        """When this worker came to know it, for those who look."""
-        self.sends: dict[int, Send] = {}
-        """By message id, in the order they were sent."""
-        self.recvs: dict[int, Any] = {}
-        """The recv nodes, by message id."""
-        self.known_workers: dict[int, int] = {}
-        """Ids of the workers that were told of this context, or told this one.
-
-        The value counts calls to that worker, but for those that it had handled when it left the context.
-        """
+    before_last_pass: Mapping[Tensor, Tensor] = NO_GRADIENTS
+    """Those without the last pass, to which a pass that fails late goes back."""
 
     @property
     def creator(self) -> int:
         """The id of the worker that made it."""
         return self.id >> LOCAL_BITS
+
+    def record_send(self, message_id: int, node: Any, to: int, answered: int = 0) -> int:
+        """Note that a message leaves with tensors of a send node; returns its stamp. In any thread.
+
+        ``answered`` counts the handler whose answer it is.
+        """
+        with self.lock:
+            self.clock = stamp = self.clock + 1
+            self.sends[message_id] = _new_tuple(Send, (node.next_functions[1:], node, to, stamp))
+            self.handlers_answered += answered
+        return stamp
+
+    def receive_stamp(self, stamp: int) -> None:
+        """A message has come, and what is sent from now on may depend on its tensors."""
+        with self.lock:
+            self.clock = max(self.clock, stamp) + 1
 
     def worker_left(self, worker: int, calls_handled: int) -> None:
         """A worker has left with an answer, after so many calls of this one since it had entered the context.
@@ -103,7 +127,7 @@ class AutogradContext:
 
     def commit(self, pass_id: int, gradients: Mapping[Tensor, Tensor], announced_to: Collection[int] = ()) -> None:
         """Add what a pass computed here. It can be taken back until the next pass ends."""
-        self._before_last_pass = self.gradients
+        self.before_last_pass = self.gradients
         self.last_pass = pass_id
         self.last_announced_to = announced_to
         if not self.gradients:
@@ -117,18 +141,19 @@ class AutogradContext:
         self.gradients = total
 
     def has_sends_to(self, worker: int) -> bool:
-        return any(send.to == worker for send in self.sends.values())
+        return any(send.to == worker for send in self.sends.copy().values())
 
     def drop_sends_to(self, worker: int) -> None:
         """A worker is lost. What was sent to it keeps no graph any more, and no pass waits for its gradients."""
-        for message_id in [message_id for message_id, send in self.sends.items() if send.to == worker]:
-            del self.sends[message_id]
+        for message_id, send in self.sends.copy().items():
+            if send.to == worker:
+                del self.sends[message_id]
 
     def clear(self) -> None:
         """It has ended: whoever still has it shall not keep the graph, or the gradients, alive."""
         self.sends.clear()
         self.recvs.clear()
-        self.gradients = self._before_last_pass = AutogradContext.gradients
+        self.gradients = self.before_last_pass = NO_GRADIENTS
 
     def roll_back(self, pass_id: int, parent: int | None = None) -> None:
         """A pass has failed: no gradient of it stays. ``parent``: who is told why, if it is the part of it here."""
@@ -136,7 +161,7 @@ class AutogradContext:
         if parent is not None:
             self.last_failed = pass_id, parent
         if pass_id == self.last_pass:
-            self.gradients = self._before_last_pass
+            self.gradients = self.before_last_pass
             self.last_pass = -1
 
 
@@ -196,7 +221,7 @@ class Container:
             if self._failed_early:
                 context.aborted_passes = self._failed_early.pop(context_id, frozenset())
             if self._told_early:
-                context.told_early = self._told_early.pop(context_id, AutogradContext.told_early)
+                context.told_early = self._told_early.pop(context_id, _NOBODY_TOLD)
             if context_id in self._left:
                 context.last_pass, told, context.clock = self._left.pop(context_id)
                 if context.last_pass != -1:

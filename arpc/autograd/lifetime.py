@@ -53,11 +53,11 @@ class Lifetimes:
     ) -> asyncio.Future[Any]:
         """Send a message of autograd itself: in no context, and within no handler's deadline. Never raises."""
         try:
-            return self.agent.request(message, to, args, timeout_s, is_internal=True)
+            future: asyncio.Future[Any] = self.agent.request(message, to, args, timeout_s, is_internal=True)
         except ArpcError as error:
-            failed: asyncio.Future[Any] = self.agent.loop.create_future()
-            failed.set_exception(error)
-            return failed
+            future = self.agent.loop.create_future()
+            future.set_exception(error)
+        return future
 
     def notify(
         self, message: type[Message], to: int | str, args: tuple[Any, ...], timeout_s: float

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Final
 from weakref import ref
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -45,26 +46,24 @@ SCALAR: Final = torch.zeros(())
 """The first input of every send node, and a gradient for it."""
 
 
-class RecvRecord:
+class RecvRecord(msgspec.Struct, eq=False):
     """What a recv node knows: the message its tensors came with, and the worker that gets their gradients."""
 
+    message_id: int
+    sender: int
+    """The id of the worker that sent the message."""
+    count: int
+    """How many tensors came with it that require grad."""
+    stamp: int = 0
+    """The clock of the sender when it sent the message."""
     deliver: Callable[[Any, Sequence[Tensor | None]], None] | None = None
     """Takes the node and its gradients when the engine executes it; set only while a pass does that."""
     spent_by: int | None = None
     """The pass that went through here and freed the graph."""
-    is_hooked = False
+    is_hooked: bool = False
     """A hook was registered at the node or at one of its tensors: the node must see whole gradients, and execute."""
     tensors: Sequence[ref[Tensor]] = ()
     """The tensors that came with it, as long as somebody has them."""
-
-    def __init__(self, message_id: int, sender: int, count: int, stamp: int = 0) -> None:
-        self.message_id = message_id
-        self.sender = sender
-        """The id of the worker that sent the message."""
-        self.count = count
-        """How many tensors came with it that require grad."""
-        self.stamp = stamp
-        """The clock of the sender when it sent the message."""
 
     @property
     def retains_grad(self) -> bool:

@@ -21,7 +21,6 @@ from arpc.agent.scope import current_scope
 from arpc.agent.server.run import Run
 from arpc.autograd.contexts import ENDLESS, AutogradContext, Container, current_context_id
 from arpc.autograd.nodes import RecvRecord, attach_recv, attach_send
-from arpc.autograd.passes.plan import Send
 from arpc.errors import ProtocolError
 from arpc.ids import WorkerInfo
 from arpc.wire.messages import AutogradGradients
@@ -39,7 +38,6 @@ _current_scope = current_scope.get
 _is_grad_enabled = torch.is_grad_enabled
 _requires_grad = attrgetter("requires_grad")
 _data_of = attrgetter("data")
-_new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
 
 
 class Recorder(Interceptor):
@@ -66,13 +64,15 @@ class Recorder(Interceptor):
         if context is None:
             return None  # it has ended, and this code outlives it
         to = peer.id
-        message_id = self._record_send(context, to, slots) if slots else 0
-        if not message_id and isinstance(function, BuiltinFunctionType):
-            return None
+        ids = self._record_send(context, to, slots) if slots else None
+        if ids is None:
+            if isinstance(function, BuiltinFunctionType):
+                return None
+            ids = _pack_ids(context_id, 0, context.clock)
         known = context.known_workers
         known[to] = known.get(to, 0) + 1
         context.calls_made += ENDLESS if is_stream else 1
-        return _pack_ids(context_id, message_id, context.clock)
+        return ids
 
     def request_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
         context_id, message_id, stamp = _checked(meta)
@@ -87,8 +87,8 @@ class Recorder(Interceptor):
         context.handlers_begun += 1
         if message_id:
             self._record_recv(context, peer.id, message_id, stamp, slots)
-        elif stamp > context.clock:
-            context.clock = stamp
+        elif stamp:
+            context.receive_stamp(stamp)
 
     def reply_sent(self, peer: WorkerInfo, meta: bytes, slots: list[Slot]) -> bytes | None:
         context_id, _, _ = _checked(meta)
@@ -96,16 +96,17 @@ class Recorder(Interceptor):
         if context is None:
             return None
         run: Any = _current_scope()
-        if run.__class__ is not Run or not run.is_stream:  # which is not answered with an item
-            context.handlers_answered += 1
+        answered = 0 if run.__class__ is Run and run.is_stream else 1  # which is not answered with an item
         if slots:
             if _is_grad_enabled():
-                message_id = self._record_send(context, peer.id, slots)
+                ids = self._record_send(context, peer.id, slots, answered)
             else:  # a generator that is suspended inside a no_grad block
                 with torch.enable_grad():
-                    message_id = self._record_send(context, peer.id, slots)
-            if message_id:
-                return _pack_ids(context_id, message_id, context.clock)
+                    ids = self._record_send(context, peer.id, slots, answered)
+            if ids is not None:
+                return ids
+        with context.lock:
+            context.handlers_answered += answered
         has_left = not context.recvs and self._container.try_to_leave_unused(context, peer.id)
         return _pack_ids(context_id, 0, context.handlers_begun if has_left else 0)
 
@@ -120,24 +121,23 @@ class Recorder(Interceptor):
         elif stamp:
             context.worker_left(peer.id, stamp)
 
-    def _record_send(self, context: AutogradContext, to: int, slots: list[Slot]) -> int:
+    def _record_send(self, context: AutogradContext, to: int, slots: list[Slot], answered: int = 0) -> bytes | None:
+        """Record the tensors of a message that require grad; returns what goes with it, None if there are none."""
         tensors: list[Any]
         try:
             tensors = list(filter(_requires_grad, slots))
         except AttributeError:
             tensors = _tensors_requiring_grad(slots)
         if not tensors:
-            return 0
+            return None
         message_id = self._container.new_message_id()
-        node = attach_send(tensors)
-        context.clock += 1
-        context.sends[message_id] = _new_tuple(Send, (node.next_functions[1:], node, to, context.clock))
-        return message_id
+        stamp = context.record_send(message_id, attach_send(tensors), to, answered)
+        return _pack_ids(context.id, message_id, stamp)
 
     def _record_recv(
         self, context: AutogradContext, sender: int, message_id: int, stamp: int, slots: list[Any]
     ) -> None:
-        context.clock = max(context.clock, stamp) + 1  # before anybody can use the tensors
+        context.receive_stamp(stamp)  # before anybody can use the tensors
         # `data`: `detach()` would have them share a version counter
         try:
             tensors = list(map(_data_of, filter(_requires_grad, slots)))

@@ -21,7 +21,7 @@ from arpc.autograd.contexts import AutogradContext, Container
 from arpc.autograd.engine.accumulate_hooks import has_accumulate_hooks
 from arpc.autograd.engine.run_policy import RunPolicy
 from arpc.autograd.lifetime import Lifetimes
-from arpc.autograd.passes.backward_pass import BackwardPass, Engagement, Threads
+from arpc.autograd.passes.backward_pass import Answer, BackwardPass, Engagement, Threads
 from arpc.autograd.passes.messages import (
     NOTHING_LIVE,
     PackedParcel,
@@ -32,7 +32,7 @@ from arpc.autograd.passes.messages import (
 )
 from arpc.autograd.passes.roots import check_roots
 from arpc.autograd.recording import Recorder
-from arpc.errors import AutogradError, ProtocolError, RpcTimeoutError, WorkerLostError
+from arpc.errors import ArpcError, AutogradError, ProtocolError, RpcTimeoutError, WorkerLostError
 from arpc.ids import LOCAL_BITS, WorkerInfo, address_of
 from arpc.options import UNSET, RpcOptions, Unset
 from arpc.rref.context import RRefContext
@@ -246,12 +246,17 @@ class AutogradService:
 
     # -- for passes
 
-    def send(self, backward_pass: BackwardPass, to: int, parcel: Parcel) -> asyncio.Future[Any]:
-        """Send a parcel; the future has the parcel that comes with the answer."""
-        deadline = backward_pass.deadline
-        timeout_s = 0.0 if deadline is None else max(0.001, deadline - self._agent.loop.time())
+    def send(self, backward_pass: BackwardPass, to: int, parcel: Parcel) -> Answer:
+        """Send a parcel. The parcel that comes with the answer is the result."""
+        agent, deadline = self._agent, backward_pass.deadline
+        timeout_s = 0.0 if deadline is None else max(0.001, deadline - agent.loop.time())
         packed = pack_parcel(parcel, backward_pass.heading)
-        return self.lifetimes.request(AutogradGradients, to, (packed,), timeout_s)
+        answer = Answer(agent.loop)
+        try:
+            agent.request(AutogradGradients, to, (packed,), timeout_s, future=answer, is_internal=True)
+        except ArpcError as error:
+            answer.set_exception(error)
+        return answer
 
     def abort(self, context: AutogradContext, pass_id: int, but: int | None = None) -> asyncio.Future[Any] | None:
         """Tell all who know a context that a pass has failed; the future is done when they have heard."""

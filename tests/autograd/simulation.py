@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from arpc.autograd.contexts import AutogradContext
-from arpc.autograd.engine.leaf_gradients import LeafGradients
-from arpc.autograd.engine.run import Engine
+from arpc.autograd.engine.gradient_sums import GradientSums
+from arpc.autograd.engine.run import run_regions
 from arpc.autograd.nodes import RecvRecord, attach_recv, attach_send
 from arpc.autograd.passes.messages import NOTHING_LIVE, Parcel, PassHeading, pack_parcel, unpack_parcel
-from arpc.autograd.passes.plan import Planner, Send
+from arpc.autograd.passes.plan import Plan, Send
 from arpc.autograd.passes.protocol import PassProtocol
 
 Message = tuple[int, int, int, list[Tensor]]
@@ -33,20 +33,19 @@ Message = tuple[int, int, int, list[Tensor]]
 class Part:
     """The part of one worker in a pass."""
 
-    def __init__(self, worker: Worker, heading: PassHeading | None, parent: tuple[int, int] | None, planner: Planner):
+    def __init__(self, worker: Worker, heading: PassHeading | None, parent: tuple[int, int] | None, plan: Plan):
         self.worker = worker
-        while not planner.walk(7):
+        while not plan.walk(7):
             pass
-        plan = planner.plan()
+        self.plan = plan
         self.parent = parent
         self.is_over = False
-        self.leaves = LeafGradients()
+        self.sums = GradientSums()
         self.heading = heading or PassHeading(
             0, worker.net.pass_id, worker.net.retains, plan.cutoff, sorted(worker.failed)
         )
         retain_graph = self.heading.retain_graph
-        self.protocol = PassProtocol(worker.number, plan, self.leaves, self.heading.pass_id, retain_graph=retain_graph)
-        self.engine = Engine(plan.owners, plan.leaves, retain_graph=retain_graph)
+        self.protocol = PassProtocol(worker.number, plan, self.sums, self.heading.pass_id, retain_graph=retain_graph)
 
     def advance(self, answering: tuple[int, int] | None = None) -> None:
         worker, protocol = self.worker, self.protocol
@@ -54,7 +53,7 @@ class Part:
             while (run := protocol.next_run()) is not None:
                 worker.net.runs += 1
                 worker.net.running = self.heading.pass_id
-                protocol.ran(run, self.engine.run(run))
+                protocol.ran(run, run_regions(run, self.plan, self.heading.retain_graph))
         except Exception as error:  # noqa: BLE001 - a hook of the program
             self.fail(f"{worker.number}: {error}", answering)
             return
@@ -62,21 +61,18 @@ class Part:
         for peer, parcel in protocol.post():
             if answering is not None and peer == answering[0]:
                 riding = parcel
-                protocol.ride()
             elif self.parent is not None and peer == self.parent[0]:
                 for_parent = parcel
-                protocol.ride()
             else:
                 self.send(peer, parcel)
         if for_parent is not None and not protocol.is_done:
-            protocol.sent()
             self.send(self.parent[0], for_parent)
             for_parent = None
         if answering is not None:
             worker.net.transmit(worker.number, answering[0], "answer", answering[1], self.heading.pass_id, riding, None)
         if protocol.is_done and not self.is_over:
             self.is_over = True
-            worker.context.commit(self.heading.pass_id, self.leaves.take(), protocol.told)
+            worker.context.commit(self.heading.pass_id, self.sums.take_leaves(), protocol.told)
             if self.parent is None:
                 worker.net.ended.append(None)
             else:
@@ -84,6 +80,7 @@ class Part:
                 worker.net.transmit(worker.number, peer, "answer", call, self.heading.pass_id, for_parent, None)
 
     def send(self, peer: int, parcel: Parcel) -> None:
+        self.protocol.sent()
         self.worker.net.transmit(self.worker.number, peer, "parcel", parcel, self.heading)
 
     def fail(self, error: str, answering: tuple[int, int] | None = None) -> None:
@@ -134,7 +131,7 @@ class Worker:
 
     def backward(self, roots: list[Tensor]) -> None:
         edges = [(root.grad_fn, root.output_nr) for root in roots]
-        self.part = Part(self, None, None, Planner(self.context.sends, edges))
+        self.part = Part(self, None, None, Plan(self.context.sends, edges))
         self.part.protocol.enter_roots(edges, [torch.ones_like(root) for root in roots])
         self.part.advance()
 
@@ -148,7 +145,7 @@ class Worker:
             return
         part = self.part
         if part is None or part.heading.pass_id != pass_id:
-            part = self.part = Part(self, heading, (sender, call), Planner(self.context.sends, cutoff=heading.cutoff))
+            part = self.part = Part(self, heading, (sender, call), Plan(self.context.sends, cutoff=heading.cutoff))
             part.protocol.received(sender, parcel)
             part.advance()
         elif part.is_over:

@@ -133,12 +133,12 @@ class Caller:
         args: Sequence[Any] | None = (),
         timeout: float | Unset = UNSET,
         *,
-        future: Future[Any] | None = None,
+        future: Any = None,
         is_internal: bool = False,
-    ) -> Future[Any]:
-        """Send a feature's own message; the future is for what its handler returns there. Called on the loop.
+    ) -> Any:
+        """Send a feature's own message; returns the future of what its handler returns there. Called on the loop.
 
-        ``is_internal``: for no caller, see `Call`.
+        ``future`` is a `Cancellable` in the place of a new `Future`. ``is_internal``: for no caller, see `Call`.
         """
         if future is None:
             future = Future(loop=self._loop)

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from arpc.autograd.engine.leaf_gradients import LeafGradients
 from arpc.autograd.nodes import SCALAR, run_backward
 from arpc.errors import AutogradError
 from arpc.private.torch import backward_hooks, post_accumulate_hooks
@@ -95,9 +94,11 @@ def _look_only(*_: Any) -> None:
     """A hook that is never called: registering it shows the others."""
 
 
-def accumulate_with_hooks(leaves: Iterable[Tensor], gradients: LeafGradients) -> None:
-    """Let torch accumulate what a pass has computed for leaves, and take the results. Hooks may block."""
-    leaves = [leaf for leaf in leaves if leaf in gradients]
+def accumulate_with_hooks(leaves: Sequence[Tensor], gradients: list[Tensor]) -> dict[Tensor, Tensor]:
+    """Let torch accumulate what a pass has computed for leaves: what each has then. Hooks may block.
+
+    The list is emptied. Other leaves may have got something too, if hooks have written to them.
+    """
     groups = {id(group): group for leaf in leaves for group in [_group_of(leaf)]}
     others = {id(member): member for group in groups.values() for member in group.members}
     for leaf in leaves:
@@ -105,15 +106,12 @@ def accumulate_with_hooks(leaves: Iterable[Tensor], gradients: LeafGradients) ->
     with ExitStack() as stack:
         for _, group in sorted(groups.items()):  # in one order: nobody waits in a circle
             stack.enter_context(group.lock)
-        results = _accumulate_apart(leaves, list(others.values()), [gradients.pop(leaf) for leaf in leaves])
-    for leaf, gradient in results:
-        if gradient is not None:
-            gradients.put(leaf, gradient)
+        return _accumulate_apart(leaves, list(others.values()), gradients)
 
 
 def _accumulate_apart(
     leaves: Sequence[Tensor], others: Sequence[Tensor], gradients: list[Tensor]
-) -> list[tuple[Tensor, Tensor | None]]:
+) -> dict[Tensor, Tensor]:
     """Run it all with no ``.grad`` in any of the leaves; what each has then."""
     all_leaves = [*leaves, *others]
     before = [leaf.grad for leaf in all_leaves]
@@ -125,7 +123,7 @@ def _accumulate_apart(
         for hooks, _ in silenced:
             hooks.clear()
         _accumulate(leaves, gradients)
-        return [(leaf, leaf.grad) for leaf in all_leaves]
+        return {leaf: leaf.grad for leaf in all_leaves if leaf.grad is not None}
     finally:
         for hooks, own in silenced:
             hooks.update(own)

@@ -29,7 +29,7 @@ from arpc.autograd.nodes import (
     edge_into,
     run_backward,
 )
-from arpc.autograd.passes.plan import Edge, Planner, Region, Send
+from arpc.autograd.passes.plan import Edge, Plan, Region, Send
 from arpc.autograd.passes.protocol import Run
 from arpc.errors import AutogradError
 from arpc.private.torch import current_engine_run, sequence_number, set_sequence_number
@@ -133,7 +133,7 @@ def run_up_to(
             at_targets.append((edge, gradient))
     targets = {edge: None for region in run.regions for edge in region.targets}
     inputs = [edge_into((*edge, None)) for edge in (*targets, *border.edges)]
-    collector = RecvCollector([record for region in run.regions for record in region.recvs])
+    collector = RecvCollector([node.record for region in run.regions for node in region.recvs])
     try:
         with _without_pause_warnings():
             run_backward(
@@ -223,9 +223,8 @@ def check_pausing() -> None:
         runs: list[None] = []
         shared.grad_fn.register_hook(lambda *_: runs.append(None))  # type: ignore[union-attr]
         node = attach_send([late])
-    planner = Planner({1: Send(node.next_functions[1:], node, 0, 1)}, [(early.grad_fn, 0)])
-    planner.walk(100)
-    plan = planner.plan()
+    plan = Plan({1: Send(node.next_functions[1:], node, 0, 1)}, [(early.grad_fn, 0)])
+    plan.walk(100)
     run = Run([plan.regions[-1]], [((early.grad_fn, 0), torch.ones(()))], may_cross=True)
     try:
         border = find_border(run, plan.owners)

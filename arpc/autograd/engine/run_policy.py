@@ -7,13 +7,16 @@ so the time that a graph of the same size took before is the best guess. A new o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from time import perf_counter, thread_time
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 
-__all__ = ["Extent", "RunPolicy", "ThreadsOnly"]
+from arpc.autograd.passes.plan import Plan
+from arpc.autograd.passes.protocol import Run
+
+__all__ = ["Extent", "RunPolicy", "ThreadsOnly", "extent_of"]
 
 T = TypeVar("T")
 
@@ -28,14 +31,24 @@ _UNTIMED: Final = 15
 """Of a graph that takes long, as many further runs are not timed: clocks that were not read for long are slow."""
 
 
-class Extent(NamedTuple):
-    """How much a run is about."""
+Extent: TypeAlias = tuple[int, int]
+"""How much a run is about: its nodes, and the elements of the gradients that enter it and of its leaves."""
 
-    node_count: int
-    elements: int
-    """Elements of the gradients that enter it, and of its leaves."""
-    nodes: Callable[[], Iterable[Any]]
-    """Lists the nodes."""
+
+def extent_of(run: Run, plan: Plan) -> Extent:
+    """How much a run is about, more or less."""
+    count = elements = 0
+    for _, gradient in run.entering:
+        elements += gradient.numel()
+    leaves = plan.leaves
+    for region in run.regions:
+        targets = region.targets
+        count += region.size + len(targets)
+        if leaves:
+            for node, _ in targets:
+                if node in leaves:
+                    elements += leaves[node].numel()
+    return count, elements
 
 
 class RunPolicy:
@@ -48,46 +61,43 @@ class RunPolicy:
         self._untimed: dict[tuple[int, int], int] = {}
         """How many more runs of those that take long are not timed."""
 
-    def is_short(self, extent: Extent) -> bool:
+    def is_short(self, extent: Extent, run: Run, plan: Plan) -> bool:
         """Whether a run is to happen on the loop."""
-        key = extent[:2]
-        if key in self._short:
+        if extent in self._short:
             return True
-        count, elements, nodes = extent
-        seconds = self._seconds.get(key)
+        count, elements = extent
+        seconds = self._seconds.get(extent)
         if seconds is not None:
             is_short = seconds <= SHORT_S
         else:
             is_short = (
                 count <= SHORT_NODES
                 and elements <= SHORT_ELEMENTS
-                and elements + sum(map(_elements, nodes())) <= SHORT_ELEMENTS
+                and elements + _count_inner_elements(run, plan) <= SHORT_ELEMENTS
             )
         # Anomaly mode changes warning filters, which belong to the process: that stays on the loop
         return is_short or torch.is_anomaly_enabled()
 
-    def run(self, run: Callable[[], T], extent: Extent) -> T:
+    def run(self, extent: Extent, function: Callable[..., T], *args: Any) -> T:
         """Run a graph, on the loop or in a thread, and note the time that it took."""
-        key = extent[:2]
-        if key in self._short:
+        if extent in self._short:
             begun = perf_counter()
             # Reading the CPU time of a thread is slow, and tells nothing new as long as nothing changes
-            result = run()
+            result = function(*args)
             if perf_counter() - begun > SHORT_S:
-                self._short.discard(key)
+                self._short.discard(extent)
             return result
-        if (untimed := self._untimed.pop(key, 0)) > 0:
-            self._untimed[key] = untimed - 1
-            return run()
+        if (untimed := self._untimed.pop(extent, 0)) > 0:
+            self._untimed[extent] = untimed - 1
+            return function(*args)
         begun, cpu_begun = perf_counter(), thread_time()
-        result = run()
+        result = function(*args)
         self.took(extent, perf_counter() - begun, thread_time() - cpu_begun)
         return result
 
     def took(self, extent: Extent, seconds: float, cpu_seconds: float) -> None:
         """Note the time that a run took, and for how much of it the CPU was busy with it."""
-        key = extent[:2]
-        known = self._seconds.get(key)
+        known = self._seconds.get(extent)
         is_new = known is None
         if known is None:
             if len(self._seconds) >= _REMEMBERED:
@@ -96,25 +106,31 @@ class RunPolicy:
                 self._untimed.clear()
             known = cpu_seconds
         # A run that waits may wait for a hook that blocks, or for other programs on this machine. Hooks come again.
-        self._seconds[key] = max(cpu_seconds, min(seconds, 2 * known))
-        if self._seconds[key] > SHORT_S:
-            self._short.discard(key)
+        self._seconds[extent] = max(cpu_seconds, min(seconds, 2 * known))
+        if self._seconds[extent] > SHORT_S:
+            self._short.discard(extent)
             if not is_new and known > SHORT_S and cpu_seconds > SHORT_S:
-                self._untimed[key] = _UNTIMED
+                self._untimed[extent] = _UNTIMED
         elif seconds <= SHORT_S:
-            self._short.add(key)
+            self._short.add(extent)
 
 
 class ThreadsOnly(RunPolicy):
     """For workers whose nodes and hooks may block, and wait for the loop: nothing runs there."""
 
-    def is_short(self, extent: Extent) -> bool:
+    def is_short(self, extent: Extent, run: Run, plan: Plan) -> bool:
         return False
 
-    def run(self, run: Callable[[], T], extent: Extent) -> T:
-        return run()
+    def run(self, extent: Extent, function: Callable[..., T], *args: Any) -> T:
+        return function(*args)
 
 
-def _elements(node: Any) -> int:
-    """How large the gradients are that enter a node."""
-    return sum(math.prod(entry.shape) for entry in getattr(node, "_input_metadata", ()))
+def _count_inner_elements(run: Run, plan: Plan) -> int:
+    """How large the gradients are that enter the nodes of a run."""
+    running = set(run.regions)
+    return sum(
+        math.prod(entry.shape)
+        for node, owner in plan.owners.items()
+        if owner in running
+        for entry in getattr(node, "_input_metadata", ())
+    )

@@ -16,24 +16,24 @@ import torch
 from torch import Tensor
 
 from arpc import torchstate
-from arpc.agent.client.future import Future
+from arpc.agent.client.waiter import ReplyWaiter
 from arpc.agent.hooks.observers import Activity
 from arpc.autograd.contexts import AutogradContext, Container
 from arpc.autograd.engine.accumulate_hooks import accumulate_with_hooks
-from arpc.autograd.engine.leaf_gradients import LeafGradients
-from arpc.autograd.engine.run import Engine
-from arpc.autograd.engine.run_policy import RunPolicy
+from arpc.autograd.engine.gradient_sums import GradientSums, own
+from arpc.autograd.engine.run import run_regions
+from arpc.autograd.engine.run_policy import RunPolicy, extent_of
 from arpc.autograd.failure import node_failure, peer_failure
-from arpc.autograd.passes.messages import PackedParcel, Parcel, PassHeading, leaving, unpack_parcel
-from arpc.autograd.passes.plan import Edge, Plan, Planner, Send
-from arpc.autograd.passes.protocol import Captured, PassProtocol
+from arpc.autograd.passes.messages import Parcel, PassHeading, leaving, unpack_parcel
+from arpc.autograd.passes.plan import Edge, Plan, Send
+from arpc.autograd.passes.protocol import PassProtocol
 from arpc.errors import AutogradError, ProtocolError, RpcTimeoutError
 from arpc.ids import WorkerInfo
 
 __all__ = ["BackwardPass", "Engagement", "Host", "Threads"]
 
 _NOBODY: Final[Mapping[int, bool]] = MappingProxyType({})
-_NO_LEAVES: Final = LeafGradients()
+_NO_SUMS: Final = GradientSums()
 """Those of a pass that is over."""
 WALK_NODES: Final = 2000
 """After as many, which take about a millisecond, walking goes on in a thread."""
@@ -58,8 +58,8 @@ class Host(Protocol):
     @property
     def threads(self) -> Threads: ...
 
-    def send(self, backward_pass: BackwardPass, to: int, parcel: Parcel) -> asyncio.Future[PackedParcel | None]:
-        """Send a parcel; the future has the parcel that comes with the answer."""
+    def send(self, backward_pass: BackwardPass, to: int, parcel: Parcel) -> Answer:
+        """Send a parcel. The parcel that comes with the answer is the result."""
 
     def abort(self, context: AutogradContext, pass_id: int, but: int | None = None) -> asyncio.Future[Any] | None:
         """Tell all workers that know the context that a pass has failed; the future is done when they have heard."""
@@ -77,7 +77,26 @@ class Engagement(NamedTuple):
     """Workers that were told that nothing is live here, before the context was known; and whether they announced."""
 
 
-Answer = asyncio.Future[PackedParcel | None]
+class Answer(ReplyWaiter):
+    """What a worker answers to a parcel. A pass goes on in the read that brings it, without a turn of the loop."""
+
+    __slots__ = ("call_id", "callee", "on_cancel")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop, wakes_directly=True)
+        self.callee: Any = None
+        self.call_id = 0
+        self.on_cancel: Callable[[], None] | None = None
+
+    def cancel(self, msg: Any = None) -> bool:
+        """Nobody needs the answer any more, and the receiver of the parcel hears of that."""
+        if not super().cancel(msg):
+            return False
+        if self.on_cancel is not None:
+            self.on_cancel()
+        if self.callee is not None:
+            self.callee.cancel(self.call_id)
+        return True
 
 
 class BackwardPass:
@@ -96,15 +115,15 @@ class BackwardPass:
     _may_leave = False
     """The parent has no calls under way, and lets this worker forget the context if nothing of it stays here."""
     _protocol: PassProtocol | None = None
-    """There is one as soon as there is a plan."""
-    _plan: Plan
-    _engine: Engine
+    """There is one as soon as the plan is complete."""
+    _plan: Plan | None
+    """None when it is over."""
     _timer: asyncio.TimerHandle | None = None
     _over: asyncio.Future[None] | None = None
-    _last_begun: Any = None
     _result: Any = None
     """What a thread has returned."""
-    _is_accumulated = False
+    _accumulated: dict[Tensor, Tensor] | None = None
+    """What torch has accumulated at the very end, with hooks; None if it has not."""
     _for_parent: Parcel | None = None
     """What the answer to the parent will carry, while hooks run at the very end."""
     _roots: Sequence[Edge] = ()
@@ -138,29 +157,27 @@ class BackwardPass:
             # Before a thread comes to it, people may do something to the roots, and to the list of them
             self._roots = [(root.grad_fn, root.output_nr) for root in roots]
             self._entering = list(map(torch.ones_like, roots))
-        self._leaves = LeafGradients()
+        self._sums = GradientSums()
         self._outstanding: dict[Answer, int] = {}
         """Parcels that were not answered, and the workers they went to."""
-        self._unwatched: list[Answer] | None = []
-        """Those of them that `wait` has to look after; None while it waits."""
         self._calls_before: dict[int, int] = {}
         """How many calls of the context had been made when a worker was first written to."""
-        self._planner = self._make_planner()
+        self._plan = self._make_plan()
         context.active_pass = self
         if context.running_thread is not None:
             # that of a pass that was ended: in the same graph its nodes would take this one for their own
             self._wait_for_thread(context.running_thread, self._earlier_thread_returned)
 
-    def _make_planner(self) -> Planner:
-        sends: Mapping[int, Send] = self.context.sends
+    def _make_plan(self) -> Plan:
+        sends: Mapping[int, Send] = self.context.sends.copy()  # in one step: threads may add to them
         has_hooks = self._host.has_accumulate_hooks
         engagement = self._engagement
         if engagement is None:
-            return Planner(sends, self._roots, has_accumulate_hooks=has_hooks)
+            return Plan(sends, self._roots, 0, has_hooks)
         if exchanged := engagement.exchanged:
             # What has been sent since then to those that had announced gets nothing in this pass
             sends = {number: send for number, send in sends.items() if not exchanged.get(send.to)}
-        return Planner(sends, cutoff=engagement.heading.cutoff, has_accumulate_hooks=has_hooks)
+        return Plan(sends, None, engagement.heading.cutoff, has_hooks)
 
     @property
     def heading(self) -> PassHeading:
@@ -170,7 +187,7 @@ class BackwardPass:
             heading = self._engagement.heading
             if failed.issubset(heading.failed):
                 return heading
-        return PassHeading(self.context.id, self.id, self.retain_graph, self._plan.cutoff, sorted(failed))
+        return PassHeading(self.context.id, self.id, self.retain_graph, self._plan.cutoff, sorted(failed))  # type: ignore[union-attr]  # it is not over
 
     # -- what happens to it
 
@@ -189,36 +206,13 @@ class BackwardPass:
         return self._advance(None if is_engaging else sender)
 
     @property
-    def unanswered(self) -> list[Answer]:
-        """The parcels that others have not answered."""
+    def unanswered(self) -> list[Any]:
+        """The answers of others that have not come. Each is a future in all but its class."""
         return list(self._outstanding)
 
     async def wait(self) -> None:
         """Until it is over here. Raises why it failed."""
-        while not self.is_over:
-            unwatched = self._unwatched or ()
-            if len(unwatched) == 1 and len(self._outstanding) == 1 and not self._is_busy:
-                # The only answer there is to wait for is taken here, and not in a turn of the loop of its own
-                future = unwatched[0]
-                self._unwatched = None
-                cancelled_before = _count_cancellations()
-                try:
-                    await future
-                except (Exception, asyncio.CancelledError):
-                    # the future of a pass that fails meanwhile may be cancelled, which is not to cancel whoever waits
-                    if not future.done() or _count_cancellations() > cancelled_before:
-                        raise
-                finally:
-                    self._unwatched = []
-                try:
-                    self._answered(future)
-                finally:
-                    del future, unwatched  # its error has this frame in its traceback, which would be in a cycle
-                continue
-            self._unwatched = None
-            for future in unwatched:
-                future.add_done_callback(self._answered)
-                del future
+        if not self.is_over:
             self._over = asyncio.get_running_loop().create_future()
             await self._over
         self.raise_failure()
@@ -244,9 +238,13 @@ class BackwardPass:
             return
         self.failure = error
         self._end()
+        # an error's traceback leads here, and may be kept for long: forget the graph
+        self._protocol = self._plan = None
+        self._roots = self._entering = self._inbox = ()
+        self._sums = _NO_SUMS
         self.context.roll_back(self.id, self.parent)
         for future in list(self._outstanding):
-            _let_go(future)
+            future.cancel()
         if self.parent is None or told_by is not None:
             self.abort_told = self._host.abort(self.context, self.id, told_by)
 
@@ -274,12 +272,13 @@ class BackwardPass:
 
     def _run_ready(self) -> bool:
         """Run until nothing is ready; False if a thread has taken over."""
-        protocol = self._protocol
+        plan, protocol = self._plan, self._protocol
+        assert plan is not None  # it is not over
         if protocol is None:
-            if not self._planner.walk(WALK_NODES):
-                self._run_in_thread(self._walk_on)
+            if not plan.walk(WALK_NODES):
+                self._run_in_thread(partial(_walk_on, plan))
                 return False
-            protocol = self._make_protocol()
+            protocol = self._protocol = self._make_protocol(plan)
         policy = self._host.run_policy
         while True:
             if self._inbox:
@@ -287,28 +286,22 @@ class BackwardPass:
             run = protocol.next_run()
             if run is None:
                 return True
-            engine = self._engine
-            extent = engine.extent(run)
-            job: Callable[[], Captured] = partial(engine.run, run)
+            job: Callable[..., Any] = run_regions
             if self.activity is not None:
                 job = self.activity.step(job)
-            if not policy.is_short(extent):
-                self._run_in_thread(partial(policy.run, job, extent), partial(protocol.ran, run))
+            extent = extent_of(run, plan)
+            if not policy.is_short(extent, run, plan):
+                in_thread = partial(policy.run, extent, job, run, plan, self.retain_graph)
+                self._run_in_thread(in_thread, partial(protocol.ran, run))
                 return False
-            protocol.ran(run, policy.run(job, extent))
+            protocol.ran(run, policy.run(extent, job, run, plan, self.retain_graph))
 
-    def _walk_on(self) -> None:
-        while not self._planner.walk(WALK_NODES):
-            pass
-
-    def _make_protocol(self) -> PassProtocol:
-        plan = self._plan = self._planner.plan()
-        self._engine = Engine(plan.owners, plan.leaves, retain_graph=self.retain_graph)
+    def _make_protocol(self, plan: Plan) -> PassProtocol:
         exchanged = _NOBODY if self._engagement is None else self._engagement.exchanged
-        protocol = self._protocol = PassProtocol(
+        protocol = PassProtocol(
             self._host.info.id,
             plan,
-            self._leaves,
+            self._sums,
             self.id,
             retain_graph=self.retain_graph,
             told=exchanged,
@@ -341,21 +334,19 @@ class BackwardPass:
         for peer, parcel in protocol.post():
             if peer == answering:
                 riding = parcel
-                protocol.ride()
             elif peer == self.parent:
                 for_parent = parcel
-                protocol.ride()
             else:
-                self._send(peer, parcel)
+                self._send(protocol, peer, parcel)
         if protocol.is_done:
             self._finish(for_parent)
         elif for_parent is not None:
             assert self.parent is not None
-            protocol.sent()
-            self._send(self.parent, for_parent)
+            self._send(protocol, self.parent, for_parent)
         return riding
 
-    def _send(self, to: int, parcel: Parcel) -> None:
+    def _send(self, protocol: PassProtocol, to: int, parcel: Parcel) -> None:
+        protocol.sent()
         context = self.context
         if to not in self._calls_before:
             self._calls_before[to] = context.calls_made
@@ -364,10 +355,7 @@ class BackwardPass:
             parcel = leaving(parcel)
         future = self._host.send(self, to, parcel)
         self._outstanding[future] = to
-        if self._unwatched is not None:
-            self._unwatched.append(future)
-        else:
-            future.add_done_callback(self._answered)
+        future.add_done_callback(self._answered)
 
     def _answered(self, future: Answer) -> None:
         """A parcel has been answered, or will not be."""
@@ -390,6 +378,7 @@ class BackwardPass:
             if parcel.leaves and self.context.calls_made == self._calls_before[peer]:
                 self.context.known_workers.pop(peer, None)  # it need not hear of the context any more, nor of its end
             self._inbox = (*self._inbox, (peer, parcel))
+            del parcel  # gradients that nobody else has are kept without a copy
         _call_pristine(self._advance)
 
     # -- threads
@@ -453,15 +442,20 @@ class BackwardPass:
 
     def _finish(self, for_parent: Parcel | None) -> None:
         """Nothing is left to be run, told or waited for, but for hooks that wait for the very end."""
-        if self._plan.accumulated and not self._is_accumulated:
-            accumulated = [leaf for leaf in self._plan.accumulated.values() if leaf in self._leaves]
-            if accumulated:
-                self._is_accumulated = True
+        plan = self._plan
+        assert plan is not None  # it is not over
+        if plan.accumulated and self._accumulated is None:
+            edges = [edge for edge in self._sums if edge[0] in plan.accumulated]
+            if edges:
                 self._for_parent = for_parent
-                self._run_in_thread(partial(accumulate_with_hooks, accumulated, self._leaves))
+                leaves, sums = [node.variable for node, _ in edges], [self._sums.pop(edge) for edge in edges]
+                self._run_in_thread(partial(accumulate_with_hooks, leaves, sums), self._take_accumulated)
                 return
         for_parent = for_parent or self._for_parent
-        gradients = self._leaves.take()  # first: what a peer has sent for them may be no gradients
+        gradients = self._sums.take_leaves()  # first: what a peer has sent for them may be no gradients
+        if (accumulated := self._accumulated) is not None:
+            for leaf in list(accumulated):
+                gradients[leaf] = own(leaf, accumulated.pop(leaf))
         assert self._protocol is not None  # it has decided that this is the end
         # before the end: those of an earlier pass may not fit them any more, which fails this one
         self.context.commit(self.id, gradients, self._protocol.told)
@@ -469,6 +463,9 @@ class BackwardPass:
         if self.parent is not None:
             has_left = self._may_leave and self._host.container.try_to_leave(self.context, self.id, self.parent)
             self.answer = leaving(for_parent or Parcel()) if has_left else for_parent
+
+    def _take_accumulated(self, accumulated: dict[Tensor, Tensor]) -> None:
+        self._accumulated = accumulated
 
     def _end(self) -> None:
         self.is_over = True
@@ -481,12 +478,6 @@ class BackwardPass:
             if not self.retain_graph:  # what was gone through is freed
                 for message_id in used:
                     context.sends.pop(message_id, None)
-            self._last_begun = self._engine.last_begun
-            # an error's traceback leads here, and may be kept for long: forget the graph
-            del self._protocol, self._engine, self._plan
-        del self._planner
-        self._roots = self._entering = self._inbox = ()
-        self._leaves = _NO_LEAVES
         if self._timer is not None:
             self._timer.cancel()
         context.active_pass = None
@@ -494,14 +485,13 @@ class BackwardPass:
             self._over.set_result(None)
 
     def _described(self, error: BaseException) -> BaseException:
-        last_begun = self._last_begun if self._protocol is None else self._engine.last_begun
+        last_begun = None if self._plan is None else self._plan.last_begun
         return node_failure(error, self._host.info, self.context.id, last_begun)
 
 
-def _count_cancellations() -> int:
-    """How often the current task was cancelled: more often than before an await if that is why it has ended."""
-    task = asyncio.current_task()
-    return 0 if task is None else task.cancelling()
+def _walk_on(plan: Plan) -> None:
+    while not plan.walk(WALK_NODES):
+        pass
 
 
 def _call_pristine(call: Callable[[], object]) -> None:
@@ -512,12 +502,3 @@ def _call_pristine(call: Callable[[], object]) -> None:
     finally:
         if outer is not None:
             torchstate.restore(outer)
-
-
-def _let_go(future: Answer) -> None:
-    """Nobody needs the answer to a parcel any more, and its receiver is told. Whoever waits for it is not cancelled."""
-    if isinstance(future, Future) and not future.done():
-        future.set_result(None)
-        future.withdraw()
-    else:
-        future.cancel()

@@ -25,12 +25,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
-from arpc.autograd.nodes import LeafNode, RecvRecord
 from arpc.autograd.passes.messages import Parcel
 from arpc.autograd.passes.plan import Edge, Plan, Region
 from arpc.errors import AutogradError
 
-__all__ = ["Captured", "LeafSums", "PassProtocol", "Run"]
+__all__ = ["Captured", "PassProtocol", "Run", "Sums"]
 
 Captured: TypeAlias = "Iterable[tuple[Edge, Any]]"
 """Gradients that a run computed, by the edges where they were caught; None where there is none."""
@@ -43,10 +42,13 @@ _FREED: Final = (
 )
 
 
-class LeafSums(Protocol):
-    """Where gradients of leaves are summed up."""
+class Sums(Protocol):
+    """Adds up gradients, by edges to leaves and recv nodes."""
 
-    def add(self, leaf: Any, gradient: Any) -> None: ...
+    def add(self, edge: Edge, gradient: Any, /) -> None: ...
+
+    def take_recv(self, node: Any, count: int, /) -> Sequence[Any] | None:
+        """Take out the gradients of the tensors of a recv node; None if there are none."""
 
 
 class Run(NamedTuple):
@@ -71,20 +73,17 @@ class PassProtocol:
         self,
         me: int,
         plan: Plan,
-        leaves: LeafSums,
+        sums: Sums,
         pass_id: int = 0,
         *,
         retain_graph: bool = False,
         told: Iterable[int] = (),
         heard: Iterable[int] = (),
-        leaf_class: type = LeafNode,
     ) -> None:
         """``told``, ``heard``: workers that exchanged first parcels with this one before it knew the context."""
         self._me = me
         self._plan = plan
-        self._owners = plan.owners
-        self._leaves = leaves
-        self._leaf_class: Any = leaf_class
+        self._sums = sums
         self._pass_id = pass_id
         self._retain_graph = retain_graph
         self.told = set(told)
@@ -93,20 +92,16 @@ class PassProtocol:
         """The sends that got gradients."""
         self._heard = set(heard)
         self._ready: list[Region] = []
+        self._outbox: dict[int, _Letter] = {}
+        self._counts: dict[Any, int] = {}
+        """For each recv node that may get gradients, how many regions lead to it that have not run."""
         self._unresolved: dict[int, dict[int, Region]] = {}
         """Sends that wait, by the worker they went to and by message id."""
-        self._counts: dict[RecvRecord, int] = {}
-        """For each recv that may get gradients, how many regions lead to it that have not run."""
-        self._gradients: dict[RecvRecord, list[Any]] = {}
-        self._outbox: dict[int, _Letter] = {}
-        self._begin()
-
-    def _begin(self) -> None:
-        counts, unresolved, cutoff = self._counts, self._unresolved, self._plan.cutoff
+        counts, unresolved, cutoff = self._counts, self._unresolved, plan.cutoff
         dead: list[Region] = []
-        for region in self._plan.regions:
-            for record in region.recvs:
-                counts[record] = counts.get(record, 0) + 1
+        for region in plan.regions:
+            for node in region.recvs:
+                counts[node] = counts.get(node, 0) + 1
             send = region.send
             if send is None:
                 self._ready.append(region)
@@ -116,43 +111,34 @@ class PassProtocol:
                 unresolved[send.to][region.message_id] = region
             else:
                 unresolved[send.to] = {region.message_id: region}
-        for region in dead:
-            self._settle_dead(region)
-        self._strangers = set(unresolved)
-        """Workers that sends wait for, and that were neither heard from nor written to."""
-        if self.told or self._heard:
-            self._strangers -= self.told | self._heard
-        if (mine := unresolved.get(self._me)) is not None:
-            self._strangers.discard(self._me)
-            live = set(self._open(self._me))
-            self._resolve_none(self._me, [message_id for message_id in mine if message_id not in live])
+        if dead:
+            self._settle_dead(dead)
+        if (mine := unresolved.get(me)) is not None:
+            live = set(self._open(me))
+            self._resolve_none(me, [message_id for message_id in mine if message_id not in live])
 
     def _open(self, sender: int) -> list[int]:
         """The messages of a worker whose tensors may still get gradients from here."""
-        return [record.message_id for record in self._counts if record.sender == sender]
+        return [node.record.message_id for node in self._counts if node.record.sender == sender]
 
-    def _settle_dead(self, region: Region) -> None:
-        """Nothing ever enters a region: it is over before anything is announced."""
-        todo = [region]
-        while todo:
-            region = todo.pop()
+    def _settle_dead(self, regions: list[Region]) -> None:
+        """Nothing ever enters some regions: they are over before anything is announced."""
+        for region in regions:  # which grows meanwhile
             region.waits -= 1
             if region.waits:
                 continue
             region.is_over = True
-            todo += region.touches
-            for record in region.recvs:
-                self._counts[record] -= 1
-                if not self._counts[record]:
-                    del self._counts[record]
+            regions += region.touches
+            for node in region.recvs:
+                self._counts[node] -= 1
+                if not self._counts[node]:
+                    del self._counts[node]
 
     # -- events
 
     def enter_roots(self, edges: Iterable[Edge], gradients: Iterable[Any]) -> None:
         """The pass begins here, with these gradients of the roots."""
-        roots = self._plan.regions[-1]
-        for edge, gradient in zip(edges, gradients, strict=True):
-            self._feed(roots, edge, gradient)
+        self._feed(self._plan.regions[-1], edges, gradients)
 
     def received(self, sender: int, parcel: Parcel) -> None:
         """A parcel has come. Raises `KeyError` with a message id for gradients of what is not among the sends."""
@@ -163,7 +149,6 @@ class PassProtocol:
                 self._asked_by = (*self._asked_by, sender)
         if is_first:
             self._heard.add(sender)
-            self._strangers.discard(sender)
         waiting = self._unresolved.get(sender)
         if waiting is None:
             if gradients:
@@ -181,21 +166,23 @@ class PassProtocol:
 
     def ran(self, run: Run, captured: Captured) -> None:
         """Regions have run."""
-        owners, leaf_class, add_for_recv = self._owners, self._leaf_class, self._add_for_recv
+        add = self._sums.add
         for region in run.regions:
             region.is_over = True
         for edge, gradient in captured:
             if gradient is None:
                 continue
-            node, place = edge
-            owner = owners.get(node)
-            if owner is not None and not owner.is_over:
-                owner.entering.append((edge, gradient))
-            elif node.__class__ is leaf_class:
-                self._leaves.add(node.variable, gradient)
-            else:
-                add_for_recv(node.record, place, gradient)
+            if run.may_cross:
+                owner = self._plan.owners.get(edge[0])
+                if owner is not None and not owner.is_over:
+                    owner.entering.append((edge, gradient))
+                    continue
+            add(edge, gradient)
         self._close(run.regions)
+
+    def sent(self) -> None:
+        """A parcel has been sent by itself, and not with an answer: it will be acknowledged."""
+        self._unacknowledged += 1
 
     def acknowledged(self) -> None:
         """One of this worker's parcels has been answered."""
@@ -210,12 +197,12 @@ class PassProtocol:
             may_cross = False
             if len(ready) == 1 and not ready[0].touches and not self._late:
                 regions: Sequence[Region] = ready  # as most are
+                entering = ready[0].entering
+                ready[0].entering = []
             else:
                 regions, may_cross = self._gather(ready)
-            entering: list[tuple[Edge, Any]] = []
-            for region in regions:
-                if region.entering:
-                    entering += region.entering
+                entering = [entry for region in regions for entry in region.entering]
+                for region in regions:
                     region.entering = []
             if entering:
                 return _new_tuple(Run, (regions, entering, may_cross))  # type: ignore[no-any-return]
@@ -256,43 +243,34 @@ class PassProtocol:
             self._late = [*self._late, *late]
 
     def post(self) -> list[tuple[int, Parcel]]:
-        """What is to be told now, and to whom. Each parcel counts as unacknowledged, see `ride`.
+        """What is to be told now, and to whom. A parcel goes with an answer, or by itself: see `sent`.
 
         To be called when nothing more can run here before something else happens.
         """
-        for peer in self._asked_by:
-            if peer not in self.told:
+        told, heard = self.told, self._heard
+        if self._asked_by:
+            for peer in self._asked_by:
+                if peer not in told:
+                    self._letter(peer)
+            self._asked_by = ()
+        for peer in self._unresolved:
+            if peer not in told and peer not in heard and peer != self._me:
                 self._letter(peer)
-        self._asked_by = ()
-        for peer in self._strangers:
-            self._letter(peer)
-        if not self._outbox:
-            return []
-        outbox, self._outbox = self._outbox, {}
-        told = self.told
         posted: list[tuple[int, Parcel]] = []
-        for peer, (gradients, nones) in outbox.items():
-            if peer in told:
-                parcel = _new_tuple(Parcel, (gradients, False, nones, None, False))
-            else:
-                told.add(peer)
-                self._strangers.discard(peer)
-                parcel = _new_tuple(Parcel, (gradients, True, self._open(peer), self._asks(peer), False))
-            posted.append((peer, parcel))
-        self._unacknowledged += len(posted)
+        if self._outbox:
+            outbox, self._outbox = self._outbox, {}
+            for peer, (gradients, nones) in outbox.items():
+                if peer in told:
+                    parcel = _new_tuple(Parcel, (gradients, False, nones, None, False))
+                else:
+                    told.add(peer)
+                    parcel = _new_tuple(Parcel, (gradients, True, self._open(peer), self._asks(peer), False))
+                posted.append((peer, parcel))
         return posted
 
     def _asks(self, peer: int) -> tuple[int, int] | None:
         waiting = self._unresolved.get(peer)
         return None if waiting is None or peer in self._heard else (len(waiting), max(waiting))
-
-    def ride(self) -> None:
-        """One of the parcels just posted goes with an answer, and so needs none itself."""
-        self._unacknowledged -= 1
-
-    def sent(self) -> None:
-        """A parcel that was to go with an answer has been sent by itself after all."""
-        self._unacknowledged += 1
 
     @property
     def is_done(self) -> bool:
@@ -308,17 +286,12 @@ class PassProtocol:
         assert send is not None  # the roots are no send
         if gradients is not None:
             self.used.append(region.message_id)
-            feed = self._feed
-            for edge, gradient in zip(send.edges, gradients, strict=True):
-                if gradient is not None:
-                    feed(region, edge, gradient)
+            self._feed(region, send.edges, gradients)
         region.waits -= 1
         if not region.waits:
             self._ready.append(region)
-        to = send.to
-        if not self._unresolved[to]:
-            del self._unresolved[to]
-            self._strangers.discard(to)
+        if not self._unresolved[send.to]:
+            del self._unresolved[send.to]
 
     def _resolve_none(self, peer: int, message_ids: Iterable[int]) -> None:
         # The forward may go on meanwhile: nothing is known here, nor needed, of sends made since the pass began
@@ -329,53 +302,49 @@ class PassProtocol:
                 if region is not None:
                     self._resolve(region, None)
 
-    def _feed(self, region: Region, edge: Edge, gradient: Any) -> None:
-        """A gradient enters at an edge of the send of a region."""
-        node, place = edge
-        owner = self._owners.get(node)
-        if owner is not None:
-            owner.entering.append((edge, gradient))
-        elif node.__class__ is self._leaf_class:
-            self._leaves.add(node.variable, gradient)
-        elif node.record.retains_grad:
-            region.entering.append((edge, gradient))  # the engine writes it to `.grad` where it captures it
-        else:
-            self._add_for_recv(node.record, place, gradient)
-
-    def _add_for_recv(self, record: RecvRecord, place: int, gradient: Any) -> None:
-        gradients = self._gradients.get(record)
-        if gradients is None:
-            if record.spent_by is not None and record.spent_by != self._pass_id:
-                raise AutogradError(_FREED)
-            gradients = self._gradients[record] = [None] * record.count
-        before = gradients[place]
-        gradients[place] = gradient if before is None else before + gradient
+    def _feed(self, region: Region, edges: Iterable[Edge], gradients: Iterable[Any]) -> None:
+        """Gradients enter at the edges of the send of a region, or of the roots."""
+        owners, recvs = self._plan.owners, region.recvs
+        for edge, gradient in zip(edges, gradients, strict=True):
+            if gradient is None:
+                continue
+            node = edge[0]
+            if node in owners:
+                owners[node].entering.append((edge, gradient))
+            elif node in recvs and node.record.retains_grad:
+                region.entering.append((edge, gradient))  # the engine writes it to `.grad` where it captures it
+            else:
+                self._sums.add(edge, gradient)
 
     def _close(self, regions: Iterable[Region]) -> None:
         """Regions are over: answer for recvs that no other region leads to."""
         counts = self._counts
         for region in regions:
-            for record in region.recvs:
-                left = counts[record] - 1
+            for node in region.recvs:
+                left = counts[node] - 1
                 if left:
-                    counts[record] = left
+                    counts[node] = left
                 else:
-                    del counts[record]
-                    self._answer_for(record)
+                    del counts[node]
+                    self._answer_for(node)
 
-    def _answer_for(self, record: RecvRecord) -> None:
+    def _answer_for(self, node: Any) -> None:
+        """Tell the sender of a message the gradients of its tensors, or that there are none."""
+        record = node.record
         sender, message_id = record.sender, record.message_id
-        gradients = self._gradients.pop(record, None)
-        if gradients is None:
-            if sender == self._me:
+        gradients = self._sums.take_recv(node, record.count)
+        if gradients is not None:
+            if record.spent_by is not None and record.spent_by != self._pass_id:
+                raise AutogradError(_FREED)
+            if not self._retain_graph:
+                record.spent_by = self._pass_id
+        if sender == self._me:
+            if gradients is None:
                 self._resolve_none(sender, (message_id,))
             else:
-                self._letter(sender)[1].append(message_id)
-            return
-        if not self._retain_graph:
-            record.spent_by = self._pass_id
-        if sender == self._me:
-            self._resolve(self._unresolved[sender].pop(message_id), gradients)
+                self._resolve(self._unresolved[sender].pop(message_id), gradients)
+        elif gradients is None:
+            self._letter(sender)[1].append(message_id)
         else:
             self._letter(sender)[0].append((message_id, gradients))
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from arpc.autograd.engine import pausing
-from arpc.autograd.engine.leaf_gradients import LeafGradients
-from arpc.autograd.engine.run import Engine
+from arpc.autograd.engine.gradient_sums import GradientSums
+from arpc.autograd.engine.run import run_regions
 from arpc.autograd.nodes import RecvRecord, attach_recv, attach_send
 from arpc.autograd.passes.messages import Parcel
-from arpc.autograd.passes.plan import Planner, Send
+from arpc.autograd.passes.plan import Plan, Send
 from arpc.autograd.passes.protocol import PassProtocol
 from arpc.errors import AutogradError
 
@@ -32,13 +32,13 @@ class LocalPart:
         for number, tensors in enumerate(sent):
             node = attach_send(tensors)
             sends[number] = Send(node.next_functions[1:], node, 1, number)
-        planner = Planner(sends, edges)
-        while not planner.walk(4):
+        self.plan = plan = Plan(sends, edges)
+        while not plan.walk(4):
             pass
-        self.plan = plan = planner.plan()._replace(cutoff=1 << 30)  # gradients of all sends may come
-        self.leaves = LeafGradients()
-        self.protocol = PassProtocol(0, plan, self.leaves, pass_id, retain_graph=retain_graph)
-        self.engine = Engine(plan.owners, plan.leaves, retain_graph=retain_graph)
+        plan.cutoff = 1 << 30  # gradients of all sends may come
+        self.sums = GradientSums()
+        self.retains_graph = retain_graph
+        self.protocol = PassProtocol(0, plan, self.sums, pass_id, retain_graph=retain_graph)
         self.protocol.enter_roots(edges, [torch.ones_like(root) for root in roots])
         self.heard: dict[int, Any] = {}
         """Gradients for messages of worker 1, None if there are none."""
@@ -46,9 +46,8 @@ class LocalPart:
 
     def run(self) -> None:
         while (run := self.protocol.next_run()) is not None:
-            self.protocol.ran(run, self.engine.run(run))
+            self.protocol.ran(run, run_regions(run, self.plan, self.retains_graph))
         for _, parcel in self.protocol.post():
-            self.protocol.ride()
             for message_id, gradients in parcel.gradients:
                 self.heard[message_id] = gradients[0]
             if not parcel.is_first:
@@ -94,7 +93,7 @@ class Graph:
             given = self.given[number]
             part.resolve(number, None if given is None else [given])
         assert part.protocol.is_done
-        return part.leaves.take(), {number: found for number, found in part.heard.items() if found is not None}
+        return part.sums.take_leaves(), {number: found for number, found in part.heard.items() if found is not None}
 
     def reference(self) -> tuple[Any, Any]:
         """The same in one go, by torch's own backward."""
@@ -152,7 +151,7 @@ def test_the_first_node_of_a_thread_does_not_stop_a_pause():
     part.run()
     assert part.heard[1].tolist() == [2.0, 2.0]
     part.resolve(0, [torch.ones(2)])
-    assert part.leaves.take()[x].tolist() == [12.0, 12.0]
+    assert part.sums.take_leaves()[x].tolist() == [12.0, 12.0]
 
 
 def test_what_is_shared_with_other_runs_is_not_taken_for_its_own():
@@ -169,7 +168,7 @@ def test_what_is_shared_with_other_runs_is_not_taken_for_its_own():
 
     def finish(part):
         part.resolve(0, [torch.ones(2)])
-        gradients = part.leaves.take()
+        gradients = part.sums.take_leaves()
         return gradients[weight].tolist(), gradients[x].tolist()
 
     class Meanwhile(torch.autograd.Function):
@@ -207,7 +206,7 @@ def test_a_graph_that_was_freed_does_no_harm_if_no_gradient_gets_there():
     part.run()
     part.resolve(0, None)
     assert part.protocol.is_done
-    assert part.leaves.take()[x].tolist() == [2.0, 2.0]
+    assert part.sums.take_leaves()[x].tolist() == [2.0, 2.0]
 
 
 class Marked(torch.Tensor):
@@ -231,7 +230,7 @@ def test_whatever_was_sent_the_engine_can_pause_there(make):
     assert not runs
     part.resolve(0, [torch.ones(2)] * len(sent))
     assert len(runs) == 1
-    assert part.leaves.take()[x].tolist() == [6.0 + 10.0 * len(sent)] * 2
+    assert part.sums.take_leaves()[x].tolist() == [6.0 + 10.0 * len(sent)] * 2
 
 
 def test_what_was_sent_keeps_no_memory():

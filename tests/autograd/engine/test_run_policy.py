@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
-from arpc.autograd.engine.run import Engine
-from arpc.autograd.engine.run_policy import SHORT_ELEMENTS, SHORT_NODES, SHORT_S, Extent, RunPolicy
-from arpc.autograd.passes.plan import Planner
+from arpc.autograd.engine.run_policy import SHORT_ELEMENTS, SHORT_NODES, SHORT_S, RunPolicy, extent_of
+from arpc.autograd.passes.plan import Plan
 from arpc.autograd.passes.protocol import Run
 
 
-def extent_of(tensor: torch.Tensor, elements: int = 2) -> Extent:
-    planner = Planner({}, [(tensor.grad_fn, 0)])
-    assert planner.walk(1 << 30)
-    plan = planner.plan()
-    engine = Engine(plan.owners, plan.leaves, retain_graph=False)
-    return engine.extent(Run(plan.regions, [], may_cross=False))._replace(elements=elements)
+class Graph:
+    """What leads to a tensor, as a policy looks at it."""
 
+    def __init__(self, tensor: torch.Tensor | None = None, elements: int = 2) -> None:
+        """A small graph if there is no tensor. ``elements``: how many are said to enter it, and to be in its leaves."""
+        if tensor is None:
+            tensor = (torch.ones(2, requires_grad=True) * 2).sum()
+        self.plan = Plan({}, [(tensor.grad_fn, 0)])
+        assert self.plan.walk(1 << 30)
+        self.run = Run(self.plan.regions, [], may_cross=False)
+        self.extent = extent_of(self.run, self.plan)[0], elements
 
-def small(elements: int = 2) -> Extent:
-    return extent_of((torch.ones(2, requires_grad=True) * 2).sum(), elements)
+    def is_short(self, policy: RunPolicy) -> bool:
+        return policy.is_short(self.extent, self.run, self.plan)
 
 
 def test_a_new_graph_is_judged_by_its_size():
@@ -30,34 +31,34 @@ def test_a_new_graph_is_judged_by_its_size():
     for _ in range(SHORT_NODES + 1):
         long = long + 1
     policy = RunPolicy()
-    assert policy.is_short(small())
-    assert not policy.is_short(small(SHORT_ELEMENTS + 1))
-    assert not policy.is_short(extent_of(long))
+    assert Graph().is_short(policy)
+    assert not Graph(elements=SHORT_ELEMENTS + 1).is_short(policy)
+    assert not Graph(long).is_short(policy)
     # neither its leaf nor its root tells
-    assert not policy.is_short(extent_of(x[:1].expand(SHORT_ELEMENTS + 1).sum()))
+    assert not Graph(x[:1].expand(SHORT_ELEMENTS + 1).sum()).is_short(policy)
 
 
 def test_one_that_kept_the_cpu_busy_goes_to_a_thread_at_once_and_may_come_back():
-    policy, extent = RunPolicy(), small()
-    policy.took(extent, 2 * SHORT_S, 2 * SHORT_S)
-    assert not policy.is_short(extent)
-    assert policy.is_short(small(3))
-    policy.took(extent, SHORT_S / 10, SHORT_S / 10)
-    assert policy.is_short(extent)
+    policy, graph = RunPolicy(), Graph()
+    policy.took(graph.extent, 2 * SHORT_S, 2 * SHORT_S)
+    assert not graph.is_short(policy)
+    assert Graph(elements=3).is_short(policy)
+    policy.took(graph.extent, SHORT_S / 10, SHORT_S / 10)
+    assert graph.is_short(policy)
 
 
 def test_one_that_waits_again_and_again_goes_to_a_thread():
-    policy, extent = RunPolicy(), small()
+    policy, graph = RunPolicy(), Graph()
     for _ in range(20):
-        policy.took(extent, 100 * SHORT_S, SHORT_S / 10)
-    assert not policy.is_short(extent)
+        policy.took(graph.extent, 100 * SHORT_S, SHORT_S / 10)
+    assert not graph.is_short(policy)
 
 
 def test_one_that_was_disturbed_stays():
-    policy, extent = RunPolicy(), small()
+    policy, graph = RunPolicy(), Graph()
     for seconds in (SHORT_S / 10, 100 * SHORT_S, SHORT_S / 10, 100 * SHORT_S):
-        policy.took(extent, seconds, SHORT_S / 10)
-        assert policy.is_short(extent)
+        policy.took(graph.extent, seconds, SHORT_S / 10)
+        assert graph.is_short(policy)
 
 
 def test_one_that_is_known_is_looked_at_again_only_if_it_takes_long(monkeypatch):
@@ -72,17 +73,17 @@ def test_one_that_is_known_is_looked_at_again_only_if_it_takes_long(monkeypatch)
 
     monkeypatch.setattr("arpc.autograd.engine.run_policy.perf_counter", lambda: clock[0])
     monkeypatch.setattr("arpc.autograd.engine.run_policy.thread_time", thread_time)
-    policy, extent = RunPolicy(), small()
+    policy, graph = RunPolicy(), Graph()
     for seconds in (SHORT_S / 10, SHORT_S / 10, 2 * SHORT_S):
-        policy.run(partial(take, seconds), extent)
-        assert policy.is_short(extent)
+        policy.run(graph.extent, take, seconds)
+        assert graph.is_short(policy)
     assert cpu_reads[0] == 2
-    policy.run(partial(take, SHORT_S / 10), extent)  # it was disturbed
-    policy.run(partial(take, SHORT_S / 10), extent)
+    policy.run(graph.extent, take, SHORT_S / 10)  # it was disturbed
+    policy.run(graph.extent, take, SHORT_S / 10)
     assert cpu_reads[0] == 4
     for _ in range(2):  # it has become longer
-        policy.run(partial(take, 2 * SHORT_S), extent)
-    assert not policy.is_short(extent)
+        policy.run(graph.extent, take, 2 * SHORT_S)
+    assert not graph.is_short(policy)
 
 
 def test_one_that_takes_long_again_and_again_is_timed_now_and_then(monkeypatch):
@@ -98,22 +99,22 @@ def test_one_that_takes_long_again_and_again_is_timed_now_and_then(monkeypatch):
 
     monkeypatch.setattr("arpc.autograd.engine.run_policy.perf_counter", lambda: clock[0])
     monkeypatch.setattr("arpc.autograd.engine.run_policy.thread_time", thread_time)
-    policy, extent = RunPolicy(), small()
+    policy, graph = RunPolicy(), Graph()
     for _ in range(2):  # the first may have loaded something
-        policy.run(partial(take, 2 * SHORT_S), extent)
+        policy.run(graph.extent, take, 2 * SHORT_S)
     assert cpu_reads[0] == 4
     for _ in range(32):
-        policy.run(partial(take, 2 * SHORT_S), extent)
-        assert not policy.is_short(extent)
+        policy.run(graph.extent, take, 2 * SHORT_S)
+        assert not graph.is_short(policy)
     assert cpu_reads[0] == 8
     for _ in range(16):  # it has become shorter
-        policy.run(partial(take, SHORT_S / 10), extent)
-    assert policy.is_short(extent)
+        policy.run(graph.extent, take, SHORT_S / 10)
+    assert graph.is_short(policy)
     assert runs[0] == 50
 
 
 def test_not_all_graphs_are_remembered():
-    policy, extent = RunPolicy(), small()
+    policy, graph = RunPolicy(), Graph()
     for elements in range(5000):
-        policy.took(extent._replace(elements=elements), 0.0, 0.0)
+        policy.took((graph.extent[0], elements), 0.0, 0.0)
     assert len(policy._seconds) <= 1024

@@ -48,7 +48,7 @@ def passes(monkeypatch) -> list[BackwardPass]:
 
 @pytest.mark.parametrize("is_short", [False, True], ids=["in a thread", "on the loop"])
 async def test_gradients_are_those_of_torch_and_nothing_is_written(group, passes, monkeypatch, is_short):
-    monkeypatch.setattr(group[0].autograd.run_policy, "is_short", lambda _: is_short)
+    monkeypatch.setattr(group[0].autograd.run_policy, "is_short", lambda *_: is_short)
     x, y, unused = leaf(), leaf(), leaf()
     loss = (deep(x * y) * deep(y) + x).sum()
     expected = torch.autograd.grad(loss, [x, y], retain_graph=True)
@@ -160,7 +160,7 @@ async def test_what_a_node_raises_fails_it_and_leaves_nothing(group, passes):
 
 @pytest.mark.parametrize("is_short", [False, True], ids=["in a thread", "on the loop"])
 async def test_the_graph_of_one_that_failed_is_freed_without_the_collector(group, monkeypatch, is_short):
-    monkeypatch.setattr(group[0].autograd.run_policy, "is_short", lambda _: is_short)
+    monkeypatch.setattr(group[0].autograd.run_policy, "is_short", lambda *_: is_short)
 
     async def fail() -> weakref.ref[Tensor]:
         middle = functions.Boom.apply(leaf())

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from arpc.autograd.nodes import RecvRecord
-from arpc.autograd.passes.plan import Plan, Planner, Send
+from arpc.autograd.passes.plan import Plan, Send
 
 
 class Variable:
@@ -40,10 +40,10 @@ class Recv(Node):
 def make_plan(*sends: list[Node], roots: list[Node] | None = None, limit: int = 3, cutoff: int = 1 << 30) -> Plan:
     made = {number: Send([(node, 0) for node in nodes], None, 7, number + 1) for number, nodes in enumerate(sends)}
     edges = None if roots is None else [(node, 0) for node in roots]
-    planner = Planner(made, edges, cutoff, leaf_class=Leaf, recv_class=Recv)
-    while not planner.walk(limit):
+    plan = Plan(made, edges, cutoff, leaf_class=Leaf, recv_class=Recv)
+    while not plan.walk(limit):
         pass
-    return planner.plan()
+    return plan
 
 
 def test_a_node_belongs_to_the_earliest_send_that_reaches_it():
@@ -56,7 +56,7 @@ def test_a_node_belongs_to_the_earliest_send_that_reaches_it():
     assert two.touches == {one}
     assert not one.touches
     assert (one.waits, two.waits) == (2, 1)
-    assert list(one.recvs) == [recv.record]
+    assert list(one.recvs) == [recv]
     assert not two.recvs
     assert set(one.targets) == {(leaf, 0), (recv, 0)}
     assert set(two.targets) == {(leaf, 0)}
@@ -66,7 +66,7 @@ def test_leaves_and_recvs_are_shared_without_making_a_border():
     leaf, recv = Leaf(), Recv()
     plan = make_plan([Node(leaf, recv)], [Node(leaf, recv)])
     assert [region.touches for region in plan.regions] == [set(), set()]
-    assert [list(region.recvs) for region in plan.regions] == [[recv.record]] * 2
+    assert [list(region.recvs) for region in plan.regions] == [[recv]] * 2
     assert plan.leaves == {leaf: leaf.variable}
 
 
@@ -78,7 +78,7 @@ def test_with_hooks_they_belong_to_a_region():
     assert two.touches == {one}
     assert one.has_hooked_recvs
     assert not two.has_hooked_recvs
-    assert list(one.recvs) == [recv.record]
+    assert list(one.recvs) == [recv]
     assert not two.recvs
     assert set(one.targets) == {(leaf, 0)}
     assert plan.leaves == {}

@@ -1,0 +1,110 @@
+"""Gradients of leaves and recv nodes while a pass adds them up, and those of leaves as people get them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from operator import is_not
+from sys import getrefcount
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from arpc.autograd.passes.plan import Edge
+
+__all__ = ["GradientSums", "own", "summed"]
+
+_strided: Final = torch.strided
+_is_tensor: Final = partial(is_not, None)
+
+
+def summed(first: Tensor, second: Tensor) -> Tensor:
+    """The sum, as a new tensor, of gradients in whatever layout each is."""
+    return second + first if first.is_sparse and not second.is_sparse else first + second
+
+
+class GradientSums(dict[Edge, Tensor]):
+    """What a pass has computed so far, by the edges to leaves and recv nodes."""
+
+    __slots__ = ("_made_here",)
+
+    _made_here: set[Edge]
+    """Sums, which nobody else has, so that they may be changed."""
+
+    def add(self, edge: Edge, gradient: Tensor) -> None:
+        before = self.get(edge)
+        if before is None:
+            self[edge] = gradient
+            return
+        try:
+            made_here = self._made_here
+        except AttributeError:
+            made_here = self._made_here = set()
+        if edge in made_here and gradient.layout is _strided:
+            before.add_(gradient)
+            return
+        # not in place: one gradient may be handed to several leaves, and be memory of a message as well
+        total = self[edge] = summed(before, gradient)
+        if total.layout is _strided:
+            made_here.add(edge)
+        else:
+            made_here.discard(edge)
+
+    def take_recv(self, node: Any, count: int) -> list[Tensor | None] | None:
+        """Take out the gradients of the tensors of a recv node; None if there are none."""
+        gradients = [self.pop((node, place), None) for place in range(count)]
+        return gradients if any(map(_is_tensor, gradients)) else None
+
+    def take_leaves(self) -> dict[Tensor, Tensor]:
+        """Take out the gradients of leaves, each in memory of its own and laid out like its leaf."""
+        if not self:
+            return {}
+        leaves = [(edge, edge[0].variable) for edge in self]
+        # a leaf may have been frozen since
+        return {leaf: own(leaf, self.pop(edge)) for edge, leaf in leaves if leaf.requires_grad}
+
+
+def own(leaf: Tensor, gradient: Tensor) -> Tensor:
+    """A gradient in memory of its own and laid out like its leaf: this one if nobody else has it, else a copy.
+
+    The caller must keep no reference to it.
+    """
+    if gradient.layout is not _strided:
+        is_own = getrefcount(gradient) == _SOLE_OBJECT and _is_plain_sparse(gradient)
+        return gradient if is_own else gradient.detach().clone()
+    if gradient.requires_grad:
+        return torch.empty_like(leaf, requires_grad=False).copy_(gradient.detach())
+    if (
+        gradient.stride() != leaf.stride()
+        or getrefcount(gradient) != _SOLE_OBJECT
+        or _count_storage_uses(gradient.untyped_storage()._cdata) != _SOLE_MEMORY
+    ):
+        return torch.empty_like(leaf, requires_grad=False).copy_(gradient)
+    return gradient
+
+
+def _is_plain_sparse(gradient: Tensor) -> bool:
+    """Whether it can be kept as it is, if nobody else has it. Its parts have no owner but it."""
+    return (
+        gradient.layout is torch.sparse_coo
+        and not gradient.requires_grad
+        and gradient._indices().is_contiguous()  # indices() is for coalesced ones alone
+        and gradient._values().is_contiguous()
+    )
+
+
+def _unknown(_: Any) -> int:
+    return 0
+
+
+_count_storage_uses: Final[Callable[[Any], int]] = getattr(torch._C, "_storage_Use_Count", _unknown)
+
+
+def _count_references(_: None, gradient: Tensor) -> tuple[int, int]:
+    """How many there are to the object, and to its memory, when `own` looks at one that nobody else has."""
+    memory = _count_storage_uses(gradient.untyped_storage()._cdata)
+    return getrefcount(gradient), memory if _count_storage_uses is not _unknown else -1  # nobody is
+
+
+_SOLE_OBJECT, _SOLE_MEMORY = _count_references(None, {0: torch.zeros(1)}.pop(0))

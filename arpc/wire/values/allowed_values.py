@@ -18,7 +18,7 @@ from torch import Tensor
 from arpc import ids, options
 from arpc.errors import NotAllowedError
 from arpc.wire.values import reducers as reducing
-from arpc.wire.values.allowlist import FUNCTIONS, QUICK, TENSOR_CLASSES, VALUES, add_maker
+from arpc.wire.values.allowlist import NAMES, QUICK, TENSOR_CLASSES, add_maker
 from arpc.wire.values.checked_functions import (
     ANYTHING,
     FLAG,
@@ -136,83 +136,57 @@ _INNER: Final = Check(
         and all(TENSOR.holds(inner) or type(inner) in TENSOR_CLASSES for inner in value.values())
     ),
 )
-_GRADIENT: Final = Check("whether it requires a gradient", FLAG.holds)
 
 
 def _fill_lists() -> None:
-    quick: dict[tuple[str, str], Any] = {
-        # immutable types whose constructors take a few numbers, and copy nothing
-        ("builtins", "complex"): complex,
-        ("builtins", "range"): range,
-        ("builtins", "slice"): slice,
-        ("torch", "Size"): Checked("torch.Size", torch.Size, SIZES),
-        ("torch", "device"): Checked(
-            "torch.device",
-            _device,
-            Check("a short text", lambda value: type(value) is str and len(value) < 64),
-            integer(0, 127),
-            required=1,
-        ),
-        ("torch.serialization", "_get_layout"): Checked(
-            "torch.layout",
-            _LAYOUTS.__getitem__,
-            Check("the name of a layout", lambda v: type(v) is str and v in _LAYOUTS),
-        ),
-        ("collections", "deque"): Checked(
-            "deque",
-            _deque,
-            Check("an empty tuple", lambda value: type(value) is tuple and not value),
-            Check("its limit", lambda value: value is None or (type(value) is int and 0 <= value < 1 << 63)),
-            required=0,
-        ),
-        ("decimal", "Decimal"): Checked(
-            "Decimal", _decimal, Check("a text", lambda value: type(value) is str and len(value) <= _MAX_TEXT)
-        ),
-        ("datetime", "date"): Checked("date", _date, _bytes_of(4)),
-        ("datetime", "time"): Checked("time", _time, _bytes_of(6), _ZONE, required=1),
-        ("datetime", "datetime"): Checked("datetime", _datetime, _bytes_of(10), _ZONE, required=1),
-        ("datetime", "timedelta"): Checked("timedelta", _timedelta, _COUNT, _COUNT, _COUNT, required=1),
-        ("datetime", "timezone"): Checked("timezone", _timezone, exactly(dt.timedelta), TEXT, required=1),
-        (reducing.__name__, "_fill_parameter"): Checked("Parameter", reducing.FILL_PARAMETER, TENSOR, _GRADIENT),
-    }
+    a_short_text = Check("a short text", lambda value: type(value) is str and len(value) < 64)
+    a_layout = Check("the name of a layout", lambda value: type(value) is str and value in _LAYOUTS)
+    nothing = Check("an empty tuple", lambda value: type(value) is tuple and not value)
+    a_limit = Check("its limit", lambda value: value is None or (type(value) is int and 0 <= value < 1 << 63))
+    a_number = Check("a text", lambda value: type(value) is str and len(value) <= _MAX_TEXT)
+    a_factory = Check("a type of numbers, texts or containers", _factory)
+    QUICK.update(
+        {
+            # immutable types whose constructors take a few numbers, and copy nothing
+            ("builtins", "complex"): complex,
+            ("builtins", "range"): range,
+            ("builtins", "slice"): slice,
+            ("torch", "Size"): Checked("torch.Size", torch.Size, SIZES),
+            ("torch", "device"): Checked("torch.device", _device, a_short_text, integer(0, 127), required=1),
+            ("torch.serialization", "_get_layout"): Checked("torch.layout", _LAYOUTS.__getitem__, a_layout),
+            ("collections", "deque"): Checked("deque", _deque, nothing, a_limit, required=0),
+            ("decimal", "Decimal"): Checked("Decimal", _decimal, a_number),
+            ("datetime", "date"): Checked("date", _date, _bytes_of(4)),
+            ("datetime", "time"): Checked("time", _time, _bytes_of(6), _ZONE, required=1),
+            ("datetime", "datetime"): Checked("datetime", _datetime, _bytes_of(10), _ZONE, required=1),
+            ("datetime", "timedelta"): Checked("timedelta", _timedelta, _COUNT, _COUNT, _COUNT, required=1),
+            ("datetime", "timezone"): Checked("timezone", _timezone, exactly(dt.timedelta), TEXT, required=1),
+            (reducing.__name__, "_fill_parameter"): Checked("Parameter", reducing.FILL_PARAMETER, TENSOR, FLAG),
+        }
+    )
     for value in vars(torch).values():
         if isinstance(value, torch.dtype):
-            quick["torch", str(value).removeprefix("torch.")] = value
-    for key, found in quick.items():
-        QUICK.add(key, found)
+            QUICK["torch", str(value).removeprefix("torch.")] = value
     makers: dict[type, Checked] = {
         OrderedDict: Checked("OrderedDict", OrderedDict),
         Counter: Checked("Counter", Counter, exactly(dict)),
-        defaultdict: Checked(
-            "defaultdict", defaultdict, Check("a type of numbers, texts or containers", _factory), required=0
-        ),
+        defaultdict: Checked("defaultdict", defaultdict, a_factory, required=0),
         ids.WorkerInfo: Checked("WorkerInfo", ids.WorkerInfo, WORKER_NAME, WORKER_ID),
         ids.GloballyUniqueId: Checked("GloballyUniqueId", ids.GloballyUniqueId, WORKER_ID, NUMBER),
     }
     for cls, maker in makers.items():
         add_maker((cls.__module__, cls.__qualname__), cls, maker)
-    functions: dict[tuple[str, str], Checked] = {
-        (reducing.__name__, "_fill_subclass"): Checked(
-            "tensor of a subclass", _fill_subclass, _TENSOR_CLASS, TENSOR, _GRADIENT, ANYTHING
-        ),
-        (reducing.__name__, "fill_wrapper"): Checked(
-            "tensor of a subclass",
-            reducing.fill_wrapper,
-            _WRAPPER_CLASS,
-            _INNER,
-            ANYTHING,
-            SIZES,
-            SIZES,
-            _GRADIENT,
-        ),
-    }
-    for key, function in functions.items():
-        FUNCTIONS.add(key, function)
+    NAMES[reducing.__name__, "_fill_subclass"] = Checked(
+        "tensor of a subclass", _fill_subclass, _TENSOR_CLASS, TENSOR, FLAG, ANYTHING
+    )
+    NAMES[reducing.__name__, "fill_wrapper"] = Checked(
+        "tensor of a subclass", reducing.fill_wrapper, _WRAPPER_CLASS, _INNER, ANYTHING, SIZES, SIZES, FLAG
+    )
     for kind in (*_FACTORIES, frozenset, bytearray, object):
-        VALUES.add(("builtins", kind.__name__), kind)
-    VALUES.add(("torch", "Tensor"), Tensor)
-    VALUES.add(("torch.nn.parameter", "Parameter"), torch.nn.Parameter)
-    VALUES.add(("arpc.options", "UNSET"), options.UNSET)
+        NAMES["builtins", kind.__name__] = kind
+    NAMES["torch", "Tensor"] = Tensor
+    NAMES["torch.nn.parameter", "Parameter"] = torch.nn.Parameter
+    NAMES["arpc.options", "UNSET"] = options.UNSET
 
 
 _fill_lists()

@@ -91,10 +91,11 @@ def _dumps_flat(values: tuple[Any, ...]) -> tuple[bytes, list[Slot]] | None:
     if Tensor not in kinds:
         return _dumps(values, protocol=5), []
     slots: list[Slot] = [*values] if len(kinds) == 1 else [value for value in values if type(value) is Tensor]
-    if len(slots) > _MAX_CONSTANT or len(set(map(id, slots))) != len(slots):
+    count = len(slots)
+    if count > 1 and (count > _MAX_CONSTANT or len(set(map(id, slots))) < count):
         return None
-    if len(slots) == len(values):
-        return _pickle_of_tensors(len(slots)), slots
+    if count == len(values):
+        return _pickle_of_tensors(count), slots
     pickled = tuple([HOLE if type(value) is Tensor else value for value in values])
     return _dumps(pickled, protocol=5, buffer_callback=not_), slots
 

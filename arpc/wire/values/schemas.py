@@ -170,7 +170,9 @@ class Packer:
         parts: Iterable[bytes] = map(_copy_of, map(slice, addresses, map(add, addresses, schema.sizes)))
         if schema.padded is not None:
             parts = map(bytes.ljust, parts, schema.padded, repeat(b"\0"))
-        buffers = [view_of(slots[at].untyped_storage(), addresses[at], size) for at, size in schema.large]
+        buffers: list[memoryview] = []
+        for at, size in schema.large:
+            buffers.append(view_of(slots[at].untyped_storage(), addresses[at], size))
         schema.uses += 1
         return PackedTensors(schema, [*parts], buffers)
 

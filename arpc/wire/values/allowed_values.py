@@ -1,16 +1,16 @@
 """Values of Python, torch and arpc that any pickle may make: numbers, dates, containers, sizes, tensors.
 
-Each is made by a function that checks what it is handed. Constructors that read bytes (those of dates do) are not
-called: they do not look at all of them, and native code relies on what they skip.
+Each is made by a function that checks what it is handed. Constructors that read bytes (those of dates do) do not look
+at all of them, and native code relies on what they skip: so what they have made is checked before it is used.
 """
 
 from __future__ import annotations
 
 import datetime as dt
-import decimal
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from decimal import Decimal
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -37,8 +37,6 @@ from arpc.wire.values.registered_classes import check_made, set_tensor_state
 
 __all__: list[str] = []
 
-V = TypeVar("V")
-
 _FACTORIES: Final = (int, float, str, bool, bytes, list, dict, set, tuple)
 _LAYOUTS: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 _MAX_TEXT: Final = 10_000
@@ -48,54 +46,22 @@ def _factory(value: Any) -> bool:
     return value is None or any(value is kind for kind in _FACTORIES)
 
 
-# -- numbers and containers
+def _checked(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A constructor whose results are checked: those of dates take bytes as they are, see `check_made`."""
 
+    def checked(*args: Any) -> Any:
+        try:
+            made = make(*args)
+        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+            raise NotAllowedError(f"a {make.__name__} that cannot be: {error}") from None
+        check_made(made)
+        return made
 
-def _decimal(text: str) -> decimal.Decimal:
-    try:
-        made = decimal.Decimal(text)
-    except decimal.InvalidOperation:
-        raise NotAllowedError("a Decimal of a text that is no number") from None
-    check_made(made)
-    return made
+    return checked
 
 
 def _deque(_items: tuple[()] = (), limit: int | None = None) -> deque[Any]:
     return deque(maxlen=limit)
-
-
-# -- dates. Bytes as `__reduce__` of these classes writes them; what is wrong in them the constructors say
-
-
-def _date(data: bytes) -> dt.date:
-    return _checked(dt.date, data[0] << 8 | data[1], data[2], data[3])
-
-
-def _time(data: bytes, zone: dt.tzinfo | None = None) -> dt.time:
-    hour, fold = data[0] & 0x7F, data[0] >> 7
-    microsecond = int.from_bytes(data[3:6])
-    return _checked(dt.time, hour, data[1], data[2], microsecond, zone, fold=fold)
-
-
-def _datetime(data: bytes, zone: dt.tzinfo | None = None) -> dt.datetime:
-    month, fold = data[2] & 0x7F, data[2] >> 7
-    microsecond = int.from_bytes(data[7:10])
-    return _checked(dt.datetime, data[0] << 8 | data[1], month, data[3], *data[4:7], microsecond, zone, fold=fold)
-
-
-def _timezone(offset: dt.timedelta, name: str | None = None) -> dt.timezone:
-    return _checked(dt.timezone, offset) if name is None else _checked(dt.timezone, offset, name)
-
-
-def _timedelta(days: int, seconds: int = 0, microseconds: int = 0) -> dt.timedelta:
-    return _checked(dt.timedelta, days, seconds, microseconds)
-
-
-def _checked(make: Callable[..., V], *args: Any, **kwargs: Any) -> V:
-    try:
-        return make(*args, **kwargs)
-    except (ValueError, OverflowError) as error:
-        raise NotAllowedError(f"a date or time that cannot be: {error}") from None
 
 
 def _bytes_of(size: int) -> Check:
@@ -104,16 +70,6 @@ def _bytes_of(size: int) -> Check:
 
 _ZONE: Final = Check("a time zone", lambda value: value is None or isinstance(value, dt.tzinfo))
 _COUNT: Final = integer(-(10**12), 10**12)
-
-
-# -- torch
-
-
-def _device(kind: str, index: int | None = None) -> torch.device:
-    try:
-        return torch.device(kind) if index is None else torch.device(kind, index)
-    except RuntimeError:
-        raise NotAllowedError("a device that torch does not know") from None
 
 
 def _fill_subclass(cls: type[Tensor], tensor: Tensor, requires_grad: bool, state: Any) -> Tensor:
@@ -152,15 +108,19 @@ def _fill_lists() -> None:
             ("builtins", "range"): range,
             ("builtins", "slice"): slice,
             ("torch", "Size"): Checked("torch.Size", torch.Size, SIZES),
-            ("torch", "device"): Checked("torch.device", _device, a_short_text, integer(0, 127), required=1),
+            ("torch", "device"): Checked(
+                "torch.device", _checked(torch.device), a_short_text, integer(0, 127), required=1
+            ),
             ("torch.serialization", "_get_layout"): Checked("torch.layout", _LAYOUTS.__getitem__, a_layout),
             ("collections", "deque"): Checked("deque", _deque, nothing, a_limit, required=0),
-            ("decimal", "Decimal"): Checked("Decimal", _decimal, a_number),
-            ("datetime", "date"): Checked("date", _date, _bytes_of(4)),
-            ("datetime", "time"): Checked("time", _time, _bytes_of(6), _ZONE, required=1),
-            ("datetime", "datetime"): Checked("datetime", _datetime, _bytes_of(10), _ZONE, required=1),
-            ("datetime", "timedelta"): Checked("timedelta", _timedelta, _COUNT, _COUNT, _COUNT, required=1),
-            ("datetime", "timezone"): Checked("timezone", _timezone, exactly(dt.timedelta), TEXT, required=1),
+            ("decimal", "Decimal"): Checked("Decimal", _checked(Decimal), a_number),
+            ("datetime", "date"): Checked("date", _checked(dt.date), _bytes_of(4)),
+            ("datetime", "time"): Checked("time", _checked(dt.time), _bytes_of(6), _ZONE, required=1),
+            ("datetime", "datetime"): Checked("datetime", _checked(dt.datetime), _bytes_of(10), _ZONE, required=1),
+            ("datetime", "timedelta"): Checked("timedelta", _checked(dt.timedelta), _COUNT, _COUNT, _COUNT, required=1),
+            ("datetime", "timezone"): Checked(
+                "timezone", _checked(dt.timezone), exactly(dt.timedelta), TEXT, required=1
+            ),
             (reducing.__name__, "_fill_parameter"): Checked("Parameter", reducing.FILL_PARAMETER, TENSOR, FLAG),
         }
     )

@@ -23,6 +23,7 @@ from arpc.wire.values.reducers import MAIN_NAMES, importable_name
 
 __all__ = [
     "CLASSES",
+    "EXPORTED",
     "MAKERS",
     "NAMES",
     "QUICK",
@@ -32,7 +33,6 @@ __all__ = [
     "allow_function",
     "callable_named",
     "export",
-    "is_exported",
     "key_of",
     "may_call_method",
     "register_type",
@@ -62,7 +62,8 @@ class _Classes:
 
 
 # These are declarations about code, made where the code is; not state of a worker.
-_exported: dict[Key, Callable[..., Any]] = {}
+EXPORTED: Final[dict[Key, Callable[..., Any]]] = {}
+"""What others may call, and a pickle may name if the role of its sender allows it."""
 QUICK: Final[dict[Key, Any]] = {}
 """What pickle's own reader in C may find: `Checked` functions whose results have no state, and immutable objects."""
 NAMES: Final[dict[Key, Any]] = {}
@@ -109,7 +110,7 @@ def export(function: T) -> T:
     """
     if not callable(function):
         raise TypeError(f"export is for what can be called, and {type(function).__qualname__} cannot")
-    _exported[key_of(function)] = function
+    EXPORTED[key_of(function)] = function
     return function
 
 
@@ -158,17 +159,12 @@ def shown(key: Key) -> str:
 
 def callable_named(key: Key) -> Callable[..., Any]:
     """The exported function of that name. Raises `NotAllowedError`."""
-    found = _exported.get(key)
+    found = EXPORTED.get(key)
     if found is None:
         raise NotAllowedError(
             f"{shown(key)} is not exported here: mark it with @arpc.export, in a module that this worker imports"
         )
     return found
-
-
-def is_exported(key: Key) -> bool:
-    """Whether there is an exported function of that name."""
-    return key in _exported
 
 
 def may_call_method(cls: type, name: str) -> bool:
@@ -184,12 +180,12 @@ def may_call_method(cls: type, name: str) -> bool:
     for base in cls.__mro__:
         if name in vars(base):
             key = _shared_module(base.__module__), f"{base.__qualname__}.{name}"
-            return key in _exported or (not name.startswith("_") and _is_exported_class(base))
+            return key in EXPORTED or (not name.startswith("_") and _is_exported_class(base))
     return False
 
 
 def _is_exported_class(cls: type) -> bool:
-    return _exported.get((_shared_module(cls.__module__), cls.__qualname__)) is cls
+    return EXPORTED.get((_shared_module(cls.__module__), cls.__qualname__)) is cls
 
 
 def _shared_module(module: str) -> str:

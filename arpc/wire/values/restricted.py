@@ -28,13 +28,12 @@ from arpc.wire.values import allowed_values
 from arpc.wire.values import reducers as reducing
 from arpc.wire.values.allowlist import (
     CLASSES,
+    EXPORTED,
     MAKERS,
     NAMES,
     QUICK,
     TENSOR_CLASSES,
     Key,
-    callable_named,
-    is_exported,
     shown,
 )
 from arpc.wire.values.arrays import set_array_state, set_dtype_state
@@ -174,9 +173,9 @@ class _CarefulUnpickler(PythonUnpickler):  # type: ignore[misc]
         for names in (QUICK, NAMES, CLASSES.by_key, TENSOR_CLASSES.by_key, _OF_READER):
             if (found := names.get(key)) is not None:
                 return found
-        if is_exported(key):
+        if (found := EXPORTED.get(key)) is not None:
             self._permit(key)
-            return callable_named(key)
+            return found
         raise NotAllowedError(
             f"{shown(key)} is not on the list of what messages may name here: see arpc.register_type and arpc.export"
         )

@@ -40,7 +40,6 @@ Slot = Tensor | PickleBuffer
 _ROW_COMPRESSED: Final = {torch.sparse_csr, torch.sparse_bsr}
 _COMPRESSED: Final = {*_ROW_COMPRESSED, torch.sparse_csc, torch.sparse_bsc}
 
-
 LITTLE_BYTES: Final = 8 * 1024
 """To send so many bytes that nobody asked for costs less than to copy those that somebody did."""
 

@@ -184,7 +184,7 @@ class Protocol:
                 length, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, schema = _unpack(self.buffer, start)
                 cls = self._calls[type_]
                 stop = body_start + length
-                if cls is None or n_buffers or stop > end or length > self._limits.body_bytes:
+                if cls is None or n_buffers or stop > end:
                     start, end, is_whole = self._parse_special(start, end, messages)
                     if not is_whole:
                         break
@@ -421,9 +421,10 @@ class Protocol:
     def _open(self) -> None:
         self._set_state(State.OPEN)
         self._limits = self._open_limits
-        self._calls = _CALLS
         # what came right behind the handshake stays where it is
         self._set_buffer(self.buffer.ljust(RECEIVE_BYTES, b"\0"))
+        if self._limits.body_bytes >= len(self.buffer):  # then a frame that is in the buffer is not over the limit
+            self._calls = _CALLS
 
     def _set_buffer(self, buffer: bytearray) -> None:
         self.buffer = buffer

@@ -37,7 +37,6 @@ __all__ = [
     "MAX_BUFFERS",
     "MAX_TIMEOUT_MS",
     "ONE_OFF",
-    "PADDING",
     "Header",
     "Limits",
     "buffer_sizes_of",
@@ -59,7 +58,6 @@ _SIZE: Final = Struct("<I")
 
 pack_header = HEADER.pack
 """Packs the fields of a `Header`, in their order."""
-PADDING: Final = tuple(bytes(n) for n in range(ALIGNMENT))
 
 
 class Header(NamedTuple):

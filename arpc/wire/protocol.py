@@ -18,7 +18,7 @@ from arpc.wire import frames
 from arpc.wire.frames import HEADER, HEADER_BYTES, ONE_OFF, Header, Limits, frame
 from arpc.wire.handshake import MAX_HANDSHAKE_BYTES, Handshake, Identity, Role
 from arpc.wire.messages import MESSAGE_CLASSES, Message, MessageType
-from arpc.wire.striping import LaneInbox, Stripe
+from arpc.wire.striping import Chunk, Inbox
 from arpc.wire.values.layouts import Layout, read_layout
 from arpc.wire.values.raw_memory import allocate as allocate_memory
 
@@ -42,8 +42,6 @@ _CALLS: Final = tuple(
 )
 """By type: the messages of an open connection that are handed on as they are."""
 _NO_CALLS: Final = (None,) * 256
-# Nobody sends as many at once: they wait for room before, see RpcOptions.window_bytes
-_MAX_INCOMPLETE: Final = 1 << 17
 MAX_SCHEMAS: Final = 1024
 """How many layouts of tensors a peer may announce on one connection."""
 MAX_SCHEMA_BYTES: Final = 1 << 22
@@ -68,36 +66,6 @@ _TRANSITIONS: Final = {
     State.CLOSING: {State.CLOSING, State.CLOSED},
     State.CLOSED: {State.CLOSED},
 }
-
-
-class _Assembly:
-    """A message that waits for its large tensors."""
-
-    __slots__ = ("buffers", "id", "message", "position", "sizes")
-
-    def __init__(self, id_: int, message: Message, sizes: tuple[int, ...]) -> None:
-        self.id = id_
-        self.message = message
-        self.sizes = sizes
-        self.buffers: list[memoryview] = []
-        # in the last of the buffers; they are allocated as their turn comes
-        self.position = 0
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.buffers) == len(self.sizes) and self.position == self.sizes[-1]
-
-    def next_chunk(self, size_bytes: int, allocate: Callable[[int], memoryview]) -> memoryview:
-        """Where the next bytes go."""
-        buffers = self.buffers
-        if not buffers or self.position == self.sizes[len(buffers) - 1]:
-            buffers.append(_allocated(allocate, self.sizes[len(buffers)]))
-            self.position = 0
-        start = self.position
-        self.position = stop = start + size_bytes
-        if stop > self.sizes[len(buffers) - 1]:
-            raise ProtocolError("more DATA than was announced")
-        return buffers[-1][start:stop]
 
 
 class Lender(TypingProtocol):
@@ -149,10 +117,8 @@ class Protocol:
         """
         self._target_filled: Callable[[list[Message]], None] | None = None
         self._large_body_bytes = 0
-        self._assemblies: dict[int, _Assembly] = {}
-        self._assembly_count = 0
-        self._lanes: LaneInbox | None = None
-        """If this is a main connection that has lanes, or one of its lanes."""
+        self._inbox = Inbox(self._allocate)
+        """Shared by a main connection and its lanes."""
         self._is_lane = False
         self.output: list[bytes] = []
         if handshake.role is Role.CONNECTOR:
@@ -161,7 +127,7 @@ class Protocol:
     @property
     def is_between_frames(self) -> bool:
         """Whether nothing has arrived in part."""
-        return not (self._assemblies or self._end or self._large_body_bytes)
+        return not (self._inbox.waiting or self._end or self._large_body_bytes)
 
     @property
     def peer(self) -> Identity | None:
@@ -174,12 +140,8 @@ class Protocol:
 
     def join(self, main: Protocol) -> None:
         """Become a lane of an open connection to the same peer; see `wire.striping`."""
-        if main._lanes is None:
-            main._lanes = LaneInbox(lambda size_bytes: _allocated(main.allocate, size_bytes), main._assembly_count)
-        self._lanes = main._lanes
+        self._inbox = main._inbox
         self._is_lane = True
-        # what is under way there is what comes here
-        self._assemblies = main._assemblies
 
     def take_output(self) -> bytes:
         """What the protocol itself wants to send: its part of the handshake, answers to pings."""
@@ -199,12 +161,11 @@ class Protocol:
     def close(self) -> None:
         """Forget what has not arrived in full. May be called at any time, and again."""
         self._set_state(State.CLOSED)
-        self._assemblies.clear()
+        self._inbox.clear()
         self._target = None
         self._next = self._view
         self._target_filled = None
         self._large_body_bytes = 0
-        self._lanes = None
         self._end = 0
         self._has_rest = True
 
@@ -223,7 +184,7 @@ class Protocol:
                 length, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, schema = _unpack(self.buffer, start)
                 cls = self._calls[type_]
                 stop = body_start + length
-                if cls is None or n_buffers or stop > end or length > self._limits.body_bytes:
+                if cls is None or n_buffers or stop > end:
                     start, end, is_whole = self._parse_special(start, end, messages)
                     if not is_whole:
                         break
@@ -278,7 +239,7 @@ class Protocol:
             return self._target
         if self._end:
             return self._view[self._end :]
-        if not self._assemblies:
+        if not self._inbox.waiting:
             return self._view
         # While a large tensor is under way, what comes next is most likely a chunk for it: with little more than its
         # header read here, the rest is read where it belongs, and not copied there
@@ -385,59 +346,37 @@ class Protocol:
     def _begin_assembly(self, message: Message, n_buffers: int, messages: list[Message]) -> None:
         start = message.meta_start - 8 * n_buffers
         sizes = frames.buffer_sizes_of(message.body, start, n_buffers, self._limits)
-        if len(self._assemblies) >= _MAX_INCOMPLETE:
-            raise ProtocolError(f"more than {_MAX_INCOMPLETE} messages whose tensors have not come")
-        number = self._assembly_count
-        self._assemblies[number] = _Assembly(number, message, sizes)
-        self._assembly_count += 1
-        if self._lanes is not None and (buffers := self._lanes.begun(number, sizes)) is not None:
-            self._finish_striped(number, buffers, messages)
+        if (complete := self._inbox.begin(message, sizes)) is not None:
+            messages.append(complete)
 
     def _receive_data(self, header: Header, start: int, end: int, messages: list[Message]) -> int:
         """Bytes of a large tensor: copy what has come, have the rest read where it belongs. Returns where they end."""
-        length, id_ = header.length, header.id
-        filled: Callable[[list[Message]], None]
+        length = header.length
         if self.state is State.HANDSHAKE:
             raise ProtocolError("DATA is out of place in a handshake")
         if not length:
             raise ProtocolError("an empty DATA frame")
         if self._is_lane:
-            assert self._lanes is not None
-            stripe = self._lanes.stripe(id_, header.arg, header.timeout_ms, length)
-            memory, filled = stripe.memory, partial(self._finish_stripe, stripe)
+            chunk = self._inbox.stripe(header.id, header.arg, header.timeout_ms, length)
         else:
-            assembly = self._assemblies.get(id_)
-            if assembly is None:
-                raise ProtocolError(f"DATA for frame {id_}, which waits for none")
-            memory, filled = assembly.next_chunk(length, self.allocate), partial(self._finish_chunk, assembly)
+            chunk = self._inbox.chunk(header.id, length)
         available = min(end - start, length)
-        memory[:available] = self._view[start : start + available]
+        chunk.memory[:available] = self._view[start : start + available]
         if available == length:
-            filled(messages)
+            self._finish_chunk(chunk, messages)
         else:
-            self._target, self._target_filled = memory[available:], filled
+            self._target, self._target_filled = chunk.memory[available:], partial(self._finish_chunk, chunk)
         return start + available
 
-    def _finish_chunk(self, assembly: _Assembly, messages: list[Message]) -> None:
-        if assembly.is_complete:
-            del self._assemblies[assembly.id]
-            if self._lanes is not None:
-                self._lanes.forget(assembly.id)
-            assembly.message.buffers = assembly.buffers
-            messages.append(assembly.message)
+    def _finish_chunk(self, chunk: Chunk, messages: list[Message]) -> None:
+        if (message := self._inbox.arrived(chunk)) is not None:
+            messages.append(message)
 
-    def _finish_stripe(self, stripe: Stripe, messages: list[Message]) -> None:
-        assert self._lanes is not None
-        buffers = self._lanes.arrived(stripe)
-        if buffers is not None:
-            self._finish_striped(stripe.id, buffers, messages)
-
-    def _finish_striped(self, id_: int, buffers: list[memoryview], messages: list[Message]) -> None:
-        assembly = self._assemblies.pop(id_, None)
-        if assembly is None:
-            raise ProtocolError("DATA of one message on lanes and beside them")
-        assembly.message.buffers = buffers
-        messages.append(assembly.message)
+    def _allocate(self, size_bytes: int) -> memoryview:
+        try:
+            return self.allocate(size_bytes)
+        except MemoryError:
+            raise ProtocolError(f"no memory for a tensor of {size_bytes} bytes") from None
 
     # -- everything that is not a small message of an open connection
 
@@ -452,10 +391,8 @@ class Protocol:
         elif type_ == _PONG:
             pass  # that bytes came is all there is to know
         elif type_ == _DROP_DATA:
-            if self._assemblies.pop(message.id, None) is None:
+            if self._inbox.waiting.pop(message.id, None) is None:
                 raise ProtocolError(f"DROP_DATA for frame {message.id}, which waits for none")
-            if self._lanes is not None:
-                self._lanes.forget(message.id)
         elif type_ == _GOODBYE:
             self._set_state(State.CLOSING)
             messages.append(message)
@@ -475,20 +412,19 @@ class Protocol:
         if type_ != _LENT:
             self.lender.message_received(message)
             return
-        assembly = self._assemblies.pop(message.id, None)
+        assembly = self._inbox.waiting.pop(message.id, None)
         if assembly is None or assembly.buffers:
             raise ProtocolError(f"memory was lent for frame {message.id}, which waits for none")
-        if self._lanes is not None:
-            self._lanes.forget(message.id)
         assembly.message.buffers = self.lender.borrow(message, assembly.sizes)
         messages.append(assembly.message)
 
     def _open(self) -> None:
         self._set_state(State.OPEN)
         self._limits = self._open_limits
-        self._calls = _CALLS
         # what came right behind the handshake stays where it is
         self._set_buffer(self.buffer.ljust(RECEIVE_BYTES, b"\0"))
+        if self._limits.body_bytes >= len(self.buffer):  # then a frame that is in the buffer is not over the limit
+            self._calls = _CALLS
 
     def _set_buffer(self, buffer: bytearray) -> None:
         self.buffer = buffer
@@ -508,16 +444,9 @@ class Protocol:
 
     def statistics(self) -> dict[str, int]:
         """What is kept for messages that have not arrived in full."""
-        assemblies = self._assemblies.values()
+        assemblies = self._inbox.waiting.values()
         return {
             "messages_incomplete": len(assemblies) + bool(self._large_body_bytes),
-            "bytes_incomplete": sum(buffer.nbytes for assembly in assemblies for buffer in assembly.buffers)
+            "bytes_incomplete": sum(buffer.nbytes for assembly in assemblies for buffer in assembly.buffers.values())
             + self._large_body_bytes,
         }
-
-
-def _allocated(allocate: Callable[[int], memoryview], size_bytes: int) -> memoryview:
-    try:
-        return allocate(size_bytes)
-    except MemoryError:
-        raise ProtocolError(f"no memory for a tensor of {size_bytes} bytes") from None

@@ -1,8 +1,9 @@
-"""Large tensors in stripes: chunks of one message that come over several connections, in any order.
+"""Large tensors on their way in: the chunks that follow a frame, in order or in stripes.
 
-Beside its main connection a pair of workers may have *lanes*, which carry DATA and nothing else. A chunk on a lane says
-where it belongs, because others may overtake it: ``arg`` is the number of the buffer, ``timeout_ms`` that of the chunk
-in it. The frame that owns it comes over the main connection, and a chunk may even overtake that.
+Over the connection of their frame, chunks come in order. Beside this main connection a pair of workers may have
+*lanes*, which carry DATA and nothing else. A chunk on a lane says where it belongs, because others may overtake it:
+``arg`` is the number of the buffer, ``timeout_ms`` that of the chunk in it. A chunk may even overtake its frame. A
+message comes one way or the other.
 """
 
 from __future__ import annotations
@@ -12,110 +13,136 @@ from typing import Final, NamedTuple
 
 from arpc.errors import ProtocolError
 from arpc.wire.frames import CHUNK_BYTES
+from arpc.wire.messages import Message
 
-__all__ = ["LaneInbox", "Stripe"]
+__all__ = ["Chunk", "Inbox"]
 
 # A sender stops before its frames are held up for long, see transport.striping
 _MAX_EARLY_BYTES: Final = 1 << 30
+# Nobody sends as many at once: they wait for room before, see RpcOptions.window_bytes
+_MAX_INCOMPLETE: Final = 1 << 17
 
 
-class Stripe(NamedTuple):
-    """A chunk on a lane, and the memory that its bytes are read into."""
+class _Assembly:
+    """A message that waits for its large tensors. Memory for them is allocated as their turn comes."""
 
-    id: int
-    buffer_index: int
-    number: int
-    memory: memoryview
-    is_in_place: bool
-    """Else it has overtaken its frame, and nobody knows yet where its place is."""
+    __slots__ = ("_allocate", "_index", "_position", "_stripes", "buffers", "message", "missing_bytes", "sizes")
 
-
-class _Message:
-    """The buffers of one message, filled in any order."""
-
-    def __init__(self, sizes: Sequence[int], allocate: Callable[[int], memoryview]) -> None:
+    def __init__(self, message: Message, sizes: Sequence[int], allocate: Callable[[int], memoryview]) -> None:
+        self.message = message
         self.sizes = sizes
         self.missing_bytes = sum(sizes)
+        self.buffers: dict[int, memoryview] = {}
         self._allocate = allocate
-        self._buffers: dict[int, memoryview] = {}
-        self._begun: set[tuple[int, int]] = set()
+        self._index = self._position = 0
+        """Of the next chunk, if they come in order."""
+        self._stripes: set[tuple[int, int]] = set()
+        """Those that have come: buffer and number."""
 
-    @property
-    def buffers(self) -> list[memoryview]:
-        return [self._buffers[index] for index in range(len(self.sizes))]
+    def next_chunk(self, length: int) -> memoryview:
+        """Where the next bytes go that come in order."""
+        if self._stripes:
+            raise ProtocolError("DATA of one message on lanes and beside them")
+        if self._position == self.sizes[self._index]:
+            self._index += 1
+            self._position = 0
+        start = self._position
+        self._position += length
+        if self._position > self.sizes[self._index]:
+            raise ProtocolError("more DATA than was announced")
+        return self._place(self._index, start, length)
 
-    def place(self, index: int, number: int, length: int) -> memoryview:
-        """Where a chunk belongs. Each comes once, and all but the last of a buffer have the same size."""
+    def stripe(self, index: int, number: int, length: int) -> memoryview:
+        """Where a chunk of a lane goes. Each comes once, and all but the last of a buffer have the same size."""
         start = number * CHUNK_BYTES
         if index >= len(self.sizes) or length != min(CHUNK_BYTES, self.sizes[index] - start):
             raise ProtocolError("DATA on a lane that does not fit what was announced")
-        if (index, number) in self._begun:
+        if (index, number) in self._stripes:
             raise ProtocolError("the same DATA on a lane twice")
-        self._begun.add((index, number))
-        buffer = self._buffers.get(index)
+        if self.buffers and not self._stripes:
+            raise ProtocolError("DATA of one message on lanes and beside them")
+        self._stripes.add((index, number))
+        return self._place(index, start, length)
+
+    def _place(self, index: int, start: int, length: int) -> memoryview:
+        buffer = self.buffers.get(index)
         if buffer is None:
-            buffer = self._buffers[index] = self._allocate(self.sizes[index])
+            buffer = self.buffers[index] = self._allocate(self.sizes[index])
         return buffer[start : start + length]
 
 
-class LaneInbox:
-    """Puts together what comes over the lanes of one main connection."""
+class Chunk(NamedTuple):
+    """A chunk that begins to arrive, and the memory that its bytes are read into."""
 
-    def __init__(self, allocate: Callable[[int], memoryview], frames: int = 0) -> None:
-        """``frames`` with buffers the main connection has brought before there were lanes."""
+    id: int
+    memory: memoryview
+    is_in_place: bool
+    """Else it has overtaken its frame, and nobody knows yet where its place is."""
+    buffer_index: int = 0
+    number: int = 0
+
+
+class Inbox:
+    """The messages of a main connection and its lanes that wait for their large tensors. Raises `ProtocolError`."""
+
+    def __init__(self, allocate: Callable[[int], memoryview]) -> None:
+        self.waiting: dict[int, _Assembly] = {}
+        """By the number of the frame: those with large tensors are counted from 0."""
         self._allocate = allocate
-        self._messages: dict[int, _Message] = {}
-        self._early: dict[int, list[Stripe]] = {}
+        self._frames = 0
+        self._early: dict[int, list[Chunk]] = {}
         self._early_bytes = 0
-        self._frames = frames
 
-    def begun(self, id_: int, sizes: Sequence[int]) -> list[memoryview] | None:
-        """A frame with buffers came over the main connection. Returns them if all has overtaken it."""
-        self._frames = id_ + 1
-        self._messages[id_] = message = _Message(sizes, self._allocate)
-        for stripe in self._no_longer_early(id_):
-            message.place(stripe.buffer_index, stripe.number, stripe.memory.nbytes)[:] = stripe.memory
-            message.missing_bytes -= stripe.memory.nbytes
-        return self._buffers_if_complete(id_)
+    def begin(self, message: Message, sizes: Sequence[int]) -> Message | None:
+        """A frame with buffers came over the main connection. Returns the message if all has overtaken it."""
+        if len(self.waiting) >= _MAX_INCOMPLETE:
+            raise ProtocolError(f"more than {_MAX_INCOMPLETE} messages whose tensors have not come")
+        id_ = self._frames
+        self._frames += 1
+        self.waiting[id_] = _Assembly(message, sizes, self._allocate)
+        complete: Message | None = None
+        for chunk in self._early.pop(id_, ()):
+            self._early_bytes -= chunk.memory.nbytes
+            complete = self.arrived(chunk) or complete
+        return complete
 
-    def _no_longer_early(self, id_: int) -> list[Stripe]:
-        stripes = self._early.pop(id_, [])
-        self._early_bytes -= sum(stripe.memory.nbytes for stripe in stripes)
-        return stripes
+    def chunk(self, id_: int, length: int) -> Chunk:
+        """The next chunk of a message begins to arrive on the main connection."""
+        assembly = self.waiting.get(id_)
+        if assembly is None:
+            raise ProtocolError(f"DATA for frame {id_}, which waits for none")
+        return Chunk(id_, assembly.next_chunk(length), is_in_place=True)
 
-    def forget(self, id_: int) -> None:
-        """A message will not come in full over lanes: it was dropped, or came another way."""
-        self._messages.pop(id_, None)
-        self._no_longer_early(id_)
-
-    def stripe(self, id_: int, index: int, number: int, length: int) -> Stripe:
-        """A chunk begins to arrive on a lane. Raises `ProtocolError`."""
+    def stripe(self, id_: int, index: int, number: int, length: int) -> Chunk:
+        """A chunk begins to arrive on a lane."""
         if not 0 < length <= CHUNK_BYTES:
             raise ProtocolError(f"DATA of {length} bytes on a lane")
-        message = self._messages.get(id_)
-        is_in_place = message is not None
-        memory = message.place(index, number, length) if message is not None else memoryview(bytearray(length))
-        return Stripe(id_, index, number, memory, is_in_place)
+        assembly = self.waiting.get(id_)
+        memory = memoryview(bytearray(length)) if assembly is None else assembly.stripe(index, number, length)
+        return Chunk(id_, memory, assembly is not None, index, number)
 
-    def arrived(self, stripe: Stripe) -> list[memoryview] | None:
-        """A chunk has arrived in full. Returns the buffers of its message if that is now complete."""
-        message = self._messages.get(stripe.id)
-        if message is None:
-            if stripe.id >= self._frames:
-                self._early_bytes += stripe.memory.nbytes
+    def arrived(self, chunk: Chunk) -> Message | None:
+        """A chunk has arrived in full. Returns its message if that is now complete."""
+        size_bytes = chunk.memory.nbytes
+        assembly = self.waiting.get(chunk.id)
+        if assembly is None:
+            if chunk.id >= self._frames:
+                self._early_bytes += size_bytes
                 if self._early_bytes > _MAX_EARLY_BYTES:
                     raise ProtocolError("too much DATA on lanes whose frames have not come")
-                self._early.setdefault(stripe.id, []).append(stripe)
+                self._early.setdefault(chunk.id, []).append(chunk)
             return None  # else its message was dropped
-        size_bytes = stripe.memory.nbytes
-        if not stripe.is_in_place:
-            message.place(stripe.buffer_index, stripe.number, size_bytes)[:] = stripe.memory
-        message.missing_bytes -= size_bytes
-        return self._buffers_if_complete(stripe.id)
-
-    def _buffers_if_complete(self, id_: int) -> list[memoryview] | None:
-        message = self._messages[id_]
-        if message.missing_bytes:
+        if not chunk.is_in_place:
+            assembly.stripe(chunk.buffer_index, chunk.number, size_bytes)[:] = chunk.memory
+        assembly.missing_bytes -= size_bytes
+        if assembly.missing_bytes:
             return None
-        del self._messages[id_]
-        return message.buffers
+        del self.waiting[chunk.id]
+        assembly.message.buffers = [assembly.buffers[index] for index in range(len(assembly.sizes))]
+        return assembly.message
+
+    def clear(self) -> None:
+        """Forget all that has not arrived in full."""
+        self.waiting.clear()
+        self._early.clear()
+        self._early_bytes = 0

@@ -25,9 +25,9 @@ from arpc.transport.shm.borrowing import BorrowedArena
 from arpc.transport.shm.mapping import ArenaFile, MappedArena, Offer, UnmappableError
 from arpc.wire import frames
 from arpc.wire.frames import HEADER, Limits, frame
-from arpc.wire.messages import Message, MessageType
+from arpc.wire.messages import Data, Message, MessageType
 from arpc.wire.protocol import Protocol
-from arpc.wire.striping import LaneInbox
+from arpc.wire.striping import Inbox
 from arpc.wire.values.layouts import read_layout
 from arpc.wire.values.raw_memory import address_of
 from arpc.wire.values.sharing import extent
@@ -172,14 +172,14 @@ class Trial:
 
         def read() -> None:
             announced = frames.buffer_sizes_of(body, 0, len(sizes), Limits(1 << 30, _LARGEST))
-            inbox = LaneInbox(lambda size_bytes: memoryview(bytearray(size_bytes)))
+            inbox = Inbox(lambda size_bytes: memoryview(bytearray(size_bytes)))
             for number, fields in enumerate(chunks):
                 if number == 1:  # the first has overtaken its frame
-                    inbox.begun(0, announced)
-                stripe = inbox.stripe(*fields)
-                stripe.memory[:] = bytes(fields[3])
-                made = inbox.arrived(stripe)
-                if made is not None and [buffer.nbytes for buffer in made] != list(announced):
+                    inbox.begin(Data(0, 0, 0, 0, body), announced)
+                chunk = inbox.stripe(*fields)
+                chunk.memory[:] = bytes(fields[3])
+                made = inbox.arrived(chunk)
+                if made is not None and [buffer.nbytes for buffer in made.buffers] != list(announced):
                     raise UnsoundError("buffers that are not what was announced")
 
         return read

@@ -341,7 +341,7 @@ READERS = {
     "arpc/wire/values/pickler.py": {"pickle.loads"},
     "arpc/wire/values/policy.py": {"loads", "restricted_loads", "read_name", "read_layout"},
     "arpc/wire/values/restricted.py": {"_QuickUnpickler", "_CarefulUnpickler", "_NameUnpickler"},
-    "arpc/wire/values/saved_tensors.py": {"torch.load"},  # refused in allow-list mode
+    "arpc/wire/values/layouts.py": {"torch.load"},  # refused in allow-list mode
     # what this rebuilds is named by pickles that allow-list mode refuses
     "arpc/torchscript/programs.py": {"torch.export.load"},
     # between a launcher and its own children, and not with peers

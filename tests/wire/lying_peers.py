@@ -25,8 +25,8 @@ from arpc.transport.shm.blocks import HEADER_BYTES
 from arpc.transport.shm.borrowing import BorrowedArena
 from arpc.transport.shm.mapping import ArenaFile
 from arpc.wire.frames import HEADER, Limits, buffer_sizes_of
-from arpc.wire.messages import MessageType
-from arpc.wire.striping import LaneInbox
+from arpc.wire.messages import Data, MessageType
+from arpc.wire.striping import Inbox
 from arpc.wire.values.layouts import read_layout
 from arpc.wire.values.table import DTYPE_CODES, Code, Entry, Flag, Kind, encode_table
 from tests.wire.connections import feed, opened
@@ -236,8 +236,8 @@ def lent(offset: int, size_bytes: int) -> Lie:
 
 def striped(*chunk: int, sizes: Sequence[int] = (8,)) -> Lie:
     def read() -> None:
-        inbox = LaneInbox(lambda size_bytes: memoryview(bytearray(size_bytes)))
-        inbox.begun(0, sizes)
+        inbox = Inbox(lambda size_bytes: memoryview(bytearray(size_bytes)))
+        inbox.begin(Data(0, 0, 0, 0, bytearray()), sizes)
         inbox.stripe(0, *chunk)
 
     return read

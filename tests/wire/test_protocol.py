@@ -315,7 +315,7 @@ def test_one_cut_at_every_place_gives_the_same_messages():
     data = small.frame() + large.frame() + first + small.frame() + b"".join(rest) + small.frame()
     protocol = opened(receive_bytes=SMALL_BUFFER)
     for cut in range(len(data) + 1):
-        protocol._assembly_count = 0  # each round is the first of a stream
+        protocol._inbox._frames = 0  # each round is the first of a stream
         messages = feed(protocol, data[:cut]) + feed(protocol, data[cut:])
         assert [heard(message) for message in messages] == [small, small, large, small]
 

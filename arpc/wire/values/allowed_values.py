@@ -1,16 +1,16 @@
 """Values of Python, torch and arpc that any pickle may make: numbers, dates, containers, sizes, tensors.
 
-Each is made by a function that checks what it is handed. Constructors that read bytes (those of dates do) are not
-called: they do not look at all of them, and native code relies on what they skip.
+Each is made by a function that checks what it is handed. Constructors that read bytes (those of dates do) do not look
+at all of them, and native code relies on what they skip: so what they have made is checked before it is used.
 """
 
 from __future__ import annotations
 
 import datetime as dt
-import decimal
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from decimal import Decimal
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from arpc import ids, options
 from arpc.errors import NotAllowedError
 from arpc.wire.values import reducers as reducing
-from arpc.wire.values.allowlist import FUNCTIONS, QUICK, TENSOR_CLASSES, VALUES, add_maker
+from arpc.wire.values.allowlist import NAMES, QUICK, TENSOR_CLASSES, add_maker
 from arpc.wire.values.checked_functions import (
     ANYTHING,
     FLAG,
@@ -37,8 +37,6 @@ from arpc.wire.values.registered_classes import check_made, set_tensor_state
 
 __all__: list[str] = []
 
-V = TypeVar("V")
-
 _FACTORIES: Final = (int, float, str, bool, bytes, list, dict, set, tuple)
 _LAYOUTS: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 _MAX_TEXT: Final = 10_000
@@ -48,54 +46,22 @@ def _factory(value: Any) -> bool:
     return value is None or any(value is kind for kind in _FACTORIES)
 
 
-# -- numbers and containers
+def _checked(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A constructor whose results are checked: those of dates take bytes as they are, see `check_made`."""
 
+    def checked(*args: Any) -> Any:
+        try:
+            made = make(*args)
+        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+            raise NotAllowedError(f"a {make.__name__} that cannot be: {error}") from None
+        check_made(made)
+        return made
 
-def _decimal(text: str) -> decimal.Decimal:
-    try:
-        made = decimal.Decimal(text)
-    except decimal.InvalidOperation:
-        raise NotAllowedError("a Decimal of a text that is no number") from None
-    check_made(made)
-    return made
+    return checked
 
 
 def _deque(_items: tuple[()] = (), limit: int | None = None) -> deque[Any]:
     return deque(maxlen=limit)
-
-
-# -- dates. Bytes as `__reduce__` of these classes writes them; what is wrong in them the constructors say
-
-
-def _date(data: bytes) -> dt.date:
-    return _checked(dt.date, data[0] << 8 | data[1], data[2], data[3])
-
-
-def _time(data: bytes, zone: dt.tzinfo | None = None) -> dt.time:
-    hour, fold = data[0] & 0x7F, data[0] >> 7
-    microsecond = int.from_bytes(data[3:6])
-    return _checked(dt.time, hour, data[1], data[2], microsecond, zone, fold=fold)
-
-
-def _datetime(data: bytes, zone: dt.tzinfo | None = None) -> dt.datetime:
-    month, fold = data[2] & 0x7F, data[2] >> 7
-    microsecond = int.from_bytes(data[7:10])
-    return _checked(dt.datetime, data[0] << 8 | data[1], month, data[3], *data[4:7], microsecond, zone, fold=fold)
-
-
-def _timezone(offset: dt.timedelta, name: str | None = None) -> dt.timezone:
-    return _checked(dt.timezone, offset) if name is None else _checked(dt.timezone, offset, name)
-
-
-def _timedelta(days: int, seconds: int = 0, microseconds: int = 0) -> dt.timedelta:
-    return _checked(dt.timedelta, days, seconds, microseconds)
-
-
-def _checked(make: Callable[..., V], *args: Any, **kwargs: Any) -> V:
-    try:
-        return make(*args, **kwargs)
-    except (ValueError, OverflowError) as error:
-        raise NotAllowedError(f"a date or time that cannot be: {error}") from None
 
 
 def _bytes_of(size: int) -> Check:
@@ -104,16 +70,6 @@ def _bytes_of(size: int) -> Check:
 
 _ZONE: Final = Check("a time zone", lambda value: value is None or isinstance(value, dt.tzinfo))
 _COUNT: Final = integer(-(10**12), 10**12)
-
-
-# -- torch
-
-
-def _device(kind: str, index: int | None = None) -> torch.device:
-    try:
-        return torch.device(kind) if index is None else torch.device(kind, index)
-    except RuntimeError:
-        raise NotAllowedError("a device that torch does not know") from None
 
 
 def _fill_subclass(cls: type[Tensor], tensor: Tensor, requires_grad: bool, state: Any) -> Tensor:
@@ -136,83 +92,61 @@ _INNER: Final = Check(
         and all(TENSOR.holds(inner) or type(inner) in TENSOR_CLASSES for inner in value.values())
     ),
 )
-_GRADIENT: Final = Check("whether it requires a gradient", FLAG.holds)
 
 
 def _fill_lists() -> None:
-    quick: dict[tuple[str, str], Any] = {
-        # immutable types whose constructors take a few numbers, and copy nothing
-        ("builtins", "complex"): complex,
-        ("builtins", "range"): range,
-        ("builtins", "slice"): slice,
-        ("torch", "Size"): Checked("torch.Size", torch.Size, SIZES),
-        ("torch", "device"): Checked(
-            "torch.device",
-            _device,
-            Check("a short text", lambda value: type(value) is str and len(value) < 64),
-            integer(0, 127),
-            required=1,
-        ),
-        ("torch.serialization", "_get_layout"): Checked(
-            "torch.layout",
-            _LAYOUTS.__getitem__,
-            Check("the name of a layout", lambda v: type(v) is str and v in _LAYOUTS),
-        ),
-        ("collections", "deque"): Checked(
-            "deque",
-            _deque,
-            Check("an empty tuple", lambda value: type(value) is tuple and not value),
-            Check("its limit", lambda value: value is None or (type(value) is int and 0 <= value < 1 << 63)),
-            required=0,
-        ),
-        ("decimal", "Decimal"): Checked(
-            "Decimal", _decimal, Check("a text", lambda value: type(value) is str and len(value) <= _MAX_TEXT)
-        ),
-        ("datetime", "date"): Checked("date", _date, _bytes_of(4)),
-        ("datetime", "time"): Checked("time", _time, _bytes_of(6), _ZONE, required=1),
-        ("datetime", "datetime"): Checked("datetime", _datetime, _bytes_of(10), _ZONE, required=1),
-        ("datetime", "timedelta"): Checked("timedelta", _timedelta, _COUNT, _COUNT, _COUNT, required=1),
-        ("datetime", "timezone"): Checked("timezone", _timezone, exactly(dt.timedelta), TEXT, required=1),
-        (reducing.__name__, "_fill_parameter"): Checked("Parameter", reducing.FILL_PARAMETER, TENSOR, _GRADIENT),
-    }
+    a_short_text = Check("a short text", lambda value: type(value) is str and len(value) < 64)
+    a_layout = Check("the name of a layout", lambda value: type(value) is str and value in _LAYOUTS)
+    nothing = Check("an empty tuple", lambda value: type(value) is tuple and not value)
+    a_limit = Check("its limit", lambda value: value is None or (type(value) is int and 0 <= value < 1 << 63))
+    a_number = Check("a text", lambda value: type(value) is str and len(value) <= _MAX_TEXT)
+    a_factory = Check("a type of numbers, texts or containers", _factory)
+    QUICK.update(
+        {
+            # immutable types whose constructors take a few numbers, and copy nothing
+            ("builtins", "complex"): complex,
+            ("builtins", "range"): range,
+            ("builtins", "slice"): slice,
+            ("torch", "Size"): Checked("torch.Size", torch.Size, SIZES),
+            ("torch", "device"): Checked(
+                "torch.device", _checked(torch.device), a_short_text, integer(0, 127), required=1
+            ),
+            ("torch.serialization", "_get_layout"): Checked("torch.layout", _LAYOUTS.__getitem__, a_layout),
+            ("collections", "deque"): Checked("deque", _deque, nothing, a_limit, required=0),
+            ("decimal", "Decimal"): Checked("Decimal", _checked(Decimal), a_number),
+            ("datetime", "date"): Checked("date", _checked(dt.date), _bytes_of(4)),
+            ("datetime", "time"): Checked("time", _checked(dt.time), _bytes_of(6), _ZONE, required=1),
+            ("datetime", "datetime"): Checked("datetime", _checked(dt.datetime), _bytes_of(10), _ZONE, required=1),
+            ("datetime", "timedelta"): Checked("timedelta", _checked(dt.timedelta), _COUNT, _COUNT, _COUNT, required=1),
+            ("datetime", "timezone"): Checked(
+                "timezone", _checked(dt.timezone), exactly(dt.timedelta), TEXT, required=1
+            ),
+            (reducing.__name__, "_fill_parameter"): Checked("Parameter", reducing.FILL_PARAMETER, TENSOR, FLAG),
+        }
+    )
     for value in vars(torch).values():
         if isinstance(value, torch.dtype):
-            quick["torch", str(value).removeprefix("torch.")] = value
-    for key, found in quick.items():
-        QUICK.add(key, found)
+            QUICK["torch", str(value).removeprefix("torch.")] = value
     makers: dict[type, Checked] = {
         OrderedDict: Checked("OrderedDict", OrderedDict),
         Counter: Checked("Counter", Counter, exactly(dict)),
-        defaultdict: Checked(
-            "defaultdict", defaultdict, Check("a type of numbers, texts or containers", _factory), required=0
-        ),
+        defaultdict: Checked("defaultdict", defaultdict, a_factory, required=0),
         ids.WorkerInfo: Checked("WorkerInfo", ids.WorkerInfo, WORKER_NAME, WORKER_ID),
         ids.GloballyUniqueId: Checked("GloballyUniqueId", ids.GloballyUniqueId, WORKER_ID, NUMBER),
     }
     for cls, maker in makers.items():
         add_maker((cls.__module__, cls.__qualname__), cls, maker)
-    functions: dict[tuple[str, str], Checked] = {
-        (reducing.__name__, "_fill_subclass"): Checked(
-            "tensor of a subclass", _fill_subclass, _TENSOR_CLASS, TENSOR, _GRADIENT, ANYTHING
-        ),
-        (reducing.__name__, "fill_wrapper"): Checked(
-            "tensor of a subclass",
-            reducing.fill_wrapper,
-            _WRAPPER_CLASS,
-            _INNER,
-            ANYTHING,
-            SIZES,
-            SIZES,
-            _GRADIENT,
-        ),
-    }
-    for key, function in functions.items():
-        FUNCTIONS.add(key, function)
+    NAMES[reducing.__name__, "_fill_subclass"] = Checked(
+        "tensor of a subclass", _fill_subclass, _TENSOR_CLASS, TENSOR, FLAG, ANYTHING
+    )
+    NAMES[reducing.__name__, "fill_wrapper"] = Checked(
+        "tensor of a subclass", reducing.fill_wrapper, _WRAPPER_CLASS, _INNER, ANYTHING, SIZES, SIZES, FLAG
+    )
     for kind in (*_FACTORIES, frozenset, bytearray, object):
-        VALUES.add(("builtins", kind.__name__), kind)
-    VALUES.add(("torch", "Tensor"), Tensor)
-    VALUES.add(("torch.nn.parameter", "Parameter"), torch.nn.Parameter)
-    VALUES.add(("arpc.options", "UNSET"), options.UNSET)
+        NAMES["builtins", kind.__name__] = kind
+    NAMES["torch", "Tensor"] = Tensor
+    NAMES["torch.nn.parameter", "Parameter"] = torch.nn.Parameter
+    NAMES["arpc.options", "UNSET"] = options.UNSET
 
 
 _fill_lists()

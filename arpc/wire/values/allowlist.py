@@ -23,17 +23,16 @@ from arpc.wire.values.reducers import MAIN_NAMES, importable_name
 
 __all__ = [
     "CLASSES",
-    "FUNCTIONS",
+    "EXPORTED",
     "MAKERS",
+    "NAMES",
     "QUICK",
     "TENSOR_CLASSES",
-    "VALUES",
     "Key",
     "add_maker",
     "allow_function",
     "callable_named",
     "export",
-    "is_exported",
     "key_of",
     "may_call_method",
     "register_type",
@@ -47,37 +46,34 @@ Key = tuple[str, str]
 """Module and qualified name, as a pickle says them."""
 
 
-class Names:
-    """Objects by the names that pickles have for them."""
+class _Classes:
+    """Classes by the names that pickles have for them."""
 
     def __init__(self) -> None:
-        self.by_key: dict[Key, Any] = {}
-        self._ids: set[int] = set()
-        self.get = self.by_key.get
+        self.by_key: dict[Key, type] = {}
+        self._by_id: dict[int, type] = {}
 
     def __contains__(self, obj: object) -> bool:
         """Whether this very object is among them; what it takes itself to be equal to does not matter."""
-        return id(obj) in self._ids
+        return id(obj) in self._by_id
 
-    def add(self, key: Key, obj: Any) -> None:
-        self.by_key[key] = obj
-        self._ids.add(id(obj))  # which is kept here, so that no other can have that id
+    def add(self, cls: type) -> None:
+        self.by_key[key_of(cls)] = self._by_id[id(cls)] = cls
 
 
 # These are declarations about code, made where the code is; not state of a worker.
-_exported: dict[Key, Callable[..., Any]] = {}
-QUICK: Final = Names()
+EXPORTED: Final[dict[Key, Callable[..., Any]]] = {}
+"""What others may call, and a pickle may name if the role of its sender allows it."""
+QUICK: Final[dict[Key, Any]] = {}
 """What pickle's own reader in C may find: `Checked` functions whose results have no state, and immutable objects."""
-FUNCTIONS: Final = Names()
-"""`Checked` functions for the careful reader, which looks at every step."""
-CLASSES: Final = Names()
+NAMES: Final[dict[Key, Any]] = {}
+"""What the careful reader finds, too: `Checked` functions, and what a pickle may name and not call."""
+CLASSES: Final = _Classes()
 """Registered classes: the careful reader makes instances of them, see `wire.values.registered_classes`."""
-TENSOR_CLASSES: Final = Names()
+TENSOR_CLASSES: Final = _Classes()
 """Registered subclasses of Tensor. A pickle names one and does not call it: that would give it memory of others."""
-VALUES: Final = Names()
-"""What a pickle may name and not call."""
 MAKERS: Final[dict[int, Checked]] = {}
-"""By the id of a class among the values: what makes an instance when a pickle calls the class."""
+"""By the id of a class among the names: what makes an instance when a pickle calls the class."""
 
 _MAX_SHOWN: Final = 200
 _NOT_DATA: Final = (type, np.ndarray, np.generic, np.dtype, memoryview, torch.UntypedStorage, torch.TypedStorage)
@@ -114,7 +110,7 @@ def export(function: T) -> T:
     """
     if not callable(function):
         raise TypeError(f"export is for what can be called, and {type(function).__qualname__} cannot")
-    _exported[key_of(function)] = function
+    EXPORTED[key_of(function)] = function
     return function
 
 
@@ -135,7 +131,7 @@ def register_type(cls: C) -> C:
         raise TypeError(f"register_type is for classes, and {cls!r} is none")
     if issubclass(cls, _NOT_DATA) or cls is Tensor:
         raise TypeError(f"register_type is for classes of plain data, and {cls.__qualname__} is none")
-    (TENSOR_CLASSES if issubclass(cls, Tensor) else CLASSES).add(key_of(cls), cls)
+    (TENSOR_CLASSES if issubclass(cls, Tensor) else CLASSES).add(cls)
     return cls
 
 
@@ -143,7 +139,7 @@ def allow_function(*checks: Check, required: int | None = None) -> Callable[[T],
     """Let pickles call a function of the runtime while they are read, with arguments that pass these checks."""
 
     def add(function: T) -> T:
-        FUNCTIONS.add(key_of(function), Checked(function.__qualname__, function, *checks, required=required))
+        NAMES[key_of(function)] = Checked(function.__qualname__, function, *checks, required=required)
         return function
 
     return add
@@ -151,7 +147,7 @@ def allow_function(*checks: Check, required: int | None = None) -> Callable[[T],
 
 def add_maker(key: Key, cls: type, maker: Checked) -> None:
     """Let pickles name a class that is not registered, and have its instances made by something that checks."""
-    VALUES.add(key, cls)
+    NAMES[key] = cls
     MAKERS[id(cls)] = maker
 
 
@@ -163,17 +159,12 @@ def shown(key: Key) -> str:
 
 def callable_named(key: Key) -> Callable[..., Any]:
     """The exported function of that name. Raises `NotAllowedError`."""
-    found = _exported.get(key)
+    found = EXPORTED.get(key)
     if found is None:
         raise NotAllowedError(
             f"{shown(key)} is not exported here: mark it with @arpc.export, in a module that this worker imports"
         )
     return found
-
-
-def is_exported(key: Key) -> bool:
-    """Whether there is an exported function of that name."""
-    return key in _exported
 
 
 def may_call_method(cls: type, name: str) -> bool:
@@ -189,12 +180,12 @@ def may_call_method(cls: type, name: str) -> bool:
     for base in cls.__mro__:
         if name in vars(base):
             key = _shared_module(base.__module__), f"{base.__qualname__}.{name}"
-            return key in _exported or (not name.startswith("_") and _is_exported_class(base))
+            return key in EXPORTED or (not name.startswith("_") and _is_exported_class(base))
     return False
 
 
 def _is_exported_class(cls: type) -> bool:
-    return _exported.get((_shared_module(cls.__module__), cls.__qualname__)) is cls
+    return EXPORTED.get((_shared_module(cls.__module__), cls.__qualname__)) is cls
 
 
 def _shared_module(module: str) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 
 from arpc.errors import NotAllowedError
 from arpc.wire.values import reducers as reducing
-from arpc.wire.values.allowlist import FUNCTIONS, QUICK, VALUES
+from arpc.wire.values.allowlist import NAMES, QUICK
 from arpc.wire.values.checked_functions import ANYTHING, FLAG, SIZES, Check, Checked, exactly, kind_of
 
 __all__ = ["set_array_state", "set_dtype_state"]
@@ -121,29 +121,18 @@ _ARRAY_CLASS: Final = Check("numpy.ndarray", lambda value: value is np.ndarray)
 
 
 def _fill_lists() -> None:
-    FUNCTIONS.add(("numpy", "dtype"), Checked("numpy.dtype", _dtype, _DTYPE_NAME, FLAG, FLAG, required=1))
-    VALUES.add(("numpy", "ndarray"), np.ndarray)
     # "QUICK": memory comes in a slot, and a pickle with slots that changes something is read with care
-    QUICK.add((reducing.__name__, "_fill"), Checked("tensor", _fill, ANYTHING, _DTYPE_NAME, SIZES, required=1))
+    QUICK[reducing.__name__, "_fill"] = Checked("tensor", _fill, ANYTHING, _DTYPE_NAME, SIZES, required=1)
+    NAMES["numpy", "ndarray"] = np.ndarray
+    NAMES["numpy", "dtype"] = Checked("numpy.dtype", _dtype, _DTYPE_NAME, FLAG, FLAG, required=1)
+    memory = exactly(bytes, bytearray, memoryview, PickleBuffer)
+    from_buffer = Checked("numpy array", _from_buffer, memory, _DTYPE, SIZES, _ORDER, _AXES, required=4)
+    reconstruct = Checked("numpy array", _empty_array, _ARRAY_CLASS, _EMPTY, ANYTHING)
+    scalar = Checked("number of numpy", _scalar, _DTYPE, exactly(bytes))
     for package in ("numpy._core", "numpy.core"):
-        FUNCTIONS.add(
-            (f"{package}.numeric", "_frombuffer"),
-            Checked(
-                "numpy array",
-                _from_buffer,
-                exactly(bytes, bytearray, memoryview, PickleBuffer),
-                _DTYPE,
-                SIZES,
-                _ORDER,
-                _AXES,
-                required=4,
-            ),
-        )
-        FUNCTIONS.add(
-            (f"{package}.multiarray", "_reconstruct"),
-            Checked("numpy array", _empty_array, _ARRAY_CLASS, _EMPTY, ANYTHING),
-        )
-        FUNCTIONS.add((f"{package}.multiarray", "scalar"), Checked("number of numpy", _scalar, _DTYPE, exactly(bytes)))
+        NAMES[f"{package}.numeric", "_frombuffer"] = from_buffer
+        NAMES[f"{package}.multiarray", "_reconstruct"] = reconstruct
+        NAMES[f"{package}.multiarray", "scalar"] = scalar
 
 
 _fill_lists()

@@ -76,15 +76,15 @@ class Checked:
         write(self, "_rest", rest)
 
     def __call__(self, *args: Any) -> Any:
-        checks, rest = self._checks, self._rest
-        if len(args) < self._required or (rest is None and len(args) > len(checks)):
+        checks = self._checks
+        if self._rest is not None:
+            checks += (self._rest,) * (len(args) - len(checks))
+        if not self._required <= len(args) <= len(checks):
             raise NotAllowedError(f"a message that makes a {self._name} of {len(args)} values")
-        for position, value in enumerate(args):
-            check = checks[position] if position < len(checks) else rest
-            if check is None or not check.holds(value):
-                what = "nothing" if check is None else check.what
+        for position, (value, check) in enumerate(zip(args, checks, strict=False)):
+            if not check.holds(value):
                 raise NotAllowedError(
-                    f"a message that makes a {self._name}: value {position} must be {what}, not {kind_of(value)}"
+                    f"a message that makes a {self._name}: value {position} must be {check.what}, not {kind_of(value)}"
                 )
         return self._call(*args)
 

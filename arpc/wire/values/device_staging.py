@@ -13,9 +13,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from arpc.wire.values.table import Entry, Kind, Table
-
-__all__ = ["ACCELERATORS", "AcceleratorBackend", "DeviceBackend", "Staged", "Stager", "placements"]
+__all__ = ["ACCELERATORS", "AcceleratorBackend", "DeviceBackend", "Staged", "Stager"]
 
 ACCELERATORS: Final = ("cuda", "xpu")
 """Types of devices that torch drives with streams and events, in one and the same way."""
@@ -108,18 +106,3 @@ class Stager(Protocol):
 
         Raises `SerializationError` for one that has no place on the other side.
         """
-
-
-def placements(table: Table) -> dict[int, str]:
-    """Which buffers of a message belong on a device: its name there, by the number of the buffer."""
-    found: dict[int, str] = {}
-
-    def look(entry: Entry) -> None:
-        if entry.kind == Kind.PLACED and entry.parts and entry.parts[0].source < 0:
-            found[~entry.parts[0].source] = entry.layout
-        for part in entry.parts:
-            look(part)
-
-    for entry in table.entries:
-        look(entry)
-    return found

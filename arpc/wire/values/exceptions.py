@@ -17,7 +17,7 @@ from arpc.errors import NotAllowedError
 from arpc.wire.values.allowlist import add_maker, allow_function
 from arpc.wire.values.checked_functions import ANYTHING, SCALARS, TEXT, Check, Checked, is_plain
 
-__all__ = ["EXCEPTIONS", "check_arguments", "check_exception", "set_native_attribute"]
+__all__ = ["check_arguments", "check_exception", "set_native_attribute"]
 
 _MAX_COLUMN: Final = 1 << 20
 """Of a SyntaxError: its text has so many characters at most, and as many are printed below it to mark a place."""
@@ -30,9 +30,6 @@ _NATIVE: Final[dict[type, tuple[str, ...]]] = {
     NameError: ("name",),
 }
 """Attributes that native code keeps outside of ``__dict__``, and pickles as a state. They are texts, or None."""
-
-EXCEPTIONS: Final[set[type]] = set()
-"""The types whose instances are made here."""
 
 
 def check_arguments(cls: type[BaseException], args: tuple[Any, ...]) -> None:
@@ -141,7 +138,6 @@ def _fill_lists() -> None:
     for module, name, value in kinds:
         if isinstance(value, type) and issubclass(value, Exception) and value.__module__ == module:
             maker = _maker(value)
-            EXCEPTIONS.add(value)
             for each in {name, value.__name__}:
                 add_maker((module, each), value, maker)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import sys
-from collections.abc import Callable, Sequence
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
 from math import prod
 from typing import Any, Final, TypeAlias
 
@@ -12,12 +15,10 @@ import torch
 from torch import Tensor
 
 from arpc.errors import ProtocolError, SerializationError
+from arpc.private.torch import nested_places, rebuild_nested
 from arpc.wire.frames import ALIGNMENT, MAX_BUFFERS
 from arpc.wire.values.bounds import check_contiguous, check_range, check_sizes, check_strided
-from arpc.wire.values.device_staging import placements
-from arpc.wire.values.saved_tensors import load_saved
 from arpc.wire.values.table import (
-    DTYPE_CODES,
     DTYPES,
     MAX_ROWS,
     NUMPY_DTYPES,
@@ -29,14 +30,12 @@ from arpc.wire.values.table import (
     decode_table,
 )
 
-__all__ = ["Buffer", "Layout", "Misplaced", "finished", "read_layout"]
-
+__all__ = ["Buffer", "Layout", "Misplaced", "read_layout"]
 
 _from_numpy = torch.from_numpy
-_ndarray = np.ndarray
+_ndarray: Final[Callable[..., Any]] = np.ndarray
 _FIRST_STAND_IN: Final = Code.FIRST_STAND_IN
 _UNALIGNED: Final = ALIGNMENT - 1
-_UINT8: Final = DTYPE_CODES[torch.uint8]
 _FLAGS: Final = Flag.REQUIRES_GRAD | Flag.CONJUGATE | Flag.NEGATIVE | Flag.COALESCED
 _DECORATIONS: Final = Flag.CONJUGATE | Flag.NEGATIVE
 _DECORATED: Final = frozenset((Kind.STRIDED, Kind.SHARED, Kind.META, Kind.PLACED))
@@ -62,8 +61,8 @@ class Misplaced:
 Buffer = memoryview | Tensor | Misplaced
 """Host memory; or what has been made of it, because it belongs on a device."""
 
-_Row: TypeAlias = "tuple[np.dtype[Any] | None, int, int, tuple[int, ...], Entry | None]"
-"""A tensor: dtype (None if it takes more than one step to build), code, source and shape; or what an entry says."""
+_Row: TypeAlias = "tuple[np.dtype[Any] | None, int, int, tuple[int, ...]]"
+"""Of a dense tensor: dtype, code, source and shape. Without a dtype: the memory of another object."""
 
 
 class Layout:
@@ -76,20 +75,24 @@ class Layout:
         self.inline_bytes: Final = table.inline_bytes
         """The size of the inline tensors: the first bytes of a body."""
         self._is_restricted = is_restricted
-        self._rows = _checked_rows(table)
-        self.n_buffers: Final = 1 + max(map(_last_buffer, self._rows), default=-1)
+        self._rows = rows = _checked_rows(table)
+        entries = [*_with_parts(table.entries)]
+        sources = [row.source if isinstance(row, Entry) else row[2] for row in (*rows, *entries)]
+        self.n_buffers: Final = max(0, -min(sources, default=0))
         """How many buffers it refers to."""
         if self.n_buffers > MAX_BUFFERS:
             raise ProtocolError(f"a tensor in buffer {self.n_buffers - 1}, and at most {MAX_BUFFERS} are taken")
-        self.placements: Final = placements(table) if table.entries else {}
+        self.placements: Final = {
+            ~entry.parts[0].source: entry.layout
+            for entry in entries
+            if entry.kind == Kind.PLACED and entry.parts and entry.parts[0].source < 0
+        }
         """Which buffers belong on a device: its name there, by the number of the buffer."""
-        self._inline: list[tuple[tuple[int, ...], np.dtype[Any], int]] | None = []
-        """Shape, dtype and offset of each tensor, if all of them are inline and built in one step."""
-        for dtype, code, source, shape, _ in self._rows:
-            if dtype is None or source < 0 or code >= _FIRST_STAND_IN:
-                self._inline = None
-                break
-            self._inline.append((shape, dtype, source))
+        self._inline: tuple[Sequence[Any], Sequence[Any], Sequence[Any]] | None = None
+        """Shapes, dtypes and offsets of the tensors, if all of them are inline and built in one step."""
+        if all(type(row) is tuple and row[0] is not None and row[1] < _FIRST_STAND_IN and row[2] >= 0 for row in rows):
+            dtypes, _, offsets, shapes = zip(*rows, strict=True) if rows else ((), (), (), ())
+            self._inline = shapes, dtypes, offsets
 
     def build(self, body: bytearray | memoryview, buffers: Sequence[Buffer]) -> list[Any]:
         """The tensors of a message, and the memory of other objects. They lie in the body and the buffers.
@@ -100,34 +103,17 @@ class Layout:
         if len(body) < self.inline_bytes:
             raise ProtocolError("the inline tensors of a message are larger than the message")
         try:
-            if (rows := self._inline) is not None:
-                return [_from_numpy(_ndarray(shape, dtype, body, offset)) for shape, dtype, offset in rows]
-            return self._build_rows(body, buffers)
+            if self._inline is not None:
+                shapes, dtypes, offsets = self._inline
+                return [*map(_from_numpy, map(_ndarray, shapes, dtypes, repeat(body), offsets))]
+            if len(buffers) < self.n_buffers:
+                raise ProtocolError(f"a tensor in buffer {self.n_buffers - 1} of {len(buffers)}")
+            builder = _Builder(memoryview(body)[: self.inline_bytes], buffers, is_restricted=self._is_restricted)
+            return [builder.build(row) if isinstance(row, Entry) else builder.dense(*row) for row in self._rows]
         except (ProtocolError, SerializationError):
             raise
         except Exception as error:
             raise ProtocolError(f"tensors that cannot be built: {error}") from error
-
-    def _build_rows(self, body: bytearray | memoryview, buffers: Sequence[Buffer]) -> list[Any]:
-        if len(buffers) < self.n_buffers:
-            raise ProtocolError(f"a tensor in buffer {self.n_buffers - 1} of {len(buffers)}")
-        slots: list[Any] = []
-        rebuilder: _Rebuilder | None = None
-        for dtype, code, source, shape, entry in self._rows:
-            if dtype is None:
-                if rebuilder is None:
-                    inline = memoryview(body)[: self.inline_bytes]
-                    rebuilder = _Rebuilder(inline, buffers, is_restricted=self._is_restricted)
-                slots.append(rebuilder.memory(source, shape[0]) if entry is None else rebuilder.build(entry))
-                continue
-            if source >= 0:
-                tensor = _from_numpy(_ndarray(shape, dtype, body, source))
-            else:
-                memory = buffers[~source]
-                check_contiguous(shape, dtype.itemsize, memory.nbytes)
-                tensor = _from_numpy(_ndarray(shape, dtype, memory))  # type: ignore[arg-type]
-            slots.append(tensor if code < _FIRST_STAND_IN else finished(tensor, code))
-        return slots
 
 
 def read_layout(table: bytes | bytearray | memoryview, *, is_restricted: bool = False) -> Layout:
@@ -143,7 +129,7 @@ def read_layout(table: bytes | bytearray | memoryview, *, is_restricted: bool = 
         raise ProtocolError(f"tensors that cannot be built: {error}") from error
 
 
-def _checked_rows(table: Table) -> list[_Row]:
+def _checked_rows(table: Table) -> list[_Row | Entry]:
     inline_bytes, codes = table.inline_bytes, table.codes
     if not len(codes) == len(table.sources) == len(table.shapes):
         raise ProtocolError("a table of tensors with columns of different lengths")
@@ -152,10 +138,10 @@ def _checked_rows(table: Table) -> list[_Row]:
     if codes.count(Code.ENTRY) != len(table.entries):
         raise ProtocolError(f"a table with {codes.count(Code.ENTRY)} places for {len(table.entries)} entries")
     entries = iter(table.entries)
-    rows: list[_Row] = []
+    rows: list[_Row | Entry] = []
     for code, source, shape in zip(codes, table.sources, table.shapes, strict=True):
         if code == Code.ENTRY:
-            rows.append((None, code, 0, (), next(entries)))
+            rows.append(next(entries))
             continue
         if code == Code.BYTES:
             if len(shape) != 1:
@@ -164,8 +150,9 @@ def _checked_rows(table: Table) -> list[_Row]:
         else:
             dtype = NUMPY_DTYPES[code]
             item_bytes = dtype.itemsize
-            if code & Code.REQUIRES_GRAD and not _can_require_grad(code & ~Code.REQUIRES_GRAD):
-                raise ProtocolError(f"a tensor of {DTYPES[code & ~Code.REQUIRES_GRAD]} that requires grad")
+            described = DTYPES[code & ~Code.REQUIRES_GRAD]
+            if code & Code.REQUIRES_GRAD and not (described.is_floating_point or described.is_complex):
+                raise ProtocolError(f"a tensor of {described} that requires grad")
         if source >= 0:
             if source & _UNALIGNED:
                 raise ProtocolError("an inline tensor is not aligned")  # torch's operators would crash
@@ -173,30 +160,14 @@ def _checked_rows(table: Table) -> list[_Row]:
             if not 0 < prod(shape) * item_bytes <= inline_bytes - source:
                 check_range(source, 0, inline_bytes)
                 check_contiguous(shape, item_bytes, inline_bytes - source)
-        rows.append((dtype, code, source, shape, None))
+        rows.append((dtype, code, source, shape))
     return rows
 
 
-def _can_require_grad(code: int) -> bool:
-    dtype = DTYPES[code]
-    return dtype.is_floating_point or dtype.is_complex
-
-
-def _last_buffer(row: _Row) -> int:
-    """The highest buffer that a row refers to, -1 for none."""
-    _, _, source, _, entry = row
-    return max(-1, ~source) if entry is None else _last_buffer_of(entry)
-
-
-def _last_buffer_of(entry: Entry) -> int:
-    return max(-1, ~entry.source, *map(_last_buffer_of, entry.parts))
-
-
-def finished(tensor: Tensor, code: int) -> Tensor:
-    """What numpy could not say of a tensor."""
-    if code & _FIRST_STAND_IN:
-        tensor = _as_dtype(tensor, code & ~Code.REQUIRES_GRAD)
-    return tensor.requires_grad_() if code & Code.REQUIRES_GRAD else tensor
+def _with_parts(entries: Iterable[Entry]) -> Iterator[Entry]:
+    for entry in entries:
+        yield entry
+        yield from _with_parts(entry.parts)
 
 
 def _check_apart(tensor: Tensor) -> None:
@@ -205,18 +176,32 @@ def _check_apart(tensor: Tensor) -> None:
 
 
 def _as_dtype(tensor: Tensor, code: int) -> Tensor:
+    """What numpy has no dtype for."""
     # `data`: a tensor of its own, and not a view of one that nobody has
-    return tensor.view(DTYPES[code]).data
+    return tensor if code < _FIRST_STAND_IN else tensor.view(DTYPES[code]).data
 
 
-class _Rebuilder:
-    """Builds what takes more than one step."""
+class _Builder:
+    """Builds the tensors of one message, of any kind."""
 
     def __init__(self, inline: memoryview, buffers: Sequence[Buffer], *, is_restricted: bool) -> None:
         self._inline = inline
         self._buffers = buffers
         self._is_restricted = is_restricted
-        self._spans: dict[tuple[int, int, int], Tensor] = {}
+        self._spans: dict[tuple[int, int], Tensor] = {}
+
+    def dense(self, dtype: np.dtype[Any] | None, code: int, source: int, shape: tuple[int, ...]) -> Any:
+        """What a row describes: a tensor, or the memory of another object."""
+        if dtype is None:
+            return self.memory(source, shape[0])
+        if source < 0:
+            memory: Any = self._buffers[~source]
+            check_contiguous(shape, dtype.itemsize, memory.nbytes)
+            array = _ndarray(shape, dtype, memory)
+        else:
+            array = _ndarray(shape, dtype, self._inline, source)
+        tensor = _as_dtype(_from_numpy(array), code & ~Code.REQUIRES_GRAD)
+        return tensor.requires_grad_() if code & Code.REQUIRES_GRAD else tensor
 
     def build(self, entry: Entry) -> Tensor:
         """The tensor that an entry describes."""
@@ -236,7 +221,7 @@ class _Rebuilder:
     def memory(self, source: int, size_bytes: int) -> memoryview:
         """Bytes of the message: all of a buffer, or part of the inline memory."""
         if source < 0:
-            memory = self._buffer(source)
+            memory = self._buffers[~source]
             if not isinstance(memory, memoryview):
                 raise ProtocolError("a buffer that belongs on a device, and in host memory as well")
             if memory.nbytes != size_bytes:
@@ -247,11 +232,6 @@ class _Rebuilder:
         check_range(source, size_bytes, self._inline.nbytes)
         return self._inline[source : source + size_bytes]
 
-    def _buffer(self, source: int) -> Buffer:
-        if not 0 <= ~source < len(self._buffers):
-            raise ProtocolError(f"a tensor in buffer {~source} of {len(self._buffers)}")
-        return self._buffers[~source]
-
     # -- one for each kind
 
     def _strided(self, entry: Entry) -> Tensor:
@@ -260,37 +240,31 @@ class _Rebuilder:
         memory = self.memory(entry.source, entry.span_bytes)
         check_strided(entry.shape, entry.strides, item_bytes, memory.nbytes)
         strides = tuple([stride * item_bytes for stride in entry.strides])
-        tensor = _from_numpy(_ndarray(entry.shape, numpy_dtype, memory, 0, strides))
-        return tensor if entry.dtype < _FIRST_STAND_IN else _as_dtype(tensor, entry.dtype)
+        return _as_dtype(_from_numpy(_ndarray(entry.shape, numpy_dtype, memory, 0, strides)), entry.dtype)
 
     def _shared(self, entry: Entry) -> Tensor:
         dtype = DTYPES[entry.dtype]
         offset, rest = divmod(entry.offset, dtype.itemsize)
         if rest:
             raise ProtocolError("a tensor that begins within an item")
-        span = entry.source, entry.span_bytes, entry.dtype
-        whole = self._spans.get(span)
-        if whole is None:
-            whole = self._spans[span] = self._span(*span)
         check_strided(entry.shape, entry.strides, dtype.itemsize, entry.span_bytes, entry.offset)
-        return whole.as_strided(entry.shape, entry.strides, offset).data
+        whole = self._span(entry.source, entry.span_bytes)
+        items = whole[: entry.span_bytes - entry.span_bytes % dtype.itemsize].view(dtype)
+        return items.as_strided(entry.shape, entry.strides, offset).data
 
-    def _span(self, source: int, size_bytes: int, dtype_code: int) -> Tensor:
-        """All of a span as one tensor of a dtype. Tensors of all dtypes have one storage in common."""
-        if dtype_code == _UINT8:
-            memory = self.memory(source, size_bytes)
-            array: np.ndarray[tuple[int], np.dtype[np.uint8]] = _ndarray((size_bytes,), np.uint8, memory)
-            return _from_numpy(array)
-        key = source, size_bytes, _UINT8
-        whole = self._spans.get(key)
+    def _span(self, source: int, size_bytes: int) -> Tensor:
+        """A span of bytes that several tensors are part of: they have one storage in common."""
+        whole = self._spans.get((source, size_bytes))
         if whole is None:
-            whole = self._spans[key] = self._span(*key)
-        dtype = DTYPES[dtype_code]
-        return whole[: size_bytes - size_bytes % dtype.itemsize].view(dtype)
+            array = _ndarray((size_bytes,), np.uint8, self.memory(source, size_bytes))
+            whole = self._spans[source, size_bytes] = _from_numpy(array)
+        return whole
 
     def _placed(self, entry: Entry) -> Tensor:
         (part,) = entry.parts
-        memory = self._buffer(part.source)
+        if part.source >= 0:
+            raise ProtocolError("a tensor for a device that is inline")
+        memory = self._buffers[~part.source]
         if isinstance(memory, Misplaced):
             raise SerializationError(memory.reason)
         if not isinstance(memory, Tensor):
@@ -348,9 +322,9 @@ class _Rebuilder:
     def _saved(self, entry: Entry) -> Tensor:
         if self._is_restricted:
             raise SerializationError("a quantized or nested tensor is not taken in allow-list mode")
-        return load_saved(self.memory(entry.source, entry.span_bytes))
+        return _load_saved(self.memory(entry.source, entry.span_bytes))
 
-    _BUILDERS: Final[dict[int, Callable[[_Rebuilder, Entry], Tensor]]] = {
+    _BUILDERS: Final[dict[int, Callable[[_Builder, Entry], Tensor]]] = {
         Kind.STRIDED: _strided,
         Kind.SHARED: _shared,
         Kind.META: _meta,
@@ -359,3 +333,53 @@ class _Rebuilder:
         Kind.SAVED: _saved,
         Kind.PLACED: _placed,
     }
+
+
+# -- tensors in the bytes of torch.save: those of layouts that hide their memory (quantized, nested)
+
+_SPARSE: Final = frozenset((torch.sparse_coo, *_LAYOUTS.values()))
+
+
+def _load_saved(memory: memoryview) -> Tensor:
+    """The tensor that was saved. Raises `ProtocolError` for anything else, and whatever torch.load raises.
+
+    Torch.load, as it is called here, runs no code of the peer's, but it believes what it reads. So the file must not be
+    compressed, which bounds what is read by what came, and a nested tensor must lie in its own memory.
+    """
+    # a copy, so nothing changes after it was checked
+    file = io.BytesIO(memory)
+    _check_archive(file, memory.nbytes)
+    loaded = _load(file)
+    if type(loaded) is not Tensor:
+        raise ProtocolError(f"a tensor was announced, and it is of type {type(loaded).__name__}")
+    if loaded.layout in _SPARSE:
+        raise ProtocolError(f"a tensor of layout {loaded.layout} that was saved")  # its indices were not checked
+    if loaded.is_nested:
+        _check_nested(loaded)
+    return loaded
+
+
+def _load(file: io.BytesIO) -> object:
+    rebuild: Any = rebuild_nested()
+    # torch 2.15 no longer takes it for safe, because it trusts the sizes that it reads: these are checked afterwards
+    if rebuild in torch.serialization.get_safe_globals():
+        return torch.load(file, weights_only=True)
+    with torch.serialization.safe_globals([rebuild]):
+        return torch.load(file, weights_only=True)
+
+
+def _check_archive(file: io.BytesIO, size_bytes: int) -> None:
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+    is_compressed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
+    if is_compressed or sum([member.file_size for member in members]) > size_bytes:
+        raise ProtocolError("a tensor was saved in a way that takes more memory than came")
+    file.seek(0)
+
+
+def _check_nested(tensor: Tensor) -> None:
+    """Torch's operators take for granted that each of the tensors lies in the memory of all."""
+    memory = tensor.values()
+    item_bytes = memory.dtype.itemsize
+    for shape, strides, offset in zip(*nested_places(tensor), strict=True):
+        check_strided(shape, strides, item_bytes, memory.nbytes, offset * item_bytes)

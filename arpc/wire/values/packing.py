@@ -10,19 +10,18 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
-from typing import Any, Final, NamedTuple, TypeGuard
+from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from arpc.errors import SerializationError
 from arpc.private.torch import is_zero_tensor
-from arpc.wire.frames import ALIGNMENT, MAX_BUFFERS, PADDING
+from arpc.wire.frames import ALIGNMENT, MAX_BUFFERS
 from arpc.wire.values.device_staging import Stager
 from arpc.wire.values.raw_memory import MEMORY, view_of
 from arpc.wire.values.sharing import Span, extent, shared_spans
 from arpc.wire.values.table import (
-    COMPLEX_CODES,
     DTYPE_CODES,
     MAX_DIMENSIONS,
     MAX_ROWS,
@@ -33,14 +32,16 @@ from arpc.wire.values.table import (
     encode_table,
 )
 
-__all__ = ["LITTLE_BYTES", "Description", "Slot", "describe"]
+__all__ = ["LITTLE_BYTES", "Description", "Slot", "describe", "is_dense"]
 
 Slot = Tensor | PickleBuffer
 """What fills a hole of a pickle: a tensor, or another object's memory (a numpy array's, say)."""
 
 _ROW_COMPRESSED: Final = {torch.sparse_csr, torch.sparse_bsr}
 _COMPRESSED: Final = {*_ROW_COMPRESSED, torch.sparse_csc, torch.sparse_bsc}
-_REQUIRES_GRAD: Final = Code.REQUIRES_GRAD
+
+LITTLE_BYTES: Final = 8 * 1024
+"""To send so many bytes that nobody asked for costs less than to copy those that somebody did."""
 
 
 class Description(NamedTuple):
@@ -49,10 +50,12 @@ class Description(NamedTuple):
     table: bytes
     inline_bytes: int
     parts: list[bytes]
-    """Memory and padding of the inline tensors, in order."""
+    """Memory of the inline tensors, in order, each padded."""
     buffers: list[memoryview]
     waits: Sequence[Callable[[], None]]
     """To be called, in a thread, before the buffers are read: they are being filled from devices."""
+    is_plain: bool
+    """All are dense tensors in memory of their own."""
 
 
 def describe(slots: Sequence[Slot], inline_limit: int, stager: Stager | None = None) -> Description:
@@ -64,124 +67,75 @@ def describe(slots: Sequence[Slot], inline_limit: int, stager: Stager | None = N
     """
     if len(slots) > MAX_ROWS:
         raise SerializationError(f"a message may have at most {MAX_ROWS} tensors: send them in parts, or stack them")
-    codes: list[int] = []
-    sources: list[int] = []
-    shapes: list[Sequence[int]] = []
-    inline: list[bytes] = []
-    buffers: list[memoryview] = []
-    describer: _Describer | None = None
-    position = 0
-    if stager is None or not stager.moves_host_memory:
-        storages = _storages(slots)
-        spans = _shared_spans(slots, storages) if len(slots) > 1 else None
-    else:
-        storages, spans = [None] * len(slots), None  # the stager is to see them all
-    dtype_codes = DTYPE_CODES
-    slot: Any
-    for slot, storage in zip(slots, storages):  # noqa: B905 - `strict` takes as long as a tensor
-        if (
-            storage is not None
-            and (code := dtype_codes.get(slot.dtype)) is not None
-            and slot.is_cpu
-            and slot.is_contiguous()
-            and not slot.is_neg()
-            and not slot.is_nested
-            and storage.nbytes()  # it may have been freed
-            and (address := slot.data_ptr())
-            and (spans is None or len(codes) not in spans)
-            and not (code in COMPLEX_CODES and slot.is_conj())
-        ):
-            size = slot.nbytes
-            if size <= inline_limit:
-                inline.append(MEMORY[address : address + size])
-                sources.append(position)
-                if padding := -size & (ALIGNMENT - 1):
-                    inline.append(PADDING[padding])
-                    size += padding
-                position += size
-            else:
-                buffers.append(view_of(storage, address, size))
-                sources.append(-len(buffers))
-            codes.append(code | _REQUIRES_GRAD if slot.requires_grad else code)
-            shapes.append(slot.shape)
-        else:
-            if describer is None:
-                describer = _Describer(inline, buffers, inline_limit, stager)
-            describer.inline_bytes = position
-            code, source, shape = describer.describe(slot, spans.get(len(codes)) if spans is not None else None)
-            position = describer.inline_bytes
-            codes.append(code)
-            sources.append(source)
-            shapes.append(shape)
+    describer = _Describer(inline_limit, stager)
+    stays = stager is None or not stager.moves_host_memory
+    spans = shared_spans(slots) if stays and len(slots) > 1 else {}
+    rows = [describer.row(slot, spans.get(position), stays) for position, slot in enumerate(slots)]
+    codes, sources, shapes = zip(*rows, strict=True) if rows else ((), (), ())
+    buffers, entries = describer.buffers, describer.entries
     if len(buffers) > MAX_BUFFERS:
         raise SerializationError(f"a message may have at most {MAX_BUFFERS} large tensors: send it in parts")
-    entries = describer.entries if describer is not None else ()
-    waits = describer.waits if describer is not None else ()
     if (most := max(map(len, [*shapes, *(entry.shape for entry in entries)]), default=0)) > MAX_DIMENSIONS:
         raise SerializationError(f"a tensor of {most} dimensions cannot be sent: it may have at most {MAX_DIMENSIONS}")
-    table = encode_table((position, bytes(codes), sources, shapes, entries))
-    return Description(table, position, inline, buffers, waits)
+    inline_bytes = describer.inline_bytes
+    table = encode_table((inline_bytes, bytes(codes), sources, shapes, entries))
+    is_plain = not entries and Code.BYTES not in codes
+    return Description(table, inline_bytes, describer.parts, buffers, describer.waits, is_plain)
 
 
-def _storages(slots: Sequence[Slot]) -> list[UntypedStorage | None]:
-    """The storage of each slot, None for what has no such thing."""
-    try:
-        return [slot.untyped_storage() for slot in slots]  # type: ignore[union-attr]
-    except (AttributeError, RuntimeError):
-        return [_storage(slot) for slot in slots]
-
-
-def _storage(slot: Slot) -> UntypedStorage | None:
-    try:
-        return slot.untyped_storage()  # type: ignore[union-attr]
-    except (AttributeError, RuntimeError):  # memory of another object; a sparse tensor
-        return None
-
-
-def _shared_spans(slots: Sequence[Slot], storages: Sequence[UntypedStorage | None]) -> dict[int, Span] | None:
-    """By position, what tensors share with others. None if no two of them have a storage in common."""
-    keys = {storage._cdata for storage in storages if storage is not None}
-    if len(keys) == len(slots) or len(keys) == sum(storage is not None for storage in storages):
-        return None
-    return shared_spans([slot if _can_share(slot) else None for slot in slots], storages)
-
-
-def _can_share(slot: Slot) -> TypeGuard[Tensor]:
-    return isinstance(slot, Tensor) and slot.is_cpu and slot.dtype in DTYPE_CODES and not slot.is_nested
-
-
-LITTLE_BYTES: Final = 8 * 1024
-"""To send so many bytes that nobody asked for costs less than to copy those that somebody did."""
+def is_dense(tensor: Any) -> bool:
+    """Whether the memory of a tensor is what it stands for, element by element."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not (tensor.is_complex() and tensor.is_conj())
+    )
 
 
 class _Describer:
-    """Describes what is not simply contiguous memory of its own. Adds to the memory of a message."""
+    """Describes the slots of one message, and collects their memory."""
 
-    def __init__(
-        self, inline: list[bytes], buffers: list[memoryview], inline_limit: int, stager: Stager | None
-    ) -> None:
+    def __init__(self, inline_limit: int, stager: Stager | None) -> None:
         self.entries: list[Entry] = []
         self.waits: list[Callable[[], None]] = []
-        self._stager = stager
         self.inline_bytes = 0
-        self._inline = inline
-        self._buffers = buffers
+        self.parts: list[bytes] = []
+        self.buffers: list[memoryview] = []
+        self._stager = stager
         self._inline_limit = inline_limit
 
-    def describe(self, slot: Slot, span: Span | None) -> tuple[int, int, tuple[int, ...]]:
-        """A slot's place in the columns. ``span``: what it shares with others."""
+    def row(self, slot: Slot, span: Span | None, stays: bool) -> tuple[int, int, Sequence[int]]:
+        """A slot's place in the columns.
+
+        ``span``: what it shares with others. ``stays``: it is in host memory at the other end, if it is so here.
+        """
         if isinstance(slot, PickleBuffer):
             memory = slot.raw()
             return Code.BYTES, self._add(memory), (memory.nbytes,)
         try:
-            entry = self._shared(slot, span) if span is not None else self._entry(slot)
+            if span is None and stays and (row := self._plain(slot)) is not None:
+                return row
+            self.entries.append(self._shared(slot, span) if span is not None else self._entry(slot))
         except SerializationError:
             raise
         except Exception as error:
             # a layout that hides its memory, a tensor of vmap or of a compiler's tracing
             raise SerializationError(f"a tensor of type {type(slot).__qualname__} cannot be sent: {error}") from error
-        self.entries.append(entry)
         return Code.ENTRY, 0, ()
+
+    def _plain(self, tensor: Tensor) -> tuple[int, int, Sequence[int]] | None:
+        """A dense tensor in host memory. None for any other."""
+        code = DTYPE_CODES.get(tensor.dtype)
+        if code is None or not tensor.is_cpu or tensor.is_nested or not is_dense(tensor):
+            return None
+        source = 0
+        if size := tensor.nbytes:
+            address = tensor.data_ptr()
+            if address == tensor.storage_offset() * tensor.itemsize:
+                return None  # it was freed
+            source = self._add_memory(tensor, address, size)
+        return code | Code.REQUIRES_GRAD if tensor.requires_grad else code, source, tensor.shape
 
     # -- memory; each returns the source of what was added
 
@@ -192,21 +146,24 @@ class _Describer:
 
     def _add_inline(self, data: bytes) -> int:
         offset = self.inline_bytes
-        padding = -len(data) % ALIGNMENT
-        self._inline += (data, PADDING[padding])
-        self.inline_bytes = offset + len(data) + padding
+        padded = data.ljust(-(-len(data) // ALIGNMENT) * ALIGNMENT, b"\0")
+        self.parts.append(padded)
+        self.inline_bytes += len(padded)
         return offset
 
     def _add_buffer(self, memory: memoryview) -> int:
-        self._buffers.append(memory)
-        return -len(self._buffers)
+        self.buffers.append(memory)
+        return -len(self.buffers)
 
-    def _add_span(self, storage: UntypedStorage, start: int, end: int) -> int:
-        _require_memory(storage, end)
-        base = storage.data_ptr()
-        if end - start <= self._inline_limit:
-            return self._add_inline(MEMORY[base + start : base + end])
-        return self._add_buffer(view_of(storage, base + start, end - start))
+    def _add_memory(self, owner: Tensor, address: int, size_bytes: int) -> int:
+        if size_bytes <= self._inline_limit:
+            return self._add_inline(MEMORY[address : address + size_bytes])
+        return self._add_buffer(view_of(owner.untyped_storage(), address, size_bytes))
+
+    def _add_span(self, tensor: Tensor, start: int, end: int) -> int:
+        """Part of the storage that a tensor lies in."""
+        _require_memory(tensor, end)
+        return self._add_memory(tensor, tensor.untyped_storage().data_ptr() + start, end - start)
 
     # -- tensors
 
@@ -278,16 +235,16 @@ class _Describer:
             core = core.as_strided(once, strides)
         start, end = extent(core)
         if end - start > max(2 * core.nbytes, LITTLE_BYTES):
-            _require_memory(core.untyped_storage(), end)
+            _require_memory(core, end)
             core = core.contiguous()
             start, end = extent(core)
             strides = tuple([0 if old == 0 else new for old, new in zip(strides, core.stride(), strict=True)])
-        source = self._add_span(core.untyped_storage(), start, end)
+        source = self._add_span(core, start, end)
         return Entry(Kind.STRIDED, code, flags, source, shape, strides, span_bytes=end - start)
 
     def _shared(self, tensor: Tensor, span: Span) -> Entry:
         if span.source is None:
-            span.source = self._add_span(tensor.untyped_storage(), span.start, span.end)
+            span.source = self._add_span(tensor, span.start, span.end)
         return Entry(
             Kind.SHARED,
             DTYPE_CODES[tensor.dtype],
@@ -327,8 +284,8 @@ def _flags(tensor: Tensor) -> int:
     return flags
 
 
-def _require_memory(storage: UntypedStorage, end: int) -> None:
-    if end > storage.nbytes():
+def _require_memory(tensor: Tensor, end: int) -> None:
+    if end > tensor.untyped_storage().nbytes():
         raise SerializationError("a tensor whose memory was freed cannot be sent")
 
 

@@ -38,6 +38,7 @@ from arpc.wire.values.reducers import (
     MAIN_NAMES,
     MEMO,
     PREFIX,
+    DispatchTable,
     HolePickler,
     MainName,
     NamesOnlyPickler,
@@ -90,10 +91,11 @@ def _dumps_flat(values: tuple[Any, ...]) -> tuple[bytes, list[Slot]] | None:
     if Tensor not in kinds:
         return _dumps(values, protocol=5), []
     slots: list[Slot] = [*values] if len(kinds) == 1 else [value for value in values if type(value) is Tensor]
-    if len(slots) > _MAX_CONSTANT or len(set(map(id, slots))) != len(slots):
+    count = len(slots)
+    if count > 1 and (count > _MAX_CONSTANT or len(set(map(id, slots))) < count):
         return None
-    if len(slots) == len(values):
-        return _pickle_of_tensors(len(slots)), slots
+    if count == len(values):
+        return _pickle_of_tensors(count), slots
     pickled = tuple([HOLE if type(value) is Tensor else value for value in values])
     return _dumps(pickled, protocol=5, buffer_callback=not_), slots
 
@@ -130,51 +132,42 @@ class Pickler:
         ``main_by_value``: the peer does not run the same script, so what ``__main__`` defines must travel itself.
         ``is_rehearsal``: it will not be sent, so reducers are not told that it is complete.
         """
-        if main_by_value or ((by_value := _by_value_modules()) and by_value.difference(MAIN_NAMES)):
-            return self._dumps_carefully(obj, main_by_value, to, is_rehearsal)
-        if len(copyreg.dispatch_table) != self._known_to_copyreg:
-            self._known_to_copyreg = len(copyreg.dispatch_table)
-            self._free = []
-        # Taken out while in use: a reducer may pickle, and so may other threads (pop and append are atomic)
-        free = self._free
+        if not main_by_value and not ((by_value := _by_value_modules()) and by_value.difference(MAIN_NAMES)):
+            if len(copyreg.dispatch_table) != self._known_to_copyreg:
+                self._known_to_copyreg = len(copyreg.dispatch_table)
+                self._free = []
+            # Taken out while in use: a reducer may pickle, and so may other threads (pop and append are atomic)
+            free = self._free
+            try:
+                pickler = free.pop()
+            except IndexError:
+                pickler = _QuickPickler(self._reducers, self._families, self._kind)
+            try:
+                payload, slots = pickler.dumps(obj, to)
+            except _CANNOT:
+                pickler.clear()
+            except BaseException:
+                pickler.clear()
+                raise
+            else:
+                if pickler.packed:
+                    packed, pickler.packed = pickler.packed, []
+                    for tell in () if is_rehearsal else packed:
+                        tell()
+                if len(payload) <= _MAX_REUSED_BYTES:
+                    free.append(pickler)
+                if payload:
+                    return payload, slots
+        careful = self._kind(self._reducers, self._families)
+        careful.main_by_value = main_by_value
+        careful.to = to
         try:
-            pickler = free.pop()
-        except IndexError:
-            pickler = _QuickPickler(self._reducers, self._families, self._kind)
-        try:
-            pickler.to = to
-            payload, slots = pickler.dumps(obj)
-        except _CANNOT:
-            pickler.clear()
-            return self._dumps_carefully(obj, main_by_value, to, is_rehearsal)
-        except BaseException:
-            pickler.clear()
-            raise
-        if payload is None:
-            pickler.clear()
-            free.append(pickler)
-            return self._dumps_carefully(obj, main_by_value, to, is_rehearsal)
-        if pickler.packed:
-            packed, pickler.packed = pickler.packed, []
-            for tell in () if is_rehearsal else packed:
+            careful.dump(obj)
+            for tell in () if is_rehearsal else careful.packed:
                 tell()
-        if len(payload) <= _MAX_REUSED_BYTES:
-            free.append(pickler)
-        return payload, slots
-
-    def _dumps_carefully(
-        self, obj: Any, main_by_value: bool, to: WorkerInfo | None, is_rehearsal: bool
-    ) -> tuple[bytes, list[Slot]]:
-        pickler = self._kind(self._reducers, self._families)
-        pickler.main_by_value = main_by_value
-        pickler.to = to
-        try:
-            pickler.dump(obj)
-            for tell in () if is_rehearsal else pickler.packed:
-                tell()
-            return b"".join(pickler.chunks), pickler.slots
+            return b"".join(careful.chunks), careful.slots
         finally:
-            pickler.forget()
+            careful.forget()
 
     def dumps_call(
         self,
@@ -234,17 +227,6 @@ class Pickler:
         return not_run(SerializationError(f"the arguments of {name} cannot be sent: {text_of(error)}"))
 
 
-class _Table(dict[type, Callable[[Any], Any]]):
-    """How objects of a type are reduced. What is not in it is looked up once."""
-
-    def __init__(self, find: Callable[[type], Callable[[Any], Any]], known: Mapping[Any, Callable[[Any], Any]]) -> None:
-        super().__init__(known)
-        self._find = find
-
-    def __missing__(self, cls: type) -> Callable[[Any], Any]:
-        return self._find(cls)
-
-
 class _QuickPickler:
     """Pickle's own pickler, used again and again. It is the `Parcel` that reducers see.
 
@@ -272,19 +254,21 @@ class _QuickPickler:
             Tensor: _tensor_reducer(self._tensors.append),
             Parameter: _parameter_reducer(self._tensors.append),
         }
-        self._table = _Table(self._find_reducer, self._always)
+        self._table = DispatchTable(self._always, self._find_reducer)
         self._pickler = pickle.Pickler(self, 5, buffer_callback=self._buffers.append)
         self._pickler.dispatch_table = self._table
         self._pickler.memo = MEMO
         self._dump = self._pickler.dump
 
-    def dumps(self, obj: Any) -> tuple[bytes | None, list[Slot]]:
-        """Pickle and slots. None: it names something of ``__main__``, which a peer may know by another name."""
+    def dumps(self, obj: Any, to: WorkerInfo | None) -> tuple[bytes, list[Slot]]:
+        """Pickle and slots. Empty: it names something of ``__main__``, which a peer may know by another name."""
+        self.to = to
         self._dump(obj)
         chunks, tensors, buffers = self._chunks, self._tensors, self._buffers
         payload = b"".join(chunks)
         if _STACK_GLOBAL in payload and (b"_main__" in payload if len(chunks) == 2 else _names_main(chunks)):
-            return None, []
+            self.clear()
+            return b"", []
         del chunks[1:]
         # nothing of the object is referred to from now on
         self._pickler.memo = MEMO

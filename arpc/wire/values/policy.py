@@ -11,10 +11,10 @@ argument: what comes in a reply is judged like what comes in a request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -29,31 +29,30 @@ from arpc.wire.values.pickler import loads
 from arpc.wire.values.reducers import HolePickler, NamesOnlyPickler
 from arpc.wire.values.restricted import read_name, restricted_loads
 
-__all__ = ["UNRESTRICTED", "AllowList", "Policy", "Unrestricted"]
+__all__ = ["UNRESTRICTED", "AllowList", "Policy"]
 
 Bytes = bytes | bytearray | memoryview
 
 
-class Policy(Protocol):
-    """What peers may do to a worker. It is the same object for all that the worker receives."""
+class Unrestricted:
+    """A peer that may send anything may run any code here."""
 
-    @property
-    def is_restricted(self) -> bool:
-        """Whether there is anything that a peer may not do."""
+    is_restricted: Final = False
+    """Whether there is anything that a peer may not do."""
+    pickler: Final = HolePickler
+    """What makes pickles that peers with the same policy take."""
+    read = staticmethod(loads)
+    """The object of a pickle and its slots, from this sender. Raises whatever unpickling raises."""
+    get_method = staticmethod(getattr)
+    """`getattr` for a method that a peer calls by its name. Raises `NotAllowedError`."""
 
-    @property
-    def pickler(self) -> type[HolePickler]:
-        """What makes pickles that peers with the same policy take."""
-
-    @property
-    def read(self) -> Callable[[Bytes, list[Any], WorkerInfo], Any]:
-        """The object of a pickle and its slots, from this sender. Raises whatever unpickling raises."""
-
-    def function(self, payload: Bytes, sender: WorkerInfo) -> Any:
+    def function(self, payload: Bytes, _sender: WorkerInfo) -> Any:
         """What a peer will call by number. Raises `NotAllowedError`, or whatever unpickling raises."""
+        return loads(payload, []) if payload else None
 
     def layout(self, table: Bytes) -> Layout:
         """What a table of tensors says. Raises `ProtocolError`."""
+        return read_layout(table)
 
     def check_code(self) -> None:
         """A request brings its function instead of the number of one. Raises `NotAllowedError` if that is refused."""
@@ -64,39 +63,8 @@ class Policy(Protocol):
     def check_message(self, sender: WorkerInfo, kind: type[Message]) -> None:
         """A message of the runtime's own has come. Raises `NotAllowedError` if this sender may not send it."""
 
-    @property
-    def get_method(self) -> Callable[[Any, str], Any]:
-        """`getattr` for a method that a peer calls by its name. Raises `NotAllowedError`."""
-
     def forget(self, peer: str) -> None:
         """Drop what is remembered of a worker that has left for good."""
-
-
-class Unrestricted:
-    """Whoever may send anything may run any code here."""
-
-    is_restricted: Final = False
-    pickler: Final = HolePickler
-    read = staticmethod(loads)
-    get_method = staticmethod(getattr)
-
-    def function(self, payload: Bytes, _sender: WorkerInfo) -> Any:
-        return loads(payload, []) if payload else None
-
-    def layout(self, table: Bytes) -> Layout:
-        return read_layout(table)
-
-    def check_code(self) -> None:
-        """It may."""
-
-    def check_plain(self, arguments: Any) -> None:
-        """It may be anything."""
-
-    def check_message(self, sender: WorkerInfo, kind: type[Message]) -> None:
-        """All may send all."""
-
-    def forget(self, peer: str) -> None:
-        """Nothing is remembered."""
 
 
 UNRESTRICTED: Final = Unrestricted()
@@ -191,3 +159,7 @@ class AllowList:
                 f"method, or the class that defines it, with @arpc.export"
             )
         return getattr(value, name)
+
+
+Policy = Unrestricted | AllowList
+"""What peers may do to a worker. It is the same object for all that the worker receives."""

@@ -36,6 +36,7 @@ __all__ = [
     "MAIN_NAMES",
     "MEMO",
     "PREFIX",
+    "DispatchTable",
     "HolePickler",
     "MainName",
     "NamesOnlyPickler",
@@ -123,20 +124,15 @@ IS_REGISTERED: Final = _register()
 # -- the pickler for code
 
 
-class _DispatchTable(dict[type, Callable[[Any], Any]]):
-    """cloudpickle's reducers, then those of `copyreg`. cloudpickle's own ChainMap takes 2 us for each object."""
+class DispatchTable(dict[type, Callable[[Any], Any]]):
+    """How objects of a type are reduced. What is not in it is asked for each time."""
 
-    def __missing__(self, key: type) -> Callable[[Any], Any]:
-        return copyreg.dispatch_table[key]
+    def __init__(self, known: Mapping[Any, Callable[[Any], Any]], find: Callable[[type], Callable[[Any], Any]]) -> None:
+        super().__init__(known)
+        self._find = find
 
-
-class _Sink:
-    """A file to a pickler."""
-
-    __slots__ = ("write",)
-
-    def __init__(self, write: Callable[[bytes], None]) -> None:
-        self.write = write
+    def __missing__(self, cls: type) -> Callable[[Any], Any]:
+        return self._find(cls)
 
 
 class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -145,7 +141,8 @@ class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
     It runs Python code for every object. `wire.values.pickler` uses it for what pickle's own pickler cannot do.
     """
 
-    dispatch_table = _DispatchTable(cloudpickle.Pickler.dispatch_table.maps[0])
+    # cloudpickle's reducers, then those of `copyreg`. cloudpickle's own ChainMap takes 2 us for each object
+    dispatch_table = DispatchTable(cloudpickle.Pickler.dispatch_table.maps[0], copyreg.dispatch_table.__getitem__)
 
     def __init__(self, reducers: Mapping[type, Reducer], families: Mapping[type, Reducer]) -> None:
         self.chunks: list[bytes] = [PREFIX]
@@ -156,7 +153,8 @@ class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._reducers = reducers
         self._families = families
         self._heads = tuple(families)
-        super().__init__(_Sink(self.chunks.append), protocol=5, buffer_callback=self._memory_found)
+        self.write = self.chunks.append
+        super().__init__(self, protocol=5, buffer_callback=self._memory_found)
         self.memo = MEMO
 
     def forget(self) -> None:

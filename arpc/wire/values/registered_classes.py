@@ -18,9 +18,9 @@ from typing import Any, Final, cast
 from torch import Tensor
 
 from arpc.errors import NotAllowedError
-from arpc.wire.values.allowlist import CLASSES, TENSOR_CLASSES
+from arpc.wire.values.allowlist import CLASSES, MAKERS, TENSOR_CLASSES
 from arpc.wire.values.checked_functions import is_plain, kind_of
-from arpc.wire.values.exceptions import EXCEPTIONS, check_arguments, check_exception, set_native_attribute
+from arpc.wire.values.exceptions import check_arguments, check_exception, set_native_attribute
 
 __all__ = ["check_container", "check_made", "construct", "make_bare", "set_state", "set_tensor_state"]
 
@@ -111,7 +111,8 @@ def set_state(made: Any, state: Any) -> None:
     cls = type(made)
     if isinstance(made, Enum):
         raise NotAllowedError(f"a message that changes a member of {cls.__qualname__}, which is there once for all")
-    if not (cls in CLASSES or cls in EXCEPTIONS or cls is OrderedDict):
+    is_exception = id(cls) in MAKERS and issubclass(cls, BaseException)
+    if not (cls in CLASSES or is_exception or cls is OrderedDict):
         raise NotAllowedError(f"a message that changes {cls.__qualname__} while it is read")
     _apply_state(made, state, BaseException)
     check_made(made)

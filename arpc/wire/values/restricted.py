@@ -17,7 +17,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -28,22 +28,19 @@ from arpc.wire.values import allowed_values
 from arpc.wire.values import reducers as reducing
 from arpc.wire.values.allowlist import (
     CLASSES,
-    FUNCTIONS,
+    EXPORTED,
     MAKERS,
+    NAMES,
     QUICK,
     TENSOR_CLASSES,
-    VALUES,
     Key,
-    callable_named,
-    is_exported,
     shown,
 )
 from arpc.wire.values.arrays import set_array_state, set_dtype_state
 from arpc.wire.values.checked_functions import Checked, kind_of
-from arpc.wire.values.key_costs import KeyCosts
+from arpc.wire.values.pickle_costs import MAX_INTEGER_BYTES, ReadingCosts, check_proportion, needs_careful_reader
 from arpc.wire.values.reducers import spelled_out
 from arpc.wire.values.registered_classes import check_container, construct, make_bare, set_state
-from arpc.wire.values.scanning import MAX_INTEGER_BYTES, check_proportion, needs_careful_reader
 
 __all__ = ["read_name", "restricted_loads"]
 
@@ -111,10 +108,13 @@ def read_name(payload: bytes | bytearray | memoryview) -> Key:
 
 _BY_NAME: Final = "in allow-list mode functions are called by their names"
 _MAX_NAME_BYTES: Final = 4096
-_MAX_NESTED: Final = 1000
-"""How deep tuples may be in each other: hashing one takes stack for each, and Python does not look if any is left."""
-_MAX_PLACES: Final = 1 << 22
-"""In how many places there may be tuples in a tuple: hashing it takes time for each, and so does comparing it."""
+_MAIN: Final = object()
+"""What `reducers._from_main` is to a restricted reader: it looks a name of ``__main__`` up like all others."""
+_NEW: Final = object()
+"""What `reducers.make_instance` is to a restricted reader: it does what pickle's NEWOBJ does."""
+_OF_READER: Final = {(reducing.__name__, "_from_main"): _MAIN, (reducing.__name__, "make_instance"): _NEW}
+_SEQUENCES: Final = frozenset((list, tuple))
+_DICTS: Final = (dict, OrderedDict, Counter, defaultdict)
 
 
 class _Name:
@@ -137,10 +137,12 @@ _TUPLE_OPCODES: Final = pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TU
 _Step = Callable[["_CarefulUnpickler"], None]
 
 
-def _then_note_nesting(step: _Step) -> _Step:
+def _then_count(step: _Step) -> _Step:
+    """A step after which what it has made is counted, see `ReadingCosts.made`."""
+
     def load(reader: _CarefulUnpickler) -> None:
         step(reader)
-        reader.note_nesting()
+        reader.costs.made(reader.stack[-1])
 
     return load
 
@@ -153,10 +155,7 @@ class _CarefulUnpickler(PythonUnpickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO, slots: list[Any], permit: Permit) -> None:
         super().__init__(file, buffers=slots)
         self._size_bytes = len(file.getbuffer())
-        self._nesting: dict[int, tuple[int, int, int]] = {}
-        """By the id of a tuple or frozenset: how deep these are nested in it, in how many places, and how many items
-        there are in all of them. One that has the id of another that is gone is noted anew."""
-        self._keys = KeyCosts()
+        self.costs = ReadingCosts()
         self._permit = permit
 
     def load(self) -> Any:
@@ -171,16 +170,12 @@ class _CarefulUnpickler(PythonUnpickler):  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> Any:
         key = module, name
-        for names in (QUICK, FUNCTIONS, CLASSES, TENSOR_CLASSES, VALUES):
+        for names in (QUICK, NAMES, CLASSES.by_key, TENSOR_CLASSES.by_key, _OF_READER):
             if (found := names.get(key)) is not None:
                 return found
-        if key == _FROM_MAIN:
-            return _OfMain(self)
-        if key == _MAKE_INSTANCE:
-            return _NEW
-        if is_exported(key):
+        if (found := EXPORTED.get(key)) is not None:
             self._permit(key)
-            return callable_named(key)
+            return found
         raise NotAllowedError(
             f"{shown(key)} is not on the list of what messages may name here: see arpc.register_type and arpc.export"
         )
@@ -192,14 +187,16 @@ class _CarefulUnpickler(PythonUnpickler):  # type: ignore[misc]
             raise NotAllowedError("a message that calls something with arguments that are no tuple")
         if called is _NEW and args:
             return self._make(args[0], args[1:], {})
-        if type(called) is Checked or type(called) is _OfMain or _is_immutable(called):
+        if called is _MAIN and len(args) == 1 and type(args[0]) is str:
+            return self.find_class("__main__", args[0])
+        if type(called) is Checked or _is_immutable(called):
             return called(*args)
         if (maker := MAKERS.get(id(called))) is not None:
             return maker(*args)
         if called in CLASSES:
             if issubclass(called, set | frozenset | dict):
                 for items in args:
-                    self._note_keys(items, _keys_of(items, is_dict=issubclass(called, dict)))
+                    self.costs.add_keys(items, _keys_of(items, is_dict=issubclass(called, dict)))
             return construct(called, args)
         raise NotAllowedError(f"a message that calls {kind_of(called)} while it is read")
 
@@ -217,60 +214,25 @@ class _CarefulUnpickler(PythonUnpickler):  # type: ignore[misc]
     def load_reduce(self) -> None:
         args = self.stack.pop()
         self.stack[-1] = self._call(self.stack[-1], args)
-        self.note_nesting()
 
     def load_newobj(self) -> None:
         args = self.stack.pop()
         self.stack[-1] = self._make(self.stack[-1], args, {})
-        self.note_nesting()
 
     def load_newobj_ex(self) -> None:
         kwargs = self.stack.pop()
         args = self.stack.pop()
         self.stack[-1] = self._make(self.stack[-1], args, kwargs)
-        self.note_nesting()
 
     def load_frozenset(self) -> None:
-        self._note_keys(self.stack, self.stack)  # which is the list of the items, and ends here
+        self.costs.add_keys(self.stack, self.stack)  # which is the list of the items, and ends here
         PythonUnpickler.load_frozenset(self)
-        self.note_nesting()
 
     def load_long4(self) -> None:
         size_bytes = int.from_bytes(self.read(4), "little")
         if size_bytes > MAX_INTEGER_BYTES:
             raise NotAllowedError(f"a message with an integer of {size_bytes} bytes")
         self.append(pickle.decode_long(self.read(size_bytes)))
-
-    def note_nesting(self) -> None:
-        made = self.stack[-1]
-        if isinstance(made, tuple | frozenset):
-            items: Iterable[Any] = made
-        elif isinstance(made, BaseExceptionGroup):
-            items = made.exceptions
-        elif type(made) is slice:
-            items = (made.start, made.stop, made.step)
-        else:
-            return
-        nesting = self._nesting
-        depth, places, size = 0, 1, 0
-        for item in items:
-            size += 1
-            if isinstance(item, tuple | frozenset | slice | BaseExceptionGroup):
-                inner_depth, inner_places, inner_size = nesting.get(id(item), (0, 0, 0))
-                depth = max(depth, inner_depth)
-                places += inner_places
-                size += inner_size
-        if depth >= _MAX_NESTED or places > _MAX_PLACES:
-            raise NotAllowedError(
-                f"a message with more than {_MAX_NESTED} tuples inside each other, or one in too many places"
-            )
-        nesting[id(made)] = depth + 1, places, size
-
-    def _note_keys(self, container: Any, keys: list[Any]) -> None:
-        for key in keys:
-            if isinstance(key, tuple | frozenset):
-                self._keys.hash(self._nesting.get(id(key), (0, 0, 0))[2])
-        self._keys.add(container, keys)
 
     def load_build(self) -> None:
         state = self.stack.pop()
@@ -298,29 +260,29 @@ class _CarefulUnpickler(PythonUnpickler):  # type: ignore[misc]
 
     def load_setitem(self) -> None:
         check_container(self.stack[-3], *_DICTS)
-        self._note_keys(self.stack[-3], [self.stack[-2]])
+        self.costs.add_keys(self.stack[-3], [self.stack[-2]])
         PythonUnpickler.load_setitem(self)
 
     def load_setitems(self) -> None:
         container = self.metastack[-1][-1]
         check_container(container, *_DICTS)
-        self._note_keys(container, self.stack[::2])
+        self.costs.add_keys(container, self.stack[::2])
         PythonUnpickler.load_setitems(self)
 
     def load_additems(self) -> None:
         container = self.metastack[-1][-1]
         check_container(container, set)
-        self._note_keys(container, self.stack)
+        self.costs.add_keys(container, self.stack)
         PythonUnpickler.load_additems(self)
 
     dispatch.update(
         {
-            **{opcode: _then_note_nesting(PythonUnpickler.dispatch[opcode]) for opcode in _TUPLE_OPCODES},
-            pickle.REDUCE[0]: load_reduce,
-            pickle.NEWOBJ[0]: load_newobj,
-            pickle.NEWOBJ_EX[0]: load_newobj_ex,
+            **{opcode: _then_count(PythonUnpickler.dispatch[opcode]) for opcode in _TUPLE_OPCODES},
+            pickle.REDUCE[0]: _then_count(load_reduce),
+            pickle.NEWOBJ[0]: _then_count(load_newobj),
+            pickle.NEWOBJ_EX[0]: _then_count(load_newobj_ex),
+            pickle.FROZENSET[0]: _then_count(load_frozenset),
             pickle.BUILD[0]: load_build,
-            pickle.FROZENSET[0]: load_frozenset,
             pickle.LONG4[0]: load_long4,
             pickle.BYTEARRAY8[0]: load_bytearray8,
             pickle.APPEND[0]: load_append,
@@ -343,39 +305,17 @@ class _NameUnpickler(_CarefulUnpickler):
     """Reads a name and looks nothing up."""
 
     def find_class(self, module: str, name: str) -> Any:
-        return _OfMain(self) if (module, name) == _FROM_MAIN else _Name((module, name))
+        return _MAIN if _OF_READER.get((module, name)) is _MAIN else _Name((module, name))
 
     def _call(self, called: Any, args: Any) -> Any:
-        if type(called) is not _OfMain or type(args) is not tuple:
+        if called is not _MAIN:
             raise NotAllowedError(_BY_NAME)
-        return called(*args)
+        return super()._call(called, args)
 
     def _make(self, cls: Any, args: Any, kwargs: Any) -> Any:
         raise NotAllowedError(_BY_NAME)
 
 
-class _OfMain:
-    """What `reducing._from_main` is to a restricted reader: a name of ``__main__``, looked up like all others."""
-
-    __slots__ = ("_reader",)
-
-    def __init__(self, reader: _CarefulUnpickler) -> None:
-        self._reader = reader
-
-    def __call__(self, qualname: Any) -> Any:
-        if type(qualname) is not str:
-            raise NotAllowedError("a name of the script that is no text")
-        return self._reader.find_class("__main__", qualname)
-
-
 def _is_immutable(obj: object) -> bool:
     """Whether this is a class of Python that is called as it is. Asked by identity: it may be unhashable."""
     return obj is complex or obj is range or obj is slice
-
-
-_NEW: Final = object()
-"""What `reducers.make_instance` is to a restricted reader: it does what pickle's NEWOBJ does."""
-_MAKE_INSTANCE: Final = (reducing.__name__, "make_instance")
-_FROM_MAIN: Final = (reducing.__name__, "_from_main")
-_SEQUENCES: Final = frozenset((list, tuple))
-_DICTS: Final = (dict, OrderedDict, Counter, defaultdict)

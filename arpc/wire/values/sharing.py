@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from pickle import PickleBuffer
 from typing import Final
 
 import numpy as np
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from arpc.wire.frames import ALIGNMENT
 from arpc.wire.values.raw_memory import view_of
+from arpc.wire.values.table import DTYPE_CODES
 
 __all__ = ["Span", "extent", "shared_spans"]
 
@@ -26,39 +28,35 @@ _MAX_WORK: Final = 10_000
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """Bytes ``start`` to ``end`` of a storage. ``source`` says where they are in the message, once they are in it."""
-
-    start: int
-    end: int
-    source: int | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Cluster:
-    """Views of one storage that overlap, or nearly touch."""
+    """Bytes ``start`` to ``end`` of a storage, for views of it that overlap or nearly touch."""
 
     start: int
     end: int
     covered_bytes: int = 0
     members: list[int] = field(default_factory=list)
+    """The positions of the views in the message."""
+    source: int | None = None
+    """Where the bytes are in the message, once they are in it."""
 
 
-def shared_spans(tensors: Sequence[Tensor | None], storages: Sequence[UntypedStorage | None]) -> dict[int, Span]:
-    """The span of each tensor that is to share one, by its position. None stands for what cannot share anything."""
-    by_storage: dict[int, list[int]] = {}
-    for position, (tensor, storage) in enumerate(zip(tensors, storages, strict=True)):
-        if tensor is not None and storage is not None and tensor.numel():
-            by_storage.setdefault(storage._cdata, []).append(position)
+def shared_spans(slots: Sequence[Tensor | PickleBuffer]) -> dict[int, Span]:
+    """The span of each tensor that is to share one with others, by its position in the message."""
+    by_storage: dict[int, dict[int, Tensor]] = {}
+    for position, slot in enumerate(slots):
+        if isinstance(slot, Tensor) and slot.is_cpu and slot.dtype in DTYPE_CODES and not slot.is_nested:
+            try:
+                storage = slot.untyped_storage()._cdata
+            except RuntimeError:  # a sparse tensor, or one of vmap
+                continue
+            by_storage.setdefault(storage, {})[position] = slot
     spans: dict[int, Span] = {}
-    for positions in by_storage.values():
-        if len(positions) == 1:
-            continue
-        members = {position: tensor for position in positions if (tensor := tensors[position]) is not None}
-        for cluster in _clusters(members):
-            if len(cluster.members) > 1 and _is_worth_sharing(cluster, members):
-                # aligned, so that views of any dtype begin at a multiple of their item size
-                span = Span(cluster.start - cluster.start % ALIGNMENT, cluster.end)
-                spans.update(dict.fromkeys(cluster.members, span))
+    for members in by_storage.values():
+        for span in _spans_of(members) if len(members) > 1 else ():
+            if len(span.members) > 1 and _is_worth_sharing(span, members):
+                span.start -= (
+                    span.start % ALIGNMENT
+                )  # so that views of any dtype begin at a multiple of their item size
+                spans.update(dict.fromkeys(span.members, span))
     return spans
 
 
@@ -72,27 +70,25 @@ def extent(tensor: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * item
 
 
-def _clusters(members: dict[int, Tensor]) -> list[_Cluster]:
-    extents = sorted((*extent(tensor), position) for position, tensor in members.items())
-    clusters: list[_Cluster] = []
+def _spans_of(members: dict[int, Tensor]) -> list[Span]:
+    extents = sorted((*extent(tensor), position) for position, tensor in members.items() if tensor.numel())
+    spans: list[Span] = []
     for start, end, position in extents:
         # a gap no larger than what lies before it at most doubles what is sent
-        if not clusters or start > clusters[-1].end + clusters[-1].covered_bytes:
-            clusters.append(_Cluster(start, end))
-        cluster = clusters[-1]
-        cluster.end = max(cluster.end, end)
-        cluster.covered_bytes += min(end - start, members[position].nbytes)
-        cluster.members.append(position)
-    return clusters
+        if not spans or start > spans[-1].end + spans[-1].covered_bytes:
+            spans.append(Span(start, end))
+        span = spans[-1]
+        span.end = max(span.end, end)
+        span.covered_bytes += min(end - start, members[position].nbytes)
+        span.members.append(position)
+    return spans
 
 
-def _is_worth_sharing(cluster: _Cluster, members: dict[int, Tensor]) -> bool:
-    if cluster.end - cluster.start <= 2 * cluster.covered_bytes:
-        return True
+def _is_worth_sharing(span: Span, members: dict[int, Tensor]) -> bool:
     # Sparse views, like two columns of a matrix, reach over each other and need not have an element in common
-    if len(cluster.members) > _MAX_MEMBERS:
+    if span.end - span.start <= 2 * span.covered_bytes or len(span.members) > _MAX_MEMBERS:
         return True
-    arrays = [_as_bytes(members[position]) for position in cluster.members]
+    arrays = [_as_bytes(members[position]) for position in span.members]
     return any(_overlap(left, right) for left, right in combinations(arrays, 2))
 
 

@@ -17,7 +17,6 @@ import torch
 from msgspec import Meta
 
 __all__ = [
-    "COMPLEX_CODES",
     "DTYPES",
     "DTYPE_CODES",
     "MAX_DIMENSIONS",
@@ -99,7 +98,6 @@ DTYPE_CODES: Final = {dtype: code for code, dtype in DTYPES.items()}
 NUMPY_DTYPES: Final = {
     code | bit: _numpy_dtype(code, dtype) for code, dtype in DTYPES.items() for bit in (0, Code.REQUIRES_GRAD)
 }
-COMPLEX_CODES: Final = frozenset(code for code, dtype in DTYPES.items() if dtype.is_complex)
 
 
 # -- entries

@@ -207,7 +207,8 @@ async def test_interceptors_with_an_occasion_add_their_bytes_and_may_change_tens
     call = desk.send(echo, torch.ones(2), metadata={"own": b"1"}, flags=RequestFlag.STREAM)
     assert decode_metadata(call.content.meta) == {"own": b"1", "trace": b"traced"}
     assert desk.tracer.seen == [(echo, True)]
-    assert torch.frombuffer(bytearray(call.content.tensors.parts[0]), dtype=torch.float32).tolist() == [2, 2]
+    (memory,) = call.content.tensors.parts
+    assert torch.frombuffer(bytearray(memory), dtype=torch.float32, count=2).tolist() == [2, 2]
     desk.tracer.adds = None
     assert desk.send(echo).content.meta == b""
     desk.tracer.occasions.clear()

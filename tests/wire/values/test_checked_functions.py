@@ -14,11 +14,10 @@ from arpc.errors import NotAllowedError, ProtocolError, SerializationError
 from arpc.wire.values import policy  # which fills the lists
 from arpc.wire.values.allowlist import (
     CLASSES,
-    FUNCTIONS,
     MAKERS,
+    NAMES,
     QUICK,
     TENSOR_CLASSES,
-    VALUES,
     allow_function,
     export,
     register_type,
@@ -107,9 +106,8 @@ def zoo():
 
 
 def all_trusted():
-    found = {key: function for names in (QUICK, FUNCTIONS) for key, function in names.by_key.items()}
-    functions = {".".join(key): function for key, function in found.items() if type(function) is Checked}
-    makers = {id(cls): key for key, cls in VALUES.by_key.items()}
+    functions = {".".join(key): found for key, found in (QUICK | NAMES).items() if type(found) is Checked}
+    makers = {id(cls): key for key, cls in NAMES.items()}
     return functions | {".".join(makers[id_]): maker for id_, maker in MAKERS.items()}
 
 
@@ -154,9 +152,11 @@ def test_whatever_it_is_handed_it_has_no_effect_and_takes_no_memory(name):
 
 
 def test_all_that_a_pickle_can_call_is_trusted_registered_or_immutable():
-    for name, found in QUICK.by_key.items():
+    for name, found in QUICK.items():
         assert type(found) is Checked or found in (complex, range, slice) or isinstance(found, torch.dtype), name
-    assert all(type(found) is Checked for found in (*FUNCTIONS.by_key.values(), *MAKERS.values()))
+    named = {found for found in NAMES.values() if type(found) is not Checked}
+    assert named.isdisjoint((complex, range, slice))
+    assert all(type(found) is Checked for found in MAKERS.values())
     assert all(isinstance(cls, type) and not issubclass(cls, torch.Tensor) for cls in CLASSES.by_key.values())
     assert all(issubclass(cls, torch.Tensor) for cls in TENSOR_CLASSES.by_key.values())
 
@@ -203,11 +203,11 @@ def test_a_function_is_trusted_with_its_checks_alone():
     key = __name__, "of_this_test"
     assert allow_function(TEXT)(of_this_test) is of_this_test
     try:
-        assert FUNCTIONS.get(key)("a") == "a"
+        assert NAMES[key]("a") == "a"
         with pytest.raises(NotAllowedError):
-            FUNCTIONS.get(key)(1)
+            NAMES[key](1)
     finally:
-        del FUNCTIONS.by_key[key]
+        del NAMES[key]
 
 
 @pytest.mark.parametrize("cls", [type, np.ndarray, np.float32, memoryview, torch.Tensor, torch.UntypedStorage])

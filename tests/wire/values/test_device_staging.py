@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from arpc.errors import ProtocolError, SerializationError
-from arpc.wire.values.device_staging import AcceleratorBackend, Staged, placements
+from arpc.wire.values.device_staging import AcceleratorBackend, Staged
 from arpc.wire.values.layouts import Misplaced, read_layout
-from arpc.wire.values.table import Entry, Kind, Table, encode_table
+from arpc.wire.values.table import Code, Entry, Kind, encode_table
 from tests.wire.exchange import INLINE, pack, unpack
 from tests.wire.fake_devices import FakeDevice
 
@@ -109,7 +109,9 @@ def test_a_description_that_does_not_fit_what_came_is_refused():
 
 
 def test_placements_without_a_part_are_none():
-    assert placements(Table(0, b"", [], [], [Entry(Kind.PLACED, 0, 0, 0, (), layout="cuda:0")])) == {}
+    entry = Entry(Kind.PLACED, 0, 0, 0, (), layout="cuda:0")
+    table = encode_table((0, bytes([Code.ENTRY]), [0], [()], [entry]))
+    assert read_layout(table).placements == {}
 
 
 # -- an accelerator, as far as a machine without one can tell: what is done, and in which order

@@ -18,7 +18,7 @@ from arpc.errors import ProtocolError, SerializationError
 from arpc.private import torch as private
 from arpc.wire.values import schemas
 from arpc.wire.values.layouts import read_layout
-from arpc.wire.values.raw_memory import address_of
+from arpc.wire.values.raw_memory import MEMORY, address_of
 from arpc.wire.values.schemas import Packer
 from tests.wire.exchange import assert_same, body_of, unpacked
 
@@ -151,17 +151,16 @@ def test_freed_memory_is_refused_although_such_a_tensor_was_sent_before(packer):
 def test_addresses_do_not_matter(packer, monkeypatch):
     """A Python that is not position-independent has its heap below 4 GiB."""
     tensor = torch.arange(4.0)
+    packer.pack([tensor])
     base = tensor.data_ptr() - 64
     monkeypatch.setattr(schemas, "_address_of", lambda tensor: tensor.data_ptr() - base)
     taken = []
 
-    class Memory:
-        def __getitem__(self, place: slice) -> bytes:
-            taken.append(place.start)
-            return schemas_memory[place.start + base : place.stop + base]
+    def copy_of(place: slice) -> bytes:
+        taken.append(place.start)
+        return MEMORY[place.start + base : place.stop + base]
 
-    schemas_memory = schemas.MEMORY
-    monkeypatch.setattr(schemas, "MEMORY", Memory())
+    monkeypatch.setattr(schemas, "_copy_of", copy_of)
     for _ in range(3):
         assert unpacked(packer.pack([tensor]))[0].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert taken == [64] * 3

@@ -4,7 +4,6 @@ import numpy as np
 import torch
 
 from arpc.wire.values.table import (
-    COMPLEX_CODES,
     DTYPE_CODES,
     DTYPES,
     NUMPY_DTYPES,
@@ -76,10 +75,6 @@ def test_numpy_reads_items_of_the_same_size():
         assert NUMPY_DTYPES[code | Code.REQUIRES_GRAD] == NUMPY_DTYPES[code]
         if code < Code.FIRST_STAND_IN:
             assert torch.from_numpy(np.zeros(1, NUMPY_DTYPES[code])).dtype is dtype
-
-
-def test_complex_codes():
-    assert {DTYPES[code] for code in COMPLEX_CODES} == {torch.complex32, torch.complex64, torch.complex128}
 
 
 def test_a_table_is_read_as_it_was_written():

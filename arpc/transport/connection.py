@@ -81,6 +81,8 @@ class Receiver(TypingProtocol):
 class Connection(ABC):
     """One connection, not tied to how bytes move. Belongs to the loop it was made on."""
 
+    address = "?"
+    """Where the peer is, for people to read."""
     _write: Callable[[bytes], None]
     """Hands bytes to the operating system, or keeps them until it takes them. Each kind of connection has its own."""
     _write_pieces: Callable[[tuple[bytes, memoryview]], None]
@@ -164,11 +166,6 @@ class Connection(ABC):
     @abstractmethod
     def _abort(self) -> None:
         """Close now. Ends in `_ended`."""
-
-    @property
-    @abstractmethod
-    def address(self) -> str:
-        """Where the peer is, for people to read."""
 
     # -- sending
 
@@ -442,10 +439,12 @@ class Connection(ABC):
         self._bulk_bytes -= size_bytes
         self.tell_bulk_left()
 
-    def _congested(self) -> None:
+    def pause_writing(self) -> None:
+        """The peer does not take what was written."""
         self.is_full = self.is_congested = True
 
-    def _drained(self) -> None:
+    def resume_writing(self) -> None:
+        """The peer has taken enough of it."""
         self.is_full = False
         self.flush()
         if self.lanes is not None:
@@ -712,15 +711,13 @@ C = TypeVar("C", bound=Connection)
 class Listener(ABC):
     """Something others can connect to."""
 
+    address: str
+    """Where to connect, with the port or path that was really taken."""
+
     def __init__(self, accept: Accept, limits: ConnectionLimits | None = None) -> None:
         self._accept = accept
         self._limits = limits
         self._accepted: weakref.WeakSet[Connection] = weakref.WeakSet()
-
-    @property
-    @abstractmethod
-    def address(self) -> str:
-        """Where to connect, with the port or path that was really taken."""
 
     @abstractmethod
     async def aclose(self) -> None:

@@ -56,7 +56,7 @@ class Resources(NamedTuple):
 NO_RESOURCES: Final = Resources()
 
 
-class StreamConnection(asyncio.BufferedProtocol, Connection):
+class StreamConnection(Connection, asyncio.BufferedProtocol):
     """A connection over an asyncio transport, uvloop's or the standard library's."""
 
     _transport: asyncio.Transport | WriteLock
@@ -64,20 +64,15 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
     peer_process: int | None = None
 
     def __init__(self, protocol: Protocol, receiver: Receiver, resources: Resources) -> None:
-        Connection.__init__(self, protocol, receiver)
+        super().__init__(protocol, receiver)
         self._arena = resources.arena
         self._busy_poll = resources.busy_poll
         if resources.memory is not None:
             protocol.allocate = resources.memory.allocate
         self._write_lock: WriteLock | None = None
         self._active_poll: BusyPoll | None = None
-        self._address = "?"
         self._is_made = False
         self._has_eof = False
-
-    @property
-    def address(self) -> str:
-        return self._address
 
     # -- called by asyncio, which does not look up the first two again after `set_protocol` if it is uvloop's
 
@@ -102,7 +97,7 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
         transport.set_write_buffer_limits(high=0)
         sock = self._socket = transport.get_extra_info("socket")
         close_in_children(sock.fileno())
-        self._address = _describe(sock)
+        self.address = _describe(sock)
         _tune(sock)
         self._set_protocol = transport.set_protocol
         try:
@@ -130,12 +125,6 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
         # Our half closes too, once what was sent before `close` is out
         return self._is_mute and self._has_bulk
 
-    def pause_writing(self) -> None:
-        self._congested()
-
-    def resume_writing(self) -> None:
-        self._drained()
-
     def connection_lost(self, exc: Exception | None) -> None:
         if self._busy_poll is not None:
             self._busy_poll.leave(self)
@@ -148,7 +137,7 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
     @cached_property
     def is_local(self) -> bool:
         # cached: the busy poll asks again and again
-        address = self._address
+        address = self.address
         return address.startswith("unix://") or (address.startswith("tcp://") and is_loopback(split_tcp(address)[0]))
 
     def set_busy_poll(self, busy_poll: BusyPoll | None) -> None:
@@ -296,7 +285,6 @@ class _StreamListener(Listener):
         super().__init__(accept, limits)
         self._make = make
         self._server: asyncio.AbstractServer
-        self._address = ""
         self._remove: weakref.finalize[..., Any] | None = None
 
     def accept(self) -> StreamConnection:
@@ -304,17 +292,13 @@ class _StreamListener(Listener):
 
     def opened(self, server: asyncio.AbstractServer, address: str, path: str | None = None) -> Self:
         self._server = server
-        self._address = address
+        self.address = address
         for sock in cast("asyncio.Server", server).sockets:
             close_in_children(sock.fileno())
         if path is not None:
             # also when the process ends and nobody has closed it
             self._remove = weakref.finalize(self, _remove_socket, path, os.getpid())
         return self
-
-    @property
-    def address(self) -> str:
-        return self._address
 
     async def aclose(self) -> None:
         # Not wait_closed(): it waits for the connections too, which have owners of their own

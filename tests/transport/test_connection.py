@@ -40,9 +40,7 @@ class ListConnection(Connection):
         self.is_elsewhere = False
         self.on_write: Callable[[bytes], object] | None = None
 
-    @property
-    def address(self) -> str:
-        return "list://"
+    address = "list://"
 
     @property
     def is_peer_elsewhere(self) -> bool:
@@ -54,7 +52,7 @@ class ListConnection(Connection):
         self.written.append(data)
         self.room_bytes -= len(data)
         if self.room_bytes <= 0:
-            self._congested()
+            self.pause_writing()
 
     def _write_pieces(self, pieces):
         header, chunk = pieces
@@ -83,7 +81,7 @@ class ListConnection(Connection):
 
     def make_room(self, room_bytes: int = 1 << 40) -> None:
         self.room_bytes = room_bytes
-        self._drained()
+        self.resume_writing()
 
     def end(self, error: Exception | None = None) -> None:
         self._ended(error)

@@ -235,8 +235,7 @@ def _describe(sock: socket.socket) -> str:
     with contextlib.suppress(OSError):
         if sock.family == socket.AF_UNIX:
             return f"unix://{sock.getsockname() or sock.getpeername()}"
-        host, port = sock.getpeername()[:2]
-        return f"tcp://{_bracket(host)}:{port}"
+        return tcp_address(*sock.getpeername()[:2])
     return "?"
 
 
@@ -270,10 +269,6 @@ def _credentials(sock: socket.socket) -> tuple[int, int]:
         sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     )
     return process, uid
-
-
-def _bracket(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 Make = Callable[[Protocol, Receiver], StreamConnection]
@@ -343,7 +338,7 @@ class TcpTransport(_StreamTransport):
         listener = self._listener(accept)
         server = await loop.create_server(listener.accept, host, port, backlog=_BACKLOG)
         port = server.sockets[0].getsockname()[1]
-        return listener.opened(server, f"tcp://{_bracket(host)}:{port}")
+        return listener.opened(server, tcp_address(host, port))
 
 
 class UnixTransport(_StreamTransport):
@@ -450,6 +445,11 @@ def split_tcp(address: str) -> tuple[str, int]:
     if parts.scheme != "tcp" or not parts.hostname or port is None:
         raise ConfigurationError(f"{address!r} is not an address like tcp://host:port (port 0: any)")
     return parts.hostname, port
+
+
+def tcp_address(host: str, port: int) -> str:
+    """The address that `split_tcp` takes apart."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:

@@ -256,34 +256,6 @@ class Access:
     """How long the first worker waits for those of a group that had its store there before."""
 
 
-class _Watch(asyncio.Protocol):
-    """A connection to the server of a store on which nothing is said: it ends when the server does."""
-
-    def __init__(self, access: Access) -> None:
-        self.access = access
-        self.has_ended = asyncio.Event()
-        self._transport: asyncio.BaseTransport | None = None
-
-    async def open(self, host: str, port: int, limit_s: float) -> None:
-        """Connect; if that fails, operations on the store tell what is wrong."""
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(limit_s):
-                await loop.create_connection(lambda: self, host, port)
-        except OSError:  # a TimeoutError, too
-            self.has_ended.set()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.has_ended.set()
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-
-
 class GroupStore:
     """The store of one worker, with its thread and the worker's place in the group.
 
@@ -307,7 +279,9 @@ class GroupStore:
         self._reopen = reopen
         self._key_values = key_values
         self._polls = 0
-        self._watch: _Watch | None = None
+        self._watched: Access | None = None
+        self._watch: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        """A connection to the server of the store on which nothing is said: it ends when the server does."""
 
     @property
     def host(self) -> str | None:
@@ -368,21 +342,24 @@ class GroupStore:
         if access.is_host or access.host is None or access.port is None or not self.can_reopen:
             await asyncio.sleep(seconds)
             return
-        watch = self._watch
-        if watch is None or watch.access is not access:
+        if self._watched is not access:
             self._close_watch()
-            watch = self._watch = _Watch(access)
-            await watch.open(access.host, access.port, seconds)
-        if watch.has_ended.is_set():
-            await asyncio.sleep(seconds)  # the store is there all the same, or else it would have been lost by now
-        else:
-            with contextlib.suppress(TimeoutError):
+            self._watched = access
+            with contextlib.suppress(OSError):  # a TimeoutError, too: operations on the store tell what is wrong
                 async with asyncio.timeout(seconds):
-                    await watch.has_ended.wait()
+                    self._watch = await asyncio.open_connection(access.host, access.port)
+        if self._watch is None:
+            await asyncio.sleep(seconds)  # the store is there all the same, or else it would have been lost by now
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                with contextlib.suppress(OSError):
+                    await self._watch[0].read()
+                self._close_watch()
 
     def _close_watch(self) -> None:
         if self._watch is not None:
-            self._watch.close()
+            self._watch[1].close()
             self._watch = None
 
     async def aclose(self) -> None:

@@ -46,6 +46,7 @@ logger = get_logger("arpc.transport")
 
 _DATA: Final = int(MessageType.DATA)
 _DROP_DATA: Final = int(MessageType.DROP_DATA)
+_LENT: Final = int(MessageType.LENT)
 _SCHEMA: Final = int(MessageType.SCHEMA)
 _DIRECT_FRAMES: Final = 3
 _USES_TO_ANNOUNCE: Final = 2
@@ -110,12 +111,10 @@ class Connection(ABC):
         self._schemas: dict[Schema, int] = {}
         """The numbers of what has been announced to the peer. Threads read it, see `frame_in_thread`."""
         self._schema_bytes = 0
-        self._opened: asyncio.Future[None] = self.loop.create_future()
-        # nobody may be waiting when a handshake fails; the error is told to the receiver as well
-        self._opened.add_done_callback(_retrieve)
-        self._closed: asyncio.Future[None] = self.loop.create_future()
+        self._handshake_ended = asyncio.Event()
+        self._closed = asyncio.Event()
         self._out: list[bytes] = []
-        self._counted_frames = self._counted_bytes = self._counted_writes = 0
+        """Frames of this turn, fewer than `_MOST_A_WRITE` of them."""
         self._bulk = BulkQueue()
         self._bulk_bytes = 0
         self.bulk_left: Callable[[], None] | None = None
@@ -188,14 +187,7 @@ class Connection(ABC):
     def unsent_bytes(self) -> int:
         """Bytes this side still holds because the peer does not take them."""
         unsent = 0 if self._is_aborted else self._unsent_bytes()
-        # counted once each: a receiver that is flooded asks again for every message
-        out = self._out
-        if self._counted_writes != self.writes:
-            self._counted_frames = self._counted_bytes = 0
-            self._counted_writes = self.writes
-        self._counted_bytes += sum(map(len, out[self._counted_frames :]))
-        self._counted_frames = len(out)
-        return unsent + self._bulk_bytes + self._counted_bytes
+        return unsent + self._bulk_bytes + sum(map(len, self._out))
 
     @property
     def unsent_small_bytes(self) -> int:
@@ -308,10 +300,6 @@ class Connection(ABC):
         """
         return None
 
-    def write_with_others(self) -> None:
-        """Write no frame on its own any more, so that all go through `send` and `send_bulk`."""
-        self.direct_left = self._direct_frames = 0
-
     def _refuse(self) -> None:
         # Of one that was aborted everybody is about to hear that it is lost; that is soon enough
         if self._is_closed or not self._is_aborted:
@@ -351,9 +339,9 @@ class Connection(ABC):
 
     # -- for shared memory
 
-    def send_with_reference(self, data: bytes, bulk: BulkSend, reference: Callable[[int], bytes]) -> None:
-        """Send a message, and a frame that tells where its large tensors are: it is made of the message's number."""
-        self._begin_bulk(data + reference(self._bulk_count), bulk)
+    def send_lent(self, data: bytes, bulk: BulkSend, offsets: bytes) -> None:
+        """Send a message, and where in shared memory its large tensors are."""
+        self._begin_bulk(data + frame(_LENT, 0, self._bulk_count, 0, 0, offsets), bulk)
         bulk.buffers = []  # whoever remembers the message need not keep their memory
         self.end_if_last()
 
@@ -393,7 +381,6 @@ class Connection(ABC):
         """Write what was sent in this turn."""
         out = self._out
         if self._is_mute:
-            self.writes += bool(out)
             out.clear()
         elif out:
             data = out[0] if len(out) == 1 else b"".join(out)
@@ -464,9 +451,8 @@ class Connection(ABC):
             return
         try:
             self.receiver.output_drained(self)
-        except Exception as error:
-            logger.exception("an internal error on the connection to %s closes it", self.address)
-            self.abort(error)
+        except Exception as error:  # noqa: BLE001 - told to the receiver
+            self._failed(error)
 
     # -- receiving
 
@@ -531,17 +517,16 @@ class Connection(ABC):
 
     def _greeted(self) -> None:
         self._is_greeted = True
-        if not self._opened.done():
-            # say WELCOME before anything the receiver sends
-            if welcome := self.protocol.take_output():
-                self._out.append(welcome)
-            self._opened.set_result(None)
-            self._stop_watching()
-            if self.limits is not None:
-                self.limits.opened(self)
-            if self.shared_memory is not None:
-                self.shared_memory.opened()
-            self.receiver.connection_opened(self)
+        # say WELCOME before anything the receiver sends
+        if welcome := self.protocol.take_output():
+            self._out.append(welcome)
+        self._handshake_ended.set()
+        self._stop_watching()
+        if self.limits is not None:
+            self.limits.opened(self)
+        if self.shared_memory is not None:
+            self.shared_memory.opened()
+        self.receiver.connection_opened(self)
 
     def _failed(self, error: Exception) -> None:
         if not isinstance(error, WireError | OSError):
@@ -561,12 +546,13 @@ class Connection(ABC):
 
     async def wait_opened(self) -> None:
         """Return when the handshake is done; raises what made it fail."""
-        await asyncio.wait([self._opened])  # which is not cancelled with whoever waits
-        self._opened.result()
+        await self._handshake_ended.wait()
+        if not self._is_greeted:
+            raise self._error or ConnectionClosedError("the connection was closed in its handshake")
 
     async def wait_closed(self) -> None:
         """Return when the connection has ended."""
-        await asyncio.wait([self._closed])
+        await self._closed.wait()
 
     def start(self) -> None:
         """Say what the protocol says first, and expect the handshake to end some day."""
@@ -608,7 +594,6 @@ class Connection(ABC):
 
     def _forget_output(self) -> None:
         self._out.clear()
-        self._counted_frames = self._counted_bytes = 0
         self._bulk.clear()
         self._parked.clear()
         self._bulk_bytes = 0
@@ -616,7 +601,7 @@ class Connection(ABC):
 
     def _fall_silent(self) -> None:
         self._is_mute = True
-        self.write_with_others()
+        self.direct_left = self._direct_frames = 0
 
     def _expect_handshake(self) -> None:
         seconds = self.handshake_s
@@ -657,13 +642,11 @@ class Connection(ABC):
             self.shared_memory.closed()
         if self.limits is not None:
             self.limits.left(self)
-        error = self._error or (None if is_on_purpose else error or self._without_goodbye())
+        error = self._error = self._error or (None if is_on_purpose else error or self._without_goodbye())
         if self.lanes is not None:
             self.lanes.close(on_purpose=error is None)
-        if not self._opened.done():
-            self._opened.set_exception(error or ConnectionClosedError("the connection was closed in its handshake"))
-        if not self._closed.done():
-            self._closed.set_result(None)
+        self._handshake_ended.set()
+        self._closed.set()
         try:
             self.receiver.connection_lost(self, error)
         except Exception:
@@ -695,11 +678,6 @@ class Connection(ABC):
             "unsent_bytes": 0 if self._is_closed else self.unsent_bytes,
             **({} if self.lanes is None else self.lanes.statistics()),
         }
-
-
-def _retrieve(future: asyncio.Future[None]) -> None:
-    if not future.cancelled():
-        future.exception()
 
 
 Accept = Callable[[], tuple[Protocol, Receiver]]

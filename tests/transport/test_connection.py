@@ -540,20 +540,6 @@ async def test_every_frame_is_counted():
     assert connection.bytes_sent == before[1] + 2 * HEADER_BYTES + 4
 
 
-async def test_frames_wait_for_others_if_they_shall():
-    connection, _ = await opened()
-    connection.write_with_others()
-    connection.take()
-    connection.send(small_frame(1))
-    connection.send(small_frame(2))
-    assert connection.take() == []
-    await asyncio.sleep(0)
-    assert connection.take() == [(MessageType.REQUEST, 1), (MessageType.REQUEST, 2)]
-    connection.close()
-    with pytest.raises(ConnectionClosedError):
-        connection.send(small_frame(3))
-
-
 # -- messages with tensors
 
 

@@ -40,7 +40,6 @@ logger = get_logger("arpc.transport")
 FEATURE: Final = "shm"
 """What a worker that can share memory says in its handshake."""
 _ARENA: Final = int(MessageType.ARENA)
-_LENT: Final = int(MessageType.LENT)
 _FREED: Final = int(MessageType.FREED)
 _MAX_REASON_BYTES: Final = 200
 _FEW_COPIES: Final = 4
@@ -188,7 +187,7 @@ class Channel:
         self._arena.lend(self._borrower, placement)
         self._unread.append(bulk.size_bytes)
         offsets = struct.pack(f"<{len(placement.offsets)}Q", *placement.offsets)
-        self._connection.send_with_reference(data, bulk, lambda number: frame(_LENT, 0, number, 0, 0, offsets))
+        self._connection.send_lent(data, bulk, offsets)
 
     # -- receiving
 

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
 from typing import Final
 
 from arpc.errors import ConfigurationError, RendezvousError
@@ -238,10 +239,5 @@ def ranges(numbers: Sequence[int]) -> str:
     >>> ranges([0, 2, 3, 4, 7])
     '0, 2-4, 7'
     """
-    parts: list[str] = []
-    first = 0
-    for index, number in enumerate(numbers):
-        if index + 1 == len(numbers) or numbers[index + 1] != number + 1:
-            parts.append(str(number) if index == first else f"{numbers[first]}-{number}")
-            first = index + 1
-    return ", ".join(parts)
+    runs = (list(run) for _, run in groupby(enumerate(numbers), lambda item: item[1] - item[0]))
+    return ", ".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else f"{run[0][1]}" for run in runs)

@@ -271,19 +271,16 @@ def _credentials(sock: socket.socket) -> tuple[int, int]:
     return process, uid
 
 
-Make = Callable[[Protocol, Receiver], StreamConnection]
-"""Makes a connection that came in."""
-
-
 class _StreamListener(Listener):
-    def __init__(self, accept: Accept, make: Make, limits: ConnectionLimits | None) -> None:
-        super().__init__(accept, limits)
-        self._make = make
-        self._server: asyncio.AbstractServer
-        self._remove: weakref.finalize[..., Any] | None = None
+    _server: asyncio.AbstractServer
+    _remove: weakref.finalize[..., Any] | None = None
+
+    def __init__(self, accept: Accept, transport: _StreamTransport) -> None:
+        super().__init__(accept, transport.resources.limits)
+        self._transport = transport
 
     def accept(self) -> StreamConnection:
-        return self._track(self._make(*self._accept()))
+        return self._track(self._transport.make(*self._accept(), is_accepted=True))
 
     def opened(self, server: asyncio.AbstractServer, address: str, path: str | None = None) -> Self:
         self._server = server
@@ -311,16 +308,11 @@ def _remove_socket(path: str, process_id: int) -> None:
 
 class _StreamTransport(Transport):
     def __init__(self, resources: Resources = NO_RESOURCES) -> None:
-        self._resources = resources
+        self.resources = resources
 
-    def _make(self, protocol: Protocol, receiver: Receiver) -> StreamConnection:
-        return StreamConnection(protocol, receiver, self._resources)
-
-    def _make_accepted(self, protocol: Protocol, receiver: Receiver) -> StreamConnection:
-        return self._make(protocol, receiver)
-
-    def _listener(self, accept: Accept) -> _StreamListener:
-        return _StreamListener(accept, self._make_accepted, self._resources.limits)
+    def make(self, protocol: Protocol, receiver: Receiver, *, is_accepted: bool = False) -> StreamConnection:
+        """A connection that is about to be made, by this side or by the other."""
+        return StreamConnection(protocol, receiver, self.resources)
 
 
 class TcpTransport(_StreamTransport):
@@ -329,13 +321,13 @@ class TcpTransport(_StreamTransport):
     async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
         host, port = split_tcp(address)
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(lambda: self._make(protocol, receiver), host, port)
+        _, connection = await loop.create_connection(lambda: self.make(protocol, receiver), host, port)
         return connection
 
     async def listen(self, address: str, accept: Accept) -> Listener:
         host, port = split_tcp(address)
         loop = asyncio.get_running_loop()
-        listener = self._listener(accept)
+        listener = _StreamListener(accept, self)
         server = await loop.create_server(listener.accept, host, port, backlog=_BACKLOG)
         port = server.sockets[0].getsockname()[1]
         return listener.opened(server, tcp_address(host, port))
@@ -347,7 +339,7 @@ class UnixTransport(_StreamTransport):
     async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
         path = split_unix(address)
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_unix_connection(lambda: self._make(protocol, receiver), path)
+        _, connection = await loop.create_unix_connection(lambda: self.make(protocol, receiver), path)
         return connection
 
     async def listen(self, address: str, accept: Accept) -> Listener:
@@ -357,7 +349,7 @@ class UnixTransport(_StreamTransport):
             path = split_unix(address)
         sock = _bind_unix(path)
         loop = asyncio.get_running_loop()
-        listener = self._listener(accept)
+        listener = _StreamListener(accept, self)
         try:
             server = await loop.create_unix_server(listener.accept, sock=sock, backlog=_BACKLOG)
         except BaseException:

@@ -58,7 +58,7 @@ class WriteLock:
         self._bytes_sent = 0
         self._writes = 0
         self._transport = transport
-        self._socket: socket.socket | None = sock
+        self._socket = sock
         self._send = sock.send
         self._connection = connection
         self._call_loop = call_loop
@@ -101,23 +101,20 @@ class WriteLock:
 
     def write_rest(self) -> None:
         with self.lock:
-            self._write_rest()
-
-    def _write_rest(self) -> None:
-        rest, self._rest = self._rest, b""
-        if rest:
-            self._transport.write(rest)
+            rest, self._rest = self._rest, b""
+            if rest:
+                self._transport.write(rest)
 
     def write(self, data: bytes) -> None:
         with self.lock:
             if self._rest:
-                self._write_rest()
+                self.write_rest()
             self._transport.write(data)
 
     def writelines(self, pieces: Iterable[bytes | memoryview]) -> None:
         with self.lock:
             if self._rest:
-                self._write_rest()
+                self.write_rest()
             write_pieces(self._transport, pieces)
 
     def get_write_buffer_size(self) -> int:
@@ -128,12 +125,12 @@ class WriteLock:
 
     def write_eof(self) -> None:
         with self.lock:
-            self._write_rest()
+            self.write_rest()
             self._transport.write_eof()
 
     def close(self) -> None:
         with self.lock:
-            self._write_rest()
+            self.write_rest()
             self._transport.close()
 
     def abort(self) -> None:
@@ -156,6 +153,4 @@ class WriteLock:
         with self.lock:
             self._is_over = True
             self._rest = b""
-            sock, self._socket = self._socket, None
-        if sock is not None:
-            sock.close()
+            self._socket.close()

@@ -300,7 +300,7 @@ class Arena:
 
         def punch() -> None:
             for block in blocks:
-                self.file.punch(block.offset, block.size_bytes)
+                self.file.free(block.offset, block.size_bytes)
 
         def punched(error: BaseException | None) -> None:
             if error is not None:

@@ -115,13 +115,10 @@ class Connection(ABC):
         self._closed = asyncio.Event()
         self._out: list[bytes] = []
         """Frames of this turn, fewer than `_MOST_A_WRITE` of them."""
-        self._bulk = BulkQueue()
-        self._bulk_bytes = 0
+        self.bulk = BulkQueue()
         self.bulk_left: Callable[[], None] | None = None
         """Called whenever `held_bytes` may have become less: something was written, or read by the peer."""
         self._bulk_count = 0
-        self._parked: set[BulkSend] = set()
-        """Messages that wait for the peer to map shared memory, or for a copy."""
         self.lanes: Lanes | None = None
         self.is_reading = False
         """What comes now is one of several messages of a read."""
@@ -187,12 +184,12 @@ class Connection(ABC):
     def unsent_bytes(self) -> int:
         """Bytes this side still holds because the peer does not take them."""
         unsent = 0 if self._is_aborted else self._unsent_bytes()
-        return unsent + self._bulk_bytes + sum(map(len, self._out))
+        return unsent + self.bulk.unsent_bytes + sum(map(len, self._out))
 
     @property
     def unsent_small_bytes(self) -> int:
         """Bytes of `unsent_bytes` that are not of messages with large tensors, but for a chunk of those."""
-        return self.unsent_bytes - self._bulk_bytes + self._bulk.small_bytes
+        return self.unsent_bytes - self.bulk.unsent_bytes + self.bulk.small_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -321,10 +318,9 @@ class Connection(ABC):
     def send_in_chunks(self, data: bytes, bulk: BulkSend) -> None:
         """Send a message and its large tensors as bytes, without shared memory."""
         self._begin_bulk(data, bulk)
-        self._bulk_bytes += bulk.size_bytes
         if self.lanes is not None and self.lanes.take(bulk):
             return
-        self._bulk.append(bulk)
+        self.bulk.append(bulk)
         if not self._out and not self.is_reading:
             self.loop.call_soon(self.flush)
 
@@ -345,19 +341,6 @@ class Connection(ABC):
         bulk.buffers = []  # whoever remembers the message need not keep their memory
         self.end_if_last()
 
-    def park(self, bulk: BulkSend) -> None:
-        """A message has to wait. It counts as unsent, and may be dropped."""
-        self._parked.add(bulk)
-        self._bulk_bytes += bulk.size_bytes
-
-    def unpark(self, bulk: BulkSend) -> bool:
-        """It need not wait any longer; False if it was dropped meanwhile, or the connection is gone."""
-        if bulk not in self._parked:
-            return False
-        self._parked.remove(bulk)
-        self._bulk_bytes -= bulk.size_bytes
-        return True
-
     def tell_bulk_left(self) -> None:
         """`held_bytes` may have become less."""
         if self.bulk_left is not None:
@@ -365,14 +348,11 @@ class Connection(ABC):
 
     def drop_bulk(self, bulk: BulkSend) -> bool:
         """Stop sending tensors nobody wants any more. False if all of them have gone out already."""
-        if self.unpark(bulk):
+        if self.bulk.unpark(bulk):
             self.tell_bulk_left()
             return True  # nobody has heard of it
-        if self._is_mute:
+        if self._is_mute or not self.bulk.remove(bulk):
             return False
-        if not self._bulk.remove(bulk) and (self.lanes is None or not self.lanes.drop(bulk)):
-            return False
-        self._bulk_bytes -= bulk.unsent_bytes
         self.tell_bulk_left()
         self.send(frame(_DROP_DATA, 0, bulk.id, 0, 0, b""))
         return True
@@ -389,29 +369,23 @@ class Connection(ABC):
             self.bytes_sent += len(data)
             out.clear()
             self._write(data)
-        if self._bulk and not self.is_full:
+        if self.bulk.has_chunks and not self.is_full:
             self._pump()
         else:
             self.tell_bulk_left()
 
     def _pump(self) -> None:
         """Write chunks of the messages under way, in turns, until the peer is full."""
-        while self._bulk and not self.is_full and not self._is_closed:
-            number, chunk = self._bulk.next_chunk()
-            size = chunk.nbytes
-            self._bulk_bytes -= size
-            self.write_chunk(pack_header(size, _DATA, 0, 0, number, 0, 0, 0, 0), chunk)
+        while self.bulk.has_chunks and not self.is_full and not self._is_closed:
+            number, chunk = self.bulk.next_chunk()
+            self.write_chunk(pack_header(chunk.nbytes, _DATA, 0, 0, number, 0, 0, 0, 0), chunk)
         self.tell_bulk_left()
         self.end_if_last()
 
     def end_if_last(self) -> None:
         """Large tensors have gone out: end if `close` was called, and they were the last."""
-        if self._is_mute and not self._has_bulk and not self._is_closed:
+        if self._is_mute and not self.bulk and not self._is_closed:
             self._end_writing()
-
-    @property
-    def _has_bulk(self) -> bool:
-        return bool(self._bulk or self._parked) or (self.lanes is not None and self.lanes.is_busy)
 
     # -- for lanes
 
@@ -420,11 +394,6 @@ class Connection(ABC):
         self.bytes_sent += chunk.nbytes + HEADER_BYTES
         self.writes += 1
         self._write_pieces((header, chunk))
-
-    def bulk_written(self, size_bytes: int) -> None:
-        """So much of what is unsent here has gone another way."""
-        self._bulk_bytes -= size_bytes
-        self.tell_bulk_left()
 
     def pause_writing(self) -> None:
         """The peer does not take what was written."""
@@ -578,7 +547,7 @@ class Connection(ABC):
         if not was_open:
             self._shut()
             return
-        if not self._has_bulk:
+        if not self.bulk:
             self._end_writing()
         self._linger(-1)
 
@@ -594,9 +563,7 @@ class Connection(ABC):
 
     def _forget_output(self) -> None:
         self._out.clear()
-        self._bulk.clear()
-        self._parked.clear()
-        self._bulk_bytes = 0
+        self.bulk.clear()
         self.bulk_left = None
 
     def _fall_silent(self) -> None:

@@ -123,7 +123,7 @@ class StreamConnection(Connection, asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         self._has_eof = True
         # Our half closes too, once what was sent before `close` is out
-        return self._is_mute and self._has_bulk
+        return self._is_mute and bool(self.bulk)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._busy_poll is not None:

@@ -59,7 +59,7 @@ NO_RESOURCES: Final = Resources()
 class StreamConnection(Connection, asyncio.BufferedProtocol):
     """A connection over an asyncio transport, uvloop's or the standard library's."""
 
-    _transport: asyncio.Transport | WriteLock
+    _transport: asyncio.Transport
     _set_protocol: Callable[[asyncio.BaseProtocol], None]
     peer_process: int | None = None
 
@@ -162,13 +162,11 @@ class StreamConnection(Connection, asyncio.BufferedProtocol):
 
     def share_writing(self) -> WriteLock | None:
         if self._write_lock is None and self.is_open and not self._is_mute:
-            transport = cast("asyncio.Transport", self._transport)
             try:
-                sock = _duplicate(transport.get_extra_info("socket"))
+                sock = _duplicate(self._socket)
             except OSError:
                 return None  # no descriptor is left
-            self._write_lock = WriteLock(transport, sock, self, self.loop.call_soon_threadsafe)
-            self._transport = self._write_lock
+            self._write_lock = WriteLock(self._transport, sock, self, self.loop.call_soon_threadsafe)
             self._write = self._write_lock.write
             self._write_pieces = self._write_lock.writelines
         return self._write_lock
@@ -176,6 +174,7 @@ class StreamConnection(Connection, asyncio.BufferedProtocol):
     def close(self, reason: str = "") -> None:
         if self._write_lock is not None:
             self._write_lock.shut()  # nothing comes after a goodbye
+            self._write_lock.write_rest()
         super().close(reason)
 
     def abort(self, error: Exception | None = None) -> None:
@@ -194,7 +193,7 @@ class StreamConnection(Connection, asyncio.BufferedProtocol):
     # -- called by Connection
 
     def _unsent_bytes(self) -> int:
-        return self._transport.get_write_buffer_size()
+        return (self._write_lock or self._transport).get_write_buffer_size()
 
     def _unacknowledged_bytes(self) -> int:
         try:

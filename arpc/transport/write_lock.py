@@ -38,7 +38,7 @@ def write_pieces(transport: asyncio.Transport, pieces: Iterable[bytes | memoryvi
 
 
 class WriteLock:
-    """Stands in front of a transport: the loop writes through it as if it were the transport.
+    """Stands in front of a transport: the loop writes through it.
 
     ``sock`` is another descriptor of the transport's socket. It is closed by `end`, which must be called before the
     transport closes its own: until then the peer would not see the end.
@@ -119,22 +119,6 @@ class WriteLock:
 
     def get_write_buffer_size(self) -> int:
         return self._transport.get_write_buffer_size() + len(self._rest)
-
-    def can_write_eof(self) -> bool:
-        return self._transport.can_write_eof()
-
-    def write_eof(self) -> None:
-        with self.lock:
-            self.write_rest()
-            self._transport.write_eof()
-
-    def close(self) -> None:
-        with self.lock:
-            self.write_rest()
-            self._transport.close()
-
-    def abort(self) -> None:
-        self._transport.abort()
 
     def take_counts(self) -> tuple[int, int, int]:
         """Frames, bytes and writes of threads since the last time."""

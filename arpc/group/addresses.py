@@ -11,7 +11,7 @@ from typing import Final
 from arpc.errors import ConfigurationError
 from arpc.log import get_logger
 from arpc.options import RpcOptions
-from arpc.transport.sockets import is_loopback, split_tcp
+from arpc.transport.sockets import is_loopback, split_tcp, tcp_address
 
 __all__ = ["check_guarded", "default_addresses", "reachable_address"]
 
@@ -39,7 +39,7 @@ async def default_addresses(options: RpcOptions, store_host: str | None) -> tupl
             f"reach it could run code in it. Set the same ARPC_SECRET (or RpcOptions.secret) on all workers, or give "
             f"each of them a certificate (RpcOptions.tls)"
         )
-    return (*unix, f"tcp://{_bracketed(interface)}:0")
+    return (*unix, tcp_address(interface, 0))
 
 
 async def reachable_address(address: str, store_host: str | None) -> str:
@@ -53,7 +53,7 @@ async def reachable_address(address: str, store_host: str | None) -> str:
     interface = None if store_host is None or is_loopback(store_host) else await _interface_to(store_host)
     if interface is None:
         interface = _interface_towards(beyond, socket.AF_INET6 if ":" in beyond else socket.AF_INET)
-    return f"tcp://{_bracketed(interface or ('::1' if ':' in host else '127.0.0.1'))}:{port}"
+    return tcp_address(interface or ("::1" if ":" in host else "127.0.0.1"), port)
 
 
 def check_guarded(addresses: Sequence[str], options: RpcOptions) -> None:
@@ -105,7 +105,3 @@ def _interface_towards(address: str, family: socket.AddressFamily) -> str | None
             return str(ip_address(probe.getsockname()[0]))
     except (OSError, ValueError):
         return None
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -41,7 +41,6 @@ from arpc.group.membership import (
     decode,
     decode_record,
     encode,
-    unknown_worker,
 )
 from arpc.ids import MAX_WORKER_ID, WorkerId
 from arpc.log import get_logger
@@ -128,20 +127,15 @@ def read_events(kv: KeyValues, start: int) -> list[Joined | Left]:
     return [decode(event, _event_decoder) for event in packed]
 
 
-class Stay:
+class Stay(Presence):
     """One worker's time in the group. Its steps run in the store's thread, one after the other."""
 
-    def __init__(self) -> None:
-        self._record: WorkerRecord | None = None
-        self._presence = Presence(PRESENT_ELASTIC, PRESENT_STATIC)
+    mine, others = PRESENT_ELASTIC, PRESENT_STATIC
+    _record: WorkerRecord | None = None
 
-    def enter(self, kv: KeyValues) -> None:
-        self._presence.enter(kv)
-        self.check_unmixed(kv)
-
-    def check_unmixed(self, kv: KeyValues) -> None:
+    def _check_unmixed(self, kv: KeyValues) -> None:
         """Raise, once for each worker of the other kind that came since `enter`."""
-        if self._presence.is_mixed(kv):
+        if self.is_mixed(kv):
             raise RendezvousError(MIXED_TEXT)
 
     def take_name(self, kv: KeyValues, record: WorkerRecord, dead: bytes | None) -> bytes | int:
@@ -160,7 +154,7 @@ class Stay:
             kv.add(PRESENT_ELASTIC, -1)
         self._record = record
         place = append_event(kv, Joined(record))
-        self.check_unmixed(kv)
+        self._check_unmixed(kv)
         return place
 
     def restore(
@@ -171,7 +165,7 @@ class Stay:
         What is in the store already stands: a worker that was given a name, or an id, in the meantime keeps it. So this
         worker is back if the log has its record, and was replaced if not.
         """
-        self._presence.restored(kv)
+        self._be_counted(kv)
         self._record = record
         mark_used(kv, used)
         for one in (record, *known):
@@ -188,21 +182,18 @@ class Stay:
             kv.add(PRESENT_ELASTIC, 1)
             append_event(kv, Joined(record))
 
-    def leave(self, kv: KeyValues) -> None:
-        if not self._presence.is_counted:
-            return
-        self._presence.is_counted = False
+    def _give_up_place(self, kv: KeyValues) -> bool:
         if self._record is not None:
             packed = encode(self._record)
             if kv.peek(_name_key(self._record)) != packed:
-                return  # who took this worker for dead has done all that follows
+                return False  # another took this worker for dead
             # In this order: if we die between the two, the name is that of a dead worker, which can be taken.
             append_event(kv, Left(self._record))
             kv.swap(_name_key(self._record), FREE, expected=packed)
-        self._presence.leave(kv)
+        return True
 
     def news(self, kv: KeyValues, start: int) -> list[Joined | Left]:
-        self.check_unmixed(kv)
+        self._check_unmixed(kv)
         return read_events(kv, start)
 
 
@@ -222,8 +213,6 @@ class ElasticRendezvous(Rendezvous):
         self._stay = Stay()
         self._joined_at = 0
         self._read_until = 0
-        self._by_id: dict[WorkerId, WorkerRecord] = {}
-        self._by_name: dict[str, WorkerRecord] = {}
         self._used = 0
         """A bit for each id that a worker of the group has, or had."""
         self._is_away = False
@@ -234,12 +223,13 @@ class ElasticRendezvous(Rendezvous):
     async def _join_once(
         self, name: str, make_record: MakeRecord, probe: Probe | None, deadline: float, timeout_s: float
     ) -> WorkerRecord:
-        stay = self._stay = Stay()
+        stay = self._presence = self._stay = Stay()
         self._begin_log([])
         try:
             await self._store.run(self._check_open)
             await self._wait_for_earlier_group(deadline)
-            await self._store.run(stay.enter)
+            if not await self._store.run(stay.enter):
+                raise RendezvousError(MIXED_TEXT)
             worker_id = await self._store.run(partial(allocate_id, wish=self._store.rank))
             record = check_record(make_record(worker_id), name, worker_id)
             dead: bytes | None = None
@@ -258,30 +248,16 @@ class ElasticRendezvous(Rendezvous):
             raise
         return record
 
-    async def members(self) -> tuple[WorkerRecord, ...]:
-        await self._catch_up()
-        return tuple(self._by_id[worker_id] for worker_id in sorted(self._by_id))
-
     async def resolve(self, worker: str | WorkerId) -> WorkerRecord:
         try:
-            await self._catch_up()
+            return await super().resolve(worker)
         except RendezvousError as error:
             known = self._known(worker)
             if known is not None:
                 raise GroupNotAskedError(str(error), known) from error
             if not await self._is_found_again():
                 raise
-            await self._catch_up()
-        record = self._known(worker)
-        if record is None:
-            raise unknown_worker(worker, self._by_id.values())
-        return record
-
-    def _known(self, worker: str | WorkerId) -> WorkerRecord | None:
-        return self._by_name.get(worker) if isinstance(worker, str) else self._by_id.get(worker)
-
-    async def fail_gather(self, text: str) -> None:
-        """There is none: no worker is waited for."""
+        return await super().resolve(worker)
 
     async def changes(self, *, interval_s: float = 1.0) -> AsyncIterator[Joined | Left]:
         place = self._joined_at + 1
@@ -302,7 +278,7 @@ class ElasticRendezvous(Rendezvous):
             await self._store.pause(interval_s)
 
     def statistics(self) -> dict[str, int | str]:
-        return {**super().statistics(), "members": len(self._by_id), "events": self._read_until}
+        return {**super().statistics(), "events": self._read_until}
 
     async def _wait_for_earlier_group(self, deadline: float) -> None:
         """Give workers whose store was at this address before time to come back: their names are not free."""
@@ -329,7 +305,7 @@ class ElasticRendezvous(Rendezvous):
                     raise
                 logger.debug("worker %s has not found its store again: %s", record.name, error)
                 await asyncio.sleep(REOPEN_DELAY_S)
-        self._stay = stay
+        self._presence = self._stay = stay
         self._begin_log(events)
         self._is_away = False
         self._found_again.set()
@@ -376,6 +352,3 @@ class ElasticRendezvous(Rendezvous):
                 self._by_id.pop(record.id, None)
                 if self._by_name.get(record.name) == record:
                     del self._by_name[record.name]
-
-    def _undo(self, kv: KeyValues) -> None:
-        self._stay.leave(kv)

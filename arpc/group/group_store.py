@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import queue
 import threading
-import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch says 
 from arpc.errors import RendezvousError
 from arpc.log import get_logger
 
-__all__ = ["Access", "GroupStore", "KeyValues", "StoreThread", "deadline_after"]
+__all__ = ["Access", "GroupStore", "KeyValues", "StoreThread", "deadline_after", "first_line"]
 
 logger = get_logger("arpc.rendezvous")
 
@@ -53,6 +52,11 @@ LONGEST_DELAY_S: Final = 0.05
 def deadline_after(timeout_s: float) -> float:
     """The time of the running loop when `timeout_s` will have passed; 0 means never."""
     return asyncio.get_running_loop().time() + timeout_s if timeout_s else float("inf")
+
+
+def first_line(error: Exception) -> str:
+    """The words of an error, without the C++ stack that torch appends."""
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 class KeyValues:
@@ -140,9 +144,9 @@ class KeyValues:
             return getattr(self._store, operation)(*args)
         except Exception as error:  # a store that was handed in may raise anything
             self.is_lost = True
-            reason = str(error).partition("\n")[0] or type(error).__name__
             raise RendezvousError(
-                f"the store {self._description} was lost in {operation}(): {reason} (has its host, rank 0, ended?)"
+                f"the store {self._description} was lost in {operation}(): {first_line(error)} "
+                "(has its host, rank 0, ended?)"
             ) from error
 
 
@@ -155,10 +159,13 @@ class StoreThread:
     """
 
     def __init__(self) -> None:
-        self._jobs = _Jobs()
-        self._stop = weakref.finalize(self, self._jobs.put, None)  # also when nobody closes it
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     def submit_nowait(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Do it after all that was handed in before. Raises `RendezvousError` if there can be no thread."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -171,12 +178,36 @@ class StoreThread:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
                 loop.call_soon_threadsafe(tell)
 
-        self._jobs.put(job)
+        with self._lock:
+            if self._thread is None:
+                # a daemon: a call into a store whose host is stopped may never come back
+                thread = threading.Thread(target=self._serve, name="arpc-store", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # there are too many, or the interpreter ends
+                    raise RendezvousError(f"no thread could be started for the store: {error}") from error
+                self._thread = thread
+            self._jobs.put(job)
         return future
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if self._jobs.empty():
+                        self._thread = None
+                        return
+                continue
+            if job is None:
+                return
+            job()
+            del job  # it holds the store, which may be gone before the next one comes
 
     async def run(self, function: Callable[[], T], *, limit_s: float | None) -> T:
         """Do it in the thread. `TimeoutError` if that takes longer than the limit; it goes on all the same."""
-        if not self._stop.alive:
+        if self._is_closed:
             raise RendezvousError("the store is closed")
         future = self.submit_nowait(function)
         try:
@@ -189,64 +220,21 @@ class StoreThread:
 
     async def aclose(self, last: Callable[[], None] | None = None) -> None:
         """Do one last thing and end the thread."""
-        if not self._stop.alive:
+        if self._is_closed:
             return
+        self._is_closed = True
         try:
             ended = self.submit_nowait(last or (lambda: None))
         except RendezvousError as error:
             logger.warning("the store is left without a word: %s", error)
             return
-        finally:
-            self._stop()
+        thread = self._thread
+        self._jobs.put(None)
         await asyncio.wait((ended,), timeout=CLOSE_LIMIT_S)
-        if ended.done():
-            self._jobs.join(CLOSE_LIMIT_S)  # on the loop, but there is nothing left to the thread but to return
-        else:
+        if not ended.done():
             logger.warning("a call into the store has not come back in %g s: its thread stays behind", CLOSE_LIMIT_S)
-
-
-class _Jobs:
-    """What is to be done, and the thread that does it, which does not keep a `StoreThread` alive."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # the garbage collector may find a `StoreThread`, and put the end of its jobs, wherever this is held
-        self._lock = threading.RLock()
-        self._thread: threading.Thread | None = None
-
-    def put(self, job: Callable[[], None] | None) -> None:
-        """Do it after all that was put before; None ends the thread. Raises `RendezvousError` if there can be none."""
-        with self._lock:
-            if self._thread is None and job is not None:
-                # a daemon: a call into a store whose host is stopped may never come back
-                thread = threading.Thread(target=self._serve, name="arpc-store", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError as error:  # there are too many, or the interpreter ends: who comes next tries again
-                    raise RendezvousError(f"no thread could be started for the store: {error}") from error
-                self._thread = thread
-            self._queue.put(job)
-
-    def join(self, timeout_s: float) -> None:
-        with self._lock:
-            thread = self._thread
-        if thread is not None:
-            thread.join(timeout_s)
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                job = self._queue.get(timeout=IDLE_S)
-            except queue.Empty:
-                with self._lock:
-                    if self._queue.empty():
-                        self._thread = None
-                        return
-                continue
-            if job is None:
-                return
-            job()
-            del job  # it holds the store, which may be gone before the next one comes
+        elif thread is not None:
+            thread.join(CLOSE_LIMIT_S)  # on the loop, but there is nothing left to the thread but to return
 
 
 def _settle(future: asyncio.Future[T], settle: Callable[[Any], None], value: object) -> None:
@@ -266,34 +254,6 @@ class Access:
     """This process serves it: other workers lose the store when this one closes it."""
     settle_s: float = 0.0
     """How long the first worker waits for those of a group that had its store there before."""
-
-
-class _Watch(asyncio.Protocol):
-    """A connection to the server of a store on which nothing is said: it ends when the server does."""
-
-    def __init__(self, access: Access) -> None:
-        self.access = access
-        self.has_ended = asyncio.Event()
-        self._transport: asyncio.BaseTransport | None = None
-
-    async def open(self, host: str, port: int, limit_s: float) -> None:
-        """Connect; if that fails, operations on the store tell what is wrong."""
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(limit_s):
-                await loop.create_connection(lambda: self, host, port)
-        except OSError:  # a TimeoutError, too
-            self.has_ended.set()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.has_ended.set()
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
 
 
 class GroupStore:
@@ -319,7 +279,9 @@ class GroupStore:
         self._reopen = reopen
         self._key_values = key_values
         self._polls = 0
-        self._watch: _Watch | None = None
+        self._watched: Access | None = None
+        self._watch: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        """A connection to the server of the store on which nothing is said: it ends when the server does."""
 
     @property
     def host(self) -> str | None:
@@ -380,21 +342,24 @@ class GroupStore:
         if access.is_host or access.host is None or access.port is None or not self.can_reopen:
             await asyncio.sleep(seconds)
             return
-        watch = self._watch
-        if watch is None or watch.access is not access:
+        if self._watched is not access:
             self._close_watch()
-            watch = self._watch = _Watch(access)
-            await watch.open(access.host, access.port, seconds)
-        if watch.has_ended.is_set():
-            await asyncio.sleep(seconds)  # the store is there all the same, or else it would have been lost by now
-        else:
-            with contextlib.suppress(TimeoutError):
+            self._watched = access
+            with contextlib.suppress(OSError):  # a TimeoutError, too: operations on the store tell what is wrong
                 async with asyncio.timeout(seconds):
-                    await watch.has_ended.wait()
+                    self._watch = await asyncio.open_connection(access.host, access.port)
+        if self._watch is None:
+            await asyncio.sleep(seconds)  # the store is there all the same, or else it would have been lost by now
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                with contextlib.suppress(OSError):
+                    await self._watch[0].read()
+                self._close_watch()
 
     def _close_watch(self) -> None:
         if self._watch is not None:
-            self._watch.close()
+            self._watch[1].close()
             self._watch = None
 
     async def aclose(self) -> None:

@@ -7,6 +7,7 @@ they are missing under ``srun``, they are made from what Slurm sets.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Final
 
@@ -20,6 +21,9 @@ PORTS: Final = 16_384
 
 _SLURM: Final = ("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_JOB_ID")
 """Set for every task of a step, which is what ``srun`` starts; a batch script itself has no step."""
+
+_PART: Final = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
+"""What is between the commas that are outside of brackets."""
 
 
 def variable(name: str, environment: Mapping[str, str] | None = None) -> str | None:
@@ -93,27 +97,10 @@ def hosts(nodelist: str) -> Iterator[str]:
     >>> list(hosts("gpu[08-10,12],login1"))
     ['gpu08', 'gpu09', 'gpu10', 'gpu12', 'login1']
     """
-    for part in _split(nodelist):
-        yield from _expand(part)
-
-
-def _split(nodelist: str) -> Iterator[str]:
-    """The parts between the commas that are outside of brackets."""
-    depth, start = 0, 0
-    for index, character in enumerate(nodelist):
-        if character == "[":
-            depth += 1
-        elif character == "]":
-            depth -= 1
-        elif character == "," and depth == 0:
-            yield nodelist[start:index].strip()
-            start = index + 1
-        if depth not in {0, 1}:
-            break
-    if depth != 0:
+    if _PART.sub("", nodelist).strip(", "):
         raise ConfigurationError(f"Slurm's list of nodes, {nodelist!r}, has brackets that do not match")
-    if last := nodelist[start:].strip():
-        yield last
+    for part in _PART.findall(nodelist):
+        yield from _expand(part.strip())
 
 
 def _expand(part: str) -> Iterator[str]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Final, NoReturn, TypeAlias, TypeVar
+from typing import ClassVar, Final, NoReturn, TypeAlias, TypeVar
 
 import msgspec
 
@@ -108,25 +107,27 @@ class Presence:
     Either kind first says that it is there and then looks for the other, so of two at least one sees the other.
     """
 
-    def __init__(self, mine: str, others: str) -> None:
-        self._mine = mine
-        self._others = others
+    mine: ClassVar[str]
+    others: ClassVar[str]
+    """The counters of the two kinds."""
+
+    def __init__(self) -> None:
         self._mixed_before = 0
-        self.is_counted = False
+        self._is_counted = False
 
     def enter(self, kv: KeyValues) -> bool:
         """Be counted. False if there is a worker of the other kind, which then learns of this one by `is_mixed`."""
-        self.restored(kv)
-        kv.add(self._mine, 1)
-        if kv.count(self._others) == 0:
+        self._be_counted(kv)
+        kv.add(self.mine, 1)
+        if kv.count(self.others) == 0:
             return True
         kv.add(MIXED, 1)
         return False
 
-    def restored(self, kv: KeyValues) -> None:
+    def _be_counted(self, kv: KeyValues) -> None:
         """This worker is counted, by itself or another."""
         self._mixed_before = kv.count(MIXED)
-        self.is_counted = True
+        self._is_counted = True
 
     def is_mixed(self, kv: KeyValues) -> bool:
         """Whether one of the other kind came since this was last asked, or since `enter`."""
@@ -134,11 +135,18 @@ class Presence:
         return self._mixed_before != before
 
     def leave(self, kv: KeyValues) -> None:
-        self.is_counted = False
-        kv.add(self._mine, -1)
+        """Be counted no more. Nothing is done the second time."""
+        if self._is_counted:
+            self._is_counted = False
+            if self._give_up_place(kv):
+                kv.add(self.mine, -1)
+
+    def _give_up_place(self, kv: KeyValues) -> bool:
+        """Let go of what else this worker has in the store; False if another has counted it out already."""
+        raise NotImplementedError
 
 
-class Rendezvous(ABC):
+class Rendezvous:
     """Who is in the group. One object for one worker and one stay in the group.
 
     Every method that asks the store raises `RendezvousError` when the store is lost.
@@ -147,6 +155,9 @@ class Rendezvous(ABC):
     def __init__(self, store: GroupStore) -> None:
         self._store = store
         self._record: WorkerRecord | None = None
+        self._presence: Presence | None = None
+        self._by_id: dict[WorkerId, WorkerRecord] = {}
+        self._by_name: dict[str, WorkerRecord] = {}
         self._has_left = False
 
     @property
@@ -188,21 +199,35 @@ class Rendezvous(ABC):
             else:
                 return self._record
 
-    @abstractmethod
     async def _join_once(
         self, name: str, make_record: MakeRecord, probe: Probe | None, deadline: float, timeout_s: float
-    ) -> WorkerRecord: ...
+    ) -> WorkerRecord:
+        """Become a member of this kind of group, in the store that is there now."""
+        raise NotImplementedError
 
-    @abstractmethod
     async def members(self) -> tuple[WorkerRecord, ...]:
         """The workers of the group, by id: the same ones always, or those present now if it is elastic."""
+        await self._catch_up()
+        return tuple(self._by_id[worker_id] for worker_id in sorted(self._by_id))
 
-    @abstractmethod
     async def resolve(self, worker: str | WorkerId) -> WorkerRecord:
         """Find a worker by name or id; `UnknownWorkerError` if there is none. An elastic group is asked afresh.
 
         `GroupNotAskedError` if it cannot be asked, and the worker is known from before.
         """
+        await self._catch_up()
+        record = self._known(worker)
+        if record is None:
+            what = f"named {worker!r}" if isinstance(worker, str) else f"with the id {worker}"
+            there = listed(f"{known.name!r} (id {known.id})" for known in self._by_id.values())
+            raise UnknownWorkerError(f"there is no worker {what} in the group; there are {there or 'none'}")
+        return record
+
+    def _known(self, worker: str | WorkerId) -> WorkerRecord | None:
+        return self._by_name.get(worker) if isinstance(worker, str) else self._by_id.get(worker)
+
+    async def _catch_up(self) -> None:
+        """Learn who came and left: in a group of fixed size, nobody."""
 
     async def gather(self, tag: str, value: bytes, *, timeout_s: float) -> dict[WorkerId, bytes]:
         """Bring a value of every worker to every worker. All do it, with the same tags in the same order.
@@ -221,7 +246,6 @@ class Rendezvous(ABC):
         """
         return ()
 
-    @abstractmethod
     async def fail_gather(self, text: str) -> None:
         """End the `gather` under way for everyone, with `RendezvousError` and this text: it can never be complete."""
 
@@ -255,6 +279,7 @@ class Rendezvous(ABC):
             "worker": self._record.name if self._record else "",
             "group": "elastic" if self.is_elastic else "static",
             **self._store.statistics(),
+            "members": len(self._by_id),
         }
 
     # -- for the two kinds --
@@ -266,7 +291,8 @@ class Rendezvous(ABC):
         def undo(kv: KeyValues) -> None:
             if is_host:
                 kv.set_closing(True)
-            self._undo(kv)
+            if self._presence is not None:
+                self._presence.leave(kv)
             kv.say_goodbye()
 
         await self._store.run(undo, limit_s=UNDO_LIMIT_S)
@@ -290,9 +316,6 @@ class Rendezvous(ABC):
                 return await probe(record)
         except TimeoutError:
             return True
-
-    @abstractmethod
-    def _undo(self, kv: KeyValues) -> None: ...
 
     def _check_open(self, kv: KeyValues) -> None:
         """Turn away from a store that is about to go. Its host says when it is here to stay."""
@@ -318,12 +341,6 @@ def check_record(record: WorkerRecord, name: str, worker_id: WorkerId) -> Worker
     if record.name != name or record.id != worker_id:
         raise ConfigurationError(f"the record of worker {name!r} (id {worker_id}) says {record.info!r}")
     return record
-
-
-def unknown_worker(worker: str | WorkerId, known: Iterable[WorkerRecord]) -> UnknownWorkerError:
-    what = f"named {worker!r}" if isinstance(worker, str) else f"with the id {worker}"
-    there = listed(f"{record.name!r} (id {record.id})" for record in known)
-    return UnknownWorkerError(f"there is no worker {what} in the group; there are {there or 'none'}")
 
 
 def listed(items: Iterable[str]) -> str:

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
 from typing import Final
 
 from arpc.errors import ConfigurationError, RendezvousError
@@ -33,7 +34,6 @@ from arpc.group.membership import (
     encode,
     leave_closing_store,
     listed,
-    unknown_worker,
 )
 from arpc.group.store_allgather import Failed, FailureKind, Outcome, Round
 from arpc.ids import WorkerId
@@ -44,15 +44,17 @@ FAILURE_IS_NEWS_S: Final = 30.0
 """A start that failed longer ago is over: a worker that comes now is meant for the next one."""
 
 
-class Seat:
+class Seat(Presence):
     """The place of one worker in one generation. Its steps run in the store's thread, one after the other."""
 
+    mine, others = PRESENT_STATIC, PRESENT_ELASTIC
+
     def __init__(self, record: WorkerRecord, size: int, timeout_s: float) -> None:
+        super().__init__()
         self.record = record
         self._packed = encode(record)
         self._size = size
         self._timeout_s = timeout_s
-        self._presence = Presence(PRESENT_STATIC, PRESENT_ELASTIC)
         self._is_mine = False
         self._is_settled = False
         self._set_generation(0)
@@ -65,7 +67,7 @@ class Seat:
         """Take the seat. Returns the record of the worker that has it, or why there will be no group."""
         self._is_mine = self._is_settled = False
         self._find_generation(kv)
-        if not self._presence.enter(kv):
+        if not self.enter(kv):
             return self._fail(kv, "other", MIXED_TEXT)
         rank = self.record.id
         holder = kv.peek(self.start.value_key(rank))
@@ -89,14 +91,15 @@ class Seat:
 
     def look(self, kv: KeyValues) -> Outcome | None:
         """How the start ended, if it has."""
-        if self._presence.is_mixed(kv):
+        if self.is_mixed(kv):
             outcome: Outcome | None = self.start.settle(kv, Failed.now("other", MIXED_TEXT))
         else:
             outcome = self.start.outcome(kv)
         self._is_settled = outcome is not None
         if outcome is None and kv.is_closing():
             # This is the store of the group before, and its host waits for us to go.
-            self._presence.leave(kv)
+            self._is_mine = False
+            self.leave(kv)
             leave_closing_store(kv)
         return outcome
 
@@ -116,19 +119,16 @@ class Seat:
             kv.add(PRESENT_STATIC, -1)
         self.leave(kv)
 
-    def leave(self, kv: KeyValues) -> None:
-        if not self._presence.is_counted:
-            return
-        self._presence.is_counted = False
-        if self._is_mine:
-            self._is_mine = False
-            if not self._is_settled:
-                text = f"worker {self.record.name!r} (rank {self.record.id}) gave up before the group was complete"
-                self._fail(kv, "other", text)
-            self._end_generation(kv)
-            if kv.peek(self._key(f"dead/{self.record.id}")) is not None:
-                return  # who took this worker for dead has counted it out
-        self._presence.leave(kv)
+    def _give_up_place(self, kv: KeyValues) -> bool:
+        if not self._is_mine:
+            return True
+        self._is_mine = False
+        if not self._is_settled:
+            text = f"worker {self.record.name!r} (rank {self.record.id}) gave up before the group was complete"
+            self._fail(kv, "other", text)
+        self._end_generation(kv)
+        # it is there if another took this worker for dead
+        return kv.peek(self._key(f"dead/{self.record.id}")) is None
 
     def _key(self, name: str) -> str:
         return f"static/{self.generation}/{name}"
@@ -170,8 +170,6 @@ class StaticRendezvous(Rendezvous):
         self._rank = store.rank
         self._size = store.world_size
         self._seat: Seat | None = None
-        self._members: tuple[WorkerRecord, ...] = ()
-        self._by_name: dict[str, WorkerRecord] = {}
         self._gathers: Counter[str] = Counter()
         self._gathering: Round | None = None
 
@@ -179,7 +177,8 @@ class StaticRendezvous(Rendezvous):
         self, name: str, make_record: MakeRecord, probe: Probe | None, deadline: float, timeout_s: float
     ) -> WorkerRecord:
         if self._seat is None:
-            self._seat = Seat(check_record(make_record(self._rank), name, self._rank), self._size, timeout_s)
+            record = check_record(make_record(self._rank), name, self._rank)
+            self._presence = self._seat = Seat(record, self._size, timeout_s)
         seat = self._seat  # the same for a second attempt, at another store
         try:
             await self._store.run(self._check_open)
@@ -196,28 +195,16 @@ class StaticRendezvous(Rendezvous):
         except BaseException as error:
             await self._withdraw(error)
             raise
-        self._members = tuple(decode_record(packed) for packed in outcome.values)
-        self._by_name = {member.name: member for member in self._members}
+        self._by_id = dict(enumerate(map(decode_record, outcome.values)))
+        self._by_name = {member.name: member for member in self._by_id.values()}
         return seat.record
 
-    async def members(self) -> tuple[WorkerRecord, ...]:
-        return self._members
-
-    async def resolve(self, worker: str | WorkerId) -> WorkerRecord:
-        if isinstance(worker, str):
-            record = self._by_name.get(worker)
-        else:
-            record = self._members[worker] if 0 <= worker < len(self._members) else None
-        if record is None:
-            raise unknown_worker(worker, self._members)
-        return record
-
     async def gather(self, tag: str, value: bytes, *, timeout_s: float) -> dict[WorkerId, bytes]:
-        if self._seat is None or not self._members:
+        if self._seat is None or not self._by_id:
             raise RendezvousError("this worker has not joined a group yet")
 
         def describe(_present: dict[int, bytes], missing: Sequence[int]) -> str:
-            names = listed(f"{self._members[rank].name!r} (rank {rank})" for rank in missing)
+            names = listed(f"{self._by_id[rank].name!r} (rank {rank})" for rank in missing)
             return f"{tag}: {len(missing)} of {self._size} workers did not come within {timeout_s:g} s: {names}"
 
         number = self._gathers[tag]
@@ -235,7 +222,7 @@ class StaticRendezvous(Rendezvous):
         if self._gathering is None:
             return ()
         missing = await self._store.run(partial(self._gathering.missing, every_s=every_s))
-        return tuple(self._members[rank] for rank in missing)
+        return tuple(self._by_id[rank] for rank in missing)
 
     async def fail_gather(self, text: str) -> None:
         if self._gathering is not None:
@@ -243,11 +230,7 @@ class StaticRendezvous(Rendezvous):
 
     def statistics(self) -> dict[str, int | str]:
         generation = self._seat.generation if self._seat is not None else 0
-        return {**super().statistics(), "members": len(self._members), "generation": generation}
-
-    def _undo(self, kv: KeyValues) -> None:
-        if self._seat is not None:
-            self._seat.leave(kv)
+        return {**super().statistics(), "generation": generation}
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -256,10 +239,5 @@ def ranges(numbers: Sequence[int]) -> str:
     >>> ranges([0, 2, 3, 4, 7])
     '0, 2-4, 7'
     """
-    parts: list[str] = []
-    first = 0
-    for index, number in enumerate(numbers):
-        if index + 1 == len(numbers) or numbers[index + 1] != number + 1:
-            parts.append(str(number) if index == first else f"{numbers[first]}-{number}")
-            first = index + 1
-    return ", ".join(parts)
+    runs = (list(run) for _, run in groupby(enumerate(numbers), lambda item: item[1] - item[0]))
+    return ", ".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else f"{run[0][1]}" for run in runs)

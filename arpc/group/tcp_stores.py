@@ -9,22 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Final
+from typing import Final, Literal
 from urllib.parse import SplitResult
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # torch says no __all__
 
 from arpc.errors import ConfigurationError, RendezvousError, RendezvousTimeoutError
-from arpc.group.group_store import Access, GroupStore, KeyValues, StoreThread
+from arpc.group.group_store import Access, GroupStore, KeyValues, StoreThread, first_line
 from arpc.group.launch_env import variable, whole_number
 from arpc.transport.forked_children import close_port_in_children, leave_port_to_children
+from arpc.transport.sockets import is_loopback, tcp_address
 
 __all__ = ["TcpPlace", "open_tcp", "tcp_place"]
 
@@ -48,7 +48,7 @@ class TcpPlace:
     use_libuv: bool
 
     def __str__(self) -> str:
-        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
+        return tcp_address(self.host, self.port)
 
 
 def tcp_place(url: SplitResult, query: Mapping[str, str]) -> TcpPlace:
@@ -87,65 +87,73 @@ def _is_served_by_torchrun(place: TcpPlace) -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and agent == (place.host, str(place.port))
 
 
+_Hosting = Literal["always", "if free", "if here"]
+"""Whether a worker serves the store: in any case, if no other does, or if none does and the address is its own."""
+
+
 async def open_tcp(place: TcpPlace, *, rank: int | None, world_size: int | None, deadline: float) -> GroupStore:
     """Serve the store or connect to it, as it befits this worker."""
     thread = StoreThread()
-    first, again = _ways(thread, place, rank, is_elastic=world_size is None)
+    first, again = _hosting(place, rank, is_elastic=world_size is None)
+    # A store of a group of fixed size that this worker serves cannot be lost
+    reopen = None if first == "always" else partial(_open, thread, place, hosting=again)
     try:
-        key_values, access = await first(deadline)
-        return GroupStore(key_values, access, rank=rank, world_size=world_size, thread=thread, reopen=again)
+        key_values, access = await _open(thread, place, deadline, hosting=first)
+        return GroupStore(key_values, access, rank=rank, world_size=world_size, thread=thread, reopen=reopen)
     except BaseException:
         # also when cancelled: a store that torch still makes is dropped in the thread, which then ends
         await thread.aclose()
         raise
 
 
-_Open = Callable[[float], Awaitable[tuple[KeyValues, Access]]]
-
-
-def _ways(thread: StoreThread, place: TcpPlace, rank: int | None, *, is_elastic: bool) -> tuple[_Open, _Open | None]:
-    """How a worker gets to its store for the first time, and again when the store was lost; None: not at all."""
-    is_served = _is_served_by_torchrun(place)
-    is_host = rank == 0 and not is_served
-    may_host = rank is None and is_elastic and not is_served
-    if place.port == 0 and not (is_host or may_host):
+def _hosting(place: TcpPlace, rank: int | None, *, is_elastic: bool) -> tuple[_Hosting | None, _Hosting | None]:
+    """Whether a worker serves the store when it comes, and when the store was lost."""
+    first: _Hosting | None = None
+    again: _Hosting | None = None
+    if not _is_served_by_torchrun(place):
+        # In an elastic group the store outlives its host, so another may have it already, or has to serve it again
+        again = "if here" if is_elastic else None
+        if rank == 0:
+            first = "if free" if is_elastic else "always"
+        elif rank is None:
+            first = again
+    if place.port == 0 and first is None:
         raise ConfigurationError(f"{place} has port 0, which only the host of the store can ask for")
-    connect = partial(_connect, thread, place)
-    if is_served:
-        return connect, connect
-    if not is_elastic:
-        return (partial(_host_only, thread, place), None) if is_host else (connect, connect)
-    # In an elastic group the store outlives its host, so another may have it already, or has to serve it again
-    host_or_connect = partial(_connect, thread, place, host=partial(_host_if_first, place))
-    if is_host:
-        return partial(_connect, thread, place, host=partial(_host_if_free, place)), host_or_connect
-    return (host_or_connect if may_host else connect), host_or_connect
+    return first, again
 
 
-async def _host_only(thread: StoreThread, place: TcpPlace, _: float) -> tuple[KeyValues, Access]:
-    return await thread.run(partial(_host, place), limit_s=None)
-
-
-def _host(place: TcpPlace) -> tuple[KeyValues, Access]:
-    """Serve a store; if this process serves one at that port already (for a process group, say), share it."""
-    return _host_with(_listen_if_free(place), place)
-
-
-def _host_if_first(place: TcpPlace) -> tuple[KeyValues, Access] | None:
-    """Serve a store if the address is of this machine and free."""
-    if _is_here(place.host):
-        return _host_if_free(place)
-    if place.port == 0:
-        raise ConfigurationError(f"{place} has port 0, but {place.host} is not this machine")
-    return None
-
-
-def _host_if_free(place: TcpPlace) -> tuple[KeyValues, Access] | None:
-    listener = _listen_if_free(place)
-    if listener is None:
+def _host(place: TcpPlace, hosting: _Hosting) -> tuple[KeyValues, Access] | None:
+    """Serve a store, unless another is to do so. Raises `RendezvousError` if this machine cannot serve there at all."""
+    if hosting == "if here" and not _is_here(place.host):
+        if place.port == 0:
+            raise ConfigurationError(f"{place} has port 0, but {place.host} is not this machine")
         return None
-    key_values, access = _host_with(listener, place)
-    return key_values, replace(access, settle_s=SETTLE_S if place.port else 0.0)
+    try:
+        listener = _listen(place)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise _cannot_host(place, error) from error
+        if hosting != "always":
+            return None
+        listener = None
+    port = place.port if listener is None else listener.getsockname()[1]
+    close_port_in_children(port)
+    try:
+        store = TCPStore(
+            _loopback(place.host) or "127.0.0.1",  # the name that others know this host by may not lead here yet
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,  # with no listener, a server that this process has at the port is shared
+            master_listen_fd=None if listener is None else listener.detach(),
+            use_libuv=place.use_libuv,
+        )
+    except DistError as error:
+        leave_port_to_children(port)
+        raise _cannot_host(place, error) from error
+    settle_s = SETTLE_S if place.port and hosting != "always" else 0.0
+    access = Access(str(replace(place, port=port)), place.host, port, is_host=True, settle_s=settle_s)
+    return KeyValues(store, access.description, partial(leave_port_to_children, port)), access
 
 
 def _is_here(host: str) -> bool:
@@ -155,12 +163,9 @@ def _is_here(host: str) -> bool:
     except OSError:
         return False  # connecting to it will tell what is wrong
     for family, kind, _, _, address in found:
-        try:
-            with socket.socket(family, kind) as bound:
-                bound.bind(address)
-        except OSError:
-            continue
-        return True
+        with contextlib.suppress(OSError), socket.socket(family, kind) as bound:
+            bound.bind(address)
+            return True
     return False
 
 
@@ -168,10 +173,7 @@ def _loopback(host: str) -> str | None:
     """The loopback address that a host stands for, if it cannot stand for anything else."""
     if host == "localhost":
         return "127.0.0.1"
-    try:
-        return host if ipaddress.ip_address(host).is_loopback else None
-    except ValueError:
-        return None  # a name: it may lead to loopback here, and here from elsewhere
+    return host if is_loopback(host) else None
 
 
 def _listen(place: TcpPlace) -> socket.socket:
@@ -185,69 +187,34 @@ def _listen(place: TcpPlace) -> socket.socket:
     return socket.create_server(("", place.port), backlog=BACKLOG)
 
 
-def _listen_if_free(place: TcpPlace) -> socket.socket | None:
-    """Listen; None if another has the port. Raises `RendezvousError` if this machine cannot serve there at all."""
-    try:
-        return _listen(place)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise _cannot_host(place, error) from error
-        return None
-
-
-def _host_with(listener: socket.socket | None, place: TcpPlace) -> tuple[KeyValues, Access]:
-    loopback = _loopback(place.host)
-    port = place.port if listener is None else listener.getsockname()[1]
-    close_port_in_children(port)
-    try:
-        store = TCPStore(
-            loopback or "127.0.0.1",  # the name that others know this host by may not lead here yet
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            multi_tenant=True,  # with no listener, a server that this process has at the port is shared
-            master_listen_fd=None if listener is None else listener.detach(),
-            use_libuv=place.use_libuv,
-        )
-    except DistError as error:
-        leave_port_to_children(port)
-        raise _cannot_host(place, error) from error
-    access = Access(str(replace(place, port=port)), place.host, port, is_host=True)
-    return KeyValues(store, access.description, partial(leave_port_to_children, port)), access
-
-
 def _cannot_host(place: TcpPlace, error: Exception) -> RendezvousError:
     return RendezvousError(
-        f"cannot serve the group's store at {place}: {_first_line(error)}. "
+        f"cannot serve the group's store at {place}: {first_line(error)}. "
         "If another process has the port, end that process or choose another port (MASTER_PORT)"
     )
 
 
-_HostNow = Callable[[], tuple[KeyValues, Access] | None]
-
-
-async def _connect(
-    thread: StoreThread, place: TcpPlace, deadline: float, *, host: _HostNow | None = None
+async def _open(
+    thread: StoreThread, place: TcpPlace, deadline: float, *, hosting: _Hosting | None
 ) -> tuple[KeyValues, Access]:
-    """Connect to a store as soon as there is one; before each attempt `host` may make one here."""
+    """Connect to a store as soon as there is one; before each attempt this worker may serve one itself."""
     loop = asyncio.get_running_loop()
     started = loop.time()
     delay_s = FIRST_DELAY_S
-    who, longest_delay_s = "rank 0", LONGEST_DELAY_S
-    if host is not None:
-        who, longest_delay_s = "a worker of the group", LONGEST_ELASTIC_DELAY_S
+    who, longest_delay_s, settle_s = "rank 0", LONGEST_DELAY_S, 0.0
+    if hosting is not None:
+        who, longest_delay_s, settle_s = "a worker of the group", LONGEST_ELASTIC_DELAY_S, SETTLE_S
     while True:
-        if host is not None and (hosted := await thread.run(host, limit_s=None)) is not None:
+        if hosting is not None and (hosted := await thread.run(partial(_host, place, hosting), limit_s=None)):
             return hosted
         try:
             found = await _connect_once(thread, place, deadline - loop.time())
             if found is not None:
-                key_values, access = found
-                return key_values, replace(access, settle_s=0.0 if host is None else SETTLE_S)
+                return found, Access(str(place), place.host, place.port, settle_s=settle_s)
             problem = "the worker that hosts it is leaving"
             await _wait_for_its_end(place)
         except (OSError, DistError, RendezvousError) as error:
-            problem = _first_line(error)
+            problem = first_line(error)
         if loop.time() + delay_s >= deadline:
             raise RendezvousTimeoutError(
                 f"no store at {place} within {loop.time() - started:.3g} s: {problem}. "
@@ -257,7 +224,7 @@ async def _connect(
         delay_s = min(delay_s * 1.5, longest_delay_s)
 
 
-async def _connect_once(thread: StoreThread, place: TcpPlace, remaining_s: float) -> tuple[KeyValues, Access] | None:
+async def _connect_once(thread: StoreThread, place: TcpPlace, remaining_s: float) -> KeyValues | None:
     """One attempt: None if the store is about to go, an error if there is nothing (yet, or any more)."""
     limit_s = None if remaining_s == float("inf") else max(remaining_s, 0.1)
     try:
@@ -265,15 +232,13 @@ async def _connect_once(thread: StoreThread, place: TcpPlace, remaining_s: float
             address = await _reach(place)
     except TimeoutError:
         raise OSError("the host does not answer") from None
-    access = Access(str(place), place.host, place.port)
-
     entered: list[KeyValues] = []
 
     def enter() -> None:
         # await hazard: the server answered, but may be gone by now
         timeout = timedelta(seconds=min(limit_s or 60.0, 60.0))
         store = TCPStore(address, place.port, is_master=False, timeout=timeout, wait_for_workers=False)
-        key_values = KeyValues(store, access.description)
+        key_values = KeyValues(store, str(place))
         if key_values.enter():
             entered.append(key_values)
 
@@ -283,13 +248,12 @@ async def _connect_once(thread: StoreThread, place: TcpPlace, remaining_s: float
 
     try:
         await thread.run(enter, limit_s=limit_s)
-    except TimeoutError:
-        thread.submit_nowait(leave)
-        raise OSError("something listens there, but does not answer as a store") from None
-    except asyncio.CancelledError:
+    except (TimeoutError, asyncio.CancelledError) as error:
         thread.submit_nowait(leave)  # the host is not to wait for a guest that nobody knows of
+        if isinstance(error, TimeoutError):
+            raise OSError("something listens there, but does not answer as a store") from None
         raise
-    return (entered.pop(), access) if entered else None
+    return entered.pop() if entered else None
 
 
 async def _wait_for_its_end(place: TcpPlace) -> None:
@@ -316,8 +280,3 @@ async def _connection(place: TcpPlace) -> AsyncIterator[tuple[asyncio.StreamRead
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
-
-
-def _first_line(error: Exception) -> str:
-    # what torch appends is a C++ stack
-    return str(error).partition("\n")[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""Large tensors on their way, in chunks: all messages take turns, and small ones have every second turn."""
+"""Large tensors on their way, most in chunks: all messages take turns, and small ones have every second turn."""
 
 from __future__ import annotations
 
@@ -45,52 +45,90 @@ class BulkSend:
 
 
 class BulkQueue:
-    """The messages that one connection sends in chunks."""
+    """The messages of one connection whose large tensors have not all gone out."""
 
-    __slots__ = ("_is_turn_of_small", "_large", "_small", "small_bytes")
+    __slots__ = ("_is_turn_of_small", "_large", "_parked", "_small", "small_bytes", "striped", "unsent_bytes")
 
     def __init__(self) -> None:
         self._large: deque[BulkSend] = deque()
         self._small: deque[BulkSend] = deque()
+        self.striped: deque[BulkSend] = deque()
+        """Those whose chunks go to lanes."""
+        self._parked: set[BulkSend] = set()
+        """Those that wait for the peer to map shared memory, or for a copy."""
         self._is_turn_of_small = True
+        self.unsent_bytes = 0
         self.small_bytes = 0
         """What is unsent of small messages."""
 
     def __len__(self) -> int:
-        return len(self._small) + len(self._large)
+        return len(self._small) + len(self._large) + len(self.striped) + len(self._parked)
 
-    def append(self, bulk: BulkSend) -> None:
-        if bulk.size_bytes <= SMALL_MESSAGE_BYTES:
+    @property
+    def has_chunks(self) -> bool:
+        """There is a chunk for the connection itself."""
+        return bool(self._small or self._large)
+
+    def append(self, bulk: BulkSend, *, is_striped: bool = False) -> None:
+        """Send a message in chunks."""
+        self.unsent_bytes += bulk.size_bytes
+        if is_striped:
+            self.striped.append(bulk)
+        elif bulk.size_bytes <= SMALL_MESSAGE_BYTES:
             self._small.append(bulk)
             self.small_bytes += bulk.size_bytes
         else:
             self._large.append(bulk)
 
     def remove(self, bulk: BulkSend) -> bool:
-        """Send no more of a message; False if none of it is left here."""
-        if bulk in self._large:
-            self._large.remove(bulk)
-        elif bulk in self._small:
-            self._small.remove(bulk)
-            self.small_bytes -= bulk.unsent_bytes
-        else:
-            return False
-        return True
+        """Send no more chunks of a message; False if none is left here."""
+        for queue in (self._large, self._small, self.striped):
+            if bulk in queue:
+                queue.remove(bulk)
+                self._count(bulk.unsent_bytes, is_small=queue is self._small)
+                return True
+        return False
 
     def next_chunk(self) -> tuple[int, memoryview]:
         """The number of a message and its next bytes, which count as sent. There must be one."""
         is_small = bool(self._small) and (self._is_turn_of_small or not self._large)
         self._is_turn_of_small = not is_small
-        bulks = self._small if is_small else self._large
-        bulk = bulks.popleft()
-        chunk = bulk.next_chunk()
-        if is_small:
-            self.small_bytes -= chunk.nbytes
-        if not bulk.is_sent:
-            bulks.append(bulk)
+        bulk, chunk = self._next_of(self._small if is_small else self._large, is_small=is_small)
         return bulk.id, chunk
 
+    def next_stripe(self) -> tuple[int, int, int, memoryview]:
+        """The number of a striped message, where its next bytes belong, and those, which count as sent."""
+        bulk = self.striped[0]
+        index, position = bulk.index, bulk.position
+        return bulk.id, index, position, self._next_of(self.striped)[1]
+
+    def _next_of(self, queue: deque[BulkSend], *, is_small: bool = False) -> tuple[BulkSend, memoryview]:
+        bulk = queue.popleft()
+        chunk = bulk.next_chunk()
+        self._count(chunk.nbytes, is_small=is_small)
+        if not bulk.is_sent:
+            queue.append(bulk)
+        return bulk, chunk
+
+    def _count(self, size_bytes: int, *, is_small: bool) -> None:
+        self.unsent_bytes -= size_bytes
+        if is_small:
+            self.small_bytes -= size_bytes
+
+    def park(self, bulk: BulkSend) -> None:
+        """A message has to wait. It counts as unsent, and may be dropped."""
+        self._parked.add(bulk)
+        self.unsent_bytes += bulk.size_bytes
+
+    def unpark(self, bulk: BulkSend) -> bool:
+        """It need not wait any longer; False if it was dropped meanwhile, or the connection is gone."""
+        if bulk not in self._parked:
+            return False
+        self._parked.remove(bulk)
+        self.unsent_bytes -= bulk.size_bytes
+        return True
+
     def clear(self) -> None:
-        self._small.clear()
-        self._large.clear()
-        self.small_bytes = 0
+        for queue in (self._small, self._large, self.striped, self._parked):
+            queue.clear()
+        self.unsent_bytes = self.small_bytes = 0

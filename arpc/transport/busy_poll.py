@@ -232,7 +232,7 @@ class BusyPoll:
         return _others_s() - sum([pool.cpu_s for pool in self.pools])
 
     def _decide(self, connection: StreamConnection, cpus: set[int]) -> bool:
-        is_worth_it = not self._is_crowded and (len(cpus) > 1 or _is_elsewhere(connection, cpus))
+        is_worth_it = not self._is_crowded and can_run_at_once(connection, cpus)
         connection.set_busy_poll(self if is_worth_it else None)
         return is_worth_it
 
@@ -241,21 +241,14 @@ class BusyPoll:
         return {"kept": self.kept, "in_vain": self.in_vain, "connections": len(self._connections)}
 
 
-def can_run_at_once(connection: StreamConnection) -> bool:
+def can_run_at_once(connection: StreamConnection, cpus: set[int] | None = None) -> bool:
     """Whether this process and the one at the other end need not share a CPU, so that both can be at work."""
-    cpus = _own_cpus()
-    return len(cpus) > 1 or _is_elsewhere(connection, cpus)
-
-
-def _is_elsewhere(connection: StreamConnection, cpus: set[int]) -> bool:
-    """Whether the other side can run while this one, which has one CPU only, polls."""
-    if not connection.is_local:
+    cpus = cpus or _own_cpus()
+    if len(cpus) > 1 or not connection.is_local:
         return True
     process = connection.peer_process
-    if process is None:
-        return False
     try:
-        return not os.sched_getaffinity(process) <= cpus
+        return process is not None and not os.sched_getaffinity(process) <= cpus
     except OSError:  # it is of another PID namespace, or gone
         return False
 

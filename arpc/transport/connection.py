@@ -46,6 +46,7 @@ logger = get_logger("arpc.transport")
 
 _DATA: Final = int(MessageType.DATA)
 _DROP_DATA: Final = int(MessageType.DROP_DATA)
+_LENT: Final = int(MessageType.LENT)
 _SCHEMA: Final = int(MessageType.SCHEMA)
 _DIRECT_FRAMES: Final = 3
 _USES_TO_ANNOUNCE: Final = 2
@@ -81,6 +82,8 @@ class Receiver(TypingProtocol):
 class Connection(ABC):
     """One connection, not tied to how bytes move. Belongs to the loop it was made on."""
 
+    address = "?"
+    """Where the peer is, for people to read."""
     _write: Callable[[bytes], None]
     """Hands bytes to the operating system, or keeps them until it takes them. Each kind of connection has its own."""
     _write_pieces: Callable[[tuple[bytes, memoryview]], None]
@@ -108,19 +111,14 @@ class Connection(ABC):
         self._schemas: dict[Schema, int] = {}
         """The numbers of what has been announced to the peer. Threads read it, see `frame_in_thread`."""
         self._schema_bytes = 0
-        self._opened: asyncio.Future[None] = self.loop.create_future()
-        # nobody may be waiting when a handshake fails; the error is told to the receiver as well
-        self._opened.add_done_callback(_retrieve)
-        self._closed: asyncio.Future[None] = self.loop.create_future()
+        self._handshake_ended = asyncio.Event()
+        self._closed = asyncio.Event()
         self._out: list[bytes] = []
-        self._counted_frames = self._counted_bytes = self._counted_writes = 0
-        self._bulk = BulkQueue()
-        self._bulk_bytes = 0
+        """Frames of this turn, fewer than `_MOST_A_WRITE` of them."""
+        self.bulk = BulkQueue()
         self.bulk_left: Callable[[], None] | None = None
         """Called whenever `held_bytes` may have become less: something was written, or read by the peer."""
         self._bulk_count = 0
-        self._parked: set[BulkSend] = set()
-        """Messages that wait for the peer to map shared memory, or for a copy."""
         self.lanes: Lanes | None = None
         self.is_reading = False
         """What comes now is one of several messages of a read."""
@@ -165,11 +163,6 @@ class Connection(ABC):
     def _abort(self) -> None:
         """Close now. Ends in `_ended`."""
 
-    @property
-    @abstractmethod
-    def address(self) -> str:
-        """Where the peer is, for people to read."""
-
     # -- sending
 
     @property
@@ -191,19 +184,12 @@ class Connection(ABC):
     def unsent_bytes(self) -> int:
         """Bytes this side still holds because the peer does not take them."""
         unsent = 0 if self._is_aborted else self._unsent_bytes()
-        # counted once each: a receiver that is flooded asks again for every message
-        out = self._out
-        if self._counted_writes != self.writes:
-            self._counted_frames = self._counted_bytes = 0
-            self._counted_writes = self.writes
-        self._counted_bytes += sum(map(len, out[self._counted_frames :]))
-        self._counted_frames = len(out)
-        return unsent + self._bulk_bytes + self._counted_bytes
+        return unsent + self.bulk.unsent_bytes + sum(map(len, self._out))
 
     @property
     def unsent_small_bytes(self) -> int:
         """Bytes of `unsent_bytes` that are not of messages with large tensors, but for a chunk of those."""
-        return self.unsent_bytes - self._bulk_bytes + self._bulk.small_bytes
+        return self.unsent_bytes - self.bulk.unsent_bytes + self.bulk.small_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -311,10 +297,6 @@ class Connection(ABC):
         """
         return None
 
-    def write_with_others(self) -> None:
-        """Write no frame on its own any more, so that all go through `send` and `send_bulk`."""
-        self.direct_left = self._direct_frames = 0
-
     def _refuse(self) -> None:
         # Of one that was aborted everybody is about to hear that it is lost; that is soon enough
         if self._is_closed or not self._is_aborted:
@@ -336,10 +318,9 @@ class Connection(ABC):
     def send_in_chunks(self, data: bytes, bulk: BulkSend) -> None:
         """Send a message and its large tensors as bytes, without shared memory."""
         self._begin_bulk(data, bulk)
-        self._bulk_bytes += bulk.size_bytes
         if self.lanes is not None and self.lanes.take(bulk):
             return
-        self._bulk.append(bulk)
+        self.bulk.append(bulk)
         if not self._out and not self.is_reading:
             self.loop.call_soon(self.flush)
 
@@ -354,24 +335,11 @@ class Connection(ABC):
 
     # -- for shared memory
 
-    def send_with_reference(self, data: bytes, bulk: BulkSend, reference: Callable[[int], bytes]) -> None:
-        """Send a message, and a frame that tells where its large tensors are: it is made of the message's number."""
-        self._begin_bulk(data + reference(self._bulk_count), bulk)
+    def send_lent(self, data: bytes, bulk: BulkSend, offsets: bytes) -> None:
+        """Send a message, and where in shared memory its large tensors are."""
+        self._begin_bulk(data + frame(_LENT, 0, self._bulk_count, 0, 0, offsets), bulk)
         bulk.buffers = []  # whoever remembers the message need not keep their memory
         self.end_if_last()
-
-    def park(self, bulk: BulkSend) -> None:
-        """A message has to wait. It counts as unsent, and may be dropped."""
-        self._parked.add(bulk)
-        self._bulk_bytes += bulk.size_bytes
-
-    def unpark(self, bulk: BulkSend) -> bool:
-        """It need not wait any longer; False if it was dropped meanwhile, or the connection is gone."""
-        if bulk not in self._parked:
-            return False
-        self._parked.remove(bulk)
-        self._bulk_bytes -= bulk.size_bytes
-        return True
 
     def tell_bulk_left(self) -> None:
         """`held_bytes` may have become less."""
@@ -380,14 +348,11 @@ class Connection(ABC):
 
     def drop_bulk(self, bulk: BulkSend) -> bool:
         """Stop sending tensors nobody wants any more. False if all of them have gone out already."""
-        if self.unpark(bulk):
+        if self.bulk.unpark(bulk):
             self.tell_bulk_left()
             return True  # nobody has heard of it
-        if self._is_mute:
+        if self._is_mute or not self.bulk.remove(bulk):
             return False
-        if not self._bulk.remove(bulk) and (self.lanes is None or not self.lanes.drop(bulk)):
-            return False
-        self._bulk_bytes -= bulk.unsent_bytes
         self.tell_bulk_left()
         self.send(frame(_DROP_DATA, 0, bulk.id, 0, 0, b""))
         return True
@@ -396,7 +361,6 @@ class Connection(ABC):
         """Write what was sent in this turn."""
         out = self._out
         if self._is_mute:
-            self.writes += bool(out)
             out.clear()
         elif out:
             data = out[0] if len(out) == 1 else b"".join(out)
@@ -405,29 +369,23 @@ class Connection(ABC):
             self.bytes_sent += len(data)
             out.clear()
             self._write(data)
-        if self._bulk and not self.is_full:
+        if self.bulk.has_chunks and not self.is_full:
             self._pump()
         else:
             self.tell_bulk_left()
 
     def _pump(self) -> None:
         """Write chunks of the messages under way, in turns, until the peer is full."""
-        while self._bulk and not self.is_full and not self._is_closed:
-            number, chunk = self._bulk.next_chunk()
-            size = chunk.nbytes
-            self._bulk_bytes -= size
-            self.write_chunk(pack_header(size, _DATA, 0, 0, number, 0, 0, 0, 0), chunk)
+        while self.bulk.has_chunks and not self.is_full and not self._is_closed:
+            number, chunk = self.bulk.next_chunk()
+            self.write_chunk(pack_header(chunk.nbytes, _DATA, 0, 0, number, 0, 0, 0, 0), chunk)
         self.tell_bulk_left()
         self.end_if_last()
 
     def end_if_last(self) -> None:
         """Large tensors have gone out: end if `close` was called, and they were the last."""
-        if self._is_mute and not self._has_bulk and not self._is_closed:
+        if self._is_mute and not self.bulk and not self._is_closed:
             self._end_writing()
-
-    @property
-    def _has_bulk(self) -> bool:
-        return bool(self._bulk or self._parked) or (self.lanes is not None and self.lanes.is_busy)
 
     # -- for lanes
 
@@ -437,15 +395,12 @@ class Connection(ABC):
         self.writes += 1
         self._write_pieces((header, chunk))
 
-    def bulk_written(self, size_bytes: int) -> None:
-        """So much of what is unsent here has gone another way."""
-        self._bulk_bytes -= size_bytes
-        self.tell_bulk_left()
-
-    def _congested(self) -> None:
+    def pause_writing(self) -> None:
+        """The peer does not take what was written."""
         self.is_full = self.is_congested = True
 
-    def _drained(self) -> None:
+    def resume_writing(self) -> None:
+        """The peer has taken enough of it."""
         self.is_full = False
         self.flush()
         if self.lanes is not None:
@@ -465,9 +420,8 @@ class Connection(ABC):
             return
         try:
             self.receiver.output_drained(self)
-        except Exception as error:
-            logger.exception("an internal error on the connection to %s closes it", self.address)
-            self.abort(error)
+        except Exception as error:  # noqa: BLE001 - told to the receiver
+            self._failed(error)
 
     # -- receiving
 
@@ -532,17 +486,16 @@ class Connection(ABC):
 
     def _greeted(self) -> None:
         self._is_greeted = True
-        if not self._opened.done():
-            # say WELCOME before anything the receiver sends
-            if welcome := self.protocol.take_output():
-                self._out.append(welcome)
-            self._opened.set_result(None)
-            self._stop_watching()
-            if self.limits is not None:
-                self.limits.opened(self)
-            if self.shared_memory is not None:
-                self.shared_memory.opened()
-            self.receiver.connection_opened(self)
+        # say WELCOME before anything the receiver sends
+        if welcome := self.protocol.take_output():
+            self._out.append(welcome)
+        self._handshake_ended.set()
+        self._stop_watching()
+        if self.limits is not None:
+            self.limits.opened(self)
+        if self.shared_memory is not None:
+            self.shared_memory.opened()
+        self.receiver.connection_opened(self)
 
     def _failed(self, error: Exception) -> None:
         if not isinstance(error, WireError | OSError):
@@ -562,12 +515,13 @@ class Connection(ABC):
 
     async def wait_opened(self) -> None:
         """Return when the handshake is done; raises what made it fail."""
-        await asyncio.wait([self._opened])  # which is not cancelled with whoever waits
-        self._opened.result()
+        await self._handshake_ended.wait()
+        if not self._is_greeted:
+            raise self._error or ConnectionClosedError("the connection was closed in its handshake")
 
     async def wait_closed(self) -> None:
         """Return when the connection has ended."""
-        await asyncio.wait([self._closed])
+        await self._closed.wait()
 
     def start(self) -> None:
         """Say what the protocol says first, and expect the handshake to end some day."""
@@ -593,7 +547,7 @@ class Connection(ABC):
         if not was_open:
             self._shut()
             return
-        if not self._has_bulk:
+        if not self.bulk:
             self._end_writing()
         self._linger(-1)
 
@@ -609,15 +563,12 @@ class Connection(ABC):
 
     def _forget_output(self) -> None:
         self._out.clear()
-        self._counted_frames = self._counted_bytes = 0
-        self._bulk.clear()
-        self._parked.clear()
-        self._bulk_bytes = 0
+        self.bulk.clear()
         self.bulk_left = None
 
     def _fall_silent(self) -> None:
         self._is_mute = True
-        self.write_with_others()
+        self.direct_left = self._direct_frames = 0
 
     def _expect_handshake(self) -> None:
         seconds = self.handshake_s
@@ -658,13 +609,11 @@ class Connection(ABC):
             self.shared_memory.closed()
         if self.limits is not None:
             self.limits.left(self)
-        error = self._error or (None if is_on_purpose else error or self._without_goodbye())
+        error = self._error = self._error or (None if is_on_purpose else error or self._without_goodbye())
         if self.lanes is not None:
             self.lanes.close(on_purpose=error is None)
-        if not self._opened.done():
-            self._opened.set_exception(error or ConnectionClosedError("the connection was closed in its handshake"))
-        if not self._closed.done():
-            self._closed.set_result(None)
+        self._handshake_ended.set()
+        self._closed.set()
         try:
             self.receiver.connection_lost(self, error)
         except Exception:
@@ -698,11 +647,6 @@ class Connection(ABC):
         }
 
 
-def _retrieve(future: asyncio.Future[None]) -> None:
-    if not future.cancelled():
-        future.exception()
-
-
 Accept = Callable[[], tuple[Protocol, Receiver]]
 """Called for each connection that comes in: what it shall speak, and who shall hear of it."""
 
@@ -712,15 +656,13 @@ C = TypeVar("C", bound=Connection)
 class Listener(ABC):
     """Something others can connect to."""
 
+    address: str
+    """Where to connect, with the port or path that was really taken."""
+
     def __init__(self, accept: Accept, limits: ConnectionLimits | None = None) -> None:
         self._accept = accept
         self._limits = limits
         self._accepted: weakref.WeakSet[Connection] = weakref.WeakSet()
-
-    @property
-    @abstractmethod
-    def address(self) -> str:
-        """Where to connect, with the port or path that was really taken."""
 
     @abstractmethod
     async def aclose(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections import deque
-from collections.abc import Callable
 from itertools import count
 from typing import Final
 
@@ -24,88 +23,38 @@ _LOW_WATER: Final = _HIGH_WATER // 4
 _DELIVER_BYTES: Final = 1 << 20
 
 
-def _nothing() -> None:
-    """Called for an end that is not there yet, or not any more."""
-
-
-class _Pipe:
-    """One direction: what was written and is not read yet. Each end knows its two pipes, and not the other end."""
-
-    def __init__(self) -> None:
-        self.parts: deque[memoryview] = deque()
-        self.size_bytes = 0
-        self.is_full = False
-        self.is_ended = False
-        """The writer has written its last."""
-        self.is_abandoned = False
-        """The reader will read no more."""
-        self.readable: Callable[[], None] = _nothing
-        self.writable: Callable[[], None] = _nothing
-
-    def write(self, data: bytes | memoryview) -> None:
-        if not self.is_abandoned:
-            self.parts.append(memoryview(data))
-            self.size_bytes += len(data)
-            self.is_full = self.size_bytes > _HIGH_WATER
-            self.readable()
-
-    def read_into(self, buffer: memoryview) -> int:
-        part = self.parts.popleft()
-        size = min(part.nbytes, buffer.nbytes)
-        buffer[:size] = part[:size]
-        if size < part.nbytes:
-            self.parts.appendleft(part[size:])
-        self.size_bytes -= size
-        return size
-
-    def let_writer_go_on(self) -> None:
-        if self.is_full and self.size_bytes <= _LOW_WATER:
-            self.is_full = False
-            self.writable()
-
-    def end(self) -> None:
-        self.is_ended = True
-        self.writable = _nothing
-        self.readable()
-
-    def abandon(self) -> None:
-        self.is_abandoned = True
-        self.readable = _nothing
-        self.clear()
-
-    def clear(self) -> None:
-        self.parts.clear()
-        self.size_bytes = 0
-
-
 class MemoryConnection(Connection):
-    """One end of a pair of pipes. What is written arrives at the other end in a later turn of the loop."""
+    """One end of a pair. What is written arrives at the other end in a later turn of the loop."""
 
-    def __init__(self, protocol: Protocol, receiver: Receiver, name: str, incoming: _Pipe, outgoing: _Pipe) -> None:
+    far: MemoryConnection | None = None
+    """The other end, until this one is over."""
+
+    def __init__(self, protocol: Protocol, receiver: Receiver, name: str) -> None:
         super().__init__(protocol, receiver)
-        self._name = name
-        self._incoming = incoming
-        self._outgoing = outgoing
+        self.address = f"memory://{name}"
+        self._parts: deque[memoryview] = deque()
+        """What the other end has written and this one has not read yet."""
+        self.unread_bytes = 0
         self._delivery: asyncio.Handle | None = None
-        incoming.readable = self._schedule
-        outgoing.writable = self._drained
+        self._has_eof = False
 
-    @property
-    def address(self) -> str:
-        return f"memory://{self._name}"
+    # -- called by the other end
 
-    def _write(self, data: bytes | memoryview) -> None:
-        self._outgoing.write(data)
-        if self._outgoing.is_full:
-            self._congested()
+    def arrived(self, data: bytes | memoryview) -> int:
+        """The other end has written something; how much there is to read now."""
+        if self._is_closed:
+            return 0
+        self._parts.append(memoryview(data))
+        self.unread_bytes += len(data)
+        self._schedule()
+        return self.unread_bytes
 
-    def _write_pieces(self, pieces: tuple[bytes, memoryview]) -> None:
-        header, chunk = pieces
-        self._outgoing.write(header)
-        self._write(chunk)
-
-    def _unsent_bytes(self) -> int:
-        return self._outgoing.size_bytes
+    def eof_received(self, *, is_aborted: bool = False) -> None:
+        """The other end writes no more. If it was aborted, what it has written is lost."""
+        self._has_eof = True
+        if is_aborted:
+            self._forget_input()
+        self._schedule()
 
     def _schedule(self) -> None:
         if self._delivery is None:
@@ -113,21 +62,42 @@ class MemoryConnection(Connection):
 
     def _deliver(self) -> None:
         self._delivery = None
-        incoming = self._incoming
+        parts = self._parts
         budget = _DELIVER_BYTES
-        while incoming.parts and budget > 0 and not self._is_aborted:
-            size = incoming.read_into(self.protocol.get_buffer(-1))
+        while parts and budget > 0 and not self._is_aborted:
+            part = parts.popleft()
+            buffer = self.protocol.get_buffer(-1)
+            size = min(part.nbytes, buffer.nbytes)
+            buffer[:size] = part[:size]
+            if size < part.nbytes:
+                parts.appendleft(part[size:])
+            self.unread_bytes -= size
             budget -= size
             self._received(size)
-        incoming.let_writer_go_on()
-        if incoming.parts:
+        if self.far is not None and self.far.is_full and self.unread_bytes <= _LOW_WATER:
+            self.far.resume_writing()
+        if parts:
             self._schedule()
-        elif incoming.is_ended and not (self._is_mute and self._bulk):
+        elif self._has_eof and not (self._is_mute and self.bulk):
             self._end()
 
+    # -- called by Connection
+
+    def _write(self, data: bytes | memoryview) -> None:
+        if self.far is not None and self.far.arrived(data) > _HIGH_WATER:
+            self.pause_writing()
+
+    def _write_pieces(self, pieces: tuple[bytes, memoryview]) -> None:
+        for piece in pieces:
+            self._write(piece)
+
+    def _unsent_bytes(self) -> int:
+        return 0 if self.far is None else self.far.unread_bytes
+
     def _shut(self) -> None:
-        self._outgoing.end()
-        if self._incoming.is_ended:
+        if self.far is not None:
+            self.far.eof_received()
+        if self._has_eof:
             self.loop.call_soon(self._end)
 
     def _abort(self) -> None:
@@ -135,38 +105,35 @@ class MemoryConnection(Connection):
 
     def _end(self) -> None:
         """This end is over. The other one is, too, once it has read what was written before."""
-        if self._incoming.is_abandoned:
+        far, self.far = self.far, None
+        if far is None:
             return
-        self._incoming.abandon()
-        if self._delivery is not None:
-            self._delivery.cancel()
-        if self._is_aborted:
-            self._outgoing.clear()
-        self._outgoing.end()
+        self._forget_input()
+        far.eof_received(is_aborted=self._is_aborted)
         self._ended(None)
+
+    def _forget_input(self) -> None:
+        self._parts.clear()
+        self.unread_bytes = 0
 
 
 def connect_pair(
     connector: tuple[Protocol, Receiver], acceptor: tuple[Protocol, Receiver], name: str = "pair"
 ) -> tuple[MemoryConnection, MemoryConnection]:
     """Two connected ends whose handshake has begun."""
-    there, back = _Pipe(), _Pipe()
-    near = MemoryConnection(*connector, name, back, there)
-    far = MemoryConnection(*acceptor, name, there, back)
+    near, far = MemoryConnection(*connector, name), MemoryConnection(*acceptor, name)
+    near.far, far.far = far, near
     near.start()
     far.start()
     return near, far
 
 
 class _MemoryListener(Listener):
-    def __init__(self, name: str, accept: Accept, forget: Callable[[], object]) -> None:
+    def __init__(self, name: str, accept: Accept, listeners: dict[str, _MemoryListener]) -> None:
         super().__init__(accept)
         self._name = name
-        self._forget = forget
-
-    @property
-    def address(self) -> str:
-        return f"memory://{self._name}"
+        self._listeners = listeners
+        self.address = f"memory://{name}"
 
     def connect(self, protocol: Protocol, receiver: Receiver) -> Connection:
         near, far = connect_pair((protocol, receiver), self._accept(), self._name)
@@ -174,8 +141,8 @@ class _MemoryListener(Listener):
         return near
 
     async def aclose(self) -> None:
-        self._forget()
-        self._forget = _nothing
+        if self._listeners.get(self._name) is self:
+            del self._listeners[self._name]
         self._abort_handshakes()
 
 
@@ -196,7 +163,7 @@ class MemoryNetwork(Transport):
         name = _name_in(address) or f"worker-{next(self._numbers)}"
         if name in self._listeners:
             raise OSError(errno.EADDRINUSE, f"memory://{name} is taken")
-        listener = self._listeners[name] = _MemoryListener(name, accept, lambda: self._listeners.pop(name))
+        listener = self._listeners[name] = _MemoryListener(name, accept, self._listeners)
         return listener
 
 

@@ -56,28 +56,23 @@ class Resources(NamedTuple):
 NO_RESOURCES: Final = Resources()
 
 
-class StreamConnection(asyncio.BufferedProtocol, Connection):
+class StreamConnection(Connection, asyncio.BufferedProtocol):
     """A connection over an asyncio transport, uvloop's or the standard library's."""
 
-    _transport: asyncio.Transport | WriteLock
+    _transport: asyncio.Transport
     _set_protocol: Callable[[asyncio.BaseProtocol], None]
     peer_process: int | None = None
 
     def __init__(self, protocol: Protocol, receiver: Receiver, resources: Resources) -> None:
-        Connection.__init__(self, protocol, receiver)
+        super().__init__(protocol, receiver)
         self._arena = resources.arena
         self._busy_poll = resources.busy_poll
         if resources.memory is not None:
             protocol.allocate = resources.memory.allocate
         self._write_lock: WriteLock | None = None
         self._active_poll: BusyPoll | None = None
-        self._address = "?"
         self._is_made = False
         self._has_eof = False
-
-    @property
-    def address(self) -> str:
-        return self._address
 
     # -- called by asyncio, which does not look up the first two again after `set_protocol` if it is uvloop's
 
@@ -102,7 +97,7 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
         transport.set_write_buffer_limits(high=0)
         sock = self._socket = transport.get_extra_info("socket")
         close_in_children(sock.fileno())
-        self._address = _describe(sock)
+        self.address = _describe(sock)
         _tune(sock)
         self._set_protocol = transport.set_protocol
         try:
@@ -128,13 +123,7 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
     def eof_received(self) -> bool:
         self._has_eof = True
         # Our half closes too, once what was sent before `close` is out
-        return self._is_mute and self._has_bulk
-
-    def pause_writing(self) -> None:
-        self._congested()
-
-    def resume_writing(self) -> None:
-        self._drained()
+        return self._is_mute and bool(self.bulk)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._busy_poll is not None:
@@ -148,7 +137,7 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
     @cached_property
     def is_local(self) -> bool:
         # cached: the busy poll asks again and again
-        address = self._address
+        address = self.address
         return address.startswith("unix://") or (address.startswith("tcp://") and is_loopback(split_tcp(address)[0]))
 
     def set_busy_poll(self, busy_poll: BusyPoll | None) -> None:
@@ -173,13 +162,11 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
 
     def share_writing(self) -> WriteLock | None:
         if self._write_lock is None and self.is_open and not self._is_mute:
-            transport = cast("asyncio.Transport", self._transport)
             try:
-                sock = _duplicate(transport.get_extra_info("socket"))
+                sock = _duplicate(self._socket)
             except OSError:
                 return None  # no descriptor is left
-            self._write_lock = WriteLock(transport, sock, self, self.loop.call_soon_threadsafe)
-            self._transport = self._write_lock
+            self._write_lock = WriteLock(self._transport, sock, self, self.loop.call_soon_threadsafe)
             self._write = self._write_lock.write
             self._write_pieces = self._write_lock.writelines
         return self._write_lock
@@ -187,6 +174,7 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
     def close(self, reason: str = "") -> None:
         if self._write_lock is not None:
             self._write_lock.shut()  # nothing comes after a goodbye
+            self._write_lock.write_rest()
         super().close(reason)
 
     def abort(self, error: Exception | None = None) -> None:
@@ -205,7 +193,7 @@ class StreamConnection(asyncio.BufferedProtocol, Connection):
     # -- called by Connection
 
     def _unsent_bytes(self) -> int:
-        return self._transport.get_write_buffer_size()
+        return (self._write_lock or self._transport).get_write_buffer_size()
 
     def _unacknowledged_bytes(self) -> int:
         try:
@@ -246,8 +234,7 @@ def _describe(sock: socket.socket) -> str:
     with contextlib.suppress(OSError):
         if sock.family == socket.AF_UNIX:
             return f"unix://{sock.getsockname() or sock.getpeername()}"
-        host, port = sock.getpeername()[:2]
-        return f"tcp://{_bracket(host)}:{port}"
+        return tcp_address(*sock.getpeername()[:2])
     return "?"
 
 
@@ -283,38 +270,26 @@ def _credentials(sock: socket.socket) -> tuple[int, int]:
     return process, uid
 
 
-def _bracket(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
-Make = Callable[[Protocol, Receiver], StreamConnection]
-"""Makes a connection that came in."""
-
-
 class _StreamListener(Listener):
-    def __init__(self, accept: Accept, make: Make, limits: ConnectionLimits | None) -> None:
-        super().__init__(accept, limits)
-        self._make = make
-        self._server: asyncio.AbstractServer
-        self._address = ""
-        self._remove: weakref.finalize[..., Any] | None = None
+    _server: asyncio.AbstractServer
+    _remove: weakref.finalize[..., Any] | None = None
+
+    def __init__(self, accept: Accept, transport: _StreamTransport) -> None:
+        super().__init__(accept, transport.resources.limits)
+        self._transport = transport
 
     def accept(self) -> StreamConnection:
-        return self._track(self._make(*self._accept()))
+        return self._track(self._transport.make(*self._accept(), is_accepted=True))
 
     def opened(self, server: asyncio.AbstractServer, address: str, path: str | None = None) -> Self:
         self._server = server
-        self._address = address
+        self.address = address
         for sock in cast("asyncio.Server", server).sockets:
             close_in_children(sock.fileno())
         if path is not None:
             # also when the process ends and nobody has closed it
             self._remove = weakref.finalize(self, _remove_socket, path, os.getpid())
         return self
-
-    @property
-    def address(self) -> str:
-        return self._address
 
     async def aclose(self) -> None:
         # Not wait_closed(): it waits for the connections too, which have owners of their own
@@ -332,16 +307,11 @@ def _remove_socket(path: str, process_id: int) -> None:
 
 class _StreamTransport(Transport):
     def __init__(self, resources: Resources = NO_RESOURCES) -> None:
-        self._resources = resources
+        self.resources = resources
 
-    def _make(self, protocol: Protocol, receiver: Receiver) -> StreamConnection:
-        return StreamConnection(protocol, receiver, self._resources)
-
-    def _make_accepted(self, protocol: Protocol, receiver: Receiver) -> StreamConnection:
-        return self._make(protocol, receiver)
-
-    def _listener(self, accept: Accept) -> _StreamListener:
-        return _StreamListener(accept, self._make_accepted, self._resources.limits)
+    def make(self, protocol: Protocol, receiver: Receiver, *, is_accepted: bool = False) -> StreamConnection:
+        """A connection that is about to be made, by this side or by the other."""
+        return StreamConnection(protocol, receiver, self.resources)
 
 
 class TcpTransport(_StreamTransport):
@@ -350,16 +320,16 @@ class TcpTransport(_StreamTransport):
     async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
         host, port = split_tcp(address)
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(lambda: self._make(protocol, receiver), host, port)
+        _, connection = await loop.create_connection(lambda: self.make(protocol, receiver), host, port)
         return connection
 
     async def listen(self, address: str, accept: Accept) -> Listener:
         host, port = split_tcp(address)
         loop = asyncio.get_running_loop()
-        listener = self._listener(accept)
+        listener = _StreamListener(accept, self)
         server = await loop.create_server(listener.accept, host, port, backlog=_BACKLOG)
         port = server.sockets[0].getsockname()[1]
-        return listener.opened(server, f"tcp://{_bracket(host)}:{port}")
+        return listener.opened(server, tcp_address(host, port))
 
 
 class UnixTransport(_StreamTransport):
@@ -368,7 +338,7 @@ class UnixTransport(_StreamTransport):
     async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
         path = split_unix(address)
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_unix_connection(lambda: self._make(protocol, receiver), path)
+        _, connection = await loop.create_unix_connection(lambda: self.make(protocol, receiver), path)
         return connection
 
     async def listen(self, address: str, accept: Accept) -> Listener:
@@ -378,7 +348,7 @@ class UnixTransport(_StreamTransport):
             path = split_unix(address)
         sock = _bind_unix(path)
         loop = asyncio.get_running_loop()
-        listener = self._listener(accept)
+        listener = _StreamListener(accept, self)
         try:
             server = await loop.create_unix_server(listener.accept, sock=sock, backlog=_BACKLOG)
         except BaseException:
@@ -466,6 +436,11 @@ def split_tcp(address: str) -> tuple[str, int]:
     if parts.scheme != "tcp" or not parts.hostname or port is None:
         raise ConfigurationError(f"{address!r} is not an address like tcp://host:port (port 0: any)")
     return parts.hostname, port
+
+
+def tcp_address(host: str, port: int) -> str:
+    """The address that `split_tcp` takes apart."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:

@@ -8,18 +8,16 @@ is gone, and nobody would notice.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Final
 
 from arpc.errors import ConnectionClosedError, WireError
 from arpc.transport.connection import BulkSend, Connection
-from arpc.wire.frames import CHUNK_BYTES, HEADER
+from arpc.wire.frames import CHUNK_BYTES, pack_header
 from arpc.wire.messages import Message, MessageType
 from arpc.wire.protocol import State
 
 __all__ = ["Lanes"]
 
-_pack_header = HEADER.pack
 _DATA: Final = int(MessageType.DATA)
 # Smaller ones are out before a second connection would be of any help
 _FROM_BYTES: Final = 2 * CHUNK_BYTES
@@ -32,7 +30,6 @@ class Lanes:
         self._main = main
         self._lanes: list[Connection] = []
         self._next = 0
-        self._bulk: deque[BulkSend] = deque()
         self._is_pumping = False
         self.chunks_sent = 0
 
@@ -49,48 +46,38 @@ class Lanes:
     # -- out
 
     @property
-    def is_busy(self) -> bool:
-        return bool(self._bulk)
-
-    @property
     def is_full(self) -> bool:
-        return bool(self._bulk) and all(lane.is_congested for lane in self._lanes)
+        return bool(self._main.bulk.striped) and all(lane.is_congested for lane in self._lanes)
 
     def take(self, bulk: BulkSend) -> bool:
         """Send a message's large tensors, whose frame has been sent; False if it is not worth it."""
         if not self._lanes or bulk.size_bytes < _FROM_BYTES:
             return False
-        self._bulk.append(bulk)
+        self._main.bulk.append(bulk, is_striped=True)
         # not before the frame, and what else there is of this turn, has been written
         self._main.loop.call_soon(self.pump)
         return True
 
-    def drop(self, bulk: BulkSend) -> bool:
-        """Stop sending; False if it is not on its way here."""
-        if bulk not in self._bulk:
-            return False
-        self._bulk.remove(bulk)
-        return True
-
     def pump(self) -> None:
         """Write chunks of the messages under way, in turns, to the lanes that take them."""
-        if self._is_pumping or not self._bulk or self._main.protocol.state is State.CLOSED:
+        striped = self._main.bulk.striped
+        if self._is_pumping or not striped or self._main.protocol.state is State.CLOSED:
             return  # a lane was drained while it was written to, or all is over
         self._is_pumping = True
         try:
             # While frames of the main connection wait, chunks would overtake them, and the peer would have to keep them
             for _ in self.connections:
-                if not self._bulk or self._main.is_full or (lane := self._free_lane()) is None:
+                if not striped or self._main.is_full or (lane := self._free_lane()) is None:
                     break
                 self._write_chunk(lane)
         finally:
             self._is_pumping = False
-        if self._bulk and not self.is_full:
+        if striped and not self.is_full:
             # one for each in a turn: the kernel may take many of them, and what is small is not to wait for all
             self._main.loop.call_soon(self.pump)
         if self._main.is_congested != self.is_full:
             self._main.look_for_room()
-        if not self._bulk:
+        if not striped:
             self._main.end_if_last()
 
     def _free_lane(self) -> Connection | None:
@@ -103,14 +90,10 @@ class Lanes:
         return None
 
     def _write_chunk(self, lane: Connection) -> None:
-        bulk = self._bulk.popleft()
-        index, position = bulk.index, bulk.position
-        chunk = bulk.next_chunk()
-        if not bulk.is_sent:
-            self._bulk.append(bulk)
+        number, index, position, chunk = self._main.bulk.next_stripe()
         self.chunks_sent += 1
-        self._main.bulk_written(chunk.nbytes)
-        header = _pack_header(chunk.nbytes, _DATA, 0, 0, bulk.id, index, position // CHUNK_BYTES, 0, 0)
+        self._main.tell_bulk_left()
+        header = pack_header(chunk.nbytes, _DATA, 0, 0, number, index, position // CHUNK_BYTES, 0, 0)
         lane.write_chunk(header, chunk)
 
     # -- told by the lanes
@@ -135,7 +118,6 @@ class Lanes:
 
     def close(self, *, on_purpose: bool) -> None:
         """The main connection has ended."""
-        self._bulk.clear()
         lanes, self._lanes = self._lanes, []
         for lane in lanes:
             if on_purpose:

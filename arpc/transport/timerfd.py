@@ -39,15 +39,18 @@ CallAt = Callable[[float, Callable[[], None]], Alarm]
 
 
 class _Alarm:
-    __slots__ = ("_alarms", "callback", "when")
+    __slots__ = ("_waiting", "callback", "when")
 
-    def __init__(self, alarms: Alarms, when: float, callback: Callable[[], None]) -> None:
+    def __init__(self, waiting: list[_Alarm], when: float, callback: Callable[[], None]) -> None:
         self.when = when
         self.callback = callback
-        self._alarms = alarms
+        self._waiting = waiting
+        waiting.append(self)
 
     def cancel(self) -> None:
-        self._alarms.forget(self)
+        # the clock stays as it is: it rings for nobody then, and is set for the next
+        with suppress(ValueError):  # it has rung
+            self._waiting.remove(self)
 
 
 class Alarms:
@@ -67,17 +70,10 @@ class Alarms:
 
     def call_at(self, when: float, callback: Callable[[], None]) -> Alarm:
         """Call a function at that time of the loop's clock, or a millisecond later."""
-        alarm = _Alarm(self, when, callback)
-        self._waiting.append(alarm)
+        alarm = _Alarm(self._waiting, when, callback)
         if when < self._set_for:
             self._set(when)
         return alarm
-
-    def forget(self, alarm: _Alarm) -> None:
-        """It will not ring. Nothing is done if it has."""
-        # the clock stays as it is: it rings for nobody then, and is set for the next
-        with suppress(ValueError):
-            self._waiting.remove(alarm)
 
     def close(self) -> None:
         """None of them will ring."""
@@ -110,7 +106,7 @@ class Alarms:
         try:
             for alarm in sorted(due, key=lambda alarm: alarm.when):
                 if alarm in self._waiting:  # not cancelled by one of those before
-                    self._waiting.remove(alarm)
+                    alarm.cancel()
                     self._call(alarm.callback)
         finally:  # after an interrupt, too, the others are to ring
             if self._waiting:

@@ -148,11 +148,9 @@ class TlsTransport(TcpTransport):
         super().__init__(resources)
         self._tls = tls
 
-    def _make(self, protocol: Protocol, receiver: Receiver) -> SecureConnection:
-        return SecureConnection(protocol, receiver, self._resources, self._tls.client_context, server_side=False)
-
-    def _make_accepted(self, protocol: Protocol, receiver: Receiver) -> SecureConnection:
-        return SecureConnection(protocol, receiver, self._resources, self._tls.server_context, server_side=True)
+    def make(self, protocol: Protocol, receiver: Receiver, *, is_accepted: bool = False) -> SecureConnection:
+        context = self._tls.server_context if is_accepted else self._tls.client_context
+        return SecureConnection(protocol, receiver, self.resources, context, server_side=is_accepted)
 
 
 def _explained(address: str, error: ssl.SSLError) -> HandshakeError:

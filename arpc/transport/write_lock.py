@@ -38,7 +38,7 @@ def write_pieces(transport: asyncio.Transport, pieces: Iterable[bytes | memoryvi
 
 
 class WriteLock:
-    """Stands in front of a transport: the loop writes through it as if it were the transport.
+    """Stands in front of a transport: the loop writes through it.
 
     ``sock`` is another descriptor of the transport's socket. It is closed by `end`, which must be called before the
     transport closes its own: until then the peer would not see the end.
@@ -58,7 +58,7 @@ class WriteLock:
         self._bytes_sent = 0
         self._writes = 0
         self._transport = transport
-        self._socket: socket.socket | None = sock
+        self._socket = sock
         self._send = sock.send
         self._connection = connection
         self._call_loop = call_loop
@@ -101,43 +101,24 @@ class WriteLock:
 
     def write_rest(self) -> None:
         with self.lock:
-            self._write_rest()
-
-    def _write_rest(self) -> None:
-        rest, self._rest = self._rest, b""
-        if rest:
-            self._transport.write(rest)
+            rest, self._rest = self._rest, b""
+            if rest:
+                self._transport.write(rest)
 
     def write(self, data: bytes) -> None:
         with self.lock:
             if self._rest:
-                self._write_rest()
+                self.write_rest()
             self._transport.write(data)
 
     def writelines(self, pieces: Iterable[bytes | memoryview]) -> None:
         with self.lock:
             if self._rest:
-                self._write_rest()
+                self.write_rest()
             write_pieces(self._transport, pieces)
 
     def get_write_buffer_size(self) -> int:
         return self._transport.get_write_buffer_size() + len(self._rest)
-
-    def can_write_eof(self) -> bool:
-        return self._transport.can_write_eof()
-
-    def write_eof(self) -> None:
-        with self.lock:
-            self._write_rest()
-            self._transport.write_eof()
-
-    def close(self) -> None:
-        with self.lock:
-            self._write_rest()
-            self._transport.close()
-
-    def abort(self) -> None:
-        self._transport.abort()
 
     def take_counts(self) -> tuple[int, int, int]:
         """Frames, bytes and writes of threads since the last time."""
@@ -156,6 +137,4 @@ class WriteLock:
         with self.lock:
             self._is_over = True
             self._rest = b""
-            sock, self._socket = self._socket, None
-        if sock is not None:
-            sock.close()
+            self._socket.close()

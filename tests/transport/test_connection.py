@@ -40,9 +40,7 @@ class ListConnection(Connection):
         self.is_elsewhere = False
         self.on_write: Callable[[bytes], object] | None = None
 
-    @property
-    def address(self) -> str:
-        return "list://"
+    address = "list://"
 
     @property
     def is_peer_elsewhere(self) -> bool:
@@ -54,7 +52,7 @@ class ListConnection(Connection):
         self.written.append(data)
         self.room_bytes -= len(data)
         if self.room_bytes <= 0:
-            self._congested()
+            self.pause_writing()
 
     def _write_pieces(self, pieces):
         header, chunk = pieces
@@ -83,7 +81,7 @@ class ListConnection(Connection):
 
     def make_room(self, room_bytes: int = 1 << 40) -> None:
         self.room_bytes = room_bytes
-        self._drained()
+        self.resume_writing()
 
     def end(self, error: Exception | None = None) -> None:
         self._ended(error)
@@ -540,20 +538,6 @@ async def test_every_frame_is_counted():
     await asyncio.sleep(0)
     assert connection.frames_sent == before[0] + 2
     assert connection.bytes_sent == before[1] + 2 * HEADER_BYTES + 4
-
-
-async def test_frames_wait_for_others_if_they_shall():
-    connection, _ = await opened()
-    connection.write_with_others()
-    connection.take()
-    connection.send(small_frame(1))
-    connection.send(small_frame(2))
-    assert connection.take() == []
-    await asyncio.sleep(0)
-    assert connection.take() == [(MessageType.REQUEST, 1), (MessageType.REQUEST, 2)]
-    connection.close()
-    with pytest.raises(ConnectionClosedError):
-        connection.send(small_frame(3))
 
 
 # -- messages with tensors

@@ -83,3 +83,19 @@ async def test_a_pair_needs_no_network():
     assert await far.ended() is None
     assert await near.ended() is None
     assert one.address == two.address == "memory://itself"
+
+
+async def test_small_messages_to_a_full_peer_do_not_hide_that_it_has_room_again():
+    async with Endpoints(MemoryNetwork(), "memory://") as endpoints:
+        near, far = await endpoints.pair()
+        connection = near.connection
+        for number in range(7):
+            connection.send(small_frame(number, bytes(MIB // 4)))
+        connection.flush()
+        assert connection.is_congested
+        await asyncio.sleep(0)  # the peer has read a part, and not enough of it to say so
+        connection.send(small_frame(7))
+        connection.flush()
+        await far.received(8)
+        await asyncio.sleep(0)
+        assert not connection.is_congested

@@ -131,14 +131,11 @@ def test_what_has_to_wait_is_not_taken():
     assert not pipe.turn.send(take)
 
 
-def test_the_end_closes_the_socket_once_and_forgets_the_rest():
+def test_the_end_closes_the_socket_and_forgets_the_rest():
     pipe = Pipe(1)
     assert pipe.turn.send(in_thread(b"first"))
     pipe.turn.end()
     assert pipe.is_shut
-    pipe.is_shut = False
-    pipe.turn.end()
-    assert not pipe.is_shut
     pipe.run_callbacks()
     pipe.make_room(100)
     assert pipe.taken == b"f"
@@ -279,7 +276,7 @@ async def test_the_peer_sees_the_end_of_a_connection_that_threads_may_write():
         await turns_until(lambda: pair.far.lost and pair.near.lost)
         assert pair.far.numbers == [7]
         assert pair.far.lost == pair.near.lost == [None]
-        assert turn._socket is None
+        assert turn._socket.fileno() == -1
 
 
 async def test_the_peer_sees_that_it_was_aborted():
@@ -316,7 +313,6 @@ async def test_no_timeout_of_new_sockets_makes_a_thread_wait():
             pair = await endpoints.pair()
             turn = pair.near.connection.share_writing()
             assert turn is not None
-            assert turn._socket is not None
             assert turn._socket.gettimeout() == 0.0
     finally:
         socket.setdefaulttimeout(None)

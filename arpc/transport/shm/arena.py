@@ -6,6 +6,7 @@ import asyncio
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from threading import Lock
 from typing import Any, Final
 
@@ -93,13 +94,13 @@ class Arena:
         self.sent_bytes = 0
         self.fallbacks = 0
         self._pool = BlockPool(capacity_bytes)
-        self._ledger = Ledger()
+        self._ledger = Ledger(self._free)
         self.file = ArenaFile(self._pool.addresses)
         self._borrowers: dict[int, _Borrower] = {}
         # The books are also used by threads that make shared tensors. What runs when objects die never takes it.
         self._lock = Lock()
-        self._owned: dict[int, Block] = {}
-        self._owned_offsets: list[int] = []
+        self._owned: list[Block] = []
+        """Those of shared tensors, by their offsets."""
         # A tensor refers to it by its lease, and so to this arena: the file stays mapped even when the worker is gone
         self._ended: ReleaseQueue[Block] = ReleaseQueue(self.loop, self._free_owned)
         self._threads = MemoryThreads()
@@ -126,7 +127,7 @@ class Arena:
         self.drop(placement)
         self.fallbacks += 1
         if sum(buffer.nbytes for buffer in buffers) <= self._pool.capacity_bytes:
-            self._trim_soon(0.0)  # what lies idle in blocks of other sizes may be what is missing
+            self._trim(0.0)  # what lies idle in blocks of other sizes may be what is missing
         return None
 
     def _place_all(self, placement: Placement, buffers: Sequence[memoryview]) -> bool:
@@ -160,11 +161,11 @@ class Arena:
     def _find_owned(self, buffer: memoryview) -> tuple[Block, int] | None:
         """The block of a shared tensor whose memory a buffer is, and where in the arena that is."""
         offset = address_of(buffer) - self.file.address
-        number = bisect_right(self._owned_offsets, offset) - 1
+        number = bisect_right(self._owned, offset, key=_offset_of) - 1
         # one that is not aligned would be refused by the peer
         if number < 0 or offset % ALIGNMENT:
             return None
-        block = self._owned[self._owned_offsets[number]]
+        block = self._owned[number]
         return (block, offset) if offset + buffer.nbytes <= block.offset + block.size_bytes else None
 
     def is_quick(self, placement: Placement) -> bool:
@@ -189,22 +190,21 @@ class Arena:
             for block in placement.cold_blocks if is_broken else ():
                 self._pool.cool(block)
             for block in placement.blocks:
-                self._free(self._ledger.let_go(block))
-        if placement.blocks:
-            self._trim_soon(_IDLE_S)
+                self._ledger.let_go(block)
+        self._trim_soon()
 
     # -- peers
 
     def borrower_connected(self, borrower: int, name: str, pid: int, held: Sequence[int], link: object) -> None:
         """A peer has mapped the arena, and still holds these loans of before. Raises `KeyError` if it cannot."""
         with self._lock:
-            self._free(self._ledger.reconcile(borrower, held))
+            self._ledger.reconcile(borrower, held)
         known = self._borrowers.get(borrower)
         if known is None:
             known = self._borrowers[borrower] = _Borrower(name, ProcessWatch(pid, self.loop))
         known.watch.stop_waiting()
         known.link = link
-        self._trim_soon(_IDLE_S)
+        self._trim_soon()
 
     def serves(self, borrower: int, link: object) -> bool:
         """Whether a connection is the newest to a borrower: it alone says what is lent and given back."""
@@ -223,9 +223,9 @@ class Arena:
 
     def _borrower_died(self, borrower: int) -> None:
         with self._lock:
-            self._free(self._ledger.write_off(borrower))
+            self._ledger.reconcile(borrower, ())
         self._forget_borrower(borrower)
-        self._trim_soon(_IDLE_S)
+        self._trim_soon()
 
     def _forget_borrower(self, borrower: int) -> None:
         self._borrowers.pop(borrower).watch.close()
@@ -237,8 +237,8 @@ class Arena:
         """Loans have ended. Raises `KeyError` for one that was never made."""
         with self._lock:
             for offset in offsets:
-                self._free(self._ledger.take_back(borrower, offset))
-        self._trim_soon(_IDLE_S)
+                self._ledger.take_back(borrower, offset)
+        self._trim_soon()
 
     # -- shared tensors
 
@@ -249,8 +249,7 @@ class Arena:
             if block is None:
                 return None
             self._ledger.hold(block)
-            self._owned[block.offset] = block
-            insort(self._owned_offsets, block.offset)
+            insort(self._owned, block, key=_offset_of)
         view = view_of(Lease(self._ended, block), self.file.address + block.offset, size_bytes)
         try:
             if not block.is_warm:
@@ -266,33 +265,28 @@ class Arena:
     def _free_owned(self) -> None:
         with self._lock:
             for block in self._ended.take():
-                if self._owned.pop(block.offset, None) is not None:
-                    self._owned_offsets.remove(block.offset)
-                    self._free(self._ledger.let_go(block))
-        self._trim_soon(_IDLE_S)
+                self._owned.remove(block)
+                self._ledger.let_go(block)
+        self._trim_soon()
 
     # -- memory
 
-    def _free(self, blocks: Sequence[Block]) -> None:
-        now = self.loop.time()
-        for block in blocks:
-            self._pool.give_back(block, now)
+    def _free(self, block: Block) -> None:
+        self._pool.give_back(block, self.loop.time())
 
-    def _trim_soon(self, delay_s: float) -> None:
-        """See to it that idle memory goes back to the system."""
-        if self._is_closed or not self._pool.idle_bytes:
-            return
-        if not delay_s:
-            self._trim(idle_s=0.0)
-        elif self._trimming is None:
-            self._trimming = self.loop.call_later(delay_s, self._trim_idle)
+    def _trim_soon(self) -> None:
+        """See to it that memory goes back to the system once it is idle."""
+        if self._trimming is None and self._pool.idle_bytes and not self._is_closed:
+            self._trimming = self.loop.call_later(_IDLE_S, self._trim_idle)
 
     def _trim_idle(self) -> None:
         self._trimming = None
         self._trim(_IDLE_S)
-        self._trim_soon(_IDLE_S)  # there may be some that were used since
+        self._trim_soon()  # there may be some that were used since
 
     def _trim(self, idle_s: float) -> None:
+        if self._is_closed:
+            return
         with self._lock:
             blocks = self._pool.begin_trim(self.loop.time() - idle_s)
         if not blocks:
@@ -300,7 +294,7 @@ class Arena:
 
         def punch() -> None:
             for block in blocks:
-                self.file.punch(block.offset, block.size_bytes)
+                self.file.free(block.offset, block.size_bytes)
 
         def punched(error: BaseException | None) -> None:
             if error is not None:
@@ -357,6 +351,9 @@ def open_arena(options: RpcOptions) -> Arena | None:
 
 def _nothing(_: BaseException | None) -> None:
     """Called when something is done that nobody waits for."""
+
+
+_offset_of: Final = attrgetter("offset")
 
 
 def _aligned(size_bytes: int) -> int:

@@ -40,7 +40,6 @@ logger = get_logger("arpc.transport")
 FEATURE: Final = "shm"
 """What a worker that can share memory says in its handshake."""
 _ARENA: Final = int(MessageType.ARENA)
-_LENT: Final = int(MessageType.LENT)
 _FREED: Final = int(MessageType.FREED)
 _MAX_REASON_BYTES: Final = 200
 _FEW_COPIES: Final = 4
@@ -131,7 +130,7 @@ class Channel:
             return self._arena.serves(self._borrower, self) and self._lend(data, bulk)
         if self._state is _State.IDLE:
             self._offer()
-        self._connection.park(bulk)
+        self._connection.bulk.park(bulk)
         self._waiting.append((data, bulk))
         return True
 
@@ -144,7 +143,7 @@ class Channel:
         waiting, self._waiting = self._waiting, deque()
         for data, bulk in waiting:
             # one that was dropped meanwhile is not parked any more
-            if self._connection.unpark(bulk) and not (self._state is _State.READY and self._lend(data, bulk)):
+            if self._connection.bulk.unpark(bulk) and not (self._state is _State.READY and self._lend(data, bulk)):
                 self._connection.send_in_chunks(data, bulk)
 
     def _lend(self, data: bytes, bulk: BulkSend) -> bool:
@@ -158,7 +157,7 @@ class Channel:
         if self._arena.is_quick(placement):
             self._copied(data, bulk, placement, _try(placement))
         else:
-            self._connection.park(bulk)
+            self._connection.bulk.park(bulk)
             self._copying += 1
             self._copying_bytes += bulk.size_bytes
             self._arena.copy_in_thread(placement, lambda error: self._copied_in_thread(data, bulk, placement, error))
@@ -169,7 +168,7 @@ class Channel:
         self._copying -= 1
         self._copying_bytes -= bulk.size_bytes
         # The world may have changed: it may have been dropped, and the connection may be gone
-        if self._connection.unpark(bulk):
+        if self._connection.bulk.unpark(bulk):
             self._copied(data, bulk, placement, error)
         else:
             self._unread_bytes -= bulk.size_bytes
@@ -188,7 +187,7 @@ class Channel:
         self._arena.lend(self._borrower, placement)
         self._unread.append(bulk.size_bytes)
         offsets = struct.pack(f"<{len(placement.offsets)}Q", *placement.offsets)
-        self._connection.send_with_reference(data, bulk, lambda number: frame(_LENT, 0, number, 0, 0, offsets))
+        self._connection.send_lent(data, bulk, offsets)
 
     # -- receiving
 

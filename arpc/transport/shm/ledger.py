@@ -8,7 +8,7 @@ cannot be heard any more stays lent until it is known what has become of it: it 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from arpc.transport.shm.blocks import Block
@@ -24,17 +24,19 @@ class _Loan:
 
 
 class Ledger:
-    """Counts the holders of blocks. Methods that end a holding return the blocks that nobody holds any more."""
+    """Counts the holders of blocks. ``free`` is called with each block that nobody holds any more."""
 
-    def __init__(self) -> None:
+    def __init__(self, free: Callable[[Block], None]) -> None:
+        self._free = free
         self._loans: dict[int, dict[int, _Loan]] = {}
 
     def hold(self, block: Block) -> None:
         block.holders += 1
 
-    def let_go(self, block: Block) -> list[Block]:
+    def let_go(self, block: Block) -> None:
         block.holders -= 1
-        return [] if block.holders else [block]
+        if not block.holders:
+            self._free(block)
 
     def lend(self, borrower: int, offset: int, size_bytes: int, block: Block) -> None:
         """Note a loan. The holding that the lender had of the block while it got it ready goes over to the borrower."""
@@ -45,7 +47,7 @@ class Ledger:
         loan.count += 1
         loan.size_bytes = max(loan.size_bytes, size_bytes)
 
-    def take_back(self, borrower: int, offset: int) -> list[Block]:
+    def take_back(self, borrower: int, offset: int) -> None:
         """The borrower has ended one loan. Raises `KeyError` if it has none there."""
         loans = self._loans[borrower]
         loan = loans[offset]
@@ -54,24 +56,21 @@ class Ledger:
             del loans[offset]
             if not loans:
                 del self._loans[borrower]
-        return self.let_go(loan.block)
+        self.let_go(loan.block)
 
-    def reconcile(self, borrower: int, held: Iterable[int]) -> list[Block]:
+    def reconcile(self, borrower: int, held: Iterable[int]) -> None:
         """A borrower says what it still has: an offset for each loan. Raises `KeyError` if it has more than was lent.
 
-        Whatever else was lent to it never arrived, or was given back unheard.
+        Whatever else was lent to it never arrived, or was given back unheard. One that is no more has nothing.
         """
         still = Counter(held)
         loans = self._loans.get(borrower, {})
         for offset, count in still.items():
             if count > loans[offset].count:
                 raise KeyError(offset)
-        ended = [(offset, loan.count - still[offset]) for offset, loan in loans.items()]
-        return [block for offset, count in ended for _ in range(count) for block in self.take_back(borrower, offset)]
-
-    def write_off(self, borrower: int) -> list[Block]:
-        """The borrower is no more."""
-        return self.reconcile(borrower, ())
+        for offset, count in [(offset, loan.count - still[offset]) for offset, loan in loans.items()]:
+            for _ in range(count):
+                self.take_back(borrower, offset)
 
     def has_loans(self, borrower: int) -> bool:
         return borrower in self._loans

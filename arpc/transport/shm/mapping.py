@@ -29,9 +29,6 @@ __all__ = ["ArenaFile", "MappedArena", "Offer", "UnmappableError", "is_supported
 
 _NAME: Final = "arpc"
 _TOKEN_BYTES: Final = 32
-_KEEP_SIZE: Final = 1
-_PUNCH_HOLE: Final = 2
-_REMOVE: Final = 9
 _MOST_PER_WRITE: Final = 1 << 30
 
 
@@ -61,7 +58,13 @@ class _Mapping:
         self._map = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self.size_bytes = size_bytes
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self._libc = cast("Any", ctypes.CDLL(None, use_errno=True))
+        self._madvise = cast("Any", ctypes.CDLL(None, use_errno=True)).madvise
+
+    def free(self, offset: int, size_bytes: int) -> None:
+        """Free the memory behind a range of pages, for everybody; it reads as zeros from then on."""
+        # Not by `mmap.madvise`, which keeps the interpreter busy meanwhile
+        if self._madvise(ctypes.c_void_p(self.address + offset), ctypes.c_size_t(size_bytes), mmap.MADV_REMOVE):
+            raise OSError(ctypes.get_errno(), "madvise failed")
 
 
 class ArenaFile(_Mapping):
@@ -100,12 +103,6 @@ class ArenaFile(_Mapping):
     def reserve(self, offset: int, size_bytes: int) -> None:
         """Have memory behind a range. Raises `OSError` when there is none, where a touch would kill this process."""
         os.posix_fallocate(self.fd, offset, size_bytes)
-
-    def punch(self, offset: int, size_bytes: int) -> None:
-        """Free the memory behind a range; it reads as zeros from then on."""
-        mode = _PUNCH_HOLE | _KEEP_SIZE
-        if self._libc.fallocate(self.fd, mode, ctypes.c_long(offset), ctypes.c_long(size_bytes)):
-            raise OSError(ctypes.get_errno(), "fallocate failed")
 
     def close(self) -> None:
         """Take part no more. Those who have mapped it keep it, and so does what lies in it here."""
@@ -151,5 +148,5 @@ class MappedArena(_Mapping):
         for begin, end in [*ranges, (self.size_bytes, self.size_bytes)]:
             stop = begin & -PAGE_BYTES
             if stop > start:
-                self._libc.madvise(ctypes.c_void_p(self.address + start), ctypes.c_size_t(stop - start), _REMOVE)
+                self.free(start, stop - start)
             start = max(start, -(-end // PAGE_BYTES) * PAGE_BYTES)

@@ -82,7 +82,7 @@ async def test_while_its_tensors_are_sent(stage):
         future = group[0].rpc_async("worker1", hold, args=("large", large))
         connection = group[0].agent.peer("worker1").connection
         await until(lambda: connection.is_congested)
-        assert connection._bulk
+        assert connection.bulk
         await cancel_and_wait(future)
         assert torch.equal(await group[0].rpc_sync("worker1", echo, args=(large,)), large)
         assert not stage.was_reached("large begun")

@@ -237,11 +237,11 @@ async def test_a_peer_that_does_not_read_gets_its_answers_later(make_stage):
         call = asyncio.create_task(group[0].rpc_sync("worker1", hold_in_thread, args=("held", "late")))
         await stage.wait_until("held begun")
         connection = group[1].agent.known_peer("worker0").connection
-        connection._congested()
+        connection.pause_writing()
         stage.open()
         assert await call == "late"
         assert connection._write_lock._writes == 0, "a thread has written to a connection that is full"
-        connection._drained()
+        connection.resume_writing()
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -47,7 +47,7 @@ def test_memory_is_used_where_something_is_and_given_back(file):
     file.copy(memoryview(bytes(MIB)), 8 * MIB, is_warm=False)
     file.reserve(16 * MIB, MIB)
     assert resident_bytes(file) == 2 * MIB + PAGE_BYTES
-    file.punch(8 * MIB, MIB)
+    file.free(8 * MIB, MIB)
     assert resident_bytes(file) == MIB + PAGE_BYTES
 
 

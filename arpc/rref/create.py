@@ -18,14 +18,12 @@ from arpc.options import UNSET, Unset
 from arpc.rref.create_on_owner import KEY, pack_label
 from arpc.rref.events import (
     CreationFailed,
-    ForkCounted,
     ForkId,
     OwnerHandleDropped,
     RRefId,
     UserDeleted,
 )
 from arpc.rref.exactly_once import Numbers
-from arpc.rref.states import UserState
 from arpc.rref.user_ref import OwnerFuture, Use, as_owner_lost
 from arpc.rref.values import Value
 from arpc.user_errors import fresh, text_of
@@ -38,7 +36,6 @@ __all__ = ["Creation", "start_creation"]
 
 _CREATE: Final = int(MessageType.RREF_CREATE)
 _VALUE: Final = int(RequestFlag.VALUE)
-_LOST: Final = UserState.LOST
 
 
 def start_creation(
@@ -72,7 +69,7 @@ def start_creation(
     else:
         held = context.values[rref] = Value(made or name or name_of(function))
     numbers = context.post.numbers(owner.name)
-    number, oldest = numbers.take_with_oldest()
+    number, oldest = numbers.take()
     creation = Creation(context, rref, fork, held, numbers, number, anchor, function)
     metadata = {KEY: pack_label(context.incarnation, number, oldest, rref, fork, made or name)}
     is_held = timeout is UNSET
@@ -216,11 +213,9 @@ class Creation(msgspec.Struct, eq=False):
         context, held = self.context, self.held
         if isinstance(held, Use):
             held.fetches = None
-            following = context.forks.creation_confirmed(self.fork)
+            following = context.forks.creation_confirmed(held.owner, self.rref, self.fork)
             if following:
                 context.carry_out(following)
-            if held.state is _LOST:
-                context.happened(ForkCounted(held.owner, self.rref, self.fork))
         else:
             # on oneself: the creation was the worker's own user, and ends
             context.happened(UserDeleted(self.rref, self.fork))

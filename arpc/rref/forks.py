@@ -179,13 +179,14 @@ class Forks(Generic[U]):
 
     # -- users
 
-    def creation_started(self, rref: RRefId, fork: ForkId, owner: WorkerInfo) -> _Instructions:
+    def creation_started(self, rref: RRefId, fork: ForkId, owner: WorkerInfo, user: U | None = None) -> _Instructions:
+        """``user`` is what is kept of it, if that has been made."""
         if owner == self.me:
             # on oneself: no user, but a value that is held by its handle and waits for its creation
             owned = self.owned[rref] = Owned(rref, OwnerState.EXPECTED)
             owned.holds = 1
         else:
-            self.users[fork] = self._make_user(rref, fork, owner, self.me, _CREATING, False)
+            self.users[fork] = user or self._make_user(rref, fork, owner, self.me, _CREATING, False)
         return _NOTHING
 
     def creation_confirmed(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from arpc.rref.events import ForkId, OwnerHandleDropped
+from arpc.rref.instructions import Instruction
 
 if TYPE_CHECKING:
     from arpc.rref.context import RRefContext
@@ -58,12 +59,12 @@ class DropQueue:
         self._handle(len(self._handles))
 
     def _handle(self, count: int) -> None:
-        handles, forks, carry_out = self._handles, self._context.forks, self._context.carry_out
+        handles, forks = self._handles, self._context.forks
+        following: list[Instruction] = []
         for _ in range(min(count, len(handles))):
             handle = handles.popleft()
-            following = forks.handle_dropped(handle) if isinstance(handle, int) else forks.handle(handle)
-            if following:
-                carry_out(following)
+            following += forks.handle_dropped(handle) if isinstance(handle, int) else forks.handle(handle)
+        self._context.carry_out(following)
 
     def __len__(self) -> int:
         return len(self._handles)

@@ -90,8 +90,8 @@ class RRef(Generic[T_co]):
             )
         context: RRefContext = scope.worker.rref_context
         made = _stack() if context.options.rref_creation_stacks else "RRef()"
-        held = Value.of(value, made)
-        held.stays = type_hint is not None and isinstance(value, ScriptModule)
+        stays = type_hint is not None and isinstance(value, ScriptModule)
+        held = Value(made, content=value, stays=stays)
         self.set_up(context, context.ids.next_number(), None, held)
         self._type = type_hint
 
@@ -365,16 +365,11 @@ class RRef(Generic[T_co]):
 
         ``name`` is what people call the function, if not by its own; ``depth`` is that of the user's frame.
         """
-        context, arguments = self._context, (*self.target(), *args)
-        agent = context.agent
-        agent.call(address_of(self._owner), function, arguments, kwargs, timeout, depth=depth, future=future, name=name)
-        if get_ident() == context.thread:
-            future.add_done_callback(self._keep)
-        else:
-            agent.loop.call_soon_threadsafe(future.add_done_callback, self._keep)
-
-    def _keep(self, _: object) -> None:
-        """Done callback of calls, which holds on to the RRef."""
+        future.anchor = self
+        arguments = (*self.target(), *args)
+        self._context.agent.call(
+            address_of(self._owner), function, arguments, kwargs, timeout, depth=depth, future=future, name=name
+        )
 
     def known_type(self) -> type | None:
         """The type of the value, if that is known here without asking anybody."""
@@ -451,7 +446,7 @@ class RRef(Generic[T_co]):
                 raise
         elif self._context.values.get(self._rref) is self._value:
             self._context.happened(OwnerHandleDropped(self._rref))
-        self._value = Value.of(None) if self._value is not None else None
+        self._value = Value(content=None) if self._value is not None else None
 
     async def __aenter__(self) -> Self:
         return self

@@ -6,7 +6,7 @@ Everything belongs to the loop, but for drops of handles, which may happen on an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import Context
 from threading import get_ident
 from typing import Any, Final, NamedTuple, TypeVar
@@ -28,7 +28,7 @@ from arpc.rref.calls import bound, template_of
 from arpc.rref.control_handlers import ControlService
 from arpc.rref.control_queue import ControlQueue, Item
 from arpc.rref.create_on_owner import CreationHandlers
-from arpc.rref.drops import Dropped, DropQueue
+from arpc.rref.drops import DropQueue
 from arpc.rref.events import ForkId, RRefId
 from arpc.rref.exactly_once import Deliveries
 from arpc.rref.forks import Forks
@@ -60,6 +60,8 @@ _MESSAGES: Final[dict[type[instructions.Instruction], type[Message]]] = {
     instructions.SendCreationFailed: RRefCreationFailed,
 }
 """Which message carries out an instruction to send something: its fields are the receiver, then the message's item."""
+_ABOUT_FORKS: Final = (RRefForkRequest, RRefUserDelete, RRefCreationFailed)
+"""What users tell owners. Their items begin with the ids of RRef and fork."""
 _text = GloballyUniqueId.from_int
 
 
@@ -93,7 +95,8 @@ class RRefContext:
         """None: the code of this worker sees RRefs as they are."""
         self.get_method: Callable[[Any, str], Any] = getattr
         """Finds a method that others call by its name; in allow-list mode it refuses most."""
-        self._context = context
+        self.fresh_context = context.copy
+        """The worker's own context, for callbacks: a handler may have caused them, whose deadline is not theirs."""
         self.incarnation = incarnation
         self._lost: set[WorkerInfo] = set()
         self._answers: dict[ForkId, asyncio.Future[None]] = {}
@@ -122,9 +125,9 @@ class RRefContext:
     def attach(self, agent: Agent) -> None:
         """The agent that messages go through. It was made with this context's handlers, so it comes later."""
         self.agent = agent
-        self.post = ControlQueue(agent, self.options, self._context, self.incarnation, self._settled)
-        self.drops = DropQueue(agent.loop, self._context, self._dropped)
-        self.inquiries = Inquiries(agent, self.forks, self.post, self._context, self.options.rref_grace, self.happened)
+        self.post = ControlQueue(agent, self.options, self.fresh_context, self.incarnation, self._settled)
+        self.drops = DropQueue(self)
+        self.inquiries = Inquiries(self)
 
     def identify(self, info: WorkerInfo) -> None:
         """The group has given this worker its id."""
@@ -144,13 +147,6 @@ class RRefContext:
         """Do what the state machine has said."""
         for instruction in following:
             self._ways[instruction.__class__](instruction)
-
-    def _dropped(self, handles: Iterable[Dropped]) -> None:
-        forks = self.forks
-        for handle in handles:
-            following = forks.handle_dropped(handle) if isinstance(handle, int) else forks.handle(handle)
-            if following:
-                self.carry_out(following)
 
     def _send(self, send: instructions.Instruction) -> None:
         to, *item = astuple(send)
@@ -198,40 +194,28 @@ class RRefContext:
         self, message: type[Message], to: WorkerInfo, items: Sequence[Item], reply: Any, error: Exception | None
     ) -> None:
         """A control message was answered, or given up."""
-        if message is RRefForkRequest:
-            self._fork_requests_settled(to, items, frozenset(reply or ()), error)
-        elif message is RRefForkQuery and error is None:
-            self.inquiries.offers_answered(items, reply)
-        elif message is RRefCreationQuery and error is None:
-            self.inquiries.creations_answered(items, reply)
-        elif message is RRefCreationFailed:
-            for rref, id_, number, _ in items:
-                self.post.numbers(to.name).settle(number)
-                if error is not None:
-                    self.happened(events.CountUnanswered(to, rref, id_))
-                else:
-                    self.happened(events.ForkCounted(to, rref, id_))
-                    self.happened(events.FailureAcknowledged(id_))
-        elif message is RRefUserDelete:
-            for rref, id_ in items:
-                if error is not None:
-                    self.happened(events.DeleteUndelivered(to, rref, id_))
-                if self._ends:
-                    self._end(id_)
         if error is not None:
+            if message in _ABOUT_FORKS:
+                for rref, id_, *_ in items:
+                    self.happened(events.OwnerUnreached(to, rref, id_))
             self._forget_peer(to)
-
-    def _fork_requests_settled(
-        self, to: WorkerInfo, items: Sequence[Item], refused: frozenset[ForkId], error: Exception | None
-    ) -> None:
-        for rref, id_, _ in items:
-            if error is not None:
-                self.happened(events.CountUnanswered(to, rref, id_))
-            elif id_ in refused:
-                self.happened(events.ForkRefused(id_))
-            else:
-                self.happened(events.ForkCounted(to, rref, id_))
-                self.happened(events.ForkConfirmed(id_))
+        elif message is RRefForkRequest:
+            refused = frozenset(reply or ())
+            for rref, id_, _ in items:
+                self.happened(events.ForkRefused(id_) if id_ in refused else events.ForkConfirmed(to, rref, id_))
+        elif message is RRefCreationFailed:
+            for rref, id_, *_ in items:
+                self.happened(events.FailureAcknowledged(to, rref, id_))
+        elif message is RRefForkQuery:
+            self.inquiries.offers_answered(items, reply)
+        elif message is RRefCreationQuery:
+            self.inquiries.creations_answered(items, reply)
+        if message is RRefCreationFailed:
+            for *_, number, _ in items:
+                self.post.numbers(to.name).settle(number)
+        elif message is RRefUserDelete and self._ends:
+            for _, id_ in items:
+                self._end(id_)
 
     # -- making them
 
@@ -324,7 +308,7 @@ class RRefContext:
         waiter = self.agent.loop.create_future()
         self._ends.setdefault(id_, []).append(waiter)
         self.happened(events.HandleDropped(id_))
-        self.post.hurry()
+        self.post.send_gathered()
         if not use.handles:
             await waiter
 
@@ -342,10 +326,11 @@ class RRefContext:
                 use.failure = RRefError(f"{use} was released: worker {self.info.name!r} has shut down")
             while use.handles:
                 self.happened(events.HandleDropped(use.fork))
-        self.inquiries.ask_about_offers(list(self.forks.offers))
+        for id_ in list(self.forks.offers):
+            self.inquiries.ask_about_offer(id_)
         end = None if timeout_s is None else self.agent.loop.time() + timeout_s
         while self.forks.users or not self.is_quiet:
-            self.post.hurry()
+            self.post.send_gathered()
             if end is not None and self.agent.loop.time() >= end:
                 return False
             await asyncio.sleep(_POLL_S)

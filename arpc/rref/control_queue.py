@@ -6,12 +6,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextvars import Context
-from functools import partial
+from itertools import chain
 from typing import Any, Final, TypeAlias
 
 from arpc.agent.agent import Agent
 from arpc.agent.peers.peer import PeerState
-from arpc.errors import ArpcError, CallError, ShutdownError, UnknownWorkerError
+from arpc.errors import CallError, ShutdownError, UnknownWorkerError
 from arpc.ids import WorkerInfo, address_of
 from arpc.log import get_logger
 from arpc.options import RpcOptions
@@ -37,29 +37,29 @@ _BACKOFF_FACTOR: Final = 1.5
 class ControlQueue:
     """Sends items of messages to peers. ``settled`` hears what was answered, or why a message was given up."""
 
-    def __init__(self, agent: Agent, options: RpcOptions, context: Context, epoch: int, settled: Settled) -> None:
+    def __init__(
+        self, agent: Agent, options: RpcOptions, fresh_context: Callable[[], Context], epoch: int, settled: Settled
+    ) -> None:
         self._agent = agent
-        self._context = context
+        self._fresh_context = fresh_context
         self._loop = agent.loop
         self._backoff_s = options.control_backoff
         self._retries = options.control_retries
         self._epoch = epoch
         self._settled = settled
         self._waiting: dict[tuple[type[Message], WorkerInfo], list[Item]] = {}
-        self._flush: asyncio.Handle | None = None
-        self._is_lingering = False
+        self._deletes_linger: asyncio.TimerHandle | None = None
+        self._sending: set[asyncio.Task[None]] = set()
         self._numbers: dict[WorkerName, Numbers] = {}
         self._first = 1
         """Where the numbers for a peer begin: beyond all that were used for one that was forgotten and may return."""
-        self._in_flight = 0
-        self._retrying: set[asyncio.TimerHandle] = set()
         self._is_closed = False
         self.messages_sent = 0
         self.items_sent = 0
 
     @property
     def is_idle(self) -> bool:
-        return not (self._waiting or self._in_flight)
+        return not (self._waiting or self._sending)
 
     def numbers(self, to: WorkerName) -> Numbers:
         """The numbers of messages to a peer. They go on when another worker comes under its name."""
@@ -79,125 +79,70 @@ class ControlQueue:
         """Send an item with the next message of its kind."""
         waiting = self._waiting.get((message, to))
         if waiting is not None:
-            waiting.append(item)  # when these are sent is settled
+            waiting.append(item)  # it is settled when these are sent
         elif not self._is_closed:
             self._waiting[message, to] = [item]
-            self._settle_when(message)
+            if message is not RRefUserDelete:
+                self._loop.call_soon(self.send_gathered)
+            elif self._deletes_linger is None:
+                self._deletes_linger = self._loop.call_later(_DELETE_LINGER_S, self.send_gathered)
 
-    def _settle_when(self, message: type[Message]) -> None:
-        is_patient = message is RRefUserDelete
-        if self._flush is None:
-            self._is_lingering = is_patient
-            self._schedule(_DELETE_LINGER_S if is_patient else 0.0)
-        elif self._is_lingering and not is_patient:
-            self.hurry()
-
-    def hurry(self) -> None:
-        """Do not wait for more deletes to gather."""
-        if self._flush is not None and self._is_lingering:
-            self._flush.cancel()
-            self._is_lingering = False
-            self._schedule(0.0)
-
-    def _schedule(self, delay_s: float) -> None:
-        # in the worker's own context: a handler may have caused the message, and its deadline is not the message's
-        context = self._context.copy()
-        if delay_s:
-            self._flush = self._loop.call_later(delay_s, self._send_gathered, context=context)
-        else:
-            self._flush = self._loop.call_soon(self._send_gathered, context=context)
-
-    def _send_gathered(self) -> None:
-        self._flush = None
+    def send_gathered(self) -> None:
+        """Send what is gathered, and do not wait for more."""
+        if self._deletes_linger is not None:
+            self._deletes_linger.cancel()
+            self._deletes_linger = None
         waiting, self._waiting = self._waiting, {}
         for (message, to), items in waiting.items():
             for start in range(0, len(items), _ITEMS_PER_MESSAGE):
-                self._in_flight += 1
-                # the others may be handled twice, and numbers that nobody notes would be gaps
-                number = self.numbers(to.name).take() if message is RRefForkRequest else 0
-                self._send(message, to, items[start : start + _ITEMS_PER_MESSAGE], number, attempt=0)
+                sending = self._send(message, to, items[start : start + _ITEMS_PER_MESSAGE])
+                task = self._loop.create_task(sending, context=self._fresh_context())
+                self._sending.add(task)
+                task.add_done_callback(self._sending.discard)
 
-    def _send(self, message: type[Message], to: WorkerInfo, items: list[Item], number: int, attempt: int) -> None:
-        if self._is_closed:
-            return
-        self.messages_sent += 1
-        self.items_sent += len(items)
-        flat = [part for item in items for part in item]
-        arguments = (self._epoch, number, self.numbers(to.name).oldest, flat)
-        answered = partial(self._answered, message, to, items, number, attempt)
+    async def _send(self, message: type[Message], to: WorkerInfo, items: list[Item]) -> None:
+        numbers, flat = self.numbers(to.name), list(chain.from_iterable(items))
+        # the others may be handled twice, and numbers that nobody notes would be gaps
+        number = numbers.take()[0] if message is RRefForkRequest else 0
+        reply, error = None, None
         try:
-            future = self._agent.request(message, address_of(to), arguments, _ATTEMPT * self._backoff_s)
-        except ArpcError as error:
-            self._failed(message, to, items, number, attempt, error)
-        else:
-            future.add_done_callback(answered)
-
-    def _answered(
-        self,
-        message: type[Message],
-        to: WorkerInfo,
-        items: list[Item],
-        number: int,
-        attempt: int,
-        future: asyncio.Future[Any],
-    ) -> None:
-        error = asyncio.CancelledError() if future.cancelled() else future.exception()
-        if error is None:
-            self._settle(message, to, items, number, future.result(), None)
-        elif isinstance(error, Exception):
-            self._failed(message, to, items, number, attempt, error)
-        else:
-            self._settle(message, to, items, number, None, ShutdownError("the message was cancelled"))
-
-    def _failed(
-        self, message: type[Message], to: WorkerInfo, items: list[Item], number: int, attempt: int, error: Exception
-    ) -> None:
-        if self._is_closed:
-            return
-        is_hopeless = isinstance(error, ShutdownError | UnknownWorkerError) or not isinstance(error, CallError)
-        if is_hopeless or self._has_left(to) or attempt >= self._retries:
+            reply = await self._send_until_answered(message, to, number, numbers, flat, len(items))
+        except Exception as reason:  # noqa: BLE001 - whatever it is, the message is given up
+            error = reason
             level = (
                 logging.DEBUG if isinstance(error, CallError | ShutdownError | UnknownWorkerError) else logging.ERROR
             )
             logger.log(
                 level, "%s to worker %s is given up: %s", message.type.name, to.name, error, extra={"peer": to.name}
             )
-            self._settle(message, to, items, number, None, error)
-            return
-        delay_s = self._backoff_s * _BACKOFF_FACTOR**attempt
+        numbers.settle(number)
+        if not self._is_closed:
+            self._settled(message, to, items, reply, error)
 
-        def again() -> None:
-            self._retrying.discard(timer)
-            self._send(message, to, items, number, attempt + 1)
-
-        timer = self._loop.call_later(delay_s, again)
-        self._retrying.add(timer)
+    async def _send_until_answered(
+        self, message: type[Message], to: WorkerInfo, number: int, numbers: Numbers, flat: list[Any], count: int
+    ) -> Any:
+        for attempt in range(self._retries + 1):
+            self.messages_sent += 1
+            self.items_sent += count
+            arguments = (self._epoch, number, numbers.oldest, flat)
+            try:
+                return await self._agent.request(message, address_of(to), arguments, _ATTEMPT * self._backoff_s)
+            except CallError:
+                if attempt == self._retries or self._has_left(to):
+                    raise
+            await asyncio.sleep(self._backoff_s * _BACKOFF_FACTOR**attempt)
+        return None
 
     def _has_left(self, worker: WorkerInfo) -> bool:
         """Whether a worker said goodbye: that incarnation of it never comes back."""
         peer = self._agent.peer(address_of(worker))
         return peer is not None and peer.info == worker and peer.state is PeerState.GONE
 
-    def _settle(
-        self,
-        message: type[Message],
-        to: WorkerInfo,
-        items: list[Item],
-        number: int,
-        reply: Any,
-        error: Exception | None,
-    ) -> None:
-        self._in_flight -= 1
-        self.numbers(to.name).settle(number)
-        if not self._is_closed:
-            self._settled(message, to, items, reply, error)
-
     def close(self) -> None:
         self._is_closed = True
         self._waiting.clear()
-        self._in_flight = 0
-        if self._flush is not None:
-            self._flush.cancel()
-        for timer in self._retrying:
-            timer.cancel()
-        self._retrying.clear()
+        if self._deletes_linger is not None:
+            self._deletes_linger.cancel()
+        for task in self._sending:
+            task.cancel()

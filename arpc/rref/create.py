@@ -6,24 +6,14 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
 from arpc.agent.client.pending_calls import Call
 from arpc.agent.client.sender import as_arguments
 from arpc.agent.peers.peer import Peer
-from arpc.agent.server.functions import name_of
 from arpc.errors import CallCancelledError, RpcTimeoutError, RRefCreationError, SerializationError
 from arpc.ids import UNKNOWN_ID, GloballyUniqueId, WorkerInfo, address_of
 from arpc.options import UNSET, Unset
 from arpc.rref.create_on_owner import KEY, pack_label
-from arpc.rref.events import (
-    CreationFailed,
-    ForkCounted,
-    ForkId,
-    OwnerHandleDropped,
-    RRefId,
-    UserDeleted,
-)
+from arpc.rref.events import CreationFailed, OwnerHandleDropped
 from arpc.rref.exactly_once import Numbers
 from arpc.rref.states import UserState
 from arpc.rref.user_ref import OwnerFuture, Use, as_owner_lost
@@ -38,7 +28,7 @@ __all__ = ["Creation", "start_creation"]
 
 _CREATE: Final = int(MessageType.RREF_CREATE)
 _VALUE: Final = int(RequestFlag.VALUE)
-_LOST: Final = UserState.LOST
+_CREATING: Final = UserState.CREATING
 
 
 def start_creation(
@@ -54,34 +44,48 @@ def start_creation(
 ) -> Creation:
     """Ask a worker to create a value. Nothing is waited for. ``anchor`` is kept until the answer is there.
 
-    ``name`` is what people call the function, if not by its own.
+    ``made`` says where the code is that asks for it. ``name`` is what people call the function, if not by its own.
     """
     if not callable(function):
         raise TypeError(f"function should be callable, and {type(function).__qualname__} is not")
-    arguments = as_arguments(args)
+    if args.__class__ is not tuple:
+        args = as_arguments(args)
     agent, forks, next_number = context.agent, context.forks, context.ids.next_number
     peer = agent.peer(to)
     owner = peer.info if peer is not None and peer.connection is not None else _owner(peer, to)
-    rref, fork = next_number(), next_number()
-    forks.creation_started(rref, fork, owner)
-    use = forks.users.get(fork)
-    held: Use | Value
-    if use is not None:
-        held = use
-        use.origin = made or name or function
-    else:
-        held = context.values[rref] = Value(made or name or name_of(function))
-    numbers = context.post.numbers(owner.name)
-    number, oldest = numbers.take_with_oldest()
-    creation = Creation(context, rref, fork, held, numbers, number, anchor, function)
-    metadata = {KEY: pack_label(context.incarnation, number, oldest, rref, fork, made or name)}
+    rref, fork, numbers = next_number(), next_number(), context.post.numbers(owner.name)
+    number, oldest = numbers.take()
+    made = made or name
+    creation = Creation(
+        rref,
+        fork,
+        owner,
+        context.info,
+        _CREATING,
+        False,
+        origin=made or function,
+        context=context,
+        function=function,
+        numbers=numbers,
+        number=number,
+        anchor=anchor,
+    )
+    forks.creation_started(rref, fork, owner, creation)
+    if fork not in forks.users:
+        creation.value = context.values[rref] = Value(creation.made)
+    metadata = {KEY: pack_label(context.incarnation, number, oldest, rref, fork, made)}
     is_held = timeout is UNSET
     # by position, which takes less time: type, flags, metadata, is_internal, is_held, is_awaited, called
-    call = Call(None, creation, function, arguments, kwargs, timeout, _CREATE, 0, metadata, False, is_held, False, name)
+    call = Call(peer, creation, function, args, kwargs, timeout, _CREATE, 0, metadata, False, is_held, False, name)
     try:
-        agent.create(address_of(to) if isinstance(to, WorkerInfo) else to, call)
+        if peer is not None and peer.connection is not None:
+            creation.call_id = agent.caller.sender.send(call)
+            creation.callee = peer
+        else:
+            agent.create(address_of(to) if isinstance(to, WorkerInfo) else to, call)
     except BaseException:
         creation.take_back()
+        agent.check_loop()
         raise
     return creation
 
@@ -95,17 +99,16 @@ def _owner(peer: Peer | None, to: str | int | WorkerInfo) -> WorkerInfo:
     return peer.info
 
 
-class Creation(msgspec.Struct, eq=False):
-    """One `remote`: kept by its RRef, and by the call while that is under way, as the recipient of its answer."""
+class Creation(Use, kw_only=True):
+    """One `remote`: the first user of its RRef, and the recipient of the answer to its call."""
 
     context: RRefContext
-    rref: RRefId
-    fork: ForkId
-    held: Use | Value
+    function: Callable[..., Any]
     numbers: Numbers
     number: int
     anchor: object
-    function: Callable[..., Any]
+    value: Value | None = None
+    """That of a creation on this worker itself, which has no user."""
     call_id: int = 0
     callee: Peer | None = None
     on_cancel: Callable[[], None] | None = None
@@ -123,23 +126,23 @@ class Creation(msgspec.Struct, eq=False):
 
     def take_back(self) -> None:
         """It was never sent: nobody has to hear of it."""
-        context = self.context
         self.numbers.settle(self.number)
-        if isinstance(self.held, Use):
-            del context.forks.users[self.fork]
+        if self.value is None:
+            del self.context.forks.users[self.fork]
         else:
-            context.happened(OwnerHandleDropped(self.rref))
-
-    # -- the value with the answer
+            self.context.happened(OwnerHandleDropped(self.rref))
 
     def fetch_along(self) -> asyncio.Future[tuple[Any, ...]] | None:
         """Let the answer bring the value, too, if the creation has not left yet: what is awaited is a tuple of it.
 
         If that is empty, the value has to be asked for.
         """
-        agent, peer = self.context.agent, self.callee
+        peer = self.callee
         call = peer.held(self.call_id) if peer is not None else None
-        if call is None or peer is None or agent.is_intercepted or agent.is_wrapped:
+        if call is None or peer is None:
+            return None
+        agent = self.context.agent
+        if agent.is_intercepted or agent.is_wrapped:
             return None  # interceptors and observers must see a fetch as a call of its own
         call.flags |= _VALUE
         waiter: asyncio.Future[tuple[Any, ...]] = agent.caller.make_waiter()
@@ -147,32 +150,19 @@ class Creation(msgspec.Struct, eq=False):
         peer.send_held()
         return waiter
 
-    # -- the end of it
-
     def future(self) -> OwnerFuture:
-        """Done when the function has ended, with None; cancelling it cancels the function."""
-        watcher = self.watcher
-        if watcher is None:
-            watcher = self.watcher = OwnerFuture(loop=self.context.agent.loop)
-            if self.is_settled:
-                self._tell(watcher)
-            else:
-                watcher.on_cancel = self._cancel
+        """A future that is done when the function has ended, with None; cancelling it cancels the function.
+
+        Asked for once, and kept by the handle alone: its error refers to the code that awaits it, and so to the handle.
+        """
+        watcher = self.watcher = OwnerFuture(loop=self.context.agent.loop)
+        watcher.on_cancel = self._cancel
+        if self.is_settled:
+            self._tell()
         return watcher
 
     def _cancel(self) -> None:
         self.cancel()
-
-    def _tell(self, watcher: OwnerFuture) -> None:
-        if watcher.done():
-            return
-        if self.error is None:
-            watcher.set_result(None)
-        elif isinstance(self.error, asyncio.CancelledError):
-            watcher.on_cancel = None
-            watcher.cancel()
-        else:
-            watcher.set_exception(fresh(self.error))
 
     # -- as the recipient of a call
 
@@ -186,15 +176,9 @@ class Creation(msgspec.Struct, eq=False):
         return self.error
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
+        self.callbacks = [*(self.callbacks or ()), callback]
         if self.is_settled:
-            self.context.agent.loop.call_soon(callback, self)
-        else:
-            self.callbacks = [*(self.callbacks or ()), callback]
-
-    def _call_back(self) -> None:
-        callbacks, self.callbacks = self.callbacks, None
-        for callback in callbacks or ():
-            self.context.agent.loop.call_soon(callback, self)
+            self._tell()
 
     def cancel(self, msg: Any = None) -> bool:
         """Let the function end; uses of the RRef raise from now on."""
@@ -208,51 +192,45 @@ class Creation(msgspec.Struct, eq=False):
 
     def set_result(self, answer: Any) -> None:
         """The owner has answered, with a tuple of the value or without."""
-        if type(answer) is not tuple:
-            answer = ()  # which is what None means, and all that can be made of anything else
         self.is_settled = True
-        self.anchor = None
+        self.anchor = self.fetches = None
         self.numbers.settle(self.number)
-        context, held = self.context, self.held
-        if isinstance(held, Use):
-            held.fetches = None
-            following = context.forks.creation_confirmed(self.fork)
-            if following:
-                context.carry_out(following)
-            if held.state is _LOST:
-                context.happened(ForkCounted(held.owner, self.rref, self.fork))
+        context = self.context
+        if self.value is None:
+            following = context.forks.creation_confirmed(self.owner, self.rref, self.fork)
         else:
             # on oneself: the creation was the worker's own user, and ends
-            context.happened(UserDeleted(self.rref, self.fork))
-        if self.watcher is not None:
-            self._tell(self.watcher)
-        if self.callbacks is not None:
-            self._call_back()
+            following = context.forks.user_deleted(self.rref, self.fork)
+        if following:
+            context.carry_out(following)
+        if self.watcher is not None or self.callbacks is not None:
+            self._tell()
         waiter, self.waiter = self.waiter, None
         if waiter is not None and not waiter.done():
-            waiter.set_result(answer)
+            # without the value it is None, and anything else makes no sense
+            waiter.set_result(answer if answer.__class__ is tuple else ())
 
     def set_exception(self, error: Exception) -> None:
         """It is not known what has become of it, or it was refused."""
         if isinstance(error, SerializationError) and error.is_of_answer:
-            self._unreadable(error)
+            # the value came with the answer, but cannot be built here: only `to_here` raises that
+            self._fail_waiter(error)
+            self.set_result(None)
             return
         self.is_settled = True
         self.error = error
         # later, as of any future: what ends with it may be among what is being ended
         self.context.agent.loop.call_soon(self._failed, error)
 
-    def _unreadable(self, error: Exception) -> None:
-        """The value came with the answer, but cannot be built here: only `to_here` raises that."""
+    def _fail_waiter(self, error: Exception) -> None:
         waiter, self.waiter = self.waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_exception(error)
-        self.set_result(None)
 
     def _failed(self, error: BaseException) -> None:
         self.is_settled = True
         self.anchor = None
-        context, held = self.context, self.held
+        context = self.context
         if isinstance(error, asyncio.CancelledError):
             self.error = error
             if self.callee is not None:
@@ -261,29 +239,39 @@ class Creation(msgspec.Struct, eq=False):
             # a future's own has a traceback once somebody awaits it, and that refers to the RRef
             self.error = fresh(error)
         failure = self._failure(self.error)
-        waiter, self.waiter = self.waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_exception(fresh(failure))
-        if isinstance(held, Use):
-            if held.failure is None:
-                held.fail(failure)
+        self._fail_waiter(fresh(failure))
+        if self.value is not None:
+            self.value.fail(failure)
+            context.creation_failed_here(self.rref, self.fork, self.number, text_of(failure))
+            self.numbers.settle(self.number)
+        else:
+            if self.failure is None:
+                self.fail(failure)
             # The owner is told, and must be able to tell by the number whether the creation has arrived there: until it
             # has answered the number is in use
             if not context.happened(CreationFailed(self.fork, self.number, text_of(failure))):
                 self.numbers.settle(self.number)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tell those that wait for the end."""
+        callbacks, self.callbacks = self.callbacks, None
+        for callback in callbacks or ():
+            self.context.agent.loop.call_soon(callback, self)
+        watcher, self.watcher = self.watcher, None
+        if watcher is None or watcher.done():
+            return
+        if self.error is None:
+            watcher.set_result(None)
+        elif isinstance(self.error, asyncio.CancelledError):
+            watcher.on_cancel = None
+            watcher.cancel()
         else:
-            held.fail(failure)
-            context.creation_failed_here(self.rref, self.fork, self.number, text_of(failure))
-            self.numbers.settle(self.number)
-        if self.watcher is not None:
-            self._tell(self.watcher)
-        self._call_back()
+            watcher.set_exception(fresh(self.error))
 
     def _failure(self, error: BaseException) -> Exception:
         """What uses of the RRef raise from now on."""
-        name = f"RRef {GloballyUniqueId.from_int(self.rref)}"
-        owner = self.held.owner.name if isinstance(self.held, Use) else self.context.info.name
-        made: Exception
+        name, owner = f"RRef {GloballyUniqueId.from_int(self.rref)}", self.owner.name
         if isinstance(error, asyncio.CancelledError):
             return RRefCreationError(f"the creation of {name} on worker {owner!r} was cancelled")
         if isinstance(error, RpcTimeoutError):
@@ -291,11 +279,10 @@ class Creation(msgspec.Struct, eq=False):
                 f"RRef creation via remote() on worker {owner!r} timed out, and it is possible that {name} does not "
                 f"exist there"
             )
-            made.__cause__ = error
-            return made
-        if isinstance(error, CallCancelledError):  # by nobody here
+        elif isinstance(error, CallCancelledError):  # by nobody here
             made = RRefCreationError(f"the creation of {name} was cancelled on its owner: {error}")
-            made.__cause__ = error
-            return made
-        assert isinstance(error, Exception)
-        return as_owner_lost(error)
+        else:
+            assert isinstance(error, Exception)
+            return as_owner_lost(error)
+        made.__cause__ = error
+        return made

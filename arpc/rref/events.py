@@ -17,7 +17,6 @@ __all__ = [
     "CreationEnded",
     "CreationFailed",
     "CreationStarted",
-    "DeleteUndelivered",
     "Event",
     "FailureAcknowledged",
     "ForkConfirmed",
@@ -31,6 +30,7 @@ __all__ = [
     "OfferQueried",
     "OfferRefused",
     "OwnerHandleDropped",
+    "OwnerUnreached",
     "PeerConnected",
     "PeerLost",
     "RRefId",
@@ -62,8 +62,10 @@ class CreationStarted(Event, frozen=True):
 
 
 class CreationConfirmed(Event, frozen=True):
-    """The owner has run the creation."""
+    """The owner has run the creation, and counts its fork."""
 
+    owner: WorkerInfo
+    rref: RRefId
     fork: ForkId
 
 
@@ -77,8 +79,10 @@ class CreationFailed(Event, frozen=True):
 
 
 class FailureAcknowledged(Event, frozen=True):
-    """The owner knows that the creation was given up."""
+    """The owner knows that the creation was given up, and counts its fork."""
 
+    owner: WorkerInfo
+    rref: RRefId
     fork: ForkId
 
 
@@ -96,6 +100,8 @@ class ForkReceived(Event, frozen=True):
 class ForkConfirmed(Event, frozen=True):
     """The owner counts a fork that asked for it."""
 
+    owner: WorkerInfo
+    rref: RRefId
     fork: ForkId
 
 
@@ -139,24 +145,8 @@ class OfferQueried(Event, frozen=True):
     parent: WorkerInfo
 
 
-class DeleteUndelivered(Event, frozen=True):
-    """The owner could not be told that a user has ended."""
-
-    owner: WorkerInfo
-    rref: RRefId
-    fork: ForkId
-
-
-class ForkCounted(Event, frozen=True):
-    """By its answer, the owner counts a fork. That may have been given up here, since the owner was taken for lost."""
-
-    owner: WorkerInfo
-    rref: RRefId
-    fork: ForkId
-
-
-class CountUnanswered(Event, frozen=True):
-    """The owner was asked to count a fork, and did not answer: it may count it all the same."""
+class OwnerUnreached(Event, frozen=True):
+    """The owner did not answer a message about a fork: the message may have arrived all the same."""
 
     owner: WorkerInfo
     rref: RRefId

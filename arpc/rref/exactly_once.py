@@ -22,45 +22,29 @@ class Numbers:
 
     def __init__(self, first: int = _FIRST) -> None:
         self._next = first
-        self._lone = 0
-        """The only message under way, which is not among the open ones; 0 if there is none, or more than one."""
         # popping from the front of a plain dict again and again takes longer each time
         self._open: OrderedDict[int, None] = OrderedDict()
 
-    def take(self) -> int:
-        """A number for a new message."""
-        return self.take_with_oldest()[0]
-
-    def take_with_oldest(self) -> tuple[int, int]:
+    def take(self) -> tuple[int, int]:
         """A number for a new message, and what `oldest` is then."""
         number = self._next
         self._next = number + 1
-        if self._open:
-            self._open[number] = None
-            return number, next(iter(self._open))
-        if not self._lone:
-            self._lone = number
-            return number, number
-        oldest, self._lone = self._lone, 0
-        self._open[oldest] = self._open[number] = None
-        return number, oldest
+        self._open[number] = None
+        return number, next(iter(self._open))
 
     def settle(self, number: int) -> None:
         """A message was answered, or given up: it will not be sent again."""
-        if number == self._lone:
-            self._lone = 0
-        else:
-            self._open.pop(number, None)
+        self._open.pop(number, None)
 
     @property
     def is_settled(self) -> bool:
         """No message is under way."""
-        return not (self._lone or self._open)
+        return not self._open
 
     @property
     def oldest(self) -> int:
         """Nothing below this will ever be sent again."""
-        return self._lone or next(iter(self._open), self._next)
+        return next(iter(self._open), self._next)
 
 
 class Window:

@@ -179,19 +179,20 @@ class Forks(Generic[U]):
 
     # -- users
 
-    def creation_started(self, rref: RRefId, fork: ForkId, owner: WorkerInfo) -> _Instructions:
+    def creation_started(self, rref: RRefId, fork: ForkId, owner: WorkerInfo, user: U | None = None) -> _Instructions:
+        """``user`` is what is kept of it, if that has been made."""
         if owner == self.me:
             # on oneself: no user, but a value that is held by its handle and waits for its creation
             owned = self.owned[rref] = Owned(rref, OwnerState.EXPECTED)
             owned.holds = 1
         else:
-            self.users[fork] = self._make_user(rref, fork, owner, self.me, _CREATING, False)
+            self.users[fork] = user or self._make_user(rref, fork, owner, self.me, _CREATING, False)
         return _NOTHING
 
-    def creation_confirmed(self, fork: ForkId) -> _Instructions:
+    def creation_confirmed(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
         user = self.users.get(fork)
         if user is None or (state := _next_user_state((user.state, CreationConfirmed))) is None:
-            return _NOTHING
+            return self._counted(owner, rref, fork)
         user.state = state
         user.is_created = True
         return _NOTHING if user.handles else self._end_if_unused(user)
@@ -205,10 +206,10 @@ class Forks(Generic[U]):
         # answer, or its end could overtake the news, which counts it.
         return (SendCreationFailed(user.owner, user.rref, fork, number, reason),)
 
-    def failure_acknowledged(self, fork: ForkId) -> _Instructions:
+    def failure_acknowledged(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
         user = self.users.get(fork)
         if user is None or (state := _next_user_state((user.state, FailureAcknowledged))) is None:
-            return _NOTHING
+            return self._counted(owner, rref, fork)
         user.state = state
         return self._end_if_unused(user)
 
@@ -230,8 +231,8 @@ class Forks(Generic[U]):
             return (SendForkRequest(owner, rref, fork, is_created),)
         return _NOTHING
 
-    def fork_confirmed(self, fork: ForkId) -> _Instructions:
-        return self._fork_settled(fork, ForkConfirmed)
+    def fork_confirmed(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
+        return self._fork_settled(fork, ForkConfirmed) or self._counted(owner, rref, fork)
 
     def fork_refused(self, fork: ForkId) -> _Instructions:
         return self._fork_settled(fork, ForkRefused)
@@ -243,6 +244,15 @@ class Forks(Generic[U]):
         user.state = state
         mark = MarkConfirmed if state is _CONFIRMED else MarkLost
         return (mark(fork), *self._accept(fork, user.parent), *self._end_if_unused(user))
+
+    def _counted(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
+        """By its answer, the owner counts a fork that was not waiting for that: it may have been given up here."""
+        return (SendUserDelete(owner, rref, fork),) if self._is_given_up(fork) else _NOTHING
+
+    def _is_given_up(self, fork: ForkId) -> bool:
+        """Whether a fork is of no use any more: it has ended, or its owner was taken for lost."""
+        user = self.users.get(fork)
+        return user is None or user.state is _LOST
 
     def _accept(self, fork: ForkId, parent: WorkerInfo) -> _Instructions:
         """A fork needs its parent no more."""
@@ -442,23 +452,10 @@ class Forks(Generic[U]):
         accept = self._accept(user.fork, user.parent) if was_requested else _NOTHING
         return (MarkLost(user.fork), *accept, *self._end_if_unused(user))
 
-    def delete_undelivered(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
-        self._remember_ghost(owner, rref, fork)
-        return _NOTHING
-
-    def fork_counted(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
-        # The question was sent again after the owner had come back and was told that the fork has ended
-        return (SendUserDelete(owner, rref, fork),) if self._is_given_up(fork) else _NOTHING
-
-    def count_unanswered(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
+    def owner_unreached(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
         if self._is_given_up(fork):
             self._remember_ghost(owner, rref, fork)
         return _NOTHING
-
-    def _is_given_up(self, fork: ForkId) -> bool:
-        """Whether a fork that was to be counted is of no use any more: its owner was taken for lost."""
-        user = self.users.get(fork)
-        return user is None or user.state is _LOST
 
     def _remember_ghost(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> None:
         self._ghosts.setdefault(owner, []).append((rref, fork))

@@ -69,6 +69,7 @@ class RRef(Generic[T_co]):
         "__weakref__",
         "_context",
         "_creation",
+        "_future",
         "_is_released",
         "_rref",
         "_type",
@@ -76,6 +77,8 @@ class RRef(Generic[T_co]):
         "_value",
     )
 
+    _future: Future[Any] | None
+    """That of the creation, once somebody has asked for it."""
     _type: Future[type[T_co]] | Any
     """What is known of the value's type: a future of it once somebody has asked, or the hint of its maker."""
 
@@ -87,25 +90,34 @@ class RRef(Generic[T_co]):
             )
         context: RRefContext = scope.worker.rref_context
         made = _stack() if context.options.rref_creation_stacks else "RRef()"
-        held = Value.of(value, made)
-        held.stays = type_hint is not None and isinstance(value, ScriptModule)
-        self._set_up(context, context.ids.next_number(), held)
+        stays = type_hint is not None and isinstance(value, ScriptModule)
+        held = Value(made, content=value, stays=stays)
+        self.set_up(context, context.ids.next_number(), None, held)
         self._type = type_hint
 
-    def _set_up(self, context: RRefContext, rref: RRefId, held: Use | Value, creation: Creation | None = None) -> None:
+    def set_up(
+        self,
+        context: RRefContext,
+        rref: RRefId,
+        use: Use | None,
+        value: Value | None,
+        creation: Creation | None = None,
+    ) -> None:
+        """Fill in a new handle to what a worker's context knows: a ``use``, or a ``value`` of that worker itself."""
         self._context = context
         self._rref = rref
-        self._use = held if isinstance(held, Use) else None
-        self._value = None if isinstance(held, Use) else held
-        self._is_released = False
+        self._use = use
+        self._value = value
         self._creation = creation
+        self._future = None
+        self._is_released = False
         self._type = None
 
     @classmethod
-    def of(cls, context: RRefContext, rref: RRefId, held: Use | Value, creation: Creation | None = None) -> Self:
+    def of(cls, context: RRefContext, rref: RRefId, held: Use | Value) -> Self:
         """An RRef to something that a worker's context knows. For arpc's own code."""
         made = _new_rref(cls)
-        cls._set_up(made, context, rref, held, creation)
+        made.set_up(context, rref, held if isinstance(held, Use) else None, held if isinstance(held, Value) else None)
         return made
 
     # -- owner and state
@@ -193,7 +205,7 @@ class RRef(Generic[T_co]):
         Raises what its creation raised, `RRefCreationError` if that timed out, `OwnerLostError` if the owner is lost,
         and `RpcTimeoutError` if the value does not come in time.
         """
-        use, context, creation = self._use, self._context, self._creation
+        use, creation = self._use, self._creation
         if self._is_released or (use is not None and use.failure is not None):
             self._check("to_here() called")
         if use is None:
@@ -210,7 +222,9 @@ class RRef(Generic[T_co]):
                 finally:
                     del waiter  # whose exception refers to this frame
                 if answer:
-                    return cast("T_co", answer[0])
+                    value: T_co = answer[0]
+                    return value
+        context = self._context
         future, is_created = self.owner_future(FetchFuture), use.is_created
         context.agent.request(RRefFetch, address_of(use.owner), (self._rref, is_created), timeout, future=future)
         if not is_created:
@@ -351,16 +365,11 @@ class RRef(Generic[T_co]):
 
         ``name`` is what people call the function, if not by its own; ``depth`` is that of the user's frame.
         """
-        context, arguments = self._context, (*self.target(), *args)
-        agent = context.agent
-        agent.call(address_of(self._owner), function, arguments, kwargs, timeout, depth=depth, future=future, name=name)
-        if get_ident() == context.thread:
-            future.add_done_callback(self._keep)
-        else:
-            agent.loop.call_soon_threadsafe(future.add_done_callback, self._keep)
-
-    def _keep(self, _: object) -> None:
-        """Done callback of calls, which holds on to the RRef."""
+        future.anchor = self
+        arguments = (*self.target(), *args)
+        self._context.agent.call(
+            address_of(self._owner), function, arguments, kwargs, timeout, depth=depth, future=future, name=name
+        )
 
     def known_type(self) -> type | None:
         """The type of the value, if that is known here without asking anybody."""
@@ -418,7 +427,9 @@ class RRef(Generic[T_co]):
 
     def _get_future(self) -> Future[Any] | None:
         """The future of the creation, on the worker that called `remote`. It has no value: that stays on the owner."""
-        return self._creation.future() if self._creation is not None else None
+        if self._future is None and self._creation is not None:
+            self._future = self._creation.future()
+        return self._future
 
     # -- the end of it
 
@@ -435,7 +446,7 @@ class RRef(Generic[T_co]):
                 raise
         elif self._context.values.get(self._rref) is self._value:
             self._context.happened(OwnerHandleDropped(self._rref))
-        self._value = Value.of(None) if self._value is not None else None
+        self._value = Value(content=None) if self._value is not None else None
 
     async def __aenter__(self) -> Self:
         return self
@@ -494,4 +505,7 @@ def create_remote(
     else:
         start = partial(start_creation, context, to, function, args, kwargs, timeout, made, anchor, name)
         creation = context.on_loop(start)
-    return RRef.of(context, creation.rref, creation.held, creation)
+    value = creation.value
+    rref: RRef[Any] = _new_rref(RRef)
+    rref.set_up(context, creation.rref, None if value is not None else creation, value, creation)
+    return rref

@@ -20,8 +20,19 @@ class OwnerFuture(Future[Any]):
 
     owner = ""
     """The name of the worker that owns a value. Empty if it is about to be asked for one, and may never have been."""
+    anchor: object = None
+    """Lives until the call has ended: the RRef whose value is called."""
+
+    def set_result(self, result: Any) -> None:
+        self.anchor = None
+        super().set_result(result)
+
+    def withdraw(self) -> None:
+        self.anchor = None
+        super().withdraw()
 
     def set_exception(self, exception: type | BaseException) -> None:
+        self.anchor = None
         super().set_exception(as_owner_lost(exception, self.owner) if isinstance(exception, Exception) else exception)
 
 

@@ -28,31 +28,21 @@ class Value(msgspec.Struct, eq=False):
     content: Any = NOTHING
     stays: bool = False
     """It is a ScriptModule by its type, not only in fact: it is used where it is, and never copied elsewhere."""
-    _error: BaseException | None = None
+    error: BaseException | None = None
+    """What is in its place."""
     _traceback: TracebackType | None = None
     _waiters: list[asyncio.Future[None]] | None = None
 
-    @classmethod
-    def of(cls, value: Any, made: str = "") -> Value:
-        ready = cls(made)
-        ready.content = value
-        return ready
-
     @property
     def is_ready(self) -> bool:
-        return self.content is not NOTHING or self._error is not None
+        return self.content is not NOTHING or self.error is not None
 
     @property
     def type_name(self) -> str:
         """What kind of object it is, as far as that is known."""
-        if self._error is not None:
-            return f"raised {type_name_of(self._error)}"
+        if self.error is not None:
+            return f"raised {type_name_of(self.error)}"
         return "not there yet" if self.content is NOTHING else type_name_of(self.content)
-
-    @property
-    def error(self) -> BaseException | None:
-        """What is in its place."""
-        return self._error
 
     @property
     def is_awaited(self) -> bool:
@@ -65,7 +55,7 @@ class Value(msgspec.Struct, eq=False):
             self._waiters = []
 
     def set(self, content: Any) -> None:
-        if self.content is NOTHING and self._error is None:
+        if self.content is NOTHING and self.error is None:
             self.content = content
             if self._waiters is not None:
                 self._wake()
@@ -78,7 +68,7 @@ class Value(msgspec.Struct, eq=False):
             while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("arpc."):
                 trace = trace.tb_next
             traceback.clear_frames(trace)
-            self._error = with_traceback(error, trace)
+            self.error = with_traceback(error, trace)
             self._traceback = trace
             self._wake()
 
@@ -105,8 +95,8 @@ class Value(msgspec.Struct, eq=False):
 
     def get_nowait(self) -> Any:
         """The value of one that is there. Raises what its creation raised."""
-        if self._error is not None:
-            error = fresh(self._error)
+        if self.error is not None:
+            error = fresh(self.error)
             set_may_have_run(error, may_have_run=True)  # it may be that of a call which the function made
             raise with_traceback(error, self._traceback)
         return self.content

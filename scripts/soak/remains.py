@@ -23,9 +23,9 @@ EMPTY_TABLES: Final = (
     "rref_context._answers",
     "rref_context._ends",
     "rref_context.drops._handles",
-    "rref_context.inquiries.offers.due",
+    "rref_context.inquiries.due",
     "rref_context.post._waiting",
-    "rref_context.post._retrying",
+    "rref_context.post._sending",
     "autograd.container.contexts",
 )
 """Attributes of a worker that are empty when nothing is under way and nothing is held."""

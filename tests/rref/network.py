@@ -103,9 +103,9 @@ class Network:
         else:
             machine.user_handles.append(fork)
         numbers = machine.numbers.setdefault(owner, Numbers())
-        number = numbers.take()
+        number, oldest = numbers.take()
         self.creators[fork] = rref, number
-        self.bag.append(Packet("create", on, owner, (rref, fork), number, numbers.oldest))
+        self.bag.append(Packet("create", on, owner, (rref, fork), number, oldest))
 
     def share(self, on: int) -> None:
         machine = self.machines[on]
@@ -296,7 +296,7 @@ class Network:
             self._happened(machine, e.CreationFailed(fork, number, "failed"))
             return  # the number is in use until the owner has answered
         elif not failed:
-            self._happened(machine, e.CreationConfirmed(fork))
+            self._happened(machine, e.CreationConfirmed(self.info(owner), rref, fork))
         machine.numbers[owner].settle(number)
 
     def _failed_arrived(self, target: Machine, packet: Packet) -> None:
@@ -308,8 +308,7 @@ class Network:
     def _acknowledged_arrived(self, target: Machine, packet: Packet) -> None:
         rref, fork, number = packet.content
         target.numbers[packet.source].settle(number)
-        self._happened(target, e.ForkCounted(self.info(packet.source), rref, fork))
-        self._happened(target, e.FailureAcknowledged(fork))
+        self._happened(target, e.FailureAcknowledged(self.info(packet.source), rref, fork))
 
     def _creation_query_arrived(self, target: Machine, packet: Packet) -> None:
         rref = packet.content[0]
@@ -341,9 +340,8 @@ class Network:
     def _reply_arrived(self, target: Machine, packet: Packet) -> None:
         rref, fork, is_counted, number = packet.content
         target.numbers[packet.source].settle(number)
-        if is_counted:
-            self._happened(target, e.ForkCounted(self.info(packet.source), rref, fork))
-        self._happened(target, e.ForkConfirmed(fork) if is_counted else e.ForkRefused(fork))
+        owner = self.info(packet.source)
+        self._happened(target, e.ForkConfirmed(owner, rref, fork) if is_counted else e.ForkRefused(fork))
 
     def _accept_arrived(self, target: Machine, packet: Packet) -> None:
         self._happened(target, e.ChildAccepted(packet.content[0]))
@@ -367,10 +365,7 @@ class Network:
             match instruction:
                 case i.SendForkRequest(to, rref, fork, is_created):
                     numbers = machine.numbers.setdefault(to.id, Numbers())
-                    packet = Packet("request", machine.id, to.id, (rref, fork, is_created), numbers.take())
-                    self.bag.append(
-                        Packet(packet.kind, packet.source, packet.target, packet.content, packet.number, numbers.oldest)
-                    )
+                    self.bag.append(Packet("request", machine.id, to.id, (rref, fork, is_created), *numbers.take()))
                 case i.SendChildAccept(to, fork):
                     self.bag.append(Packet("accept", machine.id, to.id, (fork,)))
                 case i.SendUserDelete(to, rref, fork):

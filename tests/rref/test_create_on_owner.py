@@ -144,7 +144,7 @@ async def test_a_creation_that_was_given_up_before_it_came_is_refused(group: Clu
     context.happened(CreationAbandoned(rref, fork, group[0].info, "it was cut"))
     peer = group[0].agent.known_peer("worker1")
     numbers = group[0].rref_context.post.numbers("worker1")
-    number, oldest = numbers.take_with_oldest()
+    number, oldest = numbers.take()
     label = pack_label(group[0].rref_context.incarnation, number, oldest, rref, fork, "")
     future = group[0].agent.loop.create_future()
     call = Call(

@@ -7,7 +7,6 @@ import pytest
 from arpc.ids import UNKNOWN_ID, GloballyUniqueId, WorkerInfo
 from arpc.rref.events import (
     ChildAccepted,
-    CountUnanswered,
     CreationAbandoned,
     CreationArrived,
     CreationConfirmed,
@@ -15,11 +14,9 @@ from arpc.rref.events import (
     CreationEnded,
     CreationFailed,
     CreationStarted,
-    DeleteUndelivered,
     Event,
     FailureAcknowledged,
     ForkConfirmed,
-    ForkCounted,
     ForkOffered,
     ForkReceived,
     ForkRefused,
@@ -29,6 +26,7 @@ from arpc.rref.events import (
     OfferQueried,
     OfferRefused,
     OwnerHandleDropped,
+    OwnerUnreached,
     PeerConnected,
     PeerLost,
     UserDeleted,
@@ -93,7 +91,7 @@ def c() -> Forks[UserFork]:
 def test_a_dropped_rref_is_deleted_once_its_creation_is_confirmed():
     forks = a()
     assert run(forks, CreationStarted(R, F, B), HandleDropped(F)) == []
-    assert run(forks, CreationConfirmed(F)) == [SendUserDelete(B, R, F)]
+    assert run(forks, CreationConfirmed(B, R, F)) == [SendUserDelete(B, R, F)]
     assert forks.is_idle
 
 
@@ -132,14 +130,14 @@ def test_the_owner_is_told_at_once_that_a_creation_failed_and_then_that_its_user
     assert run(forks, CreationFailed(F, 7, "cut")) == [SendCreationFailed(B, R, F, 7, "cut")]
     assert run(forks, CreationFailed(F, 7, "cut")) == []
     assert run(forks, HandleDropped(F)) == []  # the news counts the fork, and its end must not overtake that
-    assert run(forks, FailureAcknowledged(F)) == [SendUserDelete(B, R, F)]
+    assert run(forks, FailureAcknowledged(B, R, F)) == [SendUserDelete(B, R, F)]
     assert forks.is_idle
 
 
 def test_a_failed_creation_is_kept_for_its_children():
     forks = a()
     run(forks, CreationStarted(R, F, B), ForkOffered(R, G, C, F), CreationFailed(F, 7, "cut"), HandleDropped(F))
-    assert run(forks, FailureAcknowledged(F)) == []
+    assert run(forks, FailureAcknowledged(B, R, F)) == []
     assert run(forks, ChildAccepted(G)) == [SendUserDelete(B, R, F)]
 
 
@@ -147,11 +145,12 @@ def test_an_owner_that_is_lost_need_not_acknowledge_a_failure():
     forks = a()
     run(forks, CreationStarted(R, F, B), CreationFailed(F, 7, "cut"), HandleDropped(F))
     assert run(forks, PeerLost(B)) == [MarkLost(F), ForgetFork(F)]
-    assert run(forks, FailureAcknowledged(F)) == []
     assert forks.is_idle
 
 
-@pytest.mark.parametrize(("event", "is_created"), [(CreationConfirmed(F), True), (CreationFailed(F, 1, ""), False)])
+@pytest.mark.parametrize(
+    ("event", "is_created"), [(CreationConfirmed(B, R, F), True), (CreationFailed(F, 1, ""), False)]
+)
 def test_only_a_confirmed_creation_is_known_to_have_reached_its_owner(event, is_created):
     forks = a()
     run(forks, CreationStarted(R, F, B))
@@ -226,7 +225,7 @@ def test_a_child_asks_the_owner_and_then_tells_its_parent():
     forks = c()
     assert run(forks, ForkReceived(R, G, B, A, is_created=True)) == [SendForkRequest(B, R, G, is_created=True)]
     assert forks.users[G].state is UserState.REQUESTED
-    assert run(forks, ForkConfirmed(G)) == [MarkConfirmed(G), SendChildAccept(A, G)]
+    assert run(forks, ForkConfirmed(B, R, G)) == [MarkConfirmed(G), SendChildAccept(A, G)]
     assert run(forks, HandleDropped(G)) == [SendUserDelete(B, R, G)]
 
 
@@ -239,7 +238,7 @@ def test_a_child_passes_on_what_its_parent_knew_of_the_creation(is_created):
 
 def test_a_parent_is_kept_until_its_child_is_accepted():
     forks = a()
-    run(forks, CreationStarted(R, F, B), CreationConfirmed(F), ForkOffered(R, G, C, F))
+    run(forks, CreationStarted(R, F, B), CreationConfirmed(B, R, F), ForkOffered(R, G, C, F))
     assert run(forks, HandleDropped(F)) == []
     assert run(forks, ChildAccepted(G)) == [SendUserDelete(B, R, F)]
     assert run(forks, ChildAccepted(G)) == []
@@ -249,7 +248,7 @@ def test_a_dropped_child_still_waits_for_its_confirmation():
     forks = c()
     run(forks, ForkReceived(R, G, B, A, is_created=True))
     assert run(forks, HandleDropped(G)) == []
-    assert run(forks, ForkConfirmed(G)) == [
+    assert run(forks, ForkConfirmed(B, R, G)) == [
         MarkConfirmed(G),
         SendChildAccept(A, G),
         SendUserDelete(B, R, G),
@@ -258,7 +257,7 @@ def test_a_dropped_child_still_waits_for_its_confirmation():
 
 def test_a_fork_that_arrives_twice_is_one_fork_with_two_handles():
     forks = c()
-    run(forks, ForkReceived(R, G, B, A, is_created=True), ForkConfirmed(G))
+    run(forks, ForkReceived(R, G, B, A, is_created=True), ForkConfirmed(B, R, G))
     assert run(forks, ForkReceived(R, G, B, A, is_created=True)) == []
     assert run(forks, HandleDropped(G)) == []
     assert run(forks, HandleDropped(G)) == [SendUserDelete(B, R, G)]
@@ -273,10 +272,10 @@ def test_a_refused_child_lets_its_parent_go():
 
 def test_an_rref_sent_to_oneself_is_another_fork():
     forks = a()
-    run(forks, CreationStarted(R, F, B), CreationConfirmed(F), ForkOffered(R, G, A, F))
+    run(forks, CreationStarted(R, F, B), CreationConfirmed(B, R, F), ForkOffered(R, G, A, F))
     assert run(forks, ForkReceived(R, G, B, A, is_created=True)) == [SendForkRequest(B, R, G, is_created=True)]
     assert run(forks, HandleDropped(F)) == []
-    assert run(forks, ForkConfirmed(G)) == [
+    assert run(forks, ForkConfirmed(B, R, G)) == [
         MarkConfirmed(G),
         SendUserDelete(B, R, F),
     ]
@@ -345,7 +344,7 @@ def test_an_own_value_is_never_expected():
 
 def test_an_offer_that_never_arrived_lets_its_parent_go():
     forks = a()
-    run(forks, CreationStarted(R, F, B), CreationConfirmed(F), ForkOffered(R, G, C, F), HandleDropped(F))
+    run(forks, CreationStarted(R, F, B), CreationConfirmed(B, R, F), ForkOffered(R, G, C, F), HandleDropped(F))
     assert run(forks, OfferKnown(G)) == []  # known, but perhaps not counted yet
     assert run(forks, OfferRefused(G)) == [SendUserDelete(B, R, F)]
 
@@ -390,7 +389,7 @@ def test_forks_of_a_lost_user_are_reclaimed():
 
 def test_users_of_a_lost_owner_are_marked_and_need_no_delete():
     forks = a()
-    run(forks, CreationStarted(R, F, B), CreationConfirmed(F))
+    run(forks, CreationStarted(R, F, B), CreationConfirmed(B, R, F))
     assert run(forks, PeerLost(B)) == [MarkLost(F)]
     assert run(forks, HandleDropped(F)) == [ForgetFork(F)]
     assert forks.is_idle
@@ -398,7 +397,7 @@ def test_users_of_a_lost_owner_are_marked_and_need_no_delete():
 
 def test_children_of_a_lost_worker_let_their_parents_go():
     forks = a()
-    run(forks, CreationStarted(R, F, B), CreationConfirmed(F), ForkOffered(R, G, C, F), HandleDropped(F))
+    run(forks, CreationStarted(R, F, B), CreationConfirmed(B, R, F), ForkOffered(R, G, C, F), HandleDropped(F))
     assert run(forks, PeerLost(C)) == [SendUserDelete(B, R, F)]
 
 
@@ -413,8 +412,8 @@ def test_a_value_whose_creator_is_lost_is_not_expected_any_more():
 
 def test_an_owner_that_returns_is_told_of_the_users_that_ended_meanwhile():
     forks = a()
-    run(forks, CreationStarted(R, F, B), CreationConfirmed(F), PeerLost(B), HandleDropped(F))
-    run(forks, DeleteUndelivered(B, R, G))
+    run(forks, CreationStarted(R, F, B), CreationConfirmed(B, R, F), PeerLost(B), HandleDropped(F))
+    run(forks, OwnerUnreached(B, R, G))
     assert run(forks, PeerConnected(B)) == [
         SendUserDelete(B, R, F),
         SendUserDelete(B, R, G),
@@ -427,27 +426,27 @@ def test_a_fork_that_is_counted_after_it_was_given_up_is_ended_again():
     run(forks, CreationStarted(R, F, B), CreationFailed(F, 7, "cut"), PeerLost(B))
     assert run(forks, PeerConnected(B)) == [SendUserDelete(B, R, F)]
     # the news of the failure was sent again, and has overtaken that, or came later
-    assert run(forks, ForkCounted(B, R, F), FailureAcknowledged(F)) == [SendUserDelete(B, R, F)]
+    assert run(forks, FailureAcknowledged(B, R, F)) == [SendUserDelete(B, R, F)]
     assert run(forks, HandleDropped(F)) == [ForgetFork(F)]
-    assert run(forks, ForkCounted(B, R, F)) == [SendUserDelete(B, R, F)]
+    assert run(forks, FailureAcknowledged(B, R, F)) == [SendUserDelete(B, R, F)]
     forks = c()
     run(forks, ForkReceived(R, G, B, A, is_created=True), PeerLost(B), HandleDropped(G), PeerConnected(B))
-    assert run(forks, ForkCounted(B, R, G), ForkConfirmed(G)) == [SendUserDelete(B, R, G)]
+    assert run(forks, ForkConfirmed(B, R, G)) == [SendUserDelete(B, R, G)]
     assert forks.is_idle
 
 
 def test_a_fork_that_may_have_been_counted_after_it_was_given_up_is_ended_when_its_owner_returns():
     forks = c()
     run(forks, ForkReceived(R, G, B, A, is_created=True), PeerLost(B), HandleDropped(G), PeerConnected(B))
-    assert run(forks, CountUnanswered(B, R, G)) == []
+    assert run(forks, OwnerUnreached(B, R, G)) == []
     assert run(forks, PeerConnected(B)) == [SendUserDelete(B, R, G)]
 
 
 def test_a_fork_in_use_is_not_ended_by_the_answer_that_counts_it():
     forks = c()
     run(forks, ForkReceived(R, G, B, A, is_created=True))
-    assert run(forks, CountUnanswered(B, R, G), PeerConnected(B), ForkCounted(B, R, G)) == []
-    assert run(forks, ForkConfirmed(G)) == [MarkConfirmed(G), SendChildAccept(A, G)]
+    assert run(forks, OwnerUnreached(B, R, G), PeerConnected(B)) == []
+    assert run(forks, ForkConfirmed(B, R, G)) == [MarkConfirmed(G), SendChildAccept(A, G)]
 
 
 def test_a_child_of_a_lost_owner_lets_its_parent_go():
@@ -507,7 +506,7 @@ def test_what_was_abandoned_is_forgotten_with_its_creator():
 
 def test_an_owner_under_the_name_of_another_is_another():
     forks = a()
-    run(forks, CreationStarted(R, F, B), CreationConfirmed(F))
+    run(forks, CreationStarted(R, F, B), CreationConfirmed(B, R, F))
     assert not forks.concerns(B_AGAIN)
     assert run(forks, PeerConnected(B_AGAIN), PeerLost(B_AGAIN)) == []
     assert forks.users[F].state is UserState.CONFIRMED
@@ -523,7 +522,7 @@ def test_a_successor_is_a_user_of_what_its_predecessor_owned():
 
 def test_a_successor_does_not_hear_of_what_its_predecessor_counted():
     forks = a()
-    run(forks, CreationStarted(R, F, B), CreationConfirmed(F), PeerLost(B), HandleDropped(F))
+    run(forks, CreationStarted(R, F, B), CreationConfirmed(B, R, F), PeerLost(B), HandleDropped(F))
     assert run(forks, PeerConnected(B_AGAIN)) == []
     assert run(forks, PeerConnected(B)) == []  # and it is forgotten: a predecessor never comes back
 
@@ -538,7 +537,7 @@ def test_forks_of_a_predecessor_are_reclaimed_and_not_those_of_its_successor():
 
 def test_an_owner_known_by_name_only_gets_its_id_with_the_connection():
     forks = a()
-    run(forks, CreationStarted(R, F, SOME_B), PeerConnected(B), CreationConfirmed(F))
+    run(forks, CreationStarted(R, F, SOME_B), PeerConnected(B), CreationConfirmed(B, R, F))
     assert run(forks, HandleDropped(F)) == [SendUserDelete(B, R, F)]
 
 
@@ -546,7 +545,7 @@ def test_how_many_lost_owners_are_remembered_is_limited(monkeypatch):
     monkeypatch.setattr("arpc.rref.forks._REMEMBERED_OWNERS", 2)
     forks = a()
     for number in range(5, 8):
-        run(forks, DeleteUndelivered(WorkerInfo(f"owner{number}", number), R, F))
+        run(forks, OwnerUnreached(WorkerInfo(f"owner{number}", number), R, F))
     assert run(forks, PeerConnected(WorkerInfo("owner5", 5))) == []
     assert run(forks, PeerConnected(WorkerInfo("owner7", 7))) == [SendUserDelete(WorkerInfo("owner7", 7), R, F)]
 
@@ -559,12 +558,17 @@ def test_what_was_refused_is_forgotten_with_the_worker_it_came_from():
     assert forks.refuses(H)
 
 
-@pytest.mark.parametrize(
-    "event", [CreationConfirmed(F), ForkConfirmed(F), ChildAccepted(F), OfferKnown(F), HandleDropped(F)]
-)
+@pytest.mark.parametrize("event", [ForkRefused(F), ChildAccepted(F), OfferKnown(F), HandleDropped(F)])
 def test_events_about_forks_that_have_ended_change_nothing(event):
     forks = a()
     assert run(forks, event) == []
+    assert forks.is_idle
+
+
+@pytest.mark.parametrize("kind", [CreationConfirmed, ForkConfirmed, FailureAcknowledged])
+def test_an_owner_that_counts_a_fork_that_has_ended_is_told_so(kind):
+    forks = a()
+    assert run(forks, kind(B, R, F)) == [SendUserDelete(B, R, F)]
     assert forks.is_idle
 
 

@@ -40,6 +40,7 @@ _COROUTINE: Final = Mode.COROUTINE
 _THREAD: Final = Mode.THREAD
 _INLINE: Final = Mode.INLINE
 _STREAM: Final = int(RequestFlag.STREAM)
+_NO_BODY: Final = memoryview(b"")
 _now_ns = time.perf_counter_ns
 
 
@@ -226,6 +227,8 @@ class Dispatcher:
                 return
             run.creation = creation
             if run.function is function:
+                if message.meta_end == len(message.body) and not run.meta and run.handling is None:
+                    message.body = _NO_BODY  # it had the feature's own metadata alone: there is nothing to unpack
                 self._launch(run)
             else:
                 self._start(run, function, message)

@@ -73,7 +73,6 @@ class Peer:
         connect: Callable[[Peer], Awaitable[Connection]],
     ) -> None:
         self.info = info
-        self.state = PeerState.IDLE
         self.connection: Connection | None = None
         self.incarnation: int | None = None
         """Which start of the worker the group, or its last connection, has told of."""
@@ -111,7 +110,21 @@ class Peer:
         self._max_waiting = options.max_calls_waiting
         self._connect = connect
         self._connecting: asyncio.Task[None] | None = None
+        self._connected = asyncio.Event()
         self._gone_because = ""
+
+    @property
+    def state(self) -> PeerState:
+        if self.connection is not None:
+            return PeerState.OPEN
+        if self._connecting is not None:
+            return PeerState.CONNECTING
+        return PeerState.GONE if self._gone_because else PeerState.IDLE
+
+    @property
+    def is_connecting(self) -> bool:
+        """This worker tries to connect to it."""
+        return self._connecting is not None
 
     @property
     def must_be_asked_for(self) -> bool:
@@ -320,15 +333,13 @@ class Peer:
 
     def _wake(self) -> None:
         """Connect, unless that is done or under way: there is one attempt at a time."""
-        if self.connection is None:
-            self.state = PeerState.CONNECTING
-            if self._connecting is None:
-                connecting = self._run_connect()
-                try:
-                    self._connecting = self._deadlines.loop.create_task(connecting)
-                except RuntimeError:  # the loop is closed
-                    connecting.close()
-                    raise
+        if self.connection is None and self._connecting is None:
+            connecting = self._run_connect()
+            try:
+                self._connecting = self._deadlines.loop.create_task(connecting)
+            except RuntimeError:  # the loop is closed
+                connecting.close()
+                raise
 
     async def reach(self) -> bool:
         """Whether there is a connection, after an attempt to have one."""
@@ -336,6 +347,13 @@ class Peer:
         if self._connecting is not None:
             await asyncio.wait([self._connecting])
         return self.connection is not None
+
+    async def wait_connected(self, timeout_s: float) -> Connection | None:
+        """Wait for a connection that either side makes; None if there is none after that time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._connected.wait()
+        return self.connection
 
     async def _run_connect(self) -> None:
         failure: Exception | None = None
@@ -350,7 +368,6 @@ class Peer:
         # Connections from the other side may have come, and gone, meanwhile
         if self.connection is not None:
             return
-        self.state = PeerState.GONE if self._gone_because else PeerState.IDLE
         if failure is not None:
             self._fail_backlog(partial(self.not_reached, failure))
         elif self.backlog:
@@ -377,8 +394,8 @@ class Peer:
 
     def opened(self, connection: Connection, *, main_by_value: bool) -> None:
         """There is a connection, made by either side."""
-        self.state = PeerState.OPEN
         self.connection = connection
+        self._connected.set()
         self.incarnation = connection.peer.incarnation
         self.is_deserted = self.is_dead = False
         self._gone_because = ""
@@ -399,10 +416,11 @@ class Peer:
         sent = [(call_id, call) for call_id, call in self.calls if call.connection is connection]
         if connection is self.connection:
             self.connection = None
+            self._connected.clear()
             self.function_ids.clear()
-            self.state = PeerState.IDLE
             if reason is not None:
-                self.gone(f"worker {self.info.name!r} has left: {reason}")
+                self._gone_because = because = f"worker {self.info.name!r} has left: {reason}"
+                self._fail_backlog(lambda: WorkerLostError(because, self.info.name, may_have_run=False))
         make_error = partial(self.lost_with, error, reason)
         if self.thread_connections is not None:
             self.thread_connections.lost(connection, make_error)
@@ -437,14 +455,6 @@ class Peer:
         self.is_deserted = self.is_dead = False
         self.hosts = {""}
         self._gone_because = ""
-        if self.state is PeerState.GONE:
-            self.state = PeerState.IDLE
-
-    def gone(self, because: str) -> None:
-        """It will not come back in this incarnation."""
-        self.state = PeerState.GONE
-        self._gone_because = because
-        self._fail_backlog(lambda: WorkerLostError(because, self.info.name, may_have_run=False))
 
     def _fail_backlog(self, make_error: Callable[[], Exception]) -> None:
         """Fail all calls that have not been sent."""

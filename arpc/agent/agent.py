@@ -165,7 +165,7 @@ class Agent:
         self.call = self.caller.call
         self.call_and_wait = self.caller.call_and_wait
         self.request = self.caller.request
-        self.create = self.caller.create
+        self.create = self.caller.begin
         self.stream = self.caller.stream
         self.on_loop = self.caller.on_loop
         self.prepare = partial(sender.prepare, self.on_loop)

@@ -11,6 +11,7 @@ from typing import Any, Final, Generic, TypeVar, cast
 
 from arpc import torchstate
 from arpc.errors import ShutdownError
+from arpc.private.asyncio import running_loop
 from arpc.private.interpreter import caller_frame
 from arpc.user_errors import is_a, is_coroutine, set_cause, summary_of
 
@@ -38,7 +39,7 @@ class Future(asyncio.Future[T], Generic[T]):
 
     script_type: Any = None
     """Of the call of a TorchScript function: the type of its value, as the function's schema has it."""
-    on_cancel: Callable[[], None] | None = None
+    on_cancel: Callable[[], object] | None = None
     callee: Any = None
     """The peer whose ``cancel(call_id)`` is called if this is cancelled. It takes one object less than `on_cancel`."""
     call_id = 0
@@ -49,13 +50,10 @@ class Future(asyncio.Future[T], Generic[T]):
 
     def _on_loop(self) -> bool:
         """True on the thread of the loop, where the future may be touched directly."""
-        try:
-            return asyncio.get_running_loop() is self.get_loop()
-        except RuntimeError:
-            return False
+        return running_loop() is self.get_loop()
 
     def set_result(self, result: T) -> None:
-        if self._on_loop():
+        if running_loop() is self.get_loop():
             _complete(self, result)
         else:
             _soon(self.get_loop(), _complete, self, result)

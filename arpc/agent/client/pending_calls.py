@@ -40,7 +40,7 @@ class Cancellable(Recipient, Protocol):
 
     call_id: int
     callee: Any
-    on_cancel: Callable[[], None] | None
+    on_cancel: Callable[[], object] | None
 
 
 class Call(msgspec.Struct, eq=False):

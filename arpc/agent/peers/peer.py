@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from enum import Enum, auto
 from functools import partial
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from arpc.agent.client.deadlines import NEVER, Deadlines
 from arpc.agent.client.pending_calls import SEQUENCE_BITS, Call, PendingCalls
-from arpc.agent.client.thread_connections import CountsBytes, ThreadConnections
 from arpc.agent.codec import Codec
 from arpc.agent.server.functions import name_of
 from arpc.errors import (
@@ -58,6 +57,42 @@ class PeerState(Enum):
     OPEN = auto()
     GONE = auto()
     """It said goodbye. The next call asks the group whether another has come under its name."""
+
+
+MakeError = Callable[[str], Exception]
+"""The error of a call that was under way when its connection ended, by the name of the function."""
+
+
+class CountsBytes(Protocol):
+    """A connection, as far as it is counted."""
+
+    bytes_received: int
+
+    def count_sent(self) -> int:
+        """Bytes sent until now."""
+
+
+class ThreadConnections(Protocol):
+    """The connections that threads of this worker have to a peer for calls of their own.
+
+    The drop-in makes them, see `arpc.compat.blocking_client`. The peer counts their calls among its own.
+    """
+
+    @property
+    def calls_made(self) -> int:
+        """How many calls there have been."""
+
+    def calls(self) -> list[tuple[int, str, float | None]]:
+        """The calls under way: id, name of the function, seconds left if these are limited."""
+
+    @property
+    def all(self) -> Collection[CountsBytes]: ...
+
+    def lost(self, main: Connection, make_error: MakeError, /) -> None:
+        """End all that belong to a connection between both workers, which has ended, and their calls with an error."""
+
+    async def aclose(self, make_error: MakeError, /) -> None:
+        """End all of them, for good."""
 
 
 class Peer:

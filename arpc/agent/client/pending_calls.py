@@ -84,6 +84,8 @@ class Call(msgspec.Struct, eq=False):
     """Takes the items of a stream."""
     sent_at: float = 0.0
     """When it was sent, if that is looked at."""
+    observed: Any = None
+    """What observers know of it, an `observers.Outgoing`."""
 
     @property
     def name(self) -> str:

@@ -200,7 +200,10 @@ class Peer:
 
     def define(self, function: Any) -> int:
         """The number of a function that the peer can import, 0 for one that must travel by value with each call."""
-        known = self._definitions.get(function)
+        try:
+            known = self._definitions.get(function)
+        except TypeError:
+            return 0  # not hashable, so not a function of a module
         if known is None:
             name = importable_name(function)
             if name is None or (name[0] in _MAIN_NAMES and self.main_by_value):

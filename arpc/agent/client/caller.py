@@ -198,10 +198,7 @@ class Caller:
             peer = None
         if peer is None or (peer.connection is None and peer.must_be_asked_for):
             self._defer(to, call)
-        else:
-            self._send(peer, call)
-
-    def _send(self, peer: Peer, call: Call) -> None:
+            return
         recipient: Cancellable = call.recipient
         call.peer = peer
         try:
@@ -224,7 +221,7 @@ class Caller:
                 peer = await self._find_out(to)
                 if not future.done():
                     future.on_cancel = None
-                    self._send(peer, call)
+                    self.begin(peer.info, call)  # it is known now
             except Exception as error:  # noqa: BLE001 - whoever waits finds it in the future
                 set_may_have_run(error, may_have_run=False)
                 if not future.done():

@@ -79,7 +79,7 @@ class Sender:
             tick, call.timeout_ms, _ = self._timeouts.within(scope.deadline, call.timeout, call.called or call.function)
         args, kwargs = call.args, call.kwargs
         if args.__class__ is not tuple or (kwargs is not None and kwargs.__class__ is not dict):
-            args, kwargs = _check_arguments(call)
+            args, kwargs = call.args, call.kwargs = as_arguments(args), as_keywords(kwargs)
         number = call.function_id
         if not number:
             try:
@@ -255,7 +255,7 @@ class Sender:
 
 def as_arguments(args: Any) -> tuple[Any, ...]:
     """The positional arguments as a tuple. What is no list of arguments is refused: it would be taken apart."""
-    if args.__class__ is tuple:
+    if args.__class__ is tuple or args.__class__ is Prepared:
         return args
     if args is None:
         return ()
@@ -264,17 +264,10 @@ def as_arguments(args: Any) -> tuple[Any, ...]:
     raise TypeError(f"args must be a tuple of arguments, not {type(args).__qualname__}: write args=(value,)")
 
 
-def _check_arguments(call: Call) -> tuple[Any, Mapping[str, Any] | None]:
-    """The arguments of a call as they are sent. Raises `TypeError` for what is none."""
-    if call.args.__class__ is not Prepared:
-        call.args = as_arguments(call.args)
-    if call.kwargs is not None and call.kwargs.__class__ is not dict:
-        call.kwargs = as_keywords(call.kwargs)
-    return call.args, call.kwargs
-
-
-def as_keywords(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def as_keywords(kwargs: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The arguments by name as they are sent."""
+    if kwargs is None:
+        return None
     if not isinstance(kwargs, Mapping):
         raise TypeError(f"kwargs must be a dict of arguments by name, not {type(kwargs).__qualname__}")
     return dict(kwargs)

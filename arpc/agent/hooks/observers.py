@@ -375,7 +375,9 @@ class ObservedSender:
 
 
 def error_of(recipient: Any) -> BaseException | None:
-    """The error of a call that has ended and was not cancelled. Of a future, that does not count as looked at."""
+    """The error of a call that has ended. Of a future, that does not count as looked at."""
+    if recipient.cancelled():
+        return asyncio.CancelledError()
     if isinstance(recipient, asyncio.Future):
         return getattr(recipient, "_exception", None)
     error: BaseException | None = recipient.exception()
@@ -436,7 +438,7 @@ def _accept(**known: Any) -> Handling:
 
 
 def _call_ended(request: Outgoing, recipient: Any) -> None:
-    error = asyncio.CancelledError() if recipient.cancelled() else error_of(recipient)
+    error = error_of(recipient)
     outcome = _outcome_of(error)
     _end(request, outcome, None if outcome is Outcome.CANCELLED else error)
 

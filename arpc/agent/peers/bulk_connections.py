@@ -21,7 +21,7 @@ from arpc.wire.messages import Refusal
 if TYPE_CHECKING:
     from arpc.agent.peers.connector import Connector
 
-__all__ = ["BulkConnections", "lanes_of"]
+__all__ = ["BulkConnections"]
 
 logger = get_logger("arpc.connections")
 
@@ -108,11 +108,6 @@ class BulkConnections:
 
     def lost(self, connection: Connection) -> None:
         self._joining.pop(connection.protocol, None)
-
-
-def lanes_of(main: Connection) -> list[Connection]:
-    """The lanes that a connection has."""
-    return main.lanes.connections if main.lanes is not None else []
 
 
 def _feature(identity: Identity, name: str) -> str | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from arpc.agent.peers.admission import THREAD_HANDLERS, Admission
-from arpc.agent.peers.bulk_connections import BulkConnections, lanes_of
+from arpc.agent.peers.bulk_connections import BulkConnections
 from arpc.agent.peers.connect_retry import ConnectRetry
 from arpc.agent.peers.dialer import Dialer, host_of
 from arpc.agent.peers.link import ONLOOKER, THREAD, Link, PeerWatcher
@@ -274,7 +274,7 @@ class Connector:
         for listener in self._listeners:
             await listener.aclose()
         connections = list(self._links)
-        lanes = [lane for connection in connections for lane in lanes_of(connection)]
+        lanes = [lane for main in connections if main.lanes is not None for lane in main.lanes.connections]
         for connection in connections:
             connection.close(reason)
         if connections:

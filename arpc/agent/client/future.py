@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
+from itertools import islice
 from types import CodeType
 from typing import Any, Final, Generic, TypeVar, cast
 
@@ -194,7 +195,8 @@ class Future(asyncio.Future[T], Generic[T]):
         text = super().__repr__()
         if self._code is None:
             return text
-        return f"{text[:-1]} called at {self._code.co_filename}:{_line(self._code, self._lasti)}>"
+        line = next(islice(self._code.co_positions(), self._lasti // 2, None))[0]
+        return f"{text[:-1]} called at {self._code.co_filename}:{line}>"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         raise TypeError("a Future cannot be pickled: send its value, or an RRef to it")
@@ -213,14 +215,6 @@ def _closed_loop() -> ShutdownError:
         "the event loop of this future is closed, so that no value can come and no callback can run: wait for calls "
         "before the loop of their worker ends"
     )
-
-
-def _line(code: CodeType, lasti: int) -> int:
-    line = code.co_firstlineno
-    for start, end, number in code.co_lines():
-        if start <= lasti < end and number is not None:
-            line = number
-    return line
 
 
 def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:

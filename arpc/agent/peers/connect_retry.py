@@ -53,6 +53,9 @@ def backoff_delays(dice: random.Random = _random) -> Iterator[float]:
 class _UnansweredError(WireError):
     """Nobody answered at any address of a worker."""
 
+    is_deserted = False
+    """Nobody listens at any of them, or there was none to try: there is no point in trying again."""
+
 
 class ConnectRetry:
     """Connects one worker to its peers, with as many attempts as it takes."""
@@ -83,7 +86,7 @@ class ConnectRetry:
                             raise
                     except _UnansweredError as error:
                         # The network may be back in a moment. Calls that wait to be sent wait for that.
-                        if peer.is_deserted:
+                        if error.is_deserted:
                             raise
                         failure = error
                         delay_s = next(delays)
@@ -100,7 +103,7 @@ class ConnectRetry:
                 peer.is_verified = not self._agent.is_elastic
 
     async def _connect_once(self, peer: Peer) -> Connection:
-        peer.is_deserted = peer.is_dead = False
+        peer.is_dead = False
         try:
             record = await self._agent.resolve(peer.info.name)
         except GroupNotAskedError as error:
@@ -139,15 +142,15 @@ class ConnectRetry:
                 "it is on another host, which is not trusted without a secret: set the same ARPC_SECRET on all workers "
                 "(or RpcOptions.tls)"
             )
-        # there is no point in trying again where nobody listens, or nobody can be tried
-        peer.is_deserted = all(
-            isinstance(error, ConnectionRefusedError | FileNotFoundError) for error in errors.values()
+        unanswered = _UnansweredError(
+            f"none of its addresses answers ({tried}): {reasons or 'none can be reached from here'}"
         )
+        absent = (ConnectionRefusedError, FileNotFoundError)
+        unanswered.is_deserted = all(isinstance(error, absent) for error in errors.values())
         # But an address may be good for others only, as 127.0.0.1 is, and a socket's file be tidied away
         refused = [address for address, error in errors.items() if isinstance(error, ConnectionRefusedError)]
-        peer.is_dead = peer.is_deserted and any(host_of(address) in peer.hosts for address in refused)
-        reasons = reasons or "none can be reached from here"
-        return _UnansweredError(f"none of its addresses answers ({tried}): {reasons}")
+        peer.is_dead = unanswered.is_deserted and any(host_of(address) in peer.hosts for address in refused)
+        return unanswered
 
     # -- searches
 

@@ -113,8 +113,6 @@ class Peer:
         """Which start of the worker the group, or its last connection, has told of."""
         self.is_verified = True
         """The group has said which worker has its name, and there is no reason to ask again."""
-        self.is_deserted = False
-        """Nobody listened at any of its addresses when it was last tried, or there was none to try."""
         self.is_dead = False
         """Nobody listened at an address where it is known to have been: its process has ended."""
         self.hosts = {""}
@@ -435,7 +433,7 @@ class Peer:
         self.connection = connection
         self._connected.set()
         self.incarnation = connection.peer.incarnation
-        self.is_deserted = self.is_dead = False
+        self.is_dead = False
         self._gone_because = ""
         if main_by_value:
             # It may have run this script in an earlier life, and run another one now
@@ -490,7 +488,7 @@ class Peer:
                 f"worker {lost!r} was started again before the call was sent to it", lost, may_have_run=False
             )
         )
-        self.is_deserted = self.is_dead = False
+        self.is_dead = False
         self.hosts = {""}
         self._gone_because = ""
 
